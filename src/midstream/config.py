@@ -1,0 +1,185 @@
+"""midstream's settings: what they are, their defaults, and where they are read from.
+
+They live in vLLM's `additional_config` under the key `midstream`, and nowhere else: that is part
+of the hash under which vLLM caches compiled graphs, so a graph compiled without taps is never
+loaded with them, nor the reverse. The environment variable `MIDSTREAM` is only another way of
+writing them: it is copied there before the engine's config is made.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from midstream import sites
+from midstream.errors import ConfigError
+from midstream.version import __version__
+
+KEY = "midstream"
+ENVIRONMENT_VARIABLE = "MIDSTREAM"
+# Raised whenever the op's arguments or buffers change meaning: it keeps compiled graphs apart.
+OP_SCHEMA = 1
+STAMP = {"version": __version__, "op_schema": OP_SCHEMA}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What to tap, and how much room there is.
+
+    Attributes:
+        sites: the sites to tap, by name. A request can only use what is tapped; each tapped site
+            costs a little in every step.
+        layers: the layers to tap: "all", or indices from 0 (negative: from the end).
+        bank_rows: how many distinct vectors the running requests may use together. Each takes
+            4 · hidden bytes on the device.
+        programs: how many distinct combinations of edits (and of captures) may be in use together.
+        max_edits: how many edits may be in use together, counted once for each distinct program.
+        staging_bytes: size of the ring on the device through which captured vectors leave. None:
+            enough for every token of the largest step at every tapped site, but no more than
+            1/16 of the device's memory (2 GiB on a CPU).
+    """
+
+    sites: tuple[str, ...] = ("resid_post",)
+    layers: tuple[int, ...] | str = "all"
+    bank_rows: int = 4096
+    programs: int = 2048
+    max_edits: int = 65536
+    staging_bytes: int | None = None
+
+    @staticmethod
+    def parse(value: object) -> Config:
+        """Settings from a Config or a dict of its fields.
+
+        Raises:
+            ConfigError: an unknown setting, or a value that is not allowed.
+        """
+        if isinstance(value, Config):
+            return value
+        if not isinstance(value, Mapping):
+            raise ConfigError(
+                f"{KEY}: expected a dict of settings, got `{type(value).__name__}` {value!r}; "
+                f"use {{}} for the defaults"
+            )
+        given = dict(value)
+        stamp = given.pop("stamp", STAMP)
+        if stamp != STAMP:
+            raise ConfigError(
+                f"{KEY}.stamp: this process runs midstream {STAMP}, the engine was configured by "
+                f"{stamp}; install the same version everywhere"
+            )
+        known = {field.name for field in fields(Config)}
+        for name in given:
+            if name not in known:
+                raise ConfigError(f"{KEY}.{name}: no such setting{_hint(name, known)}")
+        for name in ("bank_rows", "programs", "max_edits"):
+            if name in given:
+                given[name] = _count(name, given[name], at_least=16)
+        if given.get("staging_bytes") is not None:
+            given["staging_bytes"] = _count("staging_bytes", given["staging_bytes"], 1)
+        if "sites" in given:
+            given["sites"] = _sites(given["sites"])
+        if "layers" in given:
+            given["layers"] = _layers(given["layers"])
+        return Config(**given)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, stamped with the version; `Config.parse` reads them back."""
+        plain = asdict(self)
+        plain["sites"] = list(self.sites)
+        plain["layers"] = self.layers if isinstance(self.layers, str) else list(self.layers)
+        return {**plain, "stamp": dict(STAMP)}
+
+    def resolve_layers(self, num_layers: int) -> tuple[int, ...]:
+        """The layers to tap, in order, for a model of `num_layers`.
+
+        Raises:
+            ConfigError: a layer that the model does not have, or one named twice.
+        """
+        if isinstance(self.layers, str):
+            return tuple(range(num_layers))
+        resolved = []
+        for layer in self.layers:
+            index = layer + num_layers if layer < 0 else layer
+            if not 0 <= index < num_layers:
+                raise ConfigError(
+                    f"{KEY}.layers: {layer} is out of range: the model has {num_layers} layers, "
+                    f"0 to {num_layers - 1}"
+                )
+            if index in resolved:
+                raise ConfigError(f"{KEY}.layers: layer {index} is named twice")
+            resolved.append(index)
+        return tuple(sorted(resolved))
+
+
+def from_environment() -> Config | None:
+    """The settings in `MIDSTREAM`: unset, empty or 0: None; 1: the defaults; else a JSON object.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    text = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
+    if text in ("", "0"):
+        return None
+    if text == "1":
+        return Config()
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{ENVIRONMENT_VARIABLE}: expected 0, 1 or a JSON object of settings, got {text!r}"
+        ) from error
+    return Config.parse(value)
+
+
+def from_additional_config(additional_config: object) -> Config | None:
+    """The settings in vLLM's `additional_config`; None where midstream is not enabled."""
+    if not isinstance(additional_config, Mapping) or KEY not in additional_config:
+        return None
+    value = additional_config[KEY]
+    return None if value is None or value is False else Config.parse(value)
+
+
+def _count(name: str, value: object, at_least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{KEY}.{name}: expected `int`, got `{type(value).__name__}` {value!r}")
+    if value < at_least:
+        raise ConfigError(f"{KEY}.{name}: expected at least {at_least}, got {value}")
+    return value
+
+
+def _sites(value: object) -> tuple[str, ...]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not names:
+        raise ConfigError(f"{KEY}.sites: expected one or more site names, got {value!r}")
+    found: list[str] = []
+    for name in names:
+        canonical = sites.canonical(name) if isinstance(name, str) else None
+        if canonical is None:
+            raise ConfigError(
+                f"{KEY}.sites: unknown site {name!r}; there are {', '.join(sites.NAMES)}"
+            )
+        if canonical in found:
+            raise ConfigError(f"{KEY}.sites: {canonical} is named twice")
+        found.append(canonical)
+    return tuple(sorted(found, key=sites.NAMES.index))
+
+
+def _layers(value: object) -> tuple[int, ...] | str:
+    if value in ("all", ["all"], ("all",)):
+        return "all"
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ConfigError(f'{KEY}.layers: expected "all" or a list of indices, got {value!r}')
+    for layer in value:
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            raise ConfigError(f"{KEY}.layers: expected `int`, got {layer!r}")
+    return tuple(value)
+
+
+def _hint(name: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    listed = ", ".join(sorted(known))
+    return f"; did you mean {close[0]}?" if close else f"; there are {listed}"

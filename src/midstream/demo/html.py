@@ -1,0 +1,42 @@
+"""The few bricks of markup: everything that was not written here is escaped."""
+
+from __future__ import annotations
+
+import html
+import json
+from typing import Any
+
+VOID = frozenset({"meta", "br"})
+
+
+def escape(text: str) -> str:
+    """Text for an element or an attribute.
+
+    Characters that no document may hold (controls, lone surrogates) become U+FFFD: tokens are
+    pieces of bytes, and a model may write anything.
+    """
+    legal = "".join(c if _is_legal(ord(c)) else "\ufffd" for c in text)
+    return html.escape(legal, quote=True)
+
+
+def _is_legal(code: int) -> bool:
+    if code < 0x20:
+        return code in (0x09, 0x0A, 0x0D)
+    return not (0x7F <= code < 0xA0 or 0xD800 <= code < 0xE000)
+
+
+def tag(element: str, content: str = "", /, cls: str = "", **attributes: Any) -> str:
+    """One element around markup that is safe already; attributes are escaped here."""
+    pairs = {"class": cls, **attributes} if cls else attributes
+    head = "".join(f' {name}="{escape(str(value))}"' for name, value in pairs.items())
+    if element in VOID:
+        return f"<{element}{head}>"
+    return f"<{element}{head}>{content}</{element}>"
+
+
+def data_block(name: str, value: Any) -> str:
+    """A script element that holds JSON and runs nothing; no text in it can end it early."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return f'<script type="application/json" id="{escape(name)}">{text}</script>'

@@ -1,0 +1,243 @@
+"""The demo's main job: capture, fit, steer, and read back what was written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from midstream.demo import prompts
+from midstream.demo.engine import Engine, Push, Reply, Request
+from midstream.demo.fit import Fit, fit
+from midstream.demo.result import Answer, Question, Receipt, Result, TokenMap, format_scale
+from midstream.errors import MidstreamError
+
+Stage = Callable[[str], AbstractContextManager[None]]
+"""Opens one stage of the work; the words say what is being done."""
+
+
+class DemoError(MidstreamError):
+    """The demo cannot do what it was asked; the message says what would be right."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do, apart from the engine it is done on.
+
+    Attributes:
+        model: its name, for the report.
+        scales: strengths, in multiples of the distance between the two class means.
+        layer: where to steer; None for the layer that separates best.
+        max_tokens: of each answer.
+        seed: of the cross-validation's folds.
+        pairs, questions: what to capture and what to ask.
+        versions, settings: for the report.
+    """
+
+    model: str
+    scales: tuple[float, ...] = (-2.0, -1.0, 1.0, 2.0)
+    layer: int | None = None
+    max_tokens: int = 48
+    seed: int = 0
+    num_folds: int = 6
+    pairs: Sequence[prompts.Pair] = prompts.PAIRS
+    questions: Sequence[str] = prompts.QUESTIONS
+    versions: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+
+
+def run(engine: Engine, plan: Plan, stage: Stage) -> Result:
+    """The whole job on a started engine."""
+    started = time.strftime("%Y-%m-%d %H:%M %Z")
+    job = _Job(engine, plan, stage)
+    with job.timed(f"capturing {2 * len(plan.pairs)} sentences at all layers", "capture"):
+        captured = job.capture_pairs()
+    with job.timed("fitting a direction at every layer", "fit"):
+        fitted = _fit_last_rows(captured, plan)
+    layer = _choose_layer(fitted, plan.layer)
+    with job.timed(f"writing {len(plan.questions)} answers, plain and steered", "generate"):
+        written = job.write(fitted, layer)
+    with job.timed("reading what was written", "read"):
+        questions = job.read_back(written, fitted, layer)
+    return Result(
+        model=plan.model,
+        versions=plan.versions,
+        settings=plan.settings,
+        started=started,
+        seconds=job.seconds,
+        classes=(prompts.POSITIVE, prompts.NEGATIVE),
+        num_pairs=len(plan.pairs),
+        num_folds=fitted.num_folds,
+        scores=fitted.scores,
+        best_layer=fitted.best_layer,
+        layer=layer,
+        gap_norm=float(fitted.direction[layer].norm()),
+        stream_norm=_mean_norm(captured, layer),
+        token_maps=job.map_tokens(captured, written, fitted),
+        questions=questions,
+        receipts=job.receipts,
+    )
+
+
+class _Job:
+    """One run: its engine and plan, and the receipts and times that it gathers."""
+
+    def __init__(self, engine: Engine, plan: Plan, stage: Stage) -> None:
+        self.engine = engine
+        self.plan = plan
+        self.stage = stage
+        self.receipts: list[Receipt] = []
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, words: str, key: str) -> Iterator[None]:
+        start = time.perf_counter()
+        with self.stage(words):
+            yield
+        self.seconds[key] = time.perf_counter() - start
+
+    def capture_pairs(self) -> list[Reply]:
+        """Replies for every pair's positive, then its negative: p0, n0, p1, n1, …
+
+        The pair that the report shows is captured whole, the others at their last token.
+        """
+        requests = [
+            Request(
+                name=f"pair {index + 1}, {name}",
+                token_ids=self._encode(text),
+                capture="prompt" if index == self._shown_pair else "last_prompt",
+            )
+            for index, pair in enumerate(self.plan.pairs)
+            for name, text in ((prompts.POSITIVE, pair.positive), (prompts.NEGATIVE, pair.negative))
+        ]
+        return self._run(requests)
+
+    def write(self, fitted: Fit, layer: int) -> list[list[Reply]]:
+        """Per question, its answers by rising strength; all of them in one mixed batch."""
+        vector = fitted.direction[layer].contiguous()
+        requests = [
+            Request(
+                name=f"question {index + 1}, {format_scale(scale)}",
+                token_ids=self._encode_chat(question),
+                max_tokens=self.plan.max_tokens,
+                capture="generated" if index == 0 else None,
+                push=Push(vector, layer, scale) if scale else None,
+            )
+            for index, question in enumerate(self.plan.questions)
+            for scale in self._scales
+        ]
+        replies, step = self._run(requests), len(self._scales)
+        return [replies[at : at + step] for at in range(0, len(replies), step)]
+
+    def read_back(self, written: list[list[Reply]], fitted: Fit, layer: int) -> list[Question]:
+        """The questions with their answers, each read by the model that nobody steers."""
+        encoded = [self._encode(reply.text) for row in written for reply in row]
+        requests = [
+            Request(f"reading answer {index + 1}", token_ids, capture="prompt")
+            for index, token_ids in enumerate(encoded)
+            if len(token_ids) > 1
+        ]
+        replies = iter(self._run(requests))
+        readings = iter(
+            [_mean_reading(next(replies), fitted, layer) if len(t) > 1 else None for t in encoded]
+        )
+        return [
+            Question(
+                prompt,
+                [
+                    Answer(scale, reply.text.strip(), next(readings))
+                    for scale, reply in zip(self._scales, row, strict=True)
+                ],
+            )
+            for prompt, row in zip(self.plan.questions, written, strict=True)
+        ]
+
+    def map_tokens(
+        self, captured: list[Reply], written: list[list[Reply]], fitted: Fit
+    ) -> list[TokenMap]:
+        """The shown pair, and the first question's answers at the ends of the scale and plain."""
+        shown = captured[2 * self._shown_pair : 2 * self._shown_pair + 2]
+        maps = [
+            self._map(f"A {name} sentence, read", reply, fitted)
+            for name, reply in zip((prompts.POSITIVE, prompts.NEGATIVE), shown, strict=True)
+        ]
+        question = self.plan.questions[0]
+        for scale, reply in zip(self._scales, written[0], strict=True):
+            if scale in (0, self._scales[0], self._scales[-1]) and len(reply.token_ids) > 0:
+                how = f"steered by {format_scale(scale)}" if scale else "plain"
+                maps.append(self._map(f"“{question}”, answered {how}", reply, fitted))
+        return maps
+
+    @property
+    def _scales(self) -> list[float]:
+        return sorted({0.0, *self.plan.scales})
+
+    @property
+    def _shown_pair(self) -> int:
+        return min(prompts.SHOWN_PAIR, len(self.plan.pairs) - 1)
+
+    def _map(self, title: str, reply: Reply, fitted: Fit) -> TokenMap:
+        rows = _rows(reply)
+        return TokenMap(
+            title=title,
+            tokens=[self.engine.tokenizer.decode([token]) for token in reply.token_ids],
+            cosine=fitted.cosine(rows).tolist(),
+            projection=fitted.project(rows).tolist(),
+        )
+
+    def _run(self, requests: list[Request]) -> list[Reply]:
+        if not requests:
+            return []
+        replies = self.engine.run(requests)
+        self.receipts += [
+            Receipt(request.name, reply.receipt)
+            for request, reply in zip(requests, replies, strict=True)
+        ]
+        return replies
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.engine.tokenizer(text)["input_ids"])
+
+    def _encode_chat(self, question: str) -> list[int]:
+        tokenizer: Any = self.engine.tokenizer
+        if not getattr(tokenizer, "chat_template", None):
+            return self._encode(question)
+        turns = [{"role": "user", "content": question}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        # The template has written its own special tokens.
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _rows(reply: Reply) -> torch.Tensor:
+    assert reply.rows is not None, "the request asked for a capture"
+    return reply.rows
+
+
+def _fit_last_rows(captured: list[Reply], plan: Plan) -> Fit:
+    last = torch.stack([_rows(reply)[:, -1] for reply in captured])
+    return fit(last[0::2], last[1::2], min(plan.num_folds, len(plan.pairs)), plan.seed)
+
+
+def _choose_layer(fitted: Fit, wanted: int | None) -> int:
+    num_layers = len(fitted.scores)
+    if wanted is None:
+        return fitted.best_layer
+    if not -num_layers <= wanted < num_layers:
+        raise DemoError(f"--layer {wanted}: the model has layers 0 to {num_layers - 1}")
+    return wanted % num_layers
+
+
+def _mean_reading(reply: Reply, fitted: Fit, layer: int) -> float:
+    """Mean projection at `layer` of all tokens but the first.
+
+    The first is an attention sink: its vector is huge, and the same whatever the text.
+    """
+    return float(fitted.project(_rows(reply))[layer, 1:].mean())
+
+
+def _mean_norm(captured: list[Reply], layer: int) -> float:
+    return float(torch.stack([_rows(reply)[layer, -1] for reply in captured]).norm(dim=-1).mean())

@@ -1,0 +1,94 @@
+"""The process around the demo: environment variables, and the noise of what it runs.
+
+vLLM and the libraries below it log from Python, from C++ and from progress bars of their own. So
+the noise is caught where it comes out, at the file descriptors, and shown only when something
+fails.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO
+
+from rich.console import Console
+
+ALWAYS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Defaults that a user's own settings override."""
+
+WHEN_QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TQDM_DISABLE": "1",
+    "PYTHONWARNINGS": "ignore",
+}
+
+TAIL_LINES = 30
+
+
+def prepare(*, verbose: bool) -> None:
+    """Set the environment. To be called before vLLM is imported."""
+    for name, value in {**ALWAYS, **({} if verbose else WHEN_QUIET)}.items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def quiet(*, verbose: bool) -> Iterator[Console]:
+    """A console on the real output, while everything else that is printed goes to a log.
+
+    When an exception leaves the block, the log's end is shown first.
+    """
+    if verbose:
+        yield Console()
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryFile("w+b") as log, _real_output() as output, _redirected(log):
+        try:
+            yield Console(file=output)
+        except Exception:
+            output.write(_tail(log))
+            raise
+        finally:
+            output.flush()
+
+
+@contextmanager
+def _real_output() -> Iterator[IO[str]]:
+    """A second handle on standard output, as text."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    with open(os.dup(1), "w", encoding=encoding, errors="replace") as output:
+        yield output
+
+
+@contextmanager
+def _redirected(log: IO[bytes]) -> Iterator[None]:
+    """Descriptors 1 and 2 lead to the log until the block ends."""
+    kept = [(number, os.dup(number)) for number in (1, 2)]
+    try:
+        for number, _ in kept:
+            os.dup2(log.fileno(), number)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in kept:
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+def _tail(log: IO[bytes]) -> str:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log.seek(0)
+    lines = log.read().decode("utf-8", "replace").splitlines()[-TAIL_LINES:]
+    return "\n".join(["--- what was logged before the failure:", *lines, "---", ""])

@@ -1,0 +1,69 @@
+"""Every exception that midstream raises.
+
+MidstreamError
+├── SpecError (ValueError)          a request asks for something malformed or impossible
+├── ConfigError (ValueError)        a setting of midstream itself is wrong
+├── UnsupportedError (ValueError)   this vLLM, model or engine setting cannot be served rightly
+│   └── SeamError                   vLLM's own interfaces are not the ones midstream was built on
+├── TapError (RuntimeError)         a tap did not fire, or fired twice: results would be wrong
+├── ReceiptError (RuntimeError)     what was done for a request is not what it asked for
+└── FetchError (RuntimeError)       the workers no longer hold what a request captured
+"""
+
+from __future__ import annotations
+
+
+class MidstreamError(Exception):
+    """Base of all of midstream's own exceptions."""
+
+
+class SpecError(MidstreamError, ValueError):
+    """A request asks for something malformed, or that this engine cannot do.
+
+    Args:
+        path: the field that is wrong, as one would write it to reach it:
+            `edits[2].layer`, `capture[0].positions[1]`. Empty for the whole value.
+        problem: what was expected and what was found, and what would be right.
+    """
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path}: {problem}" if path else problem)
+        self.path = path
+        self.problem = problem
+
+    def under(self, prefix: str) -> SpecError:
+        """The same error seen from the value that holds this one at `prefix`."""
+        if not self.path:
+            path = prefix
+        elif self.path.startswith("["):
+            path = prefix + self.path
+        else:
+            path = f"{prefix}.{self.path}"
+        return SpecError(path, self.problem)
+
+    def __reduce__(self) -> tuple[type[SpecError], tuple[str, str]]:
+        return (SpecError, (self.path, self.problem))
+
+
+class ConfigError(MidstreamError, ValueError):
+    """A setting of midstream itself is wrong; the message names it."""
+
+
+class UnsupportedError(MidstreamError, ValueError):
+    """This vLLM, model or engine setting cannot be served rightly, so it is not served."""
+
+
+class SeamError(UnsupportedError):
+    """vLLM's interfaces differ from those that midstream was built on."""
+
+
+class TapError(MidstreamError, RuntimeError):
+    """A tap did not fire in a forward pass, or fired more than once."""
+
+
+class ReceiptError(MidstreamError, RuntimeError):
+    """What was done for a request differs from what it asked for."""
+
+
+class FetchError(MidstreamError, RuntimeError):
+    """The workers do not hold what a request captured."""

@@ -1,0 +1,101 @@
+"""What was asked for and what was done: the proof that comes with every result."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from midstream.errors import ReceiptError
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """Rows of one site and layer: how many the request asked for, and how many came."""
+
+    site: str
+    layer: int
+    expected: int
+    actual: int
+
+
+@dataclass(frozen=True, slots=True)
+class Edited:
+    """Edits: one is one vector added to one token at one site and layer.
+
+    Attributes:
+        expected: what the plan asks for, given the tokens that were computed.
+        applied: what the device counted while it computed this request.
+        reused: what was served from the prefix cache, where a request with the same edits at
+            the same positions had left it.
+        tokens: tokens that were to get at least one edit.
+    """
+
+    expected: int
+    applied: int
+    reused: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """One completion's receipt.
+
+    Attributes:
+        request_id: vLLM's id of the request.
+        prompt_tokens, generated_tokens: the last generated token is never computed on, so there
+            are `prompt_tokens + generated_tokens − 1` rows.
+        captured: per site and layer.
+        edited: None when no edit was asked for.
+        problems: what differs from what was asked; empty when all is as it should be.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    generated_tokens: int
+    captured: tuple[Captured, ...]
+    edited: Edited | None
+    problems: tuple[str, ...] = ()
+
+    @property
+    def status(self) -> str:
+        """`ok`, or `error` when something differs from what was asked."""
+        return "error" if self.problems else "ok"
+
+    def check(self) -> None:
+        """Raises ReceiptError when something differs from what was asked."""
+        if self.problems:
+            raise ReceiptError(f"request {self.request_id}: " + "; ".join(self.problems))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        plain = asdict(self)
+        return {
+            "status": self.status,
+            **plain,
+            "captured": [asdict(one) for one in self.captured],
+            "problems": list(self.problems),
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"request {self.request_id}: {self.status}; {self.prompt_tokens} prompt and "
+            f"{self.generated_tokens} generated tokens"
+        ]
+        if self.captured:
+            expected = sum(one.expected for one in self.captured)
+            actual = sum(one.actual for one in self.captured)
+            lines.append(
+                f"  captured {actual} of {expected} rows, at {len(self.captured)} sites of layers"
+            )
+        if self.edited is not None:
+            edited = self.edited
+            reused = f" ({edited.reused} of them from the prefix cache)" if edited.reused else ""
+            lines.append(
+                f"  edited {edited.tokens} tokens: {edited.applied + edited.reused} of "
+                f"{edited.expected} edits{reused}"
+            )
+        return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"

@@ -1,0 +1,1 @@
+"""All that touches vLLM. Nothing outside this package imports vLLM's internals."""

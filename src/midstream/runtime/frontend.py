@@ -1,0 +1,241 @@
+"""The front door of one engine: plans are checked there, and results join the outputs there."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from midstream.config import KEY, Config
+from midstream.errors import SpecError, UnsupportedError
+from midstream.runtime.adapter import Carried
+from midstream.runtime.assembly import assemble
+from midstream.runtime.worker import RPC
+from midstream.spec import ModelShape, Plan, ResolvedPlan, resolve
+
+# Finished requests are fetched together: at most so many, or so many bytes, at a time.
+_BATCH_REQUESTS = 64
+_BATCH_BYTES = 64 << 20
+_READ_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request under way that asks for something."""
+
+    uid: str
+    plan: ResolvedPlan
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the workers of one engine said of themselves.
+
+    Attributes:
+        shape: for resolving plans.
+        dtype: name of the model's dtype, in which rows come.
+        capture_limit: most (site, layer) that one request may capture at one position.
+        workers: each worker's own description.
+    """
+
+    shape: ModelShape
+    dtype: str
+    capture_limit: int
+    workers: tuple[dict[str, Any], ...]
+
+
+class FrontEnd:
+    """One engine's front door; lives as long as its `LLMEngine`."""
+
+    def __init__(self, engine: Any, config: Config) -> None:
+        self.config = config
+        self._rpc: Callable[..., list[dict[str, Any]]] = engine.collective_rpc
+        self._has_unfinished: Callable[[], bool] = engine.has_unfinished_requests
+        self.info = _describe(self._call("describe"), config)
+        self._under_way: dict[str, Asked] = {}
+        self._finished: list[tuple[Asked, Any]] = []
+
+    def admit(self, request: Any, plan: Plan) -> None:
+        """Checks a processed request's plan and lets it ride; the caller's params stay as they are.
+
+        Args:
+            request: vLLM's EngineCoreRequest, whose sampling params are its own copy.
+            plan: what it asks for.
+
+        Raises:
+            SpecError: the request cannot be served as asked.
+        """
+        if getattr(request, "resumable", False):
+            raise SpecError("", "streaming input sessions cannot be captured or edited yet")
+        if request.request_id in self._under_way:
+            raise SpecError(
+                "", f"a request with the id {request.request_id!r} is under way; use another id"
+            )
+        params = copy.copy(request.sampling_params)
+        kind = params.output_kind.name
+        if kind == "DELTA" or (params.n > 1 and kind != "FINAL_ONLY"):
+            raise SpecError(
+                "",
+                f"results come with the whole of a request's output, and output_kind={kind} with "
+                f"n={params.n} never shows it; use FINAL_ONLY",
+            )
+        resolved = resolve(plan, self.info.shape, _prompt_len(request), params.max_tokens)
+        self._check_room(resolved)
+        asked = Asked(uuid.uuid4().hex, resolved)
+        carried = Carried(asked.uid, resolved.to_bytes())
+        params.extra_args = {**(params.extra_args or {}), KEY: carried.pack()}
+        if resolved.captures_prompt:
+            # A prompt served from the cache is not computed, so there would be nothing to read.
+            params.skip_reading_prefix_cache = True
+        if resolved.edits:
+            request.cache_salt = _salt(request.cache_salt, resolved)
+        request.sampling_params = params
+        self._under_way[request.request_id] = asked
+
+    def after_step(self, outputs: list[Any]) -> list[Any]:
+        """The outputs of one engine step; results of finished requests are put on them.
+
+        What finished a moment ago may get its results a few steps later, in one fetch with
+        others, but never later than the engine's last step.
+
+        Raises:
+            ReceiptError: what was done for a request is not what it asked for.
+        """
+        for output in outputs:
+            output.activations = output.receipt = None
+            if output.finished and output.request_id in self._under_way:
+                self._finished.append((self._under_way.pop(output.request_id), output))
+        idle = not self._has_unfinished()
+        if self._finished and (idle or self._batch_is_full()):
+            self.fetch()
+        if idle:
+            self.let_go()
+        return outputs
+
+    def fetch(self) -> None:
+        """Fetches the results of all finished requests; raises as `after_step` does."""
+        finished, self._finished = self._finished, []
+        problems = []
+        for start in range(0, len(finished), _BATCH_REQUESTS):
+            batch = finished[start : start + _BATCH_REQUESTS]
+            data = self._collect([asked.uid for asked, _ in batch])
+            for asked, output in batch:
+                assemble(output, asked.plan, data[asked.uid], self.info.dtype)
+                problems += [c.receipt for c in output.outputs if c.receipt.problems]
+        # Every result is in place before the first mismatch is raised.
+        for receipt in problems:
+            receipt.check()
+
+    def let_go(self) -> None:
+        """Has the workers forget what was asked for by requests that ended without an output."""
+        if self._under_way:
+            uids = [asked.uid for asked in self._under_way.values()]
+            self._under_way.clear()
+            self._call("release", uids)
+
+    def _batch_is_full(self) -> bool:
+        rows = sum(
+            sum(asked.plan.expected_rows(_num_rows(output)).values())
+            for asked, output in self._finished
+        )
+        row_bytes = self.info.shape.hidden_size * 4
+        return len(self._finished) >= _BATCH_REQUESTS or rows * row_bytes >= _BATCH_BYTES
+
+    def _collect(self, uids: list[str]) -> dict[str, list[tuple[dict[str, Any], bytes]]]:
+        """Per uid, (header, data) of each pipeline stage, in order; problems of every worker."""
+        found: dict[str, list[tuple[dict[str, Any], bytes]]] = {uid: [] for uid in uids}
+        answers = self._call("collect", uids)
+        large: set[str] = set()
+        for worker, answer in zip(self.info.workers, answers, strict=True):
+            for header, data in zip(json.loads(answer["json"]), answer["inline"], strict=True):
+                if data is None:
+                    large.add(header["uid"])
+                found[header["uid"]].append(({**header, "worker": worker}, data or b""))
+        for uid in large:
+            found[uid] = self._read(uid, found[uid])
+        return found
+
+    def _read(
+        self, uid: str, entries: list[tuple[dict[str, Any], bytes]]
+    ) -> list[tuple[dict[str, Any], bytes]]:
+        pieces: list[list[bytes]] = [[data] for _, data in entries]
+        longest = max(header["nbytes"] for header, _ in entries)
+        held = [not data for _, data in entries]
+        for offset in range(0, longest, _READ_BYTES):
+            for nth, answer in enumerate(self._call("read", [uid, offset, _READ_BYTES])):
+                if held[nth]:
+                    pieces[nth].append(answer["data"])
+        self._call("release", [uid])
+        return [(header, b"".join(parts)) for (header, _), parts in zip(entries, pieces, strict=True)]
+
+    def _check_room(self, plan: ResolvedPlan) -> None:
+        at_once = len({tap for capture in plan.captures for tap in capture.taps})
+        if at_once > self.info.capture_limit:
+            raise SpecError(
+                "capture",
+                f"{at_once} vectors a token are asked for, the staging ring has room for "
+                f"{self.info.capture_limit} when a step is full; raise midstream's setting "
+                "staging_bytes, lower max_num_batched_tokens, or capture fewer layers or sites",
+            )
+
+    def _call(self, op: str, argument: object = None) -> list[dict[str, Any]]:
+        return self._rpc(RPC, args=(op, json.dumps(argument)))
+
+
+def plan_of(params: Any) -> Plan | None:
+    """The plan in a request's `extra_args["midstream"]`; None when it asks for nothing.
+
+    Raises:
+        SpecError: it is malformed.
+    """
+    extra_args = getattr(params, "extra_args", None)
+    value = extra_args.get(KEY) if extra_args else None
+    if value is None:
+        return None
+    try:
+        return Plan.parse(value)
+    except SpecError as error:
+        raise error.under(f"extra_args[{KEY!r}]") from None
+
+
+def _describe(answers: list[dict[str, Any]], config: Config) -> EngineInfo:
+    workers = tuple(json.loads(answer["json"]) for answer in answers)
+    lacking = {
+        (site, layer): why
+        for worker in workers
+        for site, layer, why in worker["lacking"]
+        if site in config.sites
+    }
+    taps = frozenset((site, layer) for worker in workers for site, layer in worker["taps"])
+    if not taps:
+        raise UnsupportedError("no site of any layer is tapped; see midstream's settings")
+    first = workers[0]
+    shape = ModelShape(
+        num_layers=first["num_layers"],
+        hidden_size=first["hidden_size"],
+        taps=taps,
+        reasons=MappingProxyType(lacking),
+    )
+    limit = min(worker["capture_limit"] for worker in workers)
+    return EngineInfo(shape, first["dtype"], limit, workers)
+
+
+def _prompt_len(request: Any) -> int:
+    if request.prompt_token_ids is not None:
+        return len(request.prompt_token_ids)
+    return int(request.prompt_embeds.shape[0])
+
+
+def _num_rows(output: Any) -> int:
+    longest = max((len(completion.token_ids) for completion in output.outputs), default=1)
+    return len(output.prompt_token_ids or ()) + max(0, longest - 1)
+
+
+def _salt(own: str | None, plan: ResolvedPlan) -> str:
+    """Keeps KV computed under these edits apart from all other KV, the user's salt included."""
+    return hashlib.sha256(f"midstream:{plan.digest}:{own or ''}".encode()).hexdigest()

@@ -1,0 +1,128 @@
+"""Puts midstream into this process's vLLM. Nothing is touched until an engine is enabled.
+
+Once in, every hook is idle for engines whose `additional_config` does not name midstream.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from midstream import config as settings
+from midstream.config import KEY
+from midstream.errors import SpecError
+from midstream.runtime import seams
+
+_LOCK = threading.Lock()
+_ATTRIBUTE = "midstream_front_end"
+_active = False
+
+
+def activate() -> None:
+    """Installs the hooks in this process, once.
+
+    Raises:
+        SeamError: this vLLM is not one that midstream fits; nothing is installed then.
+    """
+    global _active
+    with _LOCK:
+        if _active:
+            return
+        seams.check_process()
+        _wrap("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", _complete_config)
+        _wrap("vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_device", _init_device)
+        _wrap("vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", _process)
+        _wrap("vllm.v1.engine.llm_engine", "LLMEngine", "__init__", _engine_init)
+        _wrap("vllm.v1.engine.llm_engine", "LLMEngine", "step", _engine_step)
+        _active = True
+
+
+def is_active() -> bool:
+    """Whether the hooks are installed in this process."""
+    return _active
+
+
+def front_end(engine: Any) -> Any:
+    """The FrontEnd of an `LLMEngine`; None where midstream is not enabled."""
+    return getattr(engine, _ATTRIBUTE, None)
+
+
+def _wrap(module: str, cls: str, name: str, hook: Callable[..., Any]) -> None:
+    owner = getattr(importlib.import_module(module), cls)
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return hook(original, self, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
+    """Fills in defaults and the version, so that all of it is in the hash of compiled graphs."""
+    given = getattr(args, "additional_config", None) or {}
+    found = settings.from_additional_config(given)
+    if found is None and not (isinstance(given, dict) and KEY in given):
+        found = settings.from_environment()
+    if found is not None:
+        args.additional_config = {**given, KEY: found.to_dict()}
+    return original(args, *rest, **kwargs)
+
+
+def _init_device(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    found = settings.from_additional_config(wrapper.vllm_config.additional_config)
+    out = original(wrapper, *args, **kwargs)
+    if found is not None:
+        from midstream.runtime.worker import attach
+
+        attach(wrapper.worker, wrapper.vllm_config, found)
+    return out
+
+
+def _engine_init(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> None:
+    original(engine, *args, **kwargs)
+    found = settings.from_additional_config(engine.vllm_config.additional_config)
+    if found is not None:
+        from midstream.runtime.frontend import FrontEnd
+
+        front = FrontEnd(engine, found)
+        setattr(engine, _ATTRIBUTE, front)
+        setattr(engine.input_processor, _ATTRIBUTE, front)
+
+
+def _engine_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    outputs = original(engine, *args, **kwargs)
+    front = front_end(engine)
+    return outputs if front is None else front.after_step(outputs)
+
+
+def _process(
+    original: Callable[..., Any],
+    processor: Any,
+    request_id: str,
+    prompt: Any,
+    params: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    from midstream.runtime.frontend import plan_of
+
+    plan = plan_of(params)
+    if plan is None:
+        return original(processor, request_id, prompt, params, *args, **kwargs)
+    front = front_end(processor)
+    if front is None:
+        enabled = settings.from_additional_config(processor.vllm_config.additional_config)
+        raise SpecError(
+            f"extra_args[{KEY!r}]",
+            "this engine does not have midstream enabled: make it with midstream.LLM, or with "
+            f'additional_config={{"{KEY}": {{}}}}'
+            if enabled is None
+            else "this front end cannot return results yet: use midstream.LLM or vllm.LLM",
+        )
+    request = original(processor, request_id, prompt, params, *args, **kwargs)
+    front.admit(request, plan)
+    return request

@@ -1,0 +1,251 @@
+"""From the batch's requests to what each of its rows asks for. No loop over rows or layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from midstream.ops import layout
+from midstream.runtime.programs import Tables
+from midstream.runtime.requests import (
+    APPLIED_0,
+    REUSED,
+    UNSEEN,
+    Request,
+    Segment,
+)
+from midstream.runtime.stepview import StepView
+
+Ints = NDArray[np.int64]
+T = TypeVar("T", bound=np.generic)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Runs of consecutive rows of one request within one segment; one entry per run.
+
+    Attributes:
+        row: first row in the batch.
+        length: rows.
+        position: of the first row in its request.
+        slot: the request's slot.
+        program, group, width: what each row gets, and how many vectors its record holds.
+        record: first row of the ring, counted from the step's first; meaningful where width > 0.
+    """
+
+    row: Ints
+    length: Ints
+    position: Ints
+    slot: Ints
+    program: Ints
+    group: Ints
+    width: Ints
+    record: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step asks of the device, and what it must have done afterwards.
+
+    Attributes:
+        tokens: int32 [rows, 4], for `Buffers.tokens`; records count from the step's first row.
+        num_records: rows of the ring that the step fills.
+        active: rows of the batch with a program.
+        slots, positions: of each active row (slot −1: nobody's, only watched).
+        edits, captures: how many each active row must get.
+        pieces: the runs that the step is made of.
+    """
+
+    tokens: NDArray[np.int32]
+    num_records: int
+    active: Ints
+    slots: Ints
+    positions: Ints
+    edits: Ints
+    captures: Ints
+    pieces: Pieces
+
+
+class Planner:
+    """Knows the requests that ask for something and lays out each step for the device."""
+
+    def __init__(self, tables: Tables, max_model_len: int) -> None:
+        self._tables = tables
+        self._max_model_len = max_model_len
+        self._requests: dict[str, Request] = {}
+        self._slot_of: dict[str, int] = {}
+        self._by_slot: list[Request | None] = []
+        self._free: list[int] = []
+        # Per slot: the segment that its latest rows were in, and how far it has come.
+        self._now = np.zeros((0, 5), np.int64)  # start, stop, program, group, width
+        self._seen = np.zeros(0, np.int64)
+        self._done = np.zeros((0, max_model_len), np.uint16)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def get(self, request_id: str) -> Request | None:
+        """The request of that id, if it asks for something and is not forgotten."""
+        return self._requests.get(request_id)
+
+    def with_uid(self, uid: str) -> list[Request]:
+        """The requests of that uid: several where one prompt has several completions."""
+        return [request for request in self._requests.values() if request.uid == uid]
+
+    def by_slot(self, slot: int) -> Request | None:
+        """The request in a slot."""
+        return self._by_slot[slot]
+
+    def new_slot(self) -> int:
+        """A free slot; the arrays grow as needed."""
+        if not self._free:
+            size = len(self._by_slot)
+            grown = max(64, 2 * size)
+            self._now = _grow(self._now, grown)
+            self._seen = _grow(self._seen, grown)
+            self._done = _grow(self._done, grown)
+            self._by_slot += [None] * (grown - size)
+            self._free = list(range(grown - 1, size - 1, -1))
+        return self._free.pop()
+
+    def add(self, request: Request) -> None:
+        """Registers a request whose slot came from `new_slot`."""
+        slot = request.slot
+        self._requests[request.id] = request
+        self._slot_of[request.id] = slot
+        self._by_slot[slot] = request
+        self._enter(slot, request.segments[0])
+        self._seen[slot] = 0
+
+    def forget(self, request: Request) -> None:
+        """Ends a request: its positions' states move into `request.done`, its slot is free."""
+        slot = request.slot
+        seen = int(self._seen[slot])
+        request.done = self._done[slot, :seen].copy()
+        self._done[slot, :seen] = UNSEEN
+        del self._requests[request.id]
+        del self._slot_of[request.id]
+        self._by_slot[slot] = None
+        self._free.append(slot)
+
+    def plan(self, view: StepView, watch: bool) -> StepPlan | None:
+        """The step's layout; None when no row of it asks for anything.
+
+        Args:
+            view: the batch.
+            watch: make the first row active even if it asks for nothing, so that the taps that
+                fire can be counted.
+        """
+        pieces = self._pieces(view)
+        if pieces is None and not watch:
+            return None
+        return self._lay_out(pieces or _NOTHING, view.num_tokens, watch)
+
+    def record(self, plan: StepPlan, edits: Ints) -> None:
+        """Notes what the device did for each active row."""
+        mine = plan.slots >= 0
+        states = np.minimum(APPLIED_0 + edits[mine], REUSED - 1)
+        self._done[plan.slots[mine], plan.positions[mine]] = states
+
+    def _pieces(self, view: StepView) -> Pieces | None:
+        if not self._requests:
+            return None
+        find = self._slot_of.get
+        slot = np.fromiter((find(name, -1) for name in view.request_ids), np.int64)
+        chosen = np.flatnonzero(slot >= 0)
+        if chosen.size == 0:
+            return None
+        slot = slot[chosen]
+        length = view.scheduled[chosen].astype(np.int64)
+        row = (np.cumsum(view.scheduled, dtype=np.int64) - view.scheduled)[chosen]
+        position = view.computed[chosen].astype(np.int64)
+        stop = position + length
+        self._note_reuse(slot, position)
+        self._seen[slot] = np.maximum(self._seen[slot], stop)
+
+        now = self._now[slot]
+        inside = (position >= now[:, 0]) & (stop <= now[:, 1])
+        fields = np.column_stack((row, length, position, slot, now[:, 2:]))
+        if not inside.all():
+            crossing = [
+                piece
+                for nth in np.flatnonzero(~inside)
+                for piece in self._cross(int(slot[nth]), int(row[nth]), int(position[nth]), int(stop[nth]))
+            ]
+            fields = np.concatenate((fields[inside], np.array(crossing, np.int64).reshape(-1, 7)))
+        fields = fields[fields[:, 4] != layout.IDLE_PROGRAM]
+        if fields.shape[0] == 0:
+            return None
+        records = fields[:, 1] * fields[:, 6]
+        return Pieces(*fields.T, record=np.cumsum(records) - records)
+
+    def _note_reuse(self, slot: Ints, position: Ints) -> None:
+        """Positions that a step skips were served from the KV cache."""
+        for nth in np.flatnonzero(position > self._seen[slot]):
+            mine = int(slot[nth])
+            self._done[mine, self._seen[mine] : position[nth]] = REUSED
+
+    def _cross(self, slot: int, row: int, position: int, stop: int) -> list[list[int]]:
+        """The pieces of a run of rows that is not within the segment that its slot was in."""
+        request = self._by_slot[slot]
+        assert request is not None
+        pieces = []
+        for segment in request.segments:
+            if segment.stop <= position or segment.start >= stop:
+                continue
+            start, end = max(position, segment.start), min(stop, segment.stop)
+            self._enter(slot, segment)
+            state = self._now[slot, 2:].tolist()
+            pieces.append([row + start - position, end - start, start, slot, *state])
+        return pieces
+
+    def _enter(self, slot: int, segment: Segment) -> None:
+        self._now[slot] = (
+            segment.start, segment.stop, segment.program, segment.group, len(segment.taps)
+        )  # fmt: skip
+
+    def _lay_out(self, pieces: Pieces, num_tokens: int, watch: bool) -> StepPlan:
+        length = pieces.length
+        total = int(length.sum())
+        within = np.arange(total) - np.repeat(np.cumsum(length) - length, length)
+        active = np.repeat(pieces.row, length) + within
+        width = np.repeat(pieces.width, length)
+        records = np.repeat(pieces.record, length) + within * width + 1
+        program = np.repeat(pieces.program, length)
+        tokens = np.zeros((num_tokens, layout.TOKEN_COLUMNS), np.int32)
+        tokens[active, layout.PROGRAM] = program
+        tokens[active, layout.GROUP] = np.repeat(pieces.group, length)
+        tokens[active, layout.RECORD] = np.where(width > 0, records, 0)
+        slots = np.repeat(pieces.slot, length)
+        positions = np.repeat(pieces.position, length) + within
+        edits = self._tables.edit_counts[program].astype(np.int64)
+        if watch and tokens[0, layout.PROGRAM] == layout.IDLE_PROGRAM:
+            tokens[0, layout.PROGRAM] = layout.WATCH_PROGRAM
+            active, slots, positions = (
+                np.append(array, value) for array, value in ((active, 0), (slots, -1), (positions, 0))
+            )
+            edits, width = np.append(edits, 0), np.append(width, 0)
+        return StepPlan(
+            tokens=tokens,
+            num_records=int((length * pieces.width).sum()),
+            active=active,
+            slots=slots,
+            positions=positions,
+            edits=edits,
+            captures=width,
+            pieces=pieces,
+        )
+
+
+_EMPTY = np.zeros(0, np.int64)
+_NOTHING = Pieces(_EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY)
+
+
+def _grow(array: NDArray[T], rows: int) -> NDArray[T]:
+    # zeros() of a large array takes memory only where it is written.
+    grown = np.zeros((rows, *array.shape[1:]), array.dtype)
+    grown[: array.shape[0]] = array
+    return grown

@@ -1,0 +1,150 @@
+"""The requests that ask for something, as the worker knows them: segments, and what was done.
+
+A request's plan is cut into segments of positions: within one, every token has the same program
+(edits) and the same group (captures). A request that asks for nothing is not here.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from midstream.errors import SpecError
+from midstream.ops import layout
+from midstream.runtime.buffers import Tap
+from midstream.runtime.programs import Edit, Tables
+from midstream.spec import ResolvedPlan
+from midstream.transport.base import Shipment
+
+FOREVER = np.iinfo(np.int64).max // 2
+
+# States of a position in `Request.done`. From APPLIED_0 on: computed, with that many edits.
+UNSEEN = 0
+REUSED = 0xFFFF  # served from the KV cache, where a request with the same edits had left it
+APPLIED_0 = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Positions [start, stop) of a request, and what each token there gets."""
+
+    start: int
+    stop: int
+    edits: tuple[Edit, ...]
+    taps: tuple[int, ...]  # taps captured, as indices on this rank
+    program: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Captured rows of one request in one shipment: positions [position, position + length)."""
+
+    shipment: Shipment
+    first: int
+    position: int
+    length: int
+    taps: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Request:
+    """One request that asks for something.
+
+    Attributes:
+        slot: its row in the planner's arrays.
+        done: uint16 [max_model_len], the state of each position.
+        seen: positions below are computed, or were served from the KV cache.
+        rows: what was captured, in the order of the steps.
+        problem: the first thing that went wrong, if any.
+    """
+
+    id: str
+    uid: str
+    plan: ResolvedPlan
+    slot: int
+    segments: list[Segment]
+    rows: list[Rows] = field(default_factory=list)
+    problem: str = ""
+    done: NDArray[np.uint16] = field(default_factory=lambda: np.zeros(0, np.uint16))
+
+    def taps_at(self, position: int) -> tuple[int, ...]:
+        """The taps captured at a position, in the order of its record."""
+        nth = bisect.bisect_right(self.segments, position, key=lambda segment: segment.start) - 1
+        return self.segments[nth].taps
+
+
+def cut(plan: ResolvedPlan, taps: dict[Tap, int], captures: bool) -> list[tuple[int, int, tuple[Edit, ...], tuple[int, ...]]]:
+    """A plan as (start, stop, edits, taps captured) over [0, FOREVER), for the taps of this rank.
+
+    Args:
+        plan: what the request asks for.
+        taps: this rank's taps and their indices.
+        captures: whether this rank captures (one rank of a tensor-parallel group does).
+    """
+    bounds = {0, FOREVER}
+    edits = [
+        (edit.ranges, Edit(taps[edit.site, edit.layer], edit.vector, edit.scale))
+        for edit in plan.edits
+        if (edit.site, edit.layer) in taps
+    ]
+    captured = [
+        (capture.worker_ranges, [taps[tap] for tap in capture.taps if tap in taps])
+        for capture in plan.captures
+        if captures
+    ]
+    for ranges, _ in (*edits, *captured):
+        for start, stop in ranges:
+            bounds.add(start)
+            bounds.add(FOREVER if stop is None else stop)
+    ordered = sorted(bounds)
+    pieces = []
+    for start, stop in zip(ordered, ordered[1:], strict=False):
+        here = tuple(edit for ranges, edit in edits if _covers(ranges, start))
+        places = sorted({tap for ranges, found in captured if _covers(ranges, start) for tap in found})
+        pieces.append((start, stop, here, tuple(places)))
+    return pieces
+
+
+def _covers(ranges: tuple[tuple[int, int | None], ...], position: int) -> bool:
+    return any(start <= position and (stop is None or position < stop) for start, stop in ranges)
+
+
+def acquire_segments(
+    pieces: list[tuple[int, int, tuple[Edit, ...], tuple[int, ...]]], tables: Tables
+) -> list[Segment]:
+    """The segments with their programs and groups; all or nothing.
+
+    Raises:
+        SpecError: there is no room.
+    """
+    segments: list[Segment] = []
+    try:
+        for start, stop, edits, taps in pieces:
+            if not edits and not taps:
+                segments.append(
+                    Segment(start, stop, (), (), layout.IDLE_PROGRAM, layout.NO_GROUP)
+                )
+                continue
+            program = tables.acquire_program(edits)
+            try:
+                group = tables.acquire_group(taps)
+            except SpecError:
+                tables.release_program(edits)
+                raise
+            segments.append(Segment(start, stop, edits, taps, program, group))
+    except SpecError:
+        release_segments(segments, tables)
+        raise
+    return segments
+
+
+def release_segments(segments: list[Segment], tables: Tables) -> None:
+    """Ends the use of the segments' programs and groups."""
+    for segment in segments:
+        if segment.program != layout.IDLE_PROGRAM:
+            tables.release_program(segment.edits)
+            tables.release_group(segment.taps)

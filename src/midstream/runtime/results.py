@@ -1,0 +1,116 @@
+"""What a worker holds for the front end to fetch: finished requests' rows and what was done.
+
+The data of one uid is one run of bytes: for each of its requests the states of its positions
+(uint16 each), then its blocks. A block holds the rows of one set of taps, [positions, taps,
+hidden] in the model's dtype, in the order of the positions. The header says how to cut it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from midstream.errors import FetchError
+from midstream.runtime.buffers import Tap
+from midstream.runtime.requests import Request, Rows
+
+INLINE_BYTES = 4 << 20
+INLINE_TOTAL = 32 << 20
+
+
+class Outbox:
+    """Owner of the data between `put` and `release`."""
+
+    def __init__(self, taps: list[Tap]) -> None:
+        self._taps = taps
+        self._data: dict[str, bytes] = {}
+
+    def put(self, uid: str, requests: list[Request], with_rows: bool) -> dict[str, Any]:
+        """Takes in the finished requests of a uid; returns their header."""
+        parts: list[bytes] = []
+        entries = []
+        for request in requests:
+            blocks = []
+            parts.append(request.done.tobytes())
+            if with_rows:
+                for taps, rows in _by_taps(request.rows).items():
+                    positions, values = _join(rows, len(taps))
+                    parts.append(_bytes(values))
+                    blocks.append(
+                        {
+                            "taps": [list(self._taps[tap]) for tap in taps],
+                            "runs": _runs(positions),
+                            "nbytes": len(parts[-1]),
+                        }
+                    )
+            entries.append(
+                {
+                    "id": request.id,
+                    "problem": request.problem,
+                    "done": int(request.done.size),
+                    "blocks": blocks,
+                }
+            )
+        self._data[uid] = b"".join(parts)
+        return {"uid": uid, "requests": entries, "nbytes": len(self._data[uid])}
+
+    def inline(self, uids: list[str]) -> list[bytes | None]:
+        """The data of those uids that are small enough to come with the header; None: read it."""
+        found: list[bytes | None] = []
+        total = 0
+        for uid in uids:
+            data = self._data[uid]
+            total += len(data)
+            small = len(data) <= INLINE_BYTES and total <= INLINE_TOTAL
+            found.append(self._data.pop(uid) if small else None)
+        return found
+
+    def read(self, uid: str, offset: int, size: int) -> bytes:
+        """A piece of a uid's data.
+
+        Raises:
+            FetchError: nothing is held for that uid.
+        """
+        data = self._data.get(uid)
+        if data is None:
+            raise FetchError(f"nothing is held for {uid}")
+        return data[offset : offset + size]
+
+    def release(self, uid: str) -> None:
+        """Forgets a uid's data, if there is any."""
+        self._data.pop(uid, None)
+
+
+def _by_taps(rows: list[Rows]) -> dict[tuple[int, ...], list[Rows]]:
+    grouped: dict[tuple[int, ...], list[Rows]] = {}
+    for row in rows:
+        grouped.setdefault(row.taps, []).append(row)
+    return grouped
+
+
+def _join(rows: list[Rows], width: int) -> tuple[np.ndarray[Any, np.dtype[np.int64]], Tensor]:
+    """(positions, values [positions, width, hidden]); a position computed twice counts once."""
+    positions = np.concatenate([np.arange(r.position, r.position + r.length) for r in rows])
+    values = [
+        r.shipment.rows()[r.first : r.first + r.length * width].unflatten(0, (r.length, width))
+        for r in rows
+    ]
+    joined = values[0] if len(values) == 1 else torch.cat(values)
+    if positions.size > 1 and (np.diff(positions) <= 0).any():
+        # Preempted and computed again: the last writer's row stands.
+        latest = positions.size - 1 - np.unique(positions[::-1], return_index=True)[1]
+        positions, joined = positions[latest], joined[torch.from_numpy(latest)]
+    return positions, joined
+
+
+def _runs(positions: np.ndarray[Any, np.dtype[np.int64]]) -> list[list[int]]:
+    """Sorted positions as [first, length] runs."""
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+    return [[int(run[0]), int(run.size)] for run in np.split(positions, breaks) if run.size]
+
+
+def _bytes(values: Tensor) -> bytes:
+    return values.contiguous().view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,251 @@
+"""One worker's midstream: what every step goes through, whatever the model runner."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from midstream.errors import SpecError, TapError
+from midstream.ops import layout
+from midstream.runtime.buffers import Buffers, Tap, code
+from midstream.runtime.planner import Planner, StepPlan
+from midstream.runtime.programs import Tables
+from midstream.runtime.requests import (
+    Request,
+    Rows,
+    Segment,
+    acquire_segments,
+    cut,
+    release_segments,
+)
+from midstream.runtime.stepview import StepView
+from midstream.spec import ResolvedPlan
+from midstream.transport.base import Shipment, Transport
+
+_IDLE_SEGMENT = Segment(0, 2**62, (), (), layout.IDLE_PROGRAM, layout.NO_GROUP)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    number: int
+    plan: StepPlan
+    shipment: Shipment
+
+
+class Session:
+    """Arms the buffers before a step, disarms them after it, and keeps what came out.
+
+    Everything on the device is queued on the current stream, so "before" and "after" hold there
+    even though the host runs ahead.
+    """
+
+    def __init__(
+        self,
+        buffers: Buffers,
+        taps: dict[Tap, int],
+        transport: Transport,
+        max_model_len: int,
+        captures: bool,
+    ) -> None:
+        """Args:
+        buffers: the rank's.
+        taps: the rank's taps and their indices.
+        transport: owner of `buffers.ring`.
+        max_model_len: most positions that a request can have.
+        captures: whether this rank captures.
+        """
+        self._buffers = buffers
+        self._taps = taps
+        self._transport = transport
+        self._captures = captures
+        self._max_model_len = max_model_len
+        self._tables = Tables(buffers)
+        self._planner = Planner(self._tables, max_model_len)
+        self._signature = _wrap(sum(code(tap) for tap in taps))
+        self._names = list(taps)
+        self._steps = 0
+        self._in_flight: deque[_Step] = deque()
+        self._current: tuple[StepPlan, int] | None = None
+        self._leaving: deque[tuple[int, Request]] = deque()
+        self._left: dict[str, list[Request]] = {}
+        self._checked = False
+
+    # -- requests come and go ---------------------------------------------------------------
+
+    def add(self, request_id: str, uid: str, plan: bytes) -> None:
+        """A request that asks for something is about to run, or runs again after preemption.
+
+        What does not fit is noted on the request, which then runs without any of its edits; its
+        receipt says so and the front end raises it.
+        """
+        known = self._planner.get(request_id)
+        if known is not None:
+            if known.uid == uid:
+                return
+            # An id that is used again while its first bearer is still being settled.
+            self._settle(wait=True)
+        problem = ""
+        resolved = ResolvedPlan.from_bytes(plan)
+        try:
+            pieces = cut(resolved, self._taps, self._captures)
+            segments = acquire_segments(pieces, self._tables)
+        except SpecError as error:
+            segments, problem = [_IDLE_SEGMENT], str(error)
+        request = Request(
+            request_id, uid, resolved, self._planner.new_slot(), segments, problem=problem
+        )
+        self._planner.add(request)
+
+    def finish(self, request_id: str) -> None:
+        """A request runs no more. Unknown ids are those that asked for nothing."""
+        request = self._planner.get(request_id)
+        if request is None or any(request is leaving for _, leaving in self._leaving):
+            return
+        release_segments(request.segments, self._tables)
+        self._leaving.append((self._steps, request))
+        self._let_go()
+
+    def take(self, uid: str) -> list[Request]:
+        """The requests of that uid, finished or not; they are forgotten here. Waits for rows."""
+        self._settle(wait=True)
+        for request in self._planner.with_uid(uid):
+            self.finish(request.id)
+        return self._left.pop(uid, [])
+
+    # -- steps ------------------------------------------------------------------------------
+
+    def before_forward(self, view: StepView) -> None:
+        """Arms the buffers for the step that is queued next."""
+        self._steps += 1
+        plan = self._planner.plan(view, watch=not self._checked)
+        if plan is None:
+            return
+        first = self._transport.reserve(plan.num_records)
+        records = plan.tokens[:, layout.RECORD]
+        records[records > 0] += first
+        rows = plan.tokens.shape[0]
+        self._buffers.tally[:rows].zero_()
+        self._buffers.tokens[:rows].copy_(self._on_host(plan.tokens), non_blocking=True)
+        self._current = (plan, first)
+
+    def after_forward(self) -> None:
+        """Disarms the buffers, sends captured rows on their way, and takes in what has arrived.
+
+        Raises:
+            TapError: in the first step of the engine, a tap did not fire.
+        """
+        if self._current is None:
+            return
+        plan, first = self._current
+        self._current = None
+        rows = plan.tokens.shape[0]
+        shipment = self._transport.ship(first, plan.num_records, self._buffers.tally[:rows])
+        self._buffers.tokens[:rows].zero_()
+        self._in_flight.append(_Step(self._steps, plan, shipment))
+        self._keep_rows(plan, shipment)
+        if not self._checked:
+            self._check_first(plan, shipment)
+        self._settle(wait=False)
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _on_host(self, array: NDArray[np.int32]) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if self._buffers.tokens.is_cuda else tensor
+
+    def _keep_rows(self, plan: StepPlan, shipment: Shipment) -> None:
+        pieces = plan.pieces
+        for nth in np.flatnonzero(pieces.width > 0).tolist():
+            request = self._planner.by_slot(int(pieces.slot[nth]))
+            assert request is not None
+            position = int(pieces.position[nth])
+            request.rows.append(
+                Rows(
+                    shipment,
+                    int(pieces.record[nth]),
+                    position,
+                    int(pieces.length[nth]),
+                    request.taps_at(position),
+                )
+            )
+
+    def _settle(self, wait: bool) -> None:
+        while self._in_flight and (wait or self._in_flight[0].shipment.ready()):
+            step = self._in_flight.popleft()
+            self._verify(step)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Forgets finished requests once every step that they were in has been verified."""
+        oldest = self._in_flight[0].number if self._in_flight else self._steps + 1
+        while self._leaving and self._leaving[0][0] < oldest:
+            _, request = self._leaving.popleft()
+            self._planner.forget(request)
+            self._left.setdefault(request.uid, []).append(request)
+
+    def _verify(self, step: _Step) -> None:
+        """Holds what the device did against what it was to do, token by token."""
+        plan = step.plan
+        tally = step.shipment.tally().numpy()[plan.active]
+        edits = tally[:, layout.EDITS].astype(np.int64)
+        self._planner.record(plan, edits)
+        wrong = (
+            (tally[:, layout.SIGNATURE] != self._signature)
+            | (edits != plan.edits)
+            | (tally[:, layout.CAPTURES] != plan.captures)
+        )
+        for nth in np.flatnonzero(wrong & (plan.slots >= 0)).tolist():
+            request = self._planner.by_slot(int(plan.slots[nth]))
+            if request is None or request.problem:
+                continue
+            request.problem = (
+                f"position {plan.positions[nth]}: asked for {plan.edits[nth]} edits and "
+                f"{plan.captures[nth]} vectors, the device did {edits[nth]} and "
+                f"{tally[nth, layout.CAPTURES]}; {self._diagnose(int(tally[nth, 0]))}"
+            )
+
+    def _check_first(self, plan: StepPlan, shipment: Shipment) -> None:
+        self._checked = True
+        tally = shipment.tally().numpy()[plan.active]
+        signatures = tally[:, layout.SIGNATURE]
+        wrong = np.flatnonzero(signatures != self._signature)
+        if wrong.size:
+            raise TapError(
+                "midstream's taps did not all fire once in the engine's first step, so nothing "
+                f"would be captured or edited rightly: {self._diagnose(int(signatures[wrong[0]]))}. "
+                "If the model is compiled, clear the compile cache (VLLM_CACHE_ROOT); otherwise "
+                "please report the model's architecture"
+            )
+
+    def _diagnose(self, signature: int) -> str:
+        """What a signature tells of the taps."""
+        if signature == self._signature:
+            return "every tap fired once"
+        if signature == 0:
+            return "no tap fired"
+        missing = _wrap(self._signature - signature)
+        for tap in self._names:
+            if code(tap) == missing:
+                return f"the tap {tap[0]} of layer {tap[1]} did not fire"
+            if code(tap) == _wrap(-missing):
+                return f"the tap {tap[0]} of layer {tap[1]} fired twice"
+        if _wrap(2 * self._signature) == signature:
+            return "every tap fired twice"
+        return "several taps did not fire, or fired twice"
+
+    def check_integrity(self) -> None:
+        """Invariants between steps; cheap."""
+        assert self._current is None
+        self._tables.check_integrity()
+        if not len(self._planner) and not self._in_flight:
+            assert not bool(self._buffers.tokens.any())
+
+
+def _wrap(value: int) -> int:
+    """As a signed 32-bit integer, the way the device adds."""
+    return (value + 2**31) % 2**32 - 2**31

@@ -1,0 +1,106 @@
+"""Engine settings under which taps would be wrong or results lost: refused at start-up, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from midstream.errors import UnsupportedError
+
+
+class Rule(NamedTuple):
+    """One setting that is refused.
+
+    Attributes:
+        setting: its name, as the user set it.
+        found: whether it is on, given a VllmConfig.
+        reason: why it cannot be served, and what to do.
+    """
+
+    setting: str
+    found: Callable[[Any], bool]
+    reason: str
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "enable_dbo",
+        lambda c: bool(getattr(c.parallel_config, "use_ubatching", False)),
+        "dual-batch overlap calls the model on slices of the batch, so rows are not where a tap "
+        "expects them",
+    ),
+    Rule(
+        "prefill_context_parallel_size > 1",
+        lambda c: getattr(c.parallel_config, "prefill_context_parallel_size", 1) > 1,
+        "each rank sees only some of a request's rows",
+    ),
+    Rule(
+        "kv_sharing_fast_prefill",
+        lambda c: bool(getattr(c.cache_config, "kv_sharing_fast_prefill", False)),
+        "later layers run on the last rows only",
+    ),
+    Rule(
+        "sequence-parallel mixture of experts",
+        lambda c: bool(getattr(c.parallel_config, "use_sequence_parallel_moe", False)),
+        "the residual stream is split over the ranks by tokens",
+    ),
+    Rule(
+        "compilation_config.pass_config.enable_sp",
+        lambda c: bool(getattr(c.compilation_config.pass_config, "enable_sp", False)),
+        "sequence parallelism splits the residual stream over the ranks by tokens",
+    ),
+    Rule(
+        'additional_config["decode_backend"] = "latency_specialized"',
+        lambda c: isinstance(c.additional_config, dict)
+        and c.additional_config.get("decode_backend") == "latency_specialized",
+        "that decode path goes past the model's layers",
+    ),
+    Rule(
+        "speculative_config",
+        lambda c: c.speculative_config is not None,
+        "positions of drafted tokens are not tracked yet",
+    ),
+    Rule(
+        "kv_transfer_config",
+        lambda c: getattr(c, "kv_transfer_config", None) is not None,
+        "KV that another engine or store wrote may have been computed under other edits",
+    ),
+    Rule(
+        "data_parallel_size > 1",
+        lambda c: c.parallel_config.data_parallel_size > 1,
+        "results are fetched from one engine only as yet; run one engine per process instead",
+    ),
+    Rule(
+        "an encoder-decoder model",
+        lambda c: bool(getattr(c.model_config, "is_encoder_decoder", False)),
+        "an encoder's rows are not a request's tokens",
+    ),
+    Rule(
+        "cpu_offload_gb with UVA switched off",
+        lambda c: _offloads_without_uva(c),
+        "weights are swapped around each layer's call in a way that would fire its tap twice",
+    ),
+)
+
+
+def check_settings(vllm_config: Any) -> None:
+    """Refuses what cannot be served rightly.
+
+    Raises:
+        UnsupportedError: names every such setting, and why.
+    """
+    refused = [f"{rule.setting}: {rule.reason}" for rule in RULES if rule.found(vllm_config)]
+    if refused:
+        raise UnsupportedError(
+            "midstream is enabled, and cannot be right with these engine settings; change them, "
+            "or leave `midstream` out of additional_config.\n  " + "\n  ".join(refused)
+        )
+
+
+def _offloads_without_uva(vllm_config: Any) -> bool:
+    import vllm.envs as envs
+
+    offload = getattr(vllm_config, "offload_config", None)
+    uva = getattr(offload, "uva", None)
+    gigabytes = getattr(uva, "cpu_offload_gb", 0) or 0
+    return bool(gigabytes) and bool(getattr(envs, "VLLM_WEIGHT_OFFLOADING_DISABLE_UVA", False))

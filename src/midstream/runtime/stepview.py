@@ -1,0 +1,26 @@
+"""What a model runner is about to compute, in the one form that the planner knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class StepView(NamedTuple):
+    """One step's batch, in the order of its rows.
+
+    Attributes:
+        request_ids: the engine's own ids, one per request in the batch.
+        scheduled: int32 [requests], tokens of each in this step; the rows follow each other.
+        computed: int32 [requests], tokens of each that were computed before: the position of its
+            first row here.
+        num_tokens: the sum of `scheduled`; rows beyond it are padding.
+    """
+
+    request_ids: Sequence[str]
+    scheduled: NDArray[np.int32]
+    computed: NDArray[np.int32]
+    num_tokens: int

@@ -1,0 +1,199 @@
+"""Puts midstream into one worker: taps on the loaded model, buffers, session, RPC."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from midstream.config import Config
+from midstream.errors import UnsupportedError
+from midstream.runtime import adapter_v1, adapter_v2, seams
+from midstream.runtime.adapter import Hooks
+from midstream.runtime.buffers import Buffers, Tap
+from midstream.runtime.layers import Decoder, find_decoder
+from midstream.runtime.results import Outbox
+from midstream.runtime.session import Session
+from midstream.runtime.settings import check_settings
+from midstream.runtime.taps import tap_layer
+from midstream.transport.host import host_transport
+
+RPC = "midstream_rpc"
+_CPU_STAGING_BYTES = 2 << 30
+_DEVICE_SHARE = 16
+
+
+def attach(worker: Any, vllm_config: Any, config: Config) -> None:
+    """Prepares a worker whose device is up and whose model is not yet loaded.
+
+    Raises:
+        UnsupportedError: an engine setting that cannot be served.
+    """
+    check_settings(vllm_config)
+    load_model: Callable[..., Any] = worker.load_model
+
+    def load_and_tap(*args: Any, **kwargs: Any) -> Any:
+        out = load_model(*args, **kwargs)
+        # Here the loader's memory pool has been left: sleep mode must not take these buffers.
+        setattr(worker, RPC, _Endpoint(worker, vllm_config, config))
+        return out
+
+    worker.load_model = load_and_tap
+
+
+class _Endpoint:
+    """One worker's midstream, as the front end sees it."""
+
+    def __init__(self, worker: Any, vllm_config: Any, config: Config) -> None:
+        runner = worker.model_runner
+        parallel = vllm_config.parallel_config
+        self._stage, self._tensor_rank = _place(parallel, worker.rank)
+        model = runner.get_model()
+        self._decoder = find_decoder(model, parallel.tensor_parallel_size)
+        self._taps = _choose_taps(self._decoder, config)
+        self._buffers = _allocate(self._taps, runner, vllm_config, config)
+        for layer in self._decoder.layers:
+            tap_layer(layer, self._taps, self._buffers)
+        _count_memory(runner, self._buffers)
+        # The residual stream is the same on all ranks of a tensor-parallel group: one captures.
+        captures = self._tensor_rank == 0
+        self._max_tokens = self._buffers.tokens.shape[0]
+        self._session = Session(
+            self._buffers,
+            self._taps,
+            host_transport(self._buffers.ring),
+            vllm_config.model_config.max_model_len,
+            captures,
+        )
+        self._outbox = Outbox(list(self._taps))
+        hooks = Hooks(self._session)
+        is_v2 = seams.is_v2_runner(runner)
+        seams.check_runner(runner, is_v2)
+        (adapter_v2 if is_v2 else adapter_v1).attach(runner, hooks)
+        self._runner_name = "v2" if is_v2 else "v1"
+
+    def __call__(self, op: str, argument: str) -> dict[str, Any]:
+        """One of the operations below, by name; the argument is JSON, the answer plain values.
+
+        Raises:
+            ValueError: there is no such operation.
+        """
+        if op == "describe":
+            return {"json": json.dumps(self._describe())}
+        if op == "collect":
+            return self._collect(json.loads(argument))
+        if op == "read":
+            uid, offset, size = json.loads(argument)
+            return {"data": self._outbox.read(uid, offset, size)}
+        if op == "release":
+            for uid in json.loads(argument):
+                self._session.take(uid)
+                self._outbox.release(uid)
+            return {}
+        if op == "check_integrity":
+            self._session.check_integrity()
+            return {}
+        raise ValueError(f"midstream's workers have no operation {op!r}")
+
+    def _describe(self) -> dict[str, Any]:
+        """What the front door must know."""
+        return {
+            "stage": self._stage,
+            "tensor_rank": self._tensor_rank,
+            "num_layers": self._decoder.num_layers,
+            "hidden_size": self._buffers.bank.shape[1],
+            "taps": [list(tap) for tap in self._taps],
+            "lacking": [[site, layer, why] for (site, layer), why in self._decoder.lacking.items()],
+            "dtype": str(self._buffers.ring.dtype).removeprefix("torch."),
+            "capture_limit": self._buffers.ring.shape[0] // self._max_tokens,
+            "step_tokens": self._max_tokens,
+            "buffer_bytes": self._buffers.nbytes,
+            "runner": self._runner_name,
+            "device": str(self._buffers.ring.device.type),
+        }
+
+    def _collect(self, uids: list[str]) -> dict[str, Any]:
+        """Takes the requests of these uids out of the session; their data waits in the outbox."""
+        headers = []
+        for uid in uids:
+            requests = self._session.take(uid)
+            headers.append(self._outbox.put(uid, requests, self._tensor_rank == 0))
+        return {"json": json.dumps(headers), "inline": self._outbox.inline(uids)}
+
+
+def _place(parallel: Any, rank: int) -> tuple[int, int]:
+    """(pipeline stage, rank within the tensor-parallel group) of a worker."""
+    tensor_parallel_size = parallel.tensor_parallel_size
+    within = rank % (tensor_parallel_size * parallel.pipeline_parallel_size)
+    return within // tensor_parallel_size, within % tensor_parallel_size
+
+
+def _choose_taps(decoder: Decoder, config: Config) -> dict[Tap, int]:
+    """The taps of this rank, in the order in which a forward reaches them, with their indices."""
+    wanted = set(config.resolve_layers(decoder.num_layers))
+    taps = [
+        (site, layer.index)
+        for layer in decoder.layers
+        if layer.index in wanted
+        for site in config.sites
+        if (site, layer.index) not in decoder.lacking
+    ]
+    if not taps and decoder.layers and any(layer.index in wanted for layer in decoder.layers):
+        reasons = "; ".join(sorted(set(decoder.lacking.values())))
+        raise UnsupportedError(
+            f"none of the sites {', '.join(config.sites)} exists in this model: {reasons}"
+        )
+    return {tap: index for index, tap in enumerate(taps)}
+
+
+def _allocate(taps: dict[Tap, int], runner: Any, vllm_config: Any, config: Config) -> Buffers:
+    model_config = vllm_config.model_config
+    max_tokens = _largest_step(runner, vllm_config)
+    hidden_size = model_config.get_hidden_size()
+    row_bytes = hidden_size * model_config.dtype.itemsize
+    rows_needed = max_tokens * max(1, len(taps))
+    ring_rows = min(rows_needed, _staging_bytes(runner.device, config) // row_bytes)
+    if ring_rows < max_tokens:
+        raise UnsupportedError(
+            f"the staging ring must hold one vector for each of the {max_tokens} tokens that a "
+            f"step may have, which takes {max_tokens * row_bytes} bytes; raise staging_bytes, or "
+            "lower max_num_batched_tokens"
+        )
+    return Buffers.allocate(
+        taps=list(taps),
+        max_tokens=max_tokens,
+        hidden_size=hidden_size,
+        table_rows=config.programs,
+        max_edits=config.max_edits,
+        bank_rows=config.bank_rows,
+        ring_rows=ring_rows,
+        dtype=model_config.dtype,
+        device=runner.device,
+    )
+
+
+def _largest_step(runner: Any, vllm_config: Any) -> int:
+    """Most rows that a forward can have, padding included."""
+    largest_graph = getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None)
+    return max(
+        vllm_config.scheduler_config.max_num_batched_tokens,
+        getattr(runner, "max_num_tokens", 0),
+        largest_graph or 0,
+        vllm_config.scheduler_config.max_num_seqs,
+    )
+
+
+def _staging_bytes(device: torch.device, config: Config) -> int:
+    if config.staging_bytes is not None:
+        return config.staging_bytes
+    if device.type != "cuda":
+        return _CPU_STAGING_BYTES
+    return int(torch.cuda.get_device_properties(device).total_memory) // _DEVICE_SHARE
+
+
+def _count_memory(runner: Any, buffers: Buffers) -> None:
+    """vLLM sizes the KV cache by what the model took; until 0.28 it counted only this figure."""
+    if hasattr(runner, "model_memory_usage"):
+        runner.model_memory_usage += buffers.nbytes

@@ -1,0 +1,51 @@
+"""The places in a layer that can be read and edited. Everything else derives from this table.
+
+Layer `i`'s sites, in the order in which one forward pass reaches them:
+
+| site | the residual stream … | transformers |
+|---|---|---|
+| `resid_pre` | entering layer i | `output_hidden_states[i]` |
+| `resid_mid` | after attention is added | the input of the norm that feeds the MLP |
+| `resid_post` | after the MLP is added | `output_hidden_states[i + 1]`, but for the last layer, where transformers applies the final norm |
+
+Names are TransformerLens's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One kind of place in a layer.
+
+    Attributes:
+        name: canonical name.
+        aliases: other names by which it is accepted.
+        order: rank in the order in which a layer reaches its sites.
+        meaning: one phrase for tables and messages.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    order: int
+    meaning: str
+
+
+SITES: tuple[Site, ...] = (
+    Site("resid_pre", ("pre_attn",), 0, "the residual stream entering the layer"),
+    Site("resid_mid", ("post_attn",), 1, "the residual stream after attention is added"),
+    Site("resid_post", ("post_block",), 2, "the residual stream after the MLP is added"),
+)
+
+NAMES: tuple[str, ...] = tuple(site.name for site in SITES)
+BY_NAME: dict[str, Site] = {
+    name: site for site in SITES for name in (site.name, *site.aliases)
+}
+
+
+def canonical(name: str) -> str | None:
+    """The canonical form of a site's name or alias; None for an unknown name."""
+    site = BY_NAME.get(name)
+    return site.name if site else None

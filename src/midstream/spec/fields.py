@@ -1,0 +1,153 @@
+"""Strict reading of one value at a time: what every parser of this package is made of.
+
+An error's path is relative to the value being read; whoever reads the field that holds it adds
+the field's name, with `at`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import numbers
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeGuard
+
+from midstream.errors import SpecError
+
+# Limits on what one request may make us hold; far above what anybody asks for.
+MAX_ITEMS = 4096  # layers or positions in one list
+MAX_PARTS = 1024  # captures, or edits, in one plan
+INT_LIMIT = 2**31
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+
+_SHOWN = 60
+
+
+@contextmanager
+def at(prefix: str) -> Iterator[None]:
+    """Errors raised within are raised as seen from the value that holds this one at `prefix`."""
+    try:
+        yield
+    except SpecError as error:
+        raise error.under(prefix) from None
+
+
+def kind(value: object) -> str:
+    """The type of a value, for messages."""
+    return "`None`" if value is None else f"`{type(value).__name__}`"
+
+
+def show(value: str | int | float) -> str:
+    """A value for messages: never long, whatever was sent."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names as they stand in a message."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """`; did you mean …?`, if one of the known names is close; else nothing."""
+    close = difflib.get_close_matches(name, list(known), 1) if len(name) <= _SHOWN else []
+    return f"; did you mean `{close[0]}`?" if close else ""
+
+
+def is_int(value: object) -> TypeGuard[numbers.Integral]:
+    """Whether this is an int, Python's or numpy's. A bool is not: here it is a mistake."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def read_int(value: object) -> int:
+    """An int, Python's or numpy's, within ±2**31."""
+    if not is_int(value):
+        raise SpecError("", f"expected `int`, got {kind(value)}")
+    found = int(value)
+    if abs(found) > INT_LIMIT:
+        raise SpecError("", f"expected an `int` within ±2**31, got {show(found)}")
+    return found
+
+
+def read_float32(value: object) -> float:
+    """A finite number that float32 can hold, Python's or numpy's, as a float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise SpecError("", f"expected a number, got {kind(value)}")
+    try:
+        found = float(value)
+    except OverflowError:
+        raise SpecError("", "the number overflows float32") from None
+    if not math.isfinite(found):
+        raise SpecError("", f"expected a finite number, got {found}")
+    if abs(found) > FLOAT32_MAX:
+        raise SpecError("", f"{found!r} overflows float32")
+    return found
+
+
+def read_word(value: object, known: Sequence[str]) -> str:
+    """One of the known words."""
+    if not isinstance(value, str):
+        raise SpecError("", f"expected one of {listed(known)}, got {kind(value)}")
+    if value not in known:
+        raise SpecError(
+            "", f"expected one of {listed(known)}, got {show(value)}{hint(value, known)}"
+        )
+    return known[known.index(value)]
+
+
+def read_fields(
+    value: object, required: Sequence[str], optional: Sequence[str] = ()
+) -> dict[str, object]:
+    """The fields of a dict that has all of the required ones, and no others but the optional."""
+    known = (*required, *optional)
+    if not isinstance(value, Mapping):
+        raise SpecError("", f"expected a dict of {listed(known)}, got {kind(value)}")
+    for name in value:
+        if not isinstance(name, str):
+            raise SpecError("", f"names of fields are `str`, got {kind(name)}")
+        if name not in known:
+            raise SpecError(
+                "", f"unknown field {show(name)}{hint(name, known)}; known: {listed(known)}"
+            )
+    for name in required:
+        if name not in value:
+            raise SpecError("", f"missing field `{name}`")
+    return dict(value)
+
+
+def read_json(text: str | bytes) -> object:
+    """The value of a JSON text in UTF-8.
+
+    Raises:
+        SpecError: it is not JSON, it has NaN or Infinity, or an object names a field twice.
+    """
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+        value: object = json.loads(
+            text, object_pairs_hook=_distinct, parse_constant=_refuse_constant
+        )
+    except SpecError:
+        raise
+    except RecursionError:
+        raise SpecError("", "the JSON is nested too deeply") from None
+    except ValueError as error:
+        raise SpecError("", f"expected JSON: {error}") from None
+    return value
+
+
+def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, value in pairs:
+        if name in found:
+            raise SpecError("", f"the JSON names the field {show(name)} twice in one object")
+        found[name] = value
+    return found
+
+
+def _refuse_constant(name: str) -> object:
+    raise SpecError("", f"{name} is not a JSON number")

@@ -1,0 +1,53 @@
+"""Sets of positions as ranges: sorted, disjoint, merged, half-open, the last perhaps endless."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+# Each [start, stop); a stop of None is the request's end, and only the last may have it.
+Range = tuple[int, int | None]
+Ranges = tuple[Range, ...]
+
+
+def merge(ranges: Iterable[Range]) -> Ranges:
+    """The union of ranges in any order, of which none is empty."""
+    merged: list[Range] = []
+    for start, stop in sorted(ranges, key=lambda each: each[0]):
+        if not merged:
+            merged.append((start, stop))
+            continue
+        last_start, last_stop = merged[-1]
+        if last_stop is None:
+            break
+        if start > last_stop:
+            merged.append((start, stop))
+        else:
+            merged[-1] = (last_start, None if stop is None else max(stop, last_stop))
+    return tuple(merged)
+
+
+def clip(ranges: Ranges, length: int) -> tuple[tuple[int, int], ...]:
+    """The positions below `length`."""
+    return tuple(
+        (start, length if stop is None else min(stop, length))
+        for start, stop in ranges
+        if start < length
+    )
+
+
+def count(ranges: Ranges, length: int) -> int:
+    """How many positions there are below `length`."""
+    return sum(stop - start for start, stop in clip(ranges, length))
+
+
+def well_formed(ranges: Ranges) -> bool:
+    """Whether the ranges are what `merge` makes: it returns them unchanged."""
+    previous: float = -1
+    for start, stop in ranges:
+        end = math.inf if stop is None else stop
+        # Touching ranges would have been merged; the first may start at 0.
+        if start <= previous or end <= start:
+            return False
+        previous = end
+    return True

@@ -1,0 +1,180 @@
+"""A steering vector by value, wherever it came from."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from midstream.errors import SpecError
+from midstream.spec.fields import at, kind, read_fields, read_float32
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+# Far above any model's width: bounds what one request can make us convert.
+MAX_SIZE = 1 << 20
+
+_FORMS = (
+    'a list of numbers, a 1-D numpy array or torch tensor, or {"f32": "<base64 of little-endian '
+    'float32>"}'
+)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Vector:
+    """Finite float32 numbers, [size], compared and hashed by content.
+
+    Attributes:
+        data: the numbers as little-endian float32, 4 · size bytes.
+        digest: sha256 of `data`, in hex.
+
+    Raises:
+        SpecError: `data` is empty, not a whole number of float32, or not finite throughout.
+    """
+
+    data: bytes
+    digest: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.data, bytes):
+            raise SpecError("", f"expected `bytes`, got {kind(self.data)}; see Vector.parse")
+        if len(self.data) % 4:
+            raise SpecError("", f"{len(self.data)} bytes are not a whole number of float32")
+        _check_size(self.size)
+        _check_finite(self.numpy())
+        object.__setattr__(self, "digest", hashlib.sha256(self.data).hexdigest())
+
+    @staticmethod
+    def parse(value: object) -> Vector:
+        """A vector from any of its forms, on any device, rounded to float32.
+
+        Args:
+            value: a Vector, a list or tuple of numbers, a 1-D numpy array or torch tensor, or
+                `{"f32": "<base64>"}`.
+
+        Raises:
+            SpecError: not one of these; not [size] with size ≥ 1; a value that is not finite or
+                does not fit float32 (the path has its index).
+        """
+        if isinstance(value, Vector):
+            return value
+        if isinstance(value, (list, tuple)):
+            return _from_numbers(value)
+        if isinstance(value, Mapping):
+            return _from_base64(value)
+        if hasattr(value, "detach") and hasattr(value, "shape"):
+            return _from_array(_host_array(value))
+        if hasattr(value, "__array_interface__") and hasattr(value, "shape"):
+            return _from_array(value)
+        raise SpecError("", f"expected {_FORMS}, got {kind(value)}")
+
+    @property
+    def size(self) -> int:
+        """How many numbers there are."""
+        return len(self.data) // 4
+
+    @property
+    def norm(self) -> float:
+        """The Euclidean norm."""
+        import numpy as np
+
+        return float(np.linalg.norm(self.numpy().astype(np.float64)))
+
+    def numpy(self) -> NDArray[np.float32]:
+        """The numbers, float32 [size], read-only and without a copy."""
+        import numpy as np
+
+        return np.frombuffer(self.data, dtype="<f4")
+
+    def emit(self) -> dict[str, object]:
+        """The JSON form, which `parse` reads back."""
+        return {"f32": base64.b64encode(self.data).decode("ascii")}
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __repr__(self) -> str:
+        return f"Vector(size={self.size}, norm={self.norm:.3g}, digest={self.digest[:8]!r})"
+
+
+def _check_size(size: int) -> None:
+    if size == 0:
+        raise SpecError("", "the vector is empty")
+    if size > MAX_SIZE:
+        raise SpecError("", f"a vector has at most {MAX_SIZE} numbers, got {size}")
+
+
+def _from_numbers(values: list[Any] | tuple[Any, ...]) -> Vector:
+    import numpy as np
+
+    _check_size(len(values))
+    found = []
+    # A try about the loop, not `at` within it: there may be many thousands.
+    try:
+        for value in values:
+            found.append(read_float32(value))
+    except SpecError as error:
+        more = ": a vector has one dimension" if isinstance(value, (list, tuple)) else ""
+        raise SpecError(f"[{len(found)}]", error.problem + more) from None
+    return Vector(np.asarray(found, dtype="<f4").tobytes())
+
+
+def _from_base64(value: Mapping[Any, Any]) -> Vector:
+    text = read_fields(value, required=("f32",))["f32"]
+    with at("f32"):
+        if not isinstance(text, str):
+            raise SpecError("", f"expected base64 as `str`, got {kind(text)}")
+        try:
+            data = base64.b64decode(text, validate=True)
+        except ValueError as error:
+            raise SpecError("", f"expected base64: {error}") from None
+        return Vector(data)
+
+
+def _host_array(tensor: Any) -> Any:
+    """A torch tensor's values, float64 (which holds all of torch's real types), on the host."""
+    _check_shape(tensor)
+    if tensor.is_complex() or str(tensor.dtype) == "torch.bool":
+        raise SpecError("", f"expected real numbers, got a tensor of {tensor.dtype}")
+    try:
+        return tensor.detach().to("cpu").double().numpy()
+    except (RuntimeError, TypeError) as error:
+        raise SpecError("", f"the tensor's values cannot be read: {error}") from None
+
+
+def _from_array(array: Any) -> Vector:
+    import numpy as np
+
+    _check_shape(array)
+    if array.dtype.kind not in "fiu":
+        raise SpecError("", f"expected real numbers, got an array of {array.dtype}")
+    array = np.asarray(array)
+    _check_finite(array)
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = array.astype("<f4")
+    if not np.isfinite(rounded).all():
+        index = int(np.argmin(np.isfinite(rounded)))
+        raise SpecError(f"[{index}]", f"{float(array[index])!r} overflows float32")
+    return Vector(rounded.tobytes())
+
+
+def _check_shape(array: Any) -> None:
+    shape = tuple(array.shape)
+    if len(shape) != 1:
+        raise SpecError(
+            "", f"expected one dimension, got shape {list(shape)}; pass one row, or use reshape(-1)"
+        )
+    _check_size(int(shape[0]))
+
+
+def _check_finite(array: NDArray[Any]) -> None:
+    import numpy as np
+
+    finite = np.isfinite(array)
+    if not finite.all():
+        index = int(np.argmin(finite))
+        raise SpecError(f"[{index}]", f"expected a finite number, got {float(array[index])}")

@@ -1,0 +1,1 @@
+"""How captured rows get from the device to those who asked for them."""

@@ -1,0 +1,46 @@
+"""The narrow interface between the runtime, which captures, and whatever moves the rows."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Shipment(Protocol):
+    """Rows of one step on their way to host memory."""
+
+    def ready(self) -> bool:
+        """Whether `rows` and `tally` would not wait."""
+        ...
+
+    def rows(self) -> Tensor:
+        """[rows, H] on the host, in the order of the step's records. Waits until they are there."""
+        ...
+
+    def tally(self) -> Tensor:
+        """int32 [tokens, 4] on the host: what the device did, see `midstream.ops.layout`."""
+        ...
+
+
+class Transport(Protocol):
+    """Owner of the staging ring."""
+
+    @property
+    def capacity(self) -> int:
+        """Rows that one step may capture."""
+        ...
+
+    def reserve(self, num_rows: int) -> int:
+        """The ring's first row for the next forward, which may write `num_rows` from there.
+
+        Work queued on the current stream afterwards waits until what was there has left.
+        """
+        ...
+
+    def ship(self, first: int, num_rows: int, tally: Tensor) -> Shipment:
+        """Sends the ring's rows [first, first + num_rows) and the step's tally on their way.
+
+        Called after the forward was queued; returns at once.
+        """
+        ...

@@ -1,0 +1,134 @@
+"""From the staging ring to host memory: a copy stream on CUDA, a plain copy on the CPU."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from midstream.transport.base import Shipment, Transport
+
+
+def host_transport(ring: Tensor) -> Transport:
+    """The transport that fits the ring's device."""
+    return CudaTransport(ring) if ring.is_cuda else CpuTransport(ring)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuShipment:
+    """Rows that were copied when they were shipped."""
+
+    copied_rows: Tensor
+    copied_tally: Tensor
+
+    def ready(self) -> bool:
+        return True
+
+    def rows(self) -> Tensor:
+        return self.copied_rows
+
+    def tally(self) -> Tensor:
+        return self.copied_tally
+
+
+class CpuTransport:
+    """The forward has run when `ship` is called, so the ring is free again when it returns."""
+
+    def __init__(self, ring: Tensor) -> None:
+        self._ring = ring
+
+    @property
+    def capacity(self) -> int:
+        return self._ring.shape[0]
+
+    def reserve(self, num_rows: int) -> int:
+        _check_fits(num_rows, self.capacity)
+        return 0
+
+    def ship(self, first: int, num_rows: int, tally: Tensor) -> Shipment:
+        return CpuShipment(self._ring[first : first + num_rows].clone(), tally.clone())
+
+
+@dataclass(frozen=True, slots=True)
+class CudaShipment:
+    """Rows under way on the copy stream."""
+
+    pinned_rows: Tensor
+    pinned_tally: Tensor
+    arrived: torch.cuda.Event
+
+    def ready(self) -> bool:
+        return self.arrived.query()
+
+    def rows(self) -> Tensor:
+        self.arrived.synchronize()
+        return self.pinned_rows
+
+    def tally(self) -> Tensor:
+        self.arrived.synchronize()
+        return self.pinned_tally
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    first: int
+    stop: int
+    arrived: torch.cuda.Event
+
+
+class CudaTransport:
+    """One contiguous copy a step, beside the model's own work, into pinned memory."""
+
+    def __init__(self, ring: Tensor) -> None:
+        self._ring = ring
+        self._stream = torch.cuda.Stream(ring.device)
+        self._in_flight: deque[_InFlight] = deque()
+        self._next = 0
+
+    @property
+    def capacity(self) -> int:
+        return self._ring.shape[0]
+
+    def reserve(self, num_rows: int) -> int:
+        _check_fits(num_rows, self.capacity)
+        while self._in_flight and self._in_flight[0].arrived.query():
+            self._in_flight.popleft()
+        # Starting over while nothing is under way keeps small steps in the device's cache.
+        if not self._in_flight or self._next + num_rows > self.capacity:
+            self._next = 0
+        first, stop = self._next, self._next + num_rows
+        current = torch.cuda.current_stream(self._ring.device)
+        for copy in self._in_flight:
+            if copy.first < stop and first < copy.stop:
+                current.wait_event(copy.arrived)
+        self._next = stop
+        return first
+
+    def ship(self, first: int, num_rows: int, tally: Tensor) -> Shipment:
+        rows = self._ring[first : first + num_rows]
+        pinned_rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        pinned_tally = torch.empty(tally.shape, dtype=tally.dtype, pin_memory=True)
+        # The tally is small and overwritten by the next step: it goes on the model's own stream.
+        pinned_tally.copy_(tally, non_blocking=True)
+        current = torch.cuda.current_stream(self._ring.device)
+        arrived = torch.cuda.Event()
+        if num_rows:
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                pinned_rows.copy_(rows, non_blocking=True)
+                arrived.record(self._stream)
+            self._in_flight.append(_InFlight(first, first + num_rows, arrived))
+        else:
+            arrived.record(current)
+        return CudaShipment(pinned_rows, pinned_tally, arrived)
+
+
+def _check_fits(num_rows: int, capacity: int) -> None:
+    # The front door admits no request that could bring a step here; see `Worker.capture_limit`.
+    if num_rows > capacity:
+        raise AssertionError(
+            f"one step captures {num_rows} rows, the staging ring holds {capacity}: "
+            "raise midstream's setting staging_bytes"
+        )

@@ -1,0 +1,141 @@
+"""An engine without a model, and a run's result without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from midstream.demo.engine import Reply, Request
+from midstream.demo.fit import LayerScore
+from midstream.demo.result import Answer, Question, Receipt, Result, TokenMap
+
+NUM_LAYERS, HIDDEN = 4, 24
+GLAD = frozenset(["glad", "won", "saved", "laughed"])
+SAD = frozenset(["sad", "lost", "died", "wept"])
+
+
+class WordTokenizer:
+    """One token a word; tokens are numbered as they come."""
+
+    chat_template = "yes"
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        words = text.split()
+        self.words += [word for word in dict.fromkeys(words) if word not in self.words]
+        return {"input_ids": [self.words.index(word) for word in words]}
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return " ".join(self.words[token] for token in token_ids)
+
+    def apply_chat_template(self, turns: list[dict[str, str]], **_: bool) -> str:
+        return f"<user> {turns[0]['content']} <assistant>"
+
+
+class FakeEngine:
+    """Its stream has, at layer 2 only, the sum of the glad and sad words so far along `axis`."""
+
+    layer = 2
+
+    def __init__(self) -> None:
+        self.tokenizer = WordTokenizer()
+        self.batches: list[list[Request]] = []
+        self.axis = torch.nn.functional.normalize(
+            torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)), dim=0
+        )
+
+    def run(self, requests: Sequence[Request]) -> list[Reply]:
+        self.batches.append(list(requests))
+        return [self._one(index, request) for index, request in enumerate(requests)]
+
+    def _one(self, index: int, request: Request) -> Reply:
+        text, generated = "", []
+        if request.max_tokens > 1:
+            pushed = (
+                float(request.push.vector @ self.axis) * request.push.scale if request.push else 0
+            )
+            mood = "glad" if pushed > 0.5 else "sad" if pushed < -0.5 else "calm"
+            text = f" I am {mood} <b>& so on</b>"
+            generated = self.tokenizer(text)["input_ids"][: request.max_tokens]
+        tokens = (request.token_ids + generated)[
+            : len(request.token_ids) + max(0, len(generated) - 1)
+        ]
+        chosen = {
+            None: [],
+            "prompt": range(len(request.token_ids)),
+            "last_prompt": [len(request.token_ids) - 1],
+            "generated": range(len(request.token_ids), len(tokens)),
+        }[request.capture]
+        rows = self._stream(index, tokens)[:, list(chosen)] if request.capture else None
+        count = 0 if rows is None else rows.shape[1]
+        receipt = {
+            "status": "ok",
+            "prompt_tokens": len(request.token_ids),
+            "generated_tokens": len(generated) or 1,
+            "captured": [
+                {"site": "resid_post", "layer": layer, "expected": count, "actual": count}
+                for layer in range(NUM_LAYERS)
+                if request.capture
+            ],
+            "edited": None
+            if request.push is None
+            else {"expected": len(tokens), "applied": len(tokens), "reused": 0, "tokens": 0},
+            "problems": [],
+        }
+        return Reply(text, rows, [tokens[at] for at in chosen], receipt)
+
+    def _stream(self, seed: int, tokens: list[int]) -> torch.Tensor:
+        """`[layers, tokens, hidden]`"""
+        noise = torch.Generator().manual_seed(seed)
+        rows = torch.randn(NUM_LAYERS, len(tokens), HIDDEN, generator=noise)
+        words = [self.tokenizer.words[token].strip(".") for token in tokens]
+        mood = torch.tensor([float((w in GLAD) - (w in SAD)) for w in words]).cumsum(0)
+        rows[self.layer] += 6 * mood[:, None] * self.axis
+        return rows
+
+
+@contextmanager
+def no_stage(_words: str) -> Iterator[None]:
+    """A stage that nobody watches."""
+    yield
+
+
+def make_result(hostile: str = "") -> Result:
+    """A result whose every text carries `hostile`."""
+    scores = tuple(LayerScore(0.5 + 0.1 * n, 0.5 + 0.08 * n, 0.7 * n) for n in range(5))
+    cells = [[0.1 * layer - 0.05 * token for token in range(3)] for layer in range(5)]
+    answers = [
+        Answer(-2.0, f"a sad answer {hostile}", -0.5),
+        Answer(0.0, f"a plain answer {hostile}", None),
+        Answer(1.5, f"a glad answer {hostile}", 0.25),
+    ]
+    content = {
+        "status": "ok",
+        "prompt_tokens": 7,
+        "generated_tokens": 3,
+        "captured": [{"site": "resid_post", "layer": 0, "expected": 9, "actual": 9}],
+        "edited": {"expected": 9, "applied": 4, "reused": 5, "tokens": 9},
+        "problems": [f"a remark {hostile}"] if hostile else [],
+    }
+    return Result(
+        model=f"a-model{hostile}",
+        versions={"vLLM": f"1.2.3{hostile}"},
+        settings={"device": f"CPU{hostile}"},
+        started="2030-01-01 00:00 UTC",
+        seconds={"capture": 1.25},
+        classes=("glad", "sad"),
+        num_pairs=12,
+        num_folds=6,
+        scores=scores,
+        best_layer=4,
+        layer=3,
+        gap_norm=12.5,
+        stream_norm=80.0,
+        token_maps=[TokenMap(f"a map {hostile}", ["One", f"two{hostile}", "\n"], cells, cells)],
+        questions=[Question(f"A question {hostile}?", answers), Question("Another?", answers)],
+        receipts=[Receipt(f"request one {hostile}", content)],
+    )

@@ -1,0 +1,490 @@
+"""The table of layer conventions against the sources that it was read from.
+
+vLLM and transformers are parsed, not imported. To check another release than the installed one,
+point MIDSTREAM_TEST_VLLM at its unpacked wheel's `vllm` folder.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import gc
+import importlib.util
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from midstream.runtime.conventions import (
+    CONVENTIONS,
+    LAYER_LISTS,
+    Choice,
+    LayerConvention,
+    Refusal,
+    Returns,
+    key_of,
+    lookup,
+)
+from midstream.runtime.conventions_hf import HF_MODELS
+from midstream.runtime.conventions_vllm import MODELS, SINCE, UNTIL, VENDOR
+
+# Layer-like classes which are no decoder layers of a language model that is served.
+NOT_LAYERS = re.compile(
+    r"(mtp|eagle|dspark|dflash|vision|audio|encoder|bert|vit\b|siglip|clip|multimodal)"
+    r"|Vision|Encoder|MultiToken|\.(DSV41MonoLayer|ExaoneBlockAttention)$"
+)
+# Their code comes with their weights, or has no release of transformers yet.
+REMOTE_CODE = {"NanbeigeForCausalLM", "Kolibri1ForCausalLM"}
+
+
+# ---------------------------------------------------------------- sources
+
+
+def _package(name: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        pytest.skip(f"{name} is not installed")
+    return Path(spec.origin).parent
+
+
+@functools.cache
+def _vllm() -> Path:
+    given = os.environ.get("MIDSTREAM_TEST_VLLM")
+    return Path(given) if given else _package("vllm")
+
+
+@functools.cache
+def _release() -> str:
+    version = re.search(r"= '(\d+\.\d+)", (_vllm() / "_version.py").read_text())
+    assert version, "vLLM's _version.py is not as expected"
+    return version[1]
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    gc.disable()  # which halves the time that hundreds of syntax trees take
+    try:
+        return ast.parse(path.read_text())
+    finally:
+        gc.enable()
+
+
+@functools.cache
+def _classes(path: Path) -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in _tree(path).body if isinstance(node, ast.ClassDef)}
+
+
+def _path(key: tuple[str, str]) -> Path:
+    module = key[0]
+    root = _package("transformers").parent if module.startswith("transformers.") else _vllm()
+    return root / (module.replace(".", "/") + ".py")
+
+
+def _vllm_entries() -> Iterator[tuple[tuple[str, str], str]]:
+    for table, prefix in ((MODELS, "model_executor.models."), (VENDOR, "models.")):
+        for name in table:
+            module, _, cls = name.rpartition(".")
+            yield (prefix + module, cls), name
+
+
+def _is_in_this_release(name: str) -> bool:
+    def number(release: str) -> int:
+        return int(release.split(".")[1])
+
+    now = number(_release())
+    first = next((number(r) for r, names in SINCE.items() if name in names), 0)
+    last = next((number(r) for r, names in UNTIL.items() if name in names), 10**6)
+    return first <= now <= last
+
+
+def _sources() -> Iterator[tuple[tuple[str, str], ast.ClassDef]]:
+    """Every class of the table that the installed packages have."""
+    for key, name in _vllm_entries():
+        if _is_in_this_release(name):
+            yield key, _classes(_path(key))[key[1]]
+    for key in CONVENTIONS:
+        if key[0].startswith("transformers.") and _path(key).exists():
+            found = _classes(_path(key)).get(key[1])
+            if found:
+                yield key, found
+
+
+def _leaves(entry: object) -> Iterator[LayerConvention]:
+    if isinstance(entry, Choice):
+        yield from _leaves(entry.true)
+        yield from _leaves(entry.false)
+    elif isinstance(entry, LayerConvention):
+        yield entry
+
+
+def _choices(entry: object) -> Iterator[Choice]:
+    if isinstance(entry, Choice):
+        yield entry
+        yield from _choices(entry.true)
+        yield from _choices(entry.false)
+
+
+def _entry_of(name: str) -> object:
+    module, _, cls = name.rpartition(".")
+    return CONVENTIONS[module, cls]
+
+
+def _conventions() -> Iterator[tuple[str, Path, ast.ClassDef, LayerConvention]]:
+    for key, node in _sources():
+        for convention in _leaves(CONVENTIONS[key]):
+            yield ".".join(key), _path(key), node, convention
+
+
+def _forward(node: ast.ClassDef) -> ast.FunctionDef | None:
+    functions = (item for item in node.body if isinstance(item, ast.FunctionDef))
+    return next((function for function in functions if function.name == "forward"), None)
+
+
+def _sets(node: ast.AST, attribute: str) -> bool:
+    return any(
+        isinstance(item, ast.Attribute)
+        and isinstance(item.ctx, ast.Store)
+        and item.attr == attribute
+        for item in ast.walk(node)
+    )
+
+
+def _family(path: Path, node: ast.ClassDef) -> list[ast.ClassDef]:
+    """The class and those of its bases that the same module defines."""
+    found = [node]
+    for base in node.bases:
+        name = base.id if isinstance(base, ast.Name) else ""
+        if name in _classes(path):
+            found += _family(path, _classes(path)[name])
+        elif name == "LlamaDecoderLayer":
+            found.append(_classes(path.with_name("llama.py"))[name])
+    return found
+
+
+# ---------------------------------------------------------------- table against sources
+
+
+def test_a_vllm_class_exists_in_just_the_releases_the_table_says() -> None:
+    wrong = [
+        name
+        for key, name in _vllm_entries()
+        if (_path(key).exists() and key[1] in _classes(_path(key))) != _is_in_this_release(name)
+    ]
+    assert not wrong
+    named = {name for table in (SINCE, UNTIL) for names in table.values() for name in names}
+    assert named <= MODELS.keys() | VENDOR.keys()
+
+
+def test_a_transformers_class_exists() -> None:
+    version = re.search(
+        r'__version__ = "(\d+\.\d+)', (_package("transformers") / "__init__.py").read_text()
+    )
+    if not version or version[1] != "5.19":
+        pytest.skip("the table was read from transformers 5.19")
+    keys = [key for key in CONVENTIONS if key[0].startswith("transformers.")]
+    assert len(keys) == len(HF_MODELS)
+    assert not [key for key in keys if key[1] not in _classes(_path(key))]
+
+
+def test_forward_has_the_parameters_the_convention_names() -> None:
+    wrong = []
+    for name, _, node, convention in _conventions():
+        forward = _forward(node)
+        assert forward, name
+        parameters = {argument.arg for argument in forward.args.args}
+        needed = {convention.hidden} | ({convention.residual} - {None})
+        if not needed <= parameters:
+            wrong.append((name, needed - parameters))
+        if convention.returns is Returns.SINGLE and "residual" in parameters:
+            wrong.append((name, {"an unexpected residual"}))
+    assert not wrong
+
+
+def test_forward_returns_as_many_values_as_the_convention_says() -> None:
+    wrong = []
+    for name, _, node, convention in _conventions():
+        forward = _forward(node)
+        assert forward, name
+        for item in ast.walk(forward):
+            if not isinstance(item, ast.Return) or item.value is None:
+                continue
+            values = item.value.elts if isinstance(item.value, ast.Tuple) else [item.value]
+            is_pair = len(values) == 2
+            delegated = isinstance(item.value, ast.Call)
+            ends_in_none = is_pair and (
+                ast.unparse(values[1]) == "None" or "residual = None" in ast.unparse(forward)
+            )
+            right = {
+                Returns.SINGLE: len(values) == 1,
+                Returns.PAIR: is_pair or delegated,
+                Returns.PAIR_DEAD: is_pair and not ends_in_none,
+                Returns.PAIR_NONE: ends_in_none,
+            }[convention.returns]
+            if not right:
+                wrong.append((name, ast.unparse(item)))
+    assert not wrong
+
+
+def test_a_pair_layer_takes_the_missing_residual_of_the_first_layer() -> None:
+    wrong = []
+    for name, _, node, convention in _conventions():
+        text = ast.unparse(node)
+        live = re.search(r"residual is (not )?None", text) is not None
+        optional = any(choice.attribute == "uses_rms_norm?" for choice in _choices(_entry_of(name)))
+        if convention.returns is Returns.PAIR and not live and not optional:
+            wrong.append(name)
+        # Else the layer must overwrite whatever residual it was given before anything else.
+        if convention.returns in (Returns.PAIR_DEAD, Returns.PAIR_NONE):
+            forward = _forward(node)
+            assert forward, name
+            body = [item for item in forward.body if not isinstance(item, ast.Expr)]
+            if "residual = hidden_states" not in ast.unparse(body[0]):
+                wrong.append(name)
+    assert not wrong
+
+
+def test_mid_is_a_module_the_layer_calls_with_the_stream_itself() -> None:
+    """With a bare name, that is: an expression would be a copy that the skip misses."""
+    wrong = []
+    for name, path, node, convention in _conventions():
+        if convention.mid is None:
+            continue
+        family = _family(path, node)
+        head, *rest = convention.mid.split(".")
+        if not any(_sets(item, head) for item in family):
+            wrong.append((name, f"{head} is not set"))
+        holders = list(_classes(path).values()) if rest else family
+        last = convention.mid.rpartition(".")[2]
+        if rest and not any(_sets(item, last) for item in holders):
+            wrong.append((name, f"{last} is not set"))
+        calls = [
+            item
+            for holder in (holders if rest else [node])
+            for item in ast.walk(holder)
+            if isinstance(item, ast.Call)
+            and (
+                ast.unparse(item.func) == f"self.{last}"
+                or (
+                    ast.unparse(item.func).startswith("fused_allreduce_")
+                    and f"self.{last}" in map(ast.unparse, item.args)
+                )
+            )
+        ]
+        if not calls:
+            wrong.append((name, f"{last} is never called"))
+        for call in calls:
+            values = [item for item in call.args if ast.unparse(item) != f"self.{last}"]
+            if not 1 <= len(values) <= 2 or not all(isinstance(v, ast.Name) for v in values[:2]):
+                # A mixture that is also told which tokens are images.
+                wrong.append((name, ast.unparse(call)))
+    assert not wrong
+
+
+def test_a_single_stream_at_mid_is_what_the_skip_connection_keeps() -> None:
+    wrong = []
+    for name, _, node, convention in _conventions():
+        streams = {
+            ast.unparse(call.args[0])
+            for call in ast.walk(node)
+            if isinstance(call, ast.Call)
+            and ast.unparse(call.func) == f"self.{convention.mid}"
+            and len(call.args) == 1
+        }
+        for stream in streams:
+            aliases = {stream} | {
+                ast.unparse(item.targets[0])
+                for item in ast.walk(node)
+                if isinstance(item, ast.Assign) and ast.unparse(item.value) == stream
+            }
+            sums = (
+                {ast.unparse(item.left), ast.unparse(item.right)}
+                for item in ast.walk(node)
+                if isinstance(item, ast.BinOp) and isinstance(item.op, ast.Add)
+            )
+            if not any(aliases & operands for operands in sums):
+                wrong.append((name, stream))
+    assert not wrong
+
+
+def test_what_a_choice_asks_for_is_set_by_the_layer() -> None:
+    wrong = []
+    for key, node in _sources():
+        for choice in _choices(CONVENTIONS[key]):
+            if choice.attribute.endswith("?"):
+                continue
+            if not any(_sets(item, choice.attribute) for item in _family(_path(key), node)):
+                wrong.append((key, choice.attribute))
+    assert not wrong
+
+
+# ---------------------------------------------------------------- coverage
+
+
+def test_every_decoder_layer_of_vllm_is_in_the_table() -> None:
+    missing = []
+    files = [*(_vllm() / "model_executor/models").glob("*.py"), *(_vllm() / "models").rglob("*.py")]
+    for path in files:
+        module = ".".join(path.relative_to(_vllm()).with_suffix("").parts)
+        if NOT_LAYERS.search(module) or "def forward" not in path.read_text():
+            continue
+        for name, node in _classes(path).items():
+            forward = _forward(node)
+            if not forward or not re.search(r"(Layer|Block|Hybrid)$", name):
+                continue
+            if re.search(r"Moe|MoE|Norm|MLP|HC\w+Layer|PLELayer", name) and "Decoder" not in name:
+                continue
+            parameters = {argument.arg for argument in forward.args.args}
+            # That leaves out GPT-2's and OPT's, of one parameter.
+            if not parameters & {"positions", "position_ids", "residual"}:
+                continue
+            if (module, name) in CONVENTIONS or NOT_LAYERS.search(f"{module}.{name}"):
+                continue
+            missing.append(f"{module}.{name}")
+    assert not missing
+
+
+def _registry(table: str) -> list[tuple[str, str]]:
+    """(architecture, module) of one of the tables of vLLM's model registry."""
+    tree = _tree(_vllm() / "model_executor/models/registry.py")
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == table:
+            return [(arch, module) for arch, (module, _) in ast.literal_eval(node.value).items()]
+    raise AssertionError(f"vLLM's registry has no {table}")
+
+
+@functools.cache
+def _imports(path: Path) -> frozenset[Path]:
+    """The model files whose classes this one uses, itself included."""
+    found = {path}
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            base = path.parents[node.level - 1] if node.level else _vllm().parent
+            target = base.joinpath(*node.module.split(".")).with_suffix(".py")
+            if target.exists() and "models" in target.parts and "transformers" not in target.parts:
+                found.add(target)
+    return frozenset(found)
+
+
+def test_every_text_generation_model_of_the_registry_leads_to_the_table() -> None:
+    missing = []
+    tabled = {_path(key) for key, _ in _vllm_entries()}
+    for architecture, module in _registry("_TEXT_GENERATION_MODELS"):
+        if module.startswith("vllm."):
+            package = _vllm().parent / module.replace(".", "/")
+            if not any(package in path.parents for path in tabled):
+                missing.append((architecture, module))
+            continue
+        path = _vllm() / "model_executor/models" / f"{module}.py"
+        if "init_vllm_registered_model(" in path.read_text():
+            continue  # it wraps another model of the registry
+        near = _imports(path)
+        reach = near.union(*map(_imports, near))
+        if not reach & tabled:
+            missing.append((architecture, module))
+    assert not missing
+
+
+def test_every_model_that_vllm_leaves_to_transformers_is_in_the_table() -> None:
+    registry = _tree(_vllm() / "model_executor/models/registry.py")
+    supported = next(
+        ast.literal_eval(node.value)
+        for node in registry.body
+        if isinstance(node, ast.Assign)
+        and ast.unparse(node.targets[0]) == "_TRANSFORMERS_SUPPORTED_MODELS"
+    )
+    auto = (_package("transformers") / "models/auto/modeling_auto.py").read_text()
+    folders = {arch: folder for folder, arch in re.findall(r'\("(\w+)", "(\w+)"\)', auto)}
+    tabled = {name.partition(".")[0] for name in HF_MODELS}
+    text_models = [arch for arch in supported if arch.endswith("ForCausalLM")]
+    missing = [
+        arch for arch in text_models if folders.get(arch) not in tabled and arch not in REMOTE_CODE
+    ]
+    assert text_models
+    assert not missing
+
+
+# ---------------------------------------------------------------- lookup
+
+
+def _class(module: str, name: str, bases: tuple[type, ...] = (), **body: object) -> type:
+    return type(name, bases or (object,), {"__module__": module, **body})
+
+
+def _forward_stub(self: object, positions: object, hidden_states: object) -> None: ...
+
+
+LLAMA = _class("vllm.model_executor.models.llama", "LlamaDecoderLayer", forward=_forward_stub)
+
+
+def test_a_subclass_that_keeps_forward_has_its_bases_convention() -> None:
+    phi3 = _class("vllm.model_executor.models.phi3", "Phi3DecoderLayer", (LLAMA,))
+    tapped = _class("midstream.runtime.taps", "TappedLlamaDecoderLayer", (phi3,))
+    assert lookup(tapped) == lookup(LLAMA)
+    found = lookup(tapped, tapped())
+    assert isinstance(found, LayerConvention)
+    assert found.returns is Returns.PAIR
+    assert (found.hidden, found.residual) == ("hidden_states", "residual")
+    assert found.mid == "post_attention_layernorm"
+
+
+def test_a_subclass_that_overrides_forward_is_refused() -> None:
+    odd = _class("some.plugin", "OddLayer", (LLAMA,), forward=_forward_stub)
+    found = lookup(odd, odd())
+    assert isinstance(found, Refusal)
+    assert "does not know what some.plugin.OddLayer takes" in found.reason
+
+
+def test_a_class_without_forward_is_refused() -> None:
+    module = _class("torch.nn.modules.module", "Module", forward=_forward_stub)
+    assert key_of(_class("x", "Bare", (module,))) is None
+    assert isinstance(lookup(_class("x", "Bare", (module,))), Refusal)
+    alice = _class("vllm.model_executor.models.alice_ai", "AliceAIDecoderBlock", (module,))
+    found = lookup(alice)
+    assert isinstance(found, Refusal)
+    assert "forward_attn_res" in found.reason
+
+
+def test_settings_of_the_layer_decide_a_choice() -> None:
+    opt = _class("vllm.model_executor.models.opt", "OPTDecoderLayer", forward=_forward_stub)
+    assert isinstance(lookup(opt), Choice)
+    layer = opt()
+    missing = lookup(opt, layer)
+    assert isinstance(missing, Refusal)
+    assert "do_layer_norm_before" in missing.reason
+    for value, mid in ((True, "final_layer_norm"), (False, "fc1")):
+        layer.do_layer_norm_before = value
+        found = lookup(opt, layer)
+        assert isinstance(found, LayerConvention)
+        assert found.mid == mid
+
+
+def test_a_missing_optional_setting_counts_as_false() -> None:
+    cohere = _class(
+        "vllm.model_executor.models.cohere2_moe", "Cohere2MoeDecoderLayer", forward=_forward_stub
+    )
+    layer = cohere()
+    before = lookup(cohere, layer)
+    assert isinstance(before, LayerConvention)
+    assert before.returns is Returns.PAIR_DEAD
+    layer.uses_rms_norm = True
+    after = lookup(cohere, layer)
+    assert isinstance(after, LayerConvention)
+    assert after.returns is Returns.PAIR
+
+
+def test_layers_of_the_transformers_backend_are_found_by_their_own_module() -> None:
+    phi = _class("transformers.models.phi.modeling_phi", "PhiDecoderLayer", forward=_forward_stub)
+    found = lookup(phi, phi())
+    assert isinstance(found, LayerConvention)
+    assert found.returns is Returns.SINGLE
+    assert found.mid is None
+    assert "parallel" in found.no_mid
+
+
+def test_every_entry_says_where_mid_is_or_why_not() -> None:
+    for key, entry in CONVENTIONS.items():
+        for convention in _leaves(entry):
+            assert (convention.mid is None) == bool(convention.no_mid), key
+    assert len(set(LAYER_LISTS)) == len(LAYER_LISTS)
