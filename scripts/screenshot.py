@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Render a demo report in headless Chromium, as a PNG.
 
-    scripts/screenshot.py report.html [docs/images/demo-report.png] [--dark] [--height 1900]
+    scripts/screenshot.py report.html [docs/images/demo-report.png] [--section answers] [--dark]
 
 Needs Chromium or Chrome, and nothing else: on Debian `apt-get install chromium`. The browser gets
 a profile of its own, which is thrown away, and no network.
@@ -52,7 +52,10 @@ def main() -> int:
         command.append(f"--window-size={options.width},{options.height}")
         command.append(f"--force-device-scale-factor={options.scale}")
         command.append(f"--blink-settings=preferredColorScheme={0 if options.dark else 1}")
-        command.append(options.report.resolve().as_uri())
+        page = Path(scratch) / "page.html"
+        text = options.report.read_text(encoding="utf-8")
+        page.write_text(text + only(options.section), encoding="utf-8")
+        command.append(page.as_uri())
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
         if done.returncode or not taken.is_file():
             sys.stderr.write(f"{browser} took no picture (status {done.returncode}):\n")
@@ -63,6 +66,13 @@ def main() -> int:
     return 0
 
 
+def only(section: str | None) -> str:
+    """A style that hides all but one section: a headless browser does not scroll."""
+    if section is None:
+        return ""
+    return f"<style>header, section:not(#{section}) {{ display: none }} h2 {{ margin: 0 }}</style>"
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Render a demo report as a PNG.")
     parser.add_argument("report", type=Path)
@@ -71,6 +81,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=1280, help="of the window, in CSS pixels")
     parser.add_argument("--height", type=int, default=1900, help="of the window, in CSS pixels")
     parser.add_argument("--scale", type=float, default=1.0, help="device pixels per CSS pixel")
+    parser.add_argument(
+        "--section", help="id to scroll to: separability, tokens, answers, receipts"
+    )
     parser.add_argument("--dark", action="store_true", help="as a dark-mode browser shows it")
     return parser.parse_args()
 

@@ -173,7 +173,10 @@ class LLM(VllmLLM):
                 f"sampling_params.extra_args[{KEY!r}]",
                 "there is a plan here and in capture= or steer=; give it in one place",
             )
-        plan = Plan.make(capture=capture, edits=steer) if carried is None else Plan.parse(carried)
+        if carried is None:
+            plan = Plan.make(capture=capture, edits=_named(steer))
+        else:
+            plan = Plan.parse(carried)
         if self._default_capture is not None:
             plan = self._default_capture.join(plan, params.max_tokens)
         if plan is None:
@@ -200,6 +203,17 @@ def per_prompt(name: str, value: Any, count: int) -> list[Any]:
     if len(value) != count:
         raise SpecError(name, f"{len(value)} entries for {count} prompts; give one, or one each")
     return list(value)
+
+
+def _named(steer: Any) -> Any:
+    """Dicts under `steer=` need not say that they steer; in a plan, which holds other edits too,
+    they do.
+    """
+    if isinstance(steer, dict):
+        return {"op": "steer", **steer}
+    if isinstance(steer, (list, tuple)):
+        return [_named(one) for one in steer]
+    return steer
 
 
 def _at_prompt(error: SpecError, nth: int, capture: Any, steer: Any) -> SpecError:

@@ -55,26 +55,25 @@ class FakeEngine:
     def _one(self, index: int, request: Request) -> Reply:
         text, generated = "", []
         if request.max_tokens > 1:
-            pushed = (
-                float(request.push.vector @ self.axis) * request.push.scale if request.push else 0
-            )
-            mood = "glad" if pushed > 0.5 else "sad" if pushed < -0.5 else "calm"
+            push = request.push
+            moved = float(push.vector @ self.axis) * push.scale if push else 0
+            mood = "glad" if moved > 0.5 else "sad" if moved < -0.5 else "calm"
             text = f" I am {mood} <b>& so on</b>"
             generated = self.tokenizer(text)["input_ids"][: request.max_tokens]
-        tokens = (request.token_ids + generated)[
-            : len(request.token_ids) + max(0, len(generated) - 1)
-        ]
+        num_prompt = len(request.token_ids)
+        tokens = request.token_ids + generated[:-1]  # the last one is never fed back
         chosen = {
-            None: [],
-            "prompt": range(len(request.token_ids)),
-            "last_prompt": [len(request.token_ids) - 1],
-            "generated": range(len(request.token_ids), len(tokens)),
+            None: range(0),
+            "prompt": range(num_prompt),
+            "last_prompt": range(num_prompt - 1, num_prompt),
+            "generated": range(num_prompt, len(tokens)),
         }[request.capture]
         rows = self._stream(index, tokens)[:, list(chosen)] if request.capture else None
         count = 0 if rows is None else rows.shape[1]
+        asked = request.capture or request.push
         receipt = {
             "status": "ok",
-            "prompt_tokens": len(request.token_ids),
+            "prompt_tokens": num_prompt,
             "generated_tokens": len(generated) or 1,
             "captured": [
                 {"site": "resid_post", "layer": layer, "expected": count, "actual": count}
@@ -86,7 +85,7 @@ class FakeEngine:
             else {"expected": len(tokens), "applied": len(tokens), "reused": 0, "tokens": 0},
             "problems": [],
         }
-        return Reply(text, rows, [tokens[at] for at in chosen], receipt)
+        return Reply(text, rows, [tokens[at] for at in chosen], receipt if asked else None)
 
     def _stream(self, seed: int, tokens: list[int]) -> torch.Tensor:
         """`[layers, tokens, hidden]`"""

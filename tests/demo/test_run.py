@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 
 import pytest
@@ -22,6 +23,7 @@ PAIRS = [
     for topic in TOPICS
     for glad, sad in WORDS
 ]
+QUESTIONS = ["Hm ?", "And ?"]
 PLAN = Plan(
     model="fake", scales=(1.0, -1.0), max_tokens=8, pairs=PAIRS, questions=["Hm ?", "And ?"]
 )
@@ -58,7 +60,7 @@ def test_everything_is_asked_in_three_batches(engine: FakeEngine) -> None:
 def test_answers_are_in_the_order_of_questions_and_strengths(engine: FakeEngine) -> None:
     result = run(engine, PLAN, no_stage)
     assert result.scales == [-1.0, 0.0, 1.0]
-    for question, prompt in zip(result.questions, ["Hm ?", "And ?"], strict=True):
+    for question, prompt in zip(result.questions, QUESTIONS, strict=True):
         assert question.prompt == prompt
         moods = [answer.text.split()[2] for answer in question.answers]
         assert moods == ["sad", "calm", "glad"]
@@ -126,10 +128,23 @@ def test_an_empty_answer_has_no_reading(engine: FakeEngine) -> None:
     assert "(nothing)" in render(result)
 
 
-def test_every_request_has_its_receipt(engine: FakeEngine) -> None:
+def test_every_request_that_asked_for_something_has_its_receipt(engine: FakeEngine) -> None:
     result = run(engine, PLAN, no_stage)
-    assert len(result.receipts) == sum(len(batch) for batch in engine.batches)
-    assert len({receipt.request for receipt in result.receipts}) == len(result.receipts)
+    asked = [r for batch in engine.batches for r in batch if r.capture or r.push]
+    assert [receipt.request for receipt in result.receipts] == [r.name for r in asked]
+    assert len({receipt.request for receipt in result.receipts}) == len(asked)
+    assert len(asked) == sum(len(batch) for batch in engine.batches) - 1  # one plain answer
+
+
+def test_a_missing_receipt_is_an_error(engine: FakeEngine) -> None:
+    real = engine.run
+
+    def silent(requests):  # type: ignore[no-untyped-def]
+        return [dataclasses.replace(reply, receipt=None) for reply in real(requests)]
+
+    engine.run = silent  # type: ignore[method-assign]
+    with pytest.raises(DemoError, match="pair 1, glad: asked for something and got no receipt"):
+        run(engine, PLAN, no_stage)
 
 
 def test_the_result_is_plain_json(engine: FakeEngine) -> None:
@@ -138,7 +153,7 @@ def test_the_result_is_plain_json(engine: FakeEngine) -> None:
 
 @pytest.mark.parametrize("width", [60, 200])
 def test_the_table_shows_every_answer_at_any_width(engine: FakeEngine, width: int) -> None:
-    console = Console(width=width, record=True, file=open("/dev/null", "w"))
+    console = Console(width=width, record=True, file=io.StringIO())
     result = run(engine, PLAN, no_stage)
     console.print(table.answers(result, width))
     shown = console.export_text()

@@ -28,7 +28,9 @@ class Oracle:
     """Hooks on a transformers model. `mid` names the module whose input is `resid_mid`."""
 
     def __init__(self, path: Path, layers: str, mid: str | None, dtype: torch.dtype = torch.float32):
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="eager"
+        ).eval()
         found: nn.Module = self.model
         for name in layers.split("."):
             found = getattr(found, name)

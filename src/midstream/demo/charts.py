@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,7 +39,7 @@ class Frame:
     height: float = 240
     left: float = 40
     right: float = 14
-    top: float = 14
+    top: float = 24
     bottom: float = 40
 
     def x(self, column: float) -> float:
@@ -54,7 +55,8 @@ def layer_chart(title: str, lines: Sequence[Line], frame: Frame, marked: int, gu
     """Values by layer, the marked layer upright, and the level of guessing dashed."""
     parts = [_grid(frame), _layer_axis(frame)]
     parts.append(_rule(frame, frame.x(marked), "marked"))
-    parts.append(_text(frame.x(marked) + 5, frame.top + 10, f"layer {marked}", "marked-label"))
+    label = _text(frame.x(marked), frame.top - 6, f"layer {marked}", "marked-label middle")
+    parts.append(label)
     level = f"{frame.y(guess):.1f}"
     parts.append(
         tag("line", x1=frame.left, x2=frame.width - frame.right, y1=level, y2=level, cls="guess")
@@ -87,40 +89,46 @@ def strength_chart(
     return _svg(frame.width, frame.height, title, "".join(parts), "chart")
 
 
-def heatmap(token_map: TokenMap, limit: float, marked: int) -> str:
-    """Layer × token: one cell per vector, its cosine as colour, the last layer on top."""
-    cell, cell_height, left, top = 26.0, 11.0, 34.0, 74.0
+CELL_WIDTH, CELL_HEIGHT = 26, 11
+MAP_LEFT, MAP_TOP = 34, 74
+
+
+def heatmap(token_map: TokenMap, limit: float, marked: int, weights: Sequence[float]) -> str:
+    """Layer × token: one cell per vector, its cosine as colour, the last layer on top.
+
+    Args:
+        token_map: what to show.
+        limit: the cosine at the ends of the colours.
+        marked: the layer to outline.
+        weights: one per layer, 0 to 1: how much its colours can be believed. Less is fainter.
+    """
     num_layers, num_tokens = len(token_map.cosine), len(token_map.tokens)
     parts = [
-        _token_label(left + cell * (column + 0.5), top - 6, token)
+        _token_label(MAP_LEFT + CELL_WIDTH * (column + 0.5), MAP_TOP - 6, token)
         for column, token in enumerate(token_map.tokens)
     ]
     for layer in range(num_layers):
-        y = top + cell_height * (num_layers - 1 - layer)
+        y = MAP_TOP + CELL_HEIGHT * (num_layers - 1 - layer)
         if layer % 5 == 0 or layer == num_layers - 1:
-            parts.append(_text(left - 6, y + cell_height - 2, str(layer), "tick end"))
-        for column, token in enumerate(token_map.tokens):
-            cosine = token_map.cosine[layer][column]
-            between = token_map.projection[layer][column]
-            tip = f"{token!r}, layer {layer}: cosine {format_signed(cosine)}"
-            tip += f", projection {format_signed(between)}"
-            parts.append(
-                tag(
-                    "rect",
-                    tag("title", escape(tip)),
-                    x=f"{left + cell * column:g}",
-                    y=f"{y:g}",
-                    width=f"{cell:g}",
-                    height=f"{cell_height:g}",
-                    cls=f"b{color_bin(cosine, limit)}",
-                )
-            )
-    width, height = left + cell * num_tokens + 46, top + cell_height * num_layers + 6
-    y = top + cell_height * (num_layers - 1 - marked)
-    parts.append(
-        tag("rect", x=left, y=y, width=cell * num_tokens, height=cell_height, cls="marked-row")
-    )
+            parts.append(_text(MAP_LEFT - 6, y + CELL_HEIGHT - 2, str(layer), "tick end"))
+        cells = "".join(_cell(token_map, layer, column, y, limit) for column in range(num_tokens))
+        parts.append(tag("g", cells, opacity=f"{0.1 + 0.9 * weights[layer]:.2f}"))
+    outline = {"x": MAP_LEFT, "y": MAP_TOP + CELL_HEIGHT * (num_layers - 1 - marked)}
+    size = {"width": CELL_WIDTH * num_tokens, "height": CELL_HEIGHT}
+    parts.append(tag("rect", cls="marked-row", **outline, **size))
+    width = MAP_LEFT + CELL_WIDTH * num_tokens + 46  # room for the last token's slanted label
+    height = MAP_TOP + CELL_HEIGHT * num_layers + 6
     return _svg(width, height, token_map.title, "".join(parts), "heatmap", fixed=True)
+
+
+def _cell(token_map: TokenMap, layer: int, column: int, y: float, limit: float) -> str:
+    cosine, between = token_map.cosine[layer][column], token_map.projection[layer][column]
+    tip = f"{token_map.tokens[column]!r}, layer {layer}: cosine {format_signed(cosine)}"
+    tip += f", projection {format_signed(between)}"
+    place = {"x": MAP_LEFT + CELL_WIDTH * column, "y": y}
+    size = {"width": CELL_WIDTH, "height": CELL_HEIGHT}
+    style = f"b{color_bin(cosine, limit)}"
+    return tag("rect", tag("title", escape(tip)), cls=style, **place, **size)
 
 
 def color_limit(token_maps: Sequence[TokenMap]) -> float:
@@ -161,7 +169,7 @@ def _rule(frame: Frame, x: float, cls: str) -> str:
 def _grid(frame: Frame) -> str:
     """Level lines at round values, with their labels."""
     step = _round_step(frame.high - frame.low)
-    parts, index = [], -(-frame.low // step)
+    parts, index = [], math.ceil(frame.low / step)
     while index * step <= frame.high + 1e-9:
         y = frame.y(index * step)
         at = f"{y:.1f}"

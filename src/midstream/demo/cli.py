@@ -149,12 +149,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         nargs="+",
         default=[-2.0, -1.0, 1.0, 2.0],
         metavar="X",
-        help="strengths, in multiples of the distance between the classes (default: -2 -1 1 2)",
+        help=("strengths, in multiples of the distance between the classes (default: -2 -1 1 2)"),
     )
     parser.add_argument(
         "--max-tokens",
         type=_count,
-        default=48,
+        default=40,
         metavar="N",
         help="length of an answer (default: %(default)s)",
     )

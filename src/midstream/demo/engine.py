@@ -52,13 +52,13 @@ class Reply:
         text: what the model wrote.
         rows: float32 `[layers, rows, hidden]`; None when nothing was captured.
         token_ids: of the rows.
-        receipt: midstream's, as plain values.
+        receipt: midstream's, as plain values; None for a request that asked nothing of it.
     """
 
     text: str
     rows: torch.Tensor | None
     token_ids: list[int]
-    receipt: dict[str, Any]
+    receipt: dict[str, Any] | None
 
 
 class Engine(Protocol):
@@ -119,5 +119,5 @@ def _reply(output: Any) -> Reply:
     if acts is not None and acts.layers:
         rows = torch.stack([acts[SITE, layer].float() for layer in acts.layers])
         token_ids = [int(token) for token in acts.token_ids]
-    receipt = output.receipt.to_dict() if output.receipt is not None else {}
+    receipt = output.receipt.to_dict() if output.receipt is not None else None
     return Reply(output.outputs[0].text, rows, token_ids, receipt)

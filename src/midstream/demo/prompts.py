@@ -101,5 +101,5 @@ QUESTIONS: tuple[str, ...] = (
 )
 """Asked as a chat: nothing in them is glad or sad, so what the answers feel is the steering's."""
 
-SHOWN_PAIR = 4
+SHOWN_PAIR = 10
 """The pair whose every token the report shows, by its place in `PAIRS`."""

@@ -94,18 +94,24 @@ def _separability(result: Result) -> str:
             second,
         ),
     ]
-    return _section("Where the two classes part", words, tag("div", "".join(figures), "pair"))
+    return _section(
+        "separability", "Where the two classes part", words, tag("div", "".join(figures), "pair")
+    )
 
 
 def _token_maps(result: Result) -> str:
     positive, negative = result.classes
     limit = charts.color_limit(result.token_maps)
+    # An AUC of one half is guessing: such a layer's colours say nothing.
+    weights = [max(0.0, 2 * score.auc - 1) for score in result.scores]
     words = (
         "Every cell is one vector of the residual stream: a token, at one layer, layer 0 at the"
-        " bottom. Its colour is the cosine between that vector, seen from the midpoint of the"
-        f" two classes, and the layer’s direction. The outlined row is layer {result.layer}. Rest"
-        " on a cell for its numbers; a projection of +1 lies at the mean of the"
-        f" {positive} sentences, −1 at that of the {negative} ones."
+        " bottom. Its colour is the cosine between that vector, seen from the midpoint of the two"
+        " classes, and the layer’s direction; rows are the fainter the less the direction of their"
+        f" layer separates the classes. Layer {result.layer} is outlined. Rest on a cell for its"
+        f" numbers: a projection of +1 lies at the mean of the {positive} sentences, −1 at that of"
+        f" the {negative} ones. The first two texts are among those that were fitted on; of the"
+        " answers, what the model computed while it wrote them is shown."
     )
     ramp = tag("span", "".join(tag("i", cls=f"b{i}") for i in range(charts.NUM_BINS)), "ramp")
     ends = f"{escape(negative)} −{limit:.2f}", f"+{limit:.2f} {escape(positive)}"
@@ -113,13 +119,15 @@ def _token_maps(result: Result) -> str:
     figures = [
         _figure(
             tag("strong", escape(token_map.title)),
-            tag("div", charts.heatmap(token_map, limit, result.layer), "scroll", tabindex="0"),
+            _scroll(charts.heatmap(token_map, limit, result.layer, weights)),
         )
         for token_map in result.token_maps
     ]
     # The first two are the two ends of one scene, short enough to lie side by side.
     pair = tag("div", "".join(figures[:2]), "pair")
-    return _section("Token by token, layer by layer", words, legend + pair + "".join(figures[2:]))
+    return _section(
+        "tokens", "Token by token, layer by layer", words, legend + pair + "".join(figures[2:])
+    )
 
 
 def _answers(result: Result) -> str:
@@ -130,7 +138,8 @@ def _answers(result: Result) -> str:
         f" a stream of length {result.stream_norm:.0f} on average, after layer {result.layer}, at"
         " every token. Each answer was then read by the model without steering; its reading is the"
         f" mean projection of its tokens on the direction, higher being more {positive}, lower more"
-        f" {negative}."
+        f" {negative}. Compare readings with one another: these are other texts than the sentences,"
+        " so even a plain answer need not lie at the midpoint."
     )
     rows = [[answer.reading for answer in question.answers] for question in result.questions]
     chart = _figure(
@@ -139,7 +148,7 @@ def _answers(result: Result) -> str:
     )
     largest = max(abs(scale) for scale in result.scales) or 1.0
     asked = "".join(_question(question, largest) for question in result.questions)
-    return _section("What it writes", words, tag("div", chart, "pair") + asked)
+    return _section("answers", "What it writes", words, tag("div", chart, "pair") + asked)
 
 
 def _question(question: Question, largest: float) -> str:
@@ -161,7 +170,8 @@ def _receipts(receipts: list[Receipt]) -> str:
     edited = sum(_count_edits(receipt.content)[0] for receipt in receipts)
     bad = sum(receipt.content.get("status") != "ok" for receipt in receipts)
     words = (
-        f"{len(receipts)} requests: {captured:,} vectors captured, {edited:,} edits made. "
+        f"{len(receipts)} requests captured or steered: {captured:,} vectors captured,"
+        f" {edited:,} edits made. "
         + (f"{bad} of them differ from what was asked." if bad else "All did what was asked.")
         + " A receipt counts what a request asked for against what the device did."
     )
@@ -169,8 +179,8 @@ def _receipts(receipts: list[Receipt]) -> str:
     head = tag("tr", "".join(tag("th", name) for name in names))
     body = "".join(tag("tr", "".join(tag("td", escape(c)) for c in row)) for row in rows)
     table = tag("table", tag("thead", head) + tag("tbody", body))
-    shown = tag("summary", "Every receipt") + tag("div", table, "scroll", tabindex="0")
-    return _section("Receipts", words, tag("details", shown))
+    shown = tag("summary", "Every receipt") + _scroll(table)
+    return _section("receipts", "Receipts", words, tag("details", shown))
 
 
 def _receipt_cells(receipt: Receipt) -> list[str]:
@@ -199,9 +209,14 @@ def _count_edits(content: dict[str, Any]) -> tuple[int, int]:
     return edited["applied"] + edited["reused"], edited["expected"]
 
 
+def _scroll(content: str) -> str:
+    """What is wider than a phone scrolls within itself, by keyboard too."""
+    return tag("div", content, "scroll", tabindex="0")
+
+
 def _figure(caption: str, picture: str) -> str:
     return tag("figure", tag("figcaption", caption) + picture)
 
 
-def _section(title: str, words: str, content: str) -> str:
-    return tag("section", tag("h2", escape(title)) + tag("p", escape(words)) + content)
+def _section(name: str, title: str, words: str, content: str) -> str:
+    return tag("section", tag("h2", escape(title)) + tag("p", escape(words)) + content, id=name)

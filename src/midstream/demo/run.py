@@ -41,7 +41,7 @@ class Plan:
     model: str
     scales: tuple[float, ...] = (-2.0, -1.0, 1.0, 2.0)
     layer: int | None = None
-    max_tokens: int = 48
+    max_tokens: int = 40
     seed: int = 0
     num_folds: int = 6
     pairs: Sequence[prompts.Pair] = prompts.PAIRS
@@ -135,7 +135,7 @@ class _Job:
 
     def read_back(self, written: list[list[Reply]], fitted: Fit, layer: int) -> list[Question]:
         """The questions with their answers, each read by the model that nobody steers."""
-        encoded = [self._encode(reply.text) for row in written for reply in row]
+        encoded = [self._encode(reply.text.strip()) for row in written for reply in row]
         requests = [
             Request(f"reading answer {index + 1}", token_ids, capture="prompt")
             for index, token_ids in enumerate(encoded)
@@ -185,18 +185,19 @@ class _Job:
         return TokenMap(
             title=title,
             tokens=[self.engine.tokenizer.decode([token]) for token in reply.token_ids],
-            cosine=fitted.cosine(rows).tolist(),
-            projection=fitted.project(rows).tolist(),
+            cosine=_rounded(fitted.cosine(rows)),
+            projection=_rounded(fitted.project(rows)),
         )
 
     def _run(self, requests: list[Request]) -> list[Reply]:
         if not requests:
             return []
         replies = self.engine.run(requests)
-        self.receipts += [
-            Receipt(request.name, reply.receipt)
-            for request, reply in zip(requests, replies, strict=True)
-        ]
+        for request, reply in zip(requests, replies, strict=True):
+            if reply.receipt is not None:
+                self.receipts.append(Receipt(request.name, reply.receipt))
+            elif request.capture or request.push:
+                raise DemoError(f"{request.name}: asked for something and got no receipt")
         return replies
 
     def _encode(self, text: str) -> list[int]:
@@ -215,6 +216,11 @@ class _Job:
 def _rows(reply: Reply) -> torch.Tensor:
     assert reply.rows is not None, "the request asked for a capture"
     return reply.rows
+
+
+def _rounded(values: torch.Tensor) -> list[list[float]]:
+    """Nested lists to four decimals, a quarter of the bytes of all of them."""
+    return [[round(value, 4) for value in row] for row in values.tolist()]
 
 
 def _fit_last_rows(captured: list[Reply], plan: Plan) -> Fit:

@@ -57,9 +57,8 @@ def _rows(question: Question) -> Table:
 def _summary(result: Result) -> Text:
     best = result.scores[result.layer]
     readings = zip(result.scales, result.mean_readings(), strict=True)
-    listed = ", ".join(
-        f"{format_scale(s)}: {format_signed(r)}" for s, r in readings if r is not None
-    )
+    known = [(scale, reading) for scale, reading in readings if reading is not None]
+    listed = ", ".join(f"{format_scale(scale)}: {format_signed(value)}" for scale, value in known)
     return Text(
         f"Layer {result.layer} tells {result.classes[0]} from {result.classes[1]} in held-out"
         f" sentences with AUC {best.auc:.3f}. Mean reading by strength: {listed}."

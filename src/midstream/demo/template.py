@@ -34,9 +34,10 @@ dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(10.5rem, 1fr)
   margin: 1.75rem 0 0; padding: 1rem 0; border-block: 1px solid var(--line); }
 dt { font-size: 0.72rem; text-transform: uppercase; letter-spacing: 0.06em; color: var(--soft); }
 dd { margin: 0.1rem 0 0; overflow-wrap: anywhere; font-size: 0.95rem; }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr));
-  gap: 1.25rem; }
-figure { margin: 1rem 0; padding: 1rem; background: var(--card); border: 1px solid var(--line);
+.pair { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr));
+  gap: 1.25rem; margin: 1rem 0; }
+.pair figure { margin: 0; }
+figure { margin: 1.25rem 0; padding: 1rem; background: var(--card); border: 1px solid var(--line);
   border-radius: 12px; box-shadow: var(--shadow); min-width: 0; }
 figcaption { font-size: 0.85rem; color: var(--soft); margin-bottom: 0.6rem; }
 figcaption strong { color: var(--ink); }
@@ -78,7 +79,10 @@ th, td { text-align: left; padding: 0.3rem 0.9rem 0.3rem 0; border-bottom: 1px s
 th { color: var(--soft); font-weight: 600; }
 td.number, th.number { text-align: right; }
 summary { cursor: pointer; font-size: 0.9rem; padding: 0.4rem 0; }
-code { font-size: 0.88em; }
+@media (max-width: 34rem) {
+  svg.chart text { font-size: 16px; }
+  dl { grid-template-columns: 1fr 1fr; }
+}
 """
 
 DARK_CSS = """

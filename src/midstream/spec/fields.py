@@ -53,9 +53,9 @@ def listed(names: Iterable[str]) -> str:
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """`; did you mean …?`, if one of the known names is close; else nothing."""
+    """` (did you mean …?)`, if one of the known names is close; else nothing."""
     close = difflib.get_close_matches(name, list(known), 1) if len(name) <= _SHOWN else []
-    return f"; did you mean `{close[0]}`?" if close else ""
+    return f" (did you mean `{close[0]}`?)" if close else ""
 
 
 def is_int(value: object) -> TypeGuard[numbers.Integral]:

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# All that is shown on a GPU: the kernel, both of vLLM's model runners, and what midstream costs.
+#   scripts/gpu_check.sh [FOLDER]      results (JSON and logs) go to FOLDER, default gpu-results
+# Goes on past a failure, prints a short table last, and exits 1 if anything failed.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=${1:-gpu-results}
+mkdir -p "$out"
+python=${PYTHON:-python3}
+table=""
+failed=0
+
+check() { # NAME COMMAND…
+  local name=$1 start=$SECONDS verdict=ok
+  shift
+  "$@" >"$out/$name.log" 2>&1 || { verdict=FAILED; failed=1; tail -n 25 "$out/$name.log"; }
+  table+=$(printf '%-22s %-7s %4d s  %s' "$name" "$verdict" $((SECONDS - start)) \
+    "$(grep -E '^[0-9]+ (passed|failed)|passed|failed' "$out/$name.log" | tail -n 1)")$'\n'
+}
+
+wanted=" ${CHECKS:-kernel v2 v1 stale overhead} "
+asked() { [[ $wanted == *" $1 "* ]]; }
+asked kernel && check kernel "$python" -m pytest -q tests/gpu/test_site_triton.py
+asked v2 && check v2 env VLLM_USE_V2_MODEL_RUNNER=1 "$python" -m pytest -q tests/gpu/test_smollm2.py
+asked v1 && check v1 env VLLM_USE_V2_MODEL_RUNNER=0 "$python" -m pytest -q tests/gpu/test_smollm2.py
+asked stale && check stale "$python" -m pytest -q tests/gpu/test_stale_graph.py
+asked overhead && check overhead "$python" benchmarks/overhead.py --json "$out/overhead.json"
+asked overhead && cat "$out/overhead.log" | grep -v -i warning | tail -n 60
+printf '\n%s' "$table"
+exit $failed

@@ -1,0 +1,150 @@
+"""Captures and steering against transformers with plain hooks, in float32, eager and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny
+from helpers.engines import engine, generated, greedy, tokens
+from helpers.oracle import HookEdit, Oracle, relative_error
+from torch import Tensor
+
+from midstream import Capture, SpecError, Steer
+
+TOLERANCE = 1e-4
+MAX_TOKENS = 5
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One request and what transformers makes of it."""
+
+    steer: dict[str, Any] | None
+    expected_tokens: list[int]
+    expected: dict[tuple[str, int], Tensor] = field(repr=False)
+
+
+def phases(prompt_len: int) -> dict[str, tuple[dict[str, Any], Callable[[int], bool]]]:
+    return {
+        "all": ({}, lambda p: True),
+        "prompt": ({"phase": "prompt"}, lambda p: p < prompt_len),
+        "generated": ({"phase": "generated"}, lambda p: p >= prompt_len),
+        "positions": (
+            {"positions": [1, -1, prompt_len + 1]},
+            lambda p: p in (1, prompt_len - 1, prompt_len + 1),
+        ),
+    }
+
+
+def scenarios(oracle: Oracle, prompt: list[int]) -> list[Scenario]:
+    """The plain request, and edits at each site, as long as the stream is there: on every token
+    at one layer, and in each of the other ways in turn at another.
+    """
+    _, plain = oracle.run(prompt)
+    edits: list[tuple[dict[str, Any] | None, list[HookEdit]]] = [(None, [])]
+    hidden = oracle.model.config.hidden_size
+    draw = torch.Generator().manual_seed(7)
+    last = len(oracle.layers) - 1
+    ways = phases(len(prompt))
+    for nth, site in enumerate(oracle.sites):
+        for layer, name in ((nth % (last + 1), "all"), (last // 2, list(ways)[1 + nth % 3])):
+            asked, where = ways[name]
+            vector = torch.randn(hidden, generator=draw)
+            vector *= plain[site, layer].norm(dim=-1).median() / vector.norm()
+            edits.append(
+                (
+                    {"vector": vector, "layer": layer, "site": site, "scale": 1.5, **asked},
+                    [HookEdit(site, layer, vector, 1.5, where)],
+                )
+            )
+    found = []
+    for steer, hooks in edits:
+        generated_tokens = oracle.generate(prompt, MAX_TOKENS, hooks)
+        _, seen = oracle.run([*prompt, *generated_tokens][:-1], hooks)
+        found.append(Scenario(steer, generated_tokens, seen))
+    return found
+
+
+def check(llm: Any, prompt: list[int], cases: list[Scenario], sites: tuple[str, ...]) -> None:
+    """All scenarios as one batch, and each of them equal to what transformers does."""
+    outputs = llm.generate(
+        [tokens(prompt)] * len(cases),
+        greedy(MAX_TOKENS, detokenize=False),
+        capture=Capture(layers="all", sites=sites),
+        steer=[None if case.steer is None else [Steer(**case.steer)] for case in cases],
+        use_tqdm=False,
+    )
+    for case, output in zip(cases, outputs, strict=True):
+        what = {k: v for k, v in (case.steer or {}).items() if k != "vector"}
+        assert generated(output) == case.expected_tokens, what
+        found = output.activations
+        assert set(found) == set(case.expected)
+        assert found.positions.tolist() == list(range(len(prompt) + MAX_TOKENS - 1))
+        assert found.token_ids.tolist() == [*prompt, *case.expected_tokens][:-1]
+        for tap, expected in case.expected.items():
+            error = relative_error(found[tap], expected)
+            assert error < TOLERANCE, f"{tap} with {what}: {error}"
+        assert output.receipt.status == "ok"
+        if case.steer is not None:
+            assert output.receipt.edited.applied == output.receipt.edited.expected > 0
+    plain, *steered = (case.expected_tokens for case in cases)
+    assert any(other != plain for other in steered), "no edit changed a token: the test is too weak"
+
+
+PROMPT = [5, 17, 33, 101, 8, 77, 54, 23, 9, 150, 44]
+
+
+@pytest.mark.parametrize("name", list(tiny.MODELS))
+def test_every_site_of_every_layer_reads_and_edits_as_hooks_in_transformers(
+    name: str, tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tiny.MODELS[name]
+    model = tiny.make(name, tiny_models)
+    # vLLM changes transformers' own classes for some models: the reference comes first.
+    oracle = Oracle(model, spec.layers, spec.mid)
+    cases = scenarios(oracle, PROMPT)
+    settings = {"midstream": {"sites": list(oracle.sites)}}
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    for eager in (True, False):
+        with engine(model, enforce_eager=eager, **settings) as llm:
+            check(llm, PROMPT, cases, oracle.sites)
+            if spec.mid is None:
+                with pytest.raises(SpecError, match=r"resid_mid.*in parallel"):
+                    llm.generate(
+                        tokens(PROMPT), greedy(2), capture=Capture(layers=[0], sites="resid_mid")
+                    )
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_smollm2_reads_and_edits_as_hooks_in_transformers(
+    eager: bool, smollm2: Path, smollm2_cases: tuple[list[int], list[Scenario]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    prompt, cases = smollm2_cases
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    with engine(smollm2, enforce_eager=eager) as llm:
+        check(llm, prompt, cases, ("resid_pre", "resid_mid", "resid_post"))
+
+
+@pytest.fixture(scope="module")
+def smollm2_cases(smollm2: Path) -> tuple[list[int], list[Scenario]]:
+    from transformers import AutoTokenizer
+
+    prompt = AutoTokenizer.from_pretrained(smollm2)("The capital of France is the city of").input_ids
+    oracle = Oracle(smollm2, "model.layers", "post_attention_layernorm")
+    return prompt, scenarios(oracle, prompt)
+
+
+def test_resid_pre_and_resid_mid_are_different_places(tiny_llama: Path) -> None:
+    """The test above would pass for any two sites if the oracle confused them."""
+    oracle = Oracle(tiny_llama, "model.layers", "post_attention_layernorm")
+    _, seen = oracle.run(PROMPT)
+    assert relative_error(seen["resid_mid", 1], seen["resid_pre", 1]) > 0.01
+    assert relative_error(seen["resid_mid", 1], seen["resid_post", 1]) > 0.01
+    assert torch.equal(seen["resid_pre", 2], seen["resid_post", 1])

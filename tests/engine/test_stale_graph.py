@@ -1,0 +1,13 @@
+"""One compile cache, many settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from helpers.stale_check import check_no_stale_graph
+
+
+def test_a_graph_compiled_under_other_settings_is_never_used(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    check_no_stale_graph(tmp_path, tiny_llama, {})

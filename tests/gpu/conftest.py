@@ -1,0 +1,40 @@
+"""Tests that need a CUDA device; skipped without one. `scripts/gpu_check.sh` runs them, once for
+each of vLLM's model runners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    here = Path(__file__).parent
+    absent = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(absent)
+
+
+@pytest.fixture(scope="session")
+def gpu_llm(smollm2: Path) -> Iterator[Any]:
+    """SmolLM2 in bfloat16 with torch.compile and CUDA graphs, every site tapped."""
+    from helpers.engines import ALL_SITES, engine
+
+    with engine(
+        smollm2,
+        dtype="bfloat16",
+        enforce_eager=False,
+        max_model_len=1024,
+        max_num_batched_tokens=256,
+        gpu_memory_utilization=0.2,
+        midstream={"sites": ALL_SITES},
+    ) as found:
+        yield found

@@ -1,0 +1,69 @@
+"""Engines for tests: in this process, small, float32."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+for _name, _value in ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+ALL_SITES = ["resid_pre", "resid_mid", "resid_post"]
+
+
+@contextmanager
+def engine(model: Path, *, plain: bool = False, **args: Any) -> Iterator[Any]:
+    """A midstream.LLM, or a plain vllm.LLM, that is gone afterwards."""
+    import torch
+
+    settings = {
+        "dtype": "float32",
+        "max_model_len": 256,
+        "enforce_eager": True,
+        "skip_tokenizer_init": not (model / "tokenizer.json").exists(),
+        "disable_log_stats": True,
+        "seed": 0,
+        **args,
+    }
+    if plain:
+        from vllm import LLM
+    else:
+        from midstream import LLM
+
+        settings.setdefault("midstream", {"sites": ALL_SITES})
+    llm = LLM(str(model), **settings)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        torch._dynamo.reset()
+
+
+def greedy(max_tokens: int, **more: Any) -> Any:
+    """SamplingParams without randomness that never stop early."""
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **more)
+
+
+def tokens(prompt: Sequence[int]) -> dict[str, list[int]]:
+    """A prompt of token ids."""
+    return {"prompt_token_ids": list(prompt)}
+
+
+def generated(output: Any) -> list[int]:
+    """The tokens of an output's only completion."""
+    return list(output.outputs[0].token_ids)

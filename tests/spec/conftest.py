@@ -1,0 +1,8 @@
+"""Hypothesis judges what is found, not how fast: these tests run on busy machines."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("midstream", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("midstream")

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from midstream.errors import SpecError
+from midstream.spec import Capture, Layers, Positions, Sites
+
+FULL = {"layers": [1, -1], "sites": ["resid_mid"], "positions": ["all", 3], "phase": "prompt"}
+
+
+def test_a_capture_has_its_fields_in_canonical_form():
+    capture = Capture([1, 2], sites="post_attn", positions=[0, -1], phase="prompt")
+    assert capture.layers == Layers([1, 2])
+    assert capture.sites == Sites("resid_mid")
+    assert capture.positions == Positions([0, -1], "prompt")
+    assert Capture("all") == Capture(["all"], ["resid_post"], "all", "all")
+
+
+def test_a_dict_is_the_arguments_and_what_is_emitted_has_every_field():
+    assert Capture.parse(FULL).to_dict() == FULL
+    assert Capture.parse({"layers": 3}).to_dict() == {
+        "layers": [3],
+        "sites": ["resid_post"],
+        "positions": ["all"],
+        "phase": "all",
+    }
+    capture = Capture(0)
+    assert Capture.parse(capture) is capture
+
+
+def test_one_field_can_be_replaced():
+    assert dataclasses.replace(Capture(0, phase="prompt"), layers=2) == Capture(2, phase="prompt")
+
+
+def test_the_phase_is_shorthand_for_that_of_the_positions():
+    inner = Positions([1, 2], "prompt")
+    assert Capture(0, positions=inner).positions == inner
+    assert Capture(0, positions=inner, phase="prompt").positions == inner
+    assert Capture(0, positions=Positions([1, 2]), phase="prompt").positions == inner
+
+
+@pytest.mark.parametrize("phase", ["generated", "all"])
+def test_a_phase_that_contradicts_that_of_the_positions_is_refused(phase):
+    with pytest.raises(
+        SpecError, match=f'"{phase}" contradicts the positions\' own.*"prompt"'
+    ) as caught:
+        Capture(0, positions=Positions("all", "prompt"), phase=phase)
+    assert caught.value.path == "phase"
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "problem"),
+    [
+        ({"layers": [0, "x"]}, "layers[1]", "expected `int`, got `str`"),
+        ({"layers": None}, "layers", "got `None`"),
+        ({"sites": ["resid"]}, "sites[0]", "unknown site 'resid'"),
+        ({"positions": [0, 1.5]}, "positions[1]", "got `float`"),
+        ({"positions": None}, "positions", "got `None`"),
+        ({"positions": "generated"}, "positions", 'never has a token of phase "prompt"'),
+        (
+            {"phase": "decode"},
+            "phase",
+            "expected one of `all`, `prompt`, `generated`, got 'decode'",
+        ),
+        (
+            {"layer": 3},
+            "",
+            "unknown field 'layer' .did you mean `layers`.*known: `layers`, `sites`",
+        ),
+    ],
+)
+def test_a_malformed_field_is_refused_by_its_path(change, path, problem):
+    with pytest.raises(SpecError, match=problem) as caught:
+        Capture.parse({**FULL, **change})
+    assert caught.value.path == path
+
+
+def test_a_contradiction_with_given_positions_names_the_item():
+    with pytest.raises(SpecError, match="'last' never has a token") as caught:
+        Capture(0, positions=Positions(["all", "last"]), phase="prompt")
+    assert caught.value.path == "positions[1]"
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ({}, "missing field `layers`"),
+        ([], "expected a dict of `layers`, `sites`, `positions`, `phase`, got `list`"),
+        ("all", "expected a dict.*got `str`"),
+        (None, "expected a dict.*got `None`"),
+    ],
+)
+def test_what_is_no_capture_is_refused(value, problem):
+    with pytest.raises(SpecError, match=problem):
+        Capture.parse(value)

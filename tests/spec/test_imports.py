@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import midstream
+
+PROGRAM = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "vllm", BLOCKED):
+            raise ImportError(f"{name} is not to be imported")
+
+sys.meta_path.insert(0, Blocker())
+import midstream.spec as spec
+"""
+
+USE = """
+plan = spec.Plan.parse({"edits": [{"op": "steer", "vector": [1, 2], "layer": 0}]})
+resolved = spec.resolve(plan, spec.ModelShape(1, 2, [("resid_post", 0)]), 3, None)
+assert spec.ResolvedPlan.from_bytes(resolved.to_bytes()) == resolved
+"""
+
+
+def _run(program: str) -> None:
+    source = Path(midstream.__file__).parent.parent
+    subprocess.run([sys.executable, "-c", program], check=True, env={"PYTHONPATH": str(source)})
+
+
+def test_it_works_without_torch_and_vllm():
+    _run(PROGRAM.replace("BLOCKED", '""') + USE)
+
+
+def test_it_is_imported_without_numpy():
+    _run(PROGRAM.replace("BLOCKED", '"numpy"'))
