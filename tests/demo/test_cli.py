@@ -72,11 +72,25 @@ def test_wrong_options_are_refused(arguments: list[str], words: str) -> None:
 
 
 def test_a_folder_without_a_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    done = run_python("-m", "midstream.demo", "--model", str(tmp_path), "--out", "never.html")
+    done = run_python(
+        "-m", "midstream.demo", "--model", str(tmp_path), "--out", str(tmp_path / "x.html")
+    )
     assert done.returncode == 1
     assert "expected a Hugging Face model folder, with a" in " ".join(done.stdout.split())
     assert "Traceback" not in done.stdout + done.stderr
-    assert not Path("never.html").exists()
+    assert not (tmp_path / "x.html").exists()
+
+
+@pytest.mark.parametrize("out", [".", "a-file/report.html"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, out: str
+) -> None:
+    (tmp_path / "a-file").write_text("")
+    done = run_python("-m", "midstream.demo", "--model", "none", "--out", str(tmp_path / out))
+    assert done.returncode == 1
+    assert "error: --out" in done.stdout
+    assert "starting vLLM" not in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
 
 
 NOISE = """

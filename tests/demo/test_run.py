@@ -11,10 +11,10 @@ import torch
 from demo.fakes import FakeEngine, no_stage
 from rich.console import Console
 
-from midstream.demo import prompts, table
+from midstream.demo import DemoError, prompts, table
 from midstream.demo.prompts import Pair
 from midstream.demo.report import render
-from midstream.demo.run import DemoError, Plan, run
+from midstream.demo.run import Plan, run
 
 TOPICS = ["day", "night", "house", "river", "garden"]
 WORDS = [("glad", "sad"), ("won", "lost"), ("saved", "died"), ("laughed", "wept")]

@@ -2,3 +2,11 @@
 
 python -m midstream.demo --help
 """
+
+from __future__ import annotations
+
+from midstream.errors import MidstreamError
+
+
+class DemoError(MidstreamError):
+    """The demo cannot do what it was asked; the message says what would be right."""

@@ -42,6 +42,10 @@ class Frame:
     top: float = 24
     bottom: float = 40
 
+    @property
+    def middle(self) -> float:
+        return (self.left + self.width - self.right) / 2
+
     def x(self, column: float) -> float:
         span = self.width - self.left - self.right
         return self.left + span * column / max(1, self.num_columns - 1)
@@ -77,7 +81,7 @@ def strength_chart(
     for column, scale in enumerate(scales):
         label = format_scale(scale)
         parts.append(_text(frame.x(column), frame.height - 22, label, "tick middle"))
-    parts.append(_text((frame.left + frame.width) / 2, frame.height - 5, "strength", "axis middle"))
+    parts.append(_text(frame.middle, frame.height - 5, "strength", "axis middle"))
     for row in rows:
         parts.append(_polyline(frame, row, "question"))
     means = [_mean([row[column] for row in rows]) for column in range(len(scales))]
@@ -195,8 +199,7 @@ def _layer_axis(frame: Frame) -> str:
         _text(frame.x(layer), frame.height - 22, str(layer), "tick middle")
         for layer in range(0, frame.num_columns, 5 if frame.num_columns > 12 else 1)
     ]
-    middle = (frame.left + frame.width) / 2
-    return "".join(parts) + _text(middle, frame.height - 5, "layer", "axis middle")
+    return "".join(parts) + _text(frame.middle, frame.height - 5, "layer", "axis middle")
 
 
 def _line(frame: Frame, line: Line) -> str:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from midstream.demo import surroundings
+from midstream.demo import DemoError, surroundings
 from midstream.demo.progress import Stages
 from midstream.errors import MidstreamError
 
@@ -38,6 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
             console.print("error:", style="bold red", end=" ")
             console.print(str(error), markup=False, highlight=False)
             return 1
+        except KeyboardInterrupt:
+            console.print("interrupted")
+            return 130
         from midstream.demo import table
 
         console.print(table.answers(result, console.width))
@@ -46,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _work(options: argparse.Namespace, stages: Stages) -> Result:
+    _check_out(options.out)
     folder = _find_model(options, stages)
     with stages("starting vLLM"):
         from midstream.demo.engine import MidstreamEngine
@@ -62,6 +67,17 @@ def _work(options: argparse.Namespace, stages: Stages) -> Result:
         settings=_describe(engine),
     )
     return run(engine, plan, stages)
+
+
+def _check_out(out: Path) -> None:
+    """A report that cannot be written is refused before the work, not after it."""
+    path = out.expanduser().resolve()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DemoError(f"--out {out}: {error}. Name a file elsewhere") from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise DemoError(f"--out {out}: cannot write a file there. Name another")
 
 
 def _find_model(options: argparse.Namespace, stages: Stages) -> Path:
@@ -85,7 +101,6 @@ def _write_report(result: Result, out: Path) -> Path:
     from midstream.demo.report import render
 
     path = out.expanduser().resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render(result), encoding="utf-8")
     return path
 

@@ -10,18 +10,13 @@ from typing import Any
 
 import torch
 
-from midstream.demo import prompts
+from midstream.demo import DemoError, prompts
 from midstream.demo.engine import Engine, Push, Reply, Request
 from midstream.demo.fit import Fit, fit
 from midstream.demo.result import Answer, Question, Receipt, Result, TokenMap, format_scale
-from midstream.errors import MidstreamError
 
 Stage = Callable[[str], AbstractContextManager[None]]
 """Opens one stage of the work; the words say what is being done."""
-
-
-class DemoError(MidstreamError):
-    """The demo cannot do what it was asked; the message says what would be right."""
 
 
 @dataclass(frozen=True)
