@@ -47,10 +47,17 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 256])
     parser.add_argument("--prefill-prompts", type=int, default=16)
     parser.add_argument("--prefill-length", type=int, default=1024)
-    parser.add_argument("--memory", type=float, default=0.3, help="share of device memory an engine may use")
+    parser.add_argument(
+        "--memory", type=float, default=0.3, help="share of device memory an engine may use"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    results = {"benchmark": "overhead", "machine": machine.describe(), "rounds": args.rounds, "shapes": {}}
+    results = {
+        "benchmark": "overhead",
+        "machine": machine.describe(),
+        "rounds": args.rounds,
+        "shapes": {},
+    }
     with tempfile.TemporaryDirectory() as folder:
         for name in args.shapes:
             results["shapes"][name] = measure(shapes.write(name, Path(folder)), name, args)
@@ -94,9 +101,12 @@ def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]
         "steer one layer": (tapped, {"steer": one}),
         "steer every layer": (tapped, {"steer": every}),
         "capture last prompt token, every layer": (tapped, {"capture": last}),
-        "capture and steer every token at every layer": (tapped, {"capture": all_rows, "steer": every}),
+        "capture and steer every token at every layer": (
+            tapped,
+            {"capture": all_rows, "steer": every},
+        ),
     }
-    out: dict[str, Any] = {"graphs": graphs(tapped), "engine": tapped._front_end.info.workers[0]}
+    out: dict[str, Any] = {"graphs": graphs(tapped), "engine": tapped.info.workers[0]}
     for batch in args.batches:
         out[f"decode, {batch} sequences"] = compare(
             variants, args.rounds, lambda llm, kw, n=batch: decode_step(llm, kw, n)

@@ -80,7 +80,7 @@ class Activations:
         Raises:
             ValueError: they differ between sites or layers; see `positions_of`.
         """
-        every = list(self._positions.values())
+        every = list(self._positions.values()) or [self._tokens[:0]]
         if any(len(one) != len(every[0]) or bool((one != every[0]).any()) for one in every[1:]):
             raise ValueError(
                 "sites or layers were captured at different positions; "
@@ -102,7 +102,7 @@ class Activations:
         return self._tokens[self.positions_of(site, layer)]
 
     def numpy(self) -> dict[Tap, NDArray[np.generic]]:
-        """Per (site, layer) a NumPy array [rows, hidden]; bfloat16, which NumPy lacks, as float32."""
+        """Per (site, layer) an array [rows, hidden]; bfloat16, which NumPy lacks, as float32."""
         import torch
 
         return {

@@ -58,7 +58,8 @@ class Config:
             ConfigError: an unknown setting, or a value that is not allowed.
         """
         if isinstance(value, Config):
-            return value
+            # Made directly, it may hold anything: it is read like a dict.
+            value = {field.name: getattr(value, field.name) for field in fields(Config)}
         if not isinstance(value, Mapping):
             raise ConfigError(
                 f"{KEY}: expected a dict of settings, got `{type(value).__name__}` {value!r}; "
@@ -179,7 +180,7 @@ def _layers(value: object) -> tuple[int, ...] | str:
     return tuple(value)
 
 
-def _hint(name: str, known: set[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
+def _hint(name: object, known: set[str]) -> str:
+    close = difflib.get_close_matches(str(name), known, n=1)
     listed = ", ".join(sorted(known))
     return f"; did you mean {close[0]}?" if close else f"; there are {listed}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from midstream.config import KEY, Config, from_environment
 from midstream.defaults import DefaultCapture
 from midstream.errors import ConfigError, SpecError
 from midstream.runtime import patches
+from midstream.runtime.frontend import EngineInfo
 from midstream.runtime.prompts import count_conversations, count_prompts
 from midstream.spec import Capture, Plan, Steer
 
@@ -72,7 +74,13 @@ class LLM(VllmLLM):
         super().__init__(model, additional_config=given, **vllm_args)
         self._front_end = patches.front_end(self.llm_engine)
 
-    def generate(  # type: ignore[override]
+    @property
+    def info(self) -> EngineInfo:
+        """What the workers said of themselves: model shape, taps, dtype, runner, room."""
+        info: EngineInfo = self._front_end.info
+        return info
+
+    def generate(
         self,
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -103,10 +111,12 @@ class LLM(VllmLLM):
         count = count_prompts(prompts)
         params = self._with_plans(count, sampling_params, capture, steer)
         return self._run(
-            lambda: super(LLM, self).generate(prompts, sampling_params=params, **vllm_args)
+            lambda: super(LLM, self).generate(prompts, sampling_params=params, **vllm_args),
+            capture,
+            steer,
         )
 
-    def chat(  # type: ignore[override]
+    def chat(
         self,
         messages: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -118,15 +128,23 @@ class LLM(VllmLLM):
         """As `generate`, for conversations; see `vllm.LLM.chat` for the arguments of its own."""
         count = count_conversations(messages)
         params = self._with_plans(count, sampling_params, capture, steer)
-        return self._run(lambda: super(LLM, self).chat(messages, params, *args, **vllm_args))
+        return self._run(
+            lambda: super(LLM, self).chat(messages, params, *args, **vllm_args), capture, steer
+        )
 
-    def _run(self, work: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
+    def _run(
+        self, work: Callable[[], list[RequestOutput]], capture: Any, steer: Any
+    ) -> list[RequestOutput]:
+        before = self.request_counter.counter
         try:
             outputs = work()
-        except BaseException:
+        except BaseException as error:
             # Requests that were queued before the failing one must not be left on the workers.
             if not self.llm_engine.has_unfinished_requests():
                 self._front_end.let_go()
+            if isinstance(error, SpecError):
+                nth = self.request_counter.counter - before - 1
+                raise _at_prompt(error, nth, capture, steer) from None
             raise
         if self._default_capture is not None:
             for output in outputs:
@@ -176,13 +194,13 @@ class LLM(VllmLLM):
         if carried is None:
             plan = Plan.make(capture=capture, edits=_named(steer))
         else:
-            plan = Plan.parse(carried)
+            plan = patches.plan_of(params)
         if self._default_capture is not None:
             plan = self._default_capture.join(plan, params.max_tokens)
-        if plan is None:
-            return params
+        # vLLM's offline engine itself sets fields of what it is given.
         own = copy.copy(params)
-        own.extra_args = {**(params.extra_args or {}), KEY: plan}
+        if plan is not None:
+            own.extra_args = {**(params.extra_args or {}), KEY: plan}
         return own
 
 
@@ -197,8 +215,7 @@ def per_prompt(name: str, value: Any, count: int) -> list[Any]:
     """
     if not isinstance(value, (list, tuple)):
         return [value] * count
-    nested = any(entry is None or isinstance(entry, (list, tuple)) for entry in value)
-    if name == "steer" and not nested:
+    if name == "steer" and not _is_per_prompt(value):
         return [value] * count
     if len(value) != count:
         raise SpecError(name, f"{len(value)} entries for {count} prompts; give one, or one each")
@@ -217,16 +234,25 @@ def _named(steer: Any) -> Any:
 
 
 def _at_prompt(error: SpecError, nth: int, capture: Any, steer: Any) -> SpecError:
-    """The error as the caller wrote it: `steer[3][0].layer` where there is one list per prompt."""
-    field, _, rest = error.path.partition(".")
-    head, bracket, inside = field.partition("[")
+    """The error as the caller wrote the field: `steer[3][0].layer` where there is one list per
+    prompt; where one value is for all, the message says for which prompt it is wrong.
+    """
+    head, rest = re.match(r"([a-z_]*)(.*)", error.path, re.DOTALL).groups()  # type: ignore[union-attr]
     name = {"edits": "steer"}.get(head, head)
     value = {"capture": capture, "steer": steer}.get(name)
     if value is None:
         return error
-    nested = isinstance(value, (list, tuple)) and (
-        name == "capture" or any(e is None or isinstance(e, (list, tuple)) for e in value)
-    )
-    where = f"{name}[{nth}]" if nested else name
-    path = where + bracket + inside + (f".{rest}" if rest else "")
-    return SpecError(path, error.problem)
+    if isinstance(value, (list, tuple)) and (name == "capture" or _is_per_prompt(value)):
+        mine = value[nth]
+        path = f"{name}[{nth}]"
+    else:
+        mine, path = value, name
+    # A plan counts its parts even where the caller gave a single one.
+    if not isinstance(mine, (list, tuple)):
+        rest = rest.removeprefix("[0]")
+    problem = error.problem if path != name else f"{error.problem} (prompt {nth})"
+    return SpecError(path + rest, problem)
+
+
+def _is_per_prompt(steer: Sequence[Any]) -> bool:
+    return any(entry is None or isinstance(entry, (list, tuple)) for entry in steer)

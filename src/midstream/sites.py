@@ -2,12 +2,13 @@
 
 Layer `i`'s sites, in the order in which one forward pass reaches them:
 
-| site | the residual stream … | transformers |
+| site | the residual stream … | in transformers |
 |---|---|---|
 | `resid_pre` | entering layer i | `output_hidden_states[i]` |
 | `resid_mid` | after attention is added | the input of the norm that feeds the MLP |
-| `resid_post` | after the MLP is added | `output_hidden_states[i + 1]`, but for the last layer, where transformers applies the final norm |
+| `resid_post` | after the MLP is added | `output_hidden_states[i + 1]` |
 
+For the last layer transformers applies the final norm to what it returns; `resid_post` does not.
 Names are TransformerLens's.
 """
 
@@ -40,9 +41,7 @@ SITES: tuple[Site, ...] = (
 )
 
 NAMES: tuple[str, ...] = tuple(site.name for site in SITES)
-BY_NAME: dict[str, Site] = {
-    name: site for site in SITES for name in (site.name, *site.aliases)
-}
+BY_NAME: dict[str, Site] = {name: site for site in SITES for name in (site.name, *site.aliases)}
 
 
 def canonical(name: str) -> str | None:

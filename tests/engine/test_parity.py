@@ -136,7 +136,9 @@ def test_smollm2_reads_and_edits_as_hooks_in_transformers(
 def smollm2_cases(smollm2: Path) -> tuple[list[int], list[Scenario]]:
     from transformers import AutoTokenizer
 
-    prompt = AutoTokenizer.from_pretrained(smollm2)("The capital of France is the city of").input_ids
+    prompt = AutoTokenizer.from_pretrained(smollm2)(
+        "The capital of France is the city of"
+    ).input_ids
     oracle = Oracle(smollm2, "model.layers", "post_attention_layernorm")
     return prompt, scenarios(oracle, prompt)
 

@@ -23,14 +23,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(absent)
 
 
-@pytest.fixture(scope="session")
-def gpu_llm(smollm2: Path) -> Iterator[Any]:
-    """SmolLM2 in bfloat16 with torch.compile and CUDA graphs, every site tapped."""
+@pytest.fixture(scope="session", params=["float32", "bfloat16"])
+def gpu_llm(smollm2: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """SmolLM2 with torch.compile and CUDA graphs, every site tapped, steps of 256 tokens."""
     from helpers.engines import ALL_SITES, engine
 
     with engine(
         smollm2,
-        dtype="bfloat16",
+        dtype=request.param,
         enforce_eager=False,
         max_model_len=1024,
         max_num_batched_tokens=256,

@@ -1,4 +1,10 @@
-"""SmolLM2 on a GPU in bfloat16, torch.compile and CUDA graphs on, against transformers."""
+"""SmolLM2 on a GPU, torch.compile and CUDA graphs on, against transformers with hooks.
+
+In float32 the two must agree closely and give the same tokens. In bfloat16 transformers itself is
+2 to 5 % off its own float32 result on most prompts of this model, so there the bound of 2 % is held
+on a prompt where it is 1.9 % off, and on others midstream must not be further off than
+transformers in bfloat16 is.
+"""
 
 from __future__ import annotations
 
@@ -9,142 +15,214 @@ from typing import Any
 import pytest
 import torch
 from helpers.engines import ALL_SITES, generated, greedy, tokens
-from helpers.oracle import Oracle, relative_error
+from helpers.oracle import HookEdit, Oracle, relative_error
+from torch import Tensor
 
 from midstream import Capture, Steer
 
-TOLERANCE = 0.02
-PROMPT = "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is"
+EXACT = 2e-3  # float32, with the GPU's own order of summation
+BFLOAT16 = 0.02
+SHORT = "The capital of France is"
+LONG = "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is"
 EVERYTHING = Capture(layers="all", sites=ALL_SITES)
 
 
 @pytest.fixture(scope="module")
-def prompt(smollm2: Path) -> list[int]:
+def oracles(smollm2: Path) -> dict[str, Oracle]:
+    return {
+        name: Oracle(smollm2, "model.layers", "post_attention_layernorm", getattr(torch, name))
+        for name in ("float32", "bfloat16")
+    }
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2: Path) -> dict[str, list[int]]:
     from transformers import AutoTokenizer
 
-    return list(AutoTokenizer.from_pretrained(smollm2)(PROMPT).input_ids)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    return {text: list(tokenizer(text).input_ids) for text in (SHORT, LONG)}
+
+
+def is_exact(llm: Any) -> bool:
+    return llm._front_end.info.dtype == "float32"
+
+
+def assert_near(
+    found: dict[tuple[str, int], Tensor],
+    ids: list[int],
+    edits: list[HookEdit],
+    oracles: dict[str, Oracle],
+    exact: bool,
+) -> None:
+    """Every site of every layer against transformers in float32, by the rule above."""
+    _, expected = oracles["float32"].run(ids, edits)
+    _, rounded = ({}, {}) if exact else oracles["bfloat16"].run(ids, edits)
+    assert set(found) == set(expected)
+    for tap, value in expected.items():
+        bound = EXACT if exact else 1.5 * relative_error(rounded[tap], value) + 0.005
+        error = relative_error(found[tap], value)
+        assert error <= bound, f"{tap}: {error} > {bound}"
 
 
 def test_graphs_and_compilation_are_on_and_the_runner_is_the_one_asked_for(
-    gpu_llm: Any, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+    gpu_llm: Any, prompts: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.compilation.counter import compilation_counter
 
     config = gpu_llm.llm_engine.vllm_config
     wanted = "v1" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0" else "v2"
     assert gpu_llm._front_end.info.workers[0]["runner"] == wanted
-    assert config.compilation_config.mode == 3
-    assert config.compilation_config.cudagraph_mode.name == "FULL_AND_PIECEWISE"
+    assert int(config.compilation_config.mode) == 3
+    # An attention backend without full graphs for mixed batches replays those piecewise.
+    assert config.compilation_config.cudagraph_mode.name in (
+        "FULL_AND_PIECEWISE",
+        "FULL",
+        "FULL_DECODE_ONLY",
+    )
     assert compilation_counter.num_cudagraph_captured > 0
-    # A step of the kind that captures and steers is a replay: no Python of a layer runs.
-    gpu_llm.generate(tokens(prompt), greedy(2), use_tqdm=False)
 
     def refuse(*_args: Any) -> None:
         raise AssertionError("a layer's Python ran in a step that should be a graph's replay")
 
+    # A step that captures and steers is a replay like any other: no Python of a layer runs.
     monkeypatch.setattr("midstream.runtime.taps._fire", refuse)
-    gpu_llm.generate(tokens(prompt), greedy(4), capture=EVERYTHING, use_tqdm=False)
+    output = gpu_llm.generate(
+        tokens(prompts[SHORT]), greedy(4), capture=EVERYTHING, use_tqdm=False
+    )[0]
+    assert output.receipt.status == "ok"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_site_of_every_layer_is_within_two_percent_of_transformers(
-    gpu_llm: Any, prompt: list[int], smollm2: Path, dtype: torch.dtype
+@pytest.mark.parametrize("reference", ["float32", "bfloat16"])
+def test_a_short_prompt_is_within_two_percent_of_transformers_at_every_layer(
+    gpu_llm: Any, prompts: dict[str, list[int]], oracles: dict[str, Oracle], reference: str
 ) -> None:
+    prompt = prompts[SHORT]
+    output = gpu_llm.generate(tokens(prompt), greedy(1), capture=EVERYTHING, use_tqdm=False)[0]
+    _, seen = oracles[reference].run(prompt)
+    for tap, value in seen.items():
+        error = relative_error(output.activations[tap], value)
+        bound = EXACT if is_exact(gpu_llm) and reference == "float32" else BFLOAT16
+        assert error <= bound, f"{tap}: {error}"
+
+
+def test_prompt_and_generated_rows_are_as_near_as_transformers_own_rounding(
+    gpu_llm: Any, prompts: dict[str, list[int]], oracles: dict[str, Oracle]
+) -> None:
+    prompt = prompts[LONG]
     output = gpu_llm.generate(tokens(prompt), greedy(12), capture=EVERYTHING, use_tqdm=False)[0]
-    oracle = Oracle(smollm2, "model.layers", "post_attention_layernorm", dtype)
-    _, seen = oracle.run([*prompt, *generated(output)][:-1])
-    assert set(output.activations) == set(seen)
-    errors = {tap: relative_error(output.activations[tap], value) for tap, value in seen.items()}
-    worst = max(errors, key=lambda tap: errors[tap])
-    assert errors[worst] <= TOLERANCE, f"{worst}: {errors[worst]}"
+    ids = [*prompt, *generated(output)][:-1]
+    assert_near(dict(output.activations.items()), ids, [], oracles, is_exact(gpu_llm))
+    if is_exact(gpu_llm):
+        assert generated(output) == oracles["float32"].generate(prompt, 12)
 
 
 @pytest.mark.parametrize("site", ALL_SITES)
+@pytest.mark.parametrize("phase", ["all", "generated"])
 def test_steering_gives_what_the_same_edit_by_hook_gives(
-    gpu_llm: Any, prompt: list[int], smollm2: Path, site: str
+    gpu_llm: Any, prompts: dict[str, list[int]], oracles: dict[str, Oracle], site: str, phase: str
 ) -> None:
-    from helpers.oracle import HookEdit
-
+    prompt = prompts[LONG]
     vector = torch.randn(576, generator=torch.Generator().manual_seed(3))
-    steer = Steer(vector, layer=12, site=site, scale=2.0)
+    steer = Steer(vector, layer=12, site=site, scale=4.0, phase=phase)
     output = gpu_llm.generate(
         tokens(prompt), greedy(12), capture=EVERYTHING, steer=[steer], use_tqdm=False
     )[0]
-    oracle = Oracle(smollm2, "model.layers", "post_attention_layernorm")
-    edit = HookEdit(site, 12, vector, 2.0, lambda _: True)
-    _, seen = oracle.run([*prompt, *generated(output)][:-1], [edit])
-    for tap, value in seen.items():
-        error = relative_error(output.activations[tap], value)
-        assert error <= TOLERANCE, f"{tap}: {error}"
-    assert output.receipt.edited.applied == len(prompt) + 11
+    first = 0 if phase == "all" else len(prompt)
+    edit = HookEdit(site, 12, vector, 4.0, lambda position: position >= first)
+    ids = [*prompt, *generated(output)][:-1]
+    assert_near(dict(output.activations.items()), ids, [edit], oracles, is_exact(gpu_llm))
+    assert output.receipt.edited.applied == len(ids) - first
+    if is_exact(gpu_llm):
+        assert generated(output) == oracles["float32"].generate(prompt, 12, [edit])
 
 
 def test_in_one_mixed_batch_every_request_gets_what_it_gets_alone(
-    gpu_llm: Any, prompt: list[int]
+    gpu_llm: Any, prompts: dict[str, list[int]]
 ) -> None:
     """Prompts of many lengths, chunked (a step has 256 tokens), steered, captured, or plain."""
     draw = torch.Generator().manual_seed(5)
-    prompts, steers, captures = [], [], []
+    asked, steers, captures = [], [], []
     for nth in range(40):
         length = int(torch.randint(3, 90, (1,), generator=draw))
-        prompts.append(tokens((prompt * 9)[nth % 7 : nth % 7 + length]))
+        asked.append(tokens((prompts[LONG] * 9)[nth % 7 : nth % 7 + length]))
         vector = torch.randn(576, generator=draw)
-        phase = ("all", "prompt", "generated")[nth % 3]
-        site = ALL_SITES[nth % 3]
-        steered = nth % 4 in (1, 3)
-        steers.append([Steer(vector, layer=nth % 29, site=site, phase=phase)] if steered else None)
+        site, phase = ALL_SITES[nth % 3], ("all", "prompt", "generated")[nth % 3]
+        steer = [Steer(vector, layer=nth % 29, site=site, scale=3.0, phase=phase)]
+        steers.append(steer if nth % 4 in (1, 3) else None)
         captures.append(Capture(layers=[nth % 29, 29]) if nth % 4 in (2, 3) else None)
-    together = gpu_llm.generate(
-        prompts, greedy(20), capture=captures, steer=steers, use_tqdm=False
-    )
+    together = gpu_llm.generate(asked, greedy(20), capture=captures, steer=steers, use_tqdm=False)
+    compared = 0
     for nth, output in enumerate(together):
         alone = gpu_llm.generate(
-            prompts[nth], greedy(20), capture=captures[nth],
-            steer=None if steers[nth] is None else steers[nth], use_tqdm=False,
-        )[0]  # fmt: skip
-        # bfloat16 sums depend on the batch's shape: greedy ties may fall either way, so what is
-        # compared is everything computed from the same tokens.
-        same = 0
-        for one, other in zip(generated(output), generated(alone), strict=True):
-            if one != other:
-                break
-            same += 1
-        assert same >= 1
+            asked[nth], greedy(20), capture=captures[nth], steer=steers[nth], use_tqdm=False
+        )[0]
+        mine, theirs = generated(output), generated(alone)
+        same = next(
+            (n for n, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1]), 20
+        )
+        # Sums depend on the batch's shape, so that a tie in bfloat16 may fall either way; then
+        # what was computed from the same tokens is compared.
+        assert same == 20 or not is_exact(gpu_llm)
         if captures[nth] is None:
             assert output.activations is None
             continue
-        rows = len(prompts[nth]["prompt_token_ids"]) + same
+        rows = len(asked[nth]["prompt_token_ids"]) + same - (same == 20)
         for tap, value in output.activations.items():
+            bound = EXACT if is_exact(gpu_llm) else 2 * BFLOAT16
             error = relative_error(value[:rows], alone.activations[tap][:rows])
-            assert error <= TOLERANCE, f"request {nth}, {tap}: {error}"
+            assert error <= bound, f"request {nth}, {tap}: {error}"
+            compared += rows
+    assert compared > 1000
 
 
-def test_plain_requests_are_untouched_after_all_this(gpu_llm: Any, prompt: list[int]) -> None:
-    before = gpu_llm.generate(tokens(prompt), greedy(16), use_tqdm=False)[0]
-    vector = [50.0] * 576
-    gpu_llm.generate(tokens(prompt), greedy(16), steer=[Steer(vector, layer=5)], use_tqdm=False)
-    after = gpu_llm.generate(tokens(prompt), greedy(16), use_tqdm=False)[0]
-    assert generated(before) == generated(after)
+def test_an_edit_moves_its_own_site_by_exactly_the_vector_and_other_requests_not_at_all(
+    gpu_llm: Any, prompts: dict[str, list[int]]
+) -> None:
+    """Upstream of an edit two runs are the same computation, so their difference is the edit."""
+    prompt = prompts[LONG]
+    draw = torch.Generator().manual_seed(9)
+    vectors = [torch.randn(576, generator=draw) * 20 for _ in range(8)]
+    steers = [[Steer(vector, layer=3, scale=1.5)] for vector in vectors]
+    outputs = gpu_llm.generate(
+        [tokens(prompt)] * 9, greedy(1), capture=Capture(layers=[3]), steer=[None, *steers],
+        use_tqdm=False,
+    )  # fmt: skip
+    plain = outputs[0].activations["resid_post", 3].float()
+    for vector, output in zip(vectors, outputs[1:], strict=True):
+        moved = output.activations["resid_post", 3].float() - plain
+        error = relative_error(moved[1:], (1.5 * vector).expand(len(prompt) - 1, -1))
+        assert error <= (EXACT if is_exact(gpu_llm) else BFLOAT16), error
 
 
-def test_nothing_is_left_on_the_workers(gpu_llm: Any) -> None:
+def test_plain_requests_are_untouched_after_all_this(
+    gpu_llm: Any, prompts: dict[str, list[int]]
+) -> None:
+    prompt, params = tokens(prompts[LONG]), greedy(16, logprobs=2)
+
+    def results() -> list[Any]:
+        output = gpu_llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+        return [[(t, p.logprob) for t, p in step.items()] for step in output.logprobs]
+
+    results()  # from here on the prompt is in the prefix cache for both
+    before = results()
+    gpu_llm.generate(prompt, params, steer=[Steer([50.0] * 576, layer=5)], use_tqdm=False)
+    assert results() == before
     gpu_llm._front_end._call("check_integrity")
 
 
-def test_hidden_states_of_many_steps_arrive_while_the_ring_goes_round(
-    gpu_llm: Any, prompt: list[int], smollm2: Path
+def test_rows_of_many_sequences_and_steps_arrive_whole(
+    gpu_llm: Any, prompts: dict[str, list[int]], oracles: dict[str, Oracle]
 ) -> None:
-    """64 sequences for 40 steps at every layer: more rows than a small ring would hold."""
     outputs = gpu_llm.generate(
-        [tokens(prompt[: 5 + nth % 12]) for nth in range(64)],
+        [tokens(prompts[LONG][: 5 + nth % 12]) for nth in range(64)],
         greedy(40),
         capture=EVERYTHING,
         use_tqdm=False,
     )
-    oracle = Oracle(smollm2, "model.layers", "post_attention_layernorm")
-    for output in outputs[::13]:
-        used = len(output.prompt_token_ids)
-        _, seen = oracle.run([*output.prompt_token_ids, *generated(output)][:-1])
-        for tap, value in seen.items():
-            assert output.activations[tap].shape[0] == used + 39
-            assert relative_error(output.activations[tap], value) <= 2 * TOLERANCE
+    for output in outputs:
+        assert output.activations.positions.tolist() == list(
+            range(len(output.prompt_token_ids) + 39)
+        )
+    for output in outputs[::21]:
+        ids = [*output.prompt_token_ids, *generated(output)][:-1]
+        assert_near(dict(output.activations.items()), ids, [], oracles, is_exact(gpu_llm))

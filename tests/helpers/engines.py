@@ -19,6 +19,7 @@ ENVIRONMENT = {
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
+_live: list[Any] = []
 ALL_SITES = ["resid_pre", "resid_mid", "resid_post"]
 
 
@@ -43,10 +44,14 @@ def engine(model: Path, *, plain: bool = False, **args: Any) -> Iterator[Any]:
 
         settings.setdefault("midstream", {"sites": ALL_SITES})
     llm = LLM(str(model), **settings)
+    _live.append(llm)
     try:
         yield llm
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        _live.remove(llm)
+        # vLLM's shutdown takes down the process groups, which all engines of a process share.
+        if not _live:
+            llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
         torch._dynamo.reset()

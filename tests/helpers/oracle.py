@@ -27,7 +27,9 @@ class HookEdit:
 class Oracle:
     """Hooks on a transformers model. `mid` names the module whose input is `resid_mid`."""
 
-    def __init__(self, path: Path, layers: str, mid: str | None, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self, path: Path, layers: str, mid: str | None, dtype: torch.dtype = torch.float32
+    ):
         self.model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation="eager"
         ).eval()
@@ -36,7 +38,9 @@ class Oracle:
             found = getattr(found, name)
         self.layers = list(found.children())
         self.mid = mid
-        self.sites = ("resid_pre", "resid_mid", "resid_post") if mid else ("resid_pre", "resid_post")
+        self.sites = (
+            ("resid_pre", "resid_mid", "resid_post") if mid else ("resid_pre", "resid_post")
+        )
 
     @torch.no_grad()
     def run(
@@ -60,7 +64,9 @@ class Oracle:
                         self._before("resid_mid", index, edits, seen), with_kwargs=True
                     )
                 )
-            handles.append(layer.register_forward_hook(self._after("resid_post", index, edits, seen)))
+            handles.append(
+                layer.register_forward_hook(self._after("resid_post", index, edits, seen))
+            )
         try:
             logits = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
         finally:

@@ -119,6 +119,8 @@ def assert_same(found: Case, wanted: Case, *, exact: bool) -> None:
         if value is None:
             assert got is None
         elif exact or not value.is_floating_point():
-            torch.testing.assert_close(got.cpu(), value, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                got.cpu(), value, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}"
+            )
         else:
             torch.testing.assert_close(got.cpu(), value, msg=lambda m, n=name: f"{n}: {m}")

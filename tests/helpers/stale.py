@@ -1,6 +1,6 @@
 """One engine on a shared compile cache, in a process of its own; prints what it did as JSON.
 
-    python -m helpers.stale MODEL plain|SETTINGS
+python -m helpers.stale MODEL plain|SETTINGS
 """
 
 from __future__ import annotations

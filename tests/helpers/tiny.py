@@ -46,7 +46,9 @@ _SANDWICH = "pre_feedforward_layernorm"
 
 def _gemma3() -> hf.PretrainedConfig:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    return hf.Gemma3TextConfig(**_GROUPED, layer_types=kinds, sliding_window=16, query_pre_attn_scalar=32)
+    return hf.Gemma3TextConfig(
+        **_GROUPED, layer_types=kinds, sliding_window=16, query_pre_attn_scalar=32
+    )
 
 
 MODELS: dict[str, Tiny] = {
@@ -60,17 +62,29 @@ MODELS: dict[str, Tiny] = {
     "gemma3": Tiny(_gemma3, mid=_SANDWICH),
     "gpt2": Tiny(
         lambda: hf.GPT2Config(
-            vocab_size=VOCAB, n_embd=HIDDEN, n_layer=LAYERS, n_head=2, n_positions=512,
-            bos_token_id=1, eos_token_id=2,
+            vocab_size=VOCAB,
+            n_embd=HIDDEN,
+            n_layer=LAYERS,
+            n_head=2,
+            n_positions=512,
+            bos_token_id=1,
+            eos_token_id=2,
         ),  # fmt: skip
         layers="transformer.h",
         mid="ln_2",
     ),
     "opt": Tiny(
         lambda: hf.OPTConfig(
-            vocab_size=VOCAB, hidden_size=HIDDEN, ffn_dim=96, num_hidden_layers=LAYERS,
-            num_attention_heads=2, max_position_embeddings=512, word_embed_proj_dim=HIDDEN,
-            bos_token_id=1, eos_token_id=2, pad_token_id=0,
+            vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+            ffn_dim=96,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=2,
+            max_position_embeddings=512,
+            word_embed_proj_dim=HIDDEN,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
         ),  # fmt: skip
         layers="model.decoder.layers",
         mid="final_layer_norm",

@@ -111,9 +111,7 @@ def wanted_edits(plan, position):
 
 
 def wanted_taps(plan, position):
-    return {
-        tap for c in plan.captures if covers(c.worker_ranges, position) for tap in c.taps
-    }
+    return {tap for c in plan.captures if covers(c.worker_ranges, position) for tap in c.taps}
 
 
 @settings(max_examples=150, deadline=None)

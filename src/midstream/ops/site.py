@@ -51,13 +51,14 @@ def site(
     Raises:
         ValueError: a shape, stride or dtype is not as above.
     """
+    if not hidden.is_cuda and not bool(tokens[: hidden.shape[0], layout.PROGRAM].any()):
+        # Nobody asks for anything: on a CPU, where nothing is replayed, that is most of the cost.
+        return
     _check(hidden, residual, tokens, tally, table, edit_rows, edit_scales, bank, ring)
     if hidden.is_cuda:
         from midstream.ops.site_triton import site_triton
 
-        site_triton(
-            hidden, residual, tokens, tally, table, edit_rows, edit_scales, bank, ring
-        )
+        site_triton(hidden, residual, tokens, tally, table, edit_rows, edit_scales, bank, ring)
     else:
         site_ref(hidden, residual, tokens, tally, table, edit_rows, edit_scales, bank, ring)
 
@@ -88,9 +89,7 @@ def _check(
                 "more rows came than the engine was set up for"
             )
     if bank.shape[1] != width or ring.shape[1] != width:
-        raise ValueError(
-            f"bank and ring must be {width} wide, got {_seen(bank)} and {_seen(ring)}"
-        )
+        raise ValueError(f"bank and ring must be {width} wide, got {_seen(bank)} and {_seen(ring)}")
     for name, buffer, dtype in (
         ("tokens", tokens, torch.int32),
         ("tally", tally, torch.int32),

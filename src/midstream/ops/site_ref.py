@@ -28,7 +28,9 @@ def site_ref(
     words = tokens[active].long()
     programs = table[words[:, layout.PROGRAM]]
     counts = programs[:, layout.EDIT_COUNT].long()
-    _edit(hidden, active, programs[:, layout.EDIT_START].long(), counts, edit_rows, edit_scales, bank)
+    _edit(
+        hidden, active, programs[:, layout.EDIT_START].long(), counts, edit_rows, edit_scales, bank
+    )
 
     places = table[words[:, layout.GROUP], layout.PLACE].long()
     captured = (words[:, layout.RECORD] > 0) & (places > 0)

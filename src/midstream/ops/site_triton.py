@@ -64,13 +64,17 @@ def _site_kernel(
                 for edit in range(start, start + count):
                     vector = tl.load(edit_rows + edit).to(tl.int64)
                     scale = tl.load(edit_scales + edit)
-                    total += scale * tl.load(bank + vector * width + columns, mask=inside, other=0.0)
+                    total += scale * tl.load(
+                        bank + vector * width + columns, mask=inside, other=0.0
+                    )
                 value = total.to(value.dtype)
                 tl.store(hidden + row * hidden_stride + columns, value, mask=inside)
             if captured:
                 stream = value
                 if has_residual:
-                    rest = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0)
+                    rest = tl.load(
+                        residual + row * residual_stride + columns, mask=inside, other=0.0
+                    )
                     stream = value.to(tl.float32) + rest.to(tl.float32)
                 tl.store(
                     ring + target * width + columns, stream.to(ring.dtype.element_ty), mask=inside

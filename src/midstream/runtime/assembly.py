@@ -31,7 +31,9 @@ def assemble(output: Any, plan: ResolvedPlan, answers: Answers, dtype: str) -> N
     prompt = list(output.prompt_token_ids or [0] * plan.prompt_len)
     children = _by_child(answers, len(output.outputs))
     for completion in output.outputs:
-        tokens = [*prompt, *completion.token_ids][: max(0, len(prompt) + len(completion.token_ids) - 1)]
+        tokens = [*prompt, *completion.token_ids][
+            : max(0, len(prompt) + len(completion.token_ids) - 1)
+        ]
         parts = children.get(completion.index, [])
         completion.activations = _activations(plan, parts, tokens, dtype)
         completion.receipt = _receipt(
@@ -135,7 +137,9 @@ def _receipt(
     if not parts:
         problems.append("the workers know nothing of it")
     captured = []
-    for tap, expected in sorted(plan.expected_rows(length).items(), key=lambda item: _order(item[0])):
+    for tap, expected in sorted(
+        plan.expected_rows(length).items(), key=lambda item: _order(item[0])
+    ):
         actual = 0 if activations is None else len(activations.positions_of(*tap))
         captured.append(Captured(*tap, expected, actual))
         if actual != expected:

@@ -31,7 +31,7 @@ class VectorBank:
                 raise SpecError(
                     "",
                     f"all {self._rows.shape[0]} rows of the vector bank are in use by running "
-                    "requests; raise the setting `bank_rows`, or run fewer distinct vectors at once",
+                    "requests; raise the setting `bank_rows`, or run fewer vectors at once",
                 )
             row = self._free.pop()
             self._rows[row].copy_(torch.frombuffer(bytearray(vector.data), dtype=torch.float32))

@@ -48,18 +48,21 @@ class Buffers:
         device: torch.device,
     ) -> Buffers:
         """Zeroed buffers for `taps`, in that order, and steps of up to `max_tokens` rows."""
-        int32 = {"dtype": torch.int32, "device": device}
-        float32 = {"dtype": torch.float32, "device": device}
-        table = torch.zeros(len(taps), table_rows, layout.TABLE_COLUMNS, **int32)
+
+        def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        int32, float32 = torch.int32, torch.float32
+        table = zeros(int32, len(taps), table_rows, layout.TABLE_COLUMNS)
         codes = torch.tensor([code(tap) for tap in taps], dtype=torch.int32)
         table[:, 0, layout.CODE] = codes.to(device)
         return Buffers(
-            tokens=torch.zeros(max_tokens, layout.TOKEN_COLUMNS, **int32),
-            tally=torch.zeros(max_tokens, layout.TALLY_COLUMNS, **int32),
+            tokens=zeros(int32, max_tokens, layout.TOKEN_COLUMNS),
+            tally=zeros(int32, max_tokens, layout.TALLY_COLUMNS),
             table=table,
-            edit_rows=torch.zeros(max_edits, **int32),
-            edit_scales=torch.zeros(max_edits, **float32),
-            bank=torch.zeros(bank_rows, hidden_size, **float32),
+            edit_rows=zeros(int32, max_edits),
+            edit_scales=zeros(float32, max_edits),
+            bank=zeros(float32, bank_rows, hidden_size),
             # The ring is written before it is read: left alone, its pages cost nothing on a CPU.
             ring=torch.empty(ring_rows, hidden_size, dtype=dtype, device=device),
         )

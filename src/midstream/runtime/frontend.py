@@ -107,7 +107,9 @@ class FrontEnd:
             ReceiptError: what was done for a request is not what it asked for.
         """
         for output in outputs:
-            output.activations = output.receipt = None
+            completions = output.outputs if isinstance(output.outputs, list) else []
+            for holder in (output, *completions):
+                holder.activations = holder.receipt = None
             if output.finished and output.request_id in self._under_way:
                 self._finished.append((self._under_way.pop(output.request_id), output))
         idle = not self._has_unfinished()
@@ -171,7 +173,9 @@ class FrontEnd:
                 if held[nth]:
                     pieces[nth].append(answer["data"])
         self._call("release", [uid])
-        return [(header, b"".join(parts)) for (header, _), parts in zip(entries, pieces, strict=True)]
+        return [
+            (header, b"".join(parts)) for (header, _), parts in zip(entries, pieces, strict=True)
+        ]
 
     def _check_room(self, plan: ResolvedPlan) -> None:
         at_once = len({tap for capture in plan.captures for tap in capture.taps})
@@ -185,22 +189,6 @@ class FrontEnd:
 
     def _call(self, op: str, argument: object = None) -> list[dict[str, Any]]:
         return self._rpc(RPC, args=(op, json.dumps(argument)))
-
-
-def plan_of(params: Any) -> Plan | None:
-    """The plan in a request's `extra_args["midstream"]`; None when it asks for nothing.
-
-    Raises:
-        SpecError: it is malformed.
-    """
-    extra_args = getattr(params, "extra_args", None)
-    value = extra_args.get(KEY) if extra_args else None
-    if value is None:
-        return None
-    try:
-        return Plan.parse(value)
-    except SpecError as error:
-        raise error.under(f"extra_args[{KEY!r}]") from None
 
 
 def _describe(answers: list[dict[str, Any]], config: Config) -> EngineInfo:

@@ -15,6 +15,8 @@ from midstream import config as settings
 from midstream.config import KEY
 from midstream.errors import SpecError
 from midstream.runtime import seams
+from midstream.runtime.settings import check_settings
+from midstream.spec import Plan
 
 _LOCK = threading.Lock()
 _ATTRIBUTE = "midstream_front_end"
@@ -50,6 +52,22 @@ def front_end(engine: Any) -> Any:
     return getattr(engine, _ATTRIBUTE, None)
 
 
+def plan_of(params: Any) -> Plan | None:
+    """The plan in a request's `extra_args["midstream"]`; None when it asks for nothing.
+
+    Raises:
+        SpecError: it is malformed.
+    """
+    extra_args = getattr(params, "extra_args", None)
+    value = extra_args.get(KEY) if extra_args else None
+    if value is None:
+        return None
+    try:
+        return Plan.parse(value)
+    except SpecError as error:
+        raise error.under(f"extra_args[{KEY!r}]") from None
+
+
 def _wrap(module: str, cls: str, name: str, hook: Callable[..., Any]) -> None:
     owner = getattr(importlib.import_module(module), cls)
     original = getattr(owner, name)
@@ -62,14 +80,20 @@ def _wrap(module: str, cls: str, name: str, hook: Callable[..., Any]) -> None:
 
 
 def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Fills in defaults and the version, so that all of it is in the hash of compiled graphs."""
+    """Fills in defaults and the version, so that all of it is in the hash of compiled graphs, and
+    refuses engine settings that cannot be served.
+    """
     given = getattr(args, "additional_config", None) or {}
     found = settings.from_additional_config(given)
     if found is None and not (isinstance(given, dict) and KEY in given):
         found = settings.from_environment()
     if found is not None:
         args.additional_config = {**given, KEY: found.to_dict()}
-    return original(args, *rest, **kwargs)
+    config = original(args, *rest, **kwargs)
+    if found is not None:
+        # Workers check as well; here the error reaches whoever starts the engine as it is.
+        check_settings(config)
+    return config
 
 
 def _init_device(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
@@ -108,8 +132,6 @@ def _process(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    from midstream.runtime.frontend import plan_of
-
     plan = plan_of(params)
     if plan is None:
         return original(processor, request_id, prompt, params, *args, **kwargs)

@@ -173,14 +173,16 @@ class Planner:
             crossing = [
                 piece
                 for nth in np.flatnonzero(~inside)
-                for piece in self._cross(int(slot[nth]), int(row[nth]), int(position[nth]), int(stop[nth]))
+                for piece in self._cross(
+                    int(slot[nth]), int(row[nth]), int(position[nth]), int(stop[nth])
+                )
             ]
             fields = np.concatenate((fields[inside], np.array(crossing, np.int64).reshape(-1, 7)))
         fields = fields[fields[:, 4] != layout.IDLE_PROGRAM]
         if fields.shape[0] == 0:
             return None
         records = fields[:, 1] * fields[:, 6]
-        return Pieces(*fields.T, record=np.cumsum(records) - records)
+        return Pieces(*fields.T, np.cumsum(records) - records)
 
     def _note_reuse(self, slot: Ints, position: Ints) -> None:
         """Positions that a step skips were served from the KV cache."""
@@ -225,7 +227,8 @@ class Planner:
         if watch and tokens[0, layout.PROGRAM] == layout.IDLE_PROGRAM:
             tokens[0, layout.PROGRAM] = layout.WATCH_PROGRAM
             active, slots, positions = (
-                np.append(array, value) for array, value in ((active, 0), (slots, -1), (positions, 0))
+                np.append(array, value)
+                for array, value in ((active, 0), (slots, -1), (positions, 0))
             )
             edits, width = np.append(edits, 0), np.append(width, 0)
         return StepPlan(

@@ -77,7 +77,9 @@ class Request:
         return self.segments[nth].taps
 
 
-def cut(plan: ResolvedPlan, taps: dict[Tap, int], captures: bool) -> list[tuple[int, int, tuple[Edit, ...], tuple[int, ...]]]:
+def cut(
+    plan: ResolvedPlan, taps: dict[Tap, int], captures: bool
+) -> list[tuple[int, int, tuple[Edit, ...], tuple[int, ...]]]:
     """A plan as (start, stop, edits, taps captured) over [0, FOREVER), for the taps of this rank.
 
     Args:
@@ -104,7 +106,9 @@ def cut(plan: ResolvedPlan, taps: dict[Tap, int], captures: bool) -> list[tuple[
     pieces = []
     for start, stop in zip(ordered, ordered[1:], strict=False):
         here = tuple(edit for ranges, edit in edits if _covers(ranges, start))
-        places = sorted({tap for ranges, found in captured if _covers(ranges, start) for tap in found})
+        places = sorted(
+            {tap for ranges, found in captured if _covers(ranges, start) for tap in found}
+        )
         pieces.append((start, stop, here, tuple(places)))
     return pieces
 
@@ -125,9 +129,7 @@ def acquire_segments(
     try:
         for start, stop, edits, taps in pieces:
             if not edits and not taps:
-                segments.append(
-                    Segment(start, stop, (), (), layout.IDLE_PROGRAM, layout.NO_GROUP)
-                )
+                segments.append(Segment(start, stop, (), (), layout.IDLE_PROGRAM, layout.NO_GROUP))
                 continue
             program = tables.acquire_program(edits)
             try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -215,11 +214,12 @@ class Session:
         signatures = tally[:, layout.SIGNATURE]
         wrong = np.flatnonzero(signatures != self._signature)
         if wrong.size:
+            found = self._diagnose(int(signatures[wrong[0]]))
             raise TapError(
                 "midstream's taps did not all fire once in the engine's first step, so nothing "
-                f"would be captured or edited rightly: {self._diagnose(int(signatures[wrong[0]]))}. "
-                "If the model is compiled, clear the compile cache (VLLM_CACHE_ROOT); otherwise "
-                "please report the model's architecture"
+                f"would be captured or edited rightly: {found}. If the model is compiled, clear "
+                "the compile cache (VLLM_CACHE_ROOT); otherwise please report the model's "
+                "architecture"
             )
 
     def _diagnose(self, signature: int) -> str:

@@ -51,8 +51,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         'additional_config["decode_backend"] = "latency_specialized"',
-        lambda c: isinstance(c.additional_config, dict)
-        and c.additional_config.get("decode_backend") == "latency_specialized",
+        lambda c: (
+            isinstance(c.additional_config, dict)
+            and c.additional_config.get("decode_backend") == "latency_specialized"
+        ),
         "that decode path goes past the model's layers",
     ),
     Rule(

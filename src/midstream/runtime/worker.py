@@ -181,12 +181,13 @@ def _allocate(taps: dict[Tap, int], runner: Any, vllm_config: Any, config: Confi
 def _largest_step(runner: Any, vllm_config: Any) -> int:
     """Most rows that a forward can have, padding included."""
     largest_graph = getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None)
-    return max(
+    largest: int = max(
         vllm_config.scheduler_config.max_num_batched_tokens,
         getattr(runner, "max_num_tokens", 0),
         largest_graph or 0,
         vllm_config.scheduler_config.max_num_seqs,
     )
+    return largest
 
 
 def _staging_bytes(device: torch.device, config: Config) -> int:

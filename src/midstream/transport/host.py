@@ -60,7 +60,7 @@ class CudaShipment:
     arrived: torch.cuda.Event
 
     def ready(self) -> bool:
-        return self.arrived.query()
+        return bool(self.arrived.query())
 
     def rows(self) -> Tensor:
         self.arrived.synchronize()

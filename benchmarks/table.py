@@ -1,0 +1,90 @@
+"""Writes the tables of README.md and docs/benchmarks.md from benchmarks/results/*.json.
+
+    python benchmarks/table.py [--check]
+
+The README has the latest run of each benchmark on each device, the page all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import markers
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def pages(results: list[dict[str, Any]] | None = None) -> dict[str, dict[str, str]]:
+    """Every block, by page; of the committed results unless others are given."""
+    found = read() if results is None else results
+    latest = {(one["benchmark"], one["machine"]["device"]): one for one in found}
+    return {
+        "README.md": {"benchmarks": "\n\n".join(render(one) for one in latest.values())},
+        "docs/benchmarks.md": {"benchmarks": "\n\n".join(render(one) for one in found)},
+    }
+
+
+def read(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """The results in a folder, oldest first."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return sorted(found, key=lambda result: str(result["machine"]["date"]))
+
+
+def render(result: dict[str, Any]) -> str:
+    """One run as Markdown.
+
+    Raises:
+        ValueError: there is no table for such a benchmark.
+    """
+    name = result.get("benchmark")
+    if name not in RENDERERS:
+        raise ValueError(f"no table for the benchmark {name!r}; there are {', '.join(RENDERERS)}")
+    return RENDERERS[name](result)
+
+
+def overhead(result: dict[str, Any]) -> str:
+    """What benchmarks/overhead.py wrote: added time against plain vLLM, by workload."""
+    where = result["machine"]
+    changed = ", with uncommitted changes" if where.get("changed") else ""
+    parts = [
+        f"{where['device']}, vLLM {where['vllm']}, torch {where['torch']}, midstream "
+        f"{where['midstream']} ({where['commit']}{changed}), {where['date']}; medians of "
+        f"{result['rounds']} rounds"
+    ]
+    for shape, measured in result["shapes"].items():
+        workloads = {
+            name: variants
+            for name, variants in measured.items()
+            if isinstance(variants, dict) and "plain" in variants
+        }
+        if not workloads:
+            continue
+        runner = measured["engine"]["runner"]
+        variants = list(dict.fromkeys(name for each in workloads.values() for name in each))
+        rows = [[name, *(_cell(each, name) for each in workloads.values())] for name in variants]
+        head = [f"{shape}, runner {runner}", *workloads]
+        parts.append(markers.table(head, rows, numbers=True))
+    return "\n\n".join(parts)
+
+
+def _cell(variants: dict[str, dict[str, float]], name: str) -> str:
+    if name not in variants:
+        return ""
+    plain, median = variants["plain"]["median_s"], variants[name]["median_s"]
+    if name == "plain":
+        return f"{median * 1e3:.3f} ms"
+    return f"{(median / plain - 1) * 100:+.1f} %".replace("-", "−")
+
+
+RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {"overhead": overhead}
+
+
+if __name__ == "__main__":
+    sys.exit(markers.main(pages(), __doc__))

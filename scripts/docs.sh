@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Writes every table in the documents that is made from data; with --check, only compares.
+#   scripts/docs.sh [--check]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${MIDSTREAM_VENV:-.venv}/bin/python
+status=0
+for script in scripts/models_table.py scripts/limits_table.py scripts/tree.py benchmarks/table.py; do
+  "$python" "$script" "$@" || status=1
+done
+exit $status

@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""Writes the tables of docs/limits.md and docs/guide.md that state midstream's own data.
+
+    scripts/limits_table.py [--check]
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import markers
+
+from midstream.config import Config
+from midstream.runtime.settings import RULES
+from midstream.sites import SITES
+from midstream.spec import fields as spec_fields
+from midstream.spec import selecting, vector
+
+
+def pages() -> dict[str, dict[str, str]]:
+    """Every block, by page."""
+    return {
+        "docs/limits.md": {"engine settings": engine_settings(), "sizes": sizes()},
+        "docs/guide.md": {"sites": sites(), "settings": settings()},
+    }
+
+
+def engine_settings() -> str:
+    """The engine settings that are refused at start-up."""
+    rows = [[f"`{rule.setting}`", rule.reason] for rule in RULES]
+    return markers.table(["setting", "why"], rows)
+
+
+def sizes() -> str:
+    """The most that one request may ask for."""
+    limits = {
+        "layers, or positions, listed one by one": spec_fields.MAX_ITEMS,
+        "captures, or edits, of one request": spec_fields.MAX_PARTS,
+        "separate ranges of positions in one request": selecting.MAX_RANGES,
+        "numbers in one vector (which must be as wide as the model)": vector.MAX_SIZE,
+    }
+    rows = [[what, f"{most:,}"] for what, most in limits.items()]
+    return markers.table(["what", "at most"], rows, numbers=True)
+
+
+def sites() -> str:
+    """The sites and their other names."""
+    rows = [[f"`{s.name}`", ", ".join(f"`{a}`" for a in s.aliases), s.meaning] for s in SITES]
+    return markers.table(["site", "also accepted", "what it is"], rows)
+
+
+def settings() -> str:
+    """midstream's settings, their defaults, and what the class's docstring says of them."""
+    text = (inspect.getdoc(Config) or "").partition("Attributes:")[2]
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
+    said = {name: " ".join(words.split()) for name, words in found}
+    rows = [[f"`{f.name}`", f"`{_show(f.default)}`", said[f.name]] for f in fields(Config)]
+    return markers.table(["setting", "default", "what it is"], rows)
+
+
+def _show(value: object) -> str:
+    if isinstance(value, tuple):
+        value = list(value)
+    return f'"{value}"' if isinstance(value, str) else str(value).replace("'", '"')
+
+
+if __name__ == "__main__":
+    sys.exit(markers.main(pages(), __doc__))

@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""Writes the tables of docs/models.md from midstream's table of layer conventions.
+
+    scripts/models_table.py [--check]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import markers
+
+from midstream.runtime.conventions import Choice, LayerConvention, Refusal
+from midstream.runtime.conventions_hf import HF_MODELS
+from midstream.runtime.conventions_types import Entry
+from midstream.runtime.conventions_vllm import MODELS, VENDOR
+
+SOURCES: dict[str, Mapping[str, Entry]] = {
+    "vLLM's models": MODELS,
+    "vLLM's vendor models": VENDOR,
+    "transformers' models": HF_MODELS,
+}
+OUTCOMES = ("all three sites", "no `resid_mid`", "depends on the layer's settings", "refused")
+
+
+def outcome(entry: Entry) -> str:
+    """Which of OUTCOMES a class has."""
+    if isinstance(entry, Refusal):
+        return OUTCOMES[3]
+    if isinstance(entry, Choice):
+        return OUTCOMES[2]
+    return OUTCOMES[0] if entry.mid else OUTCOMES[1]
+
+
+def pages() -> dict[str, dict[str, str]]:
+    """Every block, by page."""
+    return {
+        "docs/models.md": {
+            "counts": counts(),
+            "three sites": three_sites(),
+            "no mid": by_reason(OUTCOMES[1]),
+            "choices": choices(),
+            "refused": by_reason(OUTCOMES[3]),
+            "more": conditions(),
+        }
+    }
+
+
+def counts() -> str:
+    """How many classes have each outcome."""
+    rows = []
+    for word in OUTCOMES:
+        found = [
+            sum(outcome(entry) == word for entry in entries.values())
+            for entries in SOURCES.values()
+        ]
+        rows.append([word, *map(str, found), str(sum(found))])
+    sums = [len(entries) for entries in SOURCES.values()]
+    rows.append(["in the table", *map(str, sums), str(sum(sums))])
+    return markers.table(["decoder-layer classes", *SOURCES, "in all"], rows, numbers=True)
+
+
+def three_sites() -> str:
+    """The classes that have all three sites."""
+    rows = []
+    for source, entries in SOURCES.items():
+        names = [f"`{name}`" for name, entry in entries.items() if outcome(entry) == OUTCOMES[0]]
+        rows.append([source, ", ".join(sorted(names, key=str.lower))])
+    return markers.table(["", "classes"], rows)
+
+
+def by_reason(word: str) -> str:
+    """The classes of one outcome, gathered by its reason."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for source, name, entry in _all():
+        if outcome(entry) == word:
+            found[_reason(entry)].append(_label(source, name))
+    rows = [[reason, ", ".join(sorted(names))] for reason, names in sorted(found.items())]
+    return markers.table(["reason", "classes"], rows)
+
+
+def choices() -> str:
+    """What decides, for classes of which not all layers are alike."""
+    rows = [
+        [_label(source, name), *_choice(entry)]
+        for source, name, entry in _all()
+        if isinstance(entry, Choice)
+    ]
+    return markers.table(["class", "setting of the layer", "if true", "if false"], rows)
+
+
+def conditions() -> str:
+    """Classes that are refused, or lack a site, under one more condition."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for source, name, entry in _all():
+        for leaf in _leaves(entry):
+            if leaf.tp_partial:
+                found["refused with `tensor_parallel_size` above 1"].append(_label(source, name))
+            if leaf.float16_scaled:
+                found["refused in float16"].append(_label(source, name))
+            if leaf.no_pre:
+                found[f"no `resid_pre`: {leaf.no_pre}"].append(_label(source, name))
+    rows = [[what, ", ".join(sorted(set(names)))] for what, names in sorted(found.items())]
+    return markers.table(["condition", "classes"], rows)
+
+
+def _all() -> Iterator[tuple[str, str, Entry]]:
+    for source, entries in SOURCES.items():
+        for name, entry in entries.items():
+            yield source, name, entry
+
+
+def _label(source: str, name: str) -> str:
+    return f"`{name}`" + (" (transformers)" if source.startswith("transformers") else "")
+
+
+def _reason(entry: Entry) -> str:
+    if isinstance(entry, Refusal):
+        return entry.reason
+    return entry.no_mid if isinstance(entry, LayerConvention) else ""
+
+
+def _choice(entry: Choice) -> list[str]:
+    return [f"`{entry.attribute.removesuffix('?')}`", _say(entry.true), _say(entry.false)]
+
+
+def _say(entry: Entry) -> str:
+    if isinstance(entry, Choice):
+        setting, true, false = _choice(entry)
+        return f"{setting}: if true {true}, if false {false}"
+    reason = _reason(entry)
+    return outcome(entry) + (f" ({reason})" if reason else "")
+
+
+def _leaves(entry: Entry) -> Iterator[LayerConvention]:
+    if isinstance(entry, Choice):
+        yield from _leaves(entry.true)
+        yield from _leaves(entry.false)
+    elif isinstance(entry, LayerConvention):
+        yield entry
+
+
+if __name__ == "__main__":
+    sys.exit(markers.main(pages(), __doc__))

@@ -1,0 +1,129 @@
+"""The engine core in a process of its own, as vLLM runs by default."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.stale_check import ROOT
+
+SCRIPT = """
+import json, sys, torch
+from helpers.engines import engine, greedy, tokens, generated
+from midstream import Capture, Steer
+from pathlib import Path
+
+if __name__ == "__main__":
+    args = json.loads(sys.argv[2])
+    prompts = [tokens(list(range(3 + n, 40 + 2 * n))) for n in range(12)]
+    steers = [[Steer([0.5 * n] * 64, layer=n % 3)] if n % 2 else None for n in range(12)]
+    with engine(Path(sys.argv[1]), max_num_batched_tokens=64, max_num_seqs=8, **args) as llm:
+        outputs = llm.generate(prompts, greedy(6, detokenize=False), steer=steers,
+            capture=Capture(layers="all", sites=["resid_pre", "resid_mid", "resid_post"]),
+            use_tqdm=False)
+        long = llm.generate(tokens([7] * 200), greedy(2, detokenize=False),
+            capture=Capture(layers="all"), use_tqdm=False)[0]
+        try:
+            llm.generate(prompts[0], greedy(2), steer=[Steer([1.0], layer=0)])
+        except ValueError as error:
+            refused = str(error)
+        again = llm.generate(prompts[0], greedy(6, detokenize=False), use_tqdm=False)[0]
+        workers = llm._front_end.info.workers
+    torch.save({
+        "tokens": [generated(o) for o in outputs],
+        "rows": [dict(o.activations.items()) for o in outputs],
+        "status": [o.receipt.status for o in outputs],
+        "long": long.activations["resid_post", 2].shape[0],
+        "refused": refused,
+        "again": generated(again),
+        "ranks": [(w["stage"], w["tensor_rank"]) for w in workers],
+    }, sys.argv[3])
+"""
+
+
+def run(model: Path, out: Path, args: dict[str, object], **env: str) -> dict[str, object]:
+    import torch
+
+    script = out.with_suffix(".py")
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(script), str(model), json.dumps(args), str(out)],
+        env={
+            **os.environ,
+            **env,
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=540,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return torch.load(out)
+
+
+@pytest.fixture(scope="module")
+def in_process(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    out = tmp_path_factory.mktemp("processes") / "in-process.pt"
+    return run(tiny_llama, out, {}, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+
+
+def assert_same(found: dict[str, object], expected: dict[str, object]) -> None:
+    import torch
+
+    assert found["status"] == ["ok"] * 12
+    assert found["tokens"] == expected["tokens"]
+    assert found["again"] == found["tokens"][0]
+    assert found["long"] == 201
+    assert "64" in found["refused"]
+    for mine, theirs in zip(found["rows"], expected["rows"], strict=True):
+        assert set(mine) == set(theirs)
+        for tap, value in theirs.items():
+            torch.testing.assert_close(mine[tap], value, rtol=1e-4, atol=1e-4)
+
+
+def test_a_separate_engine_process_gives_what_the_same_process_gives(
+    tiny_llama: Path, tmp_path: Path, in_process: dict[str, object]
+) -> None:
+    for method in ("spawn", "fork"):
+        found = run(
+            tiny_llama,
+            tmp_path / f"{method}.pt",
+            {},
+            VLLM_ENABLE_V1_MULTIPROCESSING="1",
+            VLLM_WORKER_MULTIPROC_METHOD=method,
+        )
+        assert_same(found, in_process)
+
+
+@pytest.mark.parametrize(
+    ("args", "ranks"),
+    [
+        ({"tensor_parallel_size": 2}, [(0, 0), (0, 1)]),
+        (
+            {"pipeline_parallel_size": 2, "enforce_eager": False, "async_scheduling": False},
+            [(0, 0), (1, 0)],
+        ),
+    ],
+    ids=["tensor", "pipeline"],
+)
+def test_two_workers_give_what_one_gives(
+    tiny_llama: Path,
+    tmp_path: Path,
+    in_process: dict[str, object],
+    args: dict[str, object],
+    ranks: list[tuple[int, int]],
+) -> None:
+    found = run(
+        tiny_llama,
+        tmp_path / "two.pt",
+        args,
+        VLLM_ENABLE_V1_MULTIPROCESSING="1",
+        VLLM_CPU_OMP_THREADS_BIND="0|1",
+    )
+    assert found["ranks"] == ranks
+    assert_same(found, in_process)
