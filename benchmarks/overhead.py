@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import machine
 import shapes
 
-SHORT, LONG = 17, 145
+SHORT, LONG = 17, 113
 PROMPT = 32
 
 
@@ -92,8 +92,8 @@ def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]
     vector = [random.Random(0).gauss(0, 0.01) for _ in range(config["hidden_size"])]
     one = [Steer(vector, layer=config["num_hidden_layers"] // 2)]
     every = [Steer(vector, layer=layer) for layer in range(config["num_hidden_layers"])]
+    middle = config["num_hidden_layers"] // 2
     last = Capture(layers="all", positions="last_prompt")
-    all_rows = Capture(layers="all", positions="all")
     variants: dict[str, tuple[Any, dict[str, Any]]] = {
         "plain": (plain, {}),
         "plain again": (plain, {}),
@@ -101,10 +101,7 @@ def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]
         "steer one layer": (tapped, {"steer": one}),
         "steer every layer": (tapped, {"steer": every}),
         "capture last prompt token, every layer": (tapped, {"capture": last}),
-        "capture and steer every token at every layer": (
-            tapped,
-            {"capture": all_rows, "steer": every},
-        ),
+        "capture every token, one layer": (tapped, {"capture": Capture(layers=[middle])}),
     }
     out: dict[str, Any] = {"graphs": graphs(tapped), "engine": tapped.info.workers[0]}
     for batch in args.batches:

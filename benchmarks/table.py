@@ -13,12 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import markers
 
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = markers.ROOT / "benchmarks" / "results"
 
 
 def pages(results: list[dict[str, Any]] | None = None) -> dict[str, dict[str, str]]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes the tables of docs/limits.md and docs/guide.md that state midstream's own data.
 
-    scripts/limits_table.py [--check]
+scripts/limits_table.py [--check]
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Blocks of Markdown that are made from data, between two comments that name them.
 
-    <!-- made: NAME -->
-    …
-    <!-- end: NAME -->
+<!-- made: NAME -->
+…
+<!-- end: NAME -->
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes the tables of docs/models.md from midstream's table of layer conventions.
 
-    scripts/models_table.py [--check]
+scripts/models_table.py [--check]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes the list of files in CONTRIBUTING.md from the first line of each file's own docstring.
 
-    scripts/tree.py [--check]
+scripts/tree.py [--check]
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _below(folder: Path, depth: int) -> list[str]:
 
 
 def _line(depth: int, name: str, path: Path) -> str:
-    return f"{'  ' * depth}{name}".ljust(30) + f" {_says(path)}".rstrip()
+    return f"{'  ' * depth + name:<30} {_says(path)}".rstrip()
 
 
 def _says(path: Path) -> str:

@@ -18,7 +18,6 @@ from helpers.fake_steps import (
     random_plan,
 )
 
-import midstream.ops.site  # noqa: F401  (defines the op)
 from midstream.errors import TapError
 from midstream.runtime.buffers import code
 from midstream.runtime.requests import REUSED
@@ -110,12 +109,13 @@ class Scheduler:
         assert not self.engine.session._in_flight
 
 
-@pytest.mark.parametrize("lag", [None, 0, 1, 3])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("seed", "lag"), [(0, None), (1, 0), (2, 1), (3, 3), (4, None), (5, 1), (6, 2), (7, 5)]
+)
 def test_random_steps_do_for_every_row_what_a_naive_reader_of_its_plan_says(seed, lag):
     scheduler = Scheduler(seed, lag)
-    scheduler.run(120)
-    assert scheduler.checked > 15
+    scheduler.run(70)
+    assert scheduler.checked > 10
 
 
 # ---------------------------------------------------------------- one thing at a time
@@ -133,9 +133,7 @@ def test_a_prompt_in_chunks_gives_the_rows_of_all_its_positions():
 
 
 def test_a_preempted_request_computes_its_positions_again_with_the_same_edits():
-    plan = plan_of(
-        edits=[(POST, VECTORS[0], 2.0, ((4, None),))], captures=[([POST], ((0, 6),))]
-    )
+    plan = plan_of(edits=[(POST, VECTORS[0], 2.0, ((4, None),))], captures=[([POST], ((0, 6),))])
     engine, fake = FakeEngine(), Fake("a", plan)
     engine.add(fake)
     engine.step([(fake, 4)])
@@ -262,7 +260,7 @@ def test_a_forward_outside_of_steps_sees_zeros_and_counts_nothing():
     engine.step([(fake, 4)])
     tally, ring = engine.buffers.tally.clone(), engine.buffers.ring.clone()
     before, after = engine.forward(64)
-    assert all(torch.equal(before[tap][0], after[tap][0]) for tap in TAPS)
+    assert all((before[tap][0] == after[tap]).all() for tap in TAPS)
     assert torch.equal(engine.buffers.tally, tally)
     assert torch.equal(engine.buffers.ring, ring)
 
@@ -294,7 +292,9 @@ def test_a_tap_that_fails_in_the_first_step_stops_the_engine_by_name(firing, mes
     view = StepView(["a"], np.array([3], np.int32), np.array([0], np.int32), 3)
     engine.session.before_forward(view)
     engine.forward(3, **firing)
-    with pytest.raises(TapError, match=f"did not all fire once in the engine's first step.*: {message}"):
+    with pytest.raises(
+        TapError, match=f"did not all fire once in the engine's first step.*: {message}"
+    ):
         engine.session.after_forward()
 
 
@@ -314,12 +314,10 @@ def test_a_tap_that_fails_later_is_noted_on_the_requests_of_that_step(firing, me
     engine.add(there)
     engine.add(absent)
     engine.step([(there, 2), (absent, 3)])
-    fakes = [(there, 2), (Fake("plain"), 1)]
     view = StepView(["there", "plain"], np.array([2, 1]), np.array([2, 0]), 3)
     engine.session.before_forward(view)
     engine.forward(3, **firing)
     engine.session.after_forward()
-    assert len(fakes) == len(view.request_ids)
     found = engine.session.take("there")[0]
     assert message in found.problem
     assert found.problem.startswith("position 2: asked for 1 edits and 1 vectors, the device did")
@@ -331,16 +329,16 @@ def test_a_request_keeps_its_first_problem():
     engine.add(fake)
     engine.step([(fake, 2)])
     for computed, tap in ((2, ("resid_pre", 0)), (3, ("resid_pre", 1))):
-        engine.session.before_forward(
-            StepView(["a"], np.array([1]), np.array([computed]), 1)
-        )
+        engine.session.before_forward(StepView(["a"], np.array([1]), np.array([computed]), 1))
         engine.forward(1, skip=(tap,))
         engine.session.after_forward()
     assert "resid_pre of layer 0 did not fire" in engine.session.take("a")[0].problem
 
 
 def test_the_codes_of_taps_tell_them_apart():
-    taps = [(site, layer) for site in ("resid_pre", "resid_mid", "resid_post") for layer in range(128)]
+    taps = [
+        (site, layer) for site in ("resid_pre", "resid_mid", "resid_post") for layer in range(128)
+    ]
     codes = {code(tap) for tap in taps}
     assert len(codes) == len(taps)
     assert 0 not in codes
@@ -354,7 +352,11 @@ def test_the_codes_of_taps_tell_them_apart():
 
 @pytest.mark.parametrize(
     ("sizes", "setting"),
-    [({"bank_rows": 1}, "bank_rows"), ({"max_edits": 1}, "max_edits"), ({"table_rows": 3}, "programs")],
+    [
+        ({"bank_rows": 1}, "bank_rows"),
+        ({"max_edits": 1}, "max_edits"),
+        ({"table_rows": 3}, "programs"),
+    ],
 )
 def test_a_request_without_room_runs_without_its_edits_and_names_the_setting(sizes, setting):
     engine = FakeEngine(**sizes)

@@ -27,6 +27,7 @@ class Outbox:
     def __init__(self, taps: list[Tap]) -> None:
         self._taps = taps
         self._data: dict[str, bytes] = {}
+        self._inlined: set[str] = set()  # of the latest `inline`
 
     def put(self, uid: str, requests: list[Request], with_rows: bool) -> dict[str, Any]:
         """Takes in the finished requests of a uid; returns their header."""
@@ -61,20 +62,26 @@ class Outbox:
         """The data of those uids that are small enough to come with the header; None: read it."""
         found: list[bytes | None] = []
         total = 0
+        self._inlined.clear()
         for uid in uids:
-            data = self._data[uid]
-            total += len(data)
-            small = len(data) <= INLINE_BYTES and total <= INLINE_TOTAL
-            found.append(self._data.pop(uid) if small else None)
+            size = len(self._data[uid])
+            if size <= INLINE_BYTES and total + size <= INLINE_TOTAL:
+                total += size
+                self._inlined.add(uid)
+                found.append(self._data.pop(uid))
+            else:
+                found.append(None)
         return found
 
     def read(self, uid: str, offset: int, size: int) -> bytes:
-        """A piece of a uid's data.
+        """A piece of a uid's data; nothing where all of it came with the header.
+
+        Every worker is asked, also where only another one's data was too large for its header.
 
         Raises:
             FetchError: nothing is held for that uid.
         """
-        data = self._data.get(uid)
+        data = b"" if uid in self._inlined else self._data.get(uid)
         if data is None:
             raise FetchError(f"nothing is held for {uid}")
         return data[offset : offset + size]
@@ -82,6 +89,7 @@ class Outbox:
     def release(self, uid: str) -> None:
         """Forgets a uid's data, if there is any."""
         self._data.pop(uid, None)
+        self._inlined.discard(uid)
 
 
 def _by_taps(rows: list[Rows]) -> dict[tuple[int, ...], list[Rows]]:

