@@ -14,8 +14,8 @@ prefill: seconds for a batch of prompts with one token generated each.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
+import multiprocessing
 import os
 import random
 import statistics
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,10 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         for name in args.shapes:
-            results["shapes"][name] = measure(shapes.write(name, Path(folder)), name, args)
+            # A process for each shape: vLLM does not give back an engine's memory within one.
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                model = shapes.write(name, Path(folder))
+                results["shapes"][name] = pool.submit(measure, model, name, args).result()
             if args.json:
                 args.json.write_text(json.dumps(results, indent=2) + "\n")
     write_table(results)
@@ -113,12 +117,6 @@ def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]
         args.rounds,
         lambda llm, kw: timed(llm, kw, args.prefill_prompts, args.prefill_length, 1),
     )
-    for llm in (plain, tapped):
-        llm.llm_engine.engine_core.shutdown()
-    del plain, tapped, variants, llm
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
     return out
 
 

@@ -6,7 +6,7 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-gpu-results}
 mkdir -p "$out"
-python=${PYTHON:-python3}
+python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 table=""
 failed=0
 
@@ -19,10 +19,17 @@ check() { # NAME COMMAND…
 }
 
 wanted=" ${CHECKS:-kernel v2 v1 stale overhead} "
+# A process for each engine: vLLM does not give back an engine's memory within a process.
+runner() { # NAME USE_V2 DTYPE
+  check "$1-$3" env VLLM_USE_V2_MODEL_RUNNER="$2" MIDSTREAM_GPU_DTYPE="$3" \
+    "$python" -m pytest -q tests/gpu/test_smollm2.py
+}
 asked() { [[ $wanted == *" $1 "* ]]; }
 asked kernel && check kernel "$python" -m pytest -q tests/gpu/test_site_triton.py
-asked v2 && check v2 env VLLM_USE_V2_MODEL_RUNNER=1 "$python" -m pytest -q tests/gpu/test_smollm2.py
-asked v1 && check v1 env VLLM_USE_V2_MODEL_RUNNER=0 "$python" -m pytest -q tests/gpu/test_smollm2.py
+for dtype in float32 bfloat16; do
+  asked v2 && runner v2 1 $dtype
+  asked v1 && runner v1 0 $dtype
+done
 asked stale && check stale "$python" -m pytest -q tests/gpu/test_stale_graph.py
 asked overhead && check overhead "$python" benchmarks/overhead.py --json "$out/overhead.json"
 asked overhead && cat "$out/overhead.log" | grep -v -i warning | tail -n 60

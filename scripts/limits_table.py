@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Writes the tables of docs/limits.md and docs/guide.md that state midstream's own data.
 
 scripts/limits_table.py [--check]

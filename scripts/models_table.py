@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Writes the tables of docs/models.md from midstream's table of layer conventions.
 
 scripts/models_table.py [--check]

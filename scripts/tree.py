@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Writes the list of files in CONTRIBUTING.md from the first line of each file's own docstring.
 
 scripts/tree.py [--check]

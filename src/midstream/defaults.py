@@ -70,20 +70,21 @@ class DefaultCapture:
         """Sets `hidden_states` and `prefill_hidden_states`, {layer: [rows, hidden]}, on each
         completion, and on the output where it has but one.
         """
-        prompt_len = len(output.prompt_token_ids or ())
         for completion in output.outputs:
-            completion.hidden_states, completion.prefill_hidden_states = self._split(
-                completion.activations, prompt_len
-            )
+            completion.hidden_states, completion.prefill_hidden_states = self._split(completion)
         if len(output.outputs) == 1:
             output.hidden_states = output.outputs[0].hidden_states
             output.prefill_hidden_states = output.outputs[0].prefill_hidden_states
 
-    def _split(self, activations: Any, prompt_len: int) -> tuple[dict[int, Any], dict[int, Any]]:
+    def _split(self, completion: Any) -> tuple[dict[int, Any], dict[int, Any]]:
         decode: dict[int, Any] = {}
         prefill: dict[int, Any] = {}
+        # Not there where `join` had nothing to ask for.
+        activations = getattr(completion, "activations", None)
         if activations is None:
             return decode, prefill
+        # The output's own prompt_token_ids are None where the prompt was given as embeddings.
+        prompt_len = completion.receipt.prompt_tokens
         for layer in activations.layers:
             if (_SITE, layer) not in activations:
                 continue

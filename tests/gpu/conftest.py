@@ -4,6 +4,7 @@ each of vLLM's model runners.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(absent)
 
 
-@pytest.fixture(scope="session", params=["float32", "bfloat16"])
-def gpu_llm(smollm2: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """SmolLM2 with torch.compile and CUDA graphs, every site tapped, steps of 256 tokens."""
+@pytest.fixture(scope="session")
+def gpu_llm(smollm2: Path) -> Iterator[Any]:
+    """SmolLM2 with torch.compile and CUDA graphs, every site tapped, steps of 256 tokens; in
+    float32 unless `MIDSTREAM_GPU_DTYPE` says bfloat16.
+    """
     from helpers.engines import ALL_SITES, engine
 
     with engine(
         smollm2,
-        dtype=request.param,
+        dtype=os.environ.get("MIDSTREAM_GPU_DTYPE", "float32"),
         enforce_eager=False,
         max_model_len=1024,
         max_num_batched_tokens=256,

@@ -64,6 +64,16 @@ def assert_near(
         assert error <= bound, f"{tap}: {error} > {bound}"
 
 
+def assert_greedy(
+    oracle: Oracle, prompt: list[int], found: list[int], edits: list[HookEdit]
+) -> None:
+    """Each token is the one that transformers finds most likely, or ties with it to rounding."""
+    logits, _ = oracle.run([*prompt, *found][:-1], edits)
+    for nth, token in enumerate(found):
+        row = logits[len(prompt) - 1 + nth]
+        assert float(row.max() - row[token]) <= 0.02, f"token {nth}"
+
+
 def test_graphs_and_compilation_are_on_and_the_runner_is_the_one_asked_for(
     gpu_llm: Any, prompts: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +123,7 @@ def test_prompt_and_generated_rows_are_as_near_as_transformers_own_rounding(
     ids = [*prompt, *generated(output)][:-1]
     assert_near(dict(output.activations.items()), ids, [], oracles, is_exact(gpu_llm))
     if is_exact(gpu_llm):
-        assert generated(output) == oracles["float32"].generate(prompt, 12)
+        assert_greedy(oracles["float32"], prompt, generated(output), [])
 
 
 @pytest.mark.parametrize("site", ALL_SITES)
@@ -133,7 +143,7 @@ def test_steering_gives_what_the_same_edit_by_hook_gives(
     assert_near(dict(output.activations.items()), ids, [edit], oracles, is_exact(gpu_llm))
     assert output.receipt.edited.applied == len(ids) - first
     if is_exact(gpu_llm):
-        assert generated(output) == oracles["float32"].generate(prompt, 12, [edit])
+        assert_greedy(oracles["float32"], prompt, generated(output), [edit])
 
 
 def test_in_one_mixed_batch_every_request_gets_what_it_gets_alone(

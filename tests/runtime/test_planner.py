@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from midstream.errors import SpecError
 from midstream.ops import layout
 from midstream.runtime.buffers import Buffers
+from midstream.runtime.ledger import Ledger
 from midstream.runtime.planner import Planner
 from midstream.runtime.programs import Edit, Tables
 from midstream.runtime.requests import (
@@ -126,7 +127,7 @@ def test_every_row_of_every_step_gets_what_its_request_asks_for_at_its_position(
     requests = {}
     for nth, plan in enumerate(plans):
         if plan is not None:
-            segments = acquire_segments(cut(plan, TAPS, True), tables)
+            segments = acquire_segments(cut(plan, TAPS, True), tables, Ledger())
             request = Request(f"r{nth}", "u", plan, planner.new_slot(), segments)
             requests[f"r{nth}"] = request
             planner.add(request)
@@ -186,7 +187,7 @@ def test_positions_served_from_the_cache_are_known_as_reused():
     tables = Tables(buffers)
     planner = Planner(tables, max_model_len=100)
     plan = ResolvedPlan(20, (ResolvedEdit("resid_post", 0, VECTORS[1], 1.0, ((0, None),)),), ())
-    segments = acquire_segments(cut(plan, TAPS, True), tables)
+    segments = acquire_segments(cut(plan, TAPS, True), tables, Ledger())
     request = Request("a", "u", plan, planner.new_slot(), segments)
     planner.add(request)
     view = StepView(["a"], np.array([4], np.int32), np.array([16], np.int32), 4)
@@ -204,7 +205,7 @@ def test_a_slot_that_is_used_again_remembers_nothing():
     plan = ResolvedPlan(8, (ResolvedEdit("resid_post", 0, VECTORS[1], 1.0, ((0, None),)),), ())
     slots = []
     for name in ("a", "b"):
-        segments = acquire_segments(cut(plan, TAPS, True), tables)
+        segments = acquire_segments(cut(plan, TAPS, True), tables, Ledger())
         request = Request(name, "u", plan, planner.new_slot(), segments)
         slots.append(request.slot)
         planner.add(request)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from midstream.activations import Activations
 from midstream.receipt import Captured, Edited, Receipt
 from midstream.runtime.requests import APPLIED_0, REUSED, UNSEEN
+from midstream.sites import BY_NAME
 from midstream.spec import ResolvedPlan
 
 Tap = tuple[str, int]
@@ -30,12 +32,14 @@ def assemble(output: Any, plan: ResolvedPlan, answers: Answers, dtype: str) -> N
     """
     prompt = list(output.prompt_token_ids or [0] * plan.prompt_len)
     children = _by_child(answers, len(output.outputs))
+    # As wide and of the dtype of rows, for taps of which there are none.
+    nothing = torch.zeros(0, answers[0][0]["worker"]["hidden_size"], dtype=getattr(torch, dtype))
     for completion in output.outputs:
         tokens = [*prompt, *completion.token_ids][
             : max(0, len(prompt) + len(completion.token_ids) - 1)
         ]
         parts = children.get(completion.index, [])
-        completion.activations = _activations(plan, parts, tokens, dtype)
+        completion.activations = _activations(plan, parts, tokens, nothing)
         completion.receipt = _receipt(
             output.request_id, plan, parts, completion, len(tokens), completion.activations
         )
@@ -74,51 +78,91 @@ def _by_child(answers: Answers, num_completions: int) -> dict[int, list[_Part]]:
     return children
 
 
+class _Block(NamedTuple):
+    """Rows of some taps at the same positions: [positions, taps, hidden]."""
+
+    taps: list[Tap]
+    positions: NDArray[np.int64]
+    values: Tensor
+
+
 def _activations(
-    plan: ResolvedPlan, parts: list[_Part], tokens: list[int], dtype: str
+    plan: ResolvedPlan, parts: list[_Part], tokens: list[int], nothing: Tensor
 ) -> Activations | None:
     if not plan.captures:
         return None
-    found: dict[Tap, list[tuple[NDArray[np.int64], Tensor]]] = {}
-    for part in parts:
-        for block, data in part.blocks:
-            runs = [np.arange(first, first + length) for first, length in block["runs"]]
-            positions = np.concatenate(runs)
-            values = _tensor(data, dtype, positions.size, len(block["taps"]))
-            for place, (site, layer) in enumerate(block["taps"]):
-                found.setdefault((site, layer), []).append((positions, values[:, place]))
-    values_of: dict[Tap, Tensor] = {}
-    positions_of: dict[Tap, Tensor] = {}
-    for tap in sorted({tap for capture in plan.captures for tap in capture.taps}, key=_order):
-        wanted = np.asarray(plan.capture_positions(*tap, len(tokens)), np.int64)
-        positions, values = _select(found.get(tap, []), wanted)
-        values_of[tap], positions_of[tap] = values, torch.from_numpy(positions)
-    return Activations(values_of, positions_of, torch.tensor(tokens, dtype=torch.int64))
+    blocks = [
+        _read_block(header, data, nothing.dtype) for part in parts for header, data in part.blocks
+    ]
+    values: dict[Tap, Tensor] = {}
+    positions: dict[Tap, Tensor] = {}
+    for taps, found in _alike(plan, blocks):
+        wanted = _expand(plan.capture_ranges(*taps[0], len(tokens)))
+        there, chosen = _choose(found, wanted)
+        shared = torch.from_numpy(there)
+        for tap in taps:
+            rows = [block.values[:, block.taps.index(tap)] for block in found]
+            every = nothing if not rows else rows[0] if len(rows) == 1 else torch.cat(rows)
+            values[tap] = every if chosen is None else every[chosen]
+            positions[tap] = shared
+    ordered = sorted(values, key=_order)
+    return Activations(
+        {tap: values[tap] for tap in ordered},
+        {tap: positions[tap] for tap in ordered},
+        torch.tensor(tokens, dtype=torch.int64),
+    )
 
 
-def _order(tap: Tap) -> tuple[int, str]:
-    return tap[1], tap[0]
-
-
-def _tensor(data: memoryview, dtype: str, rows: int, width: int) -> Tensor:
+def _read_block(header: dict[str, Any], data: memoryview, dtype: torch.dtype) -> _Block:
+    positions = _expand((first, first + length) for first, length in header["runs"])
     # A writable copy: tensors over read-only memory are a trap for whoever writes to them.
-    flat = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype))
-    return flat.view(rows, width, -1)
+    flat = torch.frombuffer(bytearray(data), dtype=dtype)
+    taps = [(site, layer) for site, layer in header["taps"]]
+    return _Block(taps, positions, flat.view(positions.size, len(taps), -1))
 
 
-def _select(
-    found: list[tuple[NDArray[np.int64], Tensor]], wanted: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], Tensor]:
-    """The wanted positions that were found, ascending, and their rows."""
+def _alike(plan: ResolvedPlan, blocks: list[_Block]) -> list[tuple[list[Tap], list[_Block]]]:
+    """The plan's taps, those together that are asked for and were found at the same positions."""
+    captures: dict[Tap, list[int]] = {}
+    for index, capture in enumerate(plan.captures):
+        for tap in capture.taps:
+            captures.setdefault(tap, []).append(index)
+    places: dict[Tap, list[int]] = {}
+    for index, block in enumerate(blocks):
+        for tap in block.taps:
+            places.setdefault(tap, []).append(index)
+    alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Tap]] = {}
+    for tap, indices in captures.items():
+        key = (tuple(indices), tuple(places.get(tap, ())))
+        alike.setdefault(key, []).append(tap)
+    return [(taps, [blocks[nth] for nth in found]) for (_, found), taps in alike.items()]
+
+
+def _choose(
+    found: list[_Block], wanted: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], Tensor | None]:
+    """(the wanted positions that were found, ascending; their rows among those found, None: all
+    of them as they are).
+    """
     if not found:
-        return np.zeros(0, np.int64), torch.zeros(0, 0)
-    positions = np.concatenate([one for one, _ in found])
-    values = found[0][1] if len(found) == 1 else torch.cat([rows for _, rows in found])
+        return np.zeros(0, np.int64), None
+    positions = np.concatenate([block.positions for block in found])
     order = np.argsort(positions, kind="stable")
     chosen = order[np.isin(positions[order], wanted)]
-    if chosen.size == positions.size and (chosen == np.arange(chosen.size)).all():
-        return positions, values
-    return positions[chosen], values[torch.from_numpy(chosen)]
+    if np.array_equal(chosen, np.arange(positions.size)):
+        return positions, None
+    return positions[chosen], torch.from_numpy(chosen)
+
+
+def _expand(ranges: Iterable[tuple[int, int]]) -> NDArray[np.int64]:
+    """The positions in [start, stop) ranges."""
+    runs = [np.arange(start, stop) for start, stop in ranges]
+    return np.concatenate(runs) if runs else np.zeros(0, np.int64)
+
+
+def _order(tap: Tap) -> tuple[int, int]:
+    """Taps in the order in which a forward reaches them."""
+    return tap[1], BY_NAME[tap[0]].order
 
 
 def _receipt(
@@ -165,10 +209,9 @@ def _edited(plan: ResolvedPlan, parts: list[_Part], length: int) -> tuple[Edited
         for start, stop in edit.ranges:
             expected[start:stop] += 1
     applied = np.zeros(length, np.int64)
-    reused = np.ones(length, bool)
-    for part in parts:
-        if part.worker["tensor_rank"] != 0:
-            continue
+    stages = [part for part in parts if part.worker["tensor_rank"] == 0]
+    reused = np.full(length, bool(stages))
+    for part in stages:
         states = np.zeros(length, np.int64)
         known = part.done[:length]
         states[: known.size] = known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 import uuid
@@ -13,6 +14,7 @@ from typing import Any
 
 from midstream.config import KEY, Config
 from midstream.errors import SpecError, UnsupportedError
+from midstream.receipt import Receipt
 from midstream.runtime.adapter import Carried
 from midstream.runtime.assembly import assemble
 from midstream.runtime.worker import RPC
@@ -22,6 +24,8 @@ from midstream.spec import ModelShape, Plan, ResolvedPlan, resolve
 _BATCH_REQUESTS = 64
 _BATCH_BYTES = 64 << 20
 _READ_BYTES = 64 << 20
+# Many requests share a plan: it is resolved and packed once for each length of prompt.
+_CACHED_PLANS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +43,11 @@ class EngineInfo:
     Attributes:
         shape: for resolving plans.
         dtype: name of the model's dtype, in which rows come.
-        capture_limit: most (site, layer) that one request may capture at one position.
         workers: each worker's own description.
     """
 
     shape: ModelShape
     dtype: str
-    capture_limit: int
     workers: tuple[dict[str, Any], ...]
 
 
@@ -56,9 +58,11 @@ class FrontEnd:
         self.config = config
         self._rpc: Callable[..., list[dict[str, Any]]] = engine.collective_rpc
         self._has_unfinished: Callable[[], bool] = engine.has_unfinished_requests
-        self.info = _describe(self._call("describe"), config)
+        self.info = _describe(self._call("describe"))
         self._under_way: dict[str, Asked] = {}
+        self._resolve = functools.lru_cache(maxsize=_CACHED_PLANS)(self._resolve_and_pack)
         self._finished: list[tuple[Asked, Any]] = []
+        self._problems: list[Receipt] = []
 
     def admit(self, request: Any, plan: Plan) -> None:
         """Checks a processed request's plan and lets it ride; the caller's params stay as they are.
@@ -84,10 +88,9 @@ class FrontEnd:
                 f"results come with the whole of a request's output, and output_kind={kind} with "
                 f"n={params.n} never shows it; use FINAL_ONLY",
             )
-        resolved = resolve(plan, self.info.shape, _prompt_len(request), params.max_tokens)
-        self._check_room(resolved)
+        resolved, packed = self._resolve(plan, _prompt_len(request), params.max_tokens)
         asked = Asked(uuid.uuid4().hex, resolved)
-        carried = Carried(asked.uid, resolved.to_bytes())
+        carried = Carried(asked.uid, packed)
         params.extra_args = {**(params.extra_args or {}), KEY: carried.pack()}
         if resolved.captures_prompt:
             # A prompt served from the cache is not computed, so there would be nothing to read.
@@ -104,7 +107,8 @@ class FrontEnd:
         others, but never later than the engine's last step.
 
         Raises:
-            ReceiptError: what was done for a request is not what it asked for.
+            ReceiptError: what was done for a request is not what it asked for. Raised once the
+                engine is idle, when every output has its results.
         """
         for output in outputs:
             completions = output.outputs if isinstance(output.outputs, list) else []
@@ -117,21 +121,20 @@ class FrontEnd:
             self.fetch()
         if idle:
             self.let_go()
+            problems, self._problems = self._problems, []
+            for receipt in problems:
+                receipt.check()
         return outputs
 
     def fetch(self) -> None:
-        """Fetches the results of all finished requests; raises as `after_step` does."""
+        """Fetches the results of all finished requests."""
         finished, self._finished = self._finished, []
-        problems = []
         for start in range(0, len(finished), _BATCH_REQUESTS):
             batch = finished[start : start + _BATCH_REQUESTS]
             data = self._collect([asked.uid for asked, _ in batch])
             for asked, output in batch:
                 assemble(output, asked.plan, data[asked.uid], self.info.dtype)
-                problems += [c.receipt for c in output.outputs if c.receipt.problems]
-        # Every result is in place before the first mismatch is raised.
-        for receipt in problems:
-            receipt.check()
+                self._problems += [c.receipt for c in output.outputs if c.receipt.problems]
 
     def let_go(self) -> None:
         """Has the workers forget what was asked for by requests that ended without an output."""
@@ -177,28 +180,34 @@ class FrontEnd:
             (header, b"".join(parts)) for (header, _), parts in zip(entries, pieces, strict=True)
         ]
 
+    def _resolve_and_pack(
+        self, plan: Plan, prompt_len: int, max_tokens: int | None
+    ) -> tuple[ResolvedPlan, bytes]:
+        resolved = resolve(plan, self.info.shape, prompt_len, max_tokens)
+        self._check_room(resolved)
+        return resolved, resolved.to_bytes()
+
     def _check_room(self, plan: ResolvedPlan) -> None:
-        at_once = len({tap for capture in plan.captures for tap in capture.taps})
-        if at_once > self.info.capture_limit:
-            raise SpecError(
-                "capture",
-                f"{at_once} vectors a token are asked for, the staging ring has room for "
-                f"{self.info.capture_limit} when a step is full; raise midstream's setting "
-                "staging_bytes, lower max_num_batched_tokens, or capture fewer layers or sites",
-            )
+        wanted = {tap for capture in plan.captures for tap in capture.taps}
+        for worker in self.info.workers:
+            # Under pipeline parallelism each stage captures its own layers.
+            at_once = sum((site, layer) in wanted for site, layer in worker["taps"])
+            if at_once > worker["capture_limit"]:
+                raise SpecError(
+                    "capture",
+                    f"{at_once} vectors a token are asked for, the staging ring has room for "
+                    f"{worker['capture_limit']} when a step is full; raise midstream's setting "
+                    "staging_bytes, lower max_num_batched_tokens, or capture fewer layers or "
+                    "sites",
+                )
 
     def _call(self, op: str, argument: object = None) -> list[dict[str, Any]]:
         return self._rpc(RPC, args=(op, json.dumps(argument)))
 
 
-def _describe(answers: list[dict[str, Any]], config: Config) -> EngineInfo:
+def _describe(answers: list[dict[str, Any]]) -> EngineInfo:
     workers = tuple(json.loads(answer["json"]) for answer in answers)
-    lacking = {
-        (site, layer): why
-        for worker in workers
-        for site, layer, why in worker["lacking"]
-        if site in config.sites
-    }
+    lacking = {(site, layer): why for worker in workers for site, layer, why in worker["lacking"]}
     taps = frozenset((site, layer) for worker in workers for site, layer in worker["taps"])
     if not taps:
         raise UnsupportedError("no site of any layer is tapped; see midstream's settings")
@@ -209,8 +218,7 @@ def _describe(answers: list[dict[str, Any]], config: Config) -> EngineInfo:
         taps=taps,
         reasons=MappingProxyType(lacking),
     )
-    limit = min(worker["capture_limit"] for worker in workers)
-    return EngineInfo(shape, first["dtype"], limit, workers)
+    return EngineInfo(shape, first["dtype"], workers)
 
 
 def _prompt_len(request: Any) -> int:

@@ -32,7 +32,8 @@ class Pieces:
         length: rows.
         position: of the first row in its request.
         slot: the request's slot.
-        program, group, width: what each row gets, and how many vectors its record holds.
+        program, group, width, kind: what each row gets, how many vectors its record holds, and
+            what the ledger calls such records.
         record: first row of the ring, counted from the step's first; meaningful where width > 0.
     """
 
@@ -43,6 +44,7 @@ class Pieces:
     program: Ints
     group: Ints
     width: Ints
+    kind: Ints
     record: Ints
 
 
@@ -80,8 +82,9 @@ class Planner:
         self._by_slot: list[Request | None] = []
         self._free: list[int] = []
         # Per slot: the segment that its latest rows were in, and how far it has come.
-        self._now = np.zeros((0, 5), np.int64)  # start, stop, program, group, width
+        self._now = np.zeros((0, 6), np.int64)  # start, stop, program, group, width, kind
         self._seen = np.zeros(0, np.int64)
+        self._serial = np.zeros(0, np.int64)
         self._done = np.zeros((0, max_model_len), np.uint16)
 
     def __len__(self) -> int:
@@ -99,6 +102,10 @@ class Planner:
         """The request in a slot."""
         return self._by_slot[slot]
 
+    def serials(self, slots: Ints) -> Ints:
+        """The numbers of the requests in some slots."""
+        return self._serial[slots]
+
     def new_slot(self) -> int:
         """A free slot; the arrays grow as needed."""
         if not self._free:
@@ -106,6 +113,7 @@ class Planner:
             grown = max(64, 2 * size)
             self._now = _grow(self._now, grown)
             self._seen = _grow(self._seen, grown)
+            self._serial = _grow(self._serial, grown)
             self._done = _grow(self._done, grown)
             self._by_slot += [None] * (grown - size)
             self._free = list(range(grown - 1, size - 1, -1))
@@ -119,6 +127,7 @@ class Planner:
         self._by_slot[slot] = request
         self._enter(slot, request.segments[0])
         self._seen[slot] = 0
+        self._serial[slot] = request.serial
 
     def forget(self, request: Request) -> None:
         """Ends a request: its positions' states move into `request.done`, its slot is free."""
@@ -177,12 +186,14 @@ class Planner:
                     int(slot[nth]), int(row[nth]), int(position[nth]), int(stop[nth])
                 )
             ]
-            fields = np.concatenate((fields[inside], np.array(crossing, np.int64).reshape(-1, 7)))
+            fields = np.concatenate((fields[inside], np.array(crossing, np.int64).reshape(-1, 8)))
         fields = fields[fields[:, 4] != layout.IDLE_PROGRAM]
         if fields.shape[0] == 0:
             return None
         records = fields[:, 1] * fields[:, 6]
-        return Pieces(*fields.T, np.cumsum(records) - records)
+        row, length, position, slot, program, group, width, kind = fields.T
+        record = np.cumsum(records) - records
+        return Pieces(row, length, position, slot, program, group, width, kind, record)
 
     def _note_reuse(self, slot: Ints, position: Ints) -> None:
         """Positions that a step skips were served from the KV cache."""
@@ -206,8 +217,13 @@ class Planner:
 
     def _enter(self, slot: int, segment: Segment) -> None:
         self._now[slot] = (
-            segment.start, segment.stop, segment.program, segment.group, len(segment.taps)
-        )  # fmt: skip
+            segment.start,
+            segment.stop,
+            segment.program,
+            segment.group,
+            len(segment.taps),
+            segment.kind,
+        )
 
     def _lay_out(self, pieces: Pieces, num_tokens: int, watch: bool) -> StepPlan:
         length = pieces.length
@@ -244,7 +260,7 @@ class Planner:
 
 
 _EMPTY = np.zeros(0, np.int64)
-_NOTHING = Pieces(_EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY)
+_NOTHING = Pieces(*[_EMPTY] * 9)
 
 
 def _grow(array: NDArray[T], rows: int) -> NDArray[T]:

@@ -6,7 +6,6 @@ A request's plan is cut into segments of positions: within one, every token has 
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,11 +14,14 @@ from numpy.typing import NDArray
 from midstream.errors import SpecError
 from midstream.ops import layout
 from midstream.runtime.buffers import Tap
+from midstream.runtime.ledger import Block, Ledger
 from midstream.runtime.programs import Edit, Tables
 from midstream.spec import ResolvedPlan
-from midstream.transport.base import Shipment
 
 FOREVER = np.iinfo(np.int64).max // 2
+
+# (start, stop, edits, taps captured): a segment that has no program yet.
+Piece = tuple[int, int, tuple[Edit, ...], tuple[int, ...]]
 
 # States of a position in `Request.done`. From APPLIED_0 on: computed, with that many edits.
 UNSEEN = 0
@@ -37,17 +39,7 @@ class Segment:
     taps: tuple[int, ...]  # taps captured, as indices on this rank
     program: int
     group: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Captured rows of one request in one shipment: positions [position, position + length)."""
-
-    shipment: Shipment
-    first: int
-    position: int
-    length: int
-    taps: tuple[int, ...]
+    kind: int  # what the ledger calls records of these taps
 
 
 @dataclass(slots=True)
@@ -56,9 +48,9 @@ class Request:
 
     Attributes:
         slot: its row in the planner's arrays.
+        serial: its number, which no other request of this worker ever has.
         done: uint16 [max_model_len], the state of each position.
-        seen: positions below are computed, or were served from the KV cache.
-        rows: what was captured, in the order of the steps.
+        blocks: what was captured; filled in when the request is taken.
         problem: the first thing that went wrong, if any.
     """
 
@@ -67,19 +59,18 @@ class Request:
     plan: ResolvedPlan
     slot: int
     segments: list[Segment]
-    rows: list[Rows] = field(default_factory=list)
+    serial: int = 0
+    blocks: list[Block] = field(default_factory=list)
     problem: str = ""
     done: NDArray[np.uint16] = field(default_factory=lambda: np.zeros(0, np.uint16))
 
-    def taps_at(self, position: int) -> tuple[int, ...]:
-        """The taps captured at a position, in the order of its record."""
-        nth = bisect.bisect_right(self.segments, position, key=lambda segment: segment.start) - 1
-        return self.segments[nth].taps
+
+def idle_segment(start: int = 0, stop: int = FOREVER) -> Segment:
+    """Positions at which nothing is asked for."""
+    return Segment(start, stop, (), (), layout.IDLE_PROGRAM, layout.NO_GROUP, 0)
 
 
-def cut(
-    plan: ResolvedPlan, taps: dict[Tap, int], captures: bool
-) -> list[tuple[int, int, tuple[Edit, ...], tuple[int, ...]]]:
+def cut(plan: ResolvedPlan, taps: dict[Tap, int], captures: bool) -> list[Piece]:
     """A plan as (start, stop, edits, taps captured) over [0, FOREVER), for the taps of this rank.
 
     Args:
@@ -117,9 +108,7 @@ def _covers(ranges: tuple[tuple[int, int | None], ...], position: int) -> bool:
     return any(start <= position and (stop is None or position < stop) for start, stop in ranges)
 
 
-def acquire_segments(
-    pieces: list[tuple[int, int, tuple[Edit, ...], tuple[int, ...]]], tables: Tables
-) -> list[Segment]:
+def acquire_segments(pieces: list[Piece], tables: Tables, ledger: Ledger) -> list[Segment]:
     """The segments with their programs and groups; all or nothing.
 
     Raises:
@@ -129,7 +118,7 @@ def acquire_segments(
     try:
         for start, stop, edits, taps in pieces:
             if not edits and not taps:
-                segments.append(Segment(start, stop, (), (), layout.IDLE_PROGRAM, layout.NO_GROUP))
+                segments.append(idle_segment(start, stop))
                 continue
             program = tables.acquire_program(edits)
             try:
@@ -137,7 +126,7 @@ def acquire_segments(
             except SpecError:
                 tables.release_program(edits)
                 raise
-            segments.append(Segment(start, stop, edits, taps, program, group))
+            segments.append(Segment(start, stop, edits, taps, program, group, ledger.kind(taps)))
     except SpecError:
         release_segments(segments, tables)
         raise

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from midstream.errors import FetchError
 from midstream.runtime.buffers import Tap
-from midstream.runtime.requests import Request, Rows
+from midstream.runtime.requests import Request
 
 INLINE_BYTES = 4 << 20
 INLINE_TOTAL = 32 << 20
@@ -37,13 +37,12 @@ class Outbox:
             blocks = []
             parts.append(request.done.tobytes())
             if with_rows:
-                for taps, rows in _by_taps(request.rows).items():
-                    positions, values = _join(rows, len(taps))
-                    parts.append(_bytes(values))
+                for block in request.blocks:
+                    parts.append(_bytes(block.values))
                     blocks.append(
                         {
-                            "taps": [list(self._taps[tap]) for tap in taps],
-                            "runs": _runs(positions),
+                            "taps": [list(self._taps[tap]) for tap in block.taps],
+                            "runs": _runs(block.positions),
                             "nbytes": len(parts[-1]),
                         }
                     )
@@ -90,28 +89,6 @@ class Outbox:
         """Forgets a uid's data, if there is any."""
         self._data.pop(uid, None)
         self._inlined.discard(uid)
-
-
-def _by_taps(rows: list[Rows]) -> dict[tuple[int, ...], list[Rows]]:
-    grouped: dict[tuple[int, ...], list[Rows]] = {}
-    for row in rows:
-        grouped.setdefault(row.taps, []).append(row)
-    return grouped
-
-
-def _join(rows: list[Rows], width: int) -> tuple[np.ndarray[Any, np.dtype[np.int64]], Tensor]:
-    """(positions, values [positions, width, hidden]); a position computed twice counts once."""
-    positions = np.concatenate([np.arange(r.position, r.position + r.length) for r in rows])
-    values = [
-        r.shipment.rows()[r.first : r.first + r.length * width].unflatten(0, (r.length, width))
-        for r in rows
-    ]
-    joined = values[0] if len(values) == 1 else torch.cat(values)
-    if positions.size > 1 and (np.diff(positions) <= 0).any():
-        # Preempted and computed again: the last writer's row stands.
-        latest = positions.size - 1 - np.unique(positions[::-1], return_index=True)[1]
-        positions, joined = positions[latest], joined[torch.from_numpy(latest)]
-    return positions, joined
 
 
 def _runs(positions: np.ndarray[Any, np.dtype[np.int64]]) -> list[list[int]]:

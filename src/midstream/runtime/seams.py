@@ -49,6 +49,12 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         ("request_id", "prompt", "params"),
         "the front door: plans are checked and resolved",
     ),
+    Seam(
+        "vllm.v1.engine.llm_engine",
+        "LLMEngine.__init__",
+        ("vllm_config",),
+        "each engine that is enabled gets its front door",
+    ),
     Seam("vllm.v1.engine.llm_engine", "LLMEngine.step", (), "results join the outputs"),
     Seam(
         "vllm.v1.engine.llm_engine",
@@ -165,5 +171,5 @@ def _raise(problems: list[str]) -> None:
 
         raise SeamError(
             f"vLLM {vllm.__version__} is not one that this midstream fits "
-            f"(tested: 0.26 to 0.32):\n  " + "\n  ".join(problems)
+            f"(run on 0.26 and 0.32, read up to 0.33):\n  " + "\n  ".join(problems)
         )

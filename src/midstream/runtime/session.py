@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from dataclasses import dataclass
 
@@ -12,21 +13,22 @@ from numpy.typing import NDArray
 from midstream.errors import SpecError, TapError
 from midstream.ops import layout
 from midstream.runtime.buffers import Buffers, Tap, code
+from midstream.runtime.ledger import Ledger
 from midstream.runtime.planner import Planner, StepPlan
 from midstream.runtime.programs import Tables
 from midstream.runtime.requests import (
+    Piece,
     Request,
-    Rows,
-    Segment,
     acquire_segments,
     cut,
+    idle_segment,
     release_segments,
 )
 from midstream.runtime.stepview import StepView
 from midstream.spec import ResolvedPlan
 from midstream.transport.base import Shipment, Transport
 
-_IDLE_SEGMENT = Segment(0, 2**62, (), (), layout.IDLE_PROGRAM, layout.NO_GROUP)
+_CACHED_PLANS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class Session:
         self._max_model_len = max_model_len
         self._tables = Tables(buffers)
         self._planner = Planner(self._tables, max_model_len)
+        self._ledger = Ledger()
+        self._admitted = 0
         self._signature = _wrap(sum(code(tap) for tap in taps))
         self._names = list(taps)
         self._steps = 0
@@ -73,6 +77,8 @@ class Session:
         self._leaving: deque[tuple[int, Request]] = deque()
         self._left: dict[str, list[Request]] = {}
         self._checked = False
+        # Many requests share a plan, to the byte.
+        self._parse = functools.lru_cache(maxsize=_CACHED_PLANS)(self._parse_and_cut)
 
     # -- requests come and go ---------------------------------------------------------------
 
@@ -89,14 +95,20 @@ class Session:
             # An id that is used again while its first bearer is still being settled.
             self._settle(wait=True)
         problem = ""
-        resolved = ResolvedPlan.from_bytes(plan)
+        resolved, pieces = self._parse(plan)
         try:
-            pieces = cut(resolved, self._taps, self._captures)
-            segments = acquire_segments(pieces, self._tables)
+            segments = acquire_segments(pieces, self._tables, self._ledger)
         except SpecError as error:
-            segments, problem = [_IDLE_SEGMENT], str(error)
+            segments, problem = [idle_segment()], str(error)
+        self._admitted += 1
         request = Request(
-            request_id, uid, resolved, self._planner.new_slot(), segments, problem=problem
+            id=request_id,
+            uid=uid,
+            plan=resolved,
+            slot=self._planner.new_slot(),
+            segments=segments,
+            serial=self._admitted,
+            problem=problem,
         )
         self._planner.add(request)
 
@@ -109,12 +121,21 @@ class Session:
         self._leaving.append((self._steps, request))
         self._let_go()
 
-    def take(self, uid: str) -> list[Request]:
-        """The requests of that uid, finished or not; they are forgotten here. Waits for rows."""
+    def take(self, uids: list[str]) -> dict[str, list[Request]]:
+        """The requests of those uids, finished or not, with their rows; they are forgotten here.
+
+        Waits for what is still under way.
+        """
         self._settle(wait=True)
-        for request in self._planner.with_uid(uid):
-            self.finish(request.id)
-        return self._left.pop(uid, [])
+        for uid in uids:
+            for request in self._planner.with_uid(uid):
+                self.finish(request.id)
+        taken = {uid: self._left.pop(uid, []) for uid in uids}
+        requests = [request for found in taken.values() for request in found]
+        blocks = self._ledger.take([request.serial for request in requests])
+        for request in requests:
+            request.blocks = blocks[request.serial]
+        return taken
 
     # -- steps ------------------------------------------------------------------------------
 
@@ -153,25 +174,25 @@ class Session:
 
     # -- inside -----------------------------------------------------------------------------
 
+    def _parse_and_cut(self, plan: bytes) -> tuple[ResolvedPlan, list[Piece]]:
+        resolved = ResolvedPlan.from_bytes(plan)
+        return resolved, cut(resolved, self._taps, self._captures)
+
     def _on_host(self, array: NDArray[np.int32]) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory() if self._buffers.tokens.is_cuda else tensor
 
     def _keep_rows(self, plan: StepPlan, shipment: Shipment) -> None:
         pieces = plan.pieces
-        for nth in np.flatnonzero(pieces.width > 0).tolist():
-            request = self._planner.by_slot(int(pieces.slot[nth]))
-            assert request is not None
-            position = int(pieces.position[nth])
-            request.rows.append(
-                Rows(
-                    shipment,
-                    int(pieces.record[nth]),
-                    position,
-                    int(pieces.length[nth]),
-                    request.taps_at(position),
-                )
-            )
+        mine = pieces.width > 0
+        self._ledger.note(
+            shipment,
+            self._planner.serials(pieces.slot[mine]),
+            pieces.position[mine],
+            pieces.length[mine],
+            pieces.record[mine],
+            pieces.kind[mine],
+        )
 
     def _settle(self, wait: bool) -> None:
         while self._in_flight and (wait or self._in_flight[0].shipment.ready()):
@@ -244,6 +265,8 @@ class Session:
         self._tables.check_integrity()
         if not len(self._planner) and not self._in_flight:
             assert not bool(self._buffers.tokens.any())
+        if not len(self._planner) and not self._left:
+            assert not len(self._ledger)
 
 
 def _wrap(value: int) -> int:

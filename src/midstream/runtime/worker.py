@@ -92,8 +92,9 @@ class _Endpoint:
             uid, offset, size = json.loads(argument)
             return {"data": self._outbox.read(uid, offset, size)}
         if op == "release":
-            for uid in json.loads(argument):
-                self._session.take(uid)
+            uids = json.loads(argument)
+            self._session.take(uids)
+            for uid in uids:
                 self._outbox.release(uid)
             return {}
         if op == "check_integrity":
@@ -120,10 +121,11 @@ class _Endpoint:
 
     def _collect(self, uids: list[str]) -> dict[str, Any]:
         """Takes the requests of these uids out of the session; their data waits in the outbox."""
-        headers = []
-        for uid in uids:
-            requests = self._session.take(uid)
-            headers.append(self._outbox.put(uid, requests, self._tensor_rank == 0))
+        taken = self._session.take(uids)
+        headers = [
+            self._outbox.put(uid, requests, self._tensor_rank == 0)
+            for uid, requests in taken.items()
+        ]
         return {"json": json.dumps(headers), "inline": self._outbox.inline(uids)}
 
 

@@ -46,6 +46,10 @@ class Plan:
             if first.setdefault(capture, index) != index:
                 raise SpecError(f"capture[{index}]", f"the same as capture[{first[capture]}]")
 
+    def __deepcopy__(self, _memo: dict[int, object]) -> Plan:
+        # vLLM copies a request's parameters for each prompt; what cannot change is shared.
+        return self
+
     @staticmethod
     def parse(value: object) -> Plan:
         """A plan from its JSON form: a dict, or its text as `str` or UTF-8 `bytes`.

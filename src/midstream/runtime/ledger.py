@@ -1,0 +1,162 @@
+"""Which captured rows of which request lie in which step's shipment.
+
+A step only adds its arrays; rows are sorted out by request when they are taken, for many requests
+at once, so that neither costs Python per row, per request or per layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from midstream.transport.base import Shipment
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One request's rows of one kind of record.
+
+    Attributes:
+        taps: the taps in each record, in order, as indices on this rank.
+        positions: int64 [n], ascending, each once.
+        values: [n, taps, hidden] in the model's dtype, on the host.
+    """
+
+    taps: tuple[int, ...]
+    positions: Ints
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One step's records. Per run of rows: whose, from which position and row on, how many."""
+
+    shipment: Shipment
+    serial: Ints
+    position: Ints
+    length: Ints
+    first: Ints
+    kind: Ints
+
+    def only(self, mask: NDArray[np.bool_]) -> _Entry:
+        """Some of its runs."""
+        return _Entry(
+            self.shipment,
+            self.serial[mask],
+            self.position[mask],
+            self.length[mask],
+            self.first[mask],
+            self.kind[mask],
+        )
+
+
+class Ledger:
+    """Owner of the shipments between a step and the taking of its last row."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+        self._kinds: dict[tuple[int, ...], int] = {}
+
+    def kind(self, taps: tuple[int, ...]) -> int:
+        """The number by which records of these taps are known from now on."""
+        return self._kinds.setdefault(taps, len(self._kinds))
+
+    def __len__(self) -> int:
+        """Steps of which rows are still held."""
+        return len(self._entries)
+
+    def note(
+        self,
+        shipment: Shipment,
+        serial: Ints,
+        position: Ints,
+        length: Ints,
+        first: Ints,
+        kind: Ints,
+    ) -> None:
+        """Takes in a step's runs of captured rows.
+
+        Args:
+            shipment: where the rows come.
+            serial: per run, the number of the request.
+            position: per run, position of its first row.
+            length: per run, how many records.
+            first: per run, the shipment's row at which its first record begins.
+            kind: per run, what `kind` said of its taps.
+        """
+        if serial.size:
+            self._entries.append(_Entry(shipment, serial, position, length, first, kind))
+
+    def take(self, serials: list[int]) -> dict[int, list[Block]]:
+        """Each request's blocks; what is taken is no longer held. Waits for the rows.
+
+        A position that was computed twice counts once, with the row that came last.
+        """
+        wanted = np.sort(np.array(serials, np.int64))
+        chosen: list[_Entry] = []
+        kept: list[_Entry] = []
+        for entry in self._entries:
+            mask = np.isin(entry.serial, wanted)
+            if mask.any():
+                chosen.append(entry.only(mask))
+                entry = entry.only(~mask)
+            if entry.serial.size:
+                kept.append(entry)
+        self._entries = kept
+        found: dict[int, list[Block]] = {serial: [] for serial in serials}
+        for taps, kind in self._kinds.items():
+            for serial, block in _gather(chosen, taps, kind):
+                found[serial].append(block)
+        return found
+
+
+def _gather(chosen: list[_Entry], taps: tuple[int, ...], kind: int) -> list[tuple[int, Block]]:
+    """The blocks of one kind, with the numbers of their requests."""
+    steps: list[Ints] = []
+    serials: list[Ints] = []
+    positions: list[Ints] = []
+    firsts: list[Ints] = []
+    for nth, entry in enumerate(chosen):
+        mine = entry.kind == kind
+        length = entry.length[mine]
+        within = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
+        steps.append(np.full(within.size, nth))
+        serials.append(np.repeat(entry.serial[mine], length))
+        positions.append(np.repeat(entry.position[mine], length) + within)
+        firsts.append(np.repeat(entry.first[mine], length) + within * len(taps))
+    if not steps:
+        return []
+    step, serial = np.concatenate(steps), np.concatenate(serials)
+    position, first = np.concatenate(positions), np.concatenate(firsts)
+    if step.size == 0:
+        return []
+    order = np.lexsort(np.stack((step, position, serial)))
+    step, serial, position, first = step[order], serial[order], position[order], first[order]
+    last = np.append((serial[1:] != serial[:-1]) | (position[1:] != position[:-1]), True)
+    step, serial, position, first = step[last], serial[last], position[last], first[last]
+    values = _collect(chosen, step, first, len(taps))
+    starts = np.append(0, np.flatnonzero(serial[1:] != serial[:-1]) + 1)
+    stops = np.append(starts[1:], serial.size)
+    return [
+        (int(serial[start]), Block(taps, position[start:stop], values[start:stop]))
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+    ]
+
+
+def _collect(chosen: list[_Entry], step: Ints, first: Ints, width: int) -> Tensor:
+    """[records, width, hidden]: the record that begins at row `first` of step `step`, for each."""
+    sample = chosen[int(step[0])].shipment.rows()
+    hidden = sample.shape[1]
+    values = torch.empty(step.size, width, hidden, dtype=sample.dtype)
+    for nth in np.unique(step).tolist():
+        here = np.flatnonzero(step == nth)
+        rows = chosen[nth].shipment.rows()
+        source = torch.from_numpy((first[here, None] + np.arange(width)).ravel())
+        values[torch.from_numpy(here)] = rows[source].view(here.size, width, hidden)
+    return values

@@ -1,0 +1,336 @@
+"""From what the workers sent to activations and receipts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers.fake_steps import VECTORS, plan_of
+
+from midstream.errors import ReceiptError
+from midstream.runtime.assembly import assemble
+from midstream.runtime.requests import REUSED, Request, Rows
+from midstream.runtime.results import Outbox
+from midstream.spec import ResolvedCapture, ResolvedPlan
+from midstream.transport.host import CpuShipment
+
+PRE, POST, DEEP = ("resid_pre", 0), ("resid_post", 1), ("resid_post", 7)
+EVERYWHERE = ((0, None),)
+WIDTH = 4
+TALLY = torch.zeros(0, 4, dtype=torch.int32)
+
+
+def output(prompt=3, generated=2, completions=1, request_id="x"):
+    """A finished RequestOutput: tokens 100, 101, … of the prompt, then 200, 201, …"""
+    return SimpleNamespace(
+        request_id=request_id,
+        prompt_token_ids=list(range(100, 100 + prompt)),
+        outputs=[
+            SimpleNamespace(index=n, token_ids=[200 + 10 * n + g for g in range(generated)])
+            for n in range(completions)
+        ],
+    )
+
+
+def vector(tap, position, version=0):
+    return [float(tap[1]), float(position), float(version), float(len(tap[0]))]
+
+
+def rows(taps, positions, version=0, dtype=torch.float32):
+    """One shipment with the rows of a run of positions."""
+    values = torch.tensor([vector(tap, p, version) for p in positions for tap in taps])
+    run = list(positions)
+    places = tuple(range(len(taps)))
+    return taps, Rows(CpuShipment(values.to(dtype), TALLY), 0, run[0], len(run), places)
+
+
+def answer(*requests, stage=0, tensor_rank=0):
+    """One worker's answer for (id, done, [rows(…)], problem?), through its outbox."""
+    taps = list(
+        dict.fromkeys(tap for _, _, found, *_ in requests for own, _ in found for tap in own)
+    )
+    kept = []
+    for name, done, found, *problem in requests:
+        request = Request(name, "u", plan_of(captures=[([PRE], EVERYWHERE)]), 0, [])
+        request.done = np.array(done, np.uint16)
+        request.problem = problem[0] if problem else ""
+        request.rows = [
+            Rows(r.shipment, r.first, r.position, r.length, tuple(map(taps.index, own)))
+            for own, r in found
+        ]
+        kept.append(request)
+    outbox = Outbox(taps)
+    header = outbox.put("u", kept, True)
+    worker = {"stage": stage, "tensor_rank": tensor_rank, "hidden_size": WIDTH}
+    return {**header, "worker": worker}, outbox.read("u", 0, 10**9)
+
+
+def assembled(plan, answers, dtype="float32", **shape):
+    found = output(**shape)
+    assemble(found, plan, answers, dtype)
+    return found
+
+
+READ = plan_of(captures=[([PRE, POST], EVERYWHERE)], prompt_len=3)
+STEER = plan_of(edits=[(POST, VECTORS[0], 2.0, ((1, None),))], prompt_len=3)
+
+
+# ---------------------------------------------------------------- rows
+
+
+def test_a_request_gets_its_rows_by_tap_with_positions_and_tokens():
+    found = assembled(READ, [answer(("x", [1] * 4, [rows([PRE, POST], range(4))]))])
+    assert list(found.activations) == [PRE, POST]
+    for tap in (PRE, POST):
+        assert found.activations[tap].tolist() == [vector(tap, p) for p in range(4)]
+    assert found.activations.positions.tolist() == [0, 1, 2, 3]
+    assert found.activations.token_ids.tolist() == [100, 101, 102, 200]
+    assert found.receipt.status == "ok"
+    assert [(c.site, c.layer, c.expected, c.actual) for c in found.receipt.captured] == [
+        ("resid_pre", 0, 4, 4),
+        ("resid_post", 1, 4, 4),
+    ]
+    assert found.receipt.edited is None
+    assert (found.receipt.prompt_tokens, found.receipt.generated_tokens) == (3, 2)
+    assert found.activations is found.outputs[0].activations
+    assert found.receipt is found.outputs[0].receipt
+
+
+def test_positions_computed_twice_are_there_once_as_they_were_the_last_time():
+    answers = [
+        answer(("x", [1] * 4, [rows([PRE, POST], range(4), 1), rows([PRE, POST], range(2), 2)]))
+    ]
+    found = assembled(READ, answers)
+    assert found.activations[POST].tolist() == [
+        vector(POST, 0, 2), vector(POST, 1, 2), vector(POST, 2, 1), vector(POST, 3, 1),
+    ]  # fmt: skip
+    assert found.receipt.status == "ok"
+
+
+def test_blocks_of_several_groups_make_one_run_of_rows():
+    plan = plan_of(captures=[([PRE], EVERYWHERE), ([POST], ((1, 3),))], prompt_len=3)
+    answers = [
+        answer(
+            (
+                "x",
+                [1] * 4,
+                [rows([PRE], range(1)), rows([PRE, POST], range(1, 3)), rows([PRE], range(3, 4))],
+            )
+        )
+    ]
+    found = assembled(plan, answers)
+    assert found.activations[PRE].tolist() == [vector(PRE, p) for p in range(4)]
+    assert found.activations[POST].tolist() == [vector(POST, p) for p in (1, 2)]
+    assert found.activations.positions_of(*PRE).tolist() == [0, 1, 2, 3]
+    assert found.activations.token_ids_of(*POST).tolist() == [101, 102]
+    assert found.receipt.status == "ok"
+
+
+def test_pipeline_stages_each_give_their_own_layers():
+    plan = plan_of(
+        edits=[(PRE, VECTORS[0], 1.0, EVERYWHERE), (DEEP, VECTORS[1], 1.0, ((2, None),))],
+        captures=[([PRE, DEEP], EVERYWHERE)],
+        prompt_len=3,
+    )
+    answers = [
+        answer(("x", [2] * 4, [rows([PRE], range(4))]), stage=0),
+        answer(("x", [1, 1, 2, 2], [rows([DEEP], range(4))]), stage=1),
+    ]
+    found = assembled(plan, answers)
+    assert found.activations[PRE].tolist() == [vector(PRE, p) for p in range(4)]
+    assert found.activations[DEEP].tolist() == [vector(DEEP, p) for p in range(4)]
+    assert found.receipt.status == "ok"
+    assert found.receipt.edited.applied == 6
+
+
+def test_rows_past_the_final_length_are_dropped():
+    # Asynchronous scheduling computes a step more than the request turns out to have.
+    both = plan_of(
+        edits=[(POST, VECTORS[0], 2.0, EVERYWHERE)], captures=[([POST], EVERYWHERE)], prompt_len=3
+    )
+    found = assembled(both, [answer(("x", [2] * 6, [rows([POST], range(6))]))])
+    assert found.activations.positions.tolist() == [0, 1, 2, 3]
+    assert found.receipt.edited.applied == 4
+    assert found.receipt.status == "ok"
+
+
+def test_of_a_capture_of_the_last_row_only_that_row_is_kept():
+    plan = ResolvedPlan(3, (), (ResolvedCapture((POST,), ((0, 1),), 3),))
+    answers = [
+        answer(("x", [1, 0, 0, 1, 1], [rows([POST], [0]), rows([POST], [3]), rows([POST], [4])]))
+    ]
+    found = assembled(plan, answers, generated=3)
+    assert found.activations.positions.tolist() == [0, 4]
+    assert found.activations[POST].tolist() == [vector(POST, 0), vector(POST, 4)]
+    assert found.receipt.status == "ok"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_rows_keep_the_models_dtype_and_may_be_written_to(dtype):
+    torch_dtype = getattr(torch, dtype)
+    found = assembled(
+        READ, [answer(("x", [1] * 4, [rows([PRE, POST], range(4), dtype=torch_dtype)]))], dtype
+    )
+    assert found.activations[POST].dtype == torch_dtype
+    found.activations[POST][0] = 9
+    assert found.activations[POST][0].tolist() == [9.0] * 4
+    assert found.activations[PRE][0].tolist() == vector(PRE, 0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_capture_without_any_row_is_empty_but_of_the_models_shape_and_dtype(dtype, tmp_path):
+    # "generated", of a request that stopped at its first token.
+    plan = plan_of(captures=[([PRE, POST], ((3, None),))], prompt_len=3)
+    found = assembled(plan, [answer(("x", [0] * 3, []))], dtype, generated=1)
+    assert found.receipt.status == "ok"
+    assert found.activations[POST].shape == (0, WIDTH)
+    assert found.activations[POST].dtype == getattr(torch, dtype)
+    assert found.activations.positions.tolist() == []
+    assert found.activations.positions.dtype == torch.int64
+    assert found.activations.save(tmp_path / "empty").exists()
+
+
+def test_a_prompt_of_embeddings_has_positions_all_the_same():
+    found = output()
+    found.prompt_token_ids = None
+    assemble(found, READ, [answer(("x", [1] * 4, [rows([PRE, POST], range(4))]))], "float32")
+    assert found.activations.positions.tolist() == [0, 1, 2, 3]
+    assert found.activations.token_ids.tolist() == [0, 0, 0, 200]
+    assert found.receipt.status == "ok"
+
+
+# ---------------------------------------------------------------- several completions
+
+
+def child(n, length=4):
+    return (f"{n}_x", [1] * length, [rows([PRE, POST], range(length), version=n)])
+
+
+def test_children_are_told_apart_by_their_exact_index_in_any_order():
+    order = [10, 1, 0, 11, 2, 9, 3, 8, 4, 7, 5, 6]
+    found = assembled(READ, [answer(*(child(n) for n in order))], completions=12)
+    for n, completion in enumerate(found.outputs):
+        assert completion.activations[POST].tolist() == [vector(POST, p, n) for p in range(4)]
+        assert completion.activations.token_ids.tolist() == [100, 101, 102, 200 + 10 * n]
+        assert completion.receipt.status == "ok"
+    assert not hasattr(found, "activations")
+    assert not hasattr(found, "receipt")
+
+
+def test_a_child_that_the_workers_lost_is_the_only_one_with_a_problem():
+    answers = [answer(*(child(n) for n in range(12) if n != 1))]
+    found = assembled(READ, answers, completions=12)
+    wrong = [n for n, one in enumerate(found.outputs) if one.receipt.status == "error"]
+    assert wrong == [1]
+    assert "the workers know nothing of it" in found.outputs[1].receipt.problems[0]
+
+
+@pytest.mark.parametrize("name", ["10_x", "1_x", "x", "not-a-number_x", "_"])
+def test_a_lone_completion_has_its_rows_whatever_its_request_is_called(name):
+    found = assembled(READ, [answer((name, [1] * 4, [rows([PRE, POST], range(4))]))])
+    assert found.receipt.status == "ok"
+
+
+def test_children_are_put_together_from_every_stage():
+    answers = [
+        answer(*((f"{n}_x", [1] * 4, [rows([PRE], range(4), n)]) for n in (1, 0)), stage=0),
+        answer(*((f"{n}_x", [1] * 4, [rows([DEEP], range(4), n)]) for n in (0, 1)), stage=1),
+    ]
+    plan = plan_of(captures=[([PRE, DEEP], EVERYWHERE)], prompt_len=3)
+    found = assembled(plan, answers, completions=2)
+    for n, completion in enumerate(found.outputs):
+        for tap in (PRE, DEEP):
+            assert completion.activations[tap].tolist() == [vector(tap, p, n) for p in range(4)]
+
+
+# ---------------------------------------------------------------- receipts
+
+
+def test_edits_are_counted_position_by_position():
+    found = assembled(STEER, [answer(("x", [0, 2, 2, 2], []))])
+    assert found.receipt.status == "ok"
+    edited = found.receipt.edited
+    assert (edited.expected, edited.applied, edited.reused, edited.tokens) == (3, 3, 0, 3)
+    assert found.activations is None
+
+
+def test_tensor_parallel_ranks_do_the_same_and_are_counted_once():
+    answers = [
+        answer(("x", [0, 2, 2, 2], []), tensor_rank=0),
+        answer(("x", [0, 2, 2, 2], []), tensor_rank=1),
+    ]
+    assert assembled(STEER, answers).receipt.edited.applied == 3
+
+
+def test_positions_from_the_cache_count_as_reused():
+    found = assembled(STEER, [answer(("x", [REUSED, REUSED, 2, 2], []))])
+    edited = found.receipt.edited
+    assert found.receipt.status == "ok"
+    assert (edited.expected, edited.applied, edited.reused) == (3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("done", "message"),
+    [
+        ([0, 2, 1, 2], "1 positions were not edited as asked: position 2 got 0 edits, expected 1"),
+        ([0, 3, 2, 2], "1 positions were not edited as asked: position 1 got 2 edits, expected 1"),
+        ([2, 2, 2, 2], "1 positions were not edited as asked: position 0 got 1 edits, expected 0"),
+        ([0, 2], "2 positions were not edited as asked: position 2 got 0 edits, expected 1"),
+        ([], "3 positions were not edited as asked: position 1 got 0 edits, expected 1"),
+    ],
+)
+def test_a_wrong_number_of_edits_is_found_by_position(done, message):
+    receipt = assembled(STEER, [answer(("x", done, []))]).receipt
+    assert receipt.problems == (message,)
+    with pytest.raises(ReceiptError, match="request x: .* positions were not edited as asked"):
+        receipt.check()
+
+
+def test_a_position_reused_on_one_stage_only_is_a_problem():
+    plan = plan_of(
+        edits=[(PRE, VECTORS[0], 1.0, EVERYWHERE), (DEEP, VECTORS[1], 1.0, EVERYWHERE)],
+        prompt_len=3,
+    )
+    answers = [
+        answer(("x", [REUSED, 2, 2, 2], []), stage=0),
+        answer(("x", [2, 2, 2, 2], []), stage=1),
+    ]
+    receipt = assembled(plan, answers).receipt
+    assert receipt.problems == (
+        "1 positions were not edited as asked: position 0 got 1 edits, expected 2",
+    )
+
+
+@pytest.mark.parametrize(
+    ("positions", "actual"), [(range(3), 3), (range(1, 4), 3), ([1], 1), (None, 0)]
+)
+def test_a_missing_row_is_found_by_tap(positions, actual):
+    found = [rows([PRE], range(4))]
+    if positions is not None:
+        found.append(rows([POST], positions))
+    receipt = assembled(READ, [answer(("x", [1] * 4, found))]).receipt
+    assert receipt.problems == (f"resid_post of layer 1: {actual} rows came, expected 4",)
+    assert [one.actual for one in receipt.captured] == [4, actual]
+
+
+def test_a_request_that_the_workers_do_not_know_has_nothing_and_says_so():
+    plan = plan_of(
+        edits=[(POST, VECTORS[0], 2.0, EVERYWHERE)], captures=[([POST], EVERYWHERE)], prompt_len=3
+    )
+    found = assembled(plan, [answer()])
+    assert found.receipt.status == "error"
+    assert found.receipt.problems[0] == "the workers know nothing of it"
+    assert "resid_post of layer 1: 0 rows came, expected 4" in found.receipt.problems
+    edited = found.receipt.edited
+    assert (edited.expected, edited.applied, edited.reused) == (4, 0, 0)
+    assert found.activations[POST].shape == (0, WIDTH)
+
+
+def test_a_workers_own_problem_is_told_with_the_workers_place():
+    answers = [
+        answer(("x", [1] * 4, [rows([PRE, POST], range(4))]), stage=0),
+        answer(("x", [], [], "no tap fired"), stage=1, tensor_rank=1),
+    ]
+    assert assembled(READ, answers).receipt.problems == ("no tap fired (worker 1.1)",)

@@ -1,0 +1,67 @@
+"""The ledger against one that notes every row by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from midstream.runtime.ledger import Ledger
+from midstream.transport.host import CpuShipment
+
+TALLY = torch.zeros(0, 4, dtype=torch.int32)
+KINDS = [(0,), (0, 2), (1, 3, 4)]
+
+runs = st.tuples(
+    st.integers(0, 3),  # request
+    st.integers(0, 9),  # first position
+    st.integers(1, 4),  # length
+    st.sampled_from(KINDS),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    steps=st.lists(st.lists(runs, max_size=4), max_size=6),
+    takes=st.lists(st.sets(st.integers(0, 3), min_size=1), max_size=3),
+)
+def test_rows_come_back_by_request_position_and_kind_the_latest_of_each(steps, takes):
+    ledger = Ledger()
+    wanted: dict[tuple[int, tuple[int, ...]], dict[int, list[float]]] = {}
+    counter = 0.0
+    for step in steps:
+        arrays = {"serial": [], "position": [], "length": [], "first": [], "kind": []}
+        values: list[float] = []
+        for serial, position, length, taps in step:
+            arrays["serial"].append(serial)
+            arrays["position"].append(position)
+            arrays["length"].append(length)
+            arrays["first"].append(len(values))
+            arrays["kind"].append(ledger.kind(taps))
+            for nth in range(length):
+                record = []
+                for _ in taps:
+                    counter += 1
+                    record.append(counter)
+                values += record
+                wanted.setdefault((serial, taps), {})[position + nth] = record
+        rows = torch.tensor(values).view(-1, 1).repeat(1, 2)
+        ledger.note(
+            CpuShipment(rows, TALLY), **{k: np.array(v, np.int64) for k, v in arrays.items()}
+        )
+    for taken in [*takes, {0, 1, 2, 3}]:
+        found = ledger.take(sorted(taken))
+        assert set(found) == taken
+        for serial, blocks in found.items():
+            mine = {taps: rows for (owner, taps), rows in wanted.items() if owner == serial}
+            assert {block.taps for block in blocks} == set(mine)
+            for block in blocks:
+                rows = mine[block.taps]
+                assert block.positions.tolist() == sorted(rows)
+                assert block.values[:, :, 0].tolist() == [rows[p] for p in sorted(rows)]
+                assert block.values.shape == (len(rows), len(block.taps), 2)
+            for taps in mine:
+                del wanted[serial, taps]
+    assert not wanted
+    assert len(ledger) == 0, "shipments are held of which every row was taken"
