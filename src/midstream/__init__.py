@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from midstream.activations import Activations
     from midstream.llm import LLM
+    from midstream.runtime.patches import activate
 
 __all__ = [
     "LLM",
@@ -51,12 +52,14 @@ __all__ = [
     "UnsupportedError",
     "Vector",
     "__version__",
+    "activate",
 ]
 
 _LAZY = {
     "LLM": "midstream.llm",
     "Activations": "midstream.activations",
     "SamplingParams": "vllm",
+    "activate": "midstream.runtime.patches",
 }
 
 

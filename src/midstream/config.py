@@ -144,6 +144,12 @@ def from_additional_config(additional_config: object) -> Config | None:
     return None if value is None or value is False else Config.parse(value)
 
 
+def is_complete(additional_config: Mapping[str, Any]) -> bool:
+    """Whether the settings were completed by a front end that has midstream loaded."""
+    value = additional_config.get(KEY)
+    return isinstance(value, Config) or (isinstance(value, Mapping) and "stamp" in value)
+
+
 def _count(name: str, value: object, at_least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{KEY}.{name}: expected `int`, got `{type(value).__name__}` {value!r}")

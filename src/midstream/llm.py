@@ -139,9 +139,10 @@ class LLM(VllmLLM):
         try:
             outputs = work()
         except BaseException as error:
-            # Requests that were queued before the failing one must not be left on the workers.
-            if not self.llm_engine.has_unfinished_requests():
-                self._front_end.let_go()
+            # Left running, this call's requests would come back with the next call's.
+            mine = [str(nth) for nth in range(before, self.request_counter.counter)]
+            self.llm_engine.abort_request(mine)
+            self._front_end.drop(set(mine))
             if isinstance(error, SpecError):
                 nth = self.request_counter.counter - before - 1
                 raise _at_prompt(error, nth, capture, steer) from None
@@ -208,7 +209,7 @@ def per_prompt(name: str, value: Any, count: int) -> list[Any]:
     """What each of `count` prompts is given, from one value for all or a list of one each.
 
     `steer` may be a flat list of edits, which is for all prompts; a list that holds None or lists
-    is one entry per prompt.
+    is one entry per prompt. A flat list as long as there are prompts is refused as ambiguous.
 
     Raises:
         SpecError: a list that is neither.
@@ -216,6 +217,12 @@ def per_prompt(name: str, value: Any, count: int) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if name == "steer" and not _is_per_prompt(value):
+        if len(value) == count > 1:
+            raise SpecError(
+                name,
+                f"{count} edits for {count} prompts can be read two ways; give one list per "
+                "prompt: [[a], [b]] for one edit each, [[a, b], [a, b]] for all of them each",
+            )
         return [value] * count
     if len(value) != count:
         raise SpecError(name, f"{len(value)} entries for {count} prompts; give one, or one each")

@@ -26,14 +26,11 @@ class Edited:
     Attributes:
         expected: what the plan asks for, given the tokens that were computed.
         applied: what the device counted while it computed this request.
-        reused: what was served from the prefix cache, where a request with the same edits at
-            the same positions had left it.
         tokens: tokens that were to get at least one edit.
     """
 
     expected: int
     applied: int
-    reused: int
     tokens: int
 
 
@@ -90,10 +87,8 @@ class Receipt:
             )
         if self.edited is not None:
             edited = self.edited
-            reused = f" ({edited.reused} of them from the prefix cache)" if edited.reused else ""
             lines.append(
-                f"  edited {edited.tokens} tokens: {edited.applied + edited.reused} of "
-                f"{edited.expected} edits{reused}"
+                f"  edited {edited.tokens} tokens: {edited.applied} of {edited.expected} edits"
             )
         return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
 

@@ -131,6 +131,10 @@ class FakeEngine:
         if fake.plan is not None:
             self.session.add(fake.id, fake.uid or fake.id, fake.plan.to_bytes())
 
+    def take(self, uid: str) -> list[Request]:
+        """What the session has of one uid."""
+        return self.session.take([uid])[uid]
+
     def step(self, batch: list[tuple[Fake, int]], pad: int = 0, **firing) -> None:
         """One step of (request, tokens scheduled); `firing` as in `forward`."""
         scheduled = np.array([count for _, count in batch], np.int32)
@@ -219,15 +223,14 @@ def covers(ranges, position: int) -> bool:
 
 
 def captured(request: Request) -> dict[tuple[Tap, int], NDArray[np.float32]]:
-    """The rows that a session kept, by (tap, position); the latest stands."""
+    """The rows that a session kept, by (tap, position)."""
     names = list(TAPS)
     found = {}
-    for rows in request.rows:
-        width = len(rows.taps)
-        values = rows.shipment.rows()[rows.first : rows.first + rows.length * width].numpy()
-        for nth in range(rows.length):
-            for place, tap in enumerate(rows.taps):
-                found[names[tap], rows.position + nth] = values[nth * width + place]
+    for block in request.blocks:
+        for position, record in zip(block.positions.tolist(), block.values.numpy(), strict=True):
+            for tap, value in zip(block.taps, record, strict=True):
+                assert (names[tap], position) not in found
+                found[names[tap], position] = value
     return found
 
 

@@ -11,7 +11,8 @@ from helpers.fake_steps import VECTORS, plan_of
 
 from midstream.errors import ReceiptError
 from midstream.runtime.assembly import assemble
-from midstream.runtime.requests import REUSED, Request, Rows
+from midstream.runtime.ledger import Ledger
+from midstream.runtime.requests import REUSED, Request
 from midstream.runtime.results import Outbox
 from midstream.spec import ResolvedCapture, ResolvedPlan
 from midstream.transport.host import CpuShipment
@@ -39,29 +40,28 @@ def vector(tap, position, version=0):
 
 
 def rows(taps, positions, version=0, dtype=torch.float32):
-    """One shipment with the rows of a run of positions."""
+    """What one step captured: (taps, first position, a shipment with a run of rows)."""
     values = torch.tensor([vector(tap, p, version) for p in positions for tap in taps])
-    run = list(positions)
-    places = tuple(range(len(taps)))
-    return taps, Rows(CpuShipment(values.to(dtype), TALLY), 0, run[0], len(run), places)
+    return taps, list(positions)[0], CpuShipment(values.to(dtype), TALLY)
 
 
 def answer(*requests, stage=0, tensor_rank=0):
-    """One worker's answer for (id, done, [rows(…)], problem?), through its outbox."""
-    taps = list(
-        dict.fromkeys(tap for _, _, found, *_ in requests for own, _ in found for tap in own)
+    """One worker's answer for (id, done, [rows(…)], problem?), through its ledger and outbox."""
+    names = list(
+        dict.fromkeys(tap for _, _, found, *_ in requests for own, *_ in found for tap in own)
     )
-    kept = []
-    for name, done, found, *problem in requests:
+    ledger, kept = Ledger(), []
+    for serial, (name, done, found, *problem) in enumerate(requests):
         request = Request(name, "u", plan_of(captures=[([PRE], EVERYWHERE)]), 0, [])
         request.done = np.array(done, np.uint16)
         request.problem = problem[0] if problem else ""
-        request.rows = [
-            Rows(r.shipment, r.first, r.position, r.length, tuple(map(taps.index, own)))
-            for own, r in found
-        ]
+        for taps, first, shipment in found:
+            length = len(shipment.rows()) // len(taps)
+            kind = ledger.kind(tuple(map(names.index, taps)))
+            ledger.note(shipment, *(np.array([n]) for n in (serial, first, length, 0, kind)))
+        request.blocks = ledger.take([serial])[serial]
         kept.append(request)
-    outbox = Outbox(taps)
+    outbox = Outbox(names)
     header = outbox.put("u", kept, True)
     worker = {"stage": stage, "tensor_rank": tensor_rank, "hidden_size": WIDTH}
     return {**header, "worker": worker}, outbox.read("u", 0, 10**9)

@@ -12,31 +12,28 @@ from helpers.fake_steps import TAPS, VECTORS, Fake, FakeEngine, captured, plan_o
 
 from midstream.errors import FetchError
 from midstream.runtime import results
-from midstream.runtime.requests import Request, Rows
+from midstream.runtime.ledger import Block
+from midstream.runtime.requests import Request
 from midstream.runtime.results import Outbox
-from midstream.transport.host import CpuShipment
 
 EVERYWHERE = ((0, None),)
 NAMES = list(TAPS)
-TALLY = torch.zeros(0, 4, dtype=torch.int32)
 
 
-def request(*rows, done=(), name="a", problem=""):
-    """A finished request with some Rows."""
+def request(*blocks, done=(), name="a", problem=""):
+    """A finished request with some blocks."""
     found = Request(name, "u", plan_of(captures=[([NAMES[0]], EVERYWHERE)]), 0, [])
-    found.rows = list(rows)
+    found.blocks = list(blocks)
     found.done = np.array(done, np.uint16)
     found.problem = problem
     return found
 
 
-def shipped(position, length, taps, value, dtype=torch.float32):
+def block(positions, taps, value, dtype=torch.float32):
     """Rows whose every vector tells its position, its place and a value of its own."""
-    values = torch.tensor(
-        [[value, position + n, place, 0.5] for n in range(length) for place in range(len(taps))]
-    ).to(dtype)
-    pad = torch.full((2, 4), -77.0).to(dtype)  # of other requests in the same shipment
-    return Rows(CpuShipment(torch.cat([pad, values, pad]), TALLY), 2, position, length, taps)
+    places = range(len(taps))
+    values = torch.tensor([[[value, p, place, 0.5] for place in places] for p in positions])
+    return Block(taps, np.array(positions), values.to(dtype))
 
 
 def unpack(entry, data, dtype=torch.float32):
@@ -55,13 +52,9 @@ def unpack(entry, data, dtype=torch.float32):
     return states, blocks, size
 
 
-def test_rows_come_in_one_block_in_the_order_of_their_positions():
+def test_the_header_says_how_to_cut_the_data():
     outbox = Outbox(NAMES)
-    header = outbox.put(
-        "u",
-        [request(shipped(0, 3, (0, 2), 7), shipped(3, 1, (0, 2), 8), done=[1, 1, 1, 1])],
-        True,
-    )
+    header = outbox.put("u", [request(block(range(4), (0, 2), 7), done=[1] * 4)], True)
     data = outbox.read("u", 0, 10**6)
     assert len(data) == header["nbytes"]
     states, blocks, size = unpack(header["requests"][0], data)
@@ -70,45 +63,14 @@ def test_rows_come_in_one_block_in_the_order_of_their_positions():
     assert list(blocks) == [(NAMES[0], NAMES[2])]
     positions, values = blocks[NAMES[0], NAMES[2]]
     assert positions == [0, 1, 2, 3]
-    assert values == [[[7 if p < 3 else 8, p, place, 0.5] for place in range(2)] for p in positions]
+    assert values == [[[7, p, place, 0.5] for place in range(2)] for p in positions]
 
 
-def test_a_position_computed_twice_is_there_once_as_it_was_the_last_time():
+def test_blocks_follow_each_other_and_gaps_between_positions_are_runs():
     outbox = Outbox(NAMES)
-    header = outbox.put(
-        "u",
-        [
-            request(
-                shipped(0, 4, (0,), 1),  # before preemption
-                shipped(4, 1, (0,), 2),
-                shipped(0, 2, (0,), 3),  # again, in chunks
-                shipped(2, 1, (0,), 4),
-            )
-        ],
-        True,
-    )
-    _, blocks, _ = unpack(header["requests"][0], outbox.read("u", 0, 10**6))
-    positions, values = blocks[(NAMES[0],)]
-    assert positions == [0, 1, 2, 3, 4]
-    assert [row[0][0] for row in values] == [3, 3, 4, 1, 2]
-    assert [row[0][1] for row in values] == positions
-
-
-def test_positions_with_other_taps_are_blocks_of_their_own_and_gaps_are_runs():
-    outbox = Outbox(NAMES)
-    header = outbox.put(
-        "u",
-        [
-            request(
-                shipped(0, 2, (0,), 1),
-                shipped(2, 1, (0, 1), 2),
-                shipped(3, 1, (0,), 3),
-                shipped(7, 2, (0,), 4),
-            )
-        ],
-        True,
-    )
-    assert [block["runs"] for block in header["requests"][0]["blocks"]] == [
+    found = request(block([0, 1, 3, 7, 8], (0,), 1), block([2], (0, 1), 2))
+    header = outbox.put("u", [found], True)
+    assert [one["runs"] for one in header["requests"][0]["blocks"]] == [
         [[0, 2], [3, 1], [7, 2]],
         [[2, 1]],
     ]
@@ -117,9 +79,22 @@ def test_positions_with_other_taps_are_blocks_of_their_own_and_gaps_are_runs():
     assert blocks[NAMES[0], NAMES[1]] == ([2], [[[2, 2, 0, 0.5], [2, 2, 1, 0.5]]])
 
 
+def test_rows_that_are_a_view_of_others_are_packed_by_themselves():
+    outbox = Outbox(NAMES)
+    whole = block(range(6), (0, 1, 2), 4)
+    part = Block((0, 1, 2), np.array([4, 5]), whole.values[4:])
+    turned = Block((0,), np.array([0, 1]), whole.values[:2].flip(1)[:, :1])
+    header = outbox.put("u", [request(part, turned)], True)
+    _, blocks, _ = unpack(header["requests"][0], outbox.read("u", 0, 10**6))
+    assert blocks[tuple(NAMES[:3])] == ([4, 5], whole.values[4:].tolist())
+    assert [row[0][2] for row in blocks[(NAMES[0],)][1]] == [2, 2]
+
+
 def test_a_rank_that_does_not_send_rows_sends_its_states_and_problems():
     outbox = Outbox(NAMES)
-    header = outbox.put("u", [request(shipped(0, 2, (0,), 1), done=[1, 2], problem="bad")], False)
+    header = outbox.put(
+        "u", [request(block(range(0, 2), (0,), 1), done=[1, 2], problem="bad")], False
+    )
     entry = header["requests"][0]
     assert entry["blocks"] == []
     assert entry["problem"] == "bad"
@@ -133,9 +108,9 @@ def test_the_requests_of_one_uid_follow_each_other():
     header = outbox.put(
         "u",
         [
-            request(shipped(0, 1, (0,), 5), done=[1], name="0_x"),
+            request(block(range(0, 1), (0,), 5), done=[1], name="0_x"),
             request(name="1_x"),
-            request(shipped(1, 2, (1,), 6), done=[0xFFFF, 1, 1], name="2_x"),
+            request(block(range(1, 3), (1,), 6), done=[0xFFFF, 1, 1], name="2_x"),
         ],
         True,
     )
@@ -155,7 +130,7 @@ def test_the_requests_of_one_uid_follow_each_other():
 
 def test_bfloat16_rows_keep_their_bytes():
     outbox = Outbox(NAMES)
-    header = outbox.put("u", [request(shipped(0, 2, (0, 1), 3, torch.bfloat16))], True)
+    header = outbox.put("u", [request(block(range(0, 2), (0, 1), 3, torch.bfloat16))], True)
     assert header["nbytes"] == 2 * 2 * 4 * 2
     _, blocks, _ = unpack(header["requests"][0], outbox.read("u", 0, 999), torch.bfloat16)
     assert blocks[NAMES[0], NAMES[1]][1][1] == [[3, 1, 0, 0.5], [3, 1, 1, 0.5]]
@@ -170,7 +145,7 @@ def test_what_a_session_kept_comes_out_of_the_outbox():
     engine.add(fake)
     for count in (3, 2, 1):
         engine.step([(fake, count)])
-    taken = engine.session.take("a")
+    taken = engine.take("a")
     kept = captured(taken[0])
     outbox = Outbox(NAMES)
     header = outbox.put("a", taken, True)
@@ -191,7 +166,7 @@ def test_what_a_session_kept_comes_out_of_the_outbox():
 
 def test_data_is_read_in_pieces_until_it_is_released():
     outbox = Outbox(NAMES)
-    header = outbox.put("u", [request(shipped(0, 9, (0, 1), 3), done=[1] * 9)], True)
+    header = outbox.put("u", [request(block(range(0, 9), (0, 1), 3), done=[1] * 9)], True)
     whole = outbox.read("u", 0, header["nbytes"])
     pieces = [outbox.read("u", offset, 7) for offset in range(0, header["nbytes"], 7)]
     assert b"".join(pieces) == whole
@@ -274,7 +249,7 @@ def collect(monkeypatch, workers, uids):
 
 def test_large_results_are_read_in_pieces_and_put_together(monkeypatch):
     monkeypatch.setattr(results, "INLINE_BYTES", 10)
-    worker = Worker(0, 0, [request(shipped(0, 9, (0, 1), 3), done=[1] * 9)], True)
+    worker = Worker(0, 0, [request(block(range(0, 9), (0, 1), 3), done=[1] * 9)], True)
     [(header, data)] = collect(monkeypatch, [worker], ["u"])["u"]
     assert len(data) == header["nbytes"] > 16
     _, blocks, _ = unpack(header["requests"][0], data)
@@ -286,7 +261,7 @@ def test_large_results_are_read_in_pieces_and_put_together(monkeypatch):
 def test_large_results_of_one_rank_are_read_beside_small_ones_of_another(monkeypatch, done):
     # Ranks of a tensor-parallel group after the first send states only; a stage may have no taps.
     monkeypatch.setattr(results, "INLINE_BYTES", 10)
-    large = Worker(0, 0, [request(shipped(0, 9, (0, 1), 3), done=[1] * 3)], True)
+    large = Worker(0, 0, [request(block(range(0, 9), (0, 1), 3), done=[1] * 3)], True)
     small = Worker(0, 1, [request(done=done)], False)
     found = collect(monkeypatch, [large, small], ["u"])["u"]
     assert [len(data) for _, data in found] == [header["nbytes"] for header, _ in found]

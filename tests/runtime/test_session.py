@@ -19,6 +19,7 @@ from helpers.fake_steps import (
 )
 
 from midstream.errors import TapError
+from midstream.ops import layout
 from midstream.runtime.buffers import code
 from midstream.runtime.requests import REUSED
 from midstream.runtime.session import Session
@@ -86,13 +87,13 @@ class Scheduler:
                     self.later.append(fake)
 
     def take(self, fake):
-        taken = self.engine.session.take(fake.id)
+        taken = self.engine.take(fake.id)
         if fake.plan is None:
             assert taken == []
         else:
             check_taken(taken, [fake])
             self.checked += 1
-        assert self.engine.session.take(fake.id) == [], "a request was handed out twice"
+        assert self.engine.take(fake.id) == [], "a request was handed out twice"
 
     def run(self, steps):
         self.later = []
@@ -127,7 +128,7 @@ def test_a_prompt_in_chunks_gives_the_rows_of_all_its_positions():
     for count in (3, 3, 2, 1, 1):
         engine.step([(fake, count)])
     engine.session.finish("a")
-    taken = engine.session.take("a")
+    taken = engine.take("a")
     assert [position for _, position in sorted(captured(taken[0]))] == list(range(10))
     check_taken(taken, [fake])
 
@@ -140,7 +141,7 @@ def test_a_preempted_request_computes_its_positions_again_with_the_same_edits():
     engine.step([(fake, 1)])
     fake.computed = 0
     engine.step([(fake, 7)])
-    request = engine.session.take("a")[0]
+    request = engine.take("a")[0]
     check_taken([request], [fake])
     assert request.done.tolist() == [1, 1, 1, 1, 2, 2, 2]
 
@@ -149,7 +150,7 @@ def test_positions_served_from_the_cache_are_reused_and_have_no_rows():
     engine, fake = FakeEngine(), Fake("a", BOTH, computed=5)
     engine.add(fake)
     engine.step([(fake, 3)])
-    request = engine.session.take("a")[0]
+    request = engine.take("a")[0]
     assert request.done.tolist() == [REUSED] * 5 + [2] * 3
     assert {position for _, position in captured(request)} == {5, 6, 7}
 
@@ -164,14 +165,14 @@ def test_two_requests_in_one_step_never_see_each_others_edits():
     for _ in range(3):
         engine.step([(fake, 2) for fake in fakes], pad=3)
     for fake in fakes:
-        check_taken(engine.session.take(fake.id), [fake] if fake.plan else [])
+        check_taken(engine.take(fake.id), [fake] if fake.plan else [])
 
 
 def test_a_request_may_be_taken_while_it_runs():
     engine, fake = FakeEngine(lag=2), Fake("a", BOTH)
     engine.add(fake)
     engine.step([(fake, 4)])
-    check_taken(engine.session.take("a"), [fake])
+    check_taken(engine.take("a"), [fake])
     engine.session.check_integrity()
     engine.session.finish("a")  # the scheduler says so afterwards; it is unknown by now
 
@@ -184,8 +185,8 @@ def test_the_children_of_one_prompt_are_taken_together():
         engine.add(fake)
     engine.step([(fake, n + 1) for n, fake in enumerate([*children, other])])
     engine.session.finish("1_x")
-    check_taken(engine.session.take("u"), children)
-    check_taken(engine.session.take("v"), [other])
+    check_taken(engine.take("u"), children)
+    check_taken(engine.take("v"), [other])
 
 
 def test_an_id_used_again_belongs_to_its_new_bearer():
@@ -196,8 +197,8 @@ def test_an_id_used_again_belongs_to_its_new_bearer():
     engine.session.finish("a")
     engine.add(second)
     engine.step([(second, 2)])
-    check_taken(engine.session.take("first"), [first])
-    check_taken(engine.session.take("second"), [second])
+    check_taken(engine.take("first"), [first])
+    check_taken(engine.take("second"), [second])
     engine.session.check_integrity()
 
 
@@ -209,9 +210,9 @@ def test_adding_a_request_twice_or_finishing_it_twice_changes_nothing():
     engine.session.finish("a")
     engine.session.finish("a")
     engine.session.finish("never heard of")
-    check_taken(engine.session.take("a"), [fake])
+    check_taken(engine.take("a"), [fake])
     engine.session.check_integrity()
-    assert engine.session.take("a") == []
+    assert engine.take("a") == []
 
 
 def test_programs_of_a_finished_request_are_free_while_its_steps_are_under_way():
@@ -222,8 +223,8 @@ def test_programs_of_a_finished_request_are_free_while_its_steps_are_under_way()
     engine.session.finish("a")
     engine.add(second)
     engine.step([(second, 2)])
-    check_taken(engine.session.take("b"), [second])
-    check_taken(engine.session.take("a"), [first])
+    check_taken(engine.take("b"), [second])
+    check_taken(engine.take("a"), [first])
 
 
 def test_a_rank_that_does_not_capture_edits_all_the_same():
@@ -231,8 +232,8 @@ def test_a_rank_that_does_not_capture_edits_all_the_same():
     engine.session = Session(engine.buffers, TAPS, engine.transport, 64, captures=False)
     engine.add(fake)
     engine.step([(fake, 4)])
-    request = engine.session.take("a")[0]
-    assert request.rows == []
+    request = engine.take("a")[0]
+    assert request.blocks == []
     assert request.problem == ""
     assert request.done.tolist() == fake.done == [2, 2, 2, 2]
 
@@ -256,6 +257,7 @@ def test_without_requests_the_buffers_stay_zero_and_nothing_is_shipped():
 
 def test_a_forward_outside_of_steps_sees_zeros_and_counts_nothing():
     engine, fake = FakeEngine(), Fake("a", BOTH)
+    engine.buffers.ring.fill_(-7)
     engine.add(fake)
     engine.step([(fake, 4)])
     tally, ring = engine.buffers.tally.clone(), engine.buffers.ring.clone()
@@ -318,10 +320,26 @@ def test_a_tap_that_fails_later_is_noted_on_the_requests_of_that_step(firing, me
     engine.session.before_forward(view)
     engine.forward(3, **firing)
     engine.session.after_forward()
-    found = engine.session.take("there")[0]
+    found = engine.take("there")[0]
     assert message in found.problem
     assert found.problem.startswith("position 2: asked for 1 edits and 1 vectors, the device did")
-    assert engine.session.take("absent")[0].problem == ""
+    assert engine.take("absent")[0].problem == ""
+
+
+@pytest.mark.parametrize(
+    ("column", "did"), [(layout.EDIT_COUNT, "0 and 1"), (layout.PLACE, "1 and 0")]
+)
+def test_an_edit_or_a_capture_that_the_device_left_out_is_noted_though_every_tap_fired(column, did):
+    engine, fake = FakeEngine(), Fake("a", BOTH)
+    engine.add(fake)
+    engine.step([(fake, 2)])
+    engine.buffers.table[:, :, column] = 0
+    engine.session.before_forward(StepView(["a"], np.array([1]), np.array([2]), 1))
+    engine.forward(1)
+    engine.session.after_forward()
+    assert engine.take("a")[0].problem == (
+        f"position 2: asked for 1 edits and 1 vectors, the device did {did}; every tap fired once"
+    )
 
 
 def test_a_request_keeps_its_first_problem():
@@ -332,7 +350,7 @@ def test_a_request_keeps_its_first_problem():
         engine.session.before_forward(StepView(["a"], np.array([1]), np.array([computed]), 1))
         engine.forward(1, skip=(tap,))
         engine.session.after_forward()
-    assert "resid_pre of layer 0 did not fire" in engine.session.take("a")[0].problem
+    assert "resid_pre of layer 0 did not fire" in engine.take("a")[0].problem
 
 
 def test_the_codes_of_taps_tell_them_apart():
@@ -365,15 +383,15 @@ def test_a_request_without_room_runs_without_its_edits_and_names_the_setting(siz
     engine.add(waits)
     plain = Fake("waits")  # runs as if it asked for nothing
     engine.step([(fits, 3), (plain, 4)])
-    refused = engine.session.take("waits")[0]
+    refused = engine.take("waits")[0]
     assert f"raise the setting `{setting}`" in refused.problem
     assert refused.done.tolist() == plain.done == [0, 0, 0, 0]
-    check_taken(engine.session.take("fits"), [fits])
+    check_taken(engine.take("fits"), [fits])
     # There is room again.
     again = Fake("again", plan_of([(POST, VECTORS[1], 1.0, EVERYWHERE)]))
     engine.add(again)
     engine.step([(again, 4)])
-    check_taken(engine.session.take("again"), [again])
+    check_taken(engine.take("again"), [again])
     engine.session.check_integrity()
 
 
@@ -399,7 +417,7 @@ def test_ten_thousand_requests_come_and_go_and_leave_nothing_behind():
             for one in running:
                 if draw.random() < 0.5:
                     session.finish(f"r{one}")
-                taken = session.take(f"u{one}")
+                taken = engine.take(f"u{one}")
                 assert [request.id for request in taken] == [f"r{one}"]
                 assert taken[0].problem == ""
             running.clear()
@@ -422,7 +440,7 @@ def test_a_plan_for_taps_of_other_ranks_asks_nothing_of_this_one():
     engine, fake = FakeEngine(), Fake("a", plan)
     engine.add(fake)
     engine.step([(fake, 3)])
-    request = engine.session.take("a")[0]
-    assert request.rows == []
+    request = engine.take("a")[0]
+    assert request.blocks == []
     assert request.problem == ""
     assert request.done.tolist() == [0, 0, 0]

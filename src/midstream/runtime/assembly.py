@@ -12,7 +12,7 @@ from torch import Tensor
 
 from midstream.activations import Activations
 from midstream.receipt import Captured, Edited, Receipt
-from midstream.runtime.requests import APPLIED_0, REUSED, UNSEEN
+from midstream.runtime.requests import APPLIED_0, UNSEEN
 from midstream.sites import BY_NAME
 from midstream.spec import ResolvedPlan
 
@@ -209,16 +209,12 @@ def _edited(plan: ResolvedPlan, parts: list[_Part], length: int) -> tuple[Edited
         for start, stop in edit.ranges:
             expected[start:stop] += 1
     applied = np.zeros(length, np.int64)
-    stages = [part for part in parts if part.worker["tensor_rank"] == 0]
-    reused = np.full(length, bool(stages))
-    for part in stages:
-        states = np.zeros(length, np.int64)
-        known = part.done[:length]
-        states[: known.size] = known
-        reused &= states == REUSED
-        applied += np.where((states == REUSED) | (states == UNSEEN), 0, states - APPLIED_0)
+    for part in parts:
+        if part.worker["tensor_rank"] == 0:
+            known = part.done[:length].astype(np.int64)
+            applied[: known.size] += np.where(known == UNSEEN, 0, known - APPLIED_0)
     problems = []
-    wrong = np.flatnonzero((applied != expected) & ~reused)
+    wrong = np.flatnonzero(applied != expected)
     if wrong.size:
         first = int(wrong[0])
         problems.append(
@@ -228,7 +224,6 @@ def _edited(plan: ResolvedPlan, parts: list[_Part], length: int) -> tuple[Edited
     counts = Edited(
         expected=int(expected.sum()),
         applied=int(applied.sum()),
-        reused=int(expected[reused].sum()),
         tokens=int((expected > 0).sum()),
     )
     return counts, problems

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from midstream.errors import SpecError
+from midstream.runtime.buffers import upload
 from midstream.spec import Vector
 
 
@@ -34,7 +35,8 @@ class VectorBank:
                     "requests; raise the setting `bank_rows`, or run fewer vectors at once",
                 )
             row = self._free.pop()
-            self._rows[row].copy_(torch.frombuffer(bytearray(vector.data), dtype=torch.float32))
+            values = torch.frombuffer(bytearray(vector.data), dtype=torch.float32)
+            upload(self._rows[row], values)
             self._row_of[digest] = row
             self._users[digest] = 0
         self._users[digest] += 1

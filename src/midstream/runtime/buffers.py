@@ -77,6 +77,14 @@ class Buffers:
         return sum(buffer.nbytes for buffer in held)
 
 
+def upload(target: Tensor, values: Tensor) -> None:
+    """Copies host values into a device buffer without waiting for what is queued before."""
+    if target.is_cuda:
+        target.copy_(values.pin_memory(), non_blocking=True)
+    else:
+        target.copy_(values)
+
+
 def code(tap: Tap) -> int:
     """A tap's 32-bit code: a token's signature is the sum of the codes of the taps that ran.
 

@@ -1,9 +1,14 @@
 """The `vllm.general_plugins` entry point: called by vLLM in each of its processes.
 
 vLLM calls it without saying for which engine, and installed must not mean enabled. The calls come
-from three places, each of which has the engine's settings at hand: `EngineArgs.__post_init__`,
-`EngineCore.__init__` and `WorkerWrapperBase.init_worker`. So the settings are looked for in the
-callers' variables, which changes nothing; hooks are installed only when they name midstream.
+from places that have the engine's settings at hand, `EngineArgs.__post_init__`,
+`EngineCore.__init__` and `WorkerWrapperBase.init_worker`, or from the command line's parser, which
+will have them from `sys.argv`. So the settings are looked for there, which changes nothing; hooks
+are installed only when they name midstream.
+
+vLLM calls once per process. Where an engine without midstream came first, a later one that names
+it in `additional_config` is refused by its workers, unless the process called
+`midstream.activate()` or made it with `midstream.LLM`.
 """
 
 from __future__ import annotations
@@ -19,10 +24,21 @@ _DEPTH = 12
 def register() -> None:
     """Installs midstream's hooks in this process if the engine that is starting enables it."""
     # Kept free of imports: this also runs in every process of engines that do not use midstream.
-    if os.environ.get("MIDSTREAM", "").strip() not in ("", "0") or _caller_enables():
+    by_environment = os.environ.get("MIDSTREAM", "").strip() not in ("", "0")
+    if by_environment or _command_line_enables() or _caller_enables():
         from midstream.runtime.patches import activate
 
         activate()
+
+
+def _command_line_enables() -> bool:
+    """`vllm serve … --additional-config '{"midstream": …}'`, in one word or two."""
+    option = "--additional-config"
+    for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+        name, _, value = word.replace("_", "-").partition("=")
+        if name == option and f'"{_KEY}"' in (value or following):
+            return True
+    return False
 
 
 def _caller_enables() -> bool:

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 from midstream.config import KEY, Config
 from midstream.errors import SpecError, UnsupportedError
 from midstream.receipt import Receipt
-from midstream.runtime.adapter import Carried
 from midstream.runtime.assembly import assemble
+from midstream.runtime.carried import Carried
 from midstream.runtime.worker import RPC
 from midstream.spec import ModelShape, Plan, ResolvedPlan, resolve
 
@@ -25,7 +25,7 @@ _BATCH_REQUESTS = 64
 _BATCH_BYTES = 64 << 20
 _READ_BYTES = 64 << 20
 # Many requests share a plan: it is resolved and packed once for each length of prompt.
-_CACHED_PLANS = 256
+_CACHED_PLANS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,7 @@ class FrontEnd:
         self._under_way: dict[str, Asked] = {}
         self._resolve = functools.lru_cache(maxsize=_CACHED_PLANS)(self._resolve_and_pack)
         self._finished: list[tuple[Asked, Any]] = []
+        self._finished_bytes = 0
         self._problems: list[Receipt] = []
 
     def admit(self, request: Any, plan: Plan) -> None:
@@ -92,8 +93,9 @@ class FrontEnd:
         asked = Asked(uuid.uuid4().hex, resolved)
         carried = Carried(asked.uid, packed)
         params.extra_args = {**(params.extra_args or {}), KEY: carried.pack()}
-        if resolved.captures_prompt:
-            # A prompt served from the cache is not computed, so there would be nothing to read.
+        if resolved.captures_prompt or resolved.edits:
+            # What the cache serves is not computed: there would be nothing to read, and nothing
+            # to show that the KV there was made under these edits.
             params.skip_reading_prefix_cache = True
         if resolved.edits:
             request.cache_salt = _salt(request.cache_salt, resolved)
@@ -115,9 +117,12 @@ class FrontEnd:
             for holder in (output, *completions):
                 holder.activations = holder.receipt = None
             if output.finished and output.request_id in self._under_way:
-                self._finished.append((self._under_way.pop(output.request_id), output))
+                asked = self._under_way.pop(output.request_id)
+                self._finished.append((asked, output))
+                self._finished_bytes += self._size(asked.plan, output)
         idle = not self._has_unfinished()
-        if self._finished and (idle or self._batch_is_full()):
+        full = len(self._finished) >= _BATCH_REQUESTS or self._finished_bytes >= _BATCH_BYTES
+        if self._finished and (idle or full):
             self.fetch()
         if idle:
             self.let_go()
@@ -129,12 +134,19 @@ class FrontEnd:
     def fetch(self) -> None:
         """Fetches the results of all finished requests."""
         finished, self._finished = self._finished, []
+        self._finished_bytes = 0
         for start in range(0, len(finished), _BATCH_REQUESTS):
             batch = finished[start : start + _BATCH_REQUESTS]
             data = self._collect([asked.uid for asked, _ in batch])
             for asked, output in batch:
                 assemble(output, asked.plan, data[asked.uid], self.info.dtype)
                 self._problems += [c.receipt for c in output.outputs if c.receipt.problems]
+
+    def after_abort(self, alive: Container[str]) -> None:
+        """Lets go of the requests under way whose ids are no longer among those alive."""
+        gone = [name for name in self._under_way if name not in alive]
+        if gone:
+            self._call("release", [self._under_way.pop(name).uid for name in gone])
 
     def let_go(self) -> None:
         """Has the workers forget what was asked for by requests that ended without an output."""
@@ -143,13 +155,21 @@ class FrontEnd:
             self._under_way.clear()
             self._call("release", uids)
 
-    def _batch_is_full(self) -> bool:
-        rows = sum(
-            sum(asked.plan.expected_rows(_num_rows(output)).values())
-            for asked, output in self._finished
-        )
-        row_bytes = self.info.shape.hidden_size * 4
-        return len(self._finished) >= _BATCH_REQUESTS or rows * row_bytes >= _BATCH_BYTES
+    def drop(self, request_ids: Container[str]) -> None:
+        """Lets go of some requests, results that wait to be fetched included: the call that made
+        them was given up.
+        """
+        gone = [asked for asked, output in self._finished if output.request_id in request_ids]
+        self._finished = [f for f in self._finished if f[1].request_id not in request_ids]
+        self._problems = [p for p in self._problems if p.request_id not in request_ids]
+        gone += [self._under_way.pop(n) for n in list(self._under_way) if n in request_ids]
+        if gone:
+            self._call("release", [asked.uid for asked in gone])
+
+    def _size(self, plan: ResolvedPlan, output: Any) -> int:
+        """About how many bytes a finished request's rows take."""
+        rows = sum(plan.expected_rows(_num_rows(output)).values()) * len(output.outputs)
+        return rows * self.info.shape.hidden_size * 4
 
     def _collect(self, uids: list[str]) -> dict[str, list[tuple[dict[str, Any], bytes]]]:
         """Per uid, (header, data) of each pipeline stage, in order; problems of every worker."""

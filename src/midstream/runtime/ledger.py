@@ -110,9 +110,11 @@ class Ledger:
                 kept.append(entry)
         self._entries = kept
         found: dict[int, list[Block]] = {serial: [] for serial in serials}
+        present = {kind for entry in chosen for kind in np.unique(entry.kind).tolist()}
         for taps, kind in self._kinds.items():
-            for serial, block in _gather(chosen, taps, kind):
-                found[serial].append(block)
+            if kind in present:
+                for serial, block in _gather(chosen, taps, kind):
+                    found[serial].append(block)
         return found
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from midstream import config as settings
 from midstream.config import KEY
-from midstream.errors import SpecError
+from midstream.errors import SpecError, UnsupportedError
 from midstream.runtime import seams
+from midstream.runtime.carried import carried
 from midstream.runtime.settings import check_settings
 from midstream.spec import Plan
 
@@ -39,6 +40,8 @@ def activate() -> None:
         _wrap("vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", _process)
         _wrap("vllm.v1.engine.llm_engine", "LLMEngine", "__init__", _engine_init)
         _wrap("vllm.v1.engine.llm_engine", "LLMEngine", "step", _engine_step)
+        _wrap("vllm.v1.engine.llm_engine", "LLMEngine", "abort_request", _engine_abort)
+        _wrap("vllm.v1.engine.core", "EngineCore", "preprocess_add_request", _core_add)
         _active = True
 
 
@@ -98,6 +101,12 @@ def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwar
 
 def _init_device(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
     found = settings.from_additional_config(wrapper.vllm_config.additional_config)
+    if found is not None and not settings.is_complete(wrapper.vllm_config.additional_config):
+        raise UnsupportedError(
+            "the process that made this engine's settings did not load midstream, so that no "
+            "request could reach it; set MIDSTREAM=1 there, or import midstream before the first "
+            "engine and call midstream.activate()"
+        )
     out = original(wrapper, *args, **kwargs)
     if found is not None:
         from midstream.runtime.worker import attach
@@ -121,6 +130,21 @@ def _engine_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs
     outputs = original(engine, *args, **kwargs)
     front = front_end(engine)
     return outputs if front is None else front.after_step(outputs)
+
+
+def _engine_abort(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    out = original(engine, *args, **kwargs)
+    front = front_end(engine)
+    if front is not None:
+        front.after_abort(engine.output_processor.external_req_ids)
+    return out
+
+
+def _core_add(original: Callable[..., Any], core: Any, request: Any, *rest: Any) -> Any:
+    """Refuses, as that request's own failure, what went past the front door."""
+    if settings.from_additional_config(core.vllm_config.additional_config) is not None:
+        carried(request.sampling_params)
+    return original(core, request, *rest)
 
 
 def _process(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ from midstream.ops import layout
 from midstream.runtime.programs import Tables
 from midstream.runtime.requests import (
     APPLIED_0,
-    REUSED,
+    MOST_APPLIED,
     UNSEEN,
     Request,
     Segment,
@@ -85,6 +86,7 @@ class Planner:
         self._now = np.zeros((0, 6), np.int64)  # start, stop, program, group, width, kind
         self._seen = np.zeros(0, np.int64)
         self._serial = np.zeros(0, np.int64)
+        self._latest: tuple[list[str], Ints] | None = None
         self._done = np.zeros((0, max_model_len), np.uint16)
 
     def __len__(self) -> int:
@@ -122,6 +124,7 @@ class Planner:
     def add(self, request: Request) -> None:
         """Registers a request whose slot came from `new_slot`."""
         slot = request.slot
+        self._latest = None
         self._requests[request.id] = request
         self._slot_of[request.id] = slot
         self._by_slot[slot] = request
@@ -135,6 +138,7 @@ class Planner:
         seen = int(self._seen[slot])
         request.done = self._done[slot, :seen].copy()
         self._done[slot, :seen] = UNSEEN
+        self._latest = None
         del self._requests[request.id]
         del self._slot_of[request.id]
         self._by_slot[slot] = None
@@ -156,14 +160,13 @@ class Planner:
     def record(self, plan: StepPlan, edits: Ints) -> None:
         """Notes what the device did for each active row."""
         mine = plan.slots >= 0
-        states = np.minimum(APPLIED_0 + edits[mine], REUSED - 1)
+        states = np.minimum(APPLIED_0 + edits[mine], MOST_APPLIED)
         self._done[plan.slots[mine], plan.positions[mine]] = states
 
     def _pieces(self, view: StepView) -> Pieces | None:
         if not self._requests:
             return None
-        find = self._slot_of.get
-        slot = np.fromiter((find(name, -1) for name in view.request_ids), np.int64)
+        slot = self._slots(view.request_ids)
         chosen = np.flatnonzero(slot >= 0)
         if chosen.size == 0:
             return None
@@ -172,7 +175,6 @@ class Planner:
         row = (np.cumsum(view.scheduled, dtype=np.int64) - view.scheduled)[chosen]
         position = view.computed[chosen].astype(np.int64)
         stop = position + length
-        self._note_reuse(slot, position)
         self._seen[slot] = np.maximum(self._seen[slot], stop)
 
         now = self._now[slot]
@@ -195,20 +197,20 @@ class Planner:
         record = np.cumsum(records) - records
         return Pieces(row, length, position, slot, program, group, width, kind, record)
 
-    def _note_reuse(self, slot: Ints, position: Ints) -> None:
-        """Positions that a step skips were served from the KV cache."""
-        for nth in np.flatnonzero(position > self._seen[slot]):
-            mine = int(slot[nth])
-            self._done[mine, self._seen[mine] : position[nth]] = REUSED
+    def _slots(self, request_ids: Sequence[str]) -> Ints:
+        """Each request's slot, −1 for those that ask for nothing; most steps repeat the last."""
+        if self._latest is None or self._latest[0] != request_ids:
+            find = self._slot_of.get
+            slots = np.fromiter((find(name, -1) for name in request_ids), np.int64)
+            self._latest = (list(request_ids), slots)
+        return self._latest[1]
 
     def _cross(self, slot: int, row: int, position: int, stop: int) -> list[list[int]]:
         """The pieces of a run of rows that is not within the segment that its slot was in."""
         request = self._by_slot[slot]
         assert request is not None
         pieces = []
-        for segment in request.segments:
-            if segment.stop <= position or segment.start >= stop:
-                continue
+        for segment in request.segments_within(position, stop):
             start, end = max(position, segment.start), min(stop, segment.stop)
             self._enter(slot, segment)
             state = self._now[slot, 2:].tolist()

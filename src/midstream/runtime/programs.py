@@ -14,7 +14,7 @@ import torch
 from midstream.errors import SpecError
 from midstream.ops import layout
 from midstream.runtime.bank import VectorBank
-from midstream.runtime.buffers import Buffers
+from midstream.runtime.buffers import Buffers, upload
 from midstream.runtime.ranges import RangeAllocator
 from midstream.spec import Vector
 
@@ -100,8 +100,7 @@ class Tables:
             group = _Group(self._free_groups.pop())
             places = torch.zeros(self._num_taps, dtype=torch.int32)
             places[list(taps)] = torch.arange(1, len(taps) + 1, dtype=torch.int32)
-            column = self._buffers.table[:, group.index, layout.PLACE]
-            column.copy_(places)
+            upload(self._buffers.table[:, group.index, layout.PLACE], places)
             self._groups[taps] = group
         group.users += 1
         return group.index
@@ -157,14 +156,16 @@ class Tables:
             ranges[tap, 1] += 1
         last = first + len(edits)
         buffers = self._buffers
-        buffers.edit_rows[first:last].copy_(
-            torch.tensor([rows[nth] for nth in order], dtype=torch.int32)
+        upload(
+            buffers.edit_rows[first:last],
+            torch.tensor([rows[nth] for nth in order], dtype=torch.int32),
         )
-        buffers.edit_scales[first:last].copy_(
-            torch.tensor([edits[nth].scale for nth in order], dtype=torch.float32)
+        upload(
+            buffers.edit_scales[first:last],
+            torch.tensor([edits[nth].scale for nth in order], dtype=torch.float32),
         )
         columns = slice(layout.EDIT_START, layout.EDIT_COUNT + 1)
-        buffers.table[:, program.index, columns].copy_(torch.from_numpy(ranges))
+        upload(buffers.table[:, program.index, columns], torch.from_numpy(ranges))
         self.edit_counts[program.index] = len(edits)
         return program
 

@@ -6,6 +6,7 @@ A request's plan is cut into segments of positions: within one, every token has 
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,8 +26,8 @@ Piece = tuple[int, int, tuple[Edit, ...], tuple[int, ...]]
 
 # States of a position in `Request.done`. From APPLIED_0 on: computed, with that many edits.
 UNSEEN = 0
-REUSED = 0xFFFF  # served from the KV cache, where a request with the same edits had left it
 APPLIED_0 = 1
+MOST_APPLIED = 0xFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,12 @@ class Request:
     problem: str = ""
     done: NDArray[np.uint16] = field(default_factory=lambda: np.zeros(0, np.uint16))
 
+    def segments_within(self, start: int, stop: int) -> list[Segment]:
+        """The segments that positions [start, stop) touch."""
+        first = bisect.bisect_right(self.segments, start, key=lambda segment: segment.start) - 1
+        last = bisect.bisect_left(self.segments, stop, key=lambda segment: segment.start)
+        return self.segments[first:last]
+
 
 def idle_segment(start: int = 0, stop: int = FOREVER) -> Segment:
     """Positions at which nothing is asked for."""
@@ -78,7 +85,6 @@ def cut(plan: ResolvedPlan, taps: dict[Tap, int], captures: bool) -> list[Piece]
         taps: this rank's taps and their indices.
         captures: whether this rank captures (one rank of a tensor-parallel group does).
     """
-    bounds = {0, FOREVER}
     edits = [
         (edit.ranges, Edit(taps[edit.site, edit.layer], edit.vector, edit.scale))
         for edit in plan.edits
@@ -89,23 +95,24 @@ def cut(plan: ResolvedPlan, taps: dict[Tap, int], captures: bool) -> list[Piece]
         for capture in plan.captures
         if captures
     ]
-    for ranges, _ in (*edits, *captured):
+    # A sweep over the bounds: what begins and what ends at each.
+    events: dict[int, list[tuple[bool, int]]] = {0: [], FOREVER: []}
+    for nth, (ranges, _) in enumerate((*edits, *captured)):
         for start, stop in ranges:
-            bounds.add(start)
-            bounds.add(FOREVER if stop is None else stop)
-    ordered = sorted(bounds)
+            events.setdefault(start, []).append((True, nth))
+            events.setdefault(FOREVER if stop is None else stop, []).append((False, nth))
+    ordered = sorted(events)
+    active: set[int] = set()
     pieces = []
     for start, stop in zip(ordered, ordered[1:], strict=False):
-        here = tuple(edit for ranges, edit in edits if _covers(ranges, start))
-        places = sorted(
-            {tap for ranges, found in captured if _covers(ranges, start) for tap in found}
-        )
-        pieces.append((start, stop, here, tuple(places)))
+        for begins, nth in events[start]:
+            (active.add if begins else active.discard)(nth)
+        here = tuple(edits[nth][1] for nth in sorted(active) if nth < len(edits))
+        places = {
+            tap for nth in active if nth >= len(edits) for tap in captured[nth - len(edits)][1]
+        }
+        pieces.append((start, stop, here, tuple(sorted(places))))
     return pieces
-
-
-def _covers(ranges: tuple[tuple[int, int | None], ...], position: int) -> bool:
-    return any(start <= position and (stop is None or position < stop) for start, stop in ranges)
 
 
 def acquire_segments(pieces: list[Piece], tables: Tables, ledger: Ledger) -> list[Segment]:

@@ -64,6 +64,18 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "vllm.v1.engine.llm_engine",
+        "LLMEngine.abort_request",
+        ("request_ids",),
+        "what was aborted is let go",
+    ),
+    Seam(
+        "vllm.v1.engine.core",
+        "EngineCore.preprocess_add_request",
+        ("request",),
+        "what went past the front door is refused",
+    ),
+    Seam(
+        "vllm.v1.engine.llm_engine",
         "LLMEngine.has_unfinished_requests",
         (),
         "what nobody waits for any more is let go",

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from midstream.errors import SpecError, TapError
 from midstream.ops import layout
-from midstream.runtime.buffers import Buffers, Tap, code
+from midstream.runtime.buffers import Buffers, Tap, code, upload
 from midstream.runtime.ledger import Ledger
 from midstream.runtime.planner import Planner, StepPlan
 from midstream.runtime.programs import Tables
@@ -28,7 +27,7 @@ from midstream.runtime.stepview import StepView
 from midstream.spec import ResolvedPlan
 from midstream.transport.base import Shipment, Transport
 
-_CACHED_PLANS = 256
+_CACHED_PLANS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +149,7 @@ class Session:
         records[records > 0] += first
         rows = plan.tokens.shape[0]
         self._buffers.tally[:rows].zero_()
-        self._buffers.tokens[:rows].copy_(self._on_host(plan.tokens), non_blocking=True)
+        upload(self._buffers.tokens[:rows], torch.from_numpy(plan.tokens))
         self._current = (plan, first)
 
     def after_forward(self) -> None:
@@ -177,10 +176,6 @@ class Session:
     def _parse_and_cut(self, plan: bytes) -> tuple[ResolvedPlan, list[Piece]]:
         resolved = ResolvedPlan.from_bytes(plan)
         return resolved, cut(resolved, self._taps, self._captures)
-
-    def _on_host(self, array: NDArray[np.int32]) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory() if self._buffers.tokens.is_cuda else tensor
 
     def _keep_rows(self, plan: StepPlan, shipment: Shipment) -> None:
         pieces = plan.pieces

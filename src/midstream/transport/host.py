@@ -126,7 +126,7 @@ class CudaTransport:
 
 
 def _check_fits(num_rows: int, capacity: int) -> None:
-    # The front door admits no request that could bring a step here; see `Worker.capture_limit`.
+    # The front door admits no request that could bring a step here: see `capture_limit`.
     if num_rows > capacity:
         raise AssertionError(
             f"one step captures {num_rows} rows, the staging ring holds {capacity}: "

@@ -1,0 +1,45 @@
+"""What a request carries from the front door to the workers, in its `extra_args`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from midstream.config import KEY
+from midstream.errors import SpecError
+
+
+class Carried(NamedTuple):
+    """What a request carries from the front door to the workers.
+
+    Attributes:
+        uid: names the request for midstream, whatever ids vLLM makes of it.
+        plan: `ResolvedPlan.to_bytes()`.
+    """
+
+    uid: str
+    plan: bytes
+
+    def pack(self) -> list[object]:
+        """Plain values that msgpack carries unchanged."""
+        return [self.uid, self.plan]
+
+
+def carried(sampling_params: Any) -> Carried | None:
+    """What the front door put into a request's `extra_args`; None when it asks for nothing.
+
+    Raises:
+        SpecError: it did not come through the front door.
+    """
+    extra_args = getattr(sampling_params, "extra_args", None)
+    value = extra_args.get(KEY) if extra_args else None
+    if value is None:
+        return None
+    if isinstance(value, (list, tuple)) and len(value) == 2:
+        uid, plan = value
+        if isinstance(uid, str) and isinstance(plan, (bytes, bytearray, memoryview)):
+            return Carried(uid, bytes(plan))
+    raise SpecError(
+        f"extra_args[{KEY!r}]",
+        "reached a worker without having been checked: the front end that took the request in "
+        "does not have midstream loaded",
+    )
