@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import subprocess
 from typing import Any
@@ -30,7 +31,9 @@ def describe() -> dict[str, Any]:
         "torch": torch.__version__,
         "vllm": vllm.__version__,
         "midstream": midstream.__version__,
-        "commit": _output(["git", "rev-parse", "--short", "HEAD"]) or "unknown",
+        # A copy of the tree on a GPU host may have no git: then whoever sends it says.
+        "commit": _output(["git", "rev-parse", "--short", "HEAD"])
+        or os.environ.get("MIDSTREAM_COMMIT", "unknown"),
         "changed": bool(_output(["git", "status", "--porcelain", "--untracked-files=no"])),
     }
 

@@ -82,7 +82,29 @@ def _cell(variants: dict[str, dict[str, float]], name: str) -> str:
     return f"{(median / plain - 1) * 100:+.1f} %".replace("-", "−")
 
 
-RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {"overhead": overhead}
+def parity(result: dict[str, Any]) -> str:
+    """What benchmarks/parity.py wrote: relative errors against transformers."""
+    where = result["machine"]
+    lines = [
+        f"{where['device']}, vLLM {where['vllm']}, torch {where['torch']}, midstream "
+        f"{where['midstream']} ({where['commit']}), {where['date']}; SmolLM2-135M-Instruct, every "
+        "site of every layer, prompt and 12 generated tokens",
+        "",
+        "| dtype | prompt | what against what | median | worst | places within 2 % |",
+        "|---|---|---|---|---|---|",
+    ]
+    for dtype, prompts in result["dtypes"].items():
+        for prompt, rows in prompts.items():
+            shown = prompt.replace("\n", " ").replace("|", "\\|")[:40]
+            lines += [
+                f"| {dtype} | {shown} | {what} | {row['median']:.2%} | {row['worst']:.2%} | "
+                f"{row['within_2_percent']:.0%} |"
+                for what, row in rows.items()
+            ]
+    return "\n".join(lines)
+
+
+RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {"overhead": overhead, "parity": parity}
 
 
 if __name__ == "__main__":

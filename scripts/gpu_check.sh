@@ -18,7 +18,7 @@ check() { # NAME COMMAND…
     "$(grep -E '^[0-9]+ (passed|failed)|passed|failed' "$out/$name.log" | tail -n 1)")$'\n'
 }
 
-wanted=" ${CHECKS:-kernel v2 v1 stale overhead} "
+wanted=" ${CHECKS:-kernel v2 v1 stale parity overhead} "
 # A process for each engine: vLLM does not give back an engine's memory within a process.
 runner() { # NAME USE_V2 DTYPE
   check "$1-$3" env VLLM_USE_V2_MODEL_RUNNER="$2" MIDSTREAM_GPU_DTYPE="$3" \
@@ -31,6 +31,8 @@ for dtype in float32 bfloat16; do
   asked v1 && runner v1 0 $dtype
 done
 asked stale && check stale "$python" -m pytest -q tests/gpu/test_stale_graph.py
+asked parity && check parity "$python" benchmarks/parity.py --json "$out/parity.json"
+asked parity && grep -E '^(float32|bfloat16)' "$out/parity.log"
 asked overhead && check overhead "$python" benchmarks/overhead.py --json "$out/overhead.json"
 asked overhead && cat "$out/overhead.log" | grep -v -i warning | tail -n 60
 printf '\n%s' "$table"

@@ -33,11 +33,19 @@ def test_one_value_is_for_all_prompts(name, value):
     assert all(one is value for one in found)
 
 
-@pytest.mark.parametrize("value", [[ADD, TAKE], (ADD, TAKE, ADD), [{"layer": 1}], []])
-def test_a_flat_list_of_edits_is_for_all_prompts_however_many_there_are(value):
+@pytest.mark.parametrize("value", [[ADD], (ADD, TAKE, ADD), [{"layer": 1}], []])
+def test_a_flat_list_of_edits_is_for_all_prompts(value):
+    assert per_prompt("steer", value, 1) == [value]
     found = per_prompt("steer", value, 2)
     assert len(found) == 2
     assert all(one is value for one in found)
+
+
+def test_a_flat_list_of_as_many_edits_as_prompts_is_refused_as_ambiguous():
+    with pytest.raises(
+        SpecError, match=r"^steer: 2 edits for 2 prompts can be read two ways; give"
+    ):
+        per_prompt("steer", [ADD, TAKE], 2)
 
 
 @pytest.mark.parametrize("value", [[[ADD], None], ([ADD, TAKE], [TAKE]), [None, None], [ADD, None]])
@@ -112,7 +120,7 @@ def test_the_path_of_an_error_is_as_the_caller_would_write_it(path, given, nth, 
     [
         ({"steer": [None, [ADD, {"vector": [1], "layer": "x"}]]}, r"^steer\[1\]\[1\]\.layer: "),
         ({"steer": [None, {"vector": [1, "x"], "layer": 0}]}, r"^steer\[1\]\.vector\[1\]: "),
-        ({"steer": [ADD, {"vector": [1], "layer": 0, "scal": 2}]}, r"^steer\[1\].*scal"),
+        ({"steer": [ADD, {"vector": [1], "layer": 0, "scal": 2}, ADD]}, r"^steer\[1\].*scal"),
         ({"steer": {"vector": [1], "layer": 1.5}}, r"^steer\.layer: "),
         ({"steer": [[], None]}, r"^steer\[0\]: the list is empty"),
         ({"steer": []}, r"^steer: the list is empty"),
@@ -296,7 +304,7 @@ def positions(found):
 )
 def test_an_output_has_its_rows_by_layer_as_plain_dicts(given, decode, prefill):
     found = output(completion(activations=activations(_1=range(5), _15=range(5))))
-    default([1, 15], **given).put_on(found)
+    default([1, 15], **given).put_on(found, 30)
     for name, wanted in (("hidden_states", decode), ("prefill_hidden_states", prefill)):
         every = {} if wanted is None else {1: wanted, 15: wanted}
         assert positions(getattr(found, name)) == every
@@ -305,7 +313,7 @@ def test_an_output_has_its_rows_by_layer_as_plain_dicts(given, decode, prefill):
 
 def test_without_generated_rows_the_layers_are_there_and_empty():
     found = output(completion(activations=activations(_1=range(3))))
-    default([1], include_prefill=True, last=True).put_on(found)
+    default([1], include_prefill=True, last=True).put_on(found, 30)
     assert positions(found.hidden_states) == {1: []}
     assert positions(found.prefill_hidden_states) == {1: [0, 1, 2]}
 
@@ -313,7 +321,7 @@ def test_without_generated_rows_the_layers_are_there_and_empty():
 def test_several_completions_have_their_rows_each():
     every = [completion(n, activations(_1=range(3 + n))) for n in range(3)]
     found = output(*every)
-    default([1]).put_on(found)
+    default([1]).put_on(found, 30)
     assert [positions(one.hidden_states)[1] for one in every] == [[], [3], [3, 4]]
     assert not hasattr(found, "hidden_states")
 
@@ -322,24 +330,19 @@ def test_a_request_that_asked_for_nothing_has_empty_dicts():
     # max_tokens=1 and only generated rows: nothing rides along, and nothing is put on it.
     plain = CompletionOutput(0, "", [7], None, None)
     found = output(plain)
-    default([1]).put_on(found)
+    default([1]).put_on(found, 30)
     assert found.hidden_states == {}
     assert found.prefill_hidden_states == {}
 
 
 def test_a_prompt_of_embeddings_is_as_long_as_its_receipt_says():
     found = output(completion(activations=activations(_1=range(5))), prompt=None)
-    default([1], include_prefill=True).put_on(found)
+    default([1], include_prefill=True).put_on(found, 30)
     assert positions(found.prefill_hidden_states) == {1: [0, 1, 2]}
     assert positions(found.hidden_states) == {1: [3, 4]}
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="DefaultCapture does not know the number of layers, so it cannot tell its own (−1, all "
-    "tapped) from those that only the request's own capture asked for",
-)
 def test_layers_that_only_the_requests_own_capture_named_are_not_among_the_default_ones():
     found = output(completion(activations=activations(_1=range(3, 5), _2=[4])))
-    default([1]).put_on(found)
+    default([1]).put_on(found, 30)
     assert positions(found.hidden_states) == {1: [3, 4]}

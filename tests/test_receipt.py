@@ -15,7 +15,7 @@ RECEIPT = Receipt(
     prompt_tokens=5,
     generated_tokens=3,
     captured=(Captured("resid_pre", 0, 7, 7), Captured("resid_post", 1, 2, 2)),
-    edited=Edited(expected=10, applied=6, reused=4, tokens=7),
+    edited=Edited(expected=10, applied=9, tokens=7),
 )
 BROKEN = Receipt(
     request_id="8<b>",
@@ -42,13 +42,13 @@ def test_its_text_counts_rows_and_edits():
     assert str(RECEIPT).splitlines() == [
         "request 7: ok; 5 prompt and 3 generated tokens",
         "  captured 9 of 9 rows, at 2 sites of layers",
-        "  edited 7 tokens: 10 of 10 edits (4 of them from the prefix cache)",
+        "  edited 7 tokens: 9 of 10 edits",
     ]
 
 
 def test_its_text_says_nothing_of_what_was_not_asked_for():
     assert str(Receipt("7", 5, 3, (), None)) == "request 7: ok; 5 prompt and 3 generated tokens"
-    edited = Receipt("7", 5, 3, (), Edited(expected=2, applied=2, reused=0, tokens=2))
+    edited = Receipt("7", 5, 3, (), Edited(expected=2, applied=2, tokens=2))
     assert str(edited).splitlines()[1:] == ["  edited 2 tokens: 2 of 2 edits"]
 
 
@@ -81,7 +81,7 @@ def test_its_plain_form_is_json_with_every_field():
             {"site": "resid_pre", "layer": 0, "expected": 7, "actual": 7},
             {"site": "resid_post", "layer": 1, "expected": 2, "actual": 2},
         ],
-        "edited": {"expected": 10, "applied": 6, "reused": 4, "tokens": 7},
+        "edited": {"expected": 10, "applied": 9, "tokens": 7},
         "problems": [],
     }
     assert BROKEN.to_dict()["edited"] is None

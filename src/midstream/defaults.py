@@ -66,17 +66,24 @@ class DefaultCapture:
             return plan
         return Plan(captures=(*plan.captures, capture), edits=plan.edits)
 
-    def put_on(self, output: Any) -> None:
+    def put_on(self, output: Any, num_layers: int) -> None:
         """Sets `hidden_states` and `prefill_hidden_states`, {layer: [rows, hidden]}, on each
-        completion, and on the output where it has but one.
+        completion, and on the output where it has but one. Layers that only the request's own
+        capture asked for are not among them.
         """
+        given = self.layers.indices
+        layers = None if given == "all" else {int(layer) % num_layers for layer in given}
         for completion in output.outputs:
-            completion.hidden_states, completion.prefill_hidden_states = self._split(completion)
+            completion.hidden_states, completion.prefill_hidden_states = self._split(
+                completion, layers
+            )
         if len(output.outputs) == 1:
             output.hidden_states = output.outputs[0].hidden_states
             output.prefill_hidden_states = output.outputs[0].prefill_hidden_states
 
-    def _split(self, completion: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    def _split(
+        self, completion: Any, layers: set[int] | None
+    ) -> tuple[dict[int, Any], dict[int, Any]]:
         decode: dict[int, Any] = {}
         prefill: dict[int, Any] = {}
         # Not there where `join` had nothing to ask for.
@@ -86,7 +93,7 @@ class DefaultCapture:
         # The output's own prompt_token_ids are None where the prompt was given as embeddings.
         prompt_len = completion.receipt.prompt_tokens
         for layer in activations.layers:
-            if (_SITE, layer) not in activations:
+            if (_SITE, layer) not in activations or (layers and layer not in layers):
                 continue
             rows = activations[_SITE, layer]
             positions = activations.positions_of(_SITE, layer)

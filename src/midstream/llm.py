@@ -149,7 +149,7 @@ class LLM(VllmLLM):
             raise
         if self._default_capture is not None:
             for output in outputs:
-                self._default_capture.put_on(output)
+                self._default_capture.put_on(output, self.info.shape.num_layers)
         return outputs
 
     def _with_plans(

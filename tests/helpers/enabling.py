@@ -13,7 +13,7 @@ import json
 import os
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ MODULES = ("vllm.engine.arg_utils", "vllm.outputs", "vllm.sampling_params", "vll
 PACKAGES = ("vllm.v1.engine", "vllm.v1.worker")
 FOLDER = str(Path(__file__).parent)  # where nothing is looked for yet
 ENABLED = {"midstream": {}}
+OPTION = "--additional-config"
 OTHERS = {"someone_elses": {"midstream": 1}, "layers": "all"}
 
 
@@ -96,7 +97,9 @@ def in_fork(scenario: Callable[[], None], modules: list[ModuleType], fresh: bool
     return json.loads(text)
 
 
-def engine_args(additional: object = None, environment: str | None = None) -> Callable[[], None]:
+def engine_args(
+    additional: object = None, environment: str | None = None, command_line: Sequence[str] = ()
+) -> Callable[[], None]:
     """Makes EngineArgs, whose `__post_init__` loads the plugins."""
 
     def scenario() -> None:
@@ -104,6 +107,7 @@ def engine_args(additional: object = None, environment: str | None = None) -> Ca
 
         if environment is not None:
             os.environ["MIDSTREAM"] = environment
+        sys.argv += command_line
         given = {} if additional is None else {"additional_config": additional}
         EngineArgs(model=FOLDER, **given)
 
@@ -197,6 +201,10 @@ def main() -> None:
         "args, with settings": engine_args({"midstream": {"layers": [1]}, **OTHERS}),
         "args, in the environment": engine_args(environment="1"),
         "args, in the environment as JSON": engine_args(environment='{"layers": [1]}'),
+        "args, on the command line": engine_args(command_line=(OPTION, json.dumps(ENABLED))),
+        "args, on the command line in one word": engine_args(
+            command_line=(f"{OPTION.replace('-', '_')}={json.dumps(ENABLED)}",)
+        ),
         "core": engine_core(ENABLED),
         "worker": worker(ENABLED),
         "twice": twice,
@@ -206,6 +214,9 @@ def main() -> None:
         "args, none": engine_args({"midstream": None}),
         "args, 0 in the environment": engine_args(environment="0"),
         "args, empty in the environment": engine_args(environment=""),
+        "args, of others on the command line": engine_args(
+            command_line=("--model", "midstream", OPTION, '{"other": 1}')
+        ),
         "core, plain": engine_core({}),
         "core, of others": engine_core(OTHERS),
         "worker, plain": worker({}),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import midstream.ops.site  # noqa: F401  (defines the op)
 from midstream.runtime.buffers import Buffers, Tap
-from midstream.runtime.requests import APPLIED_0, REUSED, UNSEEN, Request
+from midstream.runtime.requests import APPLIED_0, UNSEEN, Request
 from midstream.runtime.session import Session
 from midstream.runtime.stepview import StepView
 from midstream.spec import ResolvedCapture, ResolvedEdit, ResolvedPlan, Vector
@@ -104,8 +104,9 @@ class Fake:
     rows: dict[tuple[Tap, int], NDArray[np.float32]] = field(default_factory=dict)
     done: list[int] = field(default_factory=list)
 
-    def note_reuse(self) -> None:
-        self.done += [REUSED] * (self.computed - len(self.done))
+    def note_skipped(self) -> None:
+        """Positions that a step begins after were served from the KV cache."""
+        self.done += [UNSEEN] * (self.computed - len(self.done))
 
     def note(self, position: int, edits: int, asked: bool) -> None:
         if position >= len(self.done):
@@ -147,7 +148,7 @@ class FakeEngine:
         assert not bool(self.buffers.tokens.any()), "the buffers are still armed"
         row = 0
         for fake, count in batch:
-            fake.note_reuse()
+            fake.note_skipped()
             for position in range(fake.computed, fake.computed + count):
                 check_row(fake, position, row, before, after)
                 row += 1

@@ -12,7 +12,7 @@ from helpers.fake_steps import VECTORS, plan_of
 from midstream.errors import ReceiptError
 from midstream.runtime.assembly import assemble
 from midstream.runtime.ledger import Ledger
-from midstream.runtime.requests import REUSED, Request
+from midstream.runtime.requests import Request
 from midstream.runtime.results import Outbox
 from midstream.spec import ResolvedCapture, ResolvedPlan
 from midstream.transport.host import CpuShipment
@@ -252,7 +252,7 @@ def test_edits_are_counted_position_by_position():
     found = assembled(STEER, [answer(("x", [0, 2, 2, 2], []))])
     assert found.receipt.status == "ok"
     edited = found.receipt.edited
-    assert (edited.expected, edited.applied, edited.reused, edited.tokens) == (3, 3, 0, 3)
+    assert (edited.expected, edited.applied, edited.tokens) == (3, 3, 3)
     assert found.activations is None
 
 
@@ -262,13 +262,6 @@ def test_tensor_parallel_ranks_do_the_same_and_are_counted_once():
         answer(("x", [0, 2, 2, 2], []), tensor_rank=1),
     ]
     assert assembled(STEER, answers).receipt.edited.applied == 3
-
-
-def test_positions_from_the_cache_count_as_reused():
-    found = assembled(STEER, [answer(("x", [REUSED, REUSED, 2, 2], []))])
-    edited = found.receipt.edited
-    assert found.receipt.status == "ok"
-    assert (edited.expected, edited.applied, edited.reused) == (3, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -288,13 +281,13 @@ def test_a_wrong_number_of_edits_is_found_by_position(done, message):
         receipt.check()
 
 
-def test_a_position_reused_on_one_stage_only_is_a_problem():
+def test_an_edit_left_out_on_one_stage_only_is_a_problem():
     plan = plan_of(
         edits=[(PRE, VECTORS[0], 1.0, EVERYWHERE), (DEEP, VECTORS[1], 1.0, EVERYWHERE)],
         prompt_len=3,
     )
     answers = [
-        answer(("x", [REUSED, 2, 2, 2], []), stage=0),
+        answer(("x", [0, 2, 2, 2], []), stage=0),
         answer(("x", [2, 2, 2, 2], []), stage=1),
     ]
     receipt = assembled(plan, answers).receipt
@@ -324,7 +317,7 @@ def test_a_request_that_the_workers_do_not_know_has_nothing_and_says_so():
     assert found.receipt.problems[0] == "the workers know nothing of it"
     assert "resid_post of layer 1: 0 rows came, expected 4" in found.receipt.problems
     edited = found.receipt.edited
-    assert (edited.expected, edited.applied, edited.reused) == (4, 0, 0)
+    assert (edited.expected, edited.applied, edited.tokens) == (4, 0, 4)
     assert found.activations[POST].shape == (0, WIDTH)
 
 

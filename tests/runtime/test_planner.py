@@ -15,7 +15,6 @@ from midstream.runtime.ledger import Ledger
 from midstream.runtime.planner import Planner
 from midstream.runtime.programs import Edit, Tables
 from midstream.runtime.requests import (
-    REUSED,
     UNSEEN,
     Request,
     acquire_segments,
@@ -182,7 +181,8 @@ def check_step(step, view, plans, buffers):
         assert taken == set(range(step.num_records))
 
 
-def test_positions_served_from_the_cache_are_known_as_reused():
+def test_positions_that_no_step_computed_stay_unseen():
+    """A prompt served from the cache, say: whoever asked for edits there is told of it."""
     buffers = make_buffers()
     tables = Tables(buffers)
     planner = Planner(tables, max_model_len=100)
@@ -194,8 +194,7 @@ def test_positions_served_from_the_cache_are_known_as_reused():
     step = planner.plan(view, watch=False)
     planner.record(step, np.full(4, 1))
     planner.forget(request)
-    assert request.done[:16].tolist() == [REUSED] * 16
-    assert request.done[16:].tolist() == [2, 2, 2, 2]
+    assert request.done.tolist() == [UNSEEN] * 16 + [2] * 4
 
 
 def test_a_slot_that_is_used_again_remembers_nothing():

@@ -16,6 +16,7 @@ PATCHED = [
     ("vllm.v1.worker.worker_base", "WorkerWrapperBase"),
     ("vllm.v1.engine.input_processor", "InputProcessor"),
     ("vllm.v1.engine.llm_engine", "LLMEngine"),
+    ("vllm.v1.engine.core", "EngineCore"),
 ]
 
 

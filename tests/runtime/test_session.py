@@ -21,7 +21,7 @@ from helpers.fake_steps import (
 from midstream.errors import TapError
 from midstream.ops import layout
 from midstream.runtime.buffers import code
-from midstream.runtime.requests import REUSED
+from midstream.runtime.requests import UNSEEN
 from midstream.runtime.session import Session
 from midstream.runtime.stepview import StepView
 from midstream.spec import ResolvedPlan, Vector
@@ -146,12 +146,12 @@ def test_a_preempted_request_computes_its_positions_again_with_the_same_edits():
     assert request.done.tolist() == [1, 1, 1, 1, 2, 2, 2]
 
 
-def test_positions_served_from_the_cache_are_reused_and_have_no_rows():
+def test_positions_served_from_the_cache_are_unseen_and_have_no_rows():
     engine, fake = FakeEngine(), Fake("a", BOTH, computed=5)
     engine.add(fake)
     engine.step([(fake, 3)])
     request = engine.take("a")[0]
-    assert request.done.tolist() == [REUSED] * 5 + [2] * 3
+    assert request.done.tolist() == [UNSEEN] * 5 + [2] * 3
     assert {position for _, position in captured(request)} == {5, 6, 7}
 
 

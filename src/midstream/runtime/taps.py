@@ -173,7 +173,7 @@ def _swap(module: Any, tapped: type[nn.Module], buffers: Buffers) -> None:
     cls = type(module)
     if issubclass(cls, (TappedLayer, TappedEntry)):
         raise UnsupportedError(f"a {cls.__qualname__} is shared by several layers")
-    # vLLM and pickle look classes up by module and name; the swapped one answers as the original.
+    # What looks at a class's module (logs, vLLM's registries) sees the original's.
     namespace = {"__module__": cls.__module__, "__qualname__": f"Tapped{cls.__qualname__}"}
     module.__class__ = type(f"Tapped{cls.__name__}", (tapped, cls), namespace)
     for name in _SHARED:
