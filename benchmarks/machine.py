@@ -33,7 +33,7 @@ def describe() -> dict[str, Any]:
         "midstream": midstream.__version__,
         # A copy of the tree on a GPU host may have no git: then whoever sends it says.
         "commit": _output(["git", "rev-parse", "--short", "HEAD"])
-        or os.environ.get("MIDSTREAM_COMMIT", "unknown"),
+        or os.environ.get("COMMIT", "unknown"),
         "changed": bool(_output(["git", "status", "--porcelain", "--untracked-files=no"])),
     }
 

