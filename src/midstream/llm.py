@@ -105,7 +105,8 @@ class LLM(VllmLLM):
             `receipt` (`Receipt` or None); with n > 1 these are on each of its `outputs` instead.
 
         Raises:
-            SpecError: something asked for is malformed or impossible. Nothing has run then.
+            SpecError: something asked for is malformed or impossible. Prompts of the call that were
+                queued before it are taken back.
             ReceiptError: what was done is not what was asked for.
         """
         count = count_prompts(prompts)

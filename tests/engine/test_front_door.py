@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 from helpers.engines import engine, generated, greedy, tokens
 
-from midstream import Capture, ConfigError, SpecError, Steer, TapError, UnsupportedError
+from midstream import (
+    Capture,
+    ConfigError,
+    ReceiptError,
+    SpecError,
+    Steer,
+    TapError,
+    UnsupportedError,
+)
 
 PROMPT = [5, 6, 7, 8]
 HIDDEN = 64
@@ -202,3 +210,68 @@ def test_default_layers_give_plain_dicts_of_hidden_states(tiny_llama: Path, llm:
                     assert (value - expected).abs().max() < 1e-4
             short = probe.generate(tokens(PROMPT), greedy(1, detokenize=False), use_tqdm=False)[0]
             assert all(value.shape[0] == 0 for value in short.hidden_states.values())
+
+
+def test_a_call_that_is_given_up_takes_its_requests_with_it(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = 0
+    step = llm.llm_engine.step
+
+    def interrupted() -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.llm_engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([tokens(PROMPT)] * 6, greedy(20), capture=Capture(layers=[0]), use_tqdm=False)
+    monkeypatch.undo()
+    outputs = llm.generate(
+        tokens([9, 8]), greedy(2, detokenize=False), capture=Capture(layers=[0]), use_tqdm=False
+    )
+    assert [output.prompt_token_ids for output in outputs] == [[9, 8]]
+    assert outputs[0].receipt.status == "ok"
+    llm._front_end._call("check_integrity")
+
+
+def test_a_plan_that_went_past_the_front_door_is_refused_and_the_engine_goes_on(llm: Any) -> None:
+    from vllm.v1.engine import EngineCoreRequest
+
+    params = greedy(3, detokenize=False)
+    request = llm.llm_engine.input_processor.process_inputs(
+        "past", tokens(PROMPT), params, supported_tasks=("generate",)
+    )
+    assert isinstance(request, EngineCoreRequest)
+    request.sampling_params.extra_args = {"midstream": {"capture": {"layers": [0]}}}
+    with pytest.raises(SpecError, match="without having been checked"):
+        llm.llm_engine.engine_core.add_request(request)
+    output = llm.generate(tokens(PROMPT), params, capture=Capture(layers=[0]), use_tqdm=False)[0]
+    assert output.receipt.status == "ok"
+
+
+def test_a_request_that_found_no_room_raises_and_leaves_no_kv_for_others(tiny_llama: Path) -> None:
+    prompt = tokens(list(range(3, 103)))
+    params = greedy(3, detokenize=False)
+    steers = [[Steer([0.1 * n] * HIDDEN, layer=0)] for n in range(24)]
+    with engine(tiny_llama, enable_prefix_caching=False) as roomy:
+        expected = [
+            generated(roomy.generate(prompt, params, steer=steer, use_tqdm=False)[0])
+            for steer in steers
+        ]
+    assert len({tuple(tokens_) for tokens_ in expected}) > 1
+    with engine(
+        tiny_llama,
+        enable_prefix_caching=True,
+        block_size=32,
+        max_num_seqs=24,
+        midstream={"programs": 16},
+    ) as small:
+        with pytest.raises(ReceiptError, match="programs"):
+            small.generate([prompt] * 24, params, steer=steers, use_tqdm=False)
+        for steer, wanted in zip(steers, expected, strict=True):
+            output = small.generate(prompt, params, steer=steer, use_tqdm=False)[0]
+            assert generated(output) == wanted
+        small._front_end._call("check_integrity")
