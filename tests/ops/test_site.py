@@ -58,9 +58,9 @@ def test_a_scale_of_zero_leaves_every_bit_in_place():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokens": torch.zeros(2, 4, dtype=torch.int32)}, "tokens must be"),
+        ({"tokens": torch.ones(2, 4, dtype=torch.int32)}, "tokens must be"),
         ({"tally": torch.zeros(20, 3, dtype=torch.int32)}, "tally must be"),
-        ({"tokens": torch.zeros(20, 4, dtype=torch.int64)}, "tokens must be contiguous"),
+        ({"tokens": torch.ones(20, 4, dtype=torch.int64)}, "tokens must be contiguous"),
         ({"bank": torch.zeros(4, 33)}, "32 wide"),
         ({"bank": torch.zeros(4, 32, dtype=torch.float64)}, "bank must be contiguous"),
         ({"ring": torch.zeros(4, 64)[:, ::2]}, "ring must be contiguous"),
