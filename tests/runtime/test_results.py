@@ -243,7 +243,7 @@ def collect(monkeypatch, workers, uids):
         collective_rpc=lambda _method, timeout=None, args=(): [w.answer(*args) for w in workers],
         has_unfinished_requests=lambda: False,
     )
-    front = frontend.FrontEnd(engine, SimpleNamespace(sites=()))
+    front = frontend.FrontEnd(engine)
     return front._collect(uids)
 
 

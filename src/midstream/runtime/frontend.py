@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from midstream.config import KEY, Config
+from midstream.config import KEY
 from midstream.errors import SpecError, UnsupportedError
 from midstream.receipt import Receipt
 from midstream.runtime.assembly import assemble
@@ -54,8 +54,7 @@ class EngineInfo:
 class FrontEnd:
     """One engine's front door; lives as long as its `LLMEngine`."""
 
-    def __init__(self, engine: Any, config: Config) -> None:
-        self.config = config
+    def __init__(self, engine: Any) -> None:
         self._rpc: Callable[..., list[dict[str, Any]]] = engine.collective_rpc
         self._has_unfinished: Callable[[], bool] = engine.has_unfinished_requests
         self.info = _describe(self._call("describe"))
@@ -117,9 +116,7 @@ class FrontEnd:
             for holder in (output, *completions):
                 holder.activations = holder.receipt = None
             if output.finished and output.request_id in self._under_way:
-                asked = self._under_way.pop(output.request_id)
-                self._finished.append((asked, output))
-                self._finished_bytes += self._size(asked.plan, output)
+                self._keep(self._under_way.pop(output.request_id), output)
         idle = not self._has_unfinished()
         full = len(self._finished) >= _BATCH_REQUESTS or self._finished_bytes >= _BATCH_BYTES
         if self._finished and (idle or full):
@@ -144,27 +141,35 @@ class FrontEnd:
 
     def after_abort(self, alive: Container[str]) -> None:
         """Lets go of the requests under way whose ids are no longer among those alive."""
-        gone = [name for name in self._under_way if name not in alive]
-        if gone:
-            self._call("release", [self._under_way.pop(name).uid for name in gone])
+        self._release([name for name in self._under_way if name not in alive])
 
     def let_go(self) -> None:
         """Has the workers forget what was asked for by requests that ended without an output."""
-        if self._under_way:
-            uids = [asked.uid for asked in self._under_way.values()]
-            self._under_way.clear()
-            self._call("release", uids)
+        self._release(list(self._under_way))
 
     def drop(self, request_ids: Container[str]) -> None:
         """Lets go of some requests, results that wait to be fetched included: the call that made
         them was given up.
         """
-        gone = [asked for asked, output in self._finished if output.request_id in request_ids]
-        self._finished = [f for f in self._finished if f[1].request_id not in request_ids]
+        finished, self._finished = self._finished, []
+        self._finished_bytes = 0
+        for asked, output in finished:
+            if output.request_id in request_ids:
+                self._under_way[output.request_id] = asked
+            else:
+                self._keep(asked, output)
         self._problems = [p for p in self._problems if p.request_id not in request_ids]
-        gone += [self._under_way.pop(n) for n in list(self._under_way) if n in request_ids]
-        if gone:
-            self._call("release", [asked.uid for asked in gone])
+        self._release([name for name in self._under_way if name in request_ids])
+
+    def _keep(self, asked: Asked, output: Any) -> None:
+        """A finished request's results wait to be fetched."""
+        self._finished.append((asked, output))
+        self._finished_bytes += self._size(asked.plan, output)
+
+    def _release(self, names: list[str]) -> None:
+        """Has the workers forget these requests under way."""
+        if names:
+            self._call("release", [self._under_way.pop(name).uid for name in names])
 
     def _size(self, plan: ResolvedPlan, output: Any) -> int:
         """About how many bytes a finished request's rows take."""

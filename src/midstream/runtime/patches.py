@@ -121,7 +121,7 @@ def _engine_init(original: Callable[..., Any], engine: Any, *args: Any, **kwargs
     if found is not None:
         from midstream.runtime.frontend import FrontEnd
 
-        front = FrontEnd(engine, found)
+        front = FrontEnd(engine)
         setattr(engine, _ATTRIBUTE, front)
         setattr(engine.input_processor, _ATTRIBUTE, front)
 

@@ -77,7 +77,6 @@ class Planner:
 
     def __init__(self, tables: Tables, max_model_len: int) -> None:
         self._tables = tables
-        self._max_model_len = max_model_len
         self._requests: dict[str, Request] = {}
         self._slot_of: dict[str, int] = {}
         self._by_slot: list[Request | None] = []

@@ -63,7 +63,6 @@ class Session:
         self._taps = taps
         self._transport = transport
         self._captures = captures
-        self._max_model_len = max_model_len
         self._tables = Tables(buffers)
         self._planner = Planner(self._tables, max_model_len)
         self._ledger = Ledger()
