@@ -8,8 +8,17 @@ Layer `i`'s sites, in the order in which one forward pass reaches them:
 | `resid_mid` | after attention is added | the input of the norm that feeds the MLP |
 | `resid_post` | after the MLP is added | `output_hidden_states[i + 1]` |
 
+and the branches that are added to it:
+
+| site | the vector … | in transformers |
+|---|---|---|
+| `attn_out` | that attention adds to the stream | attention's output, after a post-norm if there is one |
+| `mlp_in` | that the MLP reads: the stream after its norm | the MLP's input |
+| `mlp_out` | that the MLP adds to the stream | the MLP's output, after a post-norm if there is one |
+
 For the last layer transformers applies the final norm to what it returns; `resid_post` does not.
-Names are TransformerLens's.
+Names are TransformerLens's; `mlp_in` is its `mlp.hook_in` (before version 3 its `hook_mlp_in`
+stood before the norm).
 """
 
 from __future__ import annotations
@@ -36,8 +45,11 @@ class Site:
 
 SITES: tuple[Site, ...] = (
     Site("resid_pre", ("pre_attn",), 0, "the residual stream entering the layer"),
-    Site("resid_mid", ("post_attn",), 1, "the residual stream after attention is added"),
-    Site("resid_post", ("post_block",), 2, "the residual stream after the MLP is added"),
+    Site("attn_out", (), 1, "what attention adds to the residual stream"),
+    Site("resid_mid", ("post_attn",), 2, "the residual stream after attention is added"),
+    Site("mlp_in", (), 3, "what the MLP reads, normalised"),
+    Site("mlp_out", (), 4, "what the MLP adds to the residual stream"),
+    Site("resid_post", ("post_block",), 5, "the residual stream after the MLP is added"),
 )
 
 NAMES: tuple[str, ...] = tuple(site.name for site in SITES)
