@@ -72,26 +72,9 @@ def main() -> None:
 
 def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]:
     """Medians of every workload and variant, in seconds."""
-    import torch
+    from midstream import Capture, Steer
 
-    settings = {
-        "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "max_model_len": 2048,
-        "max_num_batched_tokens": 8192,
-        "max_num_seqs": 256,
-        "gpu_memory_utilization": args.memory,
-        # Every run must compute its prompts: the cache would turn prefill into nothing.
-        "enable_prefix_caching": False,
-        "seed": 0,
-    }
-    from vllm import LLM as Plain
-
-    from midstream import LLM, Capture, Steer
-
-    plain = Plain(str(model), **settings)
-    tapped = LLM(str(model), **settings, midstream={"sites": ["resid_post"], "layers": "all"})
+    plain, tapped = engines(model, args.memory, {"sites": ["resid_post"], "layers": "all"})
     config = shapes.SHAPES[shape]
     vector = [random.Random(0).gauss(0, 0.01) for _ in range(config["hidden_size"])]
     one = [Steer(vector, layer=config["num_hidden_layers"] // 2)]
@@ -118,6 +101,28 @@ def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]
         lambda llm, kw: timed(llm, kw, args.prefill_prompts, args.prefill_length, 1),
     )
     return out
+
+
+def engines(model: Path, memory: float, midstream: dict[str, Any]) -> tuple[Any, Any]:
+    """Plain vLLM, and the same engine with midstream."""
+    import torch
+    from vllm import LLM as Plain
+
+    from midstream import LLM
+
+    settings = {
+        "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": 256,
+        "gpu_memory_utilization": memory,
+        # Every run must compute its prompts: the cache would turn prefill into nothing.
+        "enable_prefix_caching": False,
+        "seed": 0,
+    }
+    return Plain(str(model), **settings), LLM(str(model), **settings, midstream=midstream)
 
 
 def compare(

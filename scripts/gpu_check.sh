@@ -18,7 +18,7 @@ check() { # NAME COMMAND…
     "$(grep -E '^[0-9]+ (passed|failed)|passed|failed' "$out/$name.log" | tail -n 1)")$'\n'
 }
 
-wanted=" ${CHECKS:-kernel v2 v1 stale parity overhead} "
+wanted=" ${CHECKS:-kernel v2 v1 stale parity flat overhead} "
 # A process for each engine: vLLM does not give back an engine's memory within a process.
 runner() { # NAME USE_V2 DTYPE
   check "$1-$3" env VLLM_USE_V2_MODEL_RUNNER="$2" MIDSTREAM_GPU_DTYPE="$3" \
@@ -33,6 +33,8 @@ done
 asked stale && check stale "$python" -m pytest -q tests/gpu/test_stale_graph.py
 asked parity && check parity "$python" benchmarks/parity.py --json "$out/parity.json"
 asked parity && grep -E '^(float32|bfloat16)' "$out/parity.log"
+asked flat && check flat "$python" benchmarks/flat_cost.py --json "$out/flat_cost.json"
+asked flat && grep -v -i warning "$out/flat.log" | tail -n 60
 asked overhead && check overhead "$python" benchmarks/overhead.py --json "$out/overhead.json"
 asked overhead && cat "$out/overhead.log" | grep -v -i warning | tail -n 60
 printf '\n%s' "$table"

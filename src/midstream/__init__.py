@@ -20,29 +20,59 @@ from midstream.errors import (
     UnsupportedError,
 )
 from midstream.receipt import Receipt
-from midstream.spec import Capture, Plan, Positions, Sites, Span, Steer, Vector
+from midstream.spec import (
+    Ablate,
+    Affine,
+    Capture,
+    Clamp,
+    Feature,
+    Gate,
+    LoReFT,
+    Named,
+    Plan,
+    Positions,
+    Probe,
+    Replace,
+    Scale,
+    Sites,
+    Span,
+    Steer,
+    Vector,
+)
 from midstream.version import __version__
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
     from midstream.activations import Activations
+    from midstream.features import SAE
     from midstream.llm import LLM
     from midstream.runtime.patches import activate
 
 __all__ = [
-    "LLM",
+    "Ablate",
     "Activations",
+    "Affine",
     "Capture",
+    "Clamp",
     "Config",
     "ConfigError",
+    "Feature",
     "FetchError",
+    "Gate",
+    "LLM",
+    "LoReFT",
     "MidstreamError",
+    "Named",
     "Plan",
     "Positions",
+    "Probe",
     "Receipt",
     "ReceiptError",
+    "Replace",
+    "SAE",
     "SamplingParams",
+    "Scale",
     "SeamError",
     "Sites",
     "Span",
@@ -57,6 +87,7 @@ __all__ = [
 
 _LAZY = {
     "LLM": "midstream.llm",
+    "SAE": "midstream.features",
     "Activations": "midstream.activations",
     "SamplingParams": "vllm",
     "activate": "midstream.runtime.patches",

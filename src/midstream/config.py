@@ -22,7 +22,16 @@ from midstream.version import __version__
 KEY = "midstream"
 ENVIRONMENT_VARIABLE = "MIDSTREAM"
 # Raised whenever the op's arguments or buffers change meaning: it keeps compiled graphs apart.
-OP_SCHEMA = 1
+OP_SCHEMA = 2
+# Settings that say how much there is room for, and the least that works.
+_LEAST = {
+    "bank_rows": 1,
+    "programs": 4,
+    "max_edits": 1,
+    "edits_per_site": 1,
+    "probes": 1,
+    "token_ids": 1,
+}
 STAMP = {"version": __version__, "op_schema": OP_SCHEMA}
 
 
@@ -37,7 +46,12 @@ class Config:
         bank_rows: how many distinct vectors the running requests may use together. Each takes
             4 · hidden bytes on the device.
         programs: how many distinct combinations of edits (and of captures) may be in use together.
-        max_edits: how many edits may be in use together, counted once for each distinct program.
+        max_edits: how many instructions (an edit is one or more, a probe one) may be in use
+            together, counted once for each distinct program.
+        edits_per_site: how many instructions one token may have at one site.
+        probes: how many scores one token may have: probes, and those of gates that read an
+            earlier site. Each takes 4 bytes on the device for each token of a step.
+        token_ids: how many token ids may be in use together in lists of such to edit at.
         staging_bytes: size of the ring on the device through which captured vectors leave. None:
             enough for every token of the largest step at every tapped site, but no more than
             1/16 of the device's memory (2 GiB on a CPU).
@@ -48,6 +62,9 @@ class Config:
     bank_rows: int = 4096
     programs: int = 2048
     max_edits: int = 65536
+    edits_per_site: int = 64
+    probes: int = 16
+    token_ids: int = 16384
     staging_bytes: int | None = None
 
     @staticmethod
@@ -76,9 +93,9 @@ class Config:
         for name in given:
             if name not in known:
                 raise ConfigError(f"{KEY}.{name}: no such setting{_hint(name, known)}")
-        for name in ("bank_rows", "programs", "max_edits"):
+        for name, least in _LEAST.items():
             if name in given:
-                given[name] = _count(name, given[name], at_least=16)
+                given[name] = _count(name, given[name], least)
         if given.get("staging_bytes") is not None:
             given["staging_bytes"] = _count("staging_bytes", given["staging_bytes"], 1)
         if "sites" in given:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from midstream.errors import ConfigError
@@ -61,10 +61,10 @@ class DefaultCapture:
             return plan
         capture = Capture(layers=self.layers, sites=_SITE, positions=Positions.parse(positions))
         if plan is None:
-            return Plan(captures=(capture,), edits=())
+            return Plan(captures=(capture,))
         if capture in plan.captures:
             return plan
-        return Plan(captures=(*plan.captures, capture), edits=plan.edits)
+        return replace(plan, captures=(*plan.captures, capture))
 
     def put_on(self, output: Any, num_layers: int) -> None:
         """Sets `hidden_states` and `prefill_hidden_states`, {layer: [rows, hidden]}, on each

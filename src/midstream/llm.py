@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm import LLM as VllmLLM
 from vllm import RequestOutput, SamplingParams
 
+from midstream.arguments import Asked, One
 from midstream.config import KEY, Config, from_environment
 from midstream.defaults import DefaultCapture
 from midstream.errors import ConfigError, SpecError
 from midstream.runtime import patches
 from midstream.runtime.frontend import EngineInfo
-from midstream.runtime.prompts import count_conversations, count_prompts
-from midstream.spec import Capture, Plan, Steer
+from midstream.runtime.chat import ChatPlan, template_arguments
+from midstream.runtime.prompts import conversations, count_prompts
+from midstream.site_table import SiteTable
+from midstream.spec import Plan
+from midstream.steering import Steering
+from midstream.vectors import VectorRegistry
 
-CaptureLike = Capture | dict[str, Any]
-SteerLike = Steer | dict[str, Any]
+# What a rival's `steering_vectors` speak of: pre_attn, post_attn, post_block.
+STEERING_SITES = ("resid_pre", "resid_mid", "resid_post")
 
 
 class LLM(VllmLLM):
@@ -40,6 +44,9 @@ class LLM(VllmLLM):
             last generated token is never computed on, so there is one row fewer than tokens.
         last_prefill_token: only the prompt's last row (implies `include_prefill`).
         last_decode_token: only the last row of the generated tokens.
+        enable_steering: tap the three residual sites instead of `resid_post` alone, so that
+            `SamplingParams(steering_vectors=…)` can use any of its hook points. Settings in
+            `midstream` go first.
 
     Raises:
         ConfigError: a wrong setting.
@@ -56,6 +63,7 @@ class LLM(VllmLLM):
         include_decode: bool = True,
         last_prefill_token: bool = False,
         last_decode_token: bool = False,
+        enable_steering: bool = False,
         **vllm_args: Any,
     ) -> None:
         given = dict(vllm_args.pop("additional_config", None) or {})
@@ -63,7 +71,9 @@ class LLM(VllmLLM):
             raise ConfigError(f"{KEY}: settings are in `midstream` and in `additional_config`")
         settings = midstream if midstream is not None else given.get(KEY)
         if settings is None:
-            settings = from_environment() or Config()
+            settings = from_environment() or Config(
+                sites=STEERING_SITES if enable_steering else Config().sites
+            )
         given[KEY] = Config.parse(settings).to_dict()
         self._default_capture: DefaultCapture | None = None
         if layers is not None:
@@ -80,41 +90,65 @@ class LLM(VllmLLM):
         info: EngineInfo = self._front_end.info
         return info
 
+    @property
+    def vectors(self) -> VectorRegistry:
+        """Named vectors: register, list, remove."""
+        registry: VectorRegistry = self._front_end.vectors
+        return registry
+
+    @property
+    def steering(self) -> Steering:
+        """Edits of every request: set, clear, show."""
+        steering: Steering = self._front_end.steering
+        return steering
+
+    def sites(self) -> SiteTable:
+        """Every site of every layer: tapped, not tapped (and the setting that would), or not in
+        this model (and why).
+        """
+        return SiteTable.of(self.info.shape)
+
     def generate(
         self,
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        capture: CaptureLike | Sequence[Any] | None = None,
-        steer: SteerLike | Sequence[Any] | None = None,
+        capture: Any = None,
+        steer: Any = None,
+        edits: Any = None,
+        probes: Any = None,
         **vllm_args: Any,
     ) -> list[RequestOutput]:
-        """Generates as `vllm.LLM.generate` does, and captures and steers on the way.
+        """Generates, capturing, editing and probing on the way.
+
+        Each of `capture`, `steer`, `edits` and `probes` is one value for all prompts, or a list
+        with one entry per prompt, in which None asks for nothing. A flat list of edits or probes
+        is for all prompts.
 
         Args:
             prompts: one prompt or a list.
             sampling_params: for all, or one per prompt. Never changed.
-            capture: what to capture: one `Capture` (or dict) for all prompts, or a list with one
-                entry per prompt: a `Capture`, a list of them, or None for nothing.
-            steer: what to add: one `Steer` (or dict) or a list of them for all prompts, or a list
-                with one entry per prompt: a list of `Steer`, or None for nothing.
+            capture: what to read: a `Capture` (or dict), or per prompt such, or a list of such.
+            steer: what to add: a `Steer` (or dict) or a list of them.
+            edits: what to change: any of the operations (or dicts with `op`), or a list of them,
+                applied in order, after those of `steer`.
+            probes: what to score: a `Probe` (or dict) or a list of them.
             **vllm_args: whatever else `vllm.LLM.generate` takes.
 
         Returns:
-            One output per prompt, in order. Each has `activations` (`Activations` or None) and
-            `receipt` (`Receipt` or None); with n > 1 these are on each of its `outputs` instead.
+            One output per prompt, in order. Each has `activations` (`Activations` or None),
+            `probes` (`Probes` or None) and `receipt` (`Receipt` or None); with n > 1 these are on
+            each of its `outputs` instead.
 
         Raises:
             SpecError: something asked for is malformed or impossible. Prompts of the call that were
                 queued before it are taken back.
             ReceiptError: what was done is not what was asked for.
         """
-        count = count_prompts(prompts)
-        params = self._with_plans(count, sampling_params, capture, steer)
+        asked = Asked(capture, steer, edits, probes)
+        params = self._with_plans(count_prompts(prompts), sampling_params, asked)
         return self._run(
-            lambda: super(LLM, self).generate(prompts, sampling_params=params, **vllm_args),
-            capture,
-            steer,
+            lambda: super(LLM, self).generate(prompts, sampling_params=params, **vllm_args), asked
         )
 
     def chat(
@@ -122,20 +156,28 @@ class LLM(VllmLLM):
         messages: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *args: Any,
-        capture: CaptureLike | Sequence[Any] | None = None,
-        steer: SteerLike | Sequence[Any] | None = None,
+        capture: Any = None,
+        steer: Any = None,
+        edits: Any = None,
+        probes: Any = None,
         **vllm_args: Any,
     ) -> list[RequestOutput]:
-        """As `generate`, for conversations; see `vllm.LLM.chat` for the arguments of its own."""
-        count = count_conversations(messages)
-        params = self._with_plans(count, sampling_params, capture, steer)
+        """As `generate`, for conversations; see `vllm.LLM.chat` for the arguments of its own.
+        Positions may speak of messages here: see `Role`.
+        """
+        asked = Asked(capture, steer, edits, probes)
+        talks = conversations(messages)
+        params = self._with_plans(len(talks), sampling_params, asked)
+        template = template_arguments(VllmLLM.chat, args, vllm_args)
+        for own, talk in zip(params, talks, strict=True):
+            plan = (own.extra_args or {}).get(KEY)
+            if isinstance(plan, Plan) and plan.needs_prompt:
+                own.extra_args = {**own.extra_args, KEY: ChatPlan(plan, talk, template)}
         return self._run(
-            lambda: super(LLM, self).chat(messages, params, *args, **vllm_args), capture, steer
+            lambda: super(LLM, self).chat(messages, params, *args, **vllm_args), asked
         )
 
-    def _run(
-        self, work: Callable[[], list[RequestOutput]], capture: Any, steer: Any
-    ) -> list[RequestOutput]:
+    def _run(self, work: Callable[[], list[RequestOutput]], asked: Asked) -> list[RequestOutput]:
         before = self.request_counter.counter
         try:
             outputs = work()
@@ -146,7 +188,7 @@ class LLM(VllmLLM):
             self._front_end.drop(set(mine))
             if isinstance(error, SpecError):
                 nth = self.request_counter.counter - before - 1
-                raise _at_prompt(error, nth, capture, steer) from None
+                raise asked.explain(error, nth) from None
             raise
         if self._default_capture is not None:
             for output in outputs:
@@ -157,8 +199,7 @@ class LLM(VllmLLM):
         self,
         count: int,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        capture: Any,
-        steer: Any,
+        asked: Asked,
     ) -> list[SamplingParams]:
         """One SamplingParams per prompt, each with its plan; the caller's are not touched."""
         if sampling_params is None:
@@ -171,96 +212,32 @@ class LLM(VllmLLM):
                 raise SpecError(
                     "sampling_params", f"{len(given)} for {count} prompts; give one, or one each"
                 )
-        captures = per_prompt("capture", capture, count)
-        steers = per_prompt("steer", steer, count)
-        made: dict[tuple[int, int, int], SamplingParams] = {}
+        plans: dict[tuple[int, ...], Plan | None] = {}
         out = []
-        for nth, params in enumerate(given):
-            # Shared inputs give shared plans, so that a thousand prompts parse one plan once.
-            key = (id(params), id(captures[nth]), id(steers[nth]))
-            if key not in made:
+        for nth, (params, one) in enumerate(zip(given, asked.per_prompt(count), strict=True)):
+            key = (id(params), *one.key)
+            if key not in plans:
                 try:
-                    made[key] = self._with_plan(params, captures[nth], steers[nth])
+                    plans[key] = self._plan(params, one)
                 except SpecError as error:
-                    raise _at_prompt(error, nth, capture, steer) from None
-            out.append(made[key])
+                    raise asked.explain(error, nth) from None
+            # vLLM's offline engine itself sets fields of what it is given.
+            own = copy.copy(params)
+            if plans[key] is not None:
+                own.extra_args = {**(params.extra_args or {}), KEY: plans[key]}
+            out.append(own)
         return out
 
-    def _with_plan(self, params: SamplingParams, capture: Any, steer: Any) -> SamplingParams:
-        carried = (params.extra_args or {}).get(KEY)
-        if carried is not None and (capture is not None or steer is not None):
-            raise SpecError(
-                f"sampling_params.extra_args[{KEY!r}]",
-                "there is a plan here and in capture= or steer=; give it in one place",
-            )
-        if carried is None:
-            plan = Plan.make(capture=capture, edits=_named(steer))
-        else:
-            plan = patches.plan_of(params)
+    def _plan(self, params: SamplingParams, one: One) -> Plan | None:
+        plan = one.plan()
+        carried = patches.plan_of(params)
+        if carried is not None:
+            if plan is not None:
+                raise SpecError(
+                    f"sampling_params.extra_args[{KEY!r}]",
+                    "there is a plan here and in the call's own arguments; give it in one place",
+                )
+            plan = carried
         if self._default_capture is not None:
             plan = self._default_capture.join(plan, params.max_tokens)
-        # vLLM's offline engine itself sets fields of what it is given.
-        own = copy.copy(params)
-        if plan is not None:
-            own.extra_args = {**(params.extra_args or {}), KEY: plan}
-        return own
-
-
-def per_prompt(name: str, value: Any, count: int) -> list[Any]:
-    """What each of `count` prompts is given, from one value for all or a list of one each.
-
-    `steer` may be a flat list of edits, which is for all prompts; a list that holds None or lists
-    is one entry per prompt. A flat list as long as there are prompts is refused as ambiguous.
-
-    Raises:
-        SpecError: a list that is neither.
-    """
-    if not isinstance(value, (list, tuple)):
-        return [value] * count
-    if name == "steer" and not _is_per_prompt(value):
-        if len(value) == count > 1:
-            raise SpecError(
-                name,
-                f"{count} edits for {count} prompts can be read two ways; give one list per "
-                "prompt: [[a], [b]] for one edit each, [[a, b], [a, b]] for all of them each",
-            )
-        return [value] * count
-    if len(value) != count:
-        raise SpecError(name, f"{len(value)} entries for {count} prompts; give one, or one each")
-    return list(value)
-
-
-def _named(steer: Any) -> Any:
-    """Dicts under `steer=` need not say that they steer; in a plan, which holds other edits too,
-    they do.
-    """
-    if isinstance(steer, dict):
-        return {"op": "steer", **steer}
-    if isinstance(steer, (list, tuple)):
-        return [_named(one) for one in steer]
-    return steer
-
-
-def _at_prompt(error: SpecError, nth: int, capture: Any, steer: Any) -> SpecError:
-    """The error as the caller wrote the field: `steer[3][0].layer` where there is one list per
-    prompt; where one value is for all, the message says for which prompt it is wrong.
-    """
-    head, rest = re.match(r"([a-z_]*)(.*)", error.path, re.DOTALL).groups()  # type: ignore[union-attr]
-    name = {"edits": "steer"}.get(head, head)
-    value = {"capture": capture, "steer": steer}.get(name)
-    if value is None:
-        return error
-    if isinstance(value, (list, tuple)) and (name == "capture" or _is_per_prompt(value)):
-        mine = value[nth]
-        path = f"{name}[{nth}]"
-    else:
-        mine, path = value, name
-    # A plan counts its parts even where the caller gave a single one.
-    if not isinstance(mine, (list, tuple)):
-        rest = rest.removeprefix("[0]")
-    problem = error.problem if path != name else f"{error.problem} (prompt {nth})"
-    return SpecError(path + rest, problem)
-
-
-def _is_per_prompt(steer: Sequence[Any]) -> bool:
-    return any(entry is None or isinstance(entry, (list, tuple)) for entry in steer)
+        return plan

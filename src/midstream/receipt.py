@@ -21,7 +21,8 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class Edited:
-    """Edits: one is one vector added to one token at one site and layer.
+    """Edits: one is one of the plan's edits, carried out for one token at one site and layer. An
+    edit whose gate stayed closed was carried out: it was decided on the device.
 
     Attributes:
         expected: what the plan asks for, given the tokens that were computed.
@@ -35,6 +36,37 @@ class Edited:
 
 
 @dataclass(frozen=True, slots=True)
+class Probed:
+    """Scores of one probe: how many the request asked for, and how many came."""
+
+    name: str
+    site: str
+    layer: int
+    expected: int
+    actual: int
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """What one selection of the plan came to.
+
+    Attributes:
+        what: where in the plan it stands, as `edits[0]`.
+        positions: [start, stop) ranges, ascending.
+    """
+
+    what: str
+    positions: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        shown = [
+            str(start) if stop == start + 1 else f"{start}–{stop - 1}"
+            for start, stop in self.positions
+        ]
+        return f"{self.what}: positions {', '.join(shown) or 'none'}"
+
+
+@dataclass(frozen=True, slots=True)
 class Receipt:
     """One completion's receipt.
 
@@ -44,6 +76,8 @@ class Receipt:
             are `prompt_tokens + generated_tokens − 1` rows.
         captured: per site and layer.
         edited: None when no edit was asked for.
+        probed: per probe.
+        selected: the positions that each capture, edit and probe came to.
         problems: what differs from what was asked; empty when all is as it should be.
     """
 
@@ -52,6 +86,8 @@ class Receipt:
     generated_tokens: int
     captured: tuple[Captured, ...]
     edited: Edited | None
+    probed: tuple[Probed, ...] = ()
+    selected: tuple[Selected, ...] = ()
     problems: tuple[str, ...] = ()
 
     @property
@@ -71,6 +107,11 @@ class Receipt:
             "status": self.status,
             **plain,
             "captured": [asdict(one) for one in self.captured],
+            "probed": [asdict(one) for one in self.probed],
+            "selected": [
+                {"what": one.what, "positions": [list(each) for each in one.positions]}
+                for one in self.selected
+            ],
             "problems": list(self.problems),
         }
 
@@ -90,6 +131,8 @@ class Receipt:
             lines.append(
                 f"  edited {edited.tokens} tokens: {edited.applied} of {edited.expected} edits"
             )
+        lines += [f"  probe {one.name}: {one.actual} of {one.expected} scores" for one in self.probed]
+        lines += [f"  {one}" for one in self.selected]
         return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
 
     def _repr_html_(self) -> str:

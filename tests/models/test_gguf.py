@@ -26,6 +26,10 @@ def ref_f32(block: bytes) -> list[float]:
     return list(struct.unpack("<f", block))
 
 
+def ref_f16(block: bytes) -> list[float]:
+    return list(struct.unpack("<e", block))
+
+
 def ref_q4_1(block: bytes) -> list[float]:
     """ggml: { half d, m; uint8 qs[16]; }"""
     d, m, out = f16(block, 0), f16(block, 2), [0.0] * 32
@@ -88,8 +92,16 @@ def ref_q6_k(block: bytes) -> list[float]:
     return out
 
 
-REFERENCES = {0: ref_f32, 3: ref_q4_1, 6: ref_q5_0, 8: ref_q8_0, 12: ref_q4_k, 14: ref_q6_k}
-HALVES = {0: (), 3: (0, 2), 6: (0,), 8: (0,), 12: (0, 2), 14: (208,)}
+REFERENCES = {
+    0: ref_f32,
+    1: ref_f16,
+    3: ref_q4_1,
+    6: ref_q5_0,
+    8: ref_q8_0,
+    12: ref_q4_k,
+    14: ref_q6_k,
+}
+HALVES = {0: (), 1: (0,), 3: (0, 2), 6: (0,), 8: (0,), 12: (0, 2), 14: (208,)}
 
 
 def random_blocks(kind: int, seed: int, count: int) -> np.ndarray:

@@ -8,13 +8,27 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
-import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.sources import (
+    choices_in,
+    class_node,
+    class_texts,
+    each_convention,
+    each_source,
+    each_vllm_entry,
+    entry_named,
+    family_of,
+    file_of,
+    forward_of,
+    is_in_this_release,
+    package_path,
+    sets,
+    tree_of,
+    vllm_root,
+)
 
 from midstream.runtime.conventions import (
     CONVENTIONS,
@@ -37,151 +51,15 @@ NOT_LAYERS = re.compile(
 REMOTE_CODE = {"NanbeigeForCausalLM", "Kolibri1ForCausalLM"}
 
 
-# ---------------------------------------------------------------- sources
-
-
-def _package(name: str) -> Path:
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        pytest.skip(f"{name} is not installed")
-    return Path(spec.origin).parent
-
-
-@functools.cache
-def _vllm() -> Path:
-    given = os.environ.get("MIDSTREAM_TEST_VLLM")
-    return Path(given) if given else _package("vllm")
-
-
-@functools.cache
-def _release() -> str:
-    version = re.search(r"= '(\d+\.\d+)", (_vllm() / "_version.py").read_text())
-    assert version, "vLLM's _version.py is not as expected"
-    return version[1]
-
-
-@functools.cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-@functools.cache
-def _class_texts(path: Path) -> dict[str, str]:
-    """Top-level classes by name; to parse only the wanted ones is ten times as fast."""
-    parts = re.split(r"^(?=[A-Za-z@#])", path.read_text(), flags=re.MULTILINE)
-    matches = ((re.match(r"class (\w+)", part), part) for part in parts)
-    return {match[1]: part for match, part in matches if match}
-
-
-@functools.cache
-def _class_node(path: Path, name: str) -> ast.ClassDef | None:
-    text = _class_texts(path).get(name)
-    if text is None:
-        return None
-    node = ast.parse(text).body[0]
-    assert isinstance(node, ast.ClassDef)
-    return node
-
-
-def _path(key: tuple[str, str]) -> Path:
-    module = key[0]
-    root = _package("transformers").parent if module.startswith("transformers.") else _vllm()
-    return root / (module.replace(".", "/") + ".py")
-
-
-def _vllm_entries() -> Iterator[tuple[tuple[str, str], str]]:
-    for table, prefix in ((MODELS, "model_executor.models."), (VENDOR, "models.")):
-        for name in table:
-            module, _, cls = name.rpartition(".")
-            yield (prefix + module, cls), name
-
-
-def _is_in_this_release(name: str) -> bool:
-    def number(release: str) -> int:
-        return int(release.split(".")[1])
-
-    now = number(_release())
-    first = next((number(r) for r, names in SINCE.items() if name in names), 0)
-    last = next((number(r) for r, names in UNTIL.items() if name in names), 10**6)
-    return first <= now <= last
-
-
-def _sources() -> Iterator[tuple[tuple[str, str], ast.ClassDef]]:
-    """Every class of the table that the installed packages have."""
-    for key, name in _vllm_entries():
-        if _is_in_this_release(name):
-            node = _class_node(_path(key), key[1])
-            assert node, f"vLLM {_release()} has no {key}"
-            yield key, node
-    for key in CONVENTIONS:
-        if key[0].startswith("transformers.") and _path(key).exists():
-            found = _class_node(_path(key), key[1])
-            if found:
-                yield key, found
-
-
-def _leaves(entry: object) -> Iterator[LayerConvention]:
-    if isinstance(entry, Choice):
-        yield from _leaves(entry.true)
-        yield from _leaves(entry.false)
-    elif isinstance(entry, LayerConvention):
-        yield entry
-
-
-def _choices(entry: object) -> Iterator[Choice]:
-    if isinstance(entry, Choice):
-        yield entry
-        yield from _choices(entry.true)
-        yield from _choices(entry.false)
-
-
-def _entry_of(name: str) -> object:
-    module, _, cls = name.rpartition(".")
-    return CONVENTIONS[module, cls]
-
-
-def _conventions() -> Iterator[tuple[str, Path, ast.ClassDef, LayerConvention]]:
-    for key, node in _sources():
-        for convention in _leaves(CONVENTIONS[key]):
-            yield ".".join(key), _path(key), node, convention
-
-
-def _forward(node: ast.ClassDef) -> ast.FunctionDef | None:
-    functions = (item for item in node.body if isinstance(item, ast.FunctionDef))
-    return next((function for function in functions if function.name == "forward"), None)
-
-
-def _sets(node: ast.AST, attribute: str) -> bool:
-    return any(
-        isinstance(item, ast.Attribute)
-        and isinstance(item.ctx, ast.Store)
-        and item.attr == attribute
-        for item in ast.walk(node)
-    )
-
-
-def _family(path: Path, node: ast.ClassDef) -> list[ast.ClassDef]:
-    """The class and those of its bases that the same module defines."""
-    found = [node]
-    for base in node.bases:
-        name = base.id if isinstance(base, ast.Name) else ""
-        if base_node := _class_node(path, name):
-            found += _family(path, base_node)
-        elif name == "LlamaDecoderLayer" and (
-            base_node := _class_node(path.with_name("llama.py"), name)
-        ):
-            found.append(base_node)
-    return found
-
-
 # ---------------------------------------------------------------- table against sources
 
 
 def test_a_vllm_class_exists_in_just_the_releases_the_table_says() -> None:
     wrong = [
         name
-        for key, name in _vllm_entries()
-        if (_path(key).exists() and key[1] in _class_texts(_path(key))) != _is_in_this_release(name)
+        for key, name in each_vllm_entry()
+        if (file_of(key).exists() and key[1] in class_texts(file_of(key)))
+        != is_in_this_release(name)
     ]
     assert not wrong
     named = {name for table in (SINCE, UNTIL) for names in table.values() for name in names}
@@ -190,19 +68,19 @@ def test_a_vllm_class_exists_in_just_the_releases_the_table_says() -> None:
 
 def test_a_transformers_class_exists() -> None:
     version = re.search(
-        r'__version__ = "(\d+\.\d+)', (_package("transformers") / "__init__.py").read_text()
+        r'__version__ = "(\d+\.\d+)', (package_path("transformers") / "__init__.py").read_text()
     )
     if not version or version[1] != "5.19":
         pytest.skip("the table was read from transformers 5.19")
     keys = [key for key in CONVENTIONS if key[0].startswith("transformers.")]
     assert len(keys) == len(HF_MODELS)
-    assert not [key for key in keys if key[1] not in _class_texts(_path(key))]
+    assert not [key for key in keys if key[1] not in class_texts(file_of(key))]
 
 
 def test_forward_has_the_parameters_the_convention_names() -> None:
     wrong = []
-    for name, _, node, convention in _conventions():
-        forward = _forward(node)
+    for name, _, node, convention in each_convention():
+        forward = forward_of(node)
         assert forward, name
         parameters = {argument.arg for argument in forward.args.args}
         needed = {convention.hidden} | ({convention.residual} - {None})
@@ -215,8 +93,8 @@ def test_forward_has_the_parameters_the_convention_names() -> None:
 
 def test_forward_returns_as_many_values_as_the_convention_says() -> None:
     wrong = []
-    for name, _, node, convention in _conventions():
-        forward = _forward(node)
+    for name, _, node, convention in each_convention():
+        forward = forward_of(node)
         assert forward, name
         for item in ast.walk(forward):
             if not isinstance(item, ast.Return) or item.value is None:
@@ -240,15 +118,17 @@ def test_forward_returns_as_many_values_as_the_convention_says() -> None:
 
 def test_a_pair_layer_takes_the_missing_residual_of_the_first_layer() -> None:
     wrong = []
-    for name, _, node, convention in _conventions():
+    for name, _, node, convention in each_convention():
         text = ast.unparse(node)
         live = re.search(r"residual is (not )?None", text) is not None
-        optional = any(choice.attribute == "uses_rms_norm?" for choice in _choices(_entry_of(name)))
+        optional = any(
+            choice.attribute == "uses_rms_norm?" for choice in choices_in(entry_named(name))
+        )
         if convention.returns is Returns.PAIR and not live and not optional:
             wrong.append(name)
         # Else the layer must overwrite whatever residual it was given before anything else.
         if convention.returns in (Returns.PAIR_DEAD, Returns.PAIR_NONE):
-            forward = _forward(node)
+            forward = forward_of(node)
             assert forward, name
             body = [item for item in forward.body if not isinstance(item, ast.Expr)]
             if "residual = hidden_states" not in ast.unparse(body[0]):
@@ -259,17 +139,17 @@ def test_a_pair_layer_takes_the_missing_residual_of_the_first_layer() -> None:
 def test_mid_is_a_module_the_layer_calls_with_the_stream_itself() -> None:
     """With a bare name, that is: an expression would be a copy that the skip misses."""
     wrong = []
-    for name, path, node, convention in _conventions():
+    for name, path, node, convention in each_convention():
         if convention.mid is None:
             continue
-        family = _family(path, node)
+        family = family_of(path, node)
         head, *rest = convention.mid.split(".")
-        if not any(_sets(item, head) for item in family):
+        if not any(sets(item, head) for item in family):
             wrong.append((name, f"{head} is not set"))
-        everything = filter(None, (_class_node(path, other) for other in _class_texts(path)))
+        everything = filter(None, (class_node(path, other) for other in class_texts(path)))
         holders = list(everything) if rest else family
         last = convention.mid.rpartition(".")[2]
-        if rest and not any(_sets(item, last) for item in holders):
+        if rest and not any(sets(item, last) for item in holders):
             wrong.append((name, f"{last} is not set"))
         calls = [
             item
@@ -295,7 +175,7 @@ def test_mid_is_a_module_the_layer_calls_with_the_stream_itself() -> None:
 
 def test_a_single_stream_at_mid_is_what_the_skip_connection_keeps() -> None:
     wrong = []
-    for name, _, node, convention in _conventions():
+    for name, _, node, convention in each_convention():
         calls = [
             call
             for call in ast.walk(node)
@@ -322,11 +202,11 @@ def test_a_single_stream_at_mid_is_what_the_skip_connection_keeps() -> None:
 
 def test_what_a_choice_asks_for_is_set_by_the_layer() -> None:
     wrong = []
-    for key, node in _sources():
-        for choice in _choices(CONVENTIONS[key]):
+    for key, node in each_source():
+        for choice in choices_in(CONVENTIONS[key]):
             if choice.attribute.endswith("?"):
                 continue
-            if not any(_sets(item, choice.attribute) for item in _family(_path(key), node)):
+            if not any(sets(item, choice.attribute) for item in family_of(file_of(key), node)):
                 wrong.append((key, choice.attribute))
     assert not wrong
 
@@ -336,16 +216,19 @@ def test_what_a_choice_asks_for_is_set_by_the_layer() -> None:
 
 def test_every_decoder_layer_of_vllm_is_in_the_table() -> None:
     missing = []
-    files = [*(_vllm() / "model_executor/models").glob("*.py"), *(_vllm() / "models").rglob("*.py")]
+    files = [
+        *(vllm_root() / "model_executor/models").glob("*.py"),
+        *(vllm_root() / "models").rglob("*.py"),
+    ]
     for path in files:
-        module = ".".join(path.relative_to(_vllm()).with_suffix("").parts)
+        module = ".".join(path.relative_to(vllm_root()).with_suffix("").parts)
         if NOT_LAYERS.search(module) or "def forward" not in path.read_text():
             continue
-        for name in _class_texts(path):
+        for name in class_texts(path):
             if not re.search(r"(Layer|Block|Hybrid)$", name):
                 continue
-            node = _class_node(path, name)
-            forward = _forward(node) if node else None
+            node = class_node(path, name)
+            forward = forward_of(node) if node else None
             if not forward:
                 continue
             if re.search(r"Moe|MoE|Norm|MLP|HC\w+Layer|PLELayer", name) and "Decoder" not in name:
@@ -362,7 +245,7 @@ def test_every_decoder_layer_of_vllm_is_in_the_table() -> None:
 
 def _registry(table: str) -> list[tuple[str, str]]:
     """(architecture, module) of one of the tables of vLLM's model registry."""
-    tree = _tree(_vllm() / "model_executor/models/registry.py")
+    tree = tree_of(vllm_root() / "model_executor/models/registry.py")
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == table:
             return [(arch, module) for arch, (module, _) in ast.literal_eval(node.value).items()]
@@ -373,9 +256,9 @@ def _registry(table: str) -> list[tuple[str, str]]:
 def _imports(path: Path) -> frozenset[Path]:
     """The model files whose classes this one uses, itself included."""
     found = {path}
-    for node in ast.walk(_tree(path)):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
-            base = path.parents[node.level - 1] if node.level else _vllm().parent
+            base = path.parents[node.level - 1] if node.level else vllm_root().parent
             target = base.joinpath(*node.module.split(".")).with_suffix(".py")
             if target.exists() and "models" in target.parts and "transformers" not in target.parts:
                 found.add(target)
@@ -384,14 +267,14 @@ def _imports(path: Path) -> frozenset[Path]:
 
 def test_every_text_generation_model_of_the_registry_leads_to_the_table() -> None:
     missing = []
-    tabled = {_path(key) for key, _ in _vllm_entries()}
+    tabled = {file_of(key) for key, _ in each_vllm_entry()}
     for architecture, module in _registry("_TEXT_GENERATION_MODELS"):
         if module.startswith("vllm."):
-            package = _vllm().parent / module.replace(".", "/")
+            package = vllm_root().parent / module.replace(".", "/")
             if not any(package in path.parents for path in tabled):
                 missing.append((architecture, module))
             continue
-        path = _vllm() / "model_executor/models" / f"{module}.py"
+        path = vllm_root() / "model_executor/models" / f"{module}.py"
         if "init_vllm_registered_model(" in path.read_text():
             continue  # it wraps another model of the registry
         near = _imports(path)
@@ -402,14 +285,14 @@ def test_every_text_generation_model_of_the_registry_leads_to_the_table() -> Non
 
 
 def test_every_model_that_vllm_leaves_to_transformers_is_in_the_table() -> None:
-    registry = _tree(_vllm() / "model_executor/models/registry.py")
+    registry = tree_of(vllm_root() / "model_executor/models/registry.py")
     supported = next(
         ast.literal_eval(node.value)
         for node in registry.body
         if isinstance(node, ast.Assign)
         and ast.unparse(node.targets[0]) == "_TRANSFORMERS_SUPPORTED_MODELS"
     )
-    auto = (_package("transformers") / "models/auto/modeling_auto.py").read_text()
+    auto = (package_path("transformers") / "models/auto/modeling_auto.py").read_text()
     folders = {arch: folder for folder, arch in re.findall(r'\("(\w+)", "(\w+)"\)', auto)}
     tabled = {name.partition(".")[0] for name in HF_MODELS}
     text_models = [arch for arch in supported if arch.endswith("ForCausalLM")]

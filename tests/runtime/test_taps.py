@@ -6,16 +6,17 @@ import copy
 
 import pytest
 import torch
+from helpers import tapping
+from helpers.tapping import ROWS, WIDTH, arm, assert_same_out, make_buffers, read
 from torch import Tensor, nn
 
 from midstream.errors import TapError, UnsupportedError
 from midstream.ops import layout
-from midstream.runtime.buffers import Buffers, code
+from midstream.runtime.buffers import code
 from midstream.runtime.conventions import LayerConvention, Returns
 from midstream.runtime.layers import DecoderLayer
 from midstream.runtime.taps import tap_layer
 
-WIDTH, ROWS = 4, 3
 PRE, MID, POST = ("resid_pre", 0), ("resid_mid", 0), ("resid_post", 0)
 SITES = (PRE, MID, POST)
 
@@ -92,42 +93,9 @@ class LatePairLayer(SingleLayer):
 KINDS = [PairLayer, SingleLayer, DeadLayer, NoneLayer, LatePairLayer]
 
 
-def make_buffers(taps=SITES) -> Buffers:
-    return Buffers.allocate(
-        taps=list(taps), max_tokens=16, hidden_size=WIDTH, table_rows=16, max_edits=16,
-        bank_rows=16, ring_rows=64, dtype=torch.float32, device=torch.device("cpu"),
-    )  # fmt: skip
-
-
-def arm(buffers: Buffers, rows: int, num_taps: int, edits: dict[int, float] | None = None) -> None:
-    """Every row captured at every tap, and a constant added at some of them, by index."""
-    for nth, (tap, value) in enumerate((edits or {}).items()):
-        buffers.bank[nth] = value
-        buffers.edit_rows[nth] = nth
-        buffers.edit_scales[nth] = 1.0
-        buffers.table[tap, 2, layout.EDIT_START] = nth
-        buffers.table[tap, 2, layout.EDIT_COUNT] = 1
-    buffers.table[:, 1, layout.PLACE] = torch.arange(1, num_taps + 1, dtype=torch.int32)
-    buffers.tokens[:rows, layout.PROGRAM] = 2
-    buffers.tokens[:rows, layout.GROUP] = 1
-    buffers.tokens[:rows, layout.RECORD] = 1 + num_taps * torch.arange(rows, dtype=torch.int32)
-    buffers.tally.zero_()
-
-
-def read(buffers: Buffers, rows: int, num_taps: int) -> Tensor:
-    """[rows, taps, width] as captured."""
-    return buffers.ring[: rows * num_taps].view(rows, num_taps, WIDTH).clone()
-
-
 def tapped(kind, sites=SITES):
     """(a layer, the same layer tapped, the buffers)."""
-    torch.manual_seed(3)
-    plain = kind()
-    layer = copy.deepcopy(plain)
-    taps = {tap: n for n, tap in enumerate(sites)}
-    buffers = make_buffers(sites)
-    tap_layer(DecoderLayer(0, layer, kind.convention), taps, buffers)
-    return plain, layer, buffers
+    return tapping.tapped(kind, sites)
 
 
 def inputs(kind, shape=(ROWS, WIDTH), residual=True):
@@ -157,17 +125,6 @@ def streams(kind, layer, args) -> Tensor:
         residual = None
     seen["post"] = both(hidden, residual)
     return torch.stack([seen["pre"], seen["mid"], seen["post"]], dim=1)
-
-
-def assert_same_out(found, wanted):
-    found = found if isinstance(found, tuple) else (found,)
-    wanted = wanted if isinstance(wanted, tuple) else (wanted,)
-    assert len(found) == len(wanted)
-    for one, other in zip(found, wanted, strict=True):
-        if other is None:
-            assert one is None
-        else:
-            torch.testing.assert_close(one, other)
 
 
 # ---------------------------------------------------------------- reading
@@ -368,7 +325,7 @@ def test_a_module_shared_by_two_layers_is_refused(shared):
     [
         (LayerConvention(Returns.SINGLE, hidden="x", mid="norm"), "no parameter 'x'; it has pos"),
         (LayerConvention(Returns.PAIR, residual="skip", mid="norm"), "no parameter 'skip'"),
-        (LayerConvention(Returns.SINGLE, mid="ln_2"), "has no module 'ln_2', at whose entry"),
+        (LayerConvention(Returns.SINGLE, mid="ln_2"), "has no module 'ln_2', at which resid_mid"),
         (LayerConvention(Returns.SINGLE, mid="norm.inner"), "has no module 'norm.inner'"),
         (LayerConvention(Returns.SINGLE, mid="forward"), "has no module 'forward'"),
     ],
@@ -376,7 +333,7 @@ def test_a_module_shared_by_two_layers_is_refused(shared):
 def test_a_layer_that_is_not_as_its_convention_says_is_refused(convention, message):
     taps = {tap: n for n, tap in enumerate(SITES)}
     with pytest.raises(UnsupportedError, match=message):
-        tap_layer(DecoderLayer(0, SingleLayer(), convention), taps, make_buffers())
+        tap_layer(DecoderLayer(0, SingleLayer(), convention), taps, make_buffers(SITES))
 
 
 # ---------------------------------------------------------------- what others see of it
@@ -453,7 +410,6 @@ def test_a_compiled_stack_of_tapped_layers_does_what_the_eager_one_does():
 
     def run(function, edits):
         buffers.ring.zero_()
-        buffers.table[:, 2].zero_()
         arm(buffers, ROWS, 6, edits)
         with torch.no_grad():
             out = function(positions, hidden.clone())

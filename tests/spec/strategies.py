@@ -1,16 +1,36 @@
-"""Hypothesis strategies for what this package reads, and reference answers by enumeration."""
+"""Hypothesis strategies for what this package reads: plans and their parts, well formed and not."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+from hypothesis import assume
 from hypothesis import strategies as st
+from spec.position_strategies import capture_positions, edit_positions
 
 from midstream.errors import SpecError
 from midstream.sites import NAMES
-from midstream.spec import Capture, Plan, Positions, Span, Steer, Vector
+from midstream.spec import (
+    Ablate,
+    Affine,
+    Capture,
+    Clamp,
+    Feature,
+    Gate,
+    LoReFT,
+    Named,
+    Plan,
+    Positions,
+    Probe,
+    Replace,
+    Scale,
+    Steer,
+    Vector,
+)
+from midstream.spec.operations import Edit, PlainEdit, Reading
 
-PHASES = ("all", "prompt", "generated")
+WIDTH = 3
 
 json_scalars = (
     st.none()
@@ -18,11 +38,11 @@ json_scalars = (
     | st.integers()
     | st.floats()
     | st.text(max_size=8)
-    | st.sampled_from(["all", "prompt", "last", "steer", "resid_post", "slice", "AACAPw=="])
+    | st.sampled_from(["all", "prompt", "last", "steer", "gate", "resid_post", "AACAPw=="])
 )
 field_names = st.sampled_from(
-    ["capture", "edits", "layers", "sites", "positions", "phase", "vector", "layer", "scale"]
-    + ["site", "op", "slice", "f32"]
+    ["capture", "edits", "probes", "layers", "sites", "positions", "phase", "exclude", "vector"]
+    + ["layer", "scale", "site", "op", "slice", "f32", "shape", "name", "edit", "probe", "value"]
 ) | st.text(max_size=4)
 json_values = st.recursive(
     json_scalars,
@@ -30,58 +50,203 @@ json_values = st.recursive(
     max_leaves=12,
 )
 
+floats32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+# Eighths: sums and products of a few are exact in float32, so that no two evaluations of one
+# formula come down on different sides of a threshold.
+eighths = st.integers(-32, 32).map(lambda number: number / 8)
+biases = eighths | floats32.filter(lambda number: abs(number) < 1e3)
 
-@st.composite
-def spans(draw: st.DrawFn, bound: int = 12) -> Span:
-    start = draw(st.integers(-bound, bound))
-    stop = draw(st.none() | st.integers(-bound, bound))
-    try:
-        return Span(start, stop, draw(st.integers(1, 5)))
-    except SpecError:
-        return Span(start)
-
-
-@st.composite
-def positions(draw: st.DrawFn, words: tuple[str, ...], bound: int = 12) -> Positions:
-    """Positions that can be constructed: items that cannot be in the phase are left out."""
-    phase = draw(st.sampled_from(PHASES))
-    items = st.sampled_from(words) | st.integers(-bound, bound) | spans(bound)
-    allowed = []
-    for item in draw(st.lists(items, min_size=1, max_size=4, unique=True)):
-        try:
-            Positions(item, phase)
-        except SpecError:
-            continue
-        allowed.append(item)
-    return Positions(allowed or "all", phase)
-
-
-capture_positions = positions(("all", "prompt", "generated", "last_prompt", "last"))
-steer_positions = positions(("all", "prompt", "generated", "last_prompt"))
-
-vectors = st.lists(
-    st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=3, max_size=3
-)
 layers = st.just("all") | st.lists(st.integers(0, 3), min_size=1, max_size=3, unique=True)
-captures = st.builds(
-    Capture,
-    layers=layers,
-    sites=st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True),
-    positions=capture_positions,
-)
-steers = st.builds(
-    Steer,
-    vector=vectors.map(Vector.parse),
-    layer=st.integers(-4, 3),
-    scale=st.floats(width=32, allow_nan=False, allow_infinity=False),
-    site=st.sampled_from(NAMES),
-    positions=steer_positions,
-)
-plans = st.builds(
-    Plan,
-    captures=st.lists(captures, min_size=1, max_size=3, unique=True).map(tuple),
-    edits=st.lists(steers, max_size=3).map(tuple),
-) | st.builds(Plan, edits=st.lists(steers, min_size=1, max_size=3).map(tuple))
+sites = st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True)
+names = st.sampled_from(["happy", "org/refuse", "a.b:c-1"])
+
+
+def numbers(width: int) -> st.SearchStrategy[list[float]]:
+    return st.lists(eighths, min_size=width, max_size=width)
+
+
+def directions(width: int) -> st.SearchStrategy[Vector]:
+    """Vectors that are not zero."""
+    return numbers(width).filter(any).map(Vector.parse)
+
+
+def rows(width: int, rank: int | None = None) -> st.SearchStrategy[list[list[float]]]:
+    return st.lists(numbers(width), min_size=rank or 1, max_size=rank or 3)
+
+
+def where(
+    positions: st.SearchStrategy[Positions] = edit_positions,
+) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({"layer": layers, "site": sites, "positions": positions})
+
+
+@st.composite
+def subspaces(draw: st.DrawFn, width: int) -> list[list[float]]:
+    """Linearly independent rows."""
+    found = draw(rows(width).filter(lambda rows: len(rows) <= width))
+    assume(np.linalg.svd(np.array(found), compute_uv=False).min() > 0.1)
+    return found
+
+
+@st.composite
+def rotations(draw: st.DrawFn, width: int) -> np.ndarray:
+    """Orthonormal rows."""
+    found = np.array(draw(subspaces(width)))
+    return np.linalg.qr(found.T)[0].T
+
+
+@st.composite
+def clamps(draw: st.DrawFn, width: int, places: st.SearchStrategy[dict[str, Any]]) -> Clamp:
+    low, high = draw(
+        st.tuples(eighths, eighths).map(sorted)
+        | st.tuples(st.none(), eighths)
+        | st.tuples(eighths, st.none())
+    )
+    strength = draw(eighths)
+    return Clamp(draw(directions(width)), low=low, high=high, strength=strength, **draw(places))
+
+
+@st.composite
+def features(draw: st.DrawFn, width: int, places: st.SearchStrategy[dict[str, Any]]) -> Feature:
+    mode = draw(st.sampled_from(["set", "add", "scale", "ablate"]))
+    return Feature(
+        draw(numbers(width)),
+        draw(numbers(width)),
+        mode=mode,
+        value=None if mode == "ablate" else draw(eighths),
+        bias=draw(eighths),
+        threshold=draw(st.none() | eighths.map(abs)),
+        decoder_bias=draw(st.none() | numbers(width)),
+        **draw(places),
+    )
+
+
+@st.composite
+def affines(draw: st.DrawFn, width: int, places: st.SearchStrategy[dict[str, Any]]) -> Affine:
+    read = draw(rows(width))
+    rank = len(read)
+    write, bias = draw(rows(width, rank)), draw(numbers(rank) | eighths)
+    return Affine(read, write, bias=bias, scale=draw(eighths), **draw(places))
+
+
+@st.composite
+def lorefts(draw: st.DrawFn, width: int, places: st.SearchStrategy[dict[str, Any]]) -> LoReFT:
+    rotation = draw(rotations(width))
+    weight, bias = draw(rows(width, len(rotation))), draw(numbers(len(rotation)))
+    return LoReFT(rotation, weight, bias, **draw(places))
+
+
+def steers(width: int, places: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[Steer]:
+    norms = st.sampled_from([None, "match", "keep"])
+    scales = eighths | floats32.filter(lambda number: abs(number) < 1e3)
+    return st.builds(
+        lambda vector, scale, norm, place: Steer(vector, scale=scale, norm=norm, **place),
+        directions(width),
+        scales,
+        norms,
+        places,
+    )
+
+
+def plain_edits(
+    width: int = WIDTH, places: st.SearchStrategy[dict[str, Any]] | None = None
+) -> st.SearchStrategy[PlainEdit]:
+    """Every operation but Gate, with vectors by value."""
+    at = where() if places is None else places
+    return st.one_of(
+        steers(width, at),
+        st.builds(
+            lambda rows, strength, place: Ablate(rows, strength=strength, **place),
+            subspaces(width),
+            eighths,
+            at,
+        ),
+        clamps(width, at),
+        features(width, at),
+        affines(width, at),
+        lorefts(width, at),
+        st.builds(
+            lambda rows, alpha, place: Replace(rows, alpha=alpha, **place),
+            rows(width),
+            eighths,
+            at,
+        ),
+        st.builds(lambda factor, place: Scale(factor, **place), eighths, at),
+    )
+
+
+def readings(width: int = WIDTH, own: bool = True) -> st.SearchStrategy[Reading]:
+    """What a gate reads; where the edit is, or if not `own`, also elsewhere."""
+    here = st.builds(Reading, numbers(width), eighths)
+    if own:
+        return here
+    return here | st.builds(
+        Reading, numbers(width), eighths, st.integers(-2, 3), st.sampled_from(NAMES)
+    )
+
+
+def gates(
+    width: int = WIDTH,
+    places: st.SearchStrategy[dict[str, Any]] | None = None,
+    own: bool = False,
+) -> st.SearchStrategy[Gate]:
+    sharpness = st.none() | eighths.filter(bool)
+    return st.builds(Gate, plain_edits(width, places), readings(width, own), eighths, sharpness)
+
+
+def edits(
+    width: int = WIDTH, places: st.SearchStrategy[dict[str, Any]] | None = None
+) -> st.SearchStrategy[Edit]:
+    """Every operation, with vectors by value."""
+    return plain_edits(width, places) | gates(width, places)
+
+
+@st.composite
+def named_edits(draw: st.DrawFn) -> Edit:
+    """Every operation that takes a name, with one; its place may be left out."""
+    place = draw(where())
+    for name in draw(st.sets(st.sampled_from(["layer", "site"]))):
+        del place[name]
+    name = draw(names)
+    return draw(
+        st.sampled_from(
+            [
+                Steer(Named(name, draw(eighths)), **place),
+                Ablate(name, **place),
+                Ablate([name, "another", [1.0, 0.0, 0.0]], **place),
+                Clamp(name, value=1, **place),
+                Gate(Steer(name, **place), name),
+            ]
+        )
+    )
+
+
+@st.composite
+def probes(draw: st.DrawFn, name: str | None = None) -> Probe:
+    return Probe(
+        draw(numbers(WIDTH)),
+        layer=draw(st.integers(0, 3)),
+        bias=draw(biases),
+        site=draw(st.sampled_from(NAMES)),
+        name=name,
+        positions=draw(capture_positions),
+    )
+
+
+captures = st.builds(Capture, layers=layers, sites=sites, positions=capture_positions)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Plans of all that there is, names of vectors among it."""
+    while True:
+        found = Plan.make(
+            draw(st.lists(captures, max_size=2, unique=True)) or None,
+            draw(st.lists(edits() | named_edits(), max_size=3)) or None,
+            [draw(probes(f"p{nth}")) for nth in range(draw(st.integers(0, 2)))] or None,
+        )
+        if found is not None:
+            return found
 
 
 @st.composite
@@ -102,32 +267,12 @@ def spoilt(draw: st.DrawFn, value: Any) -> Any:
     return draw(json_values)
 
 
-def rows_of_item(item: str | int | Span, prompt_len: int, num_rows: int) -> set[int]:
-    """The rows of one item, by asking of each row whether it is meant."""
-    if isinstance(item, Span):
-        bounds = [
-            bound if bound is None or bound >= 0 else max(0, prompt_len + bound)
-            for bound in (item.start, item.stop)
-        ]
-        return set(list(range(num_rows))[slice(*bounds, item.step)])
-    wanted = {
-        "all": lambda row: True,
-        "prompt": lambda row: row < prompt_len,
-        "generated": lambda row: row >= prompt_len,
-        "last_prompt": lambda row: row == prompt_len - 1,
-        "last": lambda row: row == num_rows - 1,
-    }
-    if isinstance(item, str):
-        return {row for row in range(num_rows) if wanted[item](row)}
-    return {row for row in range(num_rows) if row == item or row - prompt_len == item < 0}
-
-
-def rows_of(wanted: Positions, prompt_len: int, num_generated: int) -> set[int]:
-    """The rows that are meant, of a request that ended with so many generated tokens."""
-    num_rows = prompt_len + num_generated - 1
-    chosen = set().union(*(rows_of_item(item, prompt_len, num_rows) for item in wanted.include))
-    return {
-        row
-        for row in chosen
-        if wanted.phase == "all" or (row < prompt_len) == (wanted.phase == "prompt")
-    }
+def reads_or_refuses(read: Any, value: Any) -> Any:
+    """What is read; None if it is refused, in a message that never grows with what was sent."""
+    problem = ""
+    try:
+        return read(value)
+    except SpecError as error:
+        problem = str(error)
+    assert len(problem) < 1000
+    return None

@@ -190,6 +190,10 @@ def _unpack_f32(blocks: Bytes) -> Floats:
     return np.ascontiguousarray(blocks).view("<f4")
 
 
+def _unpack_f16(blocks: Bytes) -> Floats:
+    return np.ascontiguousarray(blocks).view("<f2").astype(np.float32)
+
+
 def _unpack_q4_1(blocks: Bytes) -> Floats:
     values: Floats = _half(blocks, 0) * _nibbles(blocks[:, 4:]) + _half(blocks, 2)
     return values
@@ -245,6 +249,7 @@ class Layout:
 
 LAYOUTS: dict[int, Layout] = {
     0: Layout("F32", 1, 4, _unpack_f32),
+    1: Layout("F16", 1, 2, _unpack_f16),
     3: Layout("Q4_1", 32, 20, _unpack_q4_1),
     6: Layout("Q5_0", 32, 22, _unpack_q5_0),
     8: Layout("Q8_0", 32, 34, _unpack_q8_0),

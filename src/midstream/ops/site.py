@@ -1,4 +1,4 @@
-"""`torch.ops.midstream.site`: edits and captures one site's rows, in the graph.
+"""`torch.ops.midstream.site`: edits, probes and captures one site's rows, in the graph.
 
 The op is opaque to Dynamo and Inductor and declares what it mutates, so that it is kept, in
 order and in place, whatever compiles the model around it.
@@ -13,8 +13,9 @@ from midstream.ops import layout
 from midstream.ops.site_ref import site_ref
 
 _SCHEMA = (
-    "site(Tensor(a!) hidden, Tensor? residual, Tensor tokens, Tensor(b!) tally, Tensor table, "
-    "Tensor edit_rows, Tensor edit_scales, Tensor bank, Tensor(c!) ring) -> ()"
+    "site(Tensor(a!) hidden, Tensor? residual, Tensor tokens, Tensor ids, Tensor(b!) tally, "
+    "Tensor table, Tensor instructions, Tensor params, Tensor lists, Tensor bank, "
+    "Tensor(c!) scores, Tensor(d!) ring) -> ()"
 )
 
 
@@ -22,86 +23,129 @@ def site(
     hidden: Tensor,
     residual: Tensor | None,
     tokens: Tensor,
+    ids: Tensor,
     tally: Tensor,
     table: Tensor,
-    edit_rows: Tensor,
-    edit_scales: Tensor,
+    instructions: Tensor,
+    params: Tensor,
+    lists: Tensor,
     bank: Tensor,
+    scores: Tensor,
     ring: Tensor,
 ) -> None:
-    """Applies each token's edits at one site, then captures its vector there.
+    """Carries out each token's program at one site, then captures its vector there.
 
-    For each row t with `tokens[t, PROGRAM] != 0`: with h = hidden[t] in float32,
-    h += scale · bank[row] for each edit of its program at this site, in order, rounded once into
-    `hidden[t]`; then, if the token has a record and its group captures this site,
-    `ring[...] = hidden[t] + residual[t]`; then `tally[t]` counts what was done. An edit at a site
-    is therefore in that site's capture, and is seen by all that reads `hidden` afterwards.
+    For each row t with `tokens[t, PROGRAM] != 0`, in float32:
+
+    1. Its program's instructions at this site, in order, each as `midstream.ops.layout` has it.
+       The stream is hidden + residual + delta, where delta starts at zero and takes every
+       instruction's contribution; it is rounded once, into `hidden[t] = hidden[t] + delta`. So what
+       adds up to nothing (a scale of zero, a clip out of reach, a closed gate, +v then −v) leaves
+       every bit of `hidden[t]` in place.
+    2. If the token has a record and its group captures this site, `ring[...] = hidden[t] +
+       residual[t]`: an edit at a site is in that site's capture.
+    3. `tally[t]` counts what was done.
+
+    h, which the instructions read, is the stream at the last instruction with `Flags.FRESH`, and
+    before the first of these the stream that entered. A factor of exactly zero contributes exactly
+    nothing. `GATED` and `KEEP` mean something for instructions that add to the stream only.
+    Reading sums are in float32, in an order that the implementation chooses.
 
     Args:
         hidden: [T, H], the stream, or the half of it that is edited. Mutated.
         residual: [T, H] or None, the other half: the stream is the sum of both.
         tokens: int32 [≥ T, 4], see `midstream.ops.layout`.
+        ids: int32 [≥ T], each token's id.
         tally: int32 [≥ T, 4]. Mutated.
         table: int32 [rows, 4], this site's.
-        edit_rows: int32 [E], the bank's row of each edit.
-        edit_scales: float32 [E].
+        instructions: int32 [E, 8].
+        params: float32 [E, 4].
+        lists: int32 [L], token ids.
         bank: float32 [V, H], the vectors.
+        scores: float32 [≥ T, slots]. Mutated.
         ring: [R, H], where captured vectors go. Mutated.
 
     Raises:
-        ValueError: a shape, stride or dtype is not as above.
+        ValueError: a shape, stride or dtype is not as above, or, on a GPU, H is more than 32768.
     """
-    if not hidden.is_cuda and not bool(tokens[: hidden.shape[0], layout.PROGRAM].any()):
+    if not hidden.is_cuda and not tokens[: hidden.shape[0], layout.PROGRAM].numpy().any():
         # Nobody asks for anything: on a CPU, where nothing is replayed, that is most of the cost.
         return
-    _check(hidden, residual, tokens, tally, table, edit_rows, edit_scales, bank, ring)
+    _check_rows(hidden, residual, bank, ring)
+    _check_words(hidden.shape[0], tokens, ids, tally, scores)
+    _check_buffers(tokens, ids, tally, table, instructions, params, lists, bank, scores)
+    run = site_ref
     if hidden.is_cuda:
         from midstream.ops.site_triton import site_triton
 
-        site_triton(hidden, residual, tokens, tally, table, edit_rows, edit_scales, bank, ring)
-    else:
-        site_ref(hidden, residual, tokens, tally, table, edit_rows, edit_scales, bank, ring)
+        run = site_triton
+    run(
+        hidden, residual, tokens, ids, tally, table, instructions, params, lists, bank, scores, ring
+    )
 
 
-def _check(
-    hidden: Tensor,
-    residual: Tensor | None,
-    tokens: Tensor,
-    tally: Tensor,
-    table: Tensor,
-    edit_rows: Tensor,
-    edit_scales: Tensor,
-    bank: Tensor,
-    ring: Tensor,
-) -> None:
+def _check_rows(hidden: Tensor, residual: Tensor | None, bank: Tensor, ring: Tensor) -> None:
     if hidden.dim() != 2 or hidden.stride(1) != 1:
         raise ValueError(f"hidden must be [T, H] with contiguous rows, got {_seen(hidden)}")
     if residual is not None and (residual.shape != hidden.shape or residual.stride(1) != 1):
         raise ValueError(f"residual must be as hidden {_seen(hidden)}, got {_seen(residual)}")
-    num_rows, width = hidden.shape
-    for name, words, columns in (
-        ("tokens", tokens, layout.TOKEN_COLUMNS),
-        ("tally", tally, layout.TALLY_COLUMNS),
-    ):
-        if words.shape[0] < num_rows or words.shape[1:] != (columns,):
-            raise ValueError(
-                f"{name} must be [≥ {num_rows}, {columns}], got {_seen(words)}: "
-                "more rows came than the engine was set up for"
-            )
+    width = hidden.shape[1]
     if bank.shape[1] != width or ring.shape[1] != width:
         raise ValueError(f"bank and ring must be {width} wide, got {_seen(bank)} and {_seen(ring)}")
+    if not ring.is_contiguous():
+        raise ValueError(f"ring must be contiguous, got {_seen(ring)}")
+
+
+def _check_words(num_rows: int, tokens: Tensor, ids: Tensor, tally: Tensor, scores: Tensor) -> None:
+    for name, words, columns in (
+        ("tokens", tokens, (layout.TOKEN_COLUMNS,)),
+        ("ids", ids, ()),
+        ("tally", tally, (layout.TALLY_COLUMNS,)),
+        ("scores", scores, (scores.shape[-1],)),
+    ):
+        if words.shape[0] < num_rows or words.shape[1:] != columns:
+            wanted = ", ".join(str(size) for size in (f"≥ {num_rows}", *columns))
+            raise ValueError(
+                f"{name} must be [{wanted}], got {_seen(words)}: "
+                "more rows came than the engine was set up for"
+            )
+
+
+def _check_buffers(
+    tokens: Tensor,
+    ids: Tensor,
+    tally: Tensor,
+    table: Tensor,
+    instructions: Tensor,
+    params: Tensor,
+    lists: Tensor,
+    bank: Tensor,
+    scores: Tensor,
+) -> None:
     for name, buffer, dtype in (
         ("tokens", tokens, torch.int32),
+        ("ids", ids, torch.int32),
         ("tally", tally, torch.int32),
         ("table", table, torch.int32),
-        ("edit_rows", edit_rows, torch.int32),
-        ("edit_scales", edit_scales, torch.float32),
+        ("instructions", instructions, torch.int32),
+        ("params", params, torch.float32),
+        ("lists", lists, torch.int32),
         ("bank", bank, torch.float32),
+        ("scores", scores, torch.float32),
     ):
         if buffer.dtype != dtype or not buffer.is_contiguous():
             raise ValueError(f"{name} must be contiguous {dtype}, got {_seen(buffer)}")
-    if not ring.is_contiguous():
-        raise ValueError(f"ring must be contiguous, got {_seen(ring)}")
+    if table.shape[1:] != (layout.TABLE_COLUMNS,):
+        raise ValueError(f"table must be [rows, {layout.TABLE_COLUMNS}], got {_seen(table)}")
+    count = instructions.shape[0]
+    if instructions.shape[1:] != (layout.INSTRUCTION_COLUMNS,) or params.shape != (
+        count,
+        layout.PARAM_COLUMNS,
+    ):
+        raise ValueError(
+            f"instructions and params must be [E, {layout.INSTRUCTION_COLUMNS}] and "
+            f"[E, {layout.PARAM_COLUMNS}], got {_seen(instructions)} and {_seen(params)}"
+        )
 
 
 def _seen(tensor: Tensor) -> str:

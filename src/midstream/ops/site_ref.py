@@ -1,11 +1,29 @@
-"""The `site` op in plain PyTorch: what it means, and what runs on the CPU."""
+"""The `site` op in plain PyTorch: what it means, and what runs on the CPU.
+
+The integer words are worked on through NumPy, whose calls on small arrays cost a fraction of
+PyTorch's. Rows of vectors are addressed by slices wherever they are evenly spaced, which costs
+no copy.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.ops import layout
+from midstream.ops.layout import Flags, Op
+
+Ints = NDArray[np.int32]
+Rows = NDArray[np.int64]
+Index = slice | Tensor
+
+# Instructions that can be done once for all rows of one program: they look at nothing of a row's.
+_ALIKE = Flags.FRESH | Flags.COUNTED
+_READING = (Op.CLIP, Op.LINEAR, Op.FEATURE)
 
 
 @torch.no_grad()
@@ -13,57 +31,313 @@ def site_ref(
     hidden: Tensor,
     residual: Tensor | None,
     tokens: Tensor,
+    ids: Tensor,
     tally: Tensor,
     table: Tensor,
-    edit_rows: Tensor,
-    edit_scales: Tensor,
+    instructions: Tensor,
+    params: Tensor,
+    lists: Tensor,
     bank: Tensor,
+    scores: Tensor,
     ring: Tensor,
 ) -> None:
     """See `midstream.ops.site.site`, which has the same arguments."""
-    num_rows = hidden.shape[0]
-    active = tokens[:num_rows, layout.PROGRAM].nonzero().squeeze(1)
-    if active.numel() == 0:
+    words: Ints = tokens[: hidden.shape[0]].numpy()
+    active = words[:, layout.PROGRAM].nonzero()[0]
+    if not active.size:
         return
-    words = tokens[active].long()
-    programs = table[words[:, layout.PROGRAM]]
-    counts = programs[:, layout.EDIT_COUNT].long()
-    _edit(
-        hidden, active, programs[:, layout.EDIT_START].long(), counts, edit_rows, edit_scales, bank
-    )
+    if active.size < len(words):
+        words = words[active]
+    site: Ints = table.numpy()
+    programs = site[words[:, layout.PROGRAM]]
 
-    places = table[words[:, layout.GROUP], layout.PLACE].long()
+    counted: Ints | int = 0
+    edited = programs[:, layout.EDIT_COUNT].nonzero()[0]
+    if edited.size:
+        device = _Device(instructions.numpy(), params, lists.numpy(), bank, scores, ids.numpy())
+        done = _edit(
+            hidden, residual, device, active[edited], words[edited], programs[edited]
+        )  # fmt: skip
+        counted = np.zeros(active.size, np.int32)
+        counted[edited] = done
+
+    places = site[words[:, layout.GROUP], layout.PLACE]
     captured = (words[:, layout.RECORD] > 0) & (places > 0)
-    rows = active[captured]
-    if rows.numel():
-        stream = hidden[rows]
-        if residual is not None:
-            stream = (stream.float() + residual[rows].float()).to(ring.dtype)
-        targets = words[captured, layout.RECORD] - 1 + places[captured] - 1
-        ring[targets] = stream.to(ring.dtype)
+    if captured.any():
+        targets = words[captured, layout.RECORD] + places[captured] - 2
+        _capture(hidden, residual, ring, _index(active[captured]), _index(targets))
 
-    tally[active, layout.SIGNATURE] += table[0, layout.CODE]
-    tally[active, layout.EDITS] += counts.int()
-    tally[active, layout.CAPTURES] += captured.int()
+    totals: Ints = tally.numpy()
+    rows = slice(None, len(words)) if active.size == active[-1] + 1 else active
+    totals[rows, layout.SIGNATURE] += site[0, layout.CODE]
+    totals[rows, layout.EDITS] += counted
+    totals[rows, layout.CAPTURES] += captured
+
+
+def _index(rows: NDArray[np.integer]) -> Index:
+    """Row numbers (at least one) as an index: a slice where they ascend evenly, for a view."""
+    first, last = int(rows[0]), int(rows[-1])
+    if rows.size == 1:
+        return slice(first, first + 1)
+    step = int(rows[1]) - first
+    if step > 0 and last - first == step * (rows.size - 1) and (np.diff(rows) == step).all():
+        return slice(first, last + 1, step)
+    return torch.from_numpy(rows.astype(np.int64))
+
+
+def _capture(
+    hidden: Tensor, residual: Tensor | None, ring: Tensor, rows: Index, targets: Index
+) -> None:
+    """Rows of the stream into the ring, rounded once."""
+    stream = hidden[rows]
+    if residual is not None:
+        rest = residual[rows]
+        if isinstance(targets, slice) and stream.dtype == rest.dtype == ring.dtype:
+            # PyTorch adds two halves of a word in float32 and rounds the sum once.
+            torch.add(stream, rest, out=ring[targets])
+            return
+        stream = stream.float() + rest.float()
+    ring[targets] = stream.to(ring.dtype)
 
 
 def _edit(
     hidden: Tensor,
-    active: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    edit_rows: Tensor,
-    edit_scales: Tensor,
-    bank: Tensor,
-) -> None:
-    """Adds each row's edits in order, in float32, and rounds once to `hidden`'s dtype."""
-    edited = counts > 0
-    if not bool(edited.any()):
-        return
-    rows, starts, counts = active[edited], starts[edited], counts[edited]
-    values = hidden[rows].float()
+    residual: Tensor | None,
+    device: _Device,
+    rows: Rows,
+    words: Ints,
+    programs: Ints,
+) -> Ints:
+    """Carries out the programs of rows of `hidden` that have one at this site.
+
+    Returns:
+        int32 [n] or [1]: COUNTED instructions carried out for each of the rows.
+    """
+    where = _index(rows)
+    starts, counts = programs[:, layout.EDIT_START], programs[:, layout.EDIT_COUNT]
+    start, count = int(starts[0]), int(counts[0])
+    if (
+        not programs[:, layout.READS].any()
+        and (starts == start).all()
+        and (counts == count).all()
+        and device.alike(start, start + count)
+    ):
+        # One row stands for all of them.
+        where_from: Index = _index(rows[:1])
+        rows, words, starts, counts = rows[:1], words[:1], starts[:1], counts[:1]
+    else:
+        where_from = where
+    work = _Work(device, hidden, residual, where_from, rows, words, bool(programs[:, 3].any()))
     for nth in range(int(counts.max())):
-        has = counts > nth
-        edits = starts[has] + nth
-        values[has] += edit_scales[edits, None] * bank[edit_rows[edits].long()]
-    hidden[rows] = values.to(hidden.dtype)
+        here = (counts > nth).nonzero()[0]
+        work.step(here, starts[here] + nth)
+    # x + (−0.0) is x, bit for bit; −0.0 + 0.0 is not.
+    delta = work.delta.masked_fill_(work.delta == 0, -0.0)
+    if isinstance(where, slice):
+        hidden[where].add_(delta)
+    else:
+        hidden[where] = (hidden[where] + delta).to(hidden.dtype)
+    return work.done
+
+
+@dataclass(frozen=True, slots=True)
+class _Device:
+    """The op's tables; the integer ones as NumPy."""
+
+    instructions: Ints
+    params: Tensor
+    lists: Ints
+    bank: Tensor
+    scores: Tensor
+    ids: Ints
+
+    def alike(self, start: int, stop: int) -> bool:
+        """Whether the instructions do the same to every row: nothing but plain additions."""
+        words = self.instructions[start:stop]
+        return not (
+            words[:, layout.OP].any()
+            or (words[:, layout.FLAGS] & ~int(_ALIKE)).any()
+            or words[:, layout.IDS_COUNT].any()
+        )
+
+    def vectors(self, rows: NDArray[np.integer]) -> Tensor:
+        """Rows of the bank: [n, W], or [1, W] where all are the same."""
+        first = int(rows[0])
+        if (rows == first).all():
+            return self.bank[first : first + 1]
+        return self.bank[torch.from_numpy(rows.astype(np.int64))]
+
+
+class _Work:
+    """The rows that are being edited. `at`, `here`: which of them, ascending.
+
+    Attributes:
+        delta: float32 [n, W], what the instructions so far add up to.
+        entered: float32 [n, W], the stream as it came; None where no program needs it.
+        base: float32 [n, W], h: the stream as of the last FRESH.
+        gate: float32 [n].
+        done: int32 [n], COUNTED instructions carried out.
+    """
+
+    def __init__(
+        self,
+        device: _Device,
+        hidden: Tensor,
+        residual: Tensor | None,
+        where: Index,
+        rows: Rows,
+        words: Ints,
+        reads: bool,
+    ) -> None:
+        self._device, self._rows, self._words = device, rows, words
+        self.delta = torch.zeros(rows.size, hidden.shape[1])
+        self.gate = torch.ones(rows.size)
+        self.done = np.zeros(rows.size, np.int32)
+        self.entered: Tensor | None = None
+        if reads:
+            self.entered = hidden[where].float()
+            if residual is not None:
+                self.entered = self.entered + residual[where].float()
+            self.base = self.entered.clone()
+
+    def step(self, at: Rows, which: Ints) -> None:
+        """One instruction for each of some rows: row `at[k]` carries out number `which[k]`."""
+        words = self._device.instructions[which]
+        applies = self._applies(at, which, words)
+        if applies is not None:
+            if not applies.any():
+                return
+            at, which, words = at[applies], which[applies], words[applies]
+        flags, ops = words[:, layout.FLAGS], words[:, layout.OP]
+        fresh = (flags & Flags.FRESH) != 0
+        if self.entered is not None and fresh.any():
+            rows = _index(at[fresh])
+            self.base[rows] = self.entered[rows] + self.delta[rows]
+        first = int(ops[0])
+        if (ops == first).all():
+            self._carry_out(Op(first), at, which, words)
+        else:
+            for op in np.unique(ops):
+                mine = ops == op
+                self._carry_out(Op(op), at[mine], which[mine], words[mine])
+        self.done[at] += (flags & Flags.COUNTED) != 0
+
+    def _applies(self, at: Rows, which: Ints, words: Ints) -> NDArray[np.bool_] | None:
+        """Whether each row's token id lets its instruction apply; None: all do."""
+        listed = words[:, layout.IDS_COUNT] > 0
+        if not listed.any():
+            return None
+        found = ~listed
+        ids = self._device.ids[self._rows[at]]
+        for each in np.unique(which[listed]):
+            mine = which == each
+            word = self._device.instructions[each]
+            start = word[layout.IDS_START]
+            wanted = self._device.lists[start : start + word[layout.IDS_COUNT]]
+            others = bool(word[layout.FLAGS] & Flags.OTHER_IDS)
+            found[mine] = np.isin(ids[mine], wanted, invert=others)
+        return found
+
+    def _carry_out(self, op: Op, at: Rows, which: Ints, words: Ints) -> None:
+        """One operation on rows `at`."""
+        a, b, c, d = self._device.params[torch.from_numpy(which.astype(np.int64))].unbind(1)
+        if op is Op.GATE:
+            self._set_gates(at, words, a, b, c)
+        elif op is Op.PROBE:
+            told = words[:, layout.SLOT] > 0
+            if told.any():
+                score = self._read(_index(at), words) + a
+                rows = torch.from_numpy(self._rows[at[told]])
+                slots = torch.from_numpy(words[told, layout.SLOT].astype(np.int64) - 1)
+                self._device.scores[rows, slots] = score[torch.from_numpy(told)]
+        else:
+            self._add(op, at, words, self._factor(op, _index(at), words, (a, b, c, d)))
+            kept = (words[:, layout.FLAGS] & Flags.KEEP) != 0
+            if kept.any():
+                self._restore_norm(at[kept])
+
+    def _read(self, rows: Index, words: Ints) -> Tensor:
+        """⟨h, read⟩, [n]."""
+        return (self.base[rows] * self._device.vectors(words[:, layout.READ])).sum(1)
+
+    def _factor(
+        self, op: Op, rows: Index, words: Ints, params: tuple[Tensor, Tensor, Tensor, Tensor]
+    ) -> Tensor:
+        """f of the table in `layout`, [n], before the gate."""
+        a, b, c, d = params
+        if op is Op.ADD_MATCHED:
+            return a * _norm(self.base[rows])
+        if op is Op.SCALE:
+            return a - 1
+        if op not in _READING:
+            return a
+        x = self._read(rows, words)
+        if op is Op.CLIP:
+            return c * (torch.clamp(x, a, b) - x)
+        if op is Op.LINEAR:
+            return a * (x + b)
+        x = x + a
+        return c * torch.where(x > b, x, 0.0) + d
+
+    def _add(self, op: Op, at: Rows, words: Ints, factor: Tensor) -> None:
+        """Adds f · v, and exactly nothing where f or the gate is 0."""
+        flags = words[:, layout.FLAGS]
+        gated = (flags & Flags.GATED) != 0
+        if gated.any():
+            gate = torch.where(torch.from_numpy(gated), self.gate[_index(at)], 1.0)
+            factor = torch.where(gate == 0, 0.0, factor * gate)
+        live = factor.numpy() != 0
+        if not live.all():
+            if not live.any():
+                return
+            at, words, flags = at[live], words[live], flags[live]
+            factor = factor[torch.from_numpy(live)]
+        rows = _index(at)
+        if op is Op.SCALE:
+            vectors = self.base[rows]
+        else:
+            write = words[:, layout.WRITE]
+            by_position = (flags & Flags.ROW_BY_POSITION) != 0
+            if by_position.any():
+                write = write + by_position * self._words[at, layout.POSITION]
+            vectors = self._device.vectors(write)
+            if op is Op.REPLACE:
+                vectors = vectors - self.base[rows]
+        # A product rounded by itself, so that +v and then −v is nothing.
+        self.delta[rows] += factor[:, None] * vectors
+
+    def _restore_norm(self, at: Rows) -> None:
+        """Scales the stream of rows `at` back to the norm of h."""
+        assert self.entered is not None, "a program with KEEP has READS"
+        rows = _index(at)
+        stream = self.entered[rows] + self.delta[rows]
+        wanted, norm = _norm(self.base[rows]), _norm(stream)
+        ratio = torch.where((norm == 0) | (norm == wanted), 1.0, wanted / norm)
+        change = stream * ratio[:, None] - stream
+        self.delta[rows] += torch.where(ratio[:, None] == 1, 0.0, change)
+
+    def _set_gates(self, at: Rows, words: Ints, a: Tensor, b: Tensor, c: Tensor) -> None:
+        slots = words[:, layout.SLOT]
+        scored = slots > 0
+        x = torch.empty(at.size)
+        if not scored.all():
+            rows = _index(at[~scored])
+            mine = torch.from_numpy(~scored)
+            x[mine] = self._read(rows, words[~scored]) + a[mine]
+        if scored.any():
+            rows = torch.from_numpy(self._rows[at[scored]])
+            columns = torch.from_numpy(slots[scored].astype(np.int64) - 1)
+            x[torch.from_numpy(scored)] = self._device.scores[rows, columns]
+        step = torch.from_numpy((words[:, layout.FLAGS] & Flags.STEP) != 0)
+        self.gate[_index(at)] = torch.where(step, (x > b).float(), _sigmoid(c * (x - b)))
+
+
+def _norm(vectors: Tensor) -> Tensor:
+    """‖v‖ of each row, [n]; of equal rows in a batch of one shape, the same to the last bit."""
+    return (vectors * vectors).sum(1).sqrt()
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """σ(x), without overflow; exactly 0 and 1 far out."""
+    small = torch.exp(-x.abs())
+    return torch.where(x >= 0, 1.0, small) / (1.0 + small)

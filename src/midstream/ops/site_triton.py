@@ -2,25 +2,128 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from midstream.ops import layout
+from midstream.ops.layout import Flags, Op
 
 _TOKENS = tl.constexpr(layout.TOKEN_COLUMNS)
 _TALLY = tl.constexpr(layout.TALLY_COLUMNS)
 _TABLE = tl.constexpr(layout.TABLE_COLUMNS)
+_INSTRUCTIONS = tl.constexpr(layout.INSTRUCTION_COLUMNS)
+_PARAMS = tl.constexpr(layout.PARAM_COLUMNS)
 _GROUP = tl.constexpr(layout.GROUP)
 _RECORD = tl.constexpr(layout.RECORD)
+_POSITION = tl.constexpr(layout.POSITION)
 _EDITS = tl.constexpr(layout.EDITS)
 _CAPTURES = tl.constexpr(layout.CAPTURES)
+_EDIT_START = tl.constexpr(layout.EDIT_START)
 _EDIT_COUNT = tl.constexpr(layout.EDIT_COUNT)
 _PLACE = tl.constexpr(layout.PLACE)
 _CODE = tl.constexpr(layout.CODE)
+_READS = tl.constexpr(layout.READS)
 
-MAX_BLOCK = 4096
+_OP = tl.constexpr(layout.OP)
+_READ = tl.constexpr(layout.READ)
+_WRITE = tl.constexpr(layout.WRITE)
+_SLOT = tl.constexpr(layout.SLOT)
+_FLAGS = tl.constexpr(layout.FLAGS)
+_IDS_START = tl.constexpr(layout.IDS_START)
+_IDS_COUNT = tl.constexpr(layout.IDS_COUNT)
+_A = tl.constexpr(layout.A)
+_B = tl.constexpr(layout.B)
+_C = tl.constexpr(layout.C)
+_D = tl.constexpr(layout.D)
+
+_FRESH = tl.constexpr(int(Flags.FRESH))
+_GATED = tl.constexpr(int(Flags.GATED))
+_KEEP = tl.constexpr(int(Flags.KEEP))
+_COUNTED = tl.constexpr(int(Flags.COUNTED))
+_ROW_BY_POSITION = tl.constexpr(int(Flags.ROW_BY_POSITION))
+_STEP = tl.constexpr(int(Flags.STEP))
+_OTHER_IDS = tl.constexpr(int(Flags.OTHER_IDS))
+
+_ADD_MATCHED = tl.constexpr(int(Op.ADD_MATCHED))
+_CLIP = tl.constexpr(int(Op.CLIP))
+_LINEAR = tl.constexpr(int(Op.LINEAR))
+_FEATURE = tl.constexpr(int(Op.FEATURE))
+_REPLACE = tl.constexpr(int(Op.REPLACE))
+_SCALE = tl.constexpr(int(Op.SCALE))
+_GATE = tl.constexpr(int(Op.GATE))
+_PROBE = tl.constexpr(int(Op.PROBE))
+
+MAX_WIDTH = 32768  # a row is one block, in registers
+
+# Where programmatic dependent launch pays: it hides the gap between launches of kernels that take
+# about as long as the gap, and costs where there are many programs or little to hide.
+DEPENDENT_MAX_ROWS = 16
+DEPENDENT_MIN_WIDTH = 2048
+DEPENDENT_MIN_CAPABILITY = 9
+
+_IDS_BLOCK = tl.constexpr(128)
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _stream(value, rest, inside, has_residual: tl.constexpr):
+    """Both halves of the stream, summed: `value` and what is at `rest`."""
+    stream = value.to(tl.float32)
+    if has_residual:
+        stream += tl.load(rest, mask=inside, other=0.0).to(tl.float32)
+    return stream
+
+
+@triton.jit
+def _is_listed(lists, count, token):
+    """Whether `token` is one of the first `count` ids of `lists`."""
+    lanes = tl.arange(0, _IDS_BLOCK)
+    hits = tl.zeros([_IDS_BLOCK], dtype=tl.int32)
+    for first in range(0, count, _IDS_BLOCK):
+        inside = first + lanes < count
+        each = tl.load(lists + first + lanes, mask=inside, other=0)
+        hits += (inside & (each == token)).to(tl.int32)
+    return tl.sum(hits, axis=0) > 0
+
+
+@triton.jit
+def _is_reading(op, slot):
+    """Whether an instruction reads ⟨h, read⟩."""
+    gate = (op == _GATE) & (slot == 0)
+    return ((op >= _CLIP) & (op <= _FEATURE)) | gate | (op == _PROBE)
+
+
+@triton.jit
+def _factor(op, x, param):
+    """f before the gate, of all that add but ADD_MATCHED; `x` is ⟨h, read⟩."""
+    a = tl.load(param + _A)
+    b = tl.load(param + _B)
+    c = tl.load(param + _C)
+    factor = a
+    if op == _CLIP:
+        factor = c * (tl.minimum(tl.maximum(x, a), b) - x)
+    elif op == _LINEAR:
+        factor = a * (x + b)
+    elif op == _FEATURE:
+        x += a
+        factor = c * tl.where(x > b, x, 0.0) + tl.load(param + _D)
+    elif op == _SCALE:
+        factor = a - 1.0
+    return factor
+
+
+@triton.jit
+def _sigmoid(x):
+    small = tl.exp(-tl.abs(x))
+    return tl.div_rn(tl.where(x >= 0.0, 1.0, small), 1.0 + small)
 
 
 @triton.jit
@@ -28,18 +131,27 @@ def _site_kernel(
     hidden,
     residual,
     tokens,
+    ids,
     tally,
     table,
-    edit_rows,
-    edit_scales,
+    instructions,
+    params,
+    lists,
     bank,
+    scores,
     ring,
     hidden_stride,
     residual_stride,
+    slots,
     width: tl.constexpr,
     has_residual: tl.constexpr,
     block: tl.constexpr,
+    dependent: tl.constexpr,
 ):
+    if dependent:
+        # Nothing may be read before the kernels ahead are done; what comes next may queue up.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     program = tl.load(tokens + row * _TOKENS)
     if program == 0:
@@ -47,77 +159,176 @@ def _site_kernel(
     row = row.to(tl.int64)
     group = tl.load(tokens + row * _TOKENS + _GROUP)
     record = tl.load(tokens + row * _TOKENS + _RECORD)
-    start = tl.load(table + program * _TABLE)
+    start = tl.load(table + program * _TABLE + _EDIT_START)
     count = tl.load(table + program * _TABLE + _EDIT_COUNT)
+    reads = tl.load(table + program * _TABLE + _READS) != 0
     place = tl.load(table + group * _TABLE + _PLACE)
     code = tl.load(table + _CODE)
     captured = (record > 0) & (place > 0)
     target = (record - 1 + place - 1).to(tl.int64)
+    done = tl.full((), 0, tl.int32)
 
     if (count > 0) | captured:
-        for first in tl.static_range(0, width, block):
-            columns = first + tl.arange(0, block)
-            inside = columns < width
-            value = tl.load(hidden + row * hidden_stride + columns, mask=inside, other=0.0)
-            if count > 0:
-                total = value.to(tl.float32)
-                for edit in range(start, start + count):
-                    vector = tl.load(edit_rows + edit).to(tl.int64)
-                    scale = tl.load(edit_scales + edit)
-                    total += scale * tl.load(
-                        bank + vector * width + columns, mask=inside, other=0.0
-                    )
-                value = total.to(value.dtype)
-                tl.store(hidden + row * hidden_stride + columns, value, mask=inside)
-            if captured:
-                stream = value
-                if has_residual:
-                    rest = tl.load(
-                        residual + row * residual_stride + columns, mask=inside, other=0.0
-                    )
-                    stream = value.to(tl.float32) + rest.to(tl.float32)
-                tl.store(
-                    ring + target * width + columns, stream.to(ring.dtype.element_ty), mask=inside
-                )
+        columns = tl.arange(0, block)
+        inside = columns < width
+        value = tl.load(hidden + row * hidden_stride + columns, mask=inside, other=0.0)
+        # Read where it is needed, and again rather than kept: registers are what limits how many
+        # programs run at a time.
+        rest = columns
+        if has_residual:
+            rest = residual + row * residual_stride + columns
+        if count > 0:
+            delta = tl.zeros([block], dtype=tl.float32)
+            base = delta
+            if reads:
+                base = _stream(value, rest, inside, has_residual)
+            gate = tl.full((), 1.0, tl.float32)
+            for at in range(start, start + count):
+                word = instructions + at * _INSTRUCTIONS
+                op = tl.load(word + _OP)
+                flags = tl.load(word + _FLAGS)
+                slot = tl.load(word + _SLOT)
+                ids_count = tl.load(word + _IDS_COUNT)
+                a = tl.load(params + at * _PARAMS + _A)
+                applies = ids_count == 0
+                if ids_count > 0:
+                    first = tl.load(word + _IDS_START)
+                    listed = _is_listed(lists + first, ids_count, tl.load(ids + row))
+                    applies = listed != ((flags & _OTHER_IDS) != 0)
+                if applies:
+                    x = tl.full((), 0.0, tl.float32)
+                    if reads:
+                        if (flags & _FRESH) != 0:
+                            base = _stream(value, rest, inside, has_residual) + delta
+                        if _is_reading(op, slot):
+                            read = tl.load(word + _READ).to(tl.int64) * width
+                            vector = tl.load(bank + read + columns, mask=inside, other=0.0)
+                            x = tl.sum(base * vector, axis=0)
+                    if op < _GATE:
+                        factor = a
+                        if reads:
+                            if op == _ADD_MATCHED:
+                                factor = a * tl.sqrt_rn(tl.sum(base * base, axis=0))
+                            else:
+                                factor = _factor(op, x, params + at * _PARAMS)
+                        if (flags & _GATED) != 0:
+                            factor = tl.where(gate == 0.0, 0.0, factor * gate)
+                        if factor != 0.0:
+                            vector = base
+                            if op != _SCALE:
+                                write = tl.load(word + _WRITE)
+                                if (flags & _ROW_BY_POSITION) != 0:
+                                    write += tl.load(tokens + row * _TOKENS + _POSITION)
+                                start_of = write.to(tl.int64) * width
+                                vector = tl.load(
+                                    bank + start_of + columns, mask=inside, other=0.0
+                                )
+                                if op == _REPLACE:
+                                    vector = vector - base
+                            # A product rounded by itself (the launch allows no fused
+                            # multiply-add), so that +v and then −v is nothing.
+                            delta = delta + factor * vector
+                        if reads & ((flags & _KEEP) != 0):
+                            stream = _stream(value, rest, inside, has_residual) + delta
+                            # One reduction for both: of equal rows the same to the last bit.
+                            old, new = tl.reduce((base * base, stream * stream), 0, _add_pairs)
+                            old = tl.sqrt_rn(old)
+                            new = tl.sqrt_rn(new)
+                            if (new != 0.0) & (old != new):
+                                delta = delta + (stream * tl.div_rn(old, new) - stream)
+                    elif op == _GATE:
+                        x += a
+                        if slot > 0:
+                            x = tl.load(scores + row * slots + slot - 1)
+                        b = tl.load(params + at * _PARAMS + _B)
+                        c = tl.load(params + at * _PARAMS + _C)
+                        gate = _sigmoid(c * (x - b))
+                        if (flags & _STEP) != 0:
+                            gate = tl.where(x > b, 1.0, 0.0)
+                    elif slot > 0:
+                        tl.store(scores + row * slots + slot - 1, x + a)
+                    done += ((flags & _COUNTED) != 0).to(tl.int32)
+            changed = (value.to(tl.float32) + delta).to(value.dtype)
+            value = tl.where(delta == 0.0, value, changed)
+            tl.store(hidden + row * hidden_stride + columns, value, mask=inside)
+        if captured:
+            stream = _stream(value, rest, inside, has_residual)
+            tl.store(
+                ring + target * width + columns, stream.to(ring.dtype.element_ty), mask=inside
+            )
 
     # One program owns a token and sites follow each other on the stream, so plain stores do.
-    done = tally + row * _TALLY
-    tl.store(done, tl.load(done) + code)
-    tl.store(done + _EDITS, tl.load(done + _EDITS) + count)
-    tl.store(done + _CAPTURES, tl.load(done + _CAPTURES) + captured.to(tl.int32))
+    totals = tally + row * _TALLY
+    tl.store(totals, tl.load(totals) + code)
+    tl.store(totals + _EDITS, tl.load(totals + _EDITS) + done)
+    tl.store(totals + _CAPTURES, tl.load(totals + _CAPTURES) + captured.to(tl.int32))
 
 
 def site_triton(
     hidden: Tensor,
     residual: Tensor | None,
     tokens: Tensor,
+    ids: Tensor,
     tally: Tensor,
     table: Tensor,
-    edit_rows: Tensor,
-    edit_scales: Tensor,
+    instructions: Tensor,
+    params: Tensor,
+    lists: Tensor,
     bank: Tensor,
+    scores: Tensor,
     ring: Tensor,
 ) -> None:
-    """See `midstream.ops.site.site`, which has the same arguments."""
+    """See `midstream.ops.site.site`, which has the same arguments.
+
+    Raises:
+        ValueError: rows are wider than `MAX_WIDTH`.
+    """
     num_rows, width = hidden.shape
+    if width > MAX_WIDTH:
+        raise ValueError(f"hidden must be at most {MAX_WIDTH} wide on a GPU, got {width}")
     if num_rows == 0:
         return
-    block = min(triton.next_power_of_2(width), MAX_BLOCK)
+    block = triton.next_power_of_2(width)
+    dependent = _dependent_launch(num_rows, width, hidden.device)
     with torch.cuda.device(hidden.device):
         _site_kernel[(num_rows,)](
             hidden,
             residual,
             tokens,
+            ids,
             tally,
             table,
-            edit_rows,
-            edit_scales,
+            instructions,
+            params,
+            lists,
             bank,
+            scores,
             ring,
             hidden.stride(0),
             0 if residual is None else residual.stride(0),
+            scores.shape[1],
             width=width,
             has_residual=residual is not None,
             block=block,
-            num_warps=8 if block >= 4096 else 4,
+            dependent=dependent,
+            num_warps=min(max(block // 512, 4), 32),
+            enable_fp_fusion=False,
+            **({"launch_pdl": True} if dependent else {}),
         )
+
+
+def _dependent_launch(num_rows: int, width: int, device: torch.device) -> bool:
+    """Whether the kernel is launched while the one before it still runs, and waits inside."""
+    return (
+        num_rows <= DEPENDENT_MAX_ROWS
+        and width >= DEPENDENT_MIN_WIDTH
+        and _capability(device) >= DEPENDENT_MIN_CAPABILITY
+    )
+
+
+@lru_cache(maxsize=None)
+def _capability(device: torch.device) -> int:
+    """The device's CUDA compute capability, major; 0 where it is not CUDA's."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    return torch.cuda.get_device_capability(device)[0]

@@ -38,9 +38,11 @@ def _view(runner: Any) -> StepView:
     batch = runner.input_batch
     num_requests = batch.num_reqs
     starts = runner.query_start_loc.np[: num_requests + 1]
+    num_tokens = int(starts[-1])
     return StepView(
         request_ids=batch.req_ids[:num_requests],
         scheduled=np.diff(starts),
         computed=batch.num_computed_tokens_cpu[:num_requests],
-        num_tokens=int(starts[-1]),
+        num_tokens=num_tokens,
+        token_ids=lambda: runner.input_ids.gpu[:num_tokens],
     )

@@ -44,4 +44,5 @@ def _view(batch: Any) -> StepView:
         scheduled=batch.num_scheduled_tokens[:num_requests],
         computed=batch.num_computed_tokens_np[:num_requests],
         num_tokens=batch.num_tokens,
+        token_ids=lambda: batch.input_ids[: batch.num_tokens],
     )

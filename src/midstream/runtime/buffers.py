@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -14,24 +14,49 @@ Tap = tuple[str, int]  # (site, layer)
 
 
 @dataclass(frozen=True, slots=True)
+class Room:
+    """How much the running requests can hold together; midstream's settings of these names.
+
+    Attributes:
+        bank_rows: vectors.
+        programs: combinations of edits; and of captures.
+        max_edits: instructions, counted once for each program.
+        token_ids: token ids in lists.
+        probes: scores of one token.
+    """
+
+    bank_rows: int
+    programs: int
+    max_edits: int
+    token_ids: int
+    probes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Buffers:
     """Layouts: `midstream.ops.layout`.
 
     Attributes:
         tokens: int32 [T, 4], what each row of the next forward asks for.
+        ids: int32 [T], the token ids of those rows, where an instruction asks for them.
         tally: int32 [T, 4], what was done for it.
-        table: int32 [S, N, 4], per tap: programs' ranges of edits, groups' places.
-        edit_rows: int32 [E]; edit_scales: float32 [E].
+        table: int32 [S, N, 4], per tap: programs' ranges of instructions, groups' places.
+        instructions: int32 [E, 8]; params: float32 [E, 4].
+        lists: int32 [L], token ids.
         bank: float32 [V, H], the vectors.
+        scores: float32 [T, P], what probes read.
         ring: [R, H] in the model's dtype, captured vectors on their way out.
     """
 
     tokens: Tensor
+    ids: Tensor
     tally: Tensor
     table: Tensor
-    edit_rows: Tensor
-    edit_scales: Tensor
+    instructions: Tensor
+    params: Tensor
+    lists: Tensor
     bank: Tensor
+    scores: Tensor
     ring: Tensor
 
     @staticmethod
@@ -40,9 +65,7 @@ class Buffers:
         taps: list[Tap],
         max_tokens: int,
         hidden_size: int,
-        table_rows: int,
-        max_edits: int,
-        bank_rows: int,
+        room: Room,
         ring_rows: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -53,16 +76,19 @@ class Buffers:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         int32, float32 = torch.int32, torch.float32
-        table = zeros(int32, len(taps), table_rows, layout.TABLE_COLUMNS)
+        table = zeros(int32, len(taps), room.programs, layout.TABLE_COLUMNS)
         codes = torch.tensor([code(tap) for tap in taps], dtype=torch.int32)
         table[:, 0, layout.CODE] = codes.to(device)
         return Buffers(
             tokens=zeros(int32, max_tokens, layout.TOKEN_COLUMNS),
+            ids=zeros(int32, max_tokens),
             tally=zeros(int32, max_tokens, layout.TALLY_COLUMNS),
             table=table,
-            edit_rows=zeros(int32, max_edits),
-            edit_scales=zeros(float32, max_edits),
-            bank=zeros(float32, bank_rows, hidden_size),
+            instructions=zeros(int32, room.max_edits, layout.INSTRUCTION_COLUMNS),
+            params=zeros(float32, room.max_edits, layout.PARAM_COLUMNS),
+            lists=zeros(int32, room.token_ids),
+            bank=zeros(float32, room.bank_rows, hidden_size),
+            scores=zeros(float32, max_tokens, room.probes),
             # The ring is written before it is read: left alone, its pages cost nothing on a CPU.
             ring=torch.empty(ring_rows, hidden_size, dtype=dtype, device=device),
         )
@@ -70,11 +96,7 @@ class Buffers:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory held."""
-        held = (
-            self.tokens, self.tally, self.table, self.edit_rows,
-            self.edit_scales, self.bank, self.ring,
-        )  # fmt: skip
-        return sum(buffer.nbytes for buffer in held)
+        return sum(int(getattr(self, each.name).nbytes) for each in fields(self))
 
 
 def upload(target: Tensor, values: Tensor) -> None:
@@ -83,6 +105,15 @@ def upload(target: Tensor, values: Tensor) -> None:
         target.copy_(values.pin_memory(), non_blocking=True)
     else:
         target.copy_(values)
+
+
+def scatter(target: Tensor, rows: list[int], values: Tensor) -> None:
+    """Copies host values into some rows of a device buffer, without waiting, in one transfer."""
+    index = torch.tensor(rows, dtype=torch.int64)
+    if target.is_cuda:
+        index = index.pin_memory().to(target.device, non_blocking=True)
+        values = values.pin_memory().to(target.device, non_blocking=True)
+    target.index_copy_(0, index, values)
 
 
 def code(tap: Tap) -> int:

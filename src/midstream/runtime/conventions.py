@@ -1,8 +1,8 @@
 """What each decoder layer takes and returns, looked up by its class.
 
-A layer is tapped at its entry, at its exit and at the entry of the module that feeds its MLP,
-and what passes there differs by model: a pair whose sum is the stream, a pair whose second
-half is dead, one tensor. It cannot be told from the values, so it is read from the source of
+A layer is tapped at its entry, at its exit and at modules between attention and the MLP, and
+what passes there differs by model: a pair whose sum is the stream, a pair whose second half is
+dead, one tensor. It cannot be told from the values, so it is read from the source of
 each model once and written down: `conventions_vllm` for vLLM's own models,
 `conventions_hf` for transformers' models. What is not written down is refused.
 """
@@ -15,8 +15,12 @@ from midstream.runtime.conventions_hf import HF_MODELS
 from midstream.runtime.conventions_types import (
     Choice,
     Entry,
+    Half,
+    Input,
     Key,
+    Lack,
     LayerConvention,
+    Output,
     Refusal,
     Returns,
 )
@@ -26,7 +30,11 @@ __all__ = [
     "CONVENTIONS",
     "LAYER_LISTS",
     "Choice",
+    "Half",
+    "Input",
+    "Lack",
     "LayerConvention",
+    "Output",
     "Refusal",
     "Returns",
     "key_of",

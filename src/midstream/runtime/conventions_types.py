@@ -6,8 +6,9 @@ Pure data: neither vLLM nor torch is imported. The tables are `conventions_vllm`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 
 class Returns(Enum):
@@ -28,6 +29,50 @@ class Refusal:
     def resolve(self, layer: object) -> Refusal:
         """Itself: refused whatever the layer's settings."""
         return self
+
+
+class Half(Enum):
+    """The first half of a pair, where that is a branch by itself and the second the stream."""
+
+    AT_MID = "what `mid` is called with first"
+    AT_EXIT = "what the layer returns first"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """What a sub-module is called with.
+
+    Attributes:
+        path: dotted attribute of the layer. The tensor is its first positional argument.
+        shared: that very tensor is used elsewhere too (it is the stream, or attention reads
+            it), so the module must be given a copy for an edit to be its own.
+    """
+
+    path: str
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a sub-module returns: one tensor, or a tuple that begins with it.
+
+    Attributes:
+        path: dotted attribute of the layer.
+        partial: with tensor parallelism it is a sum that was not yet reduced over the ranks.
+    """
+
+    path: str
+    partial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """A site that a layer does not have, and why, as a clause that can follow a colon."""
+
+    reason: str
+
+
+UNKNOWN = Lack("midstream does not know where that is in this class of layer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +97,11 @@ class LayerConvention:
         no_mid: why there is none; empty unless `mid` is None.
         no_pre: why an edit at the layer's entry would be missed by its attention; empty
             where it is seen, which is nearly everywhere.
+        attn_out: where to find what attention adds to the stream, unscaled. A mixer that is
+            no attention does not count.
+        mlp_in: where to find what the MLP reads. The output of a norm where several modules
+            read it.
+        mlp_out: where to find what the MLP adds to the stream, unscaled.
         tp_partial: with tensor parallelism the hidden half, at the exit or at `mid`, is a
             sum that was not yet reduced over the ranks.
         float16_scaled: in float16 (only) both halves are scaled down by a constant, so
@@ -64,12 +114,44 @@ class LayerConvention:
     mid: str | None = None
     no_mid: str = ""
     no_pre: str = ""
+    attn_out: Half | Output | Lack = UNKNOWN
+    mlp_in: Input | Output | Lack = UNKNOWN
+    mlp_out: Half | Output | Lack = UNKNOWN
     tp_partial: bool = False
     float16_scaled: bool = False
 
     def __post_init__(self) -> None:
         assert (self.mid is None) == bool(self.no_mid), "one of mid and no_mid, not both"
         assert self.residual is None or self.returns is Returns.PAIR
+        halves = self.attn_out, self.mlp_out
+        assert self.returns is Returns.PAIR or not any(isinstance(half, Half) for half in halves)
+        assert Half.AT_MID not in halves or self.mid
+        if isinstance(self.mlp_in, Input) and self.mlp_in.path == self.mid:
+            assert self.mlp_in.shared, "what mid is called with is the stream"
+        assert self.mlp_out is not Half.AT_MID
+        assert self.attn_out is not Half.AT_EXIT or self.mlp_out is not Half.AT_EXIT
+
+    @property
+    def branches(self) -> dict[str, Half | Input | Output | Lack]:
+        """The places of the sites that are not the stream, by site."""
+        return {"attn_out": self.attn_out, "mlp_in": self.mlp_in, "mlp_out": self.mlp_out}
+
+    def lack(self, site: str, tensor_parallel: bool = False) -> str | None:
+        """Why the layer has no such site; None where it has it.
+
+        Args:
+            site: canonical name.
+            tensor_parallel: whether the layer is split over several ranks.
+        """
+        place = self.branches.get(site)
+        if isinstance(place, Lack):
+            return place.reason
+        if isinstance(place, Output) and place.partial and tensor_parallel:
+            return (
+                "it is a partial sum under tensor parallelism, which midstream cannot read or "
+                "edit yet; use tensor_parallel_size=1"
+            )
+        return {"resid_pre": self.no_pre, "resid_mid": self.no_mid}.get(site) or None
 
     def resolve(self, layer: object) -> LayerConvention:
         """Itself: nothing depends on the layer's settings."""
@@ -83,13 +165,15 @@ class Choice:
     Attributes:
         attribute: dotted attribute of the layer whose truth decides. With a trailing `?` it
             may be missing, which counts as false; without, a missing one is a refusal.
-        true: what holds when it is true.
-        false: what holds when it is false.
+        true: what holds when it is so.
+        false: what holds when it is not.
+        equals: where given, the attribute decides by being equal to this, not by its truth.
     """
 
     attribute: str
     true: Entry
     false: Entry
+    equals: str | None = None
 
     def resolve(self, layer: object) -> LayerConvention | Refusal:
         """What holds for this very layer."""
@@ -102,6 +186,8 @@ class Choice:
                 value = False
                 break
             value = getattr(value, name)
+        if self.equals is not None:
+            value = value == self.equals
         return (self.true if value else self.false).resolve(layer)
 
 
@@ -109,26 +195,99 @@ Entry = LayerConvention | Choice | Refusal
 Key = tuple[str, str]
 
 
-def pair(mid: str | None = None, no_mid: str = "", **rest: object) -> LayerConvention:
-    """A layer with vLLM's fused add and norm: `(hidden, residual)` in and out."""
+def pair(
+    mid: str | None = None,
+    no_mid: str = "",
+    *,
+    attn: Half | Output | Lack | str | None = None,
+    mlp: Input | Output | Lack | str = "mlp",
+    mlp_out: Half | Output | Lack | str | None = None,
+    **rest: Any,
+) -> LayerConvention:
+    """A layer with vLLM's fused add and norm: `(hidden, residual)` in and out.
+
+    Args:
+        mid: as in `LayerConvention`.
+        no_mid: the same.
+        attn: where `attn_out` is; a module's path means its output. By default the first half
+            at `mid`, which must then be called with both halves.
+        mlp: where `mlp_in` is; a module's path means its input. `Lack`: there is no MLP.
+        mlp_out: by default the first half at the exit.
+        rest: the further fields.
+    """
+    if attn is None:
+        assert mid, "say where attention is added"
+        attn = Half.AT_MID
+    if mlp_out is None:
+        mlp_out = mlp if isinstance(mlp, Lack) else Half.AT_EXIT
     return LayerConvention(
         Returns.PAIR,
         residual="residual",
         mid=mid,
         no_mid=no_mid,
-        **rest,  # type: ignore[arg-type]
+        attn_out=Output(attn) if isinstance(attn, str) else attn,
+        mlp_in=Input(mlp) if isinstance(mlp, str) else mlp,
+        mlp_out=Output(mlp_out) if isinstance(mlp_out, str) else mlp_out,
+        **rest,
     )
 
 
-def single(mid: str | None = None, no_mid: str = "", **rest: object) -> LayerConvention:
-    """A layer that takes the stream and returns the stream."""
-    return LayerConvention(Returns.SINGLE, mid=mid, no_mid=no_mid, **rest)  # type: ignore[arg-type]
+def single(
+    mid: str | None = None,
+    no_mid: str = "",
+    *,
+    attn: Output | Lack | str = "self_attn",
+    mlp: Input | Output | Lack | str = "mlp",
+    mlp_out: Output | Lack | str | None = None,
+    returns: Returns = Returns.SINGLE,
+    **rest: Any,
+) -> LayerConvention:
+    """A layer that takes the stream and returns the stream.
+
+    Args:
+        mid: as in `LayerConvention`.
+        no_mid: the same.
+        attn: where `attn_out` is; a module's path means its output.
+        mlp: where `mlp_in` is; a module's path means its input. `Lack`: there is no MLP.
+        mlp_out: by default the output of the module of which `mlp` is the input.
+        returns: what else it returns.
+        rest: the further fields.
+    """
+    mlp = Input(mlp) if isinstance(mlp, str) else mlp
+    if mlp_out is None:
+        assert not isinstance(mlp, Output), "say which module returns what the MLP adds"
+        mlp_out = mlp if isinstance(mlp, Lack) else mlp.path
+    return LayerConvention(
+        returns,
+        mid=mid,
+        no_mid=no_mid,
+        attn_out=Output(attn) if isinstance(attn, str) else attn,
+        mlp_in=mlp,
+        mlp_out=Output(mlp_out) if isinstance(mlp_out, str) else mlp_out,
+        **rest,
+    )
 
 
-def dead(mid: str | None = None, no_mid: str = "") -> LayerConvention:
-    """A layer that takes and returns a residual which nobody reads."""
-    return LayerConvention(Returns.PAIR_DEAD, mid=mid, no_mid=no_mid)
+def dead(mid: str | None = None, no_mid: str = "", **rest: Any) -> LayerConvention:
+    """A layer that takes and returns a residual which nobody reads; the rest as in `single`."""
+    return single(mid, no_mid, returns=Returns.PAIR_DEAD, **rest)
+
+
+def without_attention(convention: LayerConvention, reason: str) -> LayerConvention:
+    """The same for a layer whose mixer is no attention."""
+    return replace(convention, attn_out=Lack(reason))
+
+
+def hybrid(
+    attribute: str, convention: LayerConvention, reason: str, equals: str | None = None
+) -> Choice:
+    """A layer whose mixer is no attention where the attribute is true, or equal to `equals`."""
+    return Choice(attribute, without_attention(convention, reason), convention, equals)
 
 
 PARALLEL = "attention and MLP run in parallel from the same input"
 LONE_MIXER = "the layer is one mixer (attention, Mamba, MLP or experts), not two in a row"
+SCALED = Lack("it is scaled where it is added to the stream, outside any module")
+LINEAR = "a linear-attention layer has no attention"
+CONV = "a short-convolution layer has no attention"
+MAMBA = "a Mamba layer has no attention"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
 import json
 import uuid
@@ -15,17 +14,21 @@ from typing import Any
 from midstream.config import KEY
 from midstream.errors import SpecError, UnsupportedError
 from midstream.receipt import Receipt
-from midstream.runtime.assembly import assemble
-from midstream.runtime.carried import Carried
+from midstream.runtime.admission import Admission
+from midstream.runtime.assembly import ATTRIBUTES, assemble
+from midstream.runtime.asking import Asking
+from midstream.runtime.budget import Budget, Need
+from midstream.runtime.buffers import Room
+from midstream.runtime.carried import Carried, carried
 from midstream.runtime.worker import RPC
-from midstream.spec import ModelShape, Plan, ResolvedPlan, resolve
+from midstream.spec import ModelShape, ResolvedPlan
+from midstream.steering import Steering
+from midstream.vectors import VectorRegistry
 
 # Finished requests are fetched together: at most so many, or so many bytes, at a time.
 _BATCH_REQUESTS = 64
 _BATCH_BYTES = 64 << 20
 _READ_BYTES = 64 << 20
-# Many requests share a plan: it is resolved and packed once for each length of prompt.
-_CACHED_PLANS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +46,13 @@ class EngineInfo:
     Attributes:
         shape: for resolving plans.
         dtype: name of the model's dtype, in which rows come.
+        room: how much the running requests can hold together.
         workers: each worker's own description.
     """
 
     shape: ModelShape
     dtype: str
+    room: Room
     workers: tuple[dict[str, Any], ...]
 
 
@@ -58,22 +63,35 @@ class FrontEnd:
         self._rpc: Callable[..., list[dict[str, Any]]] = engine.collective_rpc
         self._has_unfinished: Callable[[], bool] = engine.has_unfinished_requests
         self.info = _describe(self._call("describe"))
+        self.vectors = VectorRegistry(self.info.shape)
+        self.steering = Steering(self.vectors)
+        self._asking = Asking(self.info, engine)
+        self._admission = Admission(Budget(self.info.room))
         self._under_way: dict[str, Asked] = {}
-        self._resolve = functools.lru_cache(maxsize=_CACHED_PLANS)(self._resolve_and_pack)
+        self._needs: dict[str, Need] = {}
         self._finished: list[tuple[Asked, Any]] = []
         self._finished_bytes = 0
         self._problems: list[Receipt] = []
 
-    def admit(self, request: Any, plan: Plan) -> None:
+    def steers(self, params: Any) -> bool:
+        """Whether server-wide edits apply to a request: to all that generate."""
+        return hasattr(params, "output_kind") and bool(self.steering.plan_edits())
+
+    def admit(self, request: Any, asked_for: Any) -> None:
         """Checks a processed request's plan and lets it ride; the caller's params stay as they are.
 
         Args:
             request: vLLM's EngineCoreRequest, whose sampling params are its own copy.
-            plan: what it asks for.
+            asked_for: a Plan, a ChatPlan, or None; the server-wide edits come before its own.
 
         Raises:
             SpecError: the request cannot be served as asked.
         """
+        resolved, need, packed = self._asking.resolve(
+            asked_for, self.steering.plan_edits(), self.vectors.lookup, request
+        )
+        if not (resolved.edits or resolved.captures or resolved.probes):
+            return
         if getattr(request, "resumable", False):
             raise SpecError("", "streaming input sessions cannot be captured or edited yet")
         if request.request_id in self._under_way:
@@ -88,10 +106,8 @@ class FrontEnd:
                 f"results come with the whole of a request's output, and output_kind={kind} with "
                 f"n={params.n} never shows it; use FINAL_ONLY",
             )
-        resolved, packed = self._resolve(plan, _prompt_len(request), params.max_tokens)
         asked = Asked(uuid.uuid4().hex, resolved)
-        carried = Carried(asked.uid, packed)
-        params.extra_args = {**(params.extra_args or {}), KEY: carried.pack()}
+        params.extra_args = {**(params.extra_args or {}), KEY: Carried(asked.uid, packed).pack()}
         if resolved.captures_prompt or resolved.edits:
             # What the cache serves is not computed: there would be nothing to read, and nothing
             # to show that the KV there was made under these edits.
@@ -100,6 +116,24 @@ class FrontEnd:
             request.cache_salt = _salt(request.cache_salt, resolved)
         request.sampling_params = params
         self._under_way[request.request_id] = asked
+        self._needs[asked.uid] = need
+
+    def send(self, request: Any, deliver: Callable[[Any], object]) -> None:
+        """Hands a request to the engine, when there is room for what it asks for.
+
+        Args:
+            request: vLLM's EngineCoreRequest, as the engine's client is given it.
+            deliver: the client's own way of sending it.
+        """
+        riding = carried(request.sampling_params)
+        if riding is None:
+            deliver(request)
+            return
+        # With n > 1 the children carry their parent's uid, and it is by that that they share.
+        need = self._needs.get(riding.uid)
+        if need is None:
+            raise SpecError("", f"request {request.request_id!r} is not under way any more")
+        self._admission.submit(riding.uid, need, lambda: deliver(request))
 
     def after_step(self, outputs: list[Any]) -> list[Any]:
         """The outputs of one engine step; results of finished requests are put on them.
@@ -111,12 +145,17 @@ class FrontEnd:
             ReceiptError: what was done for a request is not what it asked for. Raised once the
                 engine is idle, when every output has its results.
         """
+        ended: list[str] = []
         for output in outputs:
             completions = output.outputs if isinstance(output.outputs, list) else []
             for holder in (output, *completions):
-                holder.activations = holder.receipt = None
+                for name in ATTRIBUTES:
+                    setattr(holder, name, None)
             if output.finished and output.request_id in self._under_way:
-                self._keep(self._under_way.pop(output.request_id), output)
+                asked = self._under_way.pop(output.request_id)
+                self._keep(asked, output)
+                ended.append(asked.uid)
+        self._leave(ended)
         idle = not self._has_unfinished()
         full = len(self._finished) >= _BATCH_REQUESTS or self._finished_bytes >= _BATCH_BYTES
         if self._finished and (idle or full):
@@ -169,12 +208,22 @@ class FrontEnd:
     def _release(self, names: list[str]) -> None:
         """Has the workers forget these requests under way."""
         if names:
-            self._call("release", [self._under_way.pop(name).uid for name in names])
+            uids = [self._under_way.pop(name).uid for name in names]
+            self._call("release", uids)
+            self._leave(uids)
+
+    def _leave(self, uids: list[str]) -> None:
+        """These requests need their room no more."""
+        for uid in uids:
+            self._needs.pop(uid, None)
+        if uids:
+            self._admission.finish(uids)
 
     def _size(self, plan: ResolvedPlan, output: Any) -> int:
         """About how many bytes a finished request's rows take."""
-        rows = sum(plan.expected_rows(_num_rows(output)).values()) * len(output.outputs)
-        return rows * self.info.shape.hidden_size * 4
+        taps = sum(len(capture.taps) for capture in plan.captures)
+        rows = _num_rows(output) * len(output.outputs)
+        return rows * (taps * self.info.shape.hidden_size + plan.slots) * 4
 
     def _collect(self, uids: list[str]) -> dict[str, list[tuple[dict[str, Any], bytes]]]:
         """Per uid, (header, data) of each pipeline stage, in order; problems of every worker."""
@@ -205,27 +254,6 @@ class FrontEnd:
             (header, b"".join(parts)) for (header, _), parts in zip(entries, pieces, strict=True)
         ]
 
-    def _resolve_and_pack(
-        self, plan: Plan, prompt_len: int, max_tokens: int | None
-    ) -> tuple[ResolvedPlan, bytes]:
-        resolved = resolve(plan, self.info.shape, prompt_len, max_tokens)
-        self._check_room(resolved)
-        return resolved, resolved.to_bytes()
-
-    def _check_room(self, plan: ResolvedPlan) -> None:
-        wanted = {tap for capture in plan.captures for tap in capture.taps}
-        for worker in self.info.workers:
-            # Under pipeline parallelism each stage captures its own layers.
-            at_once = sum((site, layer) in wanted for site, layer in worker["taps"])
-            if at_once > worker["capture_limit"]:
-                raise SpecError(
-                    "capture",
-                    f"{at_once} vectors a token are asked for, the staging ring has room for "
-                    f"{worker['capture_limit']} when a step is full; raise midstream's setting "
-                    "staging_bytes, lower max_num_batched_tokens, or capture fewer layers or "
-                    "sites",
-                )
-
     def _call(self, op: str, argument: object = None) -> list[dict[str, Any]]:
         return self._rpc(RPC, args=(op, json.dumps(argument)))
 
@@ -243,13 +271,7 @@ def _describe(answers: list[dict[str, Any]]) -> EngineInfo:
         taps=taps,
         reasons=MappingProxyType(lacking),
     )
-    return EngineInfo(shape, first["dtype"], workers)
-
-
-def _prompt_len(request: Any) -> int:
-    if request.prompt_token_ids is not None:
-        return len(request.prompt_token_ids)
-    return int(request.prompt_embeds.shape[0])
+    return EngineInfo(shape, first["dtype"], Room(**first["room"]), workers)
 
 
 def _num_rows(output: Any) -> int:

@@ -9,6 +9,7 @@ from torch import nn
 from midstream.errors import UnsupportedError
 from midstream.runtime.buffers import Tap
 from midstream.runtime.conventions import LAYER_LISTS, LayerConvention, Refusal, lookup
+from midstream.sites import NAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +73,10 @@ def find_decoder(model: nn.Module, tensor_parallel_size: int, float16: bool) -> 
                 f"{name} carries a scaled-down stream in float16, which is not what would be "
                 "read or edited; use dtype=bfloat16"
             )
-        if convention.no_pre:
-            lacking["resid_pre", index] = convention.no_pre
-        if convention.mid is None:
-            lacking["resid_mid", index] = convention.no_mid
+        for site in NAMES:
+            reason = convention.lack(site, tensor_parallel=tensor_parallel_size > 1)
+            if reason is not None:
+                lacking[site, index] = reason
         layers.append(DecoderLayer(index, module, convention))
     return Decoder(len(module_list), tuple(layers), lacking)
 

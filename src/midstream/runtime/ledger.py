@@ -7,6 +7,7 @@ at once, so that neither costs Python per row, per request or per layer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,11 +34,29 @@ class Block:
     values: Tensor
 
 
+class Rows(Protocol):
+    """What of a shipment the ledger looks at."""
+
+    def rows(self) -> Tensor:
+        """[rows, width] on the host. Waits until they are there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """A shipment's scores, as rows: one for each token of the step."""
+
+    shipment: Shipment
+
+    def rows(self) -> Tensor:
+        return self.shipment.scores()
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """One step's records. Per run of rows: whose, from which position and row on, how many."""
 
-    shipment: Shipment
+    shipment: Rows
     serial: Ints
     position: Ints
     length: Ints
@@ -73,7 +92,7 @@ class Ledger:
 
     def note(
         self,
-        shipment: Shipment,
+        shipment: Rows,
         serial: Ints,
         position: Ints,
         length: Ints,

@@ -16,6 +16,7 @@ from midstream.config import KEY
 from midstream.errors import SpecError, UnsupportedError
 from midstream.runtime import seams
 from midstream.runtime.carried import carried
+from midstream.runtime.chat import ChatPlan
 from midstream.runtime.settings import check_settings
 from midstream.spec import Plan
 
@@ -55,7 +56,7 @@ def front_end(engine: Any) -> Any:
     return getattr(engine, _ATTRIBUTE, None)
 
 
-def plan_of(params: Any) -> Plan | None:
+def plan_of(params: Any) -> Plan | ChatPlan | None:
     """The plan in a request's `extra_args["midstream"]`; None when it asks for nothing.
 
     Raises:
@@ -63,8 +64,8 @@ def plan_of(params: Any) -> Plan | None:
     """
     extra_args = getattr(params, "extra_args", None)
     value = extra_args.get(KEY) if extra_args else None
-    if value is None:
-        return None
+    if value is None or isinstance(value, ChatPlan):
+        return value
     try:
         return Plan.parse(value)
     except SpecError as error:
@@ -122,6 +123,9 @@ def _engine_init(original: Callable[..., Any], engine: Any, *args: Any, **kwargs
         from midstream.runtime.frontend import FrontEnd
 
         front = FrontEnd(engine)
+        client = engine.engine_core
+        deliver = client.add_request
+        client.add_request = lambda request: front.send(request, deliver)
         setattr(engine, _ATTRIBUTE, front)
         setattr(engine.input_processor, _ATTRIBUTE, front)
 
@@ -157,9 +161,9 @@ def _process(
     **kwargs: Any,
 ) -> Any:
     plan = plan_of(params)
-    if plan is None:
-        return original(processor, request_id, prompt, params, *args, **kwargs)
     front = front_end(processor)
+    if plan is None and (front is None or not front.steers(params)):
+        return original(processor, request_id, prompt, params, *args, **kwargs)
     if front is None:
         enabled = settings.from_additional_config(processor.vllm_config.additional_config)
         raise SpecError(

@@ -35,6 +35,7 @@ class Pieces:
         slot: the request's slot.
         program, group, width, kind: what each row gets, how many vectors its record holds, and
             what the ledger calls such records.
+        scored: 1 where the rows' scores go to the caller.
         record: first row of the ring, counted from the step's first; meaningful where width > 0.
     """
 
@@ -46,6 +47,7 @@ class Pieces:
     group: Ints
     width: Ints
     kind: Ints
+    scored: Ints
     record: Ints
 
 
@@ -58,7 +60,10 @@ class StepPlan:
         num_records: rows of the ring that the step fills.
         active: rows of the batch with a program.
         slots, positions: of each active row (slot −1: nobody's, only watched).
-        edits, captures: how many each active row must get.
+        fewest, most: how many edits each active row must get; how many it may, where that
+            depends on the token's id.
+        captures: how many vectors each active row must give.
+        by_id: whether a row's program reads its token's id.
         pieces: the runs that the step is made of.
     """
 
@@ -67,9 +72,16 @@ class StepPlan:
     active: Ints
     slots: Ints
     positions: Ints
-    edits: Ints
+    fewest: Ints
+    most: Ints
     captures: Ints
+    by_id: bool
     pieces: Pieces
+
+    @property
+    def scored(self) -> bool:
+        """Whether a score of the step goes to a caller."""
+        return bool(self.pieces.scored.any())
 
 
 class Planner:
@@ -82,7 +94,8 @@ class Planner:
         self._by_slot: list[Request | None] = []
         self._free: list[int] = []
         # Per slot: the segment that its latest rows were in, and how far it has come.
-        self._now = np.zeros((0, 6), np.int64)  # start, stop, program, group, width, kind
+        # start, stop, program, group, width, kind, scored
+        self._now = np.zeros((0, 7), np.int64)
         self._seen = np.zeros(0, np.int64)
         self._serial = np.zeros(0, np.int64)
         self._latest: tuple[list[str], Ints] | None = None
@@ -187,14 +200,13 @@ class Planner:
                     int(slot[nth]), int(row[nth]), int(position[nth]), int(stop[nth])
                 )
             ]
-            fields = np.concatenate((fields[inside], np.array(crossing, np.int64).reshape(-1, 8)))
+            fields = np.concatenate((fields[inside], np.array(crossing, np.int64).reshape(-1, 9)))
         fields = fields[fields[:, 4] != layout.IDLE_PROGRAM]
         if fields.shape[0] == 0:
             return None
         records = fields[:, 1] * fields[:, 6]
-        row, length, position, slot, program, group, width, kind = fields.T
         record = np.cumsum(records) - records
-        return Pieces(row, length, position, slot, program, group, width, kind, record)
+        return Pieces(*fields.T, record)
 
     def _slots(self, request_ids: Sequence[str]) -> Ints:
         """Each request's slot, −1 for those that ask for nothing; most steps repeat the last."""
@@ -224,6 +236,7 @@ class Planner:
             segment.group,
             len(segment.taps),
             segment.kind,
+            segment.scored,
         )
 
     def _lay_out(self, pieces: Pieces, num_tokens: int, watch: bool) -> StepPlan:
@@ -240,28 +253,35 @@ class Planner:
         tokens[active, layout.RECORD] = np.where(width > 0, records, 0)
         slots = np.repeat(pieces.slot, length)
         positions = np.repeat(pieces.position, length) + within
-        edits = self._tables.edit_counts[program].astype(np.int64)
+        tables = self._tables
+        # Only where it is read: what does not change from step to step need not be sent again.
+        reads_position = tables.by_position[program]
+        tokens[active, layout.POSITION] = np.where(reads_position, positions, 0)
+        fewest = tables.fewest[program].astype(np.int64)
+        most = tables.most[program].astype(np.int64)
         if watch and tokens[0, layout.PROGRAM] == layout.IDLE_PROGRAM:
             tokens[0, layout.PROGRAM] = layout.WATCH_PROGRAM
             active, slots, positions = (
                 np.append(array, value)
                 for array, value in ((active, 0), (slots, -1), (positions, 0))
             )
-            edits, width = np.append(edits, 0), np.append(width, 0)
+            fewest, most, width = (np.append(each, 0) for each in (fewest, most, width))
         return StepPlan(
             tokens=tokens,
             num_records=int((length * pieces.width).sum()),
             active=active,
             slots=slots,
             positions=positions,
-            edits=edits,
+            fewest=fewest,
+            most=most,
             captures=width,
+            by_id=bool(tables.by_id[program].any()),
             pieces=pieces,
         )
 
 
 _EMPTY = np.zeros(0, np.int64)
-_NOTHING = Pieces(*[_EMPTY] * 9)
+_NOTHING = Pieces(*[_EMPTY] * 10)
 
 
 def _grow(array: NDArray[T], rows: int) -> NDArray[T]:

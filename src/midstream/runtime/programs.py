@@ -6,33 +6,30 @@ of a step does not depend on how many different ones are in it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from midstream.errors import SpecError
 from midstream.ops import layout
-from midstream.runtime.bank import VectorBank
-from midstream.runtime.buffers import Buffers, upload
+from midstream.ops.layout import Flags
+from midstream.runtime.buffers import Buffers, scatter, upload
+from midstream.runtime.edits import Edit
+from midstream.runtime.pool import Pool
 from midstream.runtime.ranges import RangeAllocator
-from midstream.spec import Vector
+from midstream.spec import Instruction, Vector
 
-
-@dataclass(frozen=True, slots=True)
-class Edit:
-    """One addition at one tap: h += scale · vector."""
-
-    tap: int  # index of the tap on this rank
-    vector: Vector
-    scale: float
+Edits = tuple[Edit, ...]
 
 
 @dataclass(slots=True)
 class _Program:
     index: int
-    edits: tuple[Edit, ...]
     first: int
+    length: int
     users: int = 0
 
 
@@ -42,22 +39,40 @@ class _Group:
     users: int = 0
 
 
+class _Full(Exception):
+    """Something does not fit where it was tried; its argument is the message."""
+
+
+def vectors_of(step: Instruction) -> Iterator[tuple[Vector, ...]]:
+    """The runs of bank rows that an instruction needs; also what they are known by there."""
+    if step.read is not None:
+        yield (step.read,)
+    if step.write:
+        yield step.write
+
+
 class Tables:
-    """Owner of `Buffers.table`, `edit_rows`, `edit_scales` and, through the bank, `bank`."""
+    """Owner of `Buffers.table`, `instructions`, `params`, `lists` and `bank`."""
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
-        self._bank = VectorBank(buffers.bank)
         self._num_taps, self._rows, _ = buffers.table.shape
-        self._edits = RangeAllocator(buffers.edit_rows.shape[0])
-        self._programs: dict[tuple[Edit, ...], _Program] = {}
+        self._bank = Pool(buffers.bank.shape[0])
+        self._lists = Pool(buffers.lists.shape[0])
+        self._instructions = RangeAllocator(buffers.instructions.shape[0])
+        self._programs: dict[Edits, _Program] = {}
         self._groups: dict[tuple[int, ...], _Group] = {}
         self._free_programs = list(range(self._rows - 1, layout.FIRST_FREE_PROGRAM - 1, -1))
         self._free_groups = list(range(self._rows - 1, layout.FIRST_FREE_GROUP - 1, -1))
-        # Edits that a token of a program is to get in one forward, by program.
-        self.edit_counts = np.zeros(self._rows, np.int32)
+        # By program, what the tally of one token gains in one forward: at least, and at most
+        # (the difference is in edits that depend on the token's id).
+        self.fewest = np.zeros(self._rows, np.int32)
+        self.most = np.zeros(self._rows, np.int32)
+        # Whether a program reads the token's position, and its id.
+        self.by_position = np.zeros(self._rows, np.bool_)
+        self.by_id = np.zeros(self._rows, np.bool_)
 
-    def acquire_program(self, edits: tuple[Edit, ...]) -> int:
+    def acquire_program(self, edits: Edits) -> int:
         """The index of the program of these edits, in this order. Pair with `release_program`.
 
         Raises:
@@ -72,7 +87,7 @@ class Tables:
         program.users += 1
         return program.index
 
-    def release_program(self, edits: tuple[Edit, ...]) -> None:
+    def release_program(self, edits: Edits) -> None:
         """Ends one use of the program of these edits."""
         if not edits:
             return
@@ -80,10 +95,9 @@ class Tables:
         program.users -= 1
         if program.users == 0:
             del self._programs[edits]
-            self._edits.release(program.first, len(edits))
+            self._instructions.release(program.first, program.length)
             self._free_programs.append(program.index)
-            for edit in edits:
-                self._bank.release(edit.vector.digest)
+            self._release_content(edits)
 
     def acquire_group(self, taps: tuple[int, ...]) -> int:
         """The index of the group that captures these taps, in the order of its record.
@@ -123,51 +137,163 @@ class Tables:
         )
         assert len(self._free_groups) + len(self._groups) == self._rows - layout.FIRST_FREE_GROUP
         if not self._programs:
-            assert self._edits.free == self._edits.size
+            assert self._instructions.free == self._instructions.size
             assert self._bank.used == 0
+            assert self._lists.used == 0
 
-    def _write_program(self, edits: tuple[Edit, ...]) -> _Program:
+    @property
+    def used_rows(self) -> int:
+        """Rows of the bank in use."""
+        return self._bank.used
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _write_program(self, edits: Edits) -> _Program:
         if not self._free_programs:
             raise SpecError("", self._full("combinations of edits"))
-        first = self._edits.acquire(len(edits))
-        if first is None:
-            raise SpecError(
-                "",
-                f"{len(edits)} edits do not fit beside those in use: there is room for "
-                f"{self._edits.size}; raise the setting `max_edits`",
-            )
-        rows: list[int] = []
+        index = self._free_programs[-1]
         try:
-            for edit in edits:
-                rows.append(self._bank.acquire(edit.vector))
-        except SpecError:
-            for edit in edits[: len(rows)]:
-                self._bank.release(edit.vector.digest)
-            self._edits.release(first, len(edits))
-            raise
-        program = _Program(self._free_programs.pop(), edits, first)
-        # Sites need not be in order in what a request asks for; a site's edits keep their order.
-        order = sorted(range(len(edits)), key=lambda nth: edits[nth].tap)
-        ranges = np.zeros((self._num_taps, 2), np.int32)
-        for place, nth in enumerate(order):
-            tap = edits[nth].tap
-            if ranges[tap, 1] == 0:
-                ranges[tap, 0] = first + place
-            ranges[tap, 1] += 1
-        last = first + len(edits)
-        buffers = self._buffers
-        upload(
-            buffers.edit_rows[first:last],
-            torch.tensor([rows[nth] for nth in order], dtype=torch.int32),
-        )
-        upload(
-            buffers.edit_scales[first:last],
-            torch.tensor([edits[nth].scale for nth in order], dtype=torch.float32),
-        )
-        columns = slice(layout.EDIT_START, layout.EDIT_COUNT + 1)
-        upload(buffers.table[:, program.index, columns], torch.from_numpy(ranges))
-        self.edit_counts[program.index] = len(edits)
+            program = self._place(edits, index)
+        except _Full:
+            # What is free may only be scattered: everything is laid out anew, without gaps.
+            self._compact()
+            try:
+                program = self._place(edits, index)
+            except _Full as full:
+                raise SpecError("", str(full)) from None
+        self._free_programs.pop()
         return program
+
+    def _compact(self) -> None:
+        """Lays out the programs in use from the start of every buffer. Steps already queued are
+        not disturbed: what is written here is queued behind them.
+        """
+        self._bank = Pool(self._bank.size)
+        self._lists = Pool(self._lists.size)
+        self._instructions = RangeAllocator(self._instructions.size)
+        for edits, program in self._programs.items():
+            moved = self._place(edits, program.index)
+            program.first = moved.first
+
+    def _place(self, edits: Edits, index: int) -> _Program:
+        """Writes a program; all or nothing.
+
+        Raises:
+            _Full: it does not fit as things lie.
+        """
+        # Sites need not be in order in what a request asks for; a site's edits keep their order.
+        ordered = sorted(edits, key=lambda edit: edit.tap)
+        length = sum(len(edit.steps) for edit in ordered)
+        first = self._instructions.acquire(length)
+        if first is None:
+            raise _Full(
+                f"{length} instructions do not fit beside those in use: there is room for "
+                f"{self._instructions.size}; raise the setting `max_edits`"
+            )
+        try:
+            words, numbers = self._encode(ordered)
+        except _Full:
+            self._instructions.release(first, length)
+            raise
+        ranges = np.zeros((self._num_taps, layout.TABLE_COLUMNS), np.int32)
+        place = first
+        for edit in ordered:
+            row = ranges[edit.tap]
+            if row[layout.EDIT_COUNT] == 0:
+                row[layout.EDIT_START] = place
+            row[layout.EDIT_COUNT] += len(edit.steps)
+            row[layout.READS] |= any(step.reads for step in edit.steps)
+            place += len(edit.steps)
+        buffers = self._buffers
+        upload(buffers.instructions[first:place], torch.from_numpy(words))
+        upload(buffers.params[first:place], torch.from_numpy(numbers))
+        # The row is shared with a group of the same index, whose column stays as it is.
+        columns = slice(layout.EDIT_START, layout.EDIT_COUNT + 1)
+        upload(buffers.table[:, index, columns], torch.from_numpy(ranges[:, columns].copy()))
+        reads = torch.from_numpy(ranges[:, layout.READS].copy())
+        upload(buffers.table[:, index, layout.READS], reads)
+        self._note(edits, index)
+        return _Program(index, first, length)
+
+    def _note(self, edits: Edits, index: int) -> None:
+        self.fewest[index] = sum(edit.counted for edit in edits if not edit.ids)
+        self.most[index] = sum(edit.counted for edit in edits)
+        self.by_id[index] = any(edit.ids for edit in edits)
+        self.by_position[index] = any(
+            Flags.ROW_BY_POSITION in step.flags for edit in edits for step in edit.steps
+        )
+
+    def _encode(self, ordered: list[Edit]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """The instructions' words and params, their vectors and lists placed."""
+        words: list[list[int]] = []
+        numbers: list[tuple[float, ...]] = []
+        new_rows: list[int] = []
+        new_vectors: list[Vector] = []
+        done: list[tuple[Pool, object]] = []
+
+        def rows(vectors: tuple[Vector, ...]) -> int:
+            found = self._bank.acquire(vectors, len(vectors))
+            if found is None:
+                raise _Full(
+                    f"{len(vectors)} rows do not fit beside those in use: the vector bank has "
+                    f"{self._bank.size}; raise the setting `bank_rows`, or run fewer vectors at "
+                    "once"
+                )
+            done.append((self._bank, vectors))
+            start, is_new = found
+            if is_new:
+                new_rows.extend(range(start, start + len(vectors)))
+                new_vectors.extend(vectors)
+            return start
+
+        try:
+            for edit in ordered:
+                start = 0
+                if edit.ids:
+                    start = self._place_ids(edit.ids)
+                    done.append((self._lists, edit.ids))
+                for step in edit.steps:
+                    flags = step.flags | (Flags.OTHER_IDS if edit.others else Flags.NONE)
+                    read = 0 if step.read is None else rows((step.read,))
+                    write = rows(step.write) if step.write else 0
+                    if Flags.ROW_BY_POSITION in flags:
+                        write -= step.first
+                    slot = 0 if step.slot is None else 1 + step.slot
+                    words.append(
+                        [int(step.op), read, write, slot, int(flags), start, len(edit.ids), 0]
+                    )
+                    numbers.append((step.a, step.b, step.c, step.d))
+        except _Full:
+            for pool, key in done:
+                pool.release(key)
+            raise
+        if new_vectors:
+            data = bytearray(b"".join(vector.data for vector in new_vectors))
+            values = torch.frombuffer(data, dtype=torch.float32).view(len(new_vectors), -1)
+            scatter(self._buffers.bank, new_rows, values)
+        return np.array(words, np.int32), np.array(numbers, np.float32)
+
+    def _place_ids(self, ids: tuple[int, ...]) -> int:
+        found = self._lists.acquire(ids, len(ids))
+        if found is None:
+            raise _Full(
+                f"{len(ids)} token ids do not fit beside those in use: there is room for "
+                f"{self._lists.size}; raise the setting `token_ids`"
+            )
+        start, is_new = found
+        if is_new:
+            upload(
+                self._buffers.lists[start : start + len(ids)], torch.tensor(ids, dtype=torch.int32)
+            )
+        return start
+
+    def _release_content(self, edits: Edits) -> None:
+        for edit in edits:
+            if edit.ids:
+                self._lists.release(edit.ids)
+            for step in edit.steps:
+                for vectors in vectors_of(step):
+                    self._bank.release(vectors)
 
     def _full(self, what: str) -> str:
         return (

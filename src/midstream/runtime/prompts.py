@@ -12,6 +12,6 @@ def count_prompts(prompts: Any) -> int:
     return len(prompt_to_seq(prompts))
 
 
-def count_conversations(messages: Any) -> int:
+def conversations(messages: Any) -> list[Any]:
     """Conversations in `LLM.chat`'s first argument: a list of messages is one conversation."""
-    return len(conversation_to_seq(messages))
+    return list(conversation_to_seq(messages))

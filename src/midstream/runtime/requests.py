@@ -1,13 +1,14 @@
 """The requests that ask for something, as the worker knows them: segments, and what was done.
 
 A request's plan is cut into segments of positions: within one, every token has the same program
-(edits) and the same group (captures). A request that asks for nothing is not here.
+(edits and probes) and the same group (captures). A request that asks for nothing is not here.
 """
 
 from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,19 +16,34 @@ from numpy.typing import NDArray
 from midstream.errors import SpecError
 from midstream.ops import layout
 from midstream.runtime.buffers import Tap
+from midstream.runtime.edits import Edit
 from midstream.runtime.ledger import Block, Ledger
-from midstream.runtime.programs import Edit, Tables
+from midstream.runtime.programs import Edits, Tables
 from midstream.spec import ResolvedPlan
+from midstream.spec.ranges import Ranges
 
 FOREVER = np.iinfo(np.int64).max // 2
-
-# (start, stop, edits, taps captured): a segment that has no program yet.
-Piece = tuple[int, int, tuple[Edit, ...], tuple[int, ...]]
 
 # States of a position in `Request.done`. From APPLIED_0 on: computed, with that many edits.
 UNSEEN = 0
 APPLIED_0 = 1
 MOST_APPLIED = 0xFFFF
+
+
+class Piece(NamedTuple):
+    """Positions [start, stop) that all ask for the same; it has no program yet.
+
+    Attributes:
+        edits: edits, then probes.
+        taps: captured.
+        scored: whether a score there goes to the caller.
+    """
+
+    start: int
+    stop: int
+    edits: Edits
+    taps: tuple[int, ...]
+    scored: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +52,12 @@ class Segment:
 
     start: int
     stop: int
-    edits: tuple[Edit, ...]
+    edits: Edits
     taps: tuple[int, ...]  # taps captured, as indices on this rank
     program: int
     group: int
     kind: int  # what the ledger calls records of these taps
+    scored: bool = False  # whether a score goes to the caller
 
 
 @dataclass(slots=True)
@@ -52,6 +69,7 @@ class Request:
         serial: its number, which no other request of this worker ever has.
         done: uint16 [max_model_len], the state of each position.
         blocks: what was captured; filled in when the request is taken.
+        scores: what its probes read; likewise.
         problem: the first thing that went wrong, if any.
     """
 
@@ -62,6 +80,7 @@ class Request:
     segments: list[Segment]
     serial: int = 0
     blocks: list[Block] = field(default_factory=list)
+    scores: list[Block] = field(default_factory=list)
     problem: str = ""
     done: NDArray[np.uint16] = field(default_factory=lambda: np.zeros(0, np.uint16))
 
@@ -77,28 +96,29 @@ def idle_segment(start: int = 0, stop: int = FOREVER) -> Segment:
     return Segment(start, stop, (), (), layout.IDLE_PROGRAM, layout.NO_GROUP, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Something asked for at some positions."""
+
+    ranges: Ranges
+    edit: Edit | None = None
+    taps: tuple[int, ...] = ()
+    scored: bool = False
+
+
 def cut(plan: ResolvedPlan, taps: dict[Tap, int], captures: bool) -> list[Piece]:
-    """A plan as (start, stop, edits, taps captured) over [0, FOREVER), for the taps of this rank.
+    """A plan as pieces over [0, FOREVER), for the taps of this rank.
 
     Args:
         plan: what the request asks for.
         taps: this rank's taps and their indices.
         captures: whether this rank captures (one rank of a tensor-parallel group does).
     """
-    edits = [
-        (edit.ranges, Edit(taps[edit.site, edit.layer], edit.vector, edit.scale))
-        for edit in plan.edits
-        if (edit.site, edit.layer) in taps
-    ]
-    captured = [
-        (capture.worker_ranges, [taps[tap] for tap in capture.taps if tap in taps])
-        for capture in plan.captures
-        if captures
-    ]
+    parts = _parts(plan, taps, captures)
     # A sweep over the bounds: what begins and what ends at each.
     events: dict[int, list[tuple[bool, int]]] = {0: [], FOREVER: []}
-    for nth, (ranges, _) in enumerate((*edits, *captured)):
-        for start, stop in ranges:
+    for nth, part in enumerate(parts):
+        for start, stop in part.ranges:
             events.setdefault(start, []).append((True, nth))
             events.setdefault(FOREVER if stop is None else stop, []).append((False, nth))
     ordered = sorted(events)
@@ -107,12 +127,38 @@ def cut(plan: ResolvedPlan, taps: dict[Tap, int], captures: bool) -> list[Piece]
     for start, stop in zip(ordered, ordered[1:], strict=False):
         for begins, nth in events[start]:
             (active.add if begins else active.discard)(nth)
-        here = tuple(edits[nth][1] for nth in sorted(active) if nth < len(edits))
-        places = {
-            tap for nth in active if nth >= len(edits) for tap in captured[nth - len(edits)][1]
-        }
-        pieces.append((start, stop, here, tuple(sorted(places))))
+        here = [parts[nth] for nth in sorted(active)]
+        edits = tuple(part.edit for part in here if part.edit is not None)
+        places = {tap for part in here for tap in part.taps}
+        scored = any(part.scored for part in here)
+        pieces.append(Piece(start, stop, edits, tuple(sorted(places)), scored))
     return pieces
+
+
+def _parts(plan: ResolvedPlan, taps: dict[Tap, int], captures: bool) -> list[_Part]:
+    """What is asked for of this rank, in the order in which it applies at a tap."""
+    parts = []
+    for edit in plan.edits:
+        index = taps.get((edit.site, edit.layer))
+        if index is not None:
+            instructions, digest = edit.steps.instructions, edit.steps.digest
+            if edit.where.ranges:
+                parts.append(_Part(edit.where.ranges, Edit(index, instructions, digest)))
+            for match in edit.where.matches:
+                only = Edit(index, instructions, digest, match.ids, match.others)
+                parts.append(_Part(match.ranges, only))
+    for probe in plan.probes:
+        index = taps.get((probe.site, probe.layer))
+        if index is not None:
+            read = Edit(index, probe.steps.instructions, probe.steps.digest)
+            scored = captures and bool(probe.name)
+            # Of a probe's scores the front end keeps those that are asked for.
+            parts.append(_Part(probe.where.possible, read, scored=scored))
+    for capture in plan.captures if captures else ():
+        places = tuple(taps[tap] for tap in capture.taps if tap in taps)
+        if places:
+            parts.append(_Part(capture.where.possible, taps=places))
+    return parts
 
 
 def acquire_segments(pieces: list[Piece], tables: Tables, ledger: Ledger) -> list[Segment]:
@@ -123,7 +169,7 @@ def acquire_segments(pieces: list[Piece], tables: Tables, ledger: Ledger) -> lis
     """
     segments: list[Segment] = []
     try:
-        for start, stop, edits, taps in pieces:
+        for start, stop, edits, taps, scored in pieces:
             if not edits and not taps:
                 segments.append(idle_segment(start, stop))
                 continue
@@ -133,7 +179,8 @@ def acquire_segments(pieces: list[Piece], tables: Tables, ledger: Ledger) -> lis
             except SpecError:
                 tables.release_program(edits)
                 raise
-            segments.append(Segment(start, stop, edits, taps, program, group, ledger.kind(taps)))
+            kind = ledger.kind(taps)
+            segments.append(Segment(start, stop, edits, taps, program, group, kind, scored))
     except SpecError:
         release_segments(segments, tables)
         raise

@@ -1,8 +1,9 @@
 """What a worker holds for the front end to fetch: finished requests' rows and what was done.
 
 The data of one uid is one run of bytes: for each of its requests the states of its positions
-(uint16 each), then its blocks. A block holds the rows of one set of taps, [positions, taps,
-hidden] in the model's dtype, in the order of the positions. The header says how to cut it.
+(uint16 each), then its blocks, then its scores. A block holds the rows of one set of taps,
+[positions, taps, hidden] in the model's dtype, scores are [positions, slots] float32, both in the
+order of the positions. The header says how to cut it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Outbox:
         entries = []
         for request in requests:
             blocks = []
+            scores = []
             parts.append(request.done.tobytes())
             if with_rows:
                 for block in request.blocks:
@@ -46,12 +48,16 @@ class Outbox:
                             "nbytes": len(parts[-1]),
                         }
                     )
+                for block in request.scores:
+                    parts.append(_bytes(block.values[:, 0, : request.plan.slots]))
+                    scores.append({"runs": _runs(block.positions), "nbytes": len(parts[-1])})
             entries.append(
                 {
                     "id": request.id,
                     "problem": request.problem,
                     "done": int(request.done.size),
                     "blocks": blocks,
+                    "scores": scores,
                 }
             )
         self._data[uid] = b"".join(parts)

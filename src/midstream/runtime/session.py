@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from midstream.errors import SpecError, TapError
 from midstream.ops import layout
 from midstream.runtime.buffers import Buffers, Tap, code, upload
-from midstream.runtime.ledger import Ledger
+from midstream.runtime.ledger import Ledger, Scores
 from midstream.runtime.planner import Planner, StepPlan
 from midstream.runtime.programs import Tables
 from midstream.runtime.requests import (
@@ -27,7 +28,7 @@ from midstream.runtime.stepview import StepView
 from midstream.spec import ResolvedPlan
 from midstream.transport.base import Shipment, Transport
 
-_CACHED_PLANS = 32
+_CACHED_PLANS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,10 @@ class Session:
         self._tables = Tables(buffers)
         self._planner = Planner(self._tables, max_model_len)
         self._ledger = Ledger()
+        # Scores are kept like captured rows: a record is one row, as wide as there are slots.
+        self._scores = Ledger()
+        self._score_kind = self._scores.kind((0,))
+        self._armed = _NO_TOKENS
         self._admitted = 0
         self._signature = _wrap(sum(code(tap) for tap in taps))
         self._names = list(taps)
@@ -130,9 +135,11 @@ class Session:
                 self.finish(request.id)
         taken = {uid: self._left.pop(uid, []) for uid in uids}
         requests = [request for found in taken.values() for request in found]
-        blocks = self._ledger.take([request.serial for request in requests])
+        serials = [request.serial for request in requests]
+        blocks, scores = self._ledger.take(serials), self._scores.take(serials)
         for request in requests:
             request.blocks = blocks[request.serial]
+            request.scores = scores[request.serial]
         return taken
 
     # -- steps ------------------------------------------------------------------------------
@@ -142,17 +149,20 @@ class Session:
         self._steps += 1
         plan = self._planner.plan(view, watch=not self._checked)
         if plan is None:
+            self._disarm()
             return
         first = self._transport.reserve(plan.num_records)
         records = plan.tokens[:, layout.RECORD]
         records[records > 0] += first
-        rows = plan.tokens.shape[0]
-        self._buffers.tally[:rows].zero_()
-        upload(self._buffers.tokens[:rows], torch.from_numpy(plan.tokens))
+        self._buffers.tally[: plan.tokens.shape[0]].zero_()
+        self._arm(plan.tokens)
+        if plan.by_id:
+            ids = view.token_ids()
+            self._buffers.ids[: ids.shape[0]].copy_(ids)
         self._current = (plan, first)
 
     def after_forward(self) -> None:
-        """Disarms the buffers, sends captured rows on their way, and takes in what has arrived.
+        """Sends captured rows on their way, and takes in what has arrived.
 
         Raises:
             TapError: in the first step of the engine, a tap did not fire.
@@ -162,8 +172,13 @@ class Session:
         plan, first = self._current
         self._current = None
         rows = plan.tokens.shape[0]
-        shipment = self._transport.ship(first, plan.num_records, self._buffers.tally[:rows])
-        self._buffers.tokens[:rows].zero_()
+        scored = rows if plan.scored else 0
+        shipment = self._transport.ship(
+            first, plan.num_records, self._buffers.tally[:rows], self._buffers.scores[:scored]
+        )
+        if plan.num_records:
+            # Whatever runs before the next step must not write where rows are on their way.
+            self._disarm()
         self._in_flight.append(_Step(self._steps, plan, shipment))
         self._keep_rows(plan, shipment)
         if not self._checked:
@@ -171,6 +186,23 @@ class Session:
         self._settle(wait=False)
 
     # -- inside -----------------------------------------------------------------------------
+
+    def _arm(self, tokens: NDArray[np.int32]) -> None:
+        """Says what the rows of the next forward ask for. From one decode step to the next that
+        is often the same, and then nothing is sent: edits stay armed until they change.
+        """
+        rows, before = tokens.shape[0], self._armed.shape[0]
+        if rows == before and np.array_equal(tokens, self._armed):
+            return
+        upload(self._buffers.tokens[:rows], torch.from_numpy(tokens))
+        if before > rows:
+            self._buffers.tokens[rows:before].zero_()
+        self._armed = tokens
+
+    def _disarm(self) -> None:
+        if self._armed.shape[0]:
+            self._buffers.tokens[: self._armed.shape[0]].zero_()
+            self._armed = _NO_TOKENS
 
     def _parse_and_cut(self, plan: bytes) -> tuple[ResolvedPlan, list[Piece]]:
         resolved = ResolvedPlan.from_bytes(plan)
@@ -186,6 +218,15 @@ class Session:
             pieces.length[mine],
             pieces.record[mine],
             pieces.kind[mine],
+        )
+        mine = pieces.scored > 0
+        self._scores.note(
+            Scores(shipment),
+            self._planner.serials(pieces.slot[mine]),
+            pieces.position[mine],
+            pieces.length[mine],
+            pieces.row[mine],
+            np.full(int(mine.sum()), self._score_kind),
         )
 
     def _settle(self, wait: bool) -> None:
@@ -210,7 +251,8 @@ class Session:
         self._planner.record(plan, edits)
         wrong = (
             (tally[:, layout.SIGNATURE] != self._signature)
-            | (edits != plan.edits)
+            | (edits < plan.fewest)
+            | (edits > plan.most)
             | (tally[:, layout.CAPTURES] != plan.captures)
         )
         for nth in np.flatnonzero(wrong & (plan.slots >= 0)).tolist():
@@ -218,7 +260,7 @@ class Session:
             if request is None or request.problem:
                 continue
             request.problem = (
-                f"position {plan.positions[nth]}: asked for {plan.edits[nth]} edits and "
+                f"position {plan.positions[nth]}: asked for {_bounds(plan, nth)} edits and "
                 f"{plan.captures[nth]} vectors, the device did {edits[nth]} and "
                 f"{tally[nth, layout.CAPTURES]}; {self._diagnose(int(tally[nth, 0]))}"
             )
@@ -257,10 +299,20 @@ class Session:
         """Invariants between steps; cheap."""
         assert self._current is None
         self._tables.check_integrity()
-        if not len(self._planner) and not self._in_flight:
-            assert not bool(self._buffers.tokens.any())
+        armed = self._armed.shape[0]
+        assert np.array_equal(self._buffers.tokens[:armed].cpu().numpy(), self._armed)
+        assert not bool(self._buffers.tokens[armed:].any())
         if not len(self._planner) and not self._left:
             assert not len(self._ledger)
+            assert not len(self._scores)
+
+
+_NO_TOKENS = np.zeros((0, layout.TOKEN_COLUMNS), np.int32)
+
+
+def _bounds(plan: StepPlan, nth: int) -> str:
+    fewest, most = int(plan.fewest[nth]), int(plan.most[nth])
+    return str(most) if fewest == most else f"{fewest} to {most}"
 
 
 def _wrap(value: int) -> int:

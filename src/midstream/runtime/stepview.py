@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 
 class StepView(NamedTuple):
@@ -18,9 +19,11 @@ class StepView(NamedTuple):
         computed: int32 [requests], tokens of each that were computed before: the position of its
             first row here.
         num_tokens: the sum of `scheduled`; rows beyond it are padding.
+        token_ids: gives int32 [num_tokens] on the device, the id of each row's token.
     """
 
     request_ids: Sequence[str]
     scheduled: NDArray[np.int32]
     computed: NDArray[np.int32]
     num_tokens: int
+    token_ids: Callable[[], Tensor]

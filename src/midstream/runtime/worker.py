@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from midstream.config import Config
 from midstream.errors import UnsupportedError
 from midstream.runtime import adapter_v1, adapter_v2, seams
 from midstream.runtime.adapter import Hooks
-from midstream.runtime.buffers import Buffers, Tap
+from midstream.runtime.buffers import Buffers, Room, Tap
 from midstream.runtime.layers import Decoder, find_decoder
 from midstream.runtime.results import Outbox
 from midstream.runtime.session import Session
@@ -58,6 +59,7 @@ class _Endpoint:
         )
         self._taps = _choose_taps(self._decoder, config)
         self._buffers = _allocate(self._taps, runner, vllm_config, config)
+        self._room, self._edits_per_site = _room(config), config.edits_per_site
         for layer in self._decoder.layers:
             tap_layer(layer, self._taps, self._buffers)
         _count_memory(runner, self._buffers)
@@ -115,6 +117,8 @@ class _Endpoint:
             "capture_limit": self._buffers.ring.shape[0] // self._max_tokens,
             "step_tokens": self._max_tokens,
             "buffer_bytes": self._buffers.nbytes,
+            "room": asdict(self._room),
+            "edits_per_site": self._edits_per_site,
             "runner": self._runner_name,
             "device": str(self._buffers.ring.device.type),
         }
@@ -171,12 +175,20 @@ def _allocate(taps: dict[Tap, int], runner: Any, vllm_config: Any, config: Confi
         taps=list(taps),
         max_tokens=max_tokens,
         hidden_size=hidden_size,
-        table_rows=config.programs,
-        max_edits=config.max_edits,
-        bank_rows=config.bank_rows,
+        room=_room(config),
         ring_rows=ring_rows,
         dtype=model_config.dtype,
         device=runner.device,
+    )
+
+
+def _room(config: Config) -> Room:
+    return Room(
+        bank_rows=config.bank_rows,
+        programs=config.programs,
+        max_edits=config.max_edits,
+        token_ids=config.token_ids,
+        probes=config.probes,
     )
 
 

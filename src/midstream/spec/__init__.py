@@ -6,27 +6,72 @@ Pure Python: importable without torch and without vLLM.
 from __future__ import annotations
 
 from midstream.spec.capture import Capture
+from midstream.spec.instructions import Instruction
+from midstream.spec.named import Named
+from midstream.spec.operations import (
+    Ablate,
+    Affine,
+    Clamp,
+    Edit,
+    Feature,
+    Gate,
+    LoReFT,
+    Reading,
+    Replace,
+    Scale,
+    Steer,
+)
 from midstream.spec.plan import Plan
-from midstream.spec.positions import Positions, Span
+from midstream.spec.positions import Positions, Role, Span, Text, TokenIds, Window
+from midstream.spec.probe import Probe
+from midstream.spec.prompt import Prompt
 from midstream.spec.resolve import resolve
-from midstream.spec.resolved import ResolvedCapture, ResolvedEdit, ResolvedPlan
+from midstream.spec.resolved import (
+    ResolvedCapture,
+    ResolvedEdit,
+    ResolvedPlan,
+    ResolvedProbe,
+    Steps,
+)
 from midstream.spec.selection import Layers, Sites
 from midstream.spec.shape import ModelShape
-from midstream.spec.steer import Steer
 from midstream.spec.vector import Vector
+from midstream.spec.where import Match, Where
 
 __all__ = [
+    "Ablate",
+    "Affine",
     "Capture",
+    "Clamp",
+    "Edit",
+    "Feature",
+    "Gate",
+    "Instruction",
     "Layers",
+    "LoReFT",
+    "Match",
     "ModelShape",
+    "Named",
     "Plan",
     "Positions",
+    "Probe",
+    "Prompt",
+    "Reading",
+    "Replace",
     "ResolvedCapture",
     "ResolvedEdit",
     "ResolvedPlan",
+    "ResolvedProbe",
+    "Role",
+    "Scale",
     "Sites",
     "Span",
     "Steer",
+    "Steps",
+    "Text",
+    "TokenIds",
     "Vector",
+    "Where",
+    "Window",
     "resolve",
 ]

@@ -8,7 +8,7 @@ from midstream.spec.fields import at, read_fields
 from midstream.spec.positions import Positions
 from midstream.spec.selection import Layers, Sites
 
-_OPTIONAL = ("sites", "positions", "phase")
+_OPTIONAL = ("sites", "positions", "phase", "exclude")
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -25,6 +25,7 @@ class Capture:
         sites: object = "resid_post",
         positions: object = "all",
         phase: object = None,
+        exclude: object = None,
     ) -> None:
         """Reads each field in any of its forms.
 
@@ -33,6 +34,7 @@ class Capture:
             sites: what Sites takes: a name or a list of names.
             positions: what Positions takes.
             phase: "prompt" or "generated" leaves only such tokens of the positions.
+            exclude: positions to leave out.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -41,7 +43,7 @@ class Capture:
             object.__setattr__(self, "layers", Layers.parse(layers))
         with at("sites"):
             object.__setattr__(self, "sites", Sites.parse(sites))
-        object.__setattr__(self, "positions", Positions.within(positions, phase))
+        object.__setattr__(self, "positions", Positions.within(positions, phase, exclude))
 
     @staticmethod
     def parse(value: object) -> Capture:
@@ -59,6 +61,5 @@ class Capture:
         return {
             "layers": self.layers.emit(),
             "sites": self.sites.emit(),
-            "positions": self.positions.emit(),
-            "phase": self.positions.phase,
+            **self.positions.to_dict(),
         }

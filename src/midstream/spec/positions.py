@@ -1,4 +1,4 @@
-"""Which positions of a request, as written: before its prompt's length is known.
+"""Which positions of a request, as written: before its prompt is known.
 
 A position is the index of a token in its request, prompt first, from 0. With P prompt tokens and G
 generated ones there are rows at 0 … P + G − 2: the last sampled token is never fed back.
@@ -6,76 +6,26 @@ generated ones there are rows at 0 … P + G − 2: the last sampled token is ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from midstream.errors import SpecError
-from midstream.spec.fields import (
-    MAX_ITEMS,
-    at,
-    is_int,
-    kind,
-    listed,
-    read_fields,
-    read_int,
-    read_word,
-    show,
-)
+from midstream.spec.fields import at, read_word
+from midstream.spec.item_forms import read_item, read_items
+from midstream.spec.items import Item, Role, Span, Text, TokenIds, Window
+
+__all__ = ["PHASES", "Item", "Phase", "Positions", "Role", "Span", "Text", "TokenIds", "Window"]
 
 Phase = Literal["all", "prompt", "generated"]
 
 WORDS = ("all", "prompt", "generated", "last_prompt", "last")
+EXCLUDE_WORDS = ("prompt", "generated", "last_prompt")
 PHASES = ("all", "prompt", "generated")
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Positions start, start + step, … below `stop`, as a Python slice selects them.
-
-    Attributes:
-        start: negative counts back from the prompt's end, and stops at 0. None is 0.
-        stop: likewise; None is the end of the request, generated tokens included.
-        step: at least 1. None is 1.
-
-    Raises:
-        SpecError: a step below 1, or a span that is empty whatever the prompt's length.
-    """
-
-    start: int = 0
-    stop: int | None = None
-    step: int = 1
-
-    def __post_init__(self) -> None:
-        for name, default in (("start", 0), ("stop", None), ("step", 1)):
-            value = getattr(self, name)
-            with at(name):
-                object.__setattr__(self, name, default if value is None else read_int(value))
-        if self.step < 1:
-            raise SpecError("step", f"expected a step of at least 1, got {self.step}")
-        if self.stop is None:
-            return
-        # A start counted from the prompt's end may lie anywhere below a stop counted from 0, and
-        # the other way round.
-        same_origin = (self.start < 0) == (self.stop < 0)
-        if self.stop == 0 or (same_origin and self.start >= self.stop):
-            raise SpecError("", f"the span {self} is empty for every prompt")
-
-    def emit(self) -> dict[str, object]:
-        """The JSON form, which Positions reads back."""
-        return {"slice": [self.start, self.stop, self.step]}
-
-    def __str__(self) -> str:
-        stop = "" if self.stop is None else self.stop
-        return f"{self.start}:{stop}" + (f":{self.step}" if self.step != 1 else "")
-
-
-Item = str | int | Span
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Positions:
-    """The union of some selections, within one phase.
+    """The union of some selections, less the union of others, within one phase.
 
     Attributes:
         include: at least one of
@@ -83,31 +33,42 @@ class Positions:
             `"last"`, the final row, which is known only at the end;
             an int, where a negative one counts back from the prompt's end, so that it is known
             before anything is generated: −1 is the last prompt token, not the request's last;
-            a Span.
-        phase: "all", or the only tokens of the union that are meant: "prompt" or "generated".
+            a Span; a Window; TokenIds; a Text; a Role.
+        phase: "all", or the only tokens that are meant: "prompt" or "generated".
+        exclude: the same kinds of items, but for "all" and "last"; none: nothing is left out.
+            Not together with `"last"` in `include`: whether the final row is left out would be
+            known only when it is computed.
     """
 
     include: tuple[Item, ...]
     phase: Phase
+    exclude: tuple[Item, ...]
 
-    def __init__(self, include: object = "all", phase: object = "all") -> None:
-        """Reads one item or a list or tuple of them.
+    def __init__(
+        self, include: object = "all", phase: object = "all", exclude: object = ()
+    ) -> None:
+        """Reads one item or a list or tuple of them, for `include` and for `exclude`.
 
         Besides the forms above, a span may be a `slice`, a `range` or `{"slice": [start, stop,
-        step]}`, whose last parts may be null or left out.
+        step]}`, whose last parts may be null or left out. The other kinds have JSON forms as
+        well: `{"window": [start, stop, step]}` (the step may be left out), `{"tokens": [id, …]}`,
+        `{"text": "…", "occurrence": "all"}`, `{"role": "user", "message": -1}`.
 
         Raises:
-            SpecError: an item of another kind, the same item twice, none, a span that is always
-                empty, or an item that has no token of the phase.
+            SpecError: an item of another kind, the same item twice, none in `include`, an item
+                that is always empty or has no token of the phase, or an `exclude` with `"last"`.
+                The path is that within `include`, or begins with `phase` or `exclude`.
         """
         with at("phase"):
             word: Any = read_word(phase, PHASES)
-        if isinstance(include, (list, tuple)):
-            items = _read_items(include, word)
-        else:
-            items = (_read_item(include, word),)
+        items = _read_include(include, word)
+        with at("exclude"):
+            left_out = _read_exclude(exclude, word)
+            if left_out and "last" in items:
+                raise SpecError("", _LAST_WITH_EXCLUDE)
         object.__setattr__(self, "include", items)
         object.__setattr__(self, "phase", word)
+        object.__setattr__(self, "exclude", left_out)
 
     @staticmethod
     def parse(value: object) -> Positions:
@@ -115,122 +76,103 @@ class Positions:
         return value if isinstance(value, Positions) else Positions(value)
 
     @staticmethod
-    def within(value: object, phase: object) -> Positions:
-        """Positions from the two fields `positions` and `phase`, with errors under these names.
+    def within(value: object, phase: object, exclude: object = None) -> Positions:
+        """Positions from the fields `positions`, `phase` and `exclude`, named so in errors.
+
+        Args:
+            value: a Positions, or what the constructor takes for `include`.
+            phase: None: not given.
+            exclude: None: not given.
 
         Raises:
-            SpecError: as the constructor; also if `value` is a Positions of another phase.
+            SpecError: as the constructor; also if `value` is a Positions of another phase, or
+                has an `exclude` of its own and another is given.
         """
-        if not isinstance(value, Positions):
-            try:
-                return Positions(value, "all" if phase is None else phase)
-            except SpecError as error:
-                raise error if error.path == "phase" else error.under("positions") from None
+        if isinstance(value, Positions):
+            return _narrowed(value, phase, exclude)
         if phase is None:
-            return value
+            phase = "all"
+        with at("phase"):
+            word = read_word(phase, PHASES)
+        # Read by itself first, so that an error within it is one of `positions`.
+        with at("positions"):
+            items = _read_include(value, word)
+        return Positions(items, word, () if exclude is None else exclude)
+
+    @property
+    def needs_prompt(self) -> bool:
+        """Whether what is selected depends on more of the prompt than its length."""
+        return any(
+            isinstance(item, (Text, Role))
+            or (isinstance(item, TokenIds) and self.phase != "generated")
+            for item in (*self.include, *self.exclude)
+        )
+
+    def emit(self) -> list[object]:
+        """The JSON form of `include`, which the constructor reads back."""
+        return _emit(self.include)
+
+    def emit_exclude(self) -> list[object]:
+        """The JSON form of `exclude`, which the constructor reads back; empty if there is none."""
+        return _emit(self.exclude)
+
+    def to_dict(self) -> dict[str, object]:
+        """The JSON form as the fields `positions`, `phase` and, if there is any, `exclude`."""
+        found: dict[str, object] = {"positions": self.emit(), "phase": self.phase}
+        if self.exclude:
+            found["exclude"] = self.emit_exclude()
+        return found
+
+    def path(self, index: int) -> str:
+        """Where item `index` is, for messages: without an index if it is the only one."""
+        return "positions" if len(self.include) == 1 else f"positions[{index}]"
+
+    def exclude_path(self, index: int) -> str:
+        """Where item `index` of `exclude` is, for messages: without an index if the only one."""
+        return "exclude" if len(self.exclude) == 1 else f"exclude[{index}]"
+
+
+_LAST_WITH_EXCLUDE = (
+    '"last" cannot be in a selection that leaves something out; ask for "last" in a capture or '
+    "probe of its own"
+)
+
+
+def _narrowed(value: Positions, phase: object, exclude: object) -> Positions:
+    """The same with a phase and an exclude from beside it, unless they contradict its own."""
+    word: str = value.phase
+    if phase is not None:
         with at("phase"):
             word = read_word(phase, PHASES)
             if value.phase not in ("all", word):
                 raise SpecError(
                     "", f'"{word}" contradicts the positions\' own phase, "{value.phase}"'
                 )
-        return Positions.within(list(value.include), word)
-
-    def emit(self) -> list[object]:
-        """The JSON form of `include`, which the constructor reads back."""
-        return [item.emit() if isinstance(item, Span) else item for item in self.include]
-
-    def path(self, index: int) -> str:
-        """Where item `index` is, for messages: without an index if it is the only one."""
-        return "positions" if len(self.include) == 1 else f"positions[{index}]"
-
-
-def _read_items(values: list[Any] | tuple[Any, ...], phase: str) -> tuple[Item, ...]:
-    if not values:
-        raise SpecError("", 'expected at least one position; use "all" for all')
-    if len(values) > MAX_ITEMS:
-        raise SpecError(
-            "", f"at most {MAX_ITEMS} items can be listed, got {len(values)}; use slices"
-        )
-    found: dict[Item, None] = {}
-    for index, value in enumerate(values):
-        with at(f"[{index}]"):
-            item = _read_item(value, phase)
-            if item in found:
-                shown = item if isinstance(item, Span) else show(item)
-                raise SpecError("", f"{shown} is listed twice")
-            found[item] = None
-    return tuple(found)
+    left_out = value.exclude
+    if exclude is not None:
+        with at("exclude"):
+            given = _read_exclude(exclude, word)
+            if left_out and set(given) != set(left_out):
+                raise SpecError("", "the positions have an exclude of their own; give only one")
+        left_out = given
+    if (word, left_out) == (value.phase, value.exclude):
+        return value
+    return Positions.within(list(value.include), word, left_out)
 
 
-def _read_item(value: object, phase: str) -> Item:
-    item: Item
-    if isinstance(value, str):
-        item = read_word(value, WORDS)
-    elif is_int(value):
-        item = read_int(value)
-    elif isinstance(value, Span):
-        item = value
-    elif isinstance(value, slice):
-        item = Span(value.start, value.stop, value.step)
-    elif isinstance(value, range):
-        item = _span_of_range(value)
-    elif isinstance(value, Mapping):
-        item = _span_of_dict(value)
-    else:
-        raise SpecError(
-            "",
-            f"expected one of {listed(WORDS)}, an `int`, a slice or a list of these, "
-            f"got {kind(value)}",
-        )
-    if not _meets(item, phase):
-        shown = item if isinstance(item, Span) else show(item)
-        raise SpecError("", f'{shown} never has a token of phase "{phase}"')
-    return item
-
-
-def _span_of_range(value: range) -> Span:
+def _read_include(value: object, phase: str) -> tuple[Item, ...]:
+    if not isinstance(value, (list, tuple)):
+        return (read_item(value, phase, WORDS),)
     if not value:
-        raise SpecError("", f"{_show_range(value)} is empty")
-    # A range means just these ints; a slice from −3 to 0 does not.
-    if value.start < 0 <= value.stop:
-        raise SpecError(
-            "",
-            f"{_show_range(value)} counts from the prompt's end and from its start; list the "
-            'positions, or use slice(-n, None) and phase="prompt"',
-        )
-    return Span(value.start, value.stop, value.step)
+        raise SpecError("", 'expected at least one position; use "all" for all')
+    return read_items(value, phase, WORDS)
 
 
-def _show_range(value: range) -> str:
-    """A range for messages."""
-    return f"range({show(value.start)}, {show(value.stop)}, {show(value.step)})"
+def _read_exclude(value: object, phase: str) -> tuple[Item, ...]:
+    if not isinstance(value, (list, tuple)):
+        return (read_item(value, phase, EXCLUDE_WORDS),)
+    return read_items(value, phase, EXCLUDE_WORDS)
 
 
-def _span_of_dict(value: Mapping[Any, Any]) -> Span:
-    parts = read_fields(value, required=("slice",))["slice"]
-    with at("slice"):
-        if not isinstance(parts, (list, tuple)):
-            raise SpecError("", f"expected [start, stop, step], got {kind(parts)}")
-        if not 1 <= len(parts) <= 3:
-            raise SpecError("", f"expected 1 to 3 parts, start, stop, step, got {len(parts)}")
-    try:
-        return Span(*parts)
-    except SpecError as error:
-        place = {"start": "slice[0]", "stop": "slice[1]", "step": "slice[2]", "": "slice"}
-        raise SpecError(place[error.path], error.problem) from None
-
-
-def _meets(item: Item, phase: str) -> bool:
-    """Whether there is a prompt for which the item has a token of the phase."""
-    if phase == "prompt":
-        return item not in ("generated", "last")
-    if phase == "generated":
-        if isinstance(item, Span):
-            # A start at or before the prompt's end: with one prompt token, the next is at `step`.
-            stop = item.stop
-            return stop is None or (stop > 0 and (item.start >= 1 or stop > item.step))
-        if isinstance(item, int):
-            return item >= 1
-        return item not in ("prompt", "last_prompt")
-    return True
+def _emit(items: tuple[Item, ...]) -> list[object]:
+    return [item if isinstance(item, (str, int)) else item.emit() for item in items]

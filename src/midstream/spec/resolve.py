@@ -2,140 +2,227 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from midstream.errors import SpecError
-from midstream.sites import BY_NAME
+from midstream.ops.layout import Flags, Op
 from midstream.spec.capture import Capture
 from midstream.spec.fields import at
+from midstream.spec.instructions import Instruction
+from midstream.spec.operations import Edit, Gate
 from midstream.spec.plan import Plan
-from midstream.spec.ranges import Ranges
-from midstream.spec.resolved import ResolvedCapture, ResolvedEdit, ResolvedPlan, Tap
+from midstream.spec.probe import Probe
+from midstream.spec.prompt import Prompt
+from midstream.spec.resolved import (
+    ResolvedCapture,
+    ResolvedEdit,
+    ResolvedPlan,
+    ResolvedProbe,
+    Steps,
+    Tap,
+)
 from midstream.spec.selecting import MAX_RANGES, select
 from midstream.spec.shape import ModelShape
-from midstream.spec.steer import Steer
+from midstream.spec.tapping import check_tapped, find_layer, find_taps, order
+from midstream.spec.where import Where
 
 
-def resolve(plan: Plan, shape: ModelShape, prompt_len: int, max_tokens: int | None) -> ResolvedPlan:
+def resolve(
+    plan: Plan | None,
+    shape: ModelShape,
+    prompt: Prompt,
+    max_tokens: int | None,
+    before: tuple[Edit, ...] = (),
+) -> ResolvedPlan:
     """What the plan asks for, of this model, for this prompt.
 
     Args:
-        plan: what one request asks for.
+        plan: what one request asks for, its named vectors bound; None: nothing of its own.
         shape: the model and its taps.
-        prompt_len: P, in tokens, at least 1.
+        prompt: the prompt; for most plans its length is enough.
         max_tokens: most tokens that may be generated, at least 1; None: unknown.
+        before: edits of every request, which come before its own. One of them that selects
+            nothing here is left out: it was not this request that asked.
 
     Raises:
         SpecError: the model has no such layer, a site is not tapped, a vector is not as wide as
             the model, or nothing is selected. The path is that in `plan.to_dict()`.
     """
-    for name, value in (("prompt_len", prompt_len), ("max_tokens", max_tokens)):
-        if value is not None and value < 1:
-            raise SpecError(name, f"expected at least 1, got {value}")
-    room = MAX_RANGES
-    captures = []
-    for index, capture in enumerate(plan.captures):
-        with at(f"capture[{index}]"):
-            ranges, last_from = select(capture.positions, prompt_len, max_tokens)
-            captures.append(ResolvedCapture(_capture_taps(capture, shape), ranges, last_from))
-            room = _take(room, ranges)
-    edits = []
-    for index, edit in enumerate(plan.edits):
-        with at(f"edits[{index}]"):
-            edits.append(_resolve_edit(edit, shape, prompt_len, max_tokens))
-            room = _take(room, edits[-1].ranges)
-    return ResolvedPlan(prompt_len, tuple(edits), tuple(captures))
+    return _Resolver(shape, prompt, max_tokens).resolve(plan or NOTHING, before)
 
 
-def _take(room: int, ranges: Ranges) -> int:
-    if len(ranges) > room:
-        raise SpecError(
-            "positions",
-            f"the plan selects more than {MAX_RANGES} separate ranges of positions; use steps of 1",
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """In the place of a plan, of which there is none."""
+
+    captures: tuple[Capture, ...] = ()
+    edits: tuple[Edit, ...] = ()
+    probes: tuple[Probe, ...] = ()
+
+
+NOTHING = Nothing()
+
+
+class _Resolver:
+    """One plan's way through; collects what gates need besides the plan's own probes."""
+
+    def __init__(self, shape: ModelShape, prompt: Prompt, max_tokens: int | None) -> None:
+        for name, value in (("prompt_len", prompt.length), ("max_tokens", max_tokens)):
+            if value is not None and value < 1:
+                raise SpecError(name, f"expected at least 1, got {value}")
+        self._shape = shape
+        self._prompt = prompt
+        self._max_tokens = max_tokens
+        self._room = MAX_RANGES
+        self._probes: list[ResolvedProbe] = []
+        # What gates read: several gates on the same score share its slot.
+        self._gated: dict[tuple[Tap, Instruction, Where], int] = {}
+
+    def resolve(self, plan: Plan | Nothing, before: tuple[Edit, ...]) -> ResolvedPlan:
+        captures = []
+        for index, capture in enumerate(plan.captures):
+            with at(f"capture[{index}]"):
+                taps = find_taps(capture.layers, capture.sites, self._shape, "layers", "sites")
+                captures.append(ResolvedCapture(taps, self._select(capture.positions)))
+        for index, probe in enumerate(plan.probes):
+            with at(f"probes[{index}]"):
+                self._probes.append(self._resolve_probe(probe))
+        edits: list[ResolvedEdit] = []
+        for index, edit in enumerate(before):
+            try:
+                where = self._select(edit.positions)
+            except SpecError:
+                continue
+            with at(f"steering[{index}]"):
+                edits.extend(self._resolve_edit(edit, index - len(before), where))
+        for index, edit in enumerate(plan.edits):
+            with at(f"edits[{index}]"):
+                edits.extend(self._resolve_edit(edit, index))
+        return ResolvedPlan(
+            self._prompt.length, tuple(edits), tuple(captures), tuple(self._probes)
         )
-    return room - len(ranges)
 
+    def _select(self, positions: object) -> Where:
+        where = select(positions, self._prompt, self._max_tokens)  # type: ignore[arg-type]
+        parts = len(where.ranges) + sum(len(match.ranges) for match in where.matches)
+        if parts > self._room:
+            raise SpecError(
+                "positions",
+                f"the plan selects more than {MAX_RANGES} separate ranges of positions; use steps "
+                "of 1",
+            )
+        self._room -= parts
+        return where
 
-def _resolve_edit(
-    edit: Steer, shape: ModelShape, prompt_len: int, max_tokens: int | None
-) -> ResolvedEdit:
-    with at("layer"):
-        layer = _layer(edit.layer, shape)
-    _check_tapped((edit.site, layer), shape, site_path="site", layer_path="layer")
-    if edit.vector.size != shape.hidden_size:
-        raise SpecError(
-            "vector",
-            f"expected {shape.hidden_size} numbers, the model's hidden size, got "
-            f"{edit.vector.size}",
+    def _resolve_probe(self, probe: Probe) -> ResolvedProbe:
+        (tap,) = find_taps(probe.layers, probe.sites, self._shape, "layer", "site")
+        (step,) = probe.instructions(self._shape.hidden_size)
+        steps = Steps((replace(step, slot=len(self._probes)),))
+        return ResolvedProbe(probe.name, *tap, steps, self._select(probe.positions))
+
+    def _resolve_edit(
+        self, edit: Edit, source: int, where: Where | None = None
+    ) -> list[ResolvedEdit]:
+        taps = find_taps(edit.layers, edit.sites, self._shape, "layer", "site")
+        instructions = edit.instructions(self._shape.hidden_size)
+        where = where or self._select(edit.positions)
+        parts = self._place_rows(instructions, where)
+        found = []
+        for steps, part in parts:
+            if isinstance(edit, Gate) and edit.probe.tap is not None:
+                found += self._gate(edit, taps, steps, part, source)
+            else:
+                shared = Steps(steps)
+                found += [ResolvedEdit(*tap, shared, part, source) for tap in taps]
+        return found
+
+    def _gate(
+        self,
+        edit: Gate,
+        taps: tuple[Tap, ...],
+        steps: tuple[Instruction, ...],
+        where: Where,
+        source: int,
+    ) -> list[ResolvedEdit]:
+        """The edit at each tap; where its gate's probe stands at an earlier one, it reads what
+        was scored there.
+        """
+        assert edit.probe.tap is not None
+        site, index = edit.probe.tap
+        with at("probe"):
+            with at("layer"):
+                layer = find_layer(index, self._shape)
+            tap = (site, layer)
+            check_tapped(tap, self._shape, "site", "layer")
+            late = [each for each in taps if order(each) < order(tap)]
+            if late:
+                raise SpecError(
+                    "layer",
+                    f"the gate reads {site} of layer {layer}, which is computed after "
+                    f"{late[0][0]} of layer {late[0][1]}, where it is to decide; read an earlier "
+                    "site, or the edit's own",
+                )
+        gate = steps[0]
+        here, later = Steps(steps), None
+        if any(each != tap for each in taps):
+            slot = self._slot(tap, gate, where)
+            blind = replace(gate, read=None, a=0.0, slot=slot, flags=gate.flags & ~Flags.FRESH)
+            rest = list(steps[1:])
+            # The gate no longer reads the stream: the first that does has to take it itself.
+            later = Steps((blind, *_refreshed(rest)))
+        return [
+            ResolvedEdit(*each, here if each == tap or later is None else later, where, source)
+            for each in taps
+        ]
+
+    def _slot(self, tap: Tap, gate: Instruction, where: Where) -> int:
+        key = (tap, gate, where)
+        slot = self._gated.get(key)
+        if slot is None:
+            slot = self._gated[key] = len(self._probes)
+            probe = Instruction(
+                Op.PROBE, read=gate.read, a=gate.a, flags=Flags.FRESH | Flags.COUNTED, slot=slot
+            )
+            self._probes.append(ResolvedProbe("", *tap, Steps((probe,)), where))
+        return slot
+
+    def _place_rows(
+        self, steps: tuple[Instruction, ...], where: Where
+    ) -> list[tuple[tuple[Instruction, ...], Where]]:
+        """The edit as it is; or, where the k-th position gets the k-th of several rows, one edit
+        for each run of positions.
+        """
+        (nth, rows) = next(
+            ((nth, step.write) for nth, step in enumerate(steps) if len(step.write) > 1), (0, ())
         )
-    ranges, _ = select(edit.positions, prompt_len, max_tokens)
-    return ResolvedEdit(edit.site, layer, edit.vector, edit.scale, ranges)
+        if not rows:
+            return [(steps, where)]
+        if where.matches or where.ranges[-1][1] is None:
+            raise SpecError(
+                "positions",
+                f"there are {len(rows)} rows, one for each position, so the positions must be "
+                "known and end; give one row for all, or positions like slice(3, 9)",
+            )
+        runs = [(start, stop) for start, stop in where.ranges if stop is not None]
+        count = sum(stop - start for start, stop in runs)
+        if count != len(rows):
+            raise SpecError(
+                "rows", f"{len(rows)} rows for {count} positions; give one row, or one for each"
+            )
+        parts = []
+        used = 0
+        for start, stop in runs:
+            mine = rows[used : used + stop - start]
+            used += stop - start
+            flags = steps[nth].flags | Flags.ROW_BY_POSITION
+            placed = replace(steps[nth], write=mine, first=start, flags=flags)
+            parts.append(((*steps[:nth], placed, *steps[nth + 1 :]), Where(((start, stop),))))
+        return parts
 
 
-def _capture_taps(capture: Capture, shape: ModelShape) -> tuple[Tap, ...]:
-    indices, names = capture.layers.indices, capture.sites.names
-    taps: list[Tap] = []
-    if indices == "all":
-        for place, site in enumerate(names):
-            layers = shape.tapped_layers(site)
-            if not layers:
-                raise SpecError(_element("sites", place, len(names)), _why_nowhere(site, shape))
-            taps.extend((site, layer) for layer in layers)
-    else:
-        chosen: dict[int, int] = {}
-        for place, index in enumerate(indices):
-            layer_path = _element("layers", place, len(indices))
-            with at(layer_path):
-                layer = _layer(index, shape)
-                if layer in chosen:
-                    raise SpecError(
-                        "", f"layer {index} is layer {chosen[layer]} again, of {shape.num_layers}"
-                    )
-            chosen[layer] = index
-            for nth, site in enumerate(names):
-                site_path = _element("sites", nth, len(names))
-                _check_tapped((site, layer), shape, site_path, layer_path)
-                taps.append((site, layer))
-    return tuple(sorted(taps, key=lambda tap: (tap[1], BY_NAME[tap[0]].order)))
-
-
-def _layer(index: int, shape: ModelShape) -> int:
-    """The layer counted from 0."""
-    count = shape.num_layers
-    if not -count <= index < count:
-        raise SpecError(
-            "",
-            f"layer {index} is out of range: the model has {count} layers, 0 to {count - 1} "
-            f"(or −{count} to −1)",
-        )
-    return index % count
-
-
-def _check_tapped(tap: Tap, shape: ModelShape, site_path: str, layer_path: str) -> None:
-    if tap in shape.taps:
-        return
-    site, layer = tap
-    reason = shape.reason(tap)
-    if reason is not None:
-        raise SpecError(layer_path, f"{site} at layer {layer} cannot be tapped: {reason}")
-    layers = shape.tapped_layers(site)
-    if not layers:
-        raise SpecError(site_path, _not_tapped(f"{site} at layer {layer}"))
-    raise SpecError(layer_path, _not_tapped(f"{site} at layer {layer}"))
-
-
-def _why_nowhere(site: str, shape: ModelShape) -> str:
-    reasons = [shape.reason((site, layer)) for layer in range(shape.num_layers)]
-    if None in reasons:
-        return _not_tapped(f"{site} at any layer")
-    return f"{site} cannot be tapped at any layer: {reasons[0]}"
-
-
-def _not_tapped(what: str) -> str:
-    return (
-        f"{what} is not tapped; add it to the settings `sites`/`layers` of midstream "
-        '(additional_config={"midstream": {"sites": [...], "layers": ...}})'
-    )
-
-
-def _element(name: str, index: int, length: int) -> str:
-    """Where an element is: without an index if it is the only one, which may stand alone."""
-    return name if length == 1 else f"{name}[{index}]"
+def _refreshed(steps: list[Instruction]) -> list[Instruction]:
+    """The instructions with FRESH on the first that reads the stream."""
+    for nth, step in enumerate(steps):
+        if step.reads:
+            return [*steps[:nth], step.with_flags(Flags.FRESH), *steps[nth + 1 :]]
+    return steps

@@ -1,26 +1,98 @@
-"""What one request asks for, made concrete: which vectors, at which taps, at which positions."""
+"""What one request asks for, made concrete: instructions and captures, at taps, at positions."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from midstream.spec.ranges import Ranges, clip, count, merge
-from midstream.spec.vector import Vector
+from midstream.spec.instructions import Instruction
+from midstream.spec.ranges import clip, count, merge
+from midstream.spec.where import Where
 
 Tap = tuple[str, int]  # (canonical site, layer from 0)
+Final = tuple[tuple[int, int], ...]
+
+
+def digest_steps(steps: tuple[Instruction, ...]) -> str:
+    """sha256 of all that some instructions do, in hex."""
+    content = [
+        [
+            int(step.op),
+            None if step.read is None else step.read.digest,
+            [vector.digest for vector in step.write],
+            step.a,
+            step.b,
+            step.c,
+            step.d,
+            int(step.flags),
+            step.slot,
+            step.first,
+        ]
+        for step in steps
+    ]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The instructions of an edit or probe, which several taps may share.
+
+    Attributes:
+        instructions: in order.
+        digest: of their content.
+    """
+
+    instructions: tuple[Instruction, ...]
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digest", digest_steps(self.instructions))
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedEdit:
-    """h ← h + scale · vector at one tap, for the tokens at some positions."""
+    """One edit at one tap.
+
+    Attributes:
+        site, layer: the tap.
+        steps: the instructions, of which the last counts as one edit.
+        where: at which positions.
+        source: which of the plan's edits it comes from; negative: of the edits before those, the
+            last of which is −1.
+    """
 
     site: str
     layer: int
-    vector: Vector
-    scale: float
-    ranges: Ranges
+    steps: Steps
+    where: Where
+    source: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedProbe:
+    """One score at one tap.
+
+    Attributes:
+        name: under which the caller gets it; empty: only gates read it.
+        site, layer: the tap.
+        steps: one PROBE instruction, whose slot no other probe of the plan has.
+        where: at which positions.
+    """
+
+    name: str
+    site: str
+    layer: int
+    steps: Steps
+    where: Where
+
+    @property
+    def slot(self) -> int:
+        """Column of the scores."""
+        slot = self.steps.instructions[0].slot
+        assert slot is not None
+        return slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,100 +101,75 @@ class ResolvedCapture:
 
     Attributes:
         taps: in the order in which a forward pass reaches them.
-        ranges: positions known now.
-        last_from: where the request's final row may lie, if that is captured too: it is when its
-            position is at least this. None: it is not.
+        where: at which positions.
     """
 
     taps: tuple[Tap, ...]
-    ranges: Ranges
-    last_from: int | None = None
-
-    @property
-    def last(self) -> bool:
-        """Whether the request's final row is captured, wherever it turns out to be."""
-        return self.last_from is not None
-
-    @property
-    def worker_ranges(self) -> Ranges:
-        """What a worker has to capture: any row from `last_from` on may prove to be the last."""
-        if self.last_from is None:
-            return self.ranges
-        return merge((*self.ranges, (self.last_from, None)))
-
-    def final_ranges(self, length: int) -> Ranges:
-        """What is captured of a request that ended with `length` rows."""
-        final = length - 1
-        if self.last_from is None or final < self.last_from:
-            return clip(self.ranges, length)
-        return clip(merge((*self.ranges, (final, length))), length)
+    where: Where
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedPlan:
     """A plan for one model and one prompt.
 
-    `length` in the methods is the number of rows of the request, P + G − 1 when it has ended.
+    `length` in the methods is the number of rows of the request, P + G − 1 when it has ended, and
+    `tokens` the id of each of them (only generated ones are looked at).
 
     Attributes:
         prompt_len: P, in tokens.
         edits: edits of one token at one tap apply in this order.
         captures: where two overlap, a row is captured once.
+        probes: each sees the vector after the edits at its tap.
     """
 
     prompt_len: int
     edits: tuple[ResolvedEdit, ...]
     captures: tuple[ResolvedCapture, ...]
+    probes: tuple[ResolvedProbe, ...] = ()
 
-    def expected_rows(self, length: int) -> dict[Tap, int]:
+    def expected_rows(self, length: int, tokens: Sequence[int]) -> dict[Tap, int]:
         """How many rows each tap's capture has, for every tap that a capture names."""
+        finals = [capture.where.final(length, tokens) for capture in self.captures]
         found: dict[Tap, int] = {}
         # Taps that are in the same captures have the same rows.
         by_captures: dict[tuple[int, ...], int] = {}
-        for tap, indices in self._captures_by_tap().items():
+        for tap, indices in self.captures_by_tap().items():
             if indices not in by_captures:
-                by_captures[indices] = count(self._final_ranges(indices, length), length)
+                union = merge(each for index in indices for each in finals[index])
+                by_captures[indices] = count(union, length)
             found[tap] = by_captures[indices]
         return found
 
-    def capture_ranges(self, site: str, layer: int, length: int) -> tuple[tuple[int, int], ...]:
+    def capture_ranges(self, tap: Tap, length: int, tokens: Sequence[int]) -> Final:
         """The positions captured at one tap, as ranges; none if nothing is captured there."""
-        indices = self._captures_by_tap().get((site, layer), ())
-        return clip(self._final_ranges(indices, length), length)
-
-    def capture_positions(self, site: str, layer: int, length: int) -> list[int]:
-        """The positions captured at one tap, ascending."""
-        return [
-            position
-            for start, stop in self.capture_ranges(site, layer, length)
-            for position in range(start, stop)
+        found = [
+            each
+            for capture in self.captures
+            if tap in capture.taps
+            for each in capture.where.final(length, tokens)
         ]
+        return clip(merge(found), length)
 
-    def edit_counts(self, length: int) -> int:
-        """How many times a vector is added to a token, over all edits."""
-        return sum(count(edit.ranges, length) for edit in self.edits)
-
-    def edited_tokens(self, length: int) -> int:
-        """How many tokens get at least one edit."""
-        return count(merge(each for edit in self.edits for each in edit.ranges), length)
+    @property
+    def slots(self) -> int:
+        """How many scores a token may have."""
+        return 1 + max((probe.slot for probe in self.probes), default=-1)
 
     @property
     def captures_prompt(self) -> bool:
-        """Whether a row of the prompt may be captured, so that its token must be computed."""
-        return any(
-            start < self.prompt_len
-            for capture in self.captures
-            for start, _ in capture.worker_ranges[:1]
-        )
+        """Whether a row of the prompt may be read, so that its token must be computed."""
+        wheres = [capture.where for capture in self.captures]
+        wheres += [probe.where for probe in self.probes if probe.name]
+        return any(start < self.prompt_len for where in wheres for start, _ in where.possible[:1])
 
     @property
     def digest(self) -> str:
         """sha256 of all that changes what the model computes, in hex; captures do not."""
         content = [
-            [edit.site, edit.layer, edit.vector.digest, edit.scale, edit.ranges]
-            for edit in self.edits
+            [each.site, each.layer, each.steps.digest, _plain(each.where)]
+            for each in (*self.edits, *(probe for probe in self.probes if not probe.name))
         ]
-        return hashlib.sha256(json.dumps(content, allow_nan=False).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def to_bytes(self) -> bytes:
         """The form in which a plan travels to the workers; see `wire`."""
@@ -141,14 +188,14 @@ class ResolvedPlan:
 
         return from_bytes(data)
 
-    def _captures_by_tap(self) -> dict[Tap, tuple[int, ...]]:
+    def captures_by_tap(self) -> dict[Tap, tuple[int, ...]]:
+        """Per tap, which captures name it."""
         found: dict[Tap, list[int]] = {}
         for index, capture in enumerate(self.captures):
             for tap in capture.taps:
                 found.setdefault(tap, []).append(index)
         return {tap: tuple(indices) for tap, indices in found.items()}
 
-    def _final_ranges(self, indices: tuple[int, ...], length: int) -> Ranges:
-        return merge(
-            each for index in indices for each in self.captures[index].final_ranges(length)
-        )
+
+def _plain(where: Where) -> list[object]:
+    return [where.ranges, [[match.ranges, match.ids, match.others] for match in where.matches]]

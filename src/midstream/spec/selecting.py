@@ -2,161 +2,155 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from midstream.errors import SpecError
 from midstream.spec.fields import at
-from midstream.spec.positions import Item, Positions, Span
+from midstream.spec.items import Item, TokenIds
+from midstream.spec.locating import MAX_RANGES, NEVER_FED, Locator
+from midstream.spec.positions import Positions
+from midstream.spec.prompt import Prompt
+from midstream.spec.range_algebra import intersect, subtract
 from midstream.spec.ranges import Range, Ranges, merge
+from midstream.spec.where import Match, Where
 
-# A span with a step makes one range of each position: the most ranges in one plan.
-MAX_RANGES = 1 << 16
-
-_NEVER_FED = "the last sampled token is never fed back, so it has no row"
+__all__ = ["MAX_RANGES", "select"]
 
 
-def select(
-    positions: Positions, prompt_len: int, max_tokens: int | None
-) -> tuple[Ranges, int | None]:
-    """The positions that are known now, and `last_from` (see ResolvedCapture) if "last" is asked.
+def select(positions: Positions, prompt: Prompt, max_tokens: int | None) -> Where:
+    """What is selected, for this prompt: (include − exclude) within the phase.
 
     Args:
         positions: as written.
-        prompt_len: P, at least 1.
+        prompt: the prompt; its length is enough unless `positions.needs_prompt`.
         max_tokens: most tokens that may be generated, at least 1; None: unknown.
 
+    Returns:
+        The same for every `max_tokens` but for parts that would lie wholly past the last row,
+        which are left out. For a prompt that is fully known only tokens yet to be generated are
+        left to `matches`.
+
     Raises:
-        SpecError: an int or span that selects nothing, or a selection that is empty. The path is
-            relative to the value that has the field `positions`.
+        SpecError: an item of `include` that selects nothing (words and token ids may), a
+            selection that is empty, one of too many ranges, or an item that is found by what is
+            not known of the prompt. The path is relative to the value that has the field
+            `positions`.
     """
-    return _Selector(positions, prompt_len, max_tokens).select()
+    return _Selector(positions, Locator(prompt, max_tokens, positions.phase)).select()
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """The items of one side: what is meant whatever is generated, and token ids.
+
+    Attributes:
+        ranges: by all but token ids; they may lie beyond the phase.
+        prompt: the prompt's tokens with one of the ids.
+        ids: of all TokenIds.
+    """
+
+    ranges: Ranges
+    prompt: Ranges
+    ids: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class _Selector:
     positions: Positions
-    prompt_len: int
-    max_tokens: int | None
+    locator: Locator
 
-    @property
-    def rows(self) -> int | None:
-        """Most rows that there may be."""
-        return None if self.max_tokens is None else self.prompt_len + self.max_tokens - 1
-
-    @property
-    def window(self) -> Range:
-        """The positions of the phase."""
-        return {
-            "all": (0, None),
-            "prompt": (0, self.prompt_len),
-            "generated": (self.prompt_len, None),
-        }[self.positions.phase]
-
-    def select(self) -> tuple[Ranges, int | None]:
-        found: list[Range] = []
-        last_from = None
-        for index, item in enumerate(self.positions.include):
-            if item == "last":
-                last_from = max(self.prompt_len - 1, self.window[0])
-                continue
-            with at(self.positions.path(index)):
-                found.extend(self._item(item, MAX_RANGES - len(found)))
-        ranges = merge(self._within(found))
-        if last_from is not None and self.rows is not None and last_from >= self.rows:
-            last_from = None
-        if not ranges and last_from is None:
+    def select(self) -> Where:
+        positions = self.positions
+        included = self._named(positions.include, positions.path, strict=True)
+        excluded = self._named(positions.exclude, positions.exclude_path, strict=False)
+        certain = self._prompt_part(included, excluded)
+        later, matches = self._generated_part(included, excluded)
+        ranges = self._reachable(merge((*certain, *later)))
+        last_from = self._last_from(ranges)
+        if not ranges and not matches and last_from is None:
             raise SpecError("positions", self._why_empty())
-        return ranges, last_from
-
-    def _item(self, item: Item, room: int) -> list[Range]:
-        if isinstance(item, str):
-            return [self._word(item)]
-        if isinstance(item, int):
-            return [self._int(item)]
-        if item.step == 1:
-            return [self._bounds(item)]
-        chosen = self._stepped(item)
-        if len(chosen) > room:
+        where = Where(ranges, matches, last_from)
+        if where.num_ranges > MAX_RANGES:
             raise SpecError(
-                "",
-                f"the span {item} selects {len(chosen)} single positions, and a plan has room for "
-                f"{MAX_RANGES}; use a step of 1, or a nearer stop",
+                "positions",
+                f"{where.num_ranges} separate ranges of positions are selected, and a plan has "
+                f"room for {MAX_RANGES}",
             )
-        return [(position, position + 1) for position in chosen]
+        return where
 
-    def _word(self, word: str) -> Range:
-        end = self.prompt_len
-        return {
-            "all": (0, None),
-            "prompt": (0, end),
-            "generated": (end, None),
-            "last_prompt": (end - 1, end),
-        }[word]
+    def _named(self, items: Iterable[Item], path: Callable[[int], str], strict: bool) -> _Named:
+        """Args: `strict`: whether an item that selects nothing is an error."""
+        found: list[Range] = []
+        by_id: list[Range] = []
+        ids: set[int] = set()
+        for index, item in enumerate(items):
+            if item == "last":
+                continue
+            with at(path(index)):
+                if isinstance(item, TokenIds):
+                    ids.update(item.ids)
+                    if self.positions.phase != "generated":
+                        by_id.extend(self.locator.token_ranges(item.ids))
+                    continue
+                here = self.locator.find(item, MAX_RANGES - len(found))
+                if strict and not here.ranges and here.nothing:
+                    raise SpecError("", here.nothing)
+                found.extend(here.ranges)
+        return _Named(merge(found), merge(by_id), frozenset(ids))
 
-    def _int(self, position: int) -> Range:
-        found = position + self.prompt_len if position < 0 else position
-        if found < 0 or (self.rows is not None and found >= self.rows):
-            limit = "up" if self.rows is None else f"to {self.rows - 1}"
-            why = f"; {_NEVER_FED}" if found == self.rows else ""
-            raise SpecError(
-                "",
-                f"position {position} is out of range: {self._lengths()}, so positions go from "
-                f"{-self.prompt_len} {limit}{why}",
-            )
-        return (found, found + 1)
+    def _prompt_part(self, included: _Named, excluded: _Named) -> Ranges:
+        if self.positions.phase == "generated":
+            return ()
+        meant = merge((*included.ranges, *included.prompt))
+        left_out = merge((*excluded.ranges, *excluded.prompt))
+        return intersect(subtract(meant, left_out), ((0, self.locator.prompt.length),))
 
-    def _bounds(self, span: Span) -> Range:
-        """The span's bounds counted from 0, the stop no further than the most rows if known."""
-        start = self._from_zero(span.start)
-        stop = None if span.stop is None else self._from_zero(span.stop)
-        end = _least(stop, self.rows)
-        if end is not None and start >= end:
-            raise SpecError("", f"the span {span} selects nothing: {self._lengths()}")
-        return (start, stop)
+    def _generated_part(
+        self, included: _Named, excluded: _Named
+    ) -> tuple[Ranges, tuple[Match, ...]]:
+        """Tokens selected whatever their ids, and by their ids."""
+        if self.positions.phase == "prompt":
+            return (), ()
+        allowed = subtract(((self.locator.prompt.length, None),), excluded.ranges)
+        meant = intersect(included.ranges, allowed)
+        matches = []
+        if excluded.ids:
+            matches.append(Match(self._reachable(meant), tuple(sorted(excluded.ids)), others=True))
+            certain: Ranges = ()
+        else:
+            certain = meant
+        ids = included.ids - excluded.ids
+        if ids:
+            rest = self._reachable(subtract(allowed, included.ranges))
+            matches.append(Match(rest, tuple(sorted(ids))))
+        return certain, tuple(match for match in matches if match.ranges)
 
-    def _from_zero(self, bound: int) -> int:
-        return bound if bound >= 0 else max(0, self.prompt_len + bound)
+    def _reachable(self, ranges: Ranges) -> Ranges:
+        """The ranges of which a part may come to be, in full: what is asked for does not depend on
+        max_tokens."""
+        rows = self.locator.rows
+        return ranges if rows is None else tuple(each for each in ranges if each[0] < rows)
 
-    def _stepped(self, span: Span) -> range:
-        start, stop = self._bounds(span)
-        low, high = self.window
-        end = _least(_least(stop, self.rows), high)
-        if end is None:
-            raise SpecError(
-                "",
-                f"the span {span} needs a stop: it has a step, and no max_tokens says how far the "
-                "request goes",
-            )
-        # The first of the span's own steps that is in the phase.
-        skipped = max(0, -(-(low - start) // span.step))
-        return range(start + skipped * span.step, end, span.step)
-
-    def _within(self, ranges: Iterable[Range]) -> Iterable[Range]:
-        """The parts of ranges that are in the phase and may come to be."""
-        low, high = self.window
-        for start, stop in ranges:
-            first, end = max(start, low), _least(stop, high)
-            reach = _least(end, self.rows)
-            # A stop past the last row is kept: what is asked for does not depend on max_tokens.
-            if reach is None or first < reach:
-                yield (first, end)
-
-    def _lengths(self) -> str:
-        more = "" if self.max_tokens is None else f" and max_tokens is {self.max_tokens}"
-        return f"the prompt has {self.prompt_len} tokens{more}"
+    def _last_from(self, ranges: Ranges) -> int | None:
+        if "last" not in self.positions.include:
+            return None
+        found = max(self.locator.prompt.length - 1, self.locator.phase_range[0])
+        if self.locator.rows is not None and found >= self.locator.rows:
+            return None
+        # The final row is selected already where all rows from here on are.
+        if ranges and ranges[-1][1] is None and ranges[-1][0] <= found:
+            return None
+        return found
 
     def _why_empty(self) -> str:
-        problem = f"nothing is selected: {self._lengths()}"
+        problem = f"nothing is selected: {self.locator.lengths}"
         if self.positions.phase != "all":
             problem += f', and only tokens of phase "{self.positions.phase}" are meant'
-        if self.max_tokens == 1:
-            problem += f"; {_NEVER_FED}"
+        if self.positions.exclude:
+            problem += ", and `exclude` leaves none of them"
+        elif any(isinstance(item, TokenIds) for item in self.positions.include):
+            problem += ", and none of the token ids is there"
+        if self.locator.max_tokens == 1:
+            problem += f"; {NEVER_FED}"
         return problem
-
-
-def _least(one: int | None, other: int | None) -> int | None:
-    """The smaller of two ends, where None is endless."""
-    if one is None or other is None:
-        return other if one is None else one
-    return min(one, other)

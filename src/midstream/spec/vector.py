@@ -126,13 +126,17 @@ def _from_numbers(values: list[Any] | tuple[Any, ...]) -> Vector:
 def _from_base64(value: Mapping[Any, Any]) -> Vector:
     text = read_fields(value, required=("f32",))["f32"]
     with at("f32"):
-        if not isinstance(text, str):
-            raise SpecError("", f"expected base64 as `str`, got {kind(text)}")
-        try:
-            data = base64.b64decode(text, validate=True)
-        except ValueError as error:
-            raise SpecError("", f"expected base64: {error}") from None
-        return Vector(data)
+        return Vector(read_base64(text))
+
+
+def read_base64(text: object) -> bytes:
+    """The bytes of a base64 text."""
+    if not isinstance(text, str):
+        raise SpecError("", f"expected base64 as `str`, got {kind(text)}")
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise SpecError("", f"expected base64: {error}") from None
 
 
 def _host_array(tensor: Any) -> Any:

@@ -29,7 +29,10 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A selection for one prompt. Disjoint: no position is in two parts of it.
+    """A selection for one prompt.
+
+    `ranges` and `matches` are disjoint: no position is in two of them. The final row, where
+    `last_from` has it selected, may be in one of them as well.
 
     Attributes:
         ranges: positions that are selected whatever is generated.
@@ -43,9 +46,14 @@ class Where:
     last_from: int | None = None
 
     @property
+    def num_ranges(self) -> int:
+        """How many ranges it is made of."""
+        return len(self.ranges) + sum(len(match.ranges) for match in self.matches)
+
+    @property
     def possible(self) -> Ranges:
         """Every position that may turn out to be selected."""
-        found: list[Range] = [*self.ranges, *(each for match in self.matches for each in match.ranges)]
+        found = [*self.ranges, *(each for match in self.matches for each in match.ranges)]
         if self.last_from is not None:
             found.append((self.last_from, None))
         return merge(found)

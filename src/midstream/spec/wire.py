@@ -1,11 +1,11 @@
 """The form in which a resolved plan travels to the workers. Never pickle.
 
-- 4 bytes: `MSP1`.
+- 4 bytes: `MSP2`.
 - 4 bytes: H, the header's length in bytes, unsigned, little-endian.
-- H bytes: the header, JSON: `prompt_len`; `vectors`, the size of each; `edits` and `captures`, as
-  lists of dicts of their fields, where an edit's `vector` is an index into `vectors`.
-- The vectors, little-endian float32, one after the other, each distinct one once, in the order in
-  which the edits first use them.
+- H bytes: the header, JSON: `prompt_len`; `vectors`, the size of each; `steps`, lists of
+  instructions, in which vectors are indices into `vectors`; `edits`, `captures` and `probes`, as
+  lists of dicts of their fields, in which `steps` is an index.
+- The vectors, little-endian float32, one after the other, each distinct one once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import struct
 from typing import Any
 
 from midstream.errors import SpecError
+from midstream.ops.layout import Flags, Op
 from midstream.sites import NAMES
 from midstream.spec.fields import (
     at,
@@ -25,47 +26,72 @@ from midstream.spec.fields import (
     read_json,
     read_word,
 )
+from midstream.spec.instructions import Instruction
 from midstream.spec.ranges import Range, Ranges, well_formed
-from midstream.spec.resolved import ResolvedCapture, ResolvedEdit, ResolvedPlan, Tap
+from midstream.spec.resolved import (
+    ResolvedCapture,
+    ResolvedEdit,
+    ResolvedPlan,
+    ResolvedProbe,
+    Steps,
+    Tap,
+)
 from midstream.spec.vector import Vector
+from midstream.spec.where import Match, Where
 
-MAGIC = b"MSP1"
+MAGIC = b"MSP2"
 
 _START = struct.Struct("<4sI")
+_NONE = -1
 
 
 def to_bytes(plan: ResolvedPlan) -> bytes:
     """The plan's wire form."""
-    places: dict[Vector, int] = {}
-    for edit in plan.edits:
-        places.setdefault(edit.vector, len(places))
+    vectors: dict[Vector, int] = {}
+    steps: dict[str, tuple[int, Steps]] = {}
+    for each in (*plan.edits, *plan.probes):
+        steps.setdefault(each.steps.digest, (len(steps), each.steps))
+    packed = [
+        [_pack_instruction(one, vectors) for one in found.instructions]
+        for _, found in steps.values()
+    ]
     header = {
         "prompt_len": plan.prompt_len,
-        "vectors": [vector.size for vector in places],
+        "vectors": [vector.size for vector in vectors],
+        "steps": packed,
         "edits": [
             {
                 "site": edit.site,
                 "layer": edit.layer,
-                "vector": places[edit.vector],
-                "scale": edit.scale,
-                "ranges": edit.ranges,
+                "steps": steps[edit.steps.digest][0],
+                "where": _pack_where(edit.where),
+                "source": edit.source,
             }
             for edit in plan.edits
         ],
         "captures": [
-            {"taps": capture.taps, "ranges": capture.ranges, "last_from": capture.last_from}
-            for capture in plan.captures
+            {"taps": capture.taps, "where": _pack_where(capture.where)} for capture in plan.captures
+        ],
+        "probes": [
+            {
+                "name": probe.name,
+                "site": probe.site,
+                "layer": probe.layer,
+                "steps": steps[probe.steps.digest][0],
+                "where": _pack_where(probe.where),
+            }
+            for probe in plan.probes
         ],
     }
     text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
-    return b"".join((_START.pack(MAGIC, len(text)), text, *(vector.data for vector in places)))
+    return b"".join((_START.pack(MAGIC, len(text)), text, *(vector.data for vector in vectors)))
 
 
 def from_bytes(data: bytes) -> ResolvedPlan:
     """The plan of a wire form.
 
     Raises:
-        SpecError: it is not exactly what `to_bytes` writes of some plan.
+        SpecError: it is not what `to_bytes` writes of some plan.
     """
     if not isinstance(data, bytes):
         raise SpecError("", f"expected `bytes`, got {kind(data)}")
@@ -78,21 +104,50 @@ def from_bytes(data: bytes) -> ResolvedPlan:
     text = data[_START.size : _START.size + length]
     if len(text) < length:
         raise SpecError("", f"the header is cut off: {len(text)} of {length} bytes")
-    header = read_fields(read_json(text), ("prompt_len", "vectors", "edits", "captures"))
+    names = ("prompt_len", "vectors", "steps", "edits", "captures", "probes")
+    header = read_fields(read_json(text), names)
     with at("prompt_len"):
         prompt_len = _natural(header["prompt_len"], at_least=1)
     vectors = _read_vectors(header["vectors"], body)
+    steps = [
+        _read_steps(nth, value, vectors) for nth, value in enumerate(_list("steps", header["steps"]))
+    ]
     edits: list[ResolvedEdit] = []
     for index, value in enumerate(_list("edits", header["edits"])):
         with at(f"edits[{index}]"):
-            edits.append(_read_edit(value, vectors))
+            edits.append(_read_edit(value, steps))
     captures: list[ResolvedCapture] = []
     for index, value in enumerate(_list("captures", header["captures"])):
         with at(f"captures[{index}]"):
-            captures.append(_read_capture(value, prompt_len))
-    if list(dict.fromkeys(edit.vector for edit in edits)) != vectors:
-        raise SpecError("vectors", "expected the edits' vectors, each once, in order of first use")
-    return ResolvedPlan(prompt_len, tuple(edits), tuple(captures))
+            captures.append(_read_capture(value))
+    probes: list[ResolvedProbe] = []
+    for index, value in enumerate(_list("probes", header["probes"])):
+        with at(f"probes[{index}]"):
+            probes.append(_read_probe(value, steps))
+    plan = ResolvedPlan(prompt_len, tuple(edits), tuple(captures), tuple(probes))
+    if to_bytes(plan) != data:
+        raise SpecError("", "the plan is not in the form in which plans are written")
+    return plan
+
+
+def _pack_instruction(step: Instruction, vectors: dict[Vector, int]) -> list[object]:
+    def index(vector: Vector | None) -> int:
+        return _NONE if vector is None else vectors.setdefault(vector, len(vectors))
+
+    return [
+        int(step.op),
+        index(step.read),
+        [index(vector) for vector in step.write],
+        [step.a, step.b, step.c, step.d],
+        int(step.flags),
+        _NONE if step.slot is None else step.slot,
+        step.first,
+    ]
+
+
+def _pack_where(where: Where) -> list[object]:
+    matches = [[match.ranges, match.ids, match.others] for match in where.matches]
+    return [where.ranges, matches, where.last_from]
 
 
 def _read_vectors(sizes: object, body: bytes) -> list[Vector]:
@@ -110,36 +165,111 @@ def _read_vectors(sizes: object, body: bytes) -> list[Vector]:
     return found
 
 
-def _read_edit(value: object, vectors: list[Vector]) -> ResolvedEdit:
-    given = read_fields(value, ("site", "layer", "vector", "scale", "ranges"))
-    site, layer = _read_tap([given["site"], given["layer"]])
-    with at("vector"):
-        place = _natural(given["vector"])
+def _read_steps(index: int, value: object, vectors: list[Vector]) -> Steps:
+    with at(f"steps[{index}]"):
+        found = []
+        for nth, one in enumerate(_list("", value)):
+            with at(f"[{nth}]"):
+                found.append(_read_instruction(one, vectors))
+        if not found:
+            raise SpecError("", "expected at least one instruction")
+        return Steps(tuple(found))
+
+
+def _read_instruction(value: object, vectors: list[Vector]) -> Instruction:
+    op, read, write, params, flags, slot, first = _exactly(7, value)
+
+    def vector(index: object) -> Vector:
+        place = _natural(index)
         if place >= len(vectors):
             raise SpecError("", f"there is no vector {place}, of {len(vectors)}")
-    with at("scale"):
-        scale = read_float32(given["scale"])
-    with at("ranges"):
-        ranges = _read_ranges(given["ranges"])
-        if not ranges:
-            raise SpecError("", "expected at least one range")
-    return ResolvedEdit(site, layer, vectors[place], scale, ranges)
+        return vectors[place]
+
+    try:
+        code, modifiers = Op(_natural(op)), Flags(_natural(flags))
+    except ValueError as error:
+        raise SpecError("", str(error)) from None
+    if modifiers & ~_ALL_FLAGS:
+        raise SpecError("", f"unknown flags {int(modifiers)}")
+    a, b, c, d = (read_float32(each) for each in _exactly(4, params))
+    return Instruction(
+        op=code,
+        read=None if read == _NONE else vector(read),
+        write=tuple(vector(each) for each in _list("write", write)),
+        a=a,
+        b=b,
+        c=c,
+        d=d,
+        flags=modifiers,
+        slot=None if slot == _NONE else _natural(slot),
+        first=_natural(first),
+    )
 
 
-def _read_capture(value: object, prompt_len: int) -> ResolvedCapture:
-    given = read_fields(value, ("taps", "ranges", "last_from"))
+_ALL_FLAGS = Flags(sum(Flags))
+
+
+def _read_edit(value: object, steps: list[Steps]) -> ResolvedEdit:
+    given = read_fields(value, ("site", "layer", "steps", "where", "source"))
+    site, layer = _read_tap([given["site"], given["layer"]])
+    with at("where"):
+        where = _read_where(given["where"])
+        if where.last_from is not None:
+            raise SpecError("", "the last row cannot be edited")
+    with at("source"):
+        source = read_int(given["source"])
+    return ResolvedEdit(site, layer, _choose_steps(given["steps"], steps), where, source)
+
+
+def _read_probe(value: object, steps: list[Steps]) -> ResolvedProbe:
+    given = read_fields(value, ("name", "site", "layer", "steps", "where"))
+    name = given["name"]
+    if not isinstance(name, str):
+        raise SpecError("name", f"expected `str`, got {kind(name)}")
+    site, layer = _read_tap([given["site"], given["layer"]])
+    found = _choose_steps(given["steps"], steps)
+    if len(found.instructions) != 1 or found.instructions[0].op is not Op.PROBE:
+        raise SpecError("steps", "expected one PROBE")
+    if found.instructions[0].slot is None:
+        raise SpecError("steps", "expected a PROBE with a slot")
+    with at("where"):
+        return ResolvedProbe(name, site, layer, found, _read_where(given["where"]))
+
+
+def _choose_steps(value: object, steps: list[Steps]) -> Steps:
+    with at("steps"):
+        place = _natural(value)
+        if place >= len(steps):
+            raise SpecError("", f"there are no steps {place}, of {len(steps)}")
+        return steps[place]
+
+
+def _read_capture(value: object) -> ResolvedCapture:
+    given = read_fields(value, ("taps", "where"))
     taps = tuple(_read_taps(given["taps"]))
-    with at("ranges"):
-        ranges = _read_ranges(given["ranges"])
-    with at("last_from"):
-        last_from = given["last_from"]
-        if last_from is not None:
-            last_from = _natural(last_from)
-            if last_from not in (prompt_len - 1, prompt_len):
-                raise SpecError("", f"expected the prompt's end or None, got {last_from}")
-        elif not ranges:
-            raise SpecError("", "nothing is captured: there are no ranges either")
-    return ResolvedCapture(taps, ranges, last_from)
+    with at("where"):
+        return ResolvedCapture(taps, _read_where(given["where"]))
+
+
+def _read_where(value: object) -> Where:
+    ranges, matches, last_from = _exactly(3, value)
+    found = []
+    for nth, match in enumerate(_list("", matches)):
+        with at(f"matches[{nth}]"):
+            found.append(_read_match(match))
+    where = Where(
+        _read_ranges(ranges), tuple(found), None if last_from is None else _natural(last_from)
+    )
+    if not where.possible:
+        raise SpecError("", "nothing is selected")
+    return where
+
+
+def _read_match(value: object) -> Match:
+    ranges, ids, others = _exactly(3, value)
+    if not isinstance(others, bool):
+        raise SpecError("", f"expected `bool`, got {kind(others)}")
+    return Match(_read_ranges(ranges), tuple(_natural(each) for each in _list("", ids)), others)
 
 
 def _read_taps(value: object) -> list[Tap]:
@@ -153,21 +283,18 @@ def _read_taps(value: object) -> list[Tap]:
 
 
 def _read_tap(value: object) -> Tap:
-    if not isinstance(value, list) or len(value) != 2:
-        raise SpecError("", f"expected [site, layer], got {kind(value)}")
+    site, layer = _exactly(2, value)
     with at("site"):
-        site = read_word(value[0], NAMES)
+        name = read_word(site, NAMES)
     with at("layer"):
-        return (site, _natural(value[1]))
+        return (name, _natural(layer))
 
 
 def _read_ranges(value: object) -> Ranges:
     found: list[Range] = []
     for item in _list("", value):
-        if not isinstance(item, list) or len(item) != 2:
-            raise SpecError(f"[{len(found)}]", f"expected [start, stop], got {kind(item)}")
-        start, stop = item
         with at(f"[{len(found)}]"):
+            start, stop = _exactly(2, item)
             found.append((_natural(start), None if stop is None else _natural(stop)))
     ranges = tuple(found)
     if not well_formed(ranges):
@@ -179,6 +306,13 @@ def _list(path: str, value: object) -> list[Any]:
     if not isinstance(value, list):
         raise SpecError(path, f"expected a list, got {kind(value)}")
     return value
+
+
+def _exactly(length: int, value: object) -> list[Any]:
+    found = _list("", value)
+    if len(found) != length:
+        raise SpecError("", f"expected {length} items, got {len(found)}")
+    return found
 
 
 def _natural(value: object, at_least: int = 0) -> int:

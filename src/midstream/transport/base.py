@@ -22,6 +22,10 @@ class Shipment(Protocol):
         """int32 [tokens, 4] on the host: what the device did, see `midstream.ops.layout`."""
         ...
 
+    def scores(self) -> Tensor:
+        """float32 [tokens, slots] on the host; [0, slots] where none were shipped. Waits."""
+        ...
+
 
 class Transport(Protocol):
     """Owner of the staging ring."""
@@ -38,8 +42,9 @@ class Transport(Protocol):
         """
         ...
 
-    def ship(self, first: int, num_rows: int, tally: Tensor) -> Shipment:
-        """Sends the ring's rows [first, first + num_rows) and the step's tally on their way.
+    def ship(self, first: int, num_rows: int, tally: Tensor, scores: Tensor) -> Shipment:
+        """Sends the ring's rows [first, first + num_rows), the step's tally and its scores on
+        their way.
 
         Called after the forward was queued; returns at once.
         """

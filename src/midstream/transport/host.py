@@ -22,6 +22,7 @@ class CpuShipment:
 
     copied_rows: Tensor
     copied_tally: Tensor
+    copied_scores: Tensor
 
     def ready(self) -> bool:
         return True
@@ -31,6 +32,9 @@ class CpuShipment:
 
     def tally(self) -> Tensor:
         return self.copied_tally
+
+    def scores(self) -> Tensor:
+        return self.copied_scores
 
 
 class CpuTransport:
@@ -47,8 +51,9 @@ class CpuTransport:
         _check_fits(num_rows, self.capacity)
         return 0
 
-    def ship(self, first: int, num_rows: int, tally: Tensor) -> Shipment:
-        return CpuShipment(self._ring[first : first + num_rows].clone(), tally.clone())
+    def ship(self, first: int, num_rows: int, tally: Tensor, scores: Tensor) -> Shipment:
+        rows = self._ring[first : first + num_rows].clone()
+        return CpuShipment(rows, tally.clone(), scores.clone())
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,7 @@ class CudaShipment:
 
     pinned_rows: Tensor
     pinned_tally: Tensor
+    pinned_scores: Tensor
     arrived: torch.cuda.Event
 
     def ready(self) -> bool:
@@ -69,6 +75,10 @@ class CudaShipment:
     def tally(self) -> Tensor:
         self.arrived.synchronize()
         return self.pinned_tally
+
+    def scores(self) -> Tensor:
+        self.arrived.synchronize()
+        return self.pinned_scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +116,13 @@ class CudaTransport:
         self._next = stop
         return first
 
-    def ship(self, first: int, num_rows: int, tally: Tensor) -> Shipment:
+    def ship(self, first: int, num_rows: int, tally: Tensor, scores: Tensor) -> Shipment:
         rows = self._ring[first : first + num_rows]
-        pinned_rows = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-        pinned_tally = torch.empty(tally.shape, dtype=tally.dtype, pin_memory=True)
-        # The tally is small and overwritten by the next step: it goes on the model's own stream.
+        pinned_rows, pinned_tally, pinned_scores = map(_pinned, (rows, tally, scores))
+        # These are small and overwritten by the next step: they go on the model's own stream.
         pinned_tally.copy_(tally, non_blocking=True)
+        if scores.numel():
+            pinned_scores.copy_(scores, non_blocking=True)
         current = torch.cuda.current_stream(self._ring.device)
         arrived = torch.cuda.Event()
         if num_rows:
@@ -122,7 +133,11 @@ class CudaTransport:
             self._in_flight.append(_InFlight(first, first + num_rows, arrived))
         else:
             arrived.record(current)
-        return CudaShipment(pinned_rows, pinned_tally, arrived)
+        return CudaShipment(pinned_rows, pinned_tally, pinned_scores, arrived)
+
+
+def _pinned(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
 
 def _check_fits(num_rows: int, capacity: int) -> None:

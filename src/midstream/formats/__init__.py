@@ -1,0 +1,1 @@
+"""Other tools' files, read without running anything that is in them."""

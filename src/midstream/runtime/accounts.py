@@ -1,0 +1,148 @@
+"""Receipts: what was asked of one completion against what the workers did for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from midstream.activations import Activations
+from midstream.receipt import Captured, Edited, Probed, Receipt, Selected
+from midstream.runtime.parts import Part
+from midstream.runtime.requests import APPLIED_0, UNSEEN
+from midstream.scores import Probes
+from midstream.spec import ResolvedPlan
+from midstream.spec.ranges import clip, merge
+from midstream.spec.tapping import order
+
+Ints = NDArray[np.int64]
+Final = tuple[tuple[int, int], ...]
+
+
+def make_receipt(
+    request_id: str,
+    plan: ResolvedPlan,
+    parts: list[Part],
+    completion: Any,
+    tokens: Sequence[int],
+    activations: Activations | None,
+    probes: Probes | None,
+) -> Receipt:
+    """The receipt of one completion.
+
+    Args:
+        request_id: vLLM's.
+        plan: what was asked for.
+        parts: what the workers sent.
+        completion: vLLM's CompletionOutput.
+        tokens: the id of each row's token, prompt first.
+        activations, probes: what of the workers' answer belongs to the plan.
+    """
+    length = len(tokens)
+    problems = [
+        f"{part.problem} (worker {part.worker['stage']}.{part.worker['tensor_rank']})"
+        for part in parts
+        if part.problem
+    ]
+    if not parts:
+        problems.append("the workers know nothing of it")
+    captured = []
+    rows = plan.expected_rows(length, tokens)
+    for tap in sorted(rows, key=order):
+        actual = 0 if activations is None else len(activations.positions_of(*tap))
+        captured.append(Captured(*tap, rows[tap], actual))
+        if actual != rows[tap]:
+            problems.append(f"{tap[0]} of layer {tap[1]}: {actual} rows came, expected {rows[tap]}")
+    probed = []
+    for probe in plan.probes:
+        if probe.name:
+            expected = _count(probe.where.final(length, tokens))
+            actual = 0 if probes is None else len(probes[probe.name])
+            probed.append(Probed(probe.name, probe.site, probe.layer, expected, actual))
+            if actual != expected:
+                problems.append(f"probe {probe.name}: {actual} scores came, expected {expected}")
+    edited = None
+    if plan.edits or plan.probes:
+        counts, wrong = _edited(plan, parts, length, tokens)
+        edited = counts if plan.edits else None
+        problems += wrong
+    return Receipt(
+        request_id=request_id,
+        prompt_tokens=plan.prompt_len,
+        generated_tokens=len(completion.token_ids),
+        captured=tuple(captured),
+        edited=edited,
+        probed=tuple(probed),
+        selected=_selected(plan, length, tokens),
+        problems=tuple(problems),
+    )
+
+
+def _edited(
+    plan: ResolvedPlan, parts: list[Part], length: int, tokens: Sequence[int]
+) -> tuple[Edited, list[str]]:
+    """Counts edits position by position, over the pipeline's stages."""
+    finals = {edit.where: edit.where.final(length, tokens) for edit in plan.edits}
+    edits = _add_up((finals[edit.where] for edit in plan.edits), length)
+    # The device counts a probe like an edit, and carries it out wherever it may be wanted.
+    reads = _add_up((clip(probe.where.possible, length) for probe in plan.probes), length)
+    expected = edits + reads
+    done = np.zeros(length, np.int64)
+    for part in parts:
+        if part.worker["tensor_rank"] == 0:
+            known = part.done[:length].astype(np.int64)
+            done[: known.size] += np.where(known == UNSEEN, 0, known - APPLIED_0)
+    problems = []
+    wrong = np.flatnonzero(done != expected)
+    if wrong.size:
+        first = int(wrong[0])
+        problems.append(
+            f"{wrong.size} positions were not edited as asked: position {first} got "
+            f"{done[first]} edits and probes, expected {expected[first]}"
+        )
+    applied = np.maximum(done - reads, 0)
+    counts = Edited(
+        expected=int(edits.sum()), applied=int(applied.sum()), tokens=int((edits > 0).sum())
+    )
+    return counts, problems
+
+
+def _add_up(finals: Iterable[Final], length: int) -> Ints:
+    """How many of some selections each position is in."""
+    steps = np.zeros(length + 1, np.int64)
+    for ranges in finals:
+        for start, stop in ranges:
+            steps[start] += 1
+            steps[stop] -= 1
+    return np.cumsum(steps[:length])
+
+
+def _selected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[Selected, ...]:
+    """What every selection of the plan came to."""
+    found = [
+        Selected(f"capture[{nth}]", capture.where.final(length, tokens))
+        for nth, capture in enumerate(plan.captures)
+    ]
+    by_source: dict[int, list[tuple[int, int]]] = {}
+    for edit in {(edit.source, edit.where): edit for edit in plan.edits}.values():
+        by_source.setdefault(edit.source, []).extend(edit.where.final(length, tokens))
+    found += [
+        # Server-wide edits come before the request's own, and count from their end.
+        Selected(
+            f"edits[{source}]" if source >= 0 else f"steering[{source}]",
+            clip(merge(ranges), length),
+        )
+        for source, ranges in by_source.items()
+    ]
+    named = [probe for probe in plan.probes if probe.name]
+    found += [
+        Selected(f"probes[{nth}]", probe.where.final(length, tokens))
+        for nth, probe in enumerate(named)
+    ]
+    return tuple(found)
+
+
+def _count(ranges: Final) -> int:
+    return sum(stop - start for start, stop in ranges)

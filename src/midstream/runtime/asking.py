@@ -1,0 +1,148 @@
+"""From what a request asks for, as written, to what rides with it: bound, resolved and packed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from midstream.errors import SpecError
+from midstream.runtime.chat import ChatPlan
+from midstream.runtime.budget import Need, all_taps, need_of
+from midstream.runtime.prompt_text import text_map
+from midstream.spec import Plan, Prompt, ResolvedPlan, Vector, resolve
+from midstream.spec.operations import Edit
+
+if TYPE_CHECKING:
+    from midstream.runtime.frontend import EngineInfo
+
+# Many requests share a plan: it is resolved and packed once for each length of prompt.
+_CACHED_PLANS = 256
+
+Lookup = Callable[[str], Mapping[Any, Vector]]
+Ready = tuple[ResolvedPlan, Need, bytes]
+
+
+class Asking:
+    """Resolves plans for one engine."""
+
+    def __init__(self, info: EngineInfo, engine: Any) -> None:
+        self._info = info
+        self._engine = engine
+        self._taps = all_taps(sorted(info.shape.taps, key=_order))
+        self._by_length = functools.lru_cache(maxsize=_CACHED_PLANS)(self._resolve_by_length)
+
+    def resolve(
+        self,
+        asked_for: Plan | ChatPlan | None,
+        before: tuple[Edit, ...],
+        lookup: Lookup,
+        request: Any,
+    ) -> Ready:
+        """What rides with a request.
+
+        Args:
+            asked_for: what it asks for itself.
+            before: edits that come before its own.
+            lookup: gives the vectors of a registered name.
+            request: vLLM's EngineCoreRequest.
+
+        Raises:
+            SpecError: it cannot be served as asked.
+        """
+        chat = asked_for if isinstance(asked_for, ChatPlan) else None
+        own = chat.plan if chat is not None else asked_for
+        assert not isinstance(own, ChatPlan)
+        plan = None if own is None else own.bind(lookup, self._info.shape.num_layers)
+        max_tokens = request.sampling_params.max_tokens
+        needs_prompt = any(edit.positions.needs_prompt for edit in before)
+        if needs_prompt or (plan is not None and plan.needs_prompt):
+            return self._finish(plan, before, self._prompt(request, chat), max_tokens)
+        return self._by_length(plan, before, _prompt_len(request), max_tokens)
+
+    def _resolve_by_length(
+        self, plan: Plan | None, before: tuple[Edit, ...], length: int, max_tokens: int | None
+    ) -> Ready:
+        return self._finish(plan, before, Prompt(length), max_tokens)
+
+    def _finish(
+        self, plan: Plan | None, before: tuple[Edit, ...], prompt: Prompt, max_tokens: int | None
+    ) -> Ready:
+        resolved = resolve(plan, self._info.shape, prompt, max_tokens, before)
+        first = self._info.workers[0]
+        need = need_of(resolved, self._taps, self._info.room, first["edits_per_site"])
+        self._check_ring(resolved)
+        self._check_gates(resolved)
+        return resolved, need, resolved.to_bytes()
+
+    def _prompt(self, request: Any, chat: ChatPlan | None) -> Prompt:
+        ids = request.prompt_token_ids
+        if ids is None:
+            return Prompt(_prompt_len(request))
+        tokens = tuple(ids)
+        tokenizer = self._tokenizer
+
+        def messages() -> Any:
+            assert chat is not None
+            return chat.spans(self._engine, tokenizer(), tokens)
+
+        return Prompt(
+            len(tokens),
+            token_ids=tokens,
+            text=lambda: text_map(tokenizer(), tokens),
+            messages=None if chat is None else messages,
+        )
+
+    def _tokenizer(self) -> Any:
+        tokenizer = self._engine.get_tokenizer()
+        if tokenizer is None:
+            raise SpecError(
+                "positions", "text and roles need a tokenizer, and this engine has none"
+            )
+        return tokenizer
+
+    def _check_ring(self, plan: ResolvedPlan) -> None:
+        wanted = {tap for capture in plan.captures for tap in capture.taps}
+        for worker in self._info.workers:
+            # Under pipeline parallelism each stage captures its own layers.
+            at_once = sum((site, layer) in wanted for site, layer in worker["taps"])
+            if at_once > worker["capture_limit"]:
+                raise SpecError(
+                    "capture",
+                    f"{at_once} vectors a token are asked for, the staging ring has room for "
+                    f"{worker['capture_limit']} when a step is full; raise midstream's setting "
+                    "staging_bytes, lower max_num_batched_tokens, or capture fewer layers or "
+                    "sites",
+                )
+
+    def _check_gates(self, plan: ResolvedPlan) -> None:
+        """A score stays on the pipeline stage on which it was read."""
+        stages = {
+            (site, layer): worker["stage"]
+            for worker in self._info.workers
+            for site, layer in worker["taps"]
+        }
+        if len(set(stages.values())) == 1:
+            return
+        read = {probe.slot: (probe.site, probe.layer) for probe in plan.probes}
+        for edit in plan.edits:
+            slot = edit.steps.instructions[0].slot
+            if slot is None:
+                continue
+            if stages[read[slot]] != stages[edit.site, edit.layer]:
+                site, layer = read[slot]
+                raise SpecError(
+                    f"edits[{edit.source}].probe",
+                    f"the gate reads {site} of layer {layer}, which is on another pipeline stage "
+                    f"than layer {edit.layer}; read a layer of the same stage",
+                )
+
+
+def _order(tap: tuple[str, int]) -> tuple[int, str]:
+    return tap[1], tap[0]
+
+
+def _prompt_len(request: Any) -> int:
+    if request.prompt_token_ids is not None:
+        return len(request.prompt_token_ids)
+    return int(request.prompt_embeds.shape[0])

@@ -1,0 +1,151 @@
+"""What the running requests take of a worker's tables, as the front end reckons it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+from midstream.errors import SpecError
+from midstream.ops import layout
+from midstream.runtime.buffers import Room, Tap
+from midstream.runtime.programs import vectors_of
+from midstream.runtime.requests import Piece, cut
+from midstream.spec import ResolvedPlan
+
+# Per kind of room: the setting, what it counts.
+_KINDS = {
+    "bank_rows": "vectors",
+    "programs": "combinations of edits",
+    "groups": "combinations of captures",
+    "max_edits": "instructions",
+    "token_ids": "token ids in lists",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one plan takes, by kind of room: how much for each distinct thing."""
+
+    kinds: dict[str, dict[Hashable, int]]
+
+    def total(self, kind: str) -> int:
+        """How much of a kind the plan takes on its own."""
+        return sum(self.kinds[kind].values())
+
+
+def need_of(plan: ResolvedPlan, taps: dict[Tap, int], room: Room, edits_per_site: int) -> Need:
+    """What a plan takes.
+
+    Args:
+        plan: what a request asks for.
+        taps: every tap of the engine, over all pipeline stages.
+        room: how much a worker has.
+        edits_per_site: most instructions for one token at one site.
+
+    Raises:
+        SpecError: the plan is beyond a limit even with nothing else running; with the figures.
+    """
+    pieces = cut(plan, taps, captures=True)
+    kinds: dict[str, dict[Hashable, int]] = {kind: {} for kind in _KINDS}
+    for piece in pieces:
+        _check_sites(piece, list(taps), edits_per_site)
+        if piece.edits:
+            kinds["programs"][piece.edits] = 1
+            length = sum(len(edit.steps) for edit in piece.edits)
+            kinds["max_edits"][piece.edits] = length
+        if piece.taps:
+            kinds["groups"][piece.taps] = 1
+        for edit in piece.edits:
+            if edit.ids:
+                kinds["token_ids"][edit.ids] = len(edit.ids)
+            for step in edit.steps:
+                for vectors in vectors_of(step):
+                    kinds["bank_rows"][vectors] = len(vectors)
+    found = Need(kinds)
+    for kind, limit in _limits(room).items():
+        if found.total(kind) > limit:
+            setting = "programs" if kind == "groups" else kind
+            raise SpecError(
+                "",
+                f"the request needs {found.total(kind)} {_KINDS[kind]}, and there is room for "
+                f"{limit}; raise midstream's setting {setting}",
+            )
+    if plan.slots > room.probes:
+        raise SpecError(
+            "probes",
+            f"the request reads {plan.slots} scores (probes, and probes of gates at other sites), "
+            f"and a token has room for {room.probes}; raise midstream's setting probes",
+        )
+    return found
+
+
+class Budget:
+    """Counts what admitted plans take together; what they share counts once."""
+
+    def __init__(self, room: Room) -> None:
+        self._limits = _limits(room)
+        self._used = dict.fromkeys(_KINDS, 0)
+        self._users: dict[str, Counter[Hashable]] = {kind: Counter() for kind in _KINDS}
+
+    def fits(self, need: Need) -> bool:
+        """Whether there is room for it beside what is admitted."""
+        return all(
+            self._used[kind] + self._new(kind, things) <= self._limits[kind]
+            for kind, things in need.kinds.items()
+        )
+
+    def take(self, need: Need) -> None:
+        """Admits a plan that fits. Pair with `give_back`."""
+        for kind, things in need.kinds.items():
+            self._used[kind] += self._new(kind, things)
+            self._users[kind].update(things.keys())
+
+    def give_back(self, need: Need) -> None:
+        """Ends a plan."""
+        for kind, things in need.kinds.items():
+            users = self._users[kind]
+            for thing, size in things.items():
+                users[thing] -= 1
+                if users[thing] == 0:
+                    del users[thing]
+                    self._used[kind] -= size
+
+    @property
+    def used(self) -> dict[str, int]:
+        """How much of each kind is taken."""
+        return dict(self._used)
+
+    def _new(self, kind: str, things: dict[Hashable, int]) -> int:
+        users = self._users[kind]
+        return sum(size for thing, size in things.items() if thing not in users)
+
+
+def _limits(room: Room) -> dict[str, int]:
+    return {
+        "bank_rows": room.bank_rows,
+        "programs": room.programs - layout.FIRST_FREE_PROGRAM,
+        "groups": room.programs - layout.FIRST_FREE_GROUP,
+        "max_edits": room.max_edits,
+        "token_ids": room.token_ids,
+    }
+
+
+def _check_sites(piece: Piece, taps: list[Tap], limit: int) -> None:
+    at_tap: Counter[int] = Counter()
+    for edit in piece.edits:
+        at_tap[edit.tap] += len(edit.steps)
+    for tap, count in at_tap.items():
+        if count > limit:
+            site, layer = taps[tap]
+            raise SpecError(
+                "edits",
+                f"{count} instructions for one token at {site} of layer {layer} (an edit takes one "
+                f"or more, a probe one), and the limit is {limit}; raise midstream's setting "
+                "edits_per_site",
+            )
+
+
+def all_taps(taps: Iterable[Tap]) -> dict[Tap, int]:
+    """The engine's taps, numbered."""
+    return {tap: index for index, tap in enumerate(taps)}

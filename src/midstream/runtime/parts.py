@@ -1,0 +1,92 @@
+"""What one worker sent for one completion, cut by its header; see `results` for the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Tap = tuple[str, int]
+Answers = list[tuple[dict[str, Any], bytes]]
+Ints = NDArray[np.int64]
+
+
+class Block(NamedTuple):
+    """Rows of some taps at the same positions: [positions, taps, hidden]."""
+
+    taps: list[Tap]
+    positions: Ints
+    values: Tensor
+
+
+class Part:
+    """One worker's share of one completion.
+
+    Attributes:
+        worker: the worker's own description.
+        problem: what went wrong there, if anything.
+        done: uint16, the state of each position; see `requests`.
+        size: how many bytes of the data it took.
+    """
+
+    def __init__(self, worker: dict[str, Any], entry: dict[str, Any], data: memoryview) -> None:
+        self.worker = worker
+        self.problem: str = entry["problem"]
+        size = entry["done"] * 2
+        self.done: NDArray[np.uint16] = np.frombuffer(data[:size], np.uint16)
+        self._blocks: list[tuple[dict[str, Any], memoryview]] = []
+        self._scores: list[tuple[dict[str, Any], memoryview]] = []
+        for kept, headers in ((self._blocks, entry["blocks"]), (self._scores, entry["scores"])):
+            for header in headers:
+                kept.append((header, data[size : size + header["nbytes"]]))
+                size += header["nbytes"]
+        self.size = size
+
+    def blocks(self, dtype: torch.dtype) -> list[Block]:
+        """The captured rows."""
+        found = []
+        for header, data in self._blocks:
+            positions = expand((first, first + length) for first, length in header["runs"])
+            taps = [(site, layer) for site, layer in header["taps"]]
+            found.append(
+                Block(taps, positions, _tensor(data, dtype).view(positions.size, len(taps), -1))
+            )
+        return found
+
+    def scores(self) -> list[tuple[Ints, Tensor]]:
+        """(positions, float32 [positions, slots]) of what the probes read."""
+        found = []
+        for header, data in self._scores:
+            positions = expand((first, first + length) for first, length in header["runs"])
+            found.append((positions, _tensor(data, torch.float32).view(positions.size, -1)))
+        return found
+
+
+def split(answers: Answers, num_completions: int) -> dict[int, list[Part]]:
+    """Each completion's parts. With several completions vLLM runs each as a request of its own,
+    whose id begins with its index and an underscore.
+    """
+    children: dict[int, list[Part]] = {}
+    for header, data in answers:
+        view, offset = memoryview(data), 0
+        for entry in header["requests"]:
+            part = Part(header["worker"], entry, view[offset:])
+            offset += part.size
+            index = 0 if num_completions == 1 else int(entry["id"].split("_", 1)[0])
+            children.setdefault(index, []).append(part)
+    return children
+
+
+def expand(ranges: Iterable[tuple[int, int]]) -> Ints:
+    """The positions in [start, stop) ranges."""
+    runs = [np.arange(start, stop) for start, stop in ranges]
+    return np.concatenate(runs) if runs else np.zeros(0, np.int64)
+
+
+def _tensor(data: memoryview, dtype: torch.dtype) -> Tensor:
+    # A writable copy: tensors over read-only memory are a trap for whoever writes to them.
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.zeros(0, dtype=dtype)

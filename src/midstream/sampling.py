@@ -1,0 +1,234 @@
+"""`midstream.SamplingParams`: vLLM's, with steering and captures as arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from midstream.config import KEY
+from midstream.errors import SpecError
+from midstream.spec.capture import Capture
+from midstream.spec.fields import at, kind, listed, read_fields, show
+from midstream.spec.operations import Edit, Steer
+from midstream.spec.plan import Plan
+from midstream.spec.probe import Probe
+from midstream.spec.selection import read_site
+from midstream.vectors.tiers import read_hooks, read_reference
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams as VllmSamplingParams
+
+# Each argument of vectors by hook point, and the phase of the tokens that it is for.
+TIERS: dict[str, str | None] = {
+    "steering_vectors": None,
+    "prefill_steering_vectors": "prompt",
+    "decode_steering_vectors": "generated",
+}
+OWN = (*TIERS, "steering_module_ref", "capture", "edits", "probes")
+
+# Names of positions that a request to a consumer may use, and ours for them.
+_POSITIONS = {"all_prompt": "prompt", "all_generated": "generated"}
+_CONSUMER_FIELDS = ("positions", "request_id", "tag")
+
+
+class PlanForm(dict[str, Any]):
+    """A plan's JSON form, which vLLM copies and packs like any dict. It does not print vectors."""
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{len(value)} {name}" for name, value in self.items())
+        return f"<midstream plan: {parts}>"
+
+
+class _Factory(type):
+    """Calling the class makes vLLM's object, of which all of them are instances."""
+
+    def __call__(
+        cls,
+        *args: Any,
+        steering_vectors: object = None,
+        prefill_steering_vectors: object = None,
+        decode_steering_vectors: object = None,
+        steering_module_ref: object = None,
+        capture: object = None,
+        edits: object = None,
+        probes: object = None,
+        **vllm_args: Any,
+    ) -> VllmSamplingParams:
+        plan = read_plan(
+            steering_vectors=steering_vectors,
+            prefill_steering_vectors=prefill_steering_vectors,
+            decode_steering_vectors=decode_steering_vectors,
+            steering_module_ref=steering_module_ref,
+            capture=capture,
+            edits=edits,
+            probes=probes,
+        )
+        made = _vllm()(*args, **vllm_args)
+        if plan is not None:
+            given = made.extra_args or {}
+            if KEY in given:
+                raise SpecError(
+                    f"extra_args[{KEY!r}]",
+                    f"there is a plan here and in {listed(OWN)}; give it in one place",
+                )
+            made.extra_args = {**given, KEY: PlanForm(plan.to_dict())}
+        return made
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _vllm())
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return subclass is SamplingParams or issubclass(subclass, _vllm())
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(_vllm(), name)
+
+    def __dir__(cls) -> list[str]:
+        return sorted({*type.__dir__(cls), *dir(_vllm())})
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        theirs = inspect.signature(_vllm())
+        names = [*theirs.parameters.values()]
+        ours = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in OWN
+        ]
+        return theirs.replace(parameters=[*names, *ours])
+
+
+class SamplingParams(metaclass=_Factory):
+    """Makes a `vllm.SamplingParams`, with a plan in its `extra_args["midstream"]`.
+
+    All of vLLM's arguments are taken as they are, and:
+
+    Args:
+        steering_vectors: vectors that are added at every token: `{hook point: {layer: vector}}`.
+            A hook point is `pre_attn`, `post_attn`, `post_block`, or any site's name; a vector is
+            a list, array or tensor of the model's width, or `{"vector": …, "scale": number}`.
+        prefill_steering_vectors: the same, at the prompt's tokens only.
+        decode_steering_vectors: the same, at generated tokens only.
+        steering_module_ref: vectors registered under a name, added at every token: `name`,
+            `(name, scale)` or `{"name": …, "scale": …}`. All four add up.
+        capture: what to capture: a Capture or its dict, a list of these, or
+            `{"memory": {"hooks": {hook point: [layer, …]}, "positions": …}}`. The rows come back
+            on the output, as `activations`.
+        edits: edits of any kind, applied after those above, in this order.
+        probes: scores to read.
+
+    What it makes is vLLM's own object, so that it is copied, packed and checked as vLLM does it;
+    `isinstance(x, midstream.SamplingParams)` is true of every `vllm.SamplingParams`. The class's
+    other attributes are vLLM's, `from_optional` among them.
+
+    Raises:
+        SpecError: one of these arguments is malformed. The path leads to the place:
+            `decode_steering_vectors["pre_attn"][15].vector`. What depends on the model (layers,
+            widths, registered names) is checked when the request is made.
+    """
+
+
+def read_plan(
+    *,
+    steering_vectors: object = None,
+    prefill_steering_vectors: object = None,
+    decode_steering_vectors: object = None,
+    steering_module_ref: object = None,
+    capture: object = None,
+    edits: object = None,
+    probes: object = None,
+) -> Plan | None:
+    """The plan that these arguments of SamplingParams mean; None if none is given.
+
+    Raises:
+        SpecError: as SamplingParams.
+    """
+    found: list[Edit] = []
+    if steering_module_ref is not None:
+        with at("steering_module_ref"):
+            found.append(Steer(read_reference(steering_module_ref)))
+    tiers = (steering_vectors, prefill_steering_vectors, decode_steering_vectors)
+    for (name, phase), value in zip(TIERS.items(), tiers, strict=True):
+        if value is not None:
+            with at(name):
+                found.extend(part.edit for part in read_hooks(value, phase))
+    own = Plan.make(edits=edits, probes=probes)
+    captures: tuple[Capture, ...] = ()
+    if capture is not None:
+        captures = _read_captures(capture)
+    if own is not None:
+        found.extend(own.edits)
+    readings: tuple[Probe, ...] = () if own is None else own.probes
+    if not (captures or found or readings):
+        return None
+    return Plan(captures, tuple(found), readings)
+
+
+def _vllm() -> type[VllmSamplingParams]:
+    import vllm
+
+    found: type[VllmSamplingParams] = vllm.SamplingParams
+    return found
+
+
+def _read_captures(value: object) -> tuple[Capture, ...]:
+    if not _names_consumers(value):
+        plan = Plan.make(capture=value)
+        assert plan is not None
+        return plan.captures
+    assert isinstance(value, Mapping)
+    found: list[Capture] = []
+    with at("capture"):
+        for consumer, asked in value.items():
+            if consumer != "memory":
+                raise SpecError(
+                    "",
+                    f"there is no consumer {show(consumer)}; `memory` works: the rows come back on "
+                    "the output, whose `activations.save(path)` writes a file",
+                )
+            with at('["memory"]'):
+                found.extend(_read_consumer(asked))
+    return tuple(found)
+
+
+def _names_consumers(value: object) -> bool:
+    """Whether this is `{consumer: {…}}` and not the fields of a Capture, whose values are no
+    dicts with `hooks`.
+    """
+    return isinstance(value, Mapping) and (
+        "memory" in value
+        or "filesystem" in value
+        or any(_has_hooks(part) for part in value.values())
+    )
+
+
+def _has_hooks(value: object) -> bool:
+    return "hooks" in value if isinstance(value, Mapping) else hasattr(value, "hooks")
+
+
+def _read_consumer(value: object) -> list[Capture]:
+    """One Capture for each hook point. `request_id` and `tag` name files elsewhere, and here
+    nothing: rows come back on the request's own output.
+    """
+    given = read_fields(value, required=("hooks",), optional=_CONSUMER_FIELDS)
+    for name in ("request_id", "tag"):
+        if given.get(name) is not None and not isinstance(given[name], str):
+            raise SpecError(name, f"expected `str`, got {kind(given[name])}")
+    positions = given.get("positions", "all")
+    if isinstance(positions, str):
+        positions = _POSITIONS.get(positions, positions)
+    hooks = given["hooks"]
+    if not isinstance(hooks, Mapping) or not hooks:
+        raise SpecError("hooks", f"expected {{hook point: [layer, …]}}, got {kind(hooks)}")
+    found = []
+    for hook, layers in hooks.items():
+        path = f'hooks["{hook}"]'
+        with at(path):
+            site = read_site(hook)
+        try:
+            found.append(Capture(layers, site, positions))
+        except SpecError as error:
+            inner = error.path.removeprefix("layers")
+            raise SpecError(
+                path + inner if error.path.startswith("layers") else error.path, error.problem
+            ) from None
+    return found

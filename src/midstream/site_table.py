@@ -1,0 +1,110 @@
+"""`llm.sites()`: what can be read and edited in a model, and why the rest cannot."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+
+from midstream import sites
+from midstream.spec.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class SiteState:
+    """One site of one layer.
+
+    Attributes:
+        site: canonical name.
+        layer: from 0.
+        tapped: whether requests can use it.
+        reason: why not; empty where it is tapped.
+    """
+
+    site: str
+    layer: int
+    tapped: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SiteTable:
+    """Every site of every layer.
+
+    Attributes:
+        states: by layer, then in the order in which a forward pass reaches the sites.
+    """
+
+    states: tuple[SiteState, ...]
+
+    @staticmethod
+    def of(shape: ModelShape) -> SiteTable:
+        """The table of one engine."""
+        reasons = dict(shape.reasons)
+        return SiteTable(
+            tuple(
+                SiteState(
+                    site,
+                    layer,
+                    (site, layer) in shape.taps,
+                    ""
+                    if (site, layer) in shape.taps
+                    else reasons.get(
+                        (site, layer),
+                        "not tapped; add it to midstream's settings `sites` and `layers`",
+                    ),
+                )
+                for layer in range(shape.num_layers)
+                for site in sites.NAMES
+            )
+        )
+
+    def __getitem__(self, key: tuple[str, int]) -> SiteState:
+        """The state of a (site or alias, layer).
+
+        Raises:
+            KeyError: there is no such site or layer.
+        """
+        site, layer = key
+        name = sites.canonical(site)
+        for state in self.states:
+            if (state.site, state.layer) == (name, layer):
+                return state
+        raise KeyError(f"there is no {site} at layer {layer}")
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(site, layers, state) for tables: layers that are alike stand together."""
+        found = []
+        for site in sites.NAMES:
+            alike: dict[tuple[bool, str], list[int]] = {}
+            for state in self.states:
+                if state.site == site:
+                    alike.setdefault((state.tapped, state.reason), []).append(state.layer)
+            for (tapped, reason), layers in alike.items():
+                found.append((site, _runs(layers), "tapped" if tapped else reason))
+        return found
+
+    def __str__(self) -> str:
+        rows = [("site", "layers", ""), *self.rows()]
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        return "\n".join(
+            f"{site:<{widths[0]}}  {layers:<{widths[1]}}  {state}".rstrip()
+            for site, layers, state in rows
+        )
+
+    def _repr_html_(self) -> str:
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+            for row in self.rows()
+        )
+        return f"<table><tr><th>site</th><th>layers</th><th></th></tr>{body}</table>"
+
+
+def _runs(layers: list[int]) -> str:
+    """Ascending numbers as `0–3, 7`."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)

@@ -1,0 +1,126 @@
+"""Where an edit applies, whose vectors are given by name.
+
+A registered name stands for one vector for each of some taps, or for one vector without a tap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from midstream.errors import SpecError
+from midstream.sites import BY_NAME
+from midstream.spec.selection import Layers, Sites
+from midstream.spec.vector import Vector
+
+Tap = tuple[str, int]  # (canonical site, layer from 0)
+Registered = Mapping[Tap | None, Vector]  # one for each tap; or one, under None
+Lookup = Callable[[str], Registered]
+
+_SHOWN = 8
+
+
+def from_start(layers: Layers, num_layers: int | None) -> Layers:
+    """The layers counted from 0, as far as the model's are known and it has them."""
+    if num_layers is None or layers.indices == "all":
+        return layers
+    return Layers([index_from_start(index, num_layers) for index in layers.indices])
+
+
+def index_from_start(index: int, num_layers: int | None) -> int:
+    """The same of one index; one that the model does not have is left as it is."""
+    if num_layers is None or not -num_layers <= index < 0:
+        return index
+    return index + num_layers
+
+
+def is_plain(registered: Registered) -> bool:
+    """Whether this is one vector without a tap."""
+    return None in registered
+
+
+def taps_of(registered: Registered) -> tuple[Tap, ...]:
+    """The taps of a name, in the order of a forward pass."""
+    taps = [tap for tap in registered if tap is not None]
+    return tuple(sorted(taps, key=lambda tap: (tap[1], BY_NAME[tap[0]].order)))
+
+
+def pick(name: str, registered: Registered, tap: Tap) -> Vector:
+    """The name's vector at a tap, or the one that it has for all.
+
+    Raises:
+        SpecError: it has none there.
+    """
+    found = registered.get(None) or registered.get(tap)
+    if found is None:
+        raise SpecError("layer", _has_none(name, registered, f"{tap[0]} at layer {tap[1]}"))
+    return found
+
+
+def find_taps(
+    found: Mapping[str, Registered], layers: Layers, sites: Sites, left: Sequence[str]
+) -> tuple[Tap, ...] | None:
+    """The taps at which vectors of these names are meant; None: as the edit says, with the same
+    vectors at all of them.
+
+    A field that was left out is read as everything that the names have; so is "all" layers.
+
+    Args:
+        found: what each name stands for, at least one.
+        layers, sites: as written.
+        left: which of "layer" and "site" were left out.
+
+    Raises:
+        SpecError: a name lacks a tap that is asked for, or that another name has; or no name has
+            any tap and the layer was left out.
+    """
+    tapped = {name: each for name, each in found.items() if not is_plain(each)}
+    if not tapped:
+        if "layer" in left:
+            raise SpecError(
+                "layer",
+                f"missing: {_quoted(found)} is registered without layers; give the layer here",
+            )
+        return None
+    chosen = {name: _of_name(name, each, layers, sites, left) for name, each in tapped.items()}
+    first, *others = chosen
+    for name in others:
+        for one, other in ((first, name), (name, first)):
+            missing = [tap for tap in chosen[other] if tap not in chosen[one]]
+            if missing:
+                site, layer = missing[0]
+                raise SpecError(
+                    "layer",
+                    _has_none(one, found[one], f"{site} at layer {layer}, where `{other}` has one"),
+                )
+    return chosen[first]
+
+
+def _of_name(
+    name: str, registered: Registered, layers: Layers, sites: Sites, left: Sequence[str]
+) -> tuple[Tap, ...]:
+    taps = taps_of(registered)
+    if "site" not in left:
+        for site in sites:
+            if not any(tap[0] == site for tap in taps):
+                raise SpecError("site", _has_none(name, registered, f"the site {site}"))
+        taps = tuple(tap for tap in taps if tap[0] in sites.names)
+    if layers.indices == "all":
+        return taps
+    for layer in layers.indices:
+        here = [tap[0] for tap in taps if tap[1] == layer]
+        wanted = [] if "site" in left else [site for site in sites if site not in here]
+        if wanted or not here:
+            what = f"{wanted[0]} at layer {layer}" if wanted else f"layer {layer}"
+            raise SpecError("layer", _has_none(name, registered, what))
+    return tuple(tap for tap in taps if tap[1] in layers.indices)
+
+
+def _has_none(name: str, registered: Registered, what: str) -> str:
+    taps = taps_of(registered)
+    more = f" and {len(taps) - _SHOWN} more" if len(taps) > _SHOWN else ""
+    has = ", ".join(f"{site} at layer {layer}" for site, layer in taps[:_SHOWN])
+    return f"`{name}` has no vector for {what}; it has {has}{more}"
+
+
+def _quoted(names: Mapping[str, object]) -> str:
+    return ", ".join(f"`{name}`" for name in names)

@@ -1,0 +1,229 @@
+"""Where one item of a selection is, in one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from midstream.errors import SpecError
+from midstream.spec.fields import show
+from midstream.spec.items import Item, Role, Span, Text, Window
+from midstream.spec.prompt import Message, Prompt
+from midstream.spec.range_algebra import least
+from midstream.spec.ranges import Range
+
+# A span with a step makes one range of each position: the most ranges in one plan.
+MAX_RANGES = 1 << 16
+
+NEVER_FED = "the last sampled token is never fed back, so it has no row"
+
+_SHOWN_ROLES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What an item selects.
+
+    Attributes:
+        ranges: none of them empty, in any order; they may lie beyond the phase.
+        nothing: why there are none, for messages.
+    """
+
+    ranges: tuple[Range, ...]
+    nothing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Locator:
+    """Finds items in one prompt.
+
+    Attributes:
+        prompt: the prompt.
+        max_tokens: most tokens that may be generated; None: unknown.
+        phase: the only positions that a span with a step is written out for.
+    """
+
+    prompt: Prompt
+    max_tokens: int | None
+    phase: str
+
+    @property
+    def rows(self) -> int | None:
+        """Most rows that there may be."""
+        return None if self.max_tokens is None else self.prompt.length + self.max_tokens - 1
+
+    @property
+    def phase_range(self) -> Range:
+        """The positions of the phase."""
+        length = self.prompt.length
+        return {"all": (0, None), "prompt": (0, length), "generated": (length, None)}[self.phase]
+
+    @property
+    def lengths(self) -> str:
+        """How long the prompt is and how much may be generated, for messages."""
+        more = "" if self.max_tokens is None else f" and max_tokens is {self.max_tokens}"
+        return f"the prompt has {self.prompt.length} tokens{more}"
+
+    def find(self, item: Item, room: int) -> Found:
+        """Where an item is that is neither "last" nor TokenIds.
+
+        Args:
+            item: what is asked for.
+            room: most ranges that there is room for.
+
+        Raises:
+            SpecError: a span or window with a step that has too many positions or no end, or what
+                the item is found by is not known of this prompt.
+        """
+        if isinstance(item, str):
+            return Found((self._word(item),))
+        if isinstance(item, int):
+            return self._int(item)
+        if isinstance(item, (Span, Window)):
+            return self._span(item, room)
+        if isinstance(item, Text):
+            return self._text(item)
+        assert isinstance(item, Role)
+        return self._role(item)
+
+    def token_ranges(self, ids: Iterable[int]) -> list[Range]:
+        """Where the prompt's tokens with one of these ids are.
+
+        Raises:
+            SpecError: the prompt's token ids are not known.
+        """
+        known = self.prompt.token_ids
+        if known is None:
+            raise SpecError(
+                "",
+                "this prompt has no token ids to look for, as it is not made of tokens; use "
+                'phase="generated", or positions by number',
+            )
+        wanted = frozenset(ids)
+        return [(place, place + 1) for place, token in enumerate(known) if token in wanted]
+
+    def _word(self, word: str) -> Range:
+        end = self.prompt.length
+        return {
+            "all": (0, None),
+            "prompt": (0, end),
+            "generated": (end, None),
+            "last_prompt": (end - 1, end),
+        }[word]
+
+    def _int(self, position: int) -> Found:
+        length, rows = self.prompt.length, self.rows
+        found = position + length if position < 0 else position
+        if found >= 0 and (rows is None or found < rows):
+            return Found(((found, found + 1),))
+        limit = "up" if rows is None else f"to {rows - 1}"
+        why = f"; {NEVER_FED}" if found == rows else ""
+        return Found(
+            (),
+            f"position {position} is out of range: {self.lengths}, so positions go from "
+            f"{-length} {limit}{why}",
+        )
+
+    def _span(self, span: Span | Window, room: int) -> Found:
+        start, stop = span.bounds(self.prompt.length)
+        shown = f"the span {span}" if isinstance(span, Span) else str(span)
+        end = least(stop, self.rows)
+        if end is not None and start >= end:
+            why = f"; {NEVER_FED}" if start == self.rows else ""
+            return Found((), f"{shown} selects nothing: {self.lengths}{why}")
+        if span.step == 1:
+            return Found(((start, stop),))
+        chosen = self._steps(shown, start, end, span.step)
+        if len(chosen) > room:
+            raise SpecError(
+                "",
+                f"{shown} selects {len(chosen)} single positions, and a plan has room for "
+                f"{MAX_RANGES}; use a step of 1, or a nearer stop",
+            )
+        return Found(tuple((position, position + 1) for position in chosen))
+
+    def _steps(self, shown: str, start: int, end: int | None, step: int) -> range:
+        """The positions of the phase among start, start + step, … below `end`."""
+        low, high = self.phase_range
+        end = least(end, high)
+        if end is None:
+            raise SpecError(
+                "",
+                f"{shown} needs a stop: it has a step, and no max_tokens says how far the "
+                "request goes",
+            )
+        # The first of the span's own steps that is in the phase.
+        skipped = max(0, -(-(low - start) // step))
+        return range(start + skipped * step, end, step)
+
+    def _text(self, item: Text) -> Found:
+        known = self.prompt.text_map
+        if known is None:
+            raise SpecError(
+                "", "this prompt has no text to look in; use token ids or positions by number"
+            )
+        found = known.find(item.text)
+        if not found:
+            around = known.around(item.text)
+            if around is None:
+                return Found((), f"the prompt has no {show(item.text)}")
+            return Found(
+                (),
+                f"{show(item.text)} is in the prompt, but does not begin and end where tokens do; "
+                f"the tokens there: {_show_pieces(around)}",
+            )
+        if item.occurrence == "all":
+            return Found(tuple(found))
+        count = len(found)
+        if not -count <= item.occurrence < count:
+            return Found(
+                (),
+                f"occurrence {item.occurrence} is out of range: the prompt has {count} of "
+                f"{show(item.text)}, 0 to {count - 1} (or −{count} to −1)",
+            )
+        return Found((found[item.occurrence],))
+
+    def _role(self, item: Role) -> Found:
+        known = self.prompt.chat
+        if known is None:
+            raise SpecError(
+                "",
+                "roles are known only where the prompt is made of a chat's messages; use chat() "
+                "instead of generate(), or positions by text or number",
+            )
+        of_role = [message for message in known if message.role == item.role]
+        if not of_role:
+            roles = list(dict.fromkeys(show(message.role) for message in known))
+            more = ", …" if len(roles) > _SHOWN_ROLES else ""
+            return Found(
+                (),
+                f"the chat has no message of role {show(item.role)}; its roles: "
+                f"{', '.join(roles[:_SHOWN_ROLES])}{more}",
+            )
+        count = len(of_role)
+        if item.message != "all":
+            if not -count <= item.message < count:
+                return Found(
+                    (),
+                    f"message {item.message} is out of range: the chat has {count} of role "
+                    f"{show(item.role)}, 0 to {count - 1} (or −{count} to −1)",
+                )
+            of_role = [of_role[item.message]]
+        ranges = tuple(content for message in of_role for content in _content(message))
+        return Found(ranges, "" if ranges else f"{item}: there is no content in the prompt")
+
+
+def _content(message: Message) -> list[Range]:
+    if message.problem is not None:
+        raise SpecError(
+            "", f"the tokens of message {message.index} are not known: {message.problem}"
+        )
+    return [(message.start, message.stop)] if message.start < message.stop else []
+
+
+def _show_pieces(pieces: list[str]) -> str:
+    """What tokens spell, for messages: never many."""
+    shown = [show(piece) for piece in pieces]
+    if len(shown) > 8:
+        shown = [*shown[:4], "…", *shown[-4:]]
+    return " ".join(shown)

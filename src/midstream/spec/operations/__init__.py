@@ -1,0 +1,64 @@
+"""The edits: what can be done to a token's vector, as small values that cannot change.
+
+Each says what is meant, in a formula, reads and emits its own JSON form, and lowers itself to
+instructions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from midstream.spec.binding import Lookup, Registered
+from midstream.spec.fields import at, read_word
+from midstream.spec.operations.ablate import Ablate
+from midstream.spec.operations.affine import Affine, LoReFT
+from midstream.spec.operations.clamp import Clamp
+from midstream.spec.operations.feature import Feature
+from midstream.spec.operations.gate import Gate, Reading
+from midstream.spec.operations.plain import PLAIN, PlainEdit, bad_edit, missing_op
+from midstream.spec.operations.replace import Replace
+from midstream.spec.operations.scale import Scale
+from midstream.spec.operations.steer import Steer
+
+Edit = PlainEdit | Gate
+
+KINDS_BY_OP: dict[str, type[Edit]] = {**PLAIN, Gate.op: Gate}
+OPS: tuple[str, ...] = tuple(KINDS_BY_OP)
+
+__all__ = [
+    "KINDS_BY_OP",
+    "OPS",
+    "Ablate",
+    "Affine",
+    "Clamp",
+    "Edit",
+    "Feature",
+    "Gate",
+    "LoReFT",
+    "Lookup",
+    "PlainEdit",
+    "Reading",
+    "Registered",
+    "Replace",
+    "Scale",
+    "Steer",
+    "parse_edit",
+]
+
+
+def parse_edit(value: object) -> Edit:
+    """An edit, or a dict that says by its `op` which one it is.
+
+    Raises:
+        SpecError: something else, or a field is unknown, missing or malformed.
+    """
+    if isinstance(value, Edit):
+        return value
+    if not isinstance(value, Mapping):
+        raise bad_edit(value, OPS)
+    if "op" not in value:
+        raise missing_op(OPS)
+    # Before the other fields, as they depend on it.
+    with at("op"):
+        word = read_word(value["op"], OPS)
+    return KINDS_BY_OP[word].parse(value)

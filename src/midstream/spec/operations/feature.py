@@ -1,0 +1,152 @@
+"""One feature of a sparse autoencoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.ops.layout import Op
+from midstream.spec.algebra import float32, wide
+from midstream.spec.fields import at, listed, read_word
+from midstream.spec.instructions import Instruction
+from midstream.spec.operation import SITE, Operation, by_value, one_edit, read_scalar
+from midstream.spec.vector import Vector
+
+MODES = ("set", "add", "scale", "ablate")
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Feature(Operation):
+    """Change one feature of a sparse autoencoder (SAE), and leave all else of h as it is.
+
+    With x = ⟨h, encoder⟩ + bias and act(x) = x where x > threshold, else 0:
+
+    | mode | h ← |
+    |---|---|
+    | set | h + (value − act(x)) · decoder |
+    | add | h + value · decoder |
+    | scale | h + (value − 1) · act(x) · decoder |
+    | ablate | h − act(x) · decoder |
+
+    Nothing is decoded: what the SAE does not reconstruct of h, its error term, is kept.
+
+    With threshold 0 this is a ReLU SAE (Cunningham et al. 2023, arXiv:2309.08600; Bricken et al.
+    2023); above it a JumpReLU SAE (Rajamanoharan et al. 2024, arXiv:2407.14435).
+
+    Attributes:
+        encoder: the feature's column of W_enc, as wide as the model.
+        decoder: the feature's row of W_dec, as wide as the model.
+        mode: one of the above.
+        value: a feature activation; for "scale" a factor. None for "ablate".
+        bias: of the encoder, with that of the decoder folded in.
+        threshold: at least 0.
+    """
+
+    op = "feature"
+
+    encoder: Vector
+    decoder: Vector
+    mode: str
+    value: float | None
+    bias: float
+    threshold: float
+
+    def __init__(
+        self,
+        encoder: object,
+        decoder: object,
+        layer: object,
+        mode: object = "set",
+        value: object = None,
+        bias: object = 0.0,
+        threshold: object = None,
+        decoder_bias: object = None,
+        site: object = SITE,
+        positions: object = "all",
+        phase: object = None,
+        exclude: object = None,
+    ) -> None:
+        """Reads each field in any of its forms.
+
+        Args:
+            encoder, decoder: what Vector.parse takes.
+            mode: "set", "add", "scale" or "ablate".
+            value: a number; left out for "ablate", and only then.
+            bias: a number, the feature's entry of b_enc.
+            threshold: a number of at least 0, the feature's entry of the JumpReLU thresholds;
+                None: 0.
+            decoder_bias: b_dec, what Vector.parse takes, for an SAE that subtracts it from h
+                before it encodes: then bias − ⟨encoder, decoder_bias⟩ becomes the `bias`.
+            layer, site, positions, phase, exclude: as for Steer.
+
+        Raises:
+            SpecError: a field is malformed; its path starts with the field's name.
+        """
+        for name, vector in (("encoder", encoder), ("decoder", decoder)):
+            with at(name):
+                self._set(**{name: Vector.parse(vector)})
+        with at("mode"):
+            self._set(mode=read_word(mode, MODES))
+        with at("value"):
+            self._set(value=self._read_value(value))
+        with at("bias"):
+            self._set(bias=read_scalar(bias))
+        if decoder_bias is not None:
+            with at("decoder_bias"):
+                self._set(bias=self._folded(Vector.parse(decoder_bias)))
+        with at("threshold"):
+            self._set(threshold=0.0 if threshold is None else read_scalar(threshold))
+            if self.threshold < 0:
+                raise SpecError("", f"expected at least 0, got {self.threshold!r}")
+        self._set_place(layer, site, positions, phase, exclude)
+
+    def own(self) -> dict[str, Any]:
+        return {
+            "encoder": self.encoder,
+            "decoder": self.decoder,
+            "mode": self.mode,
+            "value": self.value,
+            "bias": self.bias,
+            "threshold": self.threshold,
+        }
+
+    def instructions(self, width: int) -> tuple[Instruction, ...]:
+        with at("encoder"):
+            read = by_value(self.encoder, width)
+        with at("decoder"):
+            write = (by_value(self.decoder, width),)
+        value = 0.0 if self.value is None else self.value
+        if self.mode == "add":
+            return one_edit([Instruction(Op.ADD, write=write, a=float32(value))])
+        return one_edit(
+            [
+                Instruction(
+                    Op.FEATURE,
+                    read=read,
+                    write=write,
+                    a=float32(self.bias),
+                    b=float32(self.threshold),
+                    c=float32(value - 1) if self.mode == "scale" else -1.0,
+                    d=float32(value) if self.mode == "set" else 0.0,
+                )
+            ]
+        )
+
+    def _read_value(self, value: object) -> float | None:
+        if self.mode == "ablate":
+            if value is not None:
+                raise SpecError("", 'mode "ablate" takes no value; use "set" or "scale"')
+            return None
+        if value is None:
+            others = listed(mode for mode in MODES if mode != "ablate")
+            raise SpecError("", f'missing: {others} need a value; "ablate" needs none')
+        return read_scalar(value)
+
+    def _folded(self, decoder_bias: Vector) -> float:
+        if decoder_bias.size != self.encoder.size:
+            raise SpecError(
+                "", f"expected {self.encoder.size} numbers, as `encoder`, got {decoder_bias.size}"
+            )
+        encoder, shift = wide([self.encoder, decoder_bias])
+        return read_scalar(self.bias - float(encoder @ shift))

@@ -1,0 +1,41 @@
+"""The edits that stand on their own: all but those around another edit."""
+
+from __future__ import annotations
+
+from midstream.errors import SpecError
+from midstream.spec.fields import kind, listed
+from midstream.spec.operations.ablate import Ablate
+from midstream.spec.operations.affine import Affine, LoReFT
+from midstream.spec.operations.clamp import Clamp
+from midstream.spec.operations.feature import Feature
+from midstream.spec.operations.replace import Replace
+from midstream.spec.operations.scale import Scale
+from midstream.spec.operations.steer import Steer
+
+PlainEdit = Steer | Ablate | Clamp | Feature | Affine | LoReFT | Replace | Scale
+
+KINDS: tuple[type[PlainEdit], ...] = (
+    Steer,
+    Ablate,
+    Clamp,
+    Feature,
+    Affine,
+    LoReFT,
+    Replace,
+    Scale,
+)
+PLAIN: dict[str, type[PlainEdit]] = {each.op: each for each in KINDS}
+
+
+def bad_edit(value: object, known: tuple[str, ...]) -> SpecError:
+    """What to raise for what is no edit at all."""
+    return SpecError("", f"expected an edit, or a dict with `op`, got {kind(value)}; {_ops(known)}")
+
+
+def missing_op(known: tuple[str, ...]) -> SpecError:
+    """What to raise for a dict that does not say which edit it is."""
+    return SpecError("", f"missing field `op`; {_ops(known)}")
+
+
+def _ops(known: tuple[str, ...]) -> str:
+    return f"known: {listed(known)}"

@@ -1,0 +1,55 @@
+"""Making vectors longer or shorter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from midstream.ops.layout import Op
+from midstream.spec.algebra import float32
+from midstream.spec.fields import at
+from midstream.spec.instructions import Instruction
+from midstream.spec.operation import SITE, Operation, one_edit, read_scalar
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Scale(Operation):
+    """Multiply some tokens' vectors by a number: h ← factor · h.
+
+    At `attn_out` or `mlp_out`, factor 0 takes out what that branch adds (a zero ablation).
+
+    Attributes:
+        factor: 1 changes nothing.
+    """
+
+    op = "scale"
+
+    factor: float
+
+    def __init__(
+        self,
+        factor: object,
+        layer: object,
+        site: object = SITE,
+        positions: object = "all",
+        phase: object = None,
+        exclude: object = None,
+    ) -> None:
+        """Reads each field in any of its forms.
+
+        Args:
+            factor: a number.
+            layer, site, positions, phase, exclude: as for Steer.
+
+        Raises:
+            SpecError: a field is malformed; its path starts with the field's name.
+        """
+        with at("factor"):
+            self._set(factor=read_scalar(factor))
+        self._set_place(layer, site, positions, phase, exclude)
+
+    def own(self) -> dict[str, Any]:
+        return {"factor": self.factor}
+
+    def instructions(self, width: int) -> tuple[Instruction, ...]:
+        return one_edit([Instruction(Op.SCALE, a=float32(self.factor))])

@@ -1,0 +1,125 @@
+"""A request to read a number."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.ops.layout import Flags, Op
+from midstream.spec.algebra import float32
+from midstream.spec.binding import Lookup
+from midstream.spec.fields import at, kind, show
+from midstream.spec.instructions import Instruction
+from midstream.spec.named import Named, read_direction
+from midstream.spec.operation import Operation, by_value, read_scalar
+from midstream.spec.vector import Vector
+
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Probe(Operation):
+    """Read one number of some tokens, at one tap: score = ⟨h, direction⟩ + bias.
+
+    It sees h with all edits of that site in it. Alain and Bengio 2016 (linear probes,
+    arXiv:1610.01644).
+
+    Attributes:
+        direction: as wide as the model; or a name.
+        bias: in units of the score.
+        name: under which the scores come back; 1 to 64 of the characters A–Z a–z 0–9 _ . : -
+        layers, sites: one each.
+    """
+
+    direction: Vector | Named
+    bias: float
+    name: str
+
+    def __init__(
+        self,
+        direction: object,
+        layer: object = None,
+        bias: object = 0.0,
+        site: object = None,
+        name: object = None,
+        positions: object = "all",
+        phase: object = None,
+        exclude: object = None,
+    ) -> None:
+        """Reads each field in any of its forms.
+
+        Args:
+            direction: what Vector.parse takes, or a name.
+            layer: an int; it may be left out for the name of a vector registered for one tap.
+            bias: a number.
+            site: a site's name or alias; "resid_post" if left out.
+            name: None: "probe".
+            positions: what Positions takes.
+            phase: "prompt" or "generated" leaves only such tokens of the positions.
+            exclude: positions to leave out.
+
+        Raises:
+            SpecError: a field is malformed; its path starts with the field's name.
+        """
+        with at("direction"):
+            self._set(direction=read_direction(direction))
+        with at("bias"):
+            self._set(bias=read_scalar(bias))
+        with at("name"):
+            self._set(name="probe" if name is None else _read_name(name))
+        self._set_place(layer, site, positions, phase, exclude, last=True)
+        layers = self.layers.indices
+        if "layer" not in self.left and (layers == "all" or len(layers) > 1):
+            shown = '"all"' if layers == "all" else f"{len(layers)} layers"
+            raise SpecError("layer", f"a probe reads at one layer, got {shown}; use one for each")
+        if len(self.sites) > 1:
+            raise SpecError(
+                "site", f"a probe reads at one site, got {len(self.sites)}; use one for each"
+            )
+
+    def own(self) -> dict[str, Any]:
+        return {"direction": self.direction, "bias": self.bias, "name": self.name}
+
+    def bind(self, lookup: Lookup, num_layers: int | None = None) -> tuple[Probe, ...]:
+        """The same by value, at one tap.
+
+        Args:
+            lookup, num_layers: as of Operation.bind.
+
+        Raises:
+            SpecError: the name is unknown, has no vector for the tap that is asked for, or
+                several, of which none is asked for.
+        """
+        # Not super(): the class that it would find is the one before `slots` was added.
+        found = Operation.bind(self, lookup, num_layers)
+        if len(found) > 1:
+            raise SpecError(
+                "layer",
+                f"`{self.names()[0]}` is registered for {len(found)} taps, and a probe reads at "
+                "one; give `layer` and `site`",
+            )
+        return found
+
+    def instructions(self, width: int) -> tuple[Instruction, ...]:
+        with at("direction"):
+            direction = by_value(self.direction, width)
+        return (
+            Instruction(
+                Op.PROBE,
+                read=direction,
+                a=float32(self.bias),
+                flags=Flags.FRESH | Flags.COUNTED,
+            ),
+        )
+
+
+def _read_name(value: object) -> str:
+    if not isinstance(value, str):
+        raise SpecError("", f"expected a name, `str`, got {kind(value)}")
+    if not _NAME.fullmatch(value):
+        raise SpecError(
+            "", f"expected 1 to 64 of the characters A-Z a-z 0-9 _ . : -, got {show(value)}"
+        )
+    return value

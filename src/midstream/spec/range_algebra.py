@@ -1,0 +1,45 @@
+"""Intersection and difference of sets of positions; `midstream.spec.ranges` has the union."""
+
+from __future__ import annotations
+
+from midstream.spec.ranges import Range, Ranges
+
+
+def intersect(one: Ranges, other: Ranges) -> Ranges:
+    """The positions in both, of two well-formed sets."""
+    found: list[Range] = []
+    left, right = 0, 0
+    while left < len(one) and right < len(other):
+        (start, stop), (other_start, other_stop) = one[left], other[right]
+        low, high = max(start, other_start), least(stop, other_stop)
+        if high is None or low < high:
+            found.append((low, high))
+        # The range that ends first cannot meet anything further.
+        if stop is not None and stop == high:
+            left += 1
+        else:
+            right += 1
+    return tuple(found)
+
+
+def subtract(one: Ranges, other: Ranges) -> Ranges:
+    """The positions in `one` and not in `other`, of two well-formed sets."""
+    return intersect(one, complement(other))
+
+
+def complement(ranges: Ranges) -> Ranges:
+    """The positions from 0 on that are not in a well-formed set."""
+    found: list[Range] = []
+    reached: int | None = 0
+    for start, stop in ranges:
+        if reached is not None and reached < start:
+            found.append((reached, start))
+        reached = stop
+    return (*found, (reached, None)) if reached is not None else tuple(found)
+
+
+def least(one: int | None, other: int | None) -> int | None:
+    """The smaller of two ends, where None is endless."""
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)

@@ -1,0 +1,107 @@
+"""What is registered, described: small values without the vectors, for people and for JSON."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_SHOWN_TAPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """One name and what stands under it.
+
+    Attributes:
+        name: the name.
+        taps: (site, layer from 0) of each vector, by layer; None for a vector of no tap, which is
+            then the only one.
+        norms: Euclidean norm of each, in the order of `taps`.
+        width: how many numbers each has.
+        digest: sha256 over all taps and contents, in hex: equal if and only if these are.
+        registered: how often the name was registered: 1 if it was never replaced.
+    """
+
+    name: str
+    taps: tuple[tuple[str, int] | None, ...]
+    norms: tuple[float, ...]
+    width: int
+    digest: str
+    registered: int
+
+    def to_dict(self) -> dict[str, object]:
+        """The JSON form."""
+        return {
+            "name": self.name,
+            "taps": [None if tap is None else list(tap) for tap in self.taps],
+            "norms": list(self.norms),
+            "width": self.width,
+            "digest": self.digest,
+            "registered": self.registered,
+        }
+
+    def cells(self) -> tuple[str, ...]:
+        """The row of a table, under `HEADINGS`."""
+        return (
+            self.name,
+            _join([show_tap(tap) for tap in self.taps]),
+            _join([f"{norm:.4g}" for norm in self.norms]),
+            str(self.width),
+            self.digest[:8],
+            str(self.registered),
+        )
+
+    def __str__(self) -> str:
+        return str(Listing((self,)))
+
+    def _repr_html_(self) -> str:
+        return Listing((self,))._repr_html_()
+
+
+HEADINGS = ("name", "taps", "norms", "width", "digest", "registered")
+
+
+class Listing(tuple[Description, ...]):
+    """Descriptions in the order of their names; prints as a table."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return text_table(HEADINGS, [one.cells() for one in self]) if self else "no named vectors"
+
+    def _repr_html_(self) -> str:
+        if not self:
+            return "<p>no named vectors</p>"
+        return html_table(HEADINGS, [one.cells() for one in self])
+
+
+def show_tap(tap: tuple[str, int] | None) -> str:
+    """A tap for people: `resid_post.15`."""
+    return "any" if tap is None else f"{tap[0]}.{tap[1]}"
+
+
+def _join(parts: Sequence[str]) -> str:
+    if len(parts) <= _SHOWN_TAPS:
+        return ", ".join(parts)
+    return f"{', '.join(parts[: _SHOWN_TAPS - 1])}, … {parts[-1]} ({len(parts)})"
+
+
+def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as what is in them, two spaces apart."""
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    lines = [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (headings, *rows)
+    ]
+    return "\n".join(lines)
+
+
+def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same as HTML, with everything in it escaped."""
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    body = "".join(line("td", row) for row in rows)
+    return f"<table><thead>{line('th', headings)}</thead><tbody>{body}</tbody></table>"

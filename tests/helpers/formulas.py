@@ -1,0 +1,219 @@
+"""What edits and instructions mean, in float64 NumPy, straight from their formulas.
+
+`apply` follows the docstring of each operation, `run` the table of `midstream.ops.layout`: two
+independent readings of one intention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from midstream.ops.layout import Flags, Op
+from midstream.spec import (
+    Ablate,
+    Affine,
+    Clamp,
+    Feature,
+    Gate,
+    LoReFT,
+    Probe,
+    Replace,
+    Scale,
+    Steer,
+    Vector,
+)
+from midstream.spec.instructions import Instruction
+from midstream.spec.operations import Edit, Reading
+
+Array = NDArray[np.float64]
+
+
+def wide(value: Any) -> Array:
+    """A Vector as float64 [size], or a tuple of them as [rows, size]."""
+    if isinstance(value, Vector):
+        return value.numpy().astype(np.float64)
+    return np.stack([wide(row) for row in value])
+
+
+def norm(h: Array) -> Array:
+    """Lengths, [..., 1]."""
+    return np.linalg.norm(h, axis=-1, keepdims=True)
+
+
+def along(h: Array, vector: Array) -> Array:
+    """Products with one vector, [..., 1]."""
+    return (h @ vector)[..., None]
+
+
+def sigmoid(x: Array) -> Array:
+    return 0.5 * (1 + np.tanh(0.5 * x))
+
+
+# ---------------------------------------------------------------- operations
+
+
+def apply(
+    edit: Edit, h: ArrayLike, score: ArrayLike | None = None, rows: ArrayLike | None = None
+) -> Array:
+    """What an edit makes of the vectors of the tokens at which it applies.
+
+    Args:
+        edit: with vectors by value.
+        h: [..., H] of these tokens, at one of the edit's taps; the array is left as it was.
+        score: [...], what a Gate reads, where that is at another tap than `h` is of.
+        rows: int [...], which of a Replace's rows each token gets, where there are several; if it
+            is left out, h is [rows, H], one token for each row.
+
+    Returns:
+        float64 [..., H].
+    """
+    h = np.array(h, np.float64)
+    if not isinstance(edit, Gate):
+        return _change(edit, h, np.ones((*h.shape[:-1], 1)), rows)
+    read = read_score(edit.probe, h) if score is None else np.asarray(score, np.float64)
+    over = read[..., None] - edit.threshold
+    g = (over > 0) * 1.0 if edit.sharpness is None else sigmoid(edit.sharpness * over)
+    return _change(edit.edit, h, g, rows)
+
+
+def read_score(probe: Probe | Reading, h: ArrayLike) -> Array:
+    """⟨h, direction⟩ + bias, float64 [...], of h [..., H]."""
+    return along(np.asarray(h, np.float64), wide(probe.direction))[..., 0] + probe.bias
+
+
+def _change(edit: Edit, h: Array, g: Array, rows: ArrayLike | None) -> Array:
+    """The edit with the amount that it adds multiplied by g, [..., 1]."""
+    match edit:
+        case Steer(norm=None):
+            return h + g * edit.scale * wide(edit.vector)
+        case Steer(norm="match"):
+            v = wide(edit.vector)
+            return h + g * edit.scale * norm(h) / np.linalg.norm(v) * v
+        case Steer():
+            summed = h + g * edit.scale * wide(edit.vector)
+            length = norm(summed)
+            return summed * norm(h) / np.where(length == 0, 1, length)
+        case Ablate():
+            # The projection by least squares: no basis is made.
+            d = wide(edit.directions)
+            inside = h @ np.linalg.pinv(d) @ d
+            return h - g * edit.strength * inside
+        case Clamp():
+            v = wide(edit.direction)
+            u = v / np.linalg.norm(v)
+            x = along(h, u)
+            low = -np.inf if edit.low is None else edit.low
+            high = np.inf if edit.high is None else edit.high
+            return h + g * edit.strength * (np.clip(x, low, high) - x) * u
+        case Feature():
+            x = along(h, wide(edit.encoder)) + edit.bias
+            act = np.where(x > edit.threshold, x, 0.0)
+            amount = {
+                "set": lambda: edit.value - act,
+                "add": lambda: np.full_like(act, edit.value),
+                "scale": lambda: (edit.value - 1) * act,
+                "ablate": lambda: -act,
+            }[edit.mode]()
+            return h + g * amount * wide(edit.decoder)
+        case Affine():
+            inner = h @ wide(edit.read).T + wide(edit.bias)
+            return h + g * edit.scale * inner @ wide(edit.write)
+        case LoReFT():
+            r, w, b = wide(edit.rotation), wide(edit.weight), wide(edit.bias)
+            return h + g * (h @ w.T + b - h @ r.T) @ r
+        case Replace():
+            given = wide(edit.rows)
+            if rows is not None:
+                given = given[np.asarray(rows)]
+            alpha = g * edit.alpha
+            return (1 - alpha) * h + alpha * given
+        case Scale():
+            return (1 + g * (edit.factor - 1)) * h
+    raise TypeError(f"no formula for {type(edit).__name__}")
+
+
+# ---------------------------------------------------------------- instructions
+
+
+def run(
+    instructions: Sequence[Instruction],
+    h: ArrayLike,
+    scores: Mapping[int, ArrayLike] | None = None,
+    positions: ArrayLike | None = None,
+) -> Array:
+    """What a program makes of some tokens' vectors, without rounding to float32.
+
+    Args:
+        instructions: in order; those with token ids are not known here.
+        h: [..., H]; the array is left as it was.
+        scores: by slot, [...]: those that are read; those of PROBEs with a slot are put there.
+        positions: int [...], of the tokens; if left out, 0 … along the last axis but one.
+
+    Returns:
+        float64 [..., H].
+    """
+    now = np.array(h, np.float64)
+    fresh: Array | None = None
+    g = np.ones((*now.shape[:-1], 1))
+    where = np.arange(now.shape[-2]) if positions is None and now.ndim > 1 else positions
+    for step in instructions:
+        assert not step.flags & Flags.OTHER_IDS
+        if Flags.FRESH in step.flags:
+            fresh = now.copy()
+        assert fresh is not None or not step.reads, "nothing was taken to read"
+        if step.op is Op.GATE:
+            g = _gate(step, fresh, scores)
+            continue
+        if step.op is Op.PROBE:
+            if step.slot is not None and isinstance(scores, dict):
+                scores[step.slot] = (along(fresh, wide(step.read)) + step.a)[..., 0]
+            continue
+        f, v = _amount(step, fresh, where)
+        now = now + (g * f if Flags.GATED in step.flags else f) * v
+        if Flags.KEEP in step.flags:
+            length = norm(now)
+            now = now * norm(fresh) / np.where(length == 0, 1, length)
+    return now
+
+
+def _gate(step: Instruction, h: Array | None, scores: Mapping[int, ArrayLike] | None) -> Array:
+    if step.slot is None:
+        x = along(h, wide(step.read)) + step.a
+    else:
+        assert scores is not None
+        x = np.asarray(scores[step.slot], np.float64)[..., None]
+    if Flags.STEP in step.flags:
+        return (x > step.b) * 1.0
+    return sigmoid(step.c * (x - step.b))
+
+
+def _amount(step: Instruction, h: Array | None, positions: ArrayLike | None) -> tuple[Any, Any]:
+    """(f, v) of the table."""
+    x = None if step.read is None else along(h, wide(step.read))
+    write = None
+    if Flags.ROW_BY_POSITION in step.flags:
+        write = wide(step.write)[np.asarray(positions) - step.first]
+    elif step.write:
+        (only,) = step.write
+        write = wide(only)
+    match step.op:
+        case Op.ADD:
+            return step.a, write
+        case Op.ADD_MATCHED:
+            return step.a * norm(h), write
+        case Op.CLIP:
+            return step.c * (np.clip(x, step.a, step.b) - x), write
+        case Op.LINEAR:
+            return step.a * (x + step.b), write
+        case Op.FEATURE:
+            inner = x + step.a
+            return step.c * np.where(inner > step.b, inner, 0.0) + step.d, write
+        case Op.REPLACE:
+            return step.a, write - h
+        case Op.SCALE:
+            return step.a - 1, h
+    raise TypeError(f"no formula for {step.op}")

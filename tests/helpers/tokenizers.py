@@ -1,0 +1,78 @@
+"""Tokenizers made on the spot, without a download."""
+
+from __future__ import annotations
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def sentencepiece_like() -> PreTrainedTokenizerFast:
+    """In the manner of Llama 2: spaces are ▁, one is put first, unknown characters are bytes."""
+    words = ["▁the", "▁cat", "▁con", "cat", "▁a", "the"]
+    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}}
+    merges: list[tuple[str, str]] = []
+    for char in ["▁", *"abcdefghijklmnopqrstuvwxyz.,<>|_\n"]:
+        vocab.setdefault(char, len(vocab))
+    for word in words:
+        for end in range(2, len(word) + 1):
+            if word[:end] not in vocab:
+                vocab[word[:end]] = len(vocab)
+                merges.append((word[: end - 1], word[end - 1]))
+    core = Tokenizer(
+        models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>")
+    )
+    core.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    core.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return _with_chat(core)
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """In the manner of GPT-2, with a token per byte and a few that cut characters in odd places."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    vocab = {char: nth for nth, char in enumerate(sorted(alphabet))}
+    # "😀" is F0 9F 98 80. A space with its first bytes, and its last one with the next one's first.
+    spelt = {byte: char for char, byte in _bytes_of_chars().items()}
+    pieces = [b" \xf0\x9f", b"\x80\xf0", b"\xf0\x9f", b"a\xf0", b"he", b"\n\n", b"  "]
+    merges = []
+    for piece in pieces:
+        chars = [spelt[byte] for byte in piece]
+        for end in range(2, len(chars) + 1):
+            whole = "".join(chars[:end])
+            if whole not in vocab:
+                vocab[whole] = len(vocab)
+                merges.append(("".join(chars[: end - 1]), chars[end - 1]))
+    core = Tokenizer(models.BPE(vocab, merges))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    return _with_chat(core)
+
+
+def _bytes_of_chars() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table)."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    found = {chr(byte): byte for byte in plain}
+    others = (byte for byte in range(256) if byte not in plain)
+    return found | {chr(256 + nth): byte for nth, byte in enumerate(others)}
+
+
+def _with_chat(core: Tokenizer) -> PreTrainedTokenizerFast:
+    core.add_special_tokens(
+        [AddedToken(each, special=True) for each in ("<s>", "<|im_start|>", "<|im_end|>")]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>")
+    tokenizer.chat_template = CHATML
+    return tokenizer
