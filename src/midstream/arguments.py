@@ -35,9 +35,7 @@ class Asked:
         Raises:
             SpecError: a list that fits neither way.
         """
-        columns = {
-            name: per_prompt(name, value, count) for name, value in self._values().items()
-        }
+        columns = {name: per_prompt(name, value, count) for name, value in self._values().items()}
         return [
             One(**{name: column[nth] for name, column in columns.items()}) for nth in range(count)
         ]

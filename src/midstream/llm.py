@@ -14,8 +14,8 @@ from midstream.config import KEY, Config, from_environment
 from midstream.defaults import DefaultCapture
 from midstream.errors import ConfigError, SpecError
 from midstream.runtime import patches
-from midstream.runtime.frontend import EngineInfo
 from midstream.runtime.chat import ChatPlan, template_arguments
+from midstream.runtime.frontend import EngineInfo
 from midstream.runtime.prompts import conversations, count_prompts
 from midstream.site_table import SiteTable
 from midstream.spec import Plan
@@ -173,9 +173,7 @@ class LLM(VllmLLM):
             plan = (own.extra_args or {}).get(KEY)
             if isinstance(plan, Plan) and plan.needs_prompt:
                 own.extra_args = {**own.extra_args, KEY: ChatPlan(plan, talk, template)}
-        return self._run(
-            lambda: super(LLM, self).chat(messages, params, *args, **vllm_args), asked
-        )
+        return self._run(lambda: super(LLM, self).chat(messages, params, *args, **vllm_args), asked)
 
     def _run(self, work: Callable[[], list[RequestOutput]], asked: Asked) -> list[RequestOutput]:
         before = self.request_counter.counter
@@ -232,6 +230,7 @@ class LLM(VllmLLM):
         plan = one.plan()
         carried = patches.plan_of(params)
         if carried is not None:
+            assert isinstance(carried, Plan)
             if plan is not None:
                 raise SpecError(
                     f"sampling_params.extra_args[{KEY!r}]",

@@ -131,7 +131,9 @@ class Receipt:
             lines.append(
                 f"  edited {edited.tokens} tokens: {edited.applied} of {edited.expected} edits"
             )
-        lines += [f"  probe {one.name}: {one.actual} of {one.expected} scores" for one in self.probed]
+        lines += [
+            f"  probe {one.name}: {one.actual} of {one.expected} scores" for one in self.probed
+        ]
         lines += [f"  {one}" for one in self.selected]
         return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
 

@@ -12,9 +12,9 @@ and the branches that are added to it:
 
 | site | the vector … | in transformers |
 |---|---|---|
-| `attn_out` | that attention adds to the stream | attention's output, after a post-norm if there is one |
+| `attn_out` | that attention adds to the stream | attention's output, or its post-norm's |
 | `mlp_in` | that the MLP reads: the stream after its norm | the MLP's input |
-| `mlp_out` | that the MLP adds to the stream | the MLP's output, after a post-norm if there is one |
+| `mlp_out` | that the MLP adds to the stream | the MLP's output, or its post-norm's |
 
 For the last layer transformers applies the final norm to what it returns; `resid_post` does not.
 Names are TransformerLens's; `mlp_in` is its `mlp.hook_in` (before version 3 its `hook_mlp_in`

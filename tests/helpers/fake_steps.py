@@ -5,19 +5,23 @@ and a reader of plans that goes row by row says what must come of it.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from helpers import formulas
 from numpy.typing import NDArray
 from torch import Tensor
 
 import midstream.ops.site  # noqa: F401  (defines the op)
-from midstream.runtime.buffers import Buffers, Tap
+from midstream.ops import layout
+from midstream.runtime.buffers import Buffers, Room, Tap
 from midstream.runtime.requests import APPLIED_0, UNSEEN, Request
 from midstream.runtime.session import Session
 from midstream.runtime.stepview import StepView
-from midstream.spec import ResolvedCapture, ResolvedEdit, ResolvedPlan, Vector
+from midstream.spec import Instruction, ResolvedPlan, Where
+from midstream.transport.base import Transport
 from midstream.transport.host import host_transport
 
 WIDTH = 4
@@ -26,23 +30,35 @@ TAPS: dict[Tap, int] = {
     for layer in range(3)
     for nth, site in enumerate(("resid_pre", "resid_post"))
 }
-VECTORS = [Vector.parse([float(n + 1), -1.0, 0.5, 2.0 * n]) for n in range(5)]
+# Ids of the tokens that requests are made of.
+VOCABULARY = 6
+ROOM = {"bank_rows": 64, "programs": 256, "max_edits": 1024, "token_ids": 64, "probes": 8}
 
 
-def make_buffers(**changes) -> Buffers:
-    """Small buffers for TAPS on the CPU."""
+def make_buffers(taps: Sequence[Tap] = tuple(TAPS), **changes) -> Buffers:
+    """Small buffers on the CPU; `changes` are settings of `Room` or sizes of `Buffers`."""
+    room = Room(**{name: changes.pop(name, size) for name, size in ROOM.items()})
     sizes = {
-        "taps": list(TAPS),
+        "taps": list(taps),
         "max_tokens": 64,
         "hidden_size": WIDTH,
-        "table_rows": 256,
-        "max_edits": 1024,
-        "bank_rows": 64,
-        "ring_rows": 64 * len(TAPS),
+        "room": room,
+        "ring_rows": 64 * len(taps),
         "dtype": torch.float32,
         "device": torch.device("cpu"),
     }
     return Buffers.allocate(**{**sizes, **changes})
+
+
+def view_of(ids: Sequence[str], scheduled, computed, tokens: Sequence[int] = ()) -> StepView:
+    """A batch; without `tokens` nobody may ask for their ids."""
+
+    def token_ids() -> Tensor:
+        assert len(tokens) == sum(scheduled), "token ids were asked for"
+        return torch.tensor(tokens, dtype=torch.int32)
+
+    counts, done = np.array(scheduled, np.int32), np.array(computed, np.int32)
+    return StepView(ids, counts, done, int(counts.sum()), token_ids)
 
 
 class SlowTransport:
@@ -62,11 +78,11 @@ class SlowTransport:
             self._next = 0
         return self._next
 
-    def ship(self, first: int, num_rows: int, tally: Tensor) -> SlowShipment:
+    def ship(self, first: int, num_rows: int, tally: Tensor, scores: Tensor) -> SlowShipment:
         self._next = first + num_rows
         self.shipped += 1
         rows = self._ring[first : first + num_rows].clone()
-        return SlowShipment(self, self.shipped + self._lag, rows, tally.clone())
+        return SlowShipment(self, self.shipped + self._lag, rows, tally.clone(), scores.clone())
 
 
 @dataclass
@@ -75,6 +91,7 @@ class SlowShipment:
     due: int
     copied_rows: Tensor
     copied_tally: Tensor
+    copied_scores: Tensor
 
     def ready(self) -> bool:
         return self.transport.shipped >= self.due
@@ -85,6 +102,9 @@ class SlowShipment:
     def tally(self) -> Tensor:
         return self.copied_tally
 
+    def scores(self) -> Tensor:
+        return self.copied_scores
+
 
 @dataclass
 class Fake:
@@ -94,6 +114,8 @@ class Fake:
         plan: None asks for nothing, and the session never hears of it.
         computed: its tokens before the next step.
         rows: the vectors that must have been captured, by (tap, position); the latest stands.
+        scores: what the probes must have read, by (slot, position); likewise.
+        scored: the positions of which scores must have been kept.
         done: the state that each position must have.
     """
 
@@ -102,7 +124,12 @@ class Fake:
     uid: str = ""
     computed: int = 0
     rows: dict[tuple[Tap, int], NDArray[np.float32]] = field(default_factory=dict)
+    scores: dict[tuple[int, int], np.float32] = field(default_factory=dict)
+    scored: set[int] = field(default_factory=set)
     done: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokens = random.Random(self.id).choices(range(VOCABULARY), k=100)
 
     def note_skipped(self) -> None:
         """Positions that a step begins after were served from the KV cache."""
@@ -120,7 +147,7 @@ class FakeEngine:
 
     def __init__(self, seed: int = 0, lag: int | None = None, max_model_len: int = 64, **sizes):
         self.buffers = make_buffers(**sizes)
-        self.transport = (
+        self.transport: Transport | SlowTransport = (
             host_transport(self.buffers.ring)
             if lag is None
             else SlowTransport(self.buffers.ring, lag)
@@ -138,21 +165,31 @@ class FakeEngine:
 
     def step(self, batch: list[tuple[Fake, int]], pad: int = 0, **firing) -> None:
         """One step of (request, tokens scheduled); `firing` as in `forward`."""
-        scheduled = np.array([count for _, count in batch], np.int32)
-        computed = np.array([fake.computed for fake, _ in batch], np.int32)
-        num_tokens = int(scheduled.sum())
-        ids = [fake.id for fake, _ in batch]
-        self.session.before_forward(StepView(ids, scheduled, computed, num_tokens))
-        before, after = self.forward(num_tokens + pad, **firing)
+        tokens = [
+            token for fake, count in batch for token in fake.tokens[fake.computed :][:count]
+        ]
+        view = view_of(
+            [fake.id for fake, _ in batch],
+            [count for _, count in batch],
+            [fake.computed for fake, _ in batch],
+            tokens,
+        )
+        self.session.before_forward(view)
+        armed = bool(self.buffers.tokens.any())
+        captures = bool(self.buffers.tokens[:, layout.RECORD].any())
+        before, after = self.forward(view.num_tokens + pad, **firing)
+        scores = self.buffers.scores.numpy().copy()
         self.session.after_forward()
-        assert not bool(self.buffers.tokens.any()), "the buffers are still armed"
-        row = 0
+        assert bool(self.buffers.tokens.any()) == (armed and not captures)
+        self.session.check_integrity()
+        row, asked = 0, False
         for fake, count in batch:
             fake.note_skipped()
             for position in range(fake.computed, fake.computed + count):
-                check_row(fake, position, row, before, after)
+                asked |= check_row(fake, position, row, before, after, scores)
                 row += 1
             fake.computed += count
+        assert armed or not asked
         for tap in before:
             assert (before[tap][0][row:] == after[tap][row:]).all(), "padding was edited"
 
@@ -180,43 +217,93 @@ class FakeEngine:
     def _fire(self, index: int, hidden: Tensor, residual: Tensor | None) -> None:
         own = self.buffers
         torch.ops.midstream.site(
-            hidden, residual, own.tokens, own.tally, own.table[index],
-            own.edit_rows, own.edit_scales, own.bank, own.ring,
+            hidden, residual, own.tokens, own.ids, own.tally, own.table[index],
+            own.instructions, own.params, own.lists, own.bank, own.scores, own.ring,
         )  # fmt: skip
 
 
-def check_row(fake: Fake, position: int, row: int, before, after) -> None:
-    """What the row's token must have got at every tap; notes what must have been captured.
-
-    Exact: edits apply in order, in float32, as here.
+def check_row(fake: Fake, position: int, row: int, before, after, scores) -> bool:
+    """Whether the row's token asks for anything, after holding what it got at every tap, to
+    rounding, against its plan. Notes what must have been captured, counted and scored.
     """
-    edits, taps = wanted(fake.plan, position)
-    for tap, (hidden, residual) in before.items():
-        value = hidden[row]
-        for edit in edits.get(tap, ()):
-            value = value + np.float32(edit.scale) * edit.vector.numpy()
-        assert (after[tap][row] == value).all(), f"{fake.id} at {position}, {tap}"
-        if tap in taps:
-            fake.rows[tap, position] = value if residual is None else value + residual[row]
-    fake.note(position, sum(map(len, edits.values())), bool(edits or taps))
-
-
-def wanted(plan: ResolvedPlan | None, position: int):
-    """({tap: edits}, taps captured) of one position, read off its plan."""
-    edits: dict[Tap, list[ResolvedEdit]] = {}
+    plan, token = fake.plan, fake.tokens[position]
     if plan is None:
-        return edits, set()
+        fake.note(position, 0, False)
+        return False
+    done, read = 0, {}
+    for tap, (hidden, residual) in before.items():
+        steps, count = applied(plan, tap, position, token)
+        done += count
+        found = after[tap][row]
+        entered = hidden[row] if residual is None else hidden[row] + residual[row]
+        value = formulas.run(steps, entered, read, np.array(position))
+        place = f"{fake.id} at {position}, {tap}"
+        if any(step.writes for step in map(_Kind, steps)):
+            wanted = hidden[row] + (value - entered)
+            error = np.abs(found - wanted).max() / max(1, np.abs(wanted).max())
+            assert error < 1e-4, f"{place} is off by {error}"
+        else:
+            assert (found == hidden[row]).all(), f"{place} was edited"
+        # What is captured is the very stream that goes on.
+        if captures_at(plan, tap, position):
+            fake.rows[tap, position] = found if residual is None else found + residual[row]
+    for slot, score in read.items():
+        assert abs(scores[row, slot] - score) < 1e-4 * max(1, abs(score)), f"{fake.id}, {position}"
+    for probe in plan.probes:
+        if probe.name and covers(probe.where.possible, position):
+            fake.scored.add(position)
+            if (probe.site, probe.layer) in TAPS:
+                fake.scores[probe.slot, position] = scores[row, probe.slot]
+    asked = any(
+        covers(part.where.possible, position) and (set(taps) & set(before))
+        for part, taps in _parts(plan)
+    )
+    fake.note(position, done, asked)
+    return asked
+
+
+class _Kind:
+    """Whether an instruction may change the stream."""
+
+    def __init__(self, step: Instruction) -> None:
+        self.writes = step.op not in (layout.Op.GATE, layout.Op.PROBE)
+
+
+def _parts(plan: ResolvedPlan):
+    for each in (*plan.edits, *plan.probes):
+        yield each, ((each.site, each.layer),)
+    for capture in plan.captures:
+        yield capture, capture.taps
+
+
+def applied(
+    plan: ResolvedPlan, tap: Tap, position: int, token: int
+) -> tuple[list[Instruction], int]:
+    """(the instructions that one token gets at a tap, how many of them count)."""
+    steps: list[Instruction] = []
     for edit in plan.edits:
-        if (edit.site, edit.layer) in TAPS and covers(edit.ranges, position):
-            edits.setdefault((edit.site, edit.layer), []).append(edit)
-    taps = {
-        tap
+        if (edit.site, edit.layer) == tap and applies(edit.where, position, token):
+            steps += edit.steps.instructions
+    for probe in plan.probes:
+        if (probe.site, probe.layer) == tap and covers(probe.where.possible, position):
+            steps += probe.steps.instructions
+    return steps, sum(step.counted for step in steps)
+
+
+def applies(where: Where, position: int, token: int) -> bool:
+    """Whether an edit is carried out for a token."""
+    return covers(where.ranges, position) or any(
+        covers(match.ranges, position) and (token in match.ids) != match.others
+        for match in where.matches
+    )
+
+
+def captures_at(plan: ResolvedPlan, tap: Tap, position: int) -> bool:
+    """Whether the worker keeps a row."""
+    return any(
+        tap in capture.taps and covers(capture.where.possible, position)
         for capture in plan.captures
-        if covers(capture.worker_ranges, position)
-        for tap in capture.taps
-        if tap in TAPS
-    }
-    return edits, taps
+    )
 
 
 def covers(ranges, position: int) -> bool:
@@ -235,6 +322,16 @@ def captured(request: Request) -> dict[tuple[Tap, int], NDArray[np.float32]]:
     return found
 
 
+def scored(request: Request) -> dict[int, NDArray[np.float32]]:
+    """The scores that a session kept, [slots] by position."""
+    found = {}
+    for block in request.scores:
+        for position, record in zip(block.positions.tolist(), block.values.numpy(), strict=True):
+            assert position not in found
+            found[position] = record[0]
+    return found
+
+
 def check_taken(taken: list[Request], fakes: list[Fake]) -> None:
     """What the session has of some requests is what the naive reader has of them."""
     by_id = {request.id: request for request in taken}
@@ -248,65 +345,25 @@ def check_taken(taken: list[Request], fakes: list[Fake]) -> None:
         assert set(found) == set(fake.rows)
         for key, value in fake.rows.items():
             assert (found[key] == value).all(), f"{fake.id}: {key}"
-
-
-def random_ranges(draw: random.Random, length: int):
-    """One to three ranges that do not touch; the last may be endless."""
-    places = sorted(draw.sample(range(length + 6), 2 * draw.randint(1, 3)))
-    pairs = list(zip(places[::2], places[1::2], strict=True))
-    merged = [pairs[0]]
-    for start, stop in pairs[1:]:
-        if start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], stop)
-        else:
-            merged.append((start, stop))
-    if draw.random() < 0.4:
-        merged[-1] = (merged[-1][0], None)
-    return tuple(merged)
-
-
-def random_plan(draw: random.Random, length: int) -> ResolvedPlan | None:
-    """Some edits and captures anywhere; None now and then."""
-    edits = tuple(
-        ResolvedEdit(
-            *draw.choice(list(TAPS)),
-            draw.choice(VECTORS),
-            draw.choice([0.5, 2.0, -1.0]),
-            random_ranges(draw, length),
-        )
-        for _ in range(draw.randint(0, 3))
-    )
-    prompt_len = draw.randint(1, length)
-    captures = tuple(
-        ResolvedCapture(
-            tuple(sorted(draw.sample(list(TAPS), draw.randint(1, 3)), key=TAPS.__getitem__)),
-            random_ranges(draw, length),
-            draw.choice([None, None, prompt_len]),
-        )
-        for _ in range(draw.randint(0, 2))
-    )
-    return ResolvedPlan(prompt_len, edits, captures) if edits or captures else None
-
-
-def plan_of(edits=(), captures=(), prompt_len: int = 8) -> ResolvedPlan:
-    """A plan from ((tap, vector, scale, ranges), …) and ((taps, ranges), …)."""
-    return ResolvedPlan(
-        prompt_len,
-        tuple(ResolvedEdit(*tap, vector, scale, where) for tap, vector, scale, where in edits),
-        tuple(ResolvedCapture(tuple(taps), where) for taps, where in captures),
-    )
+        scores = scored(request)
+        assert set(scores) == fake.scored
+        for (slot, position), score in fake.scores.items():
+            assert scores[position][slot] == score, f"{fake.id}: slot {slot} at {position}"
 
 
 __all__ = [
     "TAPS",
-    "VECTORS",
+    "VOCABULARY",
     "WIDTH",
     "Fake",
     "FakeEngine",
     "SlowTransport",
+    "applies",
     "captured",
+    "captures_at",
     "check_taken",
+    "covers",
     "make_buffers",
-    "plan_of",
-    "random_plan",
+    "scored",
+    "view_of",
 ]

@@ -46,7 +46,7 @@ def byte_level() -> PreTrainedTokenizerFast:
     vocab = {char: nth for nth, char in enumerate(sorted(alphabet))}
     # "😀" is F0 9F 98 80. A space with its first bytes, and its last one with the next one's first.
     spelt = {byte: char for char, byte in _bytes_of_chars().items()}
-    pieces = [b" \xf0\x9f", b"\x80\xf0", b"\xf0\x9f", b"a\xf0", b"he", b"\n\n", b"  "]
+    pieces = [b"a\xf0", b" \xf0\x9f", b"\x80\xf0", b"\xf0\x9f", b"he", b"\n\n", b"  "]
     merges = []
     for piece in pieces:
         chars = [spelt[byte] for byte in piece]

@@ -1,8 +1,7 @@
 """Where the table finds what attention and MLP add to the stream, against the models' sources.
 
-As `test_conventions`, which see: nothing is imported. The statements of a method are looked at one
-after the other, whichever branch they are in, and it is enough if one call is as the table says:
-which branch a layer takes is what a `Choice` decides.
+As `test_conventions`, which see: nothing is imported. It is enough if one call of a module is as the
+table says: which branch of its forward a layer takes is what a `Choice` decides.
 """
 
 from __future__ import annotations
@@ -44,14 +43,16 @@ def methods(path: Path, node: ast.ClassDef, dotted: str) -> Iterator[ast.Functio
         )
 
 
-def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The simple statements in the order of the source."""
+def statements(body: list[ast.stmt], beside: ast.stmt | None = None) -> Iterator[ast.stmt]:
+    """The simple statements in the order of the source; of an `if` around `beside`, only the
+    branch which that is in.
+    """
     for item in body:
-        inner = [getattr(item, part, []) for part in ("body", "orelse", "finalbody")]
-        if any(inner):
-            for part in inner:
-                yield from statements(part)
-        else:
+        inner = [part for part in (getattr(item, "body", []), getattr(item, "orelse", [])) if part]
+        taken = [part for part in inner if any(beside in ast.walk(each) for each in part)]
+        for part in taken or inner:
+            yield from statements(part, beside)
+        if not inner:
             yield item
 
 
@@ -89,9 +90,10 @@ def each_call(
     for method in methods(path, node, dotted):
         lines = list(statements(method.body))
         aliases = aliases_of(lines, attribute)
-        for number, line in enumerate(lines):
+        for line in lines:
             for call in calls(line, attribute, aliases):
-                yield method, lines, number, call
+                near = list(statements(method.body, line))
+                yield method, near, near.index(line), call
 
 
 def loads(item: ast.AST, name: str) -> int:
@@ -142,6 +144,8 @@ def is_added(lines: list[ast.stmt], number: int, call: ast.Call) -> bool:
     if wrapped or isinstance(line, ast.Return):
         return True
     for later in lines[number:]:
+        if isinstance(later, ast.AugAssign) and ast.unparse(later.target) == name:
+            return isinstance(later.op, ast.Add)
         if name and loads(later, name):
             text = ast.unparse(later)
             scaled = [
@@ -153,8 +157,6 @@ def is_added(lines: list[ast.stmt], number: int, call: ast.Call) -> bool:
             ]
             if scaled:
                 return False
-            if isinstance(later, ast.AugAssign) and isinstance(later.op, ast.Add):
-                return True
             if any(
                 isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add) and loads(part, name)
                 for part in ast.walk(later)

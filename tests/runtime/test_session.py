@@ -7,16 +7,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from helpers.fake_steps import (
-    TAPS,
-    VECTORS,
-    Fake,
-    FakeEngine,
-    captured,
-    check_taken,
-    plan_of,
-    random_plan,
-)
+from helpers.fake_steps import TAPS, Fake, FakeEngine, captured, check_taken, scored, view_of
+from helpers.plans import KINDS, PLAIN, SMALL, VECTORS, gated, plan_of, random_plan, rows
 
 from midstream.errors import TapError
 from midstream.ops import layout

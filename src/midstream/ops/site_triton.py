@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 import triton
@@ -64,6 +64,8 @@ MAX_WIDTH = 32768  # a row is one block, in registers
 DEPENDENT_MAX_ROWS = 16
 DEPENDENT_MIN_WIDTH = 2048
 DEPENDENT_MIN_CAPABILITY = 9
+# In Triton 3.4 the intrinsics for it do not compile.
+DEPENDENT_MIN_TRITON = (3, 5)
 
 _IDS_BLOCK = tl.constexpr(128)
 
@@ -220,9 +222,7 @@ def _site_kernel(
                                 if (flags & _ROW_BY_POSITION) != 0:
                                     write += tl.load(tokens + row * _TOKENS + _POSITION)
                                 start_of = write.to(tl.int64) * width
-                                vector = tl.load(
-                                    bank + start_of + columns, mask=inside, other=0.0
-                                )
+                                vector = tl.load(bank + start_of + columns, mask=inside, other=0.0)
                                 if op == _REPLACE:
                                     vector = vector - base
                             # A product rounded by itself (the launch allows no fused
@@ -253,9 +253,7 @@ def _site_kernel(
             tl.store(hidden + row * hidden_stride + columns, value, mask=inside)
         if captured:
             stream = _stream(value, rest, inside, has_residual)
-            tl.store(
-                ring + target * width + columns, stream.to(ring.dtype.element_ty), mask=inside
-            )
+            tl.store(ring + target * width + columns, stream.to(ring.dtype.element_ty), mask=inside)
 
     # One program owns a token and sites follow each other on the stream, so plain stores do.
     totals = tally + row * _TALLY
@@ -323,10 +321,11 @@ def _dependent_launch(num_rows: int, width: int, device: torch.device) -> bool:
         num_rows <= DEPENDENT_MAX_ROWS
         and width >= DEPENDENT_MIN_WIDTH
         and _capability(device) >= DEPENDENT_MIN_CAPABILITY
+        and tuple(map(int, triton.__version__.split(".")[:2])) >= DEPENDENT_MIN_TRITON
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _capability(device: torch.device) -> int:
     """The device's CUDA compute capability, major; 0 where it is not CUDA's."""
     if device.type != "cuda" or torch.version.hip is not None:

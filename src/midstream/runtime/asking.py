@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
-from midstream.runtime.chat import ChatPlan
 from midstream.runtime.budget import Need, all_taps, need_of
+from midstream.runtime.chat import ChatPlan
 from midstream.runtime.prompt_text import text_map
 from midstream.spec import Plan, Prompt, ResolvedPlan, Vector, resolve
 from midstream.spec.operations import Edit

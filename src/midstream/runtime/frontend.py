@@ -15,8 +15,8 @@ from midstream.config import KEY
 from midstream.errors import SpecError, UnsupportedError
 from midstream.receipt import Receipt
 from midstream.runtime.admission import Admission
-from midstream.runtime.assembly import ATTRIBUTES, assemble
 from midstream.runtime.asking import Asking
+from midstream.runtime.assembly import ATTRIBUTES, assemble
 from midstream.runtime.budget import Budget, Need
 from midstream.runtime.buffers import Room
 from midstream.runtime.carried import Carried, carried

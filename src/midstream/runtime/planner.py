@@ -206,7 +206,8 @@ class Planner:
             return None
         records = fields[:, 1] * fields[:, 6]
         record = np.cumsum(records) - records
-        return Pieces(*fields.T, record)
+        row, length, position, slot, program, group, width, kind, scored = fields.T
+        return Pieces(row, length, position, slot, program, group, width, kind, scored, record)
 
     def _slots(self, request_ids: Sequence[str]) -> Ints:
         """Each request's slot, −1 for those that ask for nothing; most steps repeat the last."""

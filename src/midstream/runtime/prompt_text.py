@@ -78,7 +78,12 @@ class _Decoding:
         edge = waiting = 0
         for spelt in seen:
             waiting += 1
-            if whole.startswith(spelt) and len(spelt) >= edge:
+            if edge and len(spelt) == edge and whole.startswith(spelt):
+                # It added nothing: a byte more of the replacement that was there already.
+                self._starts += [self._starts[-1]] * waiting
+                self._stops += [self._stops[-1]] * waiting
+                waiting = 0
+            elif whole.startswith(spelt) and len(spelt) >= edge:
                 self._starts += [self._length + edge] * waiting
                 self._stops += [self._length + len(spelt)] * waiting
                 edge, waiting = len(spelt), 0

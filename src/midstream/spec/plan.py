@@ -27,6 +27,7 @@ class Plan:
         captures: what to read; where two overlap, the row is captured once.
         edits: what to change; edits of one token at one site apply in this order.
         probes: what to score, each under a name of its own, once the edits there are done.
+        origins: after `bind`, for each edit the index that it had before; empty: its own.
 
     Raises:
         SpecError: all are empty, a capture is there twice, or two probes have one name.
@@ -35,6 +36,7 @@ class Plan:
     captures: tuple[Capture, ...] = ()
     edits: tuple[Edit, ...] = ()
     probes: tuple[Probe, ...] = ()
+    origins: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, parts, form, shown in (
@@ -127,6 +129,10 @@ class Plan:
         parts = (*self.edits, *self.probes)
         return tuple(dict.fromkeys(name for part in parts for name in part.names()))
 
+    def origin(self, index: int) -> int:
+        """The index that edit `index` had when it was written."""
+        return self.origins[index] if self.origins else index
+
     @property
     def needs_prompt(self) -> bool:
         """Whether what is selected depends on more of the prompt than its length."""
@@ -136,8 +142,7 @@ class Plan:
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> Plan:
         """The plan with the registered vectors in the place of their names.
 
-        An edit whose name has several taps becomes several edits, one after the other, so an
-        index in the bound plan need not be that in this one.
+        An edit whose name has several taps becomes several edits, one after the other.
 
         Args:
             lookup: gives the vectors of a name, by (site, layer from 0), or one under None; raises
@@ -151,14 +156,16 @@ class Plan:
         if not self.names():
             return self
         edits: list[Edit] = []
+        origins: list[int] = []
         for index, edit in enumerate(self.edits):
             with at(f"edits[{index}]"):
                 edits.extend(edit.bind(lookup, num_layers))
+            origins += [self.origin(index)] * (len(edits) - len(origins))
         probes: list[Probe] = []
         for index, probe in enumerate(self.probes):
             with at(f"probes[{index}]"):
                 probes.extend(probe.bind(lookup, num_layers))
-        return Plan(self.captures, tuple(edits), tuple(probes))
+        return Plan(self.captures, tuple(edits), tuple(probes), tuple(origins))
 
 
 def _read_parts(name: str, value: object, read: Callable[[object], T]) -> tuple[T, ...]:

@@ -59,6 +59,10 @@ class Nothing:
     edits: tuple[Edit, ...] = ()
     probes: tuple[Probe, ...] = ()
 
+    def origin(self, index: int) -> int:
+        """As of a plan."""
+        return index
+
 
 NOTHING = Nothing()
 
@@ -96,11 +100,10 @@ class _Resolver:
             with at(f"steering[{index}]"):
                 edits.extend(self._resolve_edit(edit, index - len(before), where))
         for index, edit in enumerate(plan.edits):
-            with at(f"edits[{index}]"):
-                edits.extend(self._resolve_edit(edit, index))
-        return ResolvedPlan(
-            self._prompt.length, tuple(edits), tuple(captures), tuple(self._probes)
-        )
+            origin = plan.origin(index)
+            with at(f"edits[{origin}]"):
+                edits.extend(self._resolve_edit(edit, origin))
+        return ResolvedPlan(self._prompt.length, tuple(edits), tuple(captures), tuple(self._probes))
 
     def _select(self, positions: object) -> Where:
         where = select(positions, self._prompt, self._max_tokens)  # type: ignore[arg-type]

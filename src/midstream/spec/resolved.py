@@ -166,8 +166,13 @@ class ResolvedPlan:
     def digest(self) -> str:
         """sha256 of all that changes what the model computes, in hex; captures do not."""
         content = [
-            [each.site, each.layer, each.steps.digest, _plain(each.where)]
-            for each in (*self.edits, *(probe for probe in self.probes if not probe.name))
+            [edit.site, edit.layer, edit.steps.digest, _plain(edit.where)] for edit in self.edits
+        ]
+        # What gates read is part of what they do; other probes change nothing.
+        content += [
+            [probe.site, probe.layer, probe.steps.digest, _plain(probe.where)]
+            for probe in self.probes
+            if not probe.name
         ]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 

@@ -49,8 +49,9 @@ def to_bytes(plan: ResolvedPlan) -> bytes:
     """The plan's wire form."""
     vectors: dict[Vector, int] = {}
     steps: dict[str, tuple[int, Steps]] = {}
-    for each in (*plan.edits, *plan.probes):
-        steps.setdefault(each.steps.digest, (len(steps), each.steps))
+    used = [edit.steps for edit in plan.edits] + [probe.steps for probe in plan.probes]
+    for each in used:
+        steps.setdefault(each.digest, (len(steps), each))
     packed = [
         [_pack_instruction(one, vectors) for one in found.instructions]
         for _, found in steps.values()
@@ -109,9 +110,8 @@ def from_bytes(data: bytes) -> ResolvedPlan:
     with at("prompt_len"):
         prompt_len = _natural(header["prompt_len"], at_least=1)
     vectors = _read_vectors(header["vectors"], body)
-    steps = [
-        _read_steps(nth, value, vectors) for nth, value in enumerate(_list("steps", header["steps"]))
-    ]
+    listed = _list("steps", header["steps"])
+    steps = [_read_steps(nth, value, vectors) for nth, value in enumerate(listed)]
     edits: list[ResolvedEdit] = []
     for index, value in enumerate(_list("edits", header["edits"])):
         with at(f"edits[{index}]"):

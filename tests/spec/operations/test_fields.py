@@ -1,0 +1,212 @@
+"""Each operation's fields: what they take, and what is refused, by its path."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from midstream.errors import SpecError
+from midstream.spec import (
+    Ablate,
+    Affine,
+    Clamp,
+    Feature,
+    LoReFT,
+    Named,
+    Positions,
+    Replace,
+    Scale,
+    Steer,
+    Vector,
+)
+
+STEER = {"op": "steer", "vector": [1, 2], "layer": -2}
+
+
+def test_a_steer_has_its_fields_in_canonical_form():
+    steer = Steer([1, 2], np.int64(3), np.float32(2), "post_attn", "all", "generated")
+    assert steer.vector == Vector.parse([1, 2])
+    assert (steer.layers.indices, steer.scale, steer.sites.names) == ((3,), 2.0, ("resid_mid",))
+    assert type(steer.scale) is float
+    assert steer.positions == Positions("all", "generated")
+    assert Steer([1], 0) == Steer([1], [0], 1, ["resid_post"], ["all"], "all", None)
+    assert Steer([1], range(2)).layers.indices == (0, 1)
+    assert Steer([1], "all").layers.indices == "all"
+
+
+def test_a_dict_is_the_arguments_and_what_is_emitted_has_every_field():
+    assert Steer.parse(STEER).to_dict() == {
+        "op": "steer",
+        "vector": {"f32": "AACAPwAAAEA="},
+        "scale": 1.0,
+        "norm": None,
+        "layer": -2,
+        "site": "resid_post",
+        "positions": ["all"],
+        "phase": "all",
+    }
+    several = Steer.parse({**STEER, "layer": [1, 2], "site": ["resid_pre", "mlp_out"]}).to_dict()
+    assert (several["layer"], several["site"]) == ([1, 2], ["resid_pre", "mlp_out"])
+    assert Steer.parse({**STEER, "layer": "all"}).to_dict()["layer"] == "all"
+
+
+def test_the_excluded_positions_are_emitted():
+    steer = Steer([1], 0, positions="prompt", exclude=[0, -1])
+    assert steer.positions == Positions("prompt", exclude=[0, -1])
+    assert Steer.parse(steer.to_dict()) == steer
+    assert steer.to_dict()["exclude"] == [0, -1]
+
+
+def test_parsing_leaves_the_dict_as_it_was():
+    value = dict(STEER)
+    Steer.parse(value)
+    assert value == STEER
+
+
+def test_equal_numbers_are_emitted_alike():
+    assert str(Steer([1], 0, scale=-0.0).scale) == "0.0"
+    assert str(Scale(-0.0, 0).factor) == "0.0"
+    assert str(Ablate([1], 0, strength=0).instructions(1)[0].a) == "0.0"
+
+
+def test_one_direction_or_row_may_stand_alone():
+    assert Ablate([1, 2], 0) == Ablate([[1, 2]], 0) == Ablate(np.array([[1, 2]]), 0)
+    assert Replace([1, 2], 0) == Replace([[1, 2]], 0)
+    assert Affine([1, 0], [0, 1], 0, 2) == Affine([[1, 0]], torch.tensor([[0, 1]]), 0, [2])
+
+
+def test_a_value_to_clamp_to_is_a_range_of_one():
+    assert Clamp([1], 0, 3) == Clamp([1], 0, low=3, high=3)
+    assert Clamp.parse({"direction": [1], "layer": 0, "value": 3}) == Clamp([1], 0, 3)
+
+
+def test_a_features_bias_has_that_of_the_decoder_in_it():
+    folded = Feature([1, 2], [3, 4], 0, value=1, bias=5, decoder_bias=[0.5, 0.25])
+    assert folded == Feature([1, 2], [3, 4], 0, value=1, bias=4)
+    assert "decoder_bias" not in folded.to_dict()
+
+
+def test_a_scalar_is_rounded_to_float32_only_when_lowered():
+    assert Scale(0.1, 0).to_dict()["factor"] == 0.1
+    assert Scale(0.1, 0).instructions(2)[0].a == np.float32(0.1)
+
+
+NEARLY = [[1.0, 0.01], [0.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "problem"),
+    [
+        (lambda: Steer([1, None], 0), "vector[1]", "expected a number, got `None`"),
+        (lambda: Steer({"f32": "A"}, 0), "vector.f32", "expected base64"),
+        (lambda: Steer("no such name!", 0), "vector", "expected 1 to 128 of the char.*'no such"),
+        (lambda: Steer({"name": 3}, 0), "vector.name", "expected a name, `str`, got `int`"),
+        (lambda: Steer([1]), "layer", "missing; it can be left out only where .* a registered"),
+        (lambda: Steer([1], True), "layer", "got `bool`"),
+        (lambda: Steer([1], [3, 3]), "layer[1]", "listed twice"),
+        (lambda: Steer([1], 2**40), "layer", r"within ±2\*\*31"),
+        (lambda: Steer([1], 0, "2"), "scale", "expected a number, got `str`"),
+        (lambda: Steer([1], 0, float("nan")), "scale", "finite number, got nan"),
+        (lambda: Steer([1], 0, -1e39), "scale", r"-1e\+39 overflows float32"),
+        (lambda: Steer([1], 0, site="resid"), "site", "unknown site 'resid'"),
+        (lambda: Steer([1], 0, positions="last"), "positions", '"last" is known only when'),
+        (lambda: Steer([1], 0, positions=[0, "last"]), "positions[1]", '"last" is known only'),
+        (lambda: Scale(2, 0, positions="last"), "positions", '"last" is known only when'),
+        (lambda: Steer([1], 0, phase="decode"), "phase", "got 'decode'"),
+        (lambda: Steer([1], 0, exclude="nope"), "exclude", "got 'nope'"),
+        (lambda: Steer([1], 0, norm="kept"), "norm", "got 'kept' .did you mean `keep`"),
+        (lambda: Steer([0, 0], 0, norm="match"), "vector", "the vector is zero"),
+        (lambda: Ablate([[1, 0], [0, 0]], 0), "directions[1]", "the row is zero"),
+        (lambda: Ablate([0.0], 0), "directions[0]", "the row is zero"),
+        (lambda: Ablate([[1, 2], [3, 1], [1, 1]], 0), "directions[2]", "depends on those before"),
+        (lambda: Ablate([[0.1, 0.2], [0.3, 0.6]], 0), "directions[1]", "depends on those before"),
+        (lambda: Ablate([[1, 2], [3]], 0), "directions[1]", "1 numbers, and 2 in a row before"),
+        (lambda: Ablate(Named("a", 2), 0), "directions.scale", "`a` is meant as a direction.*2.0"),
+        (lambda: Ablate([1], 0, "x"), "strength", "got `str`"),
+        (lambda: Clamp([1], 0), "", "nothing to clamp to: give `value`, `low` or `high`"),
+        (lambda: Clamp([0], 0, 1), "direction", "the vector is zero, which is no direction"),
+        (lambda: Clamp([1], 0, 1, low=0), "low", "give either `value`, or `low` and `high`"),
+        (lambda: Clamp([1], 0, 1, high=0), "high", "give either `value`, or `low` and `high`"),
+        (lambda: Clamp([1], 0, "x"), "value", "got `str`"),
+        (lambda: Clamp([1], 0, low=2, high=1), "low", "expected at most `high`, 1.0, got 2.0"),
+        (lambda: Clamp([1], 0, high=float("inf")), "high", "finite number"),
+        (lambda: Clamp({"name": "a", "scale": 2}, 0, 1), "direction.scale", "has no scale"),
+        (lambda: Feature("a", [1], 0, value=1), "encoder", "got `str`"),
+        (lambda: Feature([1], [1], 0, "pin", 1), "mode", "expected one of `set`"),
+        (lambda: Feature([1], [1], 0), "value", "missing: `set`, `add`, `scale` need a value"),
+        (lambda: Feature([1], [1], 0, "ablate", 0), "value", '"ablate" takes no value'),
+        (lambda: Feature([1], [1], 0, value=1, threshold=-0.5), "threshold", "at least 0, got -0"),
+        (
+            lambda: Feature([1], [1], 0, value=1, decoder_bias=[1, 2]),
+            "decoder_bias",
+            "expected 1 numbers, as `encoder`, got 2",
+        ),
+        (lambda: Affine([[1], [2]], [[1]], 0), "write", r"shape of `read`, \[2, 1\], got \[1, 1\]"),
+        (lambda: Affine([1], [1], 0, [1, 2]), "bias", "expected 1 numbers, one for each row"),
+        (lambda: Affine([1], [1], 0, True), "bias", "got `bool`"),
+        (lambda: LoReFT(NEARLY, NEARLY, 0, 0), "rotation", "orthonormal rows.*by 0.01, more than"),
+        (lambda: LoReFT([1, 0], [[1, 0], [0, 1]], 0, 0), "weight", "the shape of `rotation`"),
+        (lambda: Replace([[]], 0), "rows[0]", "the vector is empty"),
+        (lambda: Replace([], 0), "rows", "expected at least one row, got none"),
+        (lambda: Replace("happy", 0), "rows", "got `str`"),
+        (lambda: Scale(None, 0), "factor", "expected a number, got `None`"),
+        (lambda: Scale("happy", 0), "factor", "expected a number, got `str`"),
+    ],
+)
+def test_a_malformed_field_is_refused_by_its_path(make, path, problem):
+    with pytest.raises(SpecError, match=problem) as caught:
+        make()
+    assert caught.value.path == path
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "problem"),
+    [
+        ({"op": "ablate"}, "op", "expected one of `steer`, got 'ablate'"),
+        ({"op": None}, "op", "expected one of `steer`, got `None`"),
+        ({"layers": 3}, "", "unknown field 'layers' .did you mean `layer`"),
+        ({"strength": 3}, "", "unknown field 'strength'; known: `vector`, `layer`, `scale`"),
+    ],
+)
+def test_a_dict_of_another_kind_is_refused(change, path, problem):
+    with pytest.raises(SpecError, match=problem) as caught:
+        Steer.parse({**STEER, **change})
+    assert caught.value.path == path
+
+
+def test_a_missing_field_is_named():
+    with pytest.raises(SpecError, match="missing field `vector`"):
+        Steer.parse({"layer": 0})
+    with pytest.raises(SpecError, match="missing field `direction`"):
+        Clamp.parse({"layer": 0})
+    with pytest.raises(SpecError, match="layer: missing"):
+        Steer.parse({"vector": [1]})
+
+
+def test_rotations_that_went_through_bfloat16_are_orthonormal_enough_only_if_they_are():
+    rows = torch.linalg.qr(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)))[0].T
+    LoReFT(rows, rows, 0, 0)
+    with pytest.raises(SpecError, match="more than 0.001"):
+        LoReFT(rows + 0.01, rows, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("edit", "path"),
+    [
+        (Steer([1, 2], 0), "vector"),
+        (Steer([1, 2], 0, norm="match"), "vector"),
+        (Ablate([[1, 2], [2, 1]], 0), "directions[0]"),
+        (Clamp([1, 2], 0, 1), "direction"),
+        (Feature([1, 2], [1, 2, 3], 0, value=1), "encoder"),
+        (Feature([1, 2, 3], [1, 2], 0, value=1), "decoder"),
+        (Feature([1, 2], [1, 2, 3], 0, "add", value=1), "encoder"),
+        (Affine([1, 2], [1, 2], 0), "read[0]"),
+        (LoReFT([1, 0], [1, 2], 0, 0), "rotation[0]"),
+        (Replace([[1, 2], [1, 2]], 0), "rows[0]"),
+    ],
+)
+def test_a_vector_of_another_width_is_refused_when_lowered(edit, path):
+    with pytest.raises(SpecError, match="3 numbers, the model's hidden size, got 2") as caught:
+        edit.instructions(3)
+    assert caught.value.path == path
