@@ -20,6 +20,7 @@ from midstream.errors import (
     UnsupportedError,
 )
 from midstream.receipt import Receipt
+from midstream.scores import Probes
 from midstream.spec import (
     Ablate,
     Affine,
@@ -32,24 +33,30 @@ from midstream.spec import (
     Plan,
     Positions,
     Probe,
+    Reading,
     Replace,
+    Role,
     Scale,
     Sites,
     Span,
     Steer,
+    Text,
+    TokenIds,
     Vector,
+    Window,
 )
 from midstream.version import __version__
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
-
     from midstream.activations import Activations
     from midstream.features import SAE
     from midstream.llm import LLM
     from midstream.runtime.patches import activate
+    from midstream.sampling import SamplingParams
 
 __all__ = [
+    "LLM",
+    "SAE",
     "Ablate",
     "Activations",
     "Affine",
@@ -60,17 +67,18 @@ __all__ = [
     "Feature",
     "FetchError",
     "Gate",
-    "LLM",
     "LoReFT",
     "MidstreamError",
     "Named",
     "Plan",
     "Positions",
     "Probe",
+    "Probes",
+    "Reading",
     "Receipt",
     "ReceiptError",
     "Replace",
-    "SAE",
+    "Role",
     "SamplingParams",
     "Scale",
     "SeamError",
@@ -79,17 +87,20 @@ __all__ = [
     "SpecError",
     "Steer",
     "TapError",
+    "Text",
+    "TokenIds",
     "UnsupportedError",
     "Vector",
-    "__version__",
+    "Window",
     "activate",
+    "__version__",
 ]
 
 _LAZY = {
     "LLM": "midstream.llm",
     "SAE": "midstream.features",
     "Activations": "midstream.activations",
-    "SamplingParams": "vllm",
+    "SamplingParams": "midstream.sampling",
     "activate": "midstream.runtime.patches",
 }
 

@@ -14,6 +14,7 @@ from midstream.spec.operations import Edit, Steer
 from midstream.spec.plan import Plan
 from midstream.spec.probe import Probe
 from midstream.spec.selection import read_site
+from midstream.vectors.reading import path_of
 from midstream.vectors.tiers import read_hooks, read_reference
 
 if TYPE_CHECKING:
@@ -90,11 +91,9 @@ class _Factory(type):
     @property
     def __signature__(cls) -> inspect.Signature:
         theirs = inspect.signature(_vllm())
-        names = [*theirs.parameters.values()]
-        ours = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in OWN
-        ]
-        return theirs.replace(parameters=[*names, *ours])
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        ours = [inspect.Parameter(name, keyword, default=None) for name in OWN]
+        return theirs.replace(parameters=[*theirs.parameters.values(), *ours])
 
 
 class SamplingParams(metaclass=_Factory):
@@ -221,7 +220,7 @@ def _read_consumer(value: object) -> list[Capture]:
         raise SpecError("hooks", f"expected {{hook point: [layer, …]}}, got {kind(hooks)}")
     found = []
     for hook, layers in hooks.items():
-        path = f'hooks["{hook}"]'
+        path = f"hooks{path_of(hook)}"
         with at(path):
             site = read_site(hook)
         try:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from midstream.sites import NAMES
+
 Tap = tuple[str, int]
 
 
@@ -24,11 +26,31 @@ class HookEdit:
     where: Callable[[int], bool]
 
 
+@dataclass(frozen=True)
+class Branches:
+    """The modules of transformers' layer at which the branches are.
+
+    Attributes:
+        attn_out: whose output attention adds to the stream.
+        mlp_in: whose input the MLP reads.
+        mlp_out: whose output the MLP adds to the stream.
+    """
+
+    attn_out: str = "self_attn"
+    mlp_in: str = "mlp"
+    mlp_out: str = "mlp"
+
+
 class Oracle:
     """Hooks on a transformers model. `mid` names the module whose input is `resid_mid`."""
 
     def __init__(
-        self, path: Path, layers: str, mid: str | None, dtype: torch.dtype = torch.float32
+        self,
+        path: Path,
+        layers: str,
+        mid: str | None,
+        dtype: torch.dtype = torch.float32,
+        branches: Branches | None = None,
     ):
         self.model = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation="eager"
@@ -38,9 +60,11 @@ class Oracle:
             found = getattr(found, name)
         self.layers = list(found.children())
         self.mid = mid
-        self.sites = (
-            ("resid_pre", "resid_mid", "resid_post") if mid else ("resid_pre", "resid_post")
-        )
+        self.branches = branches
+        lacking = set() if mid else {"resid_mid"}
+        if branches is None:
+            lacking |= {"attn_out", "mlp_in", "mlp_out"}
+        self.sites = tuple(site for site in NAMES if site not in lacking)
 
     @torch.no_grad()
     def run(
@@ -56,14 +80,19 @@ class Oracle:
                 )
             )
             if self.mid:
-                entry = layer
-                for name in self.mid.split("."):
-                    entry = getattr(entry, name)
                 handles.append(
-                    entry.register_forward_pre_hook(
+                    _module(layer, self.mid).register_forward_pre_hook(
                         self._before("resid_mid", index, edits, seen), with_kwargs=True
                     )
                 )
+            if self.branches:
+                for site, place in vars(self.branches).items():
+                    hook = self._branch(site, index, edits, seen)
+                    module = _module(layer, place)
+                    if site == "mlp_in":
+                        handles.append(module.register_forward_pre_hook(hook))
+                    else:
+                        handles.append(module.register_forward_hook(hook))
             handles.append(
                 layer.register_forward_hook(self._after("resid_post", index, edits, seen))
             )
@@ -100,6 +129,25 @@ class Oracle:
             seen[site, layer] = hidden.reshape(-1, hidden.shape[-1]).clone()
 
         return hook
+
+    def _branch(self, site: str, layer: int, edits: Sequence[HookEdit], seen: dict[Tap, Tensor]):
+        """A hook on a module's input or output that puts an edited copy in its place."""
+
+        def hook(_module: nn.Module, args: tuple, *out: object) -> object:
+            found = out[0] if out else args
+            hidden = found[0] if isinstance(found, tuple) else found
+            hidden = hidden.clone(memory_format=torch.contiguous_format)
+            _edit(hidden, site, layer, edits)
+            seen[site, layer] = hidden.reshape(-1, hidden.shape[-1]).clone()
+            return (hidden, *found[1:]) if isinstance(found, tuple) else hidden
+
+        return hook
+
+
+def _module(layer: nn.Module, path: str) -> nn.Module:
+    for name in path.split("."):
+        layer = getattr(layer, name)
+    return layer
 
 
 def _edit(hidden: Tensor, site: str, layer: int, edits: Sequence[HookEdit]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 from helpers.fake_steps import TAPS, VOCABULARY
 
@@ -65,7 +64,7 @@ PLAIN: list[tuple[Instruction, ...]] = [
     (Instruction(Op.CLIP, read=SMALL[1], write=(SMALL[1],), a=-0.5, b=0.25, c=1.0, flags=ONE),),
     (
         Instruction(Op.LINEAR, read=SMALL[0], write=(VECTORS[3],), a=0.25, flags=Flags.FRESH),
-        Instruction(Op.LINEAR, read=SMALL[2], write=(SMALL[1],), a=-1, b=1, flags=Flags.COUNTED),
+        Instruction(Op.LINEAR, read=SMALL[2], write=(SMALL[1],), a=-1.0, b=1.0, flags=Flags.COUNTED),
     ),
     (Instruction(Op.FEATURE, SMALL[2], (VECTORS[1],), 0.25, 0.1, -1.0, 0.5, ONE),),
     (Instruction(Op.REPLACE, write=(VECTORS[4],), a=0.75, flags=ONE),),
@@ -162,7 +161,6 @@ def random_plan(draw: random.Random, length: int, taps=tuple(TAPS)) -> ResolvedP
             earlier = draw.choice(taps[: taps.index(tap)])
             probes.append(ResolvedProbe("", *earlier, read, where))
             steps = gated(draw.choice(PLAIN), slot, b=0.1, c=draw.choice([0.0, 2.0]))
-            steps = (steps[0], *(_fresh(step) for step in steps[1:]))
         else:
             steps = draw.choice(KINDS)
         edits.append(ResolvedEdit(*tap, Steps(steps), where, source))
@@ -177,6 +175,3 @@ def random_plan(draw: random.Random, length: int, taps=tuple(TAPS)) -> ResolvedP
         return None
     return ResolvedPlan(prompt_len, tuple(edits), captures, tuple(probes))
 
-
-def _fresh(step: Instruction) -> Instruction:
-    return replace(step, flags=step.flags | Flags.FRESH) if step.reads else step

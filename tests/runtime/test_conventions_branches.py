@@ -1,7 +1,7 @@
 """Where the table finds what attention and MLP add to the stream, against the models' sources.
 
-As `test_conventions`, which see: nothing is imported. It is enough if one call of a module is as the
-table says: which branch of its forward a layer takes is what a `Choice` decides.
+As `test_conventions`, which see: nothing is imported. It is enough if one call of a module is as
+the table says: which branch of its forward a layer takes is what a `Choice` decides.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from midstream.runtime.conventions import (
 from midstream.runtime.conventions_types import Entry, hybrid, single
 from midstream.sites import NAMES
 
-DROPOUT = ("dropout", "view")  # in evaluation they change no value
+# What changes no value: in evaluation, and (the last two) wherever the table has no refusal.
+NEUTRAL = ("dropout", "view", "_cast_for_residual", "sp_reduce_scatter")
 
 
 def methods(path: Path, node: ast.ClassDef, dotted: str) -> Iterator[ast.FunctionDef]:
@@ -122,7 +123,10 @@ def is_fresh(method: ast.FunctionDef, lines: list[ast.stmt], number: int, call: 
         # A method of the layer's own that is given what the norm returned.
         return method.name.startswith("_")
     made = lines[before[-1]]
-    if not isinstance(made, ast.Assign) or not isinstance(made.value, (ast.Call, ast.BinOp)):
+    value = made.value if isinstance(made, ast.Assign) else None
+    if isinstance(value, ast.Tuple):
+        value = value.elts[0]
+    if not isinstance(value, (ast.Call, ast.BinOp)):
         return False
     between = sum(loads(line, given.id) for line in lines[before[-1] + 1 : number])
     rest = loads(lines[number], given.id) - 1
@@ -162,7 +166,9 @@ def is_added(lines: list[ast.stmt], number: int, call: ast.Call) -> bool:
                 for part in ast.walk(later)
             ):
                 return True
-            passes = any(word in text for word in DROPOUT) or text.endswith(f"= {name}")
+            if f"({name}, residual" in text:  # a fused norm adds first
+                return True
+            passes = any(word in text for word in NEUTRAL) or text.endswith(f"= {name}")
             if not passes and not text.endswith((f"= {name}[0]", "is not None")):
                 return False
         if later is line or (name and loads(later, name)):

@@ -14,9 +14,11 @@ from midstream.runtime.conventions import (
     Refusal,
     Returns,
 )
+from midstream.runtime.conventions_types import Lack, Output, pair, single
 from midstream.runtime.layers import find_decoder
+from midstream.sites import NAMES
 
-KNOWN = LayerConvention(Returns.SINGLE, mid="norm")
+KNOWN = single("norm")
 
 
 def layer_class(name="Layer", *bases, **namespace):
@@ -144,7 +146,7 @@ def test_a_refused_class_is_refused_with_its_reason(known):
 
 
 def test_a_partial_sum_is_refused_under_tensor_parallelism_only(known):
-    cls = known(LayerConvention(Returns.PAIR, residual="residual", mid="norm", tp_partial=True))
+    cls = known(pair("norm", tp_partial=True))
     model = holding("model.layers", [cls()])
     assert len(find(model).layers) == 1
     with pytest.raises(UnsupportedError, match=r"a partial sum .*; use tensor_parallel_size=1"):
@@ -161,17 +163,37 @@ def test_a_scaled_down_stream_is_refused_in_float16_only(known):
 
 def test_sites_that_a_layer_lacks_are_listed_with_the_reason(known):
     whole = known()
-    lone = known(LayerConvention(Returns.SINGLE, no_mid="one mixer"), "Lone")
-    late = known(LayerConvention(Returns.SINGLE, mid="norm", no_pre="a copy is read"), "Late")
+    lone = known(single(no_mid="one mixer", mlp=Lack("it has no MLP")), "Lone")
+    late = known(single("norm", no_pre="a copy is read", attn=Lack("it is scaled")), "Late")
     decoder = find(holding("model.layers", [whole(), lone(), late()]))
     assert decoder.lacking == {
         ("resid_mid", 1): "one mixer",
+        ("mlp_in", 1): "it has no MLP",
+        ("mlp_out", 1): "it has no MLP",
         ("resid_pre", 2): "a copy is read",
+        ("attn_out", 2): "it is scaled",
     }
 
 
+def test_of_a_convention_that_says_nothing_of_branches_all_of_them_are_lacking(known):
+    cls = known(LayerConvention(Returns.SINGLE, mid="norm"))
+    lacking = find(holding("model.layers", [cls()])).lacking
+    assert [site for site in NAMES if (site, 0) in lacking] == ["attn_out", "mlp_in", "mlp_out"]
+    assert all("does not know where" in reason for reason in lacking.values())
+
+
+def test_a_branch_that_is_a_partial_sum_is_lacking_under_tensor_parallelism_only(known):
+    cls = known(single("norm", attn=Output("self_attn", partial=True)))
+    model = holding("model.layers", [cls()])
+    assert find(model).lacking == {}
+    [(tap, reason)] = find(model, tensor_parallel_size=2).lacking.items()
+    assert tap == ("attn_out", 0)
+    assert "a partial sum under tensor parallelism" in reason
+    assert "use tensor_parallel_size=1" in reason
+
+
 def test_a_choice_is_made_for_each_layer_by_how_it_was_built(known):
-    other = LayerConvention(Returns.SINGLE, no_mid="parallel")
+    other = single(no_mid="parallel")
     cls = known(Choice("parallel", true=other, false=KNOWN))
     layers = [cls(), cls()]
     layers[0].parallel, layers[1].parallel = False, True

@@ -30,6 +30,16 @@ def test_a_dict_is_the_arguments_and_what_is_emitted_has_every_field():
     assert Capture.parse(capture) is capture
 
 
+def test_positions_can_be_left_out():
+    capture = Capture(0, positions="prompt", exclude=[0, -1])
+    assert capture.positions == Positions("prompt", exclude=[0, -1])
+    assert capture.to_dict()["exclude"] == [0, -1]
+    assert Capture.parse(capture.to_dict()) == capture
+    with pytest.raises(SpecError, match="got 'nope'") as caught:
+        Capture(0, exclude=["nope"])
+    assert caught.value.path.startswith("exclude")
+
+
 def test_one_field_can_be_replaced():
     assert dataclasses.replace(Capture(0, phase="prompt"), layers=2) == Capture(2, phase="prompt")
 
@@ -87,7 +97,7 @@ def test_a_contradiction_with_given_positions_names_the_item():
     ("value", "problem"),
     [
         ({}, "missing field `layers`"),
-        ([], "expected a dict of `layers`, `sites`, `positions`, `phase`, got `list`"),
+        ([], "expected a dict of `layers`, `sites`, `positions`, `phase`, `exclude`, got `list`"),
         ("all", "expected a dict.*got `str`"),
         (None, "expected a dict.*got `None`"),
     ],

@@ -7,16 +7,21 @@ import pickle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spec.strategies import json_values, plans, spoilt
+from spec.strategies import json_values, plans, reads_or_refuses, spoilt
 
 from midstream.errors import SpecError
-from midstream.spec import Capture, Plan, Steer
+from midstream.spec import Capture, Gate, Plan, Probe, Scale, Steer
+from midstream.spec.items import TokenIds
+from midstream.spec.operations import KINDS_BY_OP
 
 CAPTURE = {"layers": [0, 1]}
 STEER = {"op": "steer", "vector": [1.0, 2.0], "layer": 1}
+PROBE = {"direction": [1.0, 2.0], "layer": 1}
+NOTHING = "asks for nothing: give `capture`, `edits` or `probes`"
+OPS = "`steer`, `ablate`, `clamp`, `feature`, `affine`, `loreft`, `replace`, `scale`, `gate`"
 
 
-@given(plans)
+@given(plans())
 def test_a_plan_survives_its_dict_and_its_text(plan):
     assert Plan.parse(plan.to_dict()) == plan
     assert Plan.parse(plan.to_json()) == plan
@@ -25,26 +30,33 @@ def test_a_plan_survives_its_dict_and_its_text(plan):
     assert hash(Plan.parse(plan.to_json())) == hash(plan)
 
 
-@given(plans)
+@given(plans())
 @settings(max_examples=20)
 def test_a_plan_survives_copying_and_pickling(plan):
     assert copy.deepcopy(plan) == pickle.loads(pickle.dumps(plan)) == plan
 
 
 def test_the_text_of_a_plan_is_what_it_was():
-    plan = Plan.make(Capture(-1, positions=[slice(4), "last"]), Steer([1, 2], 1, phase="generated"))
+    plan = Plan.make(
+        Capture(-1, positions=[slice(4), "last"]),
+        Steer([1, 2], 1, phase="generated"),
+        Probe([1, 2], 1),
+    )
     assert plan is not None
     assert plan.to_json() == (
         '{"capture":[{"layers":[-1],"sites":["resid_post"],'
         '"positions":[{"slice":[0,4,1]},"last"],"phase":"all"}],'
-        '"edits":[{"op":"steer","vector":{"f32":"AACAPwAAAEA="},"layer":1,"scale":1.0,'
-        '"site":"resid_post","positions":["all"],"phase":"generated"}]}'
+        '"edits":[{"op":"steer","vector":{"f32":"AACAPwAAAEA="},"scale":1.0,"norm":null,'
+        '"layer":1,"site":"resid_post","positions":["all"],"phase":"generated"}],'
+        '"probes":[{"direction":{"f32":"AACAPwAAAEA="},"bias":0.0,"name":"probe","layer":1,'
+        '"site":"resid_post","positions":["all"],"phase":"all"}]}'
     )
 
 
 def test_one_value_is_a_list_of_one():
     assert Plan.parse({"capture": CAPTURE}) == Plan.parse({"capture": [CAPTURE]})
     assert Plan.parse({"edits": STEER}) == Plan.parse({"edits": [STEER]})
+    assert Plan.parse({"probes": PROBE}) == Plan.parse({"probes": [PROBE]})
     assert Plan.make(Capture([0, 1]), Steer([1, 2], 1)) == Plan.parse(
         {"capture": CAPTURE, "edits": STEER}
     )
@@ -76,15 +88,39 @@ def test_overlapping_captures_are_allowed_but_not_equal_ones():
         Plan.make([Capture(0), Capture(1), {"layers": [0], "sites": "post_block"}])
 
 
+def test_each_probe_has_a_name_of_its_own():
+    with pytest.raises(SpecError, match="`probe` is the name of probes.0.; give another") as caught:
+        Plan.make(probes=[Probe([1], 0), Probe([1], 0, name="b"), Probe([2], 1)])
+    assert caught.value.path == "probes[2].name"
+    assert len(Plan.make(probes=[Probe([1], 0), Probe([1], 0, name="b")]).probes) == 2
+
+
+def test_edits_of_every_kind_keep_their_order():
+    edits = (Scale(2, 0), Steer([1], 0), Gate(Scale(3, 0), [1]), Scale(2, 0))
+    assert Plan.make(edits=edits).edits == edits
+    assert Plan.parse(Plan.make(edits=edits).to_json()).edits == edits
+
+
+@pytest.mark.parametrize("part", ["capture", "edits", "probes"])
+def test_a_plan_tells_whether_it_needs_the_prompts_tokens(part):
+    form = {"capture": CAPTURE, "edits": STEER, "probes": PROBE}[part]
+    assert not Plan.parse({part: form}).needs_prompt
+    assert Plan.parse({part: {**form, "positions": TokenIds([3])}}).needs_prompt
+
+
 @pytest.mark.parametrize(
     ("value", "path", "problem"),
     [
-        ({}, "", "asks for nothing: give `capture`, `edits` or both"),
+        ({}, "", NOTHING),
         ({"capture": []}, "capture", "the list is empty"),
         ({"capture": CAPTURE, "edits": []}, "edits", "the list is empty"),
         ({"capture": None}, "capture", "expected a dict or a list, got `None`"),
         ({"captures": CAPTURE}, "", "unknown field 'captures' .did you mean `capture`"),
-        ({"capture": CAPTURE, "x": 1}, "", "unknown field 'x'; known: `capture`, `edits`"),
+        (
+            {"capture": CAPTURE, "x": 1},
+            "",
+            "unknown field 'x'; known: `capture`, `edits`, `probes`",
+        ),
         ({"capture": "all"}, "capture", "expected a dict of `layers`.*got `str`"),
         ({"capture": [CAPTURE, 3]}, "capture[1]", "expected a dict of `layers`.*got `int`"),
         ({"capture": {"layers": [True]}}, "capture.layers[0]", "expected `int`, got `bool`"),
@@ -93,10 +129,20 @@ def test_overlapping_captures_are_allowed_but_not_equal_ones():
         (
             {"edits": [{"vector": [1], "layer": 1}]},
             "edits[0]",
-            "missing field `op`; known: `steer`",
+            f"missing field `op`; known: {OPS}",
         ),
-        ({"edits": {"op": "clamp", "lo": 1}}, "edits.op", "expected one of `steer`, got 'clamp'"),
-        ({"edits": [STEER, STEER, {**STEER, "layer": "3"}]}, "edits[2].layer", "got `str`"),
+        ({"edits": {"op": "clam", "lo": 1}}, "edits.op", "one of `steer`.*got 'clam' .*`clamp`"),
+        ({"edits": [STEER, 3]}, "edits[1]", "expected an edit, or a dict with `op`, got `int`"),
+        ({"edits": {"op": "gate", "edit": STEER}}, "edits", "missing field `probe`"),
+        (
+            {"edits": {"op": "gate", "edit": {**STEER, "layer": "x"}, "probe": [1]}},
+            "edits.edit.layer",
+            "got 'x'",
+        ),
+        ({"probes": []}, "probes", "the list is empty"),
+        ({"probes": [PROBE, {**PROBE, "layer": "x"}]}, "probes[1].layer", "got 'x'"),
+        ({"probes": "all"}, "probes", "expected a dict of `direction`.*got `str`"),
+        ({"edits": [STEER, STEER, {**STEER, "layer": "3"}]}, "edits[2].layer", "got '3'"),
         (
             {"edits": [STEER, STEER, {**STEER, "positions": [0, "end"]}]},
             "edits[2].positions[1]",
@@ -109,8 +155,9 @@ def test_overlapping_captures_are_allowed_but_not_equal_ones():
         ),
         ({"edits": [STEER] * 1025}, "edits", "at most 1024 can be listed, got 1025"),
         ({"capture": [3] * 1025}, "capture", "at most 1024 can be listed, got 1025"),
-        ([CAPTURE], "", "expected a dict of `capture`, `edits`, got `list`"),
-        (None, "", "expected a dict of `capture`, `edits`, got `None`"),
+        ({"probes": [PROBE] * 1025}, "probes", "at most 1024 can be listed, got 1025"),
+        ([CAPTURE], "", "expected a dict of `capture`, `edits`, `probes`, got `list`"),
+        (None, "", "expected a dict of `capture`, `edits`, `probes`, got `None`"),
     ],
 )
 def test_a_malformed_plan_is_refused_by_the_path_of_what_is_wrong(value, path, problem):
@@ -150,33 +197,24 @@ def test_text_that_is_not_strict_json_is_refused(text, problem):
 def test_the_constructor_refuses_what_parsing_would_have_read():
     with pytest.raises(SpecError, match="capture: expected a tuple of `Capture`; see Plan.make"):
         Plan([Capture(0)])
-    with pytest.raises(SpecError, match="edits: expected a tuple of `Steer`"):
+    with pytest.raises(SpecError, match="edits: expected a tuple of edits; see Plan.make"):
         Plan((), (STEER,))
     with pytest.raises(SpecError, match="asks for nothing"):
         Plan()
 
 
-def _reads_or_refuses(read, value):
-    """What is read; None if it is refused, in a message that never grows with what was sent."""
-    problem = ""
-    try:
-        return read(value)
-    except SpecError as error:
-        problem = str(error)
-    assert len(problem) < 1000
-    return None
-
-
 @given(json_values | st.binary() | st.text())
 def test_whatever_is_sent_is_read_or_refused(value):
-    for read in (Plan.parse, Capture.parse, Steer.parse):
-        _reads_or_refuses(read, value)
+    for read in (Plan.parse, Capture.parse, Probe.parse):
+        reads_or_refuses(read, value)
+    for kind in KINDS_BY_OP.values():
+        reads_or_refuses(kind.parse, value)
 
 
 @given(st.data())
 @settings(max_examples=150)
 def test_a_plan_with_something_spoilt_is_read_or_refused(data):
-    value = data.draw(spoilt(data.draw(plans).to_dict()))
-    plan = _reads_or_refuses(Plan.parse, value)
+    value = data.draw(spoilt(data.draw(plans()).to_dict()))
+    plan = reads_or_refuses(Plan.parse, value)
     if plan is not None:
         assert Plan.parse(plan.to_json()) == plan

@@ -22,7 +22,14 @@ Rows = NDArray[np.int64]
 Index = slice | Tensor
 
 # Instructions that can be done once for all rows of one program: they look at nothing of a row's.
-_ALIKE = Flags.FRESH | Flags.COUNTED
+_ALIKE = int(Flags.FRESH | Flags.COUNTED)
+# As plain integers: an IntFlag makes an object of every result, at ten times the cost.
+_FRESH, _GATED, _KEEP, _COUNTED = (
+    int(each) for each in (Flags.FRESH, Flags.GATED, Flags.KEEP, Flags.COUNTED)
+)
+_ROW_BY_POSITION, _STEP, _OTHER_IDS = (
+    int(each) for each in (Flags.ROW_BY_POSITION, Flags.STEP, Flags.OTHER_IDS)
+)
 _READING = (Op.CLIP, Op.LINEAR, Op.FEATURE)
 
 
@@ -65,7 +72,7 @@ def site_ref(
     captured = (words[:, layout.RECORD] > 0) & (places > 0)
     if captured.any():
         targets = words[captured, layout.RECORD] + places[captured] - 2
-        _capture(hidden, residual, ring, _index(active[captured]), _index(targets))
+        _capture(hidden, residual, ring, _index(active[captured]), _spaced(targets))
 
     totals: Ints = tally.numpy()
     rows = slice(None, len(words)) if active.size == active[-1] + 1 else active
@@ -75,13 +82,21 @@ def site_ref(
 
 
 def _index(rows: NDArray[np.integer]) -> Index:
-    """Row numbers (at least one) as an index: a slice where they ascend evenly, for a view."""
+    """Ascending row numbers (at least one) as an index: a slice, for a view, where none is left out."""
     first, last = int(rows[0]), int(rows[-1])
-    if rows.size == 1:
-        return slice(first, first + 1)
-    step = int(rows[1]) - first
-    if step > 0 and last - first == step * (rows.size - 1) and (np.diff(rows) == step).all():
-        return slice(first, last + 1, step)
+    if last - first == rows.size - 1:
+        return slice(first, last + 1)
+    return torch.from_numpy(rows.astype(np.int64))
+
+
+def _spaced(rows: NDArray[np.integer]) -> Index:
+    """Row numbers in any order as an index: a slice where they ascend evenly."""
+    first, last = int(rows[0]), int(rows[-1])
+    step = int(rows[1]) - first if rows.size > 1 else 1
+    if step > 0 and last - first == step * (rows.size - 1):
+        even = slice(first, last + 1, step)
+        if rows.size <= 2 or (rows == np.arange(first, last + 1, step)).all():
+            return even
     return torch.from_numpy(rows.astype(np.int64))
 
 
@@ -107,37 +122,35 @@ def _edit(
     rows: Rows,
     words: Ints,
     programs: Ints,
-) -> Ints:
+) -> Ints | int:
     """Carries out the programs of rows of `hidden` that have one at this site.
 
     Returns:
-        int32 [n] or [1]: COUNTED instructions carried out for each of the rows.
+        int32 [n], or one number for all: COUNTED instructions carried out for each of the rows.
     """
     where = _index(rows)
     starts, counts = programs[:, layout.EDIT_START], programs[:, layout.EDIT_COUNT]
-    start, count = int(starts[0]), int(counts[0])
-    if (
-        not programs[:, layout.READS].any()
-        and (starts == start).all()
-        and (counts == count).all()
-        and device.alike(start, start + count)
-    ):
-        # One row stands for all of them.
-        where_from: Index = _index(rows[:1])
-        rows, words, starts, counts = rows[:1], words[:1], starts[:1], counts[:1]
-    else:
-        where_from = where
-    work = _Work(device, hidden, residual, where_from, rows, words, bool(programs[:, 3].any()))
+    reads = bool(programs[:, layout.READS].any())
+    if not reads and (starts == starts[0]).all() and (counts == counts[0]).all():
+        alike = device.sum_alike(int(starts[0]), int(starts[0] + counts[0]))
+        if alike is not None:
+            _change(hidden, where, alike[0])
+            return alike[1]
+    work = _Work(device, hidden, residual, where, rows, words, reads)
     for nth in range(int(counts.max())):
         here = (counts > nth).nonzero()[0]
         work.step(here, starts[here] + nth)
-    # x + (−0.0) is x, bit for bit; −0.0 + 0.0 is not.
-    delta = work.delta.masked_fill_(work.delta == 0, -0.0)
-    if isinstance(where, slice):
-        hidden[where].add_(delta)
-    else:
-        hidden[where] = (hidden[where] + delta).to(hidden.dtype)
+    _change(hidden, where, work.delta)
     return work.done
+
+
+def _change(hidden: Tensor, rows: Index, delta: Tensor) -> None:
+    """Adds in float32 and rounds once; where `delta` is 0 every bit stays, a zero's sign too."""
+    delta = delta.masked_fill_(delta == 0, -0.0)
+    if isinstance(rows, slice):
+        hidden[rows].add_(delta)
+    else:
+        hidden[rows] = (hidden[rows] + delta).to(hidden.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +164,24 @@ class _Device:
     scores: Tensor
     ids: Ints
 
-    def alike(self, start: int, stop: int) -> bool:
-        """Whether the instructions do the same to every row: nothing but plain additions."""
-        words = self.instructions[start:stop]
-        return not (
-            words[:, layout.OP].any()
-            or (words[:, layout.FLAGS] & ~int(_ALIKE)).any()
-            or words[:, layout.IDS_COUNT].any()
-        )
+    def sum_alike(self, start: int, stop: int) -> tuple[Tensor, int] | None:
+        """What instructions add up to where they do the same to every row.
+
+        Returns:
+            float32 [W] and how many are COUNTED; None unless all are plain additions.
+        """
+        words = self.instructions[start:stop].tolist()
+        for word in words:
+            plain = word[layout.OP] == Op.ADD and not word[layout.FLAGS] & ~_ALIKE
+            if not plain or word[layout.IDS_COUNT]:
+                return None
+        scales = self.params[start:stop, layout.A].tolist()
+        delta = torch.zeros(self.bank.shape[1])
+        for word, scale in zip(words, scales, strict=True):
+            if scale:
+                # Two roundings: a fused multiply-add would leave a rest of +v and then −v.
+                delta += self.bank[word[layout.WRITE]] * scale
+        return delta, sum(word[layout.FLAGS] & _COUNTED != 0 for word in words)
 
     def vectors(self, rows: NDArray[np.integer]) -> Tensor:
         """Rows of the bank: [n, W], or [1, W] where all are the same."""
@@ -209,7 +232,7 @@ class _Work:
                 return
             at, which, words = at[applies], which[applies], words[applies]
         flags, ops = words[:, layout.FLAGS], words[:, layout.OP]
-        fresh = (flags & Flags.FRESH) != 0
+        fresh = (flags & _FRESH) != 0
         if self.entered is not None and fresh.any():
             rows = _index(at[fresh])
             self.base[rows] = self.entered[rows] + self.delta[rows]
@@ -220,7 +243,7 @@ class _Work:
             for op in np.unique(ops):
                 mine = ops == op
                 self._carry_out(Op(op), at[mine], which[mine], words[mine])
-        self.done[at] += (flags & Flags.COUNTED) != 0
+        self.done[at] += (flags & _COUNTED) != 0
 
     def _applies(self, at: Rows, which: Ints, words: Ints) -> NDArray[np.bool_] | None:
         """Whether each row's token id lets its instruction apply; None: all do."""
@@ -234,7 +257,7 @@ class _Work:
             word = self._device.instructions[each]
             start = word[layout.IDS_START]
             wanted = self._device.lists[start : start + word[layout.IDS_COUNT]]
-            others = bool(word[layout.FLAGS] & Flags.OTHER_IDS)
+            others = bool(word[layout.FLAGS] & _OTHER_IDS)
             found[mine] = np.isin(ids[mine], wanted, invert=others)
         return found
 
@@ -252,7 +275,7 @@ class _Work:
                 self._device.scores[rows, slots] = score[torch.from_numpy(told)]
         else:
             self._add(op, at, words, self._factor(op, _index(at), words, (a, b, c, d)))
-            kept = (words[:, layout.FLAGS] & Flags.KEEP) != 0
+            kept = (words[:, layout.FLAGS] & _KEEP) != 0
             if kept.any():
                 self._restore_norm(at[kept])
 
@@ -282,7 +305,7 @@ class _Work:
     def _add(self, op: Op, at: Rows, words: Ints, factor: Tensor) -> None:
         """Adds f · v, and exactly nothing where f or the gate is 0."""
         flags = words[:, layout.FLAGS]
-        gated = (flags & Flags.GATED) != 0
+        gated = (flags & _GATED) != 0
         if gated.any():
             gate = torch.where(torch.from_numpy(gated), self.gate[_index(at)], 1.0)
             factor = torch.where(gate == 0, 0.0, factor * gate)
@@ -297,7 +320,7 @@ class _Work:
             vectors = self.base[rows]
         else:
             write = words[:, layout.WRITE]
-            by_position = (flags & Flags.ROW_BY_POSITION) != 0
+            by_position = (flags & _ROW_BY_POSITION) != 0
             if by_position.any():
                 write = write + by_position * self._words[at, layout.POSITION]
             vectors = self._device.vectors(write)
@@ -328,7 +351,7 @@ class _Work:
             rows = torch.from_numpy(self._rows[at[scored]])
             columns = torch.from_numpy(slots[scored].astype(np.int64) - 1)
             x[torch.from_numpy(scored)] = self._device.scores[rows, columns]
-        step = torch.from_numpy((words[:, layout.FLAGS] & Flags.STEP) != 0)
+        step = torch.from_numpy((words[:, layout.FLAGS] & _STEP) != 0)
         self.gate[_index(at)] = torch.where(step, (x > b).float(), _sigmoid(c * (x - b)))
 
 

@@ -75,7 +75,7 @@ def read_placed(value: object) -> tuple[Placed, ...]:
         raise SpecError("", f"expected {_FORMS}, got {kind(value)}")
     found: list[Placed] = []
     for key, part in _items(value):
-        path = _path(key)
+        path = path_of(key)
         with at(path):
             site = canonical(key) if isinstance(key, str) else None
             if site is not None:
@@ -134,7 +134,7 @@ def _read_layers(path: str, site: str, value: object) -> list[Placed]:
         raise SpecError("", f"expected {{layer: vector}}, got {got}; say at which layer")
     found = []
     for key, part in _items(value):
-        inner = _path(key)
+        inner = path_of(key)
         with at(inner):
             found.append(_read_one(path + inner, site, _read_layer(key), part))
     return found
@@ -180,12 +180,12 @@ def _read_one(path: str, site: str, layer: int, value: object) -> Placed:
         return Placed(path, site, layer, vector, read_float32(given.get("scale", 1.0)))
 
 
-def _path(key: object) -> str:
-    """A key as one writes it to reach its value: `[15]`, `["resid_post"]`."""
+def path_of(key: object) -> str:
+    """A key as one writes it to reach its value, for messages: `[15]`, `["resid_post"]`."""
     if is_int(key):
         return f"[{show(int(key))}]"
     if isinstance(key, str):
         return f"[{json.dumps(key if len(key) <= 60 else key[:60] + '…', ensure_ascii=False)}]"
     if isinstance(key, tuple) and len(key) == 2:
-        return f"[({_path(key[0])[1:-1]}, {_path(key[1])[1:-1]})]"
+        return f"[({path_of(key[0])[1:-1]}, {path_of(key[1])[1:-1]})]"
     return f"[{kind(key)}]"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from midstream.errors import SpecError
+from midstream.spec.binding import Registered, Tap
 from midstream.spec.fields import at, kind, listed, show
 from midstream.spec.named import read_name
 from midstream.spec.shape import ModelShape
@@ -23,9 +24,6 @@ from midstream.vectors.reading import Placed, read_placed
 # Far above what anybody registers: bounds what a server can be made to hold.
 MAX_NAMES = 4096
 
-# A tap, or None for a vector that is for no tap in particular.
-Key = tuple[str, int] | None
-
 _NAMES_SHOWN = 10
 
 
@@ -33,7 +31,7 @@ _NAMES_SHOWN = 10
 class _Entry:
     """What one name stands for; never changed, only replaced as a whole."""
 
-    vectors: Mapping[Key, Vector]
+    vectors: Registered
     description: Description
 
 
@@ -104,7 +102,7 @@ class VectorRegistry:
                 raise self._unknown(name)
             del self._entries[name]
 
-    def lookup(self, name: str) -> Mapping[Key, Vector]:
+    def lookup(self, name: str) -> Registered:
         """The vectors of a name, read-only, by (canonical site, layer from 0); the only key is
         None where it is a vector for no tap in particular.
 
@@ -143,7 +141,7 @@ class VectorRegistry:
             "", f"no vectors are registered as {show(name)}{more}; registered: {there}"
         )
 
-    def _read(self, vectors: object) -> Mapping[Key, Vector]:
+    def _read(self, vectors: object) -> Registered:
         if isinstance(vectors, (str, os.PathLike)):
             read = read_file(vectors)
         elif isinstance(vectors, Mapping) and "f32" not in vectors:
@@ -153,8 +151,8 @@ class VectorRegistry:
         if isinstance(read, Vector):
             self._check_width(read)
             return MappingProxyType({None: read})
-        found: dict[Key, Vector] = {}
-        paths: dict[Key, str] = {}
+        found: dict[Tap | None, Vector] = {}
+        paths: dict[Tap, str] = {}
         for one in read:
             with at(one.path):
                 tap = self._tap(one)
@@ -164,7 +162,7 @@ class VectorRegistry:
                 found[tap] = scaled(one)
         return MappingProxyType(dict(sorted(found.items(), key=_in_order)))
 
-    def _tap(self, one: Placed) -> tuple[str, int]:
+    def _tap(self, one: Placed) -> Tap:
         self._check_width(one.vector)
         tap = (one.site, find_layer(one.layer, self._shape))
         check_tapped(tap, self._shape, "", "")
@@ -189,12 +187,12 @@ def scaled(one: Placed) -> Vector:
     return Vector.parse(one.vector.numpy().astype("f8") * one.scale)
 
 
-def _in_order(item: tuple[Key, Vector]) -> tuple[int, int]:
+def _in_order(item: tuple[Tap | None, Vector]) -> tuple[int, int]:
     assert item[0] is not None
     return order(item[0])
 
 
-def _describe(name: str, vectors: Mapping[Key, Vector], registered: int) -> Description:
+def _describe(name: str, vectors: Registered, registered: int) -> Description:
     content = hashlib.sha256()
     for tap, vector in vectors.items():
         content.update(f"{tap}:{vector.digest};".encode())

@@ -21,7 +21,7 @@ from midstream.spec.operation import (
 )
 from midstream.spec.vector import Vector
 
-# How far rows may be from orthonormal: far more than training in bfloat16 leaves.
+# How far rows may be from orthonormal: about what storing them in bfloat16 does to wide ones.
 ORTHONORMAL_TO = 1e-3
 
 
