@@ -14,17 +14,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import markers
 
-from midstream.runtime.conventions import Choice, LayerConvention, Refusal
+from midstream.runtime.conventions import Choice, LayerConvention, Output, Refusal
 from midstream.runtime.conventions_hf import HF_MODELS
 from midstream.runtime.conventions_types import Entry
 from midstream.runtime.conventions_vllm import MODELS, VENDOR
+from midstream.sites import NAMES
 
 SOURCES: dict[str, Mapping[str, Entry]] = {
     "vLLM's models": MODELS,
     "vLLM's vendor models": VENDOR,
     "transformers' models": HF_MODELS,
 }
-OUTCOMES = ("all three sites", "no `resid_mid`", "depends on the layer's settings", "refused")
+OUTCOMES = ("all sites", "not all sites", "depends on the layer's settings", "refused")
 
 
 def outcome(entry: Entry) -> str:
@@ -33,7 +34,7 @@ def outcome(entry: Entry) -> str:
         return OUTCOMES[3]
     if isinstance(entry, Choice):
         return OUTCOMES[2]
-    return OUTCOMES[0] if entry.mid else OUTCOMES[1]
+    return OUTCOMES[1] if _lacking(entry) else OUTCOMES[0]
 
 
 def pages() -> dict[str, dict[str, str]]:
@@ -41,10 +42,10 @@ def pages() -> dict[str, dict[str, str]]:
     return {
         "docs/models.md": {
             "counts": counts(),
-            "three sites": three_sites(),
-            "no mid": by_reason(OUTCOMES[1]),
+            "all sites": all_sites(),
+            "lacking": lacking(),
             "choices": choices(),
-            "refused": by_reason(OUTCOMES[3]),
+            "refused": refused(),
             "more": conditions(),
         }
     }
@@ -64,8 +65,8 @@ def counts() -> str:
     return markers.table(["decoder-layer classes", *SOURCES, "in all"], rows, numbers=True)
 
 
-def three_sites() -> str:
-    """The classes that have all three sites."""
+def all_sites() -> str:
+    """The classes that have every site."""
     rows = []
     for source, entries in SOURCES.items():
         names = [f"`{name}`" for name, entry in entries.items() if outcome(entry) == OUTCOMES[0]]
@@ -73,12 +74,23 @@ def three_sites() -> str:
     return markers.table(["", "classes"], rows)
 
 
-def by_reason(word: str) -> str:
-    """The classes of one outcome, gathered by its reason."""
+def lacking() -> str:
+    """The classes that lack some sites whatever their settings, gathered by what and why."""
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for source, name, entry in _all():
+        if isinstance(entry, LayerConvention):
+            for reason, sites in _lacking(entry).items():
+                found[", ".join(f"`{site}`" for site in sites), reason].append(_label(source, name))
+    rows = [[*key, ", ".join(sorted(names))] for key, names in sorted(found.items())]
+    return markers.table(["sites", "reason", "classes"], rows)
+
+
+def refused() -> str:
+    """The classes that are refused, gathered by the reason."""
     found: dict[str, list[str]] = defaultdict(list)
     for source, name, entry in _all():
-        if outcome(entry) == word:
-            found[_reason(entry)].append(_label(source, name))
+        if isinstance(entry, Refusal):
+            found[entry.reason].append(_label(source, name))
     rows = [[reason, ", ".join(sorted(names))] for reason, names in sorted(found.items())]
     return markers.table(["reason", "classes"], rows)
 
@@ -94,7 +106,7 @@ def choices() -> str:
 
 
 def conditions() -> str:
-    """Classes that are refused, or lack a site, under one more condition."""
+    """Classes that are refused, or lack a site, in some engines."""
     found: dict[str, list[str]] = defaultdict(list)
     for source, name, entry in _all():
         for leaf in _leaves(entry):
@@ -102,8 +114,10 @@ def conditions() -> str:
                 found["refused with `tensor_parallel_size` above 1"].append(_label(source, name))
             if leaf.float16_scaled:
                 found["refused in float16"].append(_label(source, name))
-            if leaf.no_pre:
-                found[f"no `resid_pre`: {leaf.no_pre}"].append(_label(source, name))
+            for site, place in leaf.branches.items():
+                if isinstance(place, Output) and place.partial:
+                    what = f"no `{site}` with `tensor_parallel_size` above 1"
+                    found[what].append(_label(source, name))
     rows = [[what, ", ".join(sorted(set(names)))] for what, names in sorted(found.items())]
     return markers.table(["condition", "classes"], rows)
 
@@ -118,22 +132,34 @@ def _label(source: str, name: str) -> str:
     return f"`{name}`" + (" (transformers)" if source.startswith("transformers") else "")
 
 
-def _reason(entry: Entry) -> str:
-    if isinstance(entry, Refusal):
-        return entry.reason
-    return entry.no_mid if isinstance(entry, LayerConvention) else ""
+def _lacking(entry: LayerConvention) -> dict[str, list[str]]:
+    """The sites that a layer lacks, by reason."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for site in NAMES:
+        reason = entry.lack(site)
+        if reason is not None:
+            found[reason].append(site)
+    return found
 
 
 def _choice(entry: Choice) -> list[str]:
-    return [f"`{entry.attribute.removesuffix('?')}`", _say(entry.true), _say(entry.false)]
+    setting = f"`{entry.attribute.removesuffix('?')}`"
+    if entry.equals is not None:
+        setting += f" is `{entry.equals}`"
+    return [setting, _say(entry.true), _say(entry.false)]
 
 
 def _say(entry: Entry) -> str:
     if isinstance(entry, Choice):
         setting, true, false = _choice(entry)
-        return f"{setting}: if true {true}, if false {false}"
-    reason = _reason(entry)
-    return outcome(entry) + (f" ({reason})" if reason else "")
+        return f"{setting}: if true [{true}], if false [{false}]"
+    if isinstance(entry, Refusal):
+        return f"refused: {entry.reason}"
+    parts = [
+        f"no {', '.join(f'`{site}`' for site in sites)}: {reason}"
+        for reason, sites in _lacking(entry).items()
+    ]
+    return "; ".join(parts) or OUTCOMES[0]
 
 
 def _leaves(entry: Entry) -> Iterator[LayerConvention]:

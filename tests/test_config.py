@@ -25,6 +25,9 @@ configs = st.builds(
     bank_rows=counts,
     programs=counts,
     max_edits=counts,
+    edits_per_site=counts,
+    probes=counts,
+    token_ids=counts,
     staging_bytes=st.none() | st.integers(1, 2**40),
 )
 
@@ -74,14 +77,22 @@ def test_all_layers_may_be_written_as_a_word_or_a_list_of_it(value):
     [
         ({"site": ["resid_post"]}, "midstream.site: no such setting; did you mean sites?"),
         ({"bank_row": 20}, "midstream.bank_row: no such setting; did you mean bank_rows?"),
-        ({"zzz": 1}, "midstream.zzz: no such setting; there are bank_rows, layers, max_edits"),
+        ({"zzz": 1}, "midstream.zzz: no such setting; there are bank_rows, edits_per_site, layers"),
+        ({"probe": 1}, "midstream.probe: no such setting; did you mean probes?"),
+        ({"token_id": 1}, "midstream.token_id: no such setting; did you mean token_ids?"),
         ({1: 2}, "midstream.1: no such setting"),
         ({"bank_rows": "20"}, "midstream.bank_rows: expected `int`, got `str` '20'"),
         ({"bank_rows": 20.0}, "midstream.bank_rows: expected `int`, got `float` 20.0"),
         ({"bank_rows": True}, "midstream.bank_rows: expected `int`, got `bool` True"),
         ({"bank_rows": None}, "midstream.bank_rows: expected `int`, got `NoneType` None"),
-        ({"programs": 15}, "midstream.programs: expected at least 16, got 15"),
-        ({"max_edits": -1}, "midstream.max_edits: expected at least 16, got -1"),
+        ({"programs": 3}, "midstream.programs: expected at least 4, got 3"),
+        ({"bank_rows": 0}, "midstream.bank_rows: expected at least 1, got 0"),
+        ({"max_edits": -1}, "midstream.max_edits: expected at least 1, got -1"),
+        ({"edits_per_site": 0}, "midstream.edits_per_site: expected at least 1, got 0"),
+        ({"probes": 0}, "midstream.probes: expected at least 1, got 0"),
+        ({"token_ids": 0}, "midstream.token_ids: expected at least 1, got 0"),
+        ({"probes": 1.5}, "midstream.probes: expected `int`, got `float` 1.5"),
+        ({"token_ids": False}, "midstream.token_ids: expected `int`, got `bool` False"),
         ({"staging_bytes": 0}, "midstream.staging_bytes: expected at least 1, got 0"),
         ({"staging_bytes": "1G"}, "midstream.staging_bytes: expected `int`, got `str` '1G'"),
         ({"sites": []}, "midstream.sites: expected one or more site names, got []"),
@@ -109,8 +120,14 @@ def test_settings_that_are_no_dict_are_refused_with_what_would_be_right(value):
         Config.parse(value)
 
 
+def test_the_least_of_everything_is_allowed():
+    least = {"bank_rows": 1, "programs": 4, "max_edits": 1, "edits_per_site": 1, "probes": 1}
+    found = Config.parse({**least, "token_ids": 1, "staging_bytes": 1})
+    assert found == Config(**least, token_ids=1, staging_bytes=1)
+
+
 def test_a_config_made_directly_is_checked_like_a_dict():
-    with pytest.raises(ConfigError, match="programs: expected at least 16"):
+    with pytest.raises(ConfigError, match="programs: expected at least 4"):
         Config.parse(Config(programs=2))
     assert Config.parse(Config(sites="resid_post")) == Config()
     assert Config.parse(Config(sites=["post_attn"], layers=[1])) == Config(("resid_mid",), (1,))

@@ -49,6 +49,7 @@ from midstream.version import __version__
 
 if TYPE_CHECKING:
     from midstream.activations import Activations
+    from midstream.async_llm import AsyncLLM
     from midstream.features import SAE
     from midstream.llm import LLM
     from midstream.runtime.patches import activate
@@ -60,6 +61,7 @@ __all__ = [
     "Ablate",
     "Activations",
     "Affine",
+    "AsyncLLM",
     "Capture",
     "Clamp",
     "Config",
@@ -100,6 +102,7 @@ _LAZY = {
     "LLM": "midstream.llm",
     "SAE": "midstream.features",
     "Activations": "midstream.activations",
+    "AsyncLLM": "midstream.async_llm",
     "SamplingParams": "midstream.sampling",
     "activate": "midstream.runtime.patches",
 }

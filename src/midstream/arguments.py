@@ -40,10 +40,14 @@ class Asked:
             One(**{name: column[nth] for name, column in columns.items()}) for nth in range(count)
         ]
 
-    def explain(self, error: SpecError, nth: int) -> SpecError:
+    def alone(self) -> One:
+        """What a call with one prompt asks, whose every list is for that prompt."""
+        return One(**self._values())
+
+    def explain(self, error: SpecError, nth: int | None = None) -> SpecError:
         """An error of prompt `nth`'s plan as the caller wrote the field: `steer[3][0].layer` where
         there is one list per prompt; where one value is for all, the message says for which prompt
-        it is wrong.
+        it is wrong. None: the call has one prompt.
         """
         head, rest = re.match(r"([a-z_]*)(.*)", error.path, re.DOTALL).groups()  # type: ignore[union-attr]
         name, rest = self._origin(head, rest, nth)
@@ -51,24 +55,30 @@ class Asked:
         if value is None:
             return error
         mine, path = value, name
-        if isinstance(value, (list, tuple)) and (name == "capture" or _is_per_prompt(value)):
+        if nth is not None and (
+            isinstance(value, (list, tuple)) and (name == "capture" or _is_per_prompt(value))
+        ):
             mine, path = value[nth], f"{name}[{nth}]"
         # A plan counts its parts even where the caller gave a single one.
         if not isinstance(mine, (list, tuple)):
             rest = rest.removeprefix("[0]")
-        problem = error.problem if path != name else f"{error.problem} (prompt {nth})"
+        for_all = nth is not None and path == name
+        problem = f"{error.problem} (prompt {nth})" if for_all else error.problem
         return SpecError(path + rest, problem)
 
-    def _origin(self, head: str, rest: str, nth: int) -> tuple[str, str]:
+    def _origin(self, head: str, rest: str, nth: int | None) -> tuple[str, str]:
         """A plan's edits are those of `steer`, then those of `edits`."""
         if head != "edits" or self.steer is None:
             return head, rest
         mine = self.steer
-        if isinstance(mine, (list, tuple)) and _is_per_prompt(mine):
+        if nth is not None and isinstance(mine, (list, tuple)) and _is_per_prompt(mine):
             mine = mine[nth]
         count = len(_as_list(mine))
         index, tail = re.match(r"\[(\d+)\](.*)|", rest, re.DOTALL).groups()  # type: ignore[union-attr]
-        if index is None or int(index) < count:
+        if index is None:
+            # The whole of the list, or a single one, which is counted where others come before.
+            return ("edits" if mine is None else "steer"), rest
+        if int(index) < count:
             return "steer", rest
         return "edits", f"[{int(index) - count}]{tail}"
 

@@ -10,20 +10,18 @@ from vllm import LLM as VllmLLM
 from vllm import RequestOutput, SamplingParams
 
 from midstream.arguments import Asked, One
-from midstream.config import KEY, Config, from_environment
+from midstream.config import KEY, Config
 from midstream.defaults import DefaultCapture
-from midstream.errors import ConfigError, SpecError
+from midstream.errors import SpecError
 from midstream.runtime import patches
 from midstream.runtime.chat import ChatPlan, template_arguments
-from midstream.runtime.frontend import EngineInfo
+from midstream.runtime.door import EngineInfo
+from midstream.runtime.own_settings import with_midstream
 from midstream.runtime.prompts import conversations, count_prompts
 from midstream.site_table import SiteTable
 from midstream.spec import Plan
 from midstream.steering import Steering
 from midstream.vectors import VectorRegistry
-
-# What a rival's `steering_vectors` speak of: pre_attn, post_attn, post_block.
-STEERING_SITES = ("resid_pre", "resid_mid", "resid_post")
 
 
 class LLM(VllmLLM):
@@ -66,15 +64,7 @@ class LLM(VllmLLM):
         enable_steering: bool = False,
         **vllm_args: Any,
     ) -> None:
-        given = dict(vllm_args.pop("additional_config", None) or {})
-        if midstream is not None and given.get(KEY) is not None:
-            raise ConfigError(f"{KEY}: settings are in `midstream` and in `additional_config`")
-        settings = midstream if midstream is not None else given.get(KEY)
-        if settings is None:
-            settings = from_environment() or Config(
-                sites=STEERING_SITES if enable_steering else Config().sites
-            )
-        given[KEY] = Config.parse(settings).to_dict()
+        given = with_midstream(vllm_args.pop("additional_config", None), midstream, enable_steering)
         self._default_capture: DefaultCapture | None = None
         if layers is not None:
             self._default_capture = DefaultCapture.parse(

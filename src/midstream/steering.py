@@ -175,7 +175,7 @@ class Steering:
         """The edit by value, at taps that the model has."""
         shape = self._registry.shape
         with at(part.path) if part.path else nullcontext():
-            for edit in part.edit.bind(self._registry.lookup):
+            for edit in part.edit.bind(self._registry.lookup, shape.num_layers):
                 _check(edit, shape)
                 yield edit
 

@@ -71,7 +71,7 @@ def apply(
     Returns:
         float64 [..., H].
     """
-    h = np.array(h, np.float64)
+    h = np.asarray(h).astype(np.float64)
     if not isinstance(edit, Gate):
         return _change(edit, h, np.ones((*h.shape[:-1], 1)), rows)
     read = read_score(edit.probe, h) if score is None else np.asarray(score, np.float64)
@@ -156,7 +156,7 @@ def run(
     Returns:
         float64 [..., H].
     """
-    now = np.array(h, np.float64)
+    now = np.asarray(h).astype(np.float64)
     fresh: Array | None = None
     g = np.ones((*now.shape[:-1], 1))
     where = np.arange(now.shape[-2]) if positions is None and now.ndim > 1 else positions

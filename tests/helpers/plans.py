@@ -66,7 +66,7 @@ PLAIN: list[tuple[Instruction, ...]] = [
         Instruction(Op.LINEAR, read=SMALL[0], write=(VECTORS[3],), a=0.25, flags=Flags.FRESH),
         Instruction(Op.LINEAR, read=SMALL[2], write=(SMALL[1],), a=-1.0, b=1.0, flags=Flags.COUNTED),
     ),
-    (Instruction(Op.FEATURE, SMALL[2], (VECTORS[1],), 0.25, 0.1, -1.0, 0.5, ONE),),
+    (Instruction(Op.FEATURE, SMALL[2], (VECTORS[1],), 0.25, 0.125, -1.0, 0.5, ONE),),
     (Instruction(Op.REPLACE, write=(VECTORS[4],), a=0.75, flags=ONE),),
     (Instruction(Op.SCALE, a=1.5, flags=ONE),),
 ]
@@ -160,7 +160,7 @@ def random_plan(draw: random.Random, length: int, taps=tuple(TAPS)) -> ResolvedP
             read = Steps(probe(draw.choice(SMALL), 0.25, slot))
             earlier = draw.choice(taps[: taps.index(tap)])
             probes.append(ResolvedProbe("", *earlier, read, where))
-            steps = gated(draw.choice(PLAIN), slot, b=0.1, c=draw.choice([0.0, 2.0]))
+            steps = gated(draw.choice(PLAIN), slot, b=0.125, c=draw.choice([0.0, 2.0]))
         else:
             steps = draw.choice(KINDS)
         edits.append(ResolvedEdit(*tap, Steps(steps), where, source))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from helpers.site_cases import Case, Step, case
 
+from helpers.site_cases import Case, Step, case
 from midstream.ops.layout import Flags, Op
 
 BOTH = Flags.FRESH | Flags.COUNTED

@@ -181,3 +181,12 @@ def test_an_instruction_that_does_not_apply_does_not_take_h_anew():
         Step(Op.SCALE, a=2.0, flags=COUNTED),
     )
     torch.testing.assert_close(made.hidden, 2 * before + made.bank[1])
+
+
+@pytest.mark.parametrize("step", [Step(Op.SCALE, a=1.0), Step(Op.REPLACE, write=1, a=0.0)])
+def test_a_factor_of_zero_is_nothing_even_times_infinity(step):
+    made = case([[step], []], rows=4, width=8, residual=False, captures=False)
+    made.hidden[:, 3] = torch.tensor([math.inf, -math.inf, 1.0, math.inf])
+    before = made.hidden.clone()
+    run(made)
+    assert same_bits(made.hidden, before)

@@ -131,6 +131,10 @@ def test_a_system_message_is_found_within_the_first_of_the_users():
             "treats it differently from other contents",
         ),
         (
+            "<{{ messages[0].content }}>{{ '?' if 'hi' in messages[0].content else '!' }}",
+            "treats it differently from other contents",
+        ),
+        (
             "{{ messages[0].content }}{% if 'hi' in messages[0].content %}, hi{% endif %}",
             "writes it more than once",
         ),

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midstream.runtime.ledger import Ledger
+from midstream.runtime.ledger import Ledger, Scores
 from midstream.transport.host import CpuShipment
 
 TALLY = torch.zeros(0, 4, dtype=torch.int32)
+NO_SCORES = torch.zeros(0, 3)
 KINDS = [(0,), (0, 2), (1, 3, 4)]
 
 runs = st.tuples(
@@ -48,7 +49,7 @@ def test_rows_come_back_by_request_position_and_kind_the_latest_of_each(steps, t
                 wanted.setdefault((serial, taps), {})[position + nth] = record
         rows = torch.tensor(values).view(-1, 1).repeat(1, 2)
         ledger.note(
-            CpuShipment(rows, TALLY), **{k: np.array(v, np.int64) for k, v in arrays.items()}
+            CpuShipment(rows, TALLY, NO_SCORES), **{k: np.array(v, np.int64) for k, v in arrays.items()}
         )
     for taken in [*takes, {0, 1, 2, 3}]:
         found = ledger.take(sorted(taken))
@@ -65,3 +66,32 @@ def test_rows_come_back_by_request_position_and_kind_the_latest_of_each(steps, t
                 del wanted[serial, taps]
     assert not wanted
     assert len(ledger) == 0, "shipments are held of which every row was taken"
+
+
+def test_scores_are_kept_like_rows_one_for_each_token_of_a_step():
+    ledger = Ledger()
+    kind = ledger.kind((0,))
+    for step in range(2):
+        scores = torch.arange(15.0).view(5, 3) + 100 * step
+        shipment = CpuShipment(torch.zeros(0, 8), TALLY, scores)
+        # Request 7 has rows 1–3 of the step, request 8 its last.
+        arrays = [[7, 8], [3 * step, step], [3, 1], [1, 4], [kind, kind]]
+        ledger.note(Scores(shipment), *(np.array(each) for each in arrays))
+    (block,) = ledger.take([7])[7]
+    assert block.positions.tolist() == list(range(6))
+    assert block.values[:, 0].tolist() == [
+        [3.0 * row + column + 100 * step for column in range(3)]
+        for step in range(2)
+        for row in (1, 2, 3)
+    ]
+    assert ledger.take([7])[7] == []
+    (block,) = ledger.take([8])[8]
+    assert block.values[:, 0, 2].tolist() == [14.0, 114.0]
+    assert len(ledger) == 0
+
+
+def test_a_step_without_runs_is_not_kept():
+    ledger = Ledger()
+    nothing = np.zeros(0, np.int64)
+    ledger.note(CpuShipment(torch.zeros(0, 2), TALLY, NO_SCORES), *[nothing] * 5)
+    assert len(ledger) == 0

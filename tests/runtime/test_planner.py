@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
-import pytest
-import torch
+from helpers.fake_steps import TAPS, captures_at, covers, make_buffers, view_of
+from helpers.plans import VECTORS, plan_of, random_plan
+from helpers.programs import assert_free, assert_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midstream.errors import SpecError
 from midstream.ops import layout
-from midstream.runtime.buffers import Buffers
+from midstream.ops.layout import Flags
+from midstream.runtime.edits import Edit
 from midstream.runtime.ledger import Ledger
 from midstream.runtime.planner import Planner
-from midstream.runtime.programs import Edit, Tables
+from midstream.runtime.programs import Tables
 from midstream.runtime.requests import (
     UNSEEN,
     Request,
@@ -21,100 +24,45 @@ from midstream.runtime.requests import (
     cut,
     release_segments,
 )
-from midstream.runtime.stepview import StepView
-from midstream.spec import ResolvedCapture, ResolvedEdit, ResolvedPlan, Vector
 
-TAPS = {("resid_post", 0): 0, ("resid_post", 1): 1, ("resid_pre", 2): 2}
-VECTORS = [Vector.parse([float(n), 1.0, 0.0, 2.0]) for n in range(3)]
-
-
-def make_buffers(**changes) -> Buffers:
-    sizes = {
-        "taps": list(TAPS),
-        "max_tokens": 64,
-        "hidden_size": 4,
-        "table_rows": 64,
-        "max_edits": 128,
-        "bank_rows": 16,
-        "ring_rows": 512,
-        "dtype": torch.float32,
-        "device": torch.device("cpu"),
-    }
-    return Buffers.allocate(**{**sizes, **changes})
-
-
-ranges = st.lists(
-    st.tuples(st.integers(0, 30), st.one_of(st.none(), st.integers(1, 12))), min_size=1, max_size=3
-).map(lambda found: _disjoint(found))
-plans = st.builds(
-    ResolvedPlan,
-    prompt_len=st.integers(1, 20),
-    edits=st.lists(
-        st.builds(
-            lambda tap, vector, scale, where: ResolvedEdit(*tap, vector, scale, where),
-            st.sampled_from([*TAPS, ("resid_mid", 7)]),
-            st.sampled_from(VECTORS),
-            st.sampled_from([0.5, 2.0]),
-            ranges,
-        ),
-        max_size=3,
-    ).map(tuple),
-    captures=st.lists(
-        st.builds(
-            ResolvedCapture,
-            st.sets(st.sampled_from(list(TAPS)), min_size=1).map(lambda s: tuple(sorted(s))),
-            ranges,
-        ),
-        max_size=2,
-    ).map(tuple),
+EVERYWHERE = ((0, None),)
+# A plan may name taps of other ranks.
+ELSEWHERE = ("resid_mid", 7)
+STEER = plan_of(edits=[(("resid_post", 0), VECTORS[1], 1.0, EVERYWHERE)])
+plans = st.integers(0, 2**32).map(
+    lambda seed: random_plan(random.Random(seed), 30, (*TAPS, ELSEWHERE))
 )
 
 
-def _disjoint(found):
-    """Sorted, merged, half-open ranges, from (start, length or None)."""
-    out: list[tuple[int, int | None]] = []
-    for start, length in sorted(found, key=lambda f: f[0]):
-        stop = None if length is None else start + length
-        if out and (out[-1][1] is None or out[-1][1] >= start):
-            last = out[-1][1]
-            out[-1] = (out[-1][0], None if last is None or stop is None else max(last, stop))
-        else:
-            out.append((start, stop))
-    return tuple(out)
-
-
-def covers(where, position):
-    return any(start <= position and (stop is None or position < stop) for start, stop in where)
-
-
-def read_program(buffers, program):
-    """{tap: [(vector, scale), …]} of a program, as the op would read it."""
-    found = {}
-    for tap, index in TAPS.items():
-        start, count = buffers.table[index, program, :2].tolist()
-        edits = [
-            (tuple(buffers.bank[buffers.edit_rows[e]].tolist()), float(buffers.edit_scales[e]))
-            for e in range(start, start + count)
-        ]
-        if edits:
-            found[tap] = edits
-    return found
+def request_of(name, plan, tables, planner):
+    """A request on its way, in the planner."""
+    segments = acquire_segments(cut(plan, TAPS, True), tables, Ledger())
+    request = Request(name, "u", plan, planner.new_slot(), segments)
+    planner.add(request)
+    return request
 
 
 def wanted_edits(plan, position):
-    found = {}
+    """What a token's program must hold: edits as far as its id allows, then probes."""
+    found = []
     for edit in plan.edits:
-        if (edit.site, edit.layer) in TAPS and covers(edit.ranges, position):
-            values = (tuple(edit.vector.numpy().tolist()), edit.scale)
-            found.setdefault((edit.site, edit.layer), []).append(values)
-    return found
+        tap = TAPS.get((edit.site, edit.layer))
+        if tap is None:
+            continue
+        steps, digest = edit.steps.instructions, edit.steps.digest
+        if covers(edit.where.ranges, position):
+            found.append(Edit(tap, steps, digest))
+        for match in edit.where.matches:
+            if covers(match.ranges, position):
+                found.append(Edit(tap, steps, digest, match.ids, match.others))
+    for probe in plan.probes:
+        tap = TAPS.get((probe.site, probe.layer))
+        if tap is not None and covers(probe.where.possible, position):
+            found.append(Edit(tap, probe.steps.instructions, probe.steps.digest))
+    return tuple(found)
 
 
-def wanted_taps(plan, position):
-    return {tap for c in plan.captures if covers(c.worker_ranges, position) for tap in c.taps}
-
-
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     plans=st.lists(st.one_of(st.none(), plans), min_size=1, max_size=5),
     chunks=st.lists(st.lists(st.integers(0, 7), min_size=5, max_size=5), min_size=1, max_size=6),
@@ -123,24 +71,20 @@ def test_every_row_of_every_step_gets_what_its_request_asks_for_at_its_position(
     buffers = make_buffers()
     tables = Tables(buffers)
     planner = Planner(tables, max_model_len=200)
-    requests = {}
-    for nth, plan in enumerate(plans):
-        if plan is not None:
-            segments = acquire_segments(cut(plan, TAPS, True), tables, Ledger())
-            request = Request(f"r{nth}", "u", plan, planner.new_slot(), segments)
-            requests[f"r{nth}"] = request
-            planner.add(request)
+    requests = {
+        f"r{nth}": request_of(f"r{nth}", plan, tables, planner)
+        for nth, plan in enumerate(plans)
+        if plan is not None
+    }
     computed = [0] * len(plans)
     for chunk in chunks:
         batch = [nth for nth in range(len(plans)) if chunk[nth] > 0]
         if not batch:
             continue
-        scheduled = [chunk[nth] for nth in batch]
-        view = StepView(
+        view = view_of(
             [f"r{nth}" for nth in batch],
-            np.array(scheduled, np.int32),
-            np.array([computed[nth] for nth in batch], np.int32),
-            sum(scheduled),
+            [chunk[nth] for nth in batch],
+            [computed[nth] for nth in batch],
         )
         step = planner.plan(view, watch=False)
         check_step(step, view, plans, buffers)
@@ -149,23 +93,24 @@ def test_every_row_of_every_step_gets_what_its_request_asks_for_at_its_position(
     for request in requests.values():
         release_segments(request.segments, tables)
         planner.forget(request)
-    tables.check_integrity()
+    assert_free(tables)
     assert len(planner) == 0
 
 
 def check_step(step, view, plans, buffers):
     tokens = np.zeros((view.num_tokens, 4), np.int32) if step is None else step.tokens
+    active = {} if step is None else {int(row): nth for nth, row in enumerate(step.active)}
     taken: set[int] = set()
-    row = 0
+    row = by_id = scored = 0
     for name, count, first in zip(view.request_ids, view.scheduled, view.computed, strict=True):
         plan = plans[int(name[1:])]
         for position in range(first, first + count):
-            program, group, record, _ = tokens[row].tolist()
-            edits = {} if plan is None else wanted_edits(plan, position)
-            taps = set() if plan is None else wanted_taps(plan, position)
-            assert (program != 0) == bool(edits or taps)
+            program, group, record, told = tokens[row].tolist()
+            edits = () if plan is None else wanted_edits(plan, position)
+            taps = {tap for tap in TAPS if plan is not None and captures_at(plan, tap, position)}
+            assert (program != 0) == bool(edits or taps) == (row in active)
             if program:
-                assert read_program(buffers, program) == edits
+                assert_program(buffers, program, edits)
                 places = {
                     tap: int(buffers.table[index, group, layout.PLACE])
                     for tap, index in TAPS.items()
@@ -176,79 +121,93 @@ def check_step(step, view, plans, buffers):
                 assert len(rows) == len(taps)
                 assert not rows & taken, "two vectors would land in one row of the ring"
                 taken |= rows
+                nth = active[row]
+                counts = [(edit.counted, bool(edit.ids)) for edit in edits]
+                assert step.most[nth] == sum(counted for counted, _ in counts)
+                assert step.fewest[nth] == sum(counted for counted, listed in counts if not listed)
+                assert (step.positions[nth], step.captures[nth]) == (position, len(taps))
+                by_id |= any(listed for _, listed in counts)
+                scored |= any(
+                    probe.name
+                    and (probe.site, probe.layer) in TAPS
+                    and covers(probe.where.possible, position)
+                    for probe in plan.probes
+                )
+            flags = [one.flags for edit in edits for one in edit.steps]
+            assert told == (position if any(Flags.ROW_BY_POSITION in each for each in flags) else 0)
             row += 1
     if step is not None:
         assert taken == set(range(step.num_records))
+        assert (step.by_id, step.scored) == (bool(by_id), bool(scored))
 
 
 def test_positions_that_no_step_computed_stay_unseen():
     """A prompt served from the cache, say: whoever asked for edits there is told of it."""
-    buffers = make_buffers()
-    tables = Tables(buffers)
+    tables = Tables(make_buffers())
     planner = Planner(tables, max_model_len=100)
-    plan = ResolvedPlan(20, (ResolvedEdit("resid_post", 0, VECTORS[1], 1.0, ((0, None),)),), ())
-    segments = acquire_segments(cut(plan, TAPS, True), tables, Ledger())
-    request = Request("a", "u", plan, planner.new_slot(), segments)
-    planner.add(request)
-    view = StepView(["a"], np.array([4], np.int32), np.array([16], np.int32), 4)
-    step = planner.plan(view, watch=False)
+    request = request_of("a", STEER, tables, planner)
+    step = planner.plan(view_of(["a"], [4], [16]), watch=False)
     planner.record(step, np.full(4, 1))
     planner.forget(request)
     assert request.done.tolist() == [UNSEEN] * 16 + [2] * 4
 
 
 def test_a_slot_that_is_used_again_remembers_nothing():
-    buffers = make_buffers()
-    tables = Tables(buffers)
+    tables = Tables(make_buffers())
     planner = Planner(tables, max_model_len=100)
-    plan = ResolvedPlan(8, (ResolvedEdit("resid_post", 0, VECTORS[1], 1.0, ((0, None),)),), ())
-    slots = []
-    for name in ("a", "b"):
-        segments = acquire_segments(cut(plan, TAPS, True), tables, Ledger())
-        request = Request(name, "u", plan, planner.new_slot(), segments)
-        slots.append(request.slot)
-        planner.add(request)
-        if name == "b":
-            planner.forget(request)
-            assert request.done.tolist() == [UNSEEN] * 0
-            break
-        step = planner.plan(StepView([name], np.array([8]), np.array([0]), 8), watch=False)
-        planner.record(step, np.full(8, 1))
-        planner.forget(request)
-    assert slots[0] == slots[1]
+    first = request_of("a", STEER, tables, planner)
+    step = planner.plan(view_of(["a"], [8], [0]), watch=False)
+    planner.record(step, np.full(8, 1))
+    planner.forget(first)
+    second = request_of("b", STEER, tables, planner)
+    assert second.slot == first.slot
+    planner.forget(second)
+    assert second.done.tolist() == []
+
+
+def test_a_count_too_large_to_be_told_stays_the_largest():
+    tables = Tables(make_buffers())
+    planner = Planner(tables, max_model_len=100)
+    request = request_of("a", STEER, tables, planner)
+    step = planner.plan(view_of(["a"], [2], [0]), watch=False)
+    planner.record(step, np.array([2**20, 3]))
+    planner.forget(request)
+    assert request.done.tolist() == [0xFFFF, 4]
+
+
+def test_a_request_that_comes_under_an_id_of_an_unchanged_batch_is_seen():
+    # The ids of a batch are looked up once for as long as they stay the same.
+    tables = Tables(make_buffers())
+    planner = Planner(tables, max_model_len=100)
+    other = request_of("other", STEER, tables, planner)
+    view = view_of(["a", "other"], [1, 1], [0, 0])
+    assert planner.plan(view, watch=False).active.tolist() == [1]
+    mine = request_of("a", STEER, tables, planner)
+    assert sorted(planner.plan(view, watch=False).active.tolist()) == [0, 1]
+    planner.forget(mine)
+    planner.forget(other)
+    assert planner.plan(view, watch=False) is None
 
 
 def test_without_requests_only_the_watched_row_is_active():
-    buffers = make_buffers()
-    planner = Planner(Tables(buffers), max_model_len=100)
-    view = StepView(["x"], np.array([5], np.int32), np.array([0], np.int32), 5)
+    planner = Planner(Tables(make_buffers()), max_model_len=100)
+    view = view_of(["x"], [5], [0])
     assert planner.plan(view, watch=False) is None
     step = planner.plan(view, watch=True)
     assert step.tokens[:, layout.PROGRAM].tolist() == [layout.WATCH_PROGRAM, 0, 0, 0, 0]
     assert step.num_records == 0
     assert step.slots.tolist() == [-1]
+    assert (step.fewest.tolist(), step.most.tolist(), step.captures.tolist()) == ([0], [0], [0])
+    assert not step.by_id
+    assert not step.scored
 
 
-def test_equal_plans_share_one_program_and_one_vector():
+def test_a_first_row_that_asks_for_something_needs_no_watching():
     tables = Tables(make_buffers())
-    edits = (Edit(0, VECTORS[0], 1.0), Edit(2, VECTORS[1], 2.0))
-    first = tables.acquire_program(edits)
-    assert tables.acquire_program(tuple(Edit(e.tap, e.vector, e.scale) for e in edits)) == first
-    assert tables.acquire_program(edits[:1]) != first
-    assert tables._bank.used == 2
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"bank_rows": 2}, "bank_rows"),
-        ({"max_edits": 2}, "max_edits"),
-        ({"table_rows": 2}, "programs"),
-    ],
-)
-def test_what_does_not_fit_is_refused_naming_the_setting_and_leaves_nothing_behind(sizes, message):
-    tables = Tables(make_buffers(**sizes))
-    edits = tuple(Edit(n, VECTORS[n], 1.0) for n in range(3))
-    with pytest.raises(SpecError, match=message):
-        tables.acquire_program(edits)
-    tables.check_integrity()
+    planner = Planner(tables, max_model_len=100)
+    request_of("a", STEER, tables, planner)
+    step = planner.plan(view_of(["a", "x"], [1, 1], [0, 0]), watch=True)
+    assert step.active.tolist() == [0]
+    step = planner.plan(view_of(["x", "a"], [1, 1], [0, 0]), watch=True)
+    assert sorted(step.active.tolist()) == [0, 1]
+    assert step.tokens[0, layout.PROGRAM] == layout.WATCH_PROGRAM

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers.fake_steps import TAPS, VECTORS, Fake, FakeEngine, captured, plan_of
+from helpers.fake_steps import TAPS, Fake, FakeEngine, captured, scored
+from helpers.plans import VECTORS, plan_of
 
 from midstream.errors import FetchError
-from midstream.runtime import results
+from midstream.runtime import fetching, results
 from midstream.runtime.ledger import Block
 from midstream.runtime.requests import Request
 from midstream.runtime.results import Outbox
@@ -20,10 +20,12 @@ EVERYWHERE = ((0, None),)
 NAMES = list(TAPS)
 
 
-def request(*blocks, done=(), name="a", problem=""):
-    """A finished request with some blocks."""
-    found = Request(name, "u", plan_of(captures=[([NAMES[0]], EVERYWHERE)]), 0, [])
+def request(*blocks, done=(), name="a", problem="", scores=(), probes=2):
+    """A finished request with some blocks, of a plan with some probes."""
+    plan = plan_of(probes=[(f"p{n}", NAMES[0], EVERYWHERE) for n in range(probes)])
+    found = Request(name, "u", plan, 0, [])
     found.blocks = list(blocks)
+    found.scores = list(scores)
     found.done = np.array(done, np.uint16)
     found.problem = problem
     return found
@@ -90,13 +92,42 @@ def test_rows_that_are_a_view_of_others_are_packed_by_themselves():
     assert [row[0][2] for row in blocks[(NAMES[0],)][1]] == [2, 2]
 
 
+def test_scores_follow_the_rows_of_a_request_as_wide_as_its_plan_has_probes():
+    outbox = Outbox(NAMES)
+    values = torch.arange(24.0).view(3, 1, 8)
+    found = request(
+        block(range(2), (0,), 7),
+        done=[1] * 3,
+        scores=[Block((0,), np.array([0, 1, 5]), values)],
+    )
+    header = outbox.put("u", [found, request(done=[9], name="next")], True)
+    first, second = header["requests"]
+    data = outbox.read("u", 0, 10**6)
+    _, _, size = unpack(first, data)
+    assert first["scores"] == [{"runs": [[0, 2], [5, 1]], "nbytes": 3 * 2 * 4}]
+    read = torch.frombuffer(bytearray(data[size : size + 24]), dtype=torch.float32)
+    assert read.view(3, 2).tolist() == [[0.0, 1.0], [8.0, 9.0], [16.0, 17.0]]
+    assert unpack(second, data[size + 24 :])[0] == [9]
+    assert second["scores"] == []
+    assert json.loads(json.dumps(header)) == header
+
+
 def test_a_rank_that_does_not_send_rows_sends_its_states_and_problems():
     outbox = Outbox(NAMES)
     header = outbox.put(
-        "u", [request(block(range(0, 2), (0,), 1), done=[1, 2], problem="bad")], False
+        "u",
+        [
+            request(
+                block(range(0, 2), (0,), 1),
+                done=[1, 2],
+                problem="bad",
+                scores=[Block((0,), np.array([0]), torch.zeros(1, 1, 8))],
+            )
+        ],
+        False,
     )
     entry = header["requests"][0]
-    assert entry["blocks"] == []
+    assert entry["blocks"] == entry["scores"] == []
     assert entry["problem"] == "bad"
     states, _, size = unpack(entry, outbox.read("u", 0, 10**6))
     assert states == [1, 2]
@@ -140,6 +171,7 @@ def test_what_a_session_kept_comes_out_of_the_outbox():
     plan = plan_of(
         edits=[(("resid_post", 1), VECTORS[0], 2.0, ((2, None),))],
         captures=[([NAMES[0], NAMES[3]], EVERYWHERE), ([NAMES[5]], ((2, 4),))],
+        probes=[("p", NAMES[1], ((1, 5),))],
     )
     engine, fake = FakeEngine(), Fake("a", plan)
     engine.add(fake)
@@ -149,8 +181,12 @@ def test_what_a_session_kept_comes_out_of_the_outbox():
     kept = captured(taken[0])
     outbox = Outbox(NAMES)
     header = outbox.put("a", taken, True)
-    states, blocks, _ = unpack(header["requests"][0], outbox.read("a", 0, 10**6))
+    data = outbox.read("a", 0, 10**6)
+    states, blocks, size = unpack(header["requests"][0], data)
     assert states == fake.done
+    assert header["requests"][0]["scores"] == [{"runs": [[1, 4]], "nbytes": 16}]
+    read = torch.frombuffer(bytearray(data[size:]), dtype=torch.float32).tolist()
+    assert read == [scored(taken[0])[position][0] for position in range(1, 5)]
     found = {
         (tap, position): row[place]
         for taps, (positions, values) in blocks.items()
@@ -219,11 +255,7 @@ class Worker:
         self.place = {"stage": stage, "tensor_rank": tensor_rank}
 
     def answer(self, op, argument):
-        given = json.loads(argument)
-        if op == "describe":
-            taps = {"num_layers": 3, "hidden_size": 4, "taps": NAMES, "lacking": []}
-            rest = {"dtype": "float32", "capture_limit": 9}
-            return {"json": json.dumps({**self.place, **taps, **rest})}
+        given = json.loads(json.dumps(argument))
         if op == "collect":
             headers = [self.outbox.put(uid, self.requests, self.with_rows) for uid in given]
             return {"json": json.dumps(headers), "inline": self.outbox.inline(given)}
@@ -236,15 +268,12 @@ class Worker:
 
 
 def collect(monkeypatch, workers, uids):
-    """What a real front end makes of the workers' answers, reading 16 bytes at a time."""
-    frontend = pytest.importorskip("midstream.runtime.frontend")
-    monkeypatch.setattr(frontend, "_READ_BYTES", 16)
-    engine = SimpleNamespace(
-        collective_rpc=lambda _method, timeout=None, args=(): [w.answer(*args) for w in workers],
-        has_unfinished_requests=lambda: False,
+    """What a front end makes of the workers' answers, reading 16 bytes at a time."""
+    monkeypatch.setattr(fetching, "READ_BYTES", 16)
+    exchange = fetching.collecting([worker.place for worker in workers], uids)
+    return fetching.carry_out(
+        exchange, lambda op, argument: [worker.answer(op, argument) for worker in workers]
     )
-    front = frontend.FrontEnd(engine)
-    return front._collect(uids)
 
 
 def test_large_results_are_read_in_pieces_and_put_together(monkeypatch):

@@ -221,15 +221,16 @@ def named_edits(draw: st.DrawFn) -> Edit:
     )
 
 
-@st.composite
-def probes(draw: st.DrawFn, name: str | None = None) -> Probe:
-    return Probe(
-        draw(numbers(WIDTH)),
-        layer=draw(st.integers(0, 3)),
-        bias=draw(biases),
-        site=draw(st.sampled_from(NAMES)),
-        name=name,
-        positions=draw(capture_positions),
+def probes(
+    positions: st.SearchStrategy[Positions] = capture_positions,
+) -> st.SearchStrategy[Probe]:
+    return st.builds(
+        Probe,
+        numbers(WIDTH),
+        layer=st.integers(0, 3),
+        bias=biases,
+        site=st.sampled_from(NAMES),
+        positions=positions,
     )
 
 
@@ -237,16 +238,35 @@ captures = st.builds(Capture, layers=layers, sites=sites, positions=capture_posi
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
-    """Plans of all that there is, names of vectors among it."""
-    while True:
-        found = Plan.make(
-            draw(st.lists(captures, max_size=2, unique=True)) or None,
-            draw(st.lists(edits() | named_edits(), max_size=3)) or None,
-            [draw(probes(f"p{nth}")) for nth in range(draw(st.integers(0, 2)))] or None,
-        )
-        if found is not None:
-            return found
+def _plans(
+    draw: st.DrawFn,
+    captures: st.SearchStrategy[Capture],
+    edits: st.SearchStrategy[Edit],
+    probes: st.SearchStrategy[Probe],
+) -> Plan:
+    least = draw(st.sampled_from([(1, 0, 0), (0, 1, 0), (0, 0, 1)]))
+    scores = draw(st.lists(probes, min_size=least[2], max_size=2))
+    return Plan(
+        tuple(draw(st.lists(captures, min_size=least[0], max_size=2, unique=True))),
+        tuple(draw(st.lists(edits, min_size=least[1], max_size=3))),
+        tuple(probe.replace(name=f"p{nth}") for nth, probe in enumerate(scores)),
+    )
+
+
+def _of_length(
+    positions: st.SearchStrategy[Positions],
+) -> st.SearchStrategy[Positions]:
+    return positions.filter(lambda found: not found.needs_prompt)
+
+
+# Of all that there is, names of vectors among it.
+plans = _plans(captures, edits() | named_edits(), probes())
+# Those for which a prompt's length is enough, with all vectors by value.
+plans_by_length = _plans(
+    st.builds(Capture, layers=layers, sites=sites, positions=_of_length(capture_positions)),
+    edits(WIDTH, where(_of_length(edit_positions))),
+    probes(_of_length(capture_positions)),
+)
 
 
 @st.composite

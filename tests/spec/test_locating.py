@@ -63,6 +63,7 @@ def test_a_role_is_the_content_of_its_last_message_or_of_others():
     [
         (Role("usr"), "no message of role 'usr'; its roles: 'system', 'user', 'assistant', 'tool'"),
         (Role("user", 2), "message 2 is out of range: the chat has 2 of role 'user', 0 to 1"),
+        (Role("user", -3), "message -3 is out of range"),
         (Role("assistant"), "there is no content in the prompt"),
         (Role("assistant", "all"), "there is no content in the prompt"),
         (Role("tool"), "the tokens of message 4 are not known: its content has a part of type"),

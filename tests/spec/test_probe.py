@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -31,17 +32,15 @@ def test_a_dict_is_the_arguments_and_what_is_emitted_has_every_field():
     assert Probe.parse(probe) is probe
 
 
-@given(probes("p"))
+@given(probes())
 def test_a_probe_survives_json(probe):
     assert Probe.parse(json.loads(json.dumps(probe.to_dict()))) == probe
 
 
-@given(probes("p"), numbers(3))
+@given(probes(), numbers(3))
 def test_its_instruction_computes_its_score_and_leaves_the_vector(probe, h):
     (step,) = probe.instructions(3)
     assert (step.op, step.flags, step.slot) == (Op.PROBE, Flags.FRESH | Flags.COUNTED, None)
-    import dataclasses
-
     scores = {}
     h = np.array([h])
     assert (run([dataclasses.replace(step, slot=4)], h, scores) == h).all()

@@ -18,6 +18,10 @@ def tally(rows=4, device="cpu"):
     return torch.arange(rows * 4, dtype=torch.int32, device=device).view(rows, 4)
 
 
+def scores(rows=4, device="cpu"):
+    return torch.arange(rows * 2, dtype=torch.float32, device=device).view(rows, 2)
+
+
 def test_a_ring_on_the_cpu_gets_the_transport_of_the_cpu():
     assert isinstance(host_transport(ring()), CpuTransport)
 
@@ -27,32 +31,35 @@ def test_a_shipment_has_the_rows_and_the_tally_of_its_step():
     transport = host_transport(source)
     assert transport.capacity == 8
     first = transport.reserve(5)
-    shipment = transport.ship(first, 5, tally())
+    shipment = transport.ship(first, 5, tally(), scores())
     assert shipment.ready()
     assert torch.equal(shipment.rows(), ring()[:5])
     assert torch.equal(shipment.tally(), tally())
+    assert torch.equal(shipment.scores(), scores())
 
 
 def test_what_was_shipped_does_not_change_with_the_next_step():
-    source, counts = ring(), tally()
+    source, counts, read = ring(), tally(), scores()
     transport = host_transport(source)
-    shipment = transport.ship(transport.reserve(8), 8, counts)
-    source.zero_()
-    counts.zero_()
+    shipment = transport.ship(transport.reserve(8), 8, counts, read)
+    for each in (source, counts, read):
+        each.zero_()
     assert torch.equal(shipment.rows(), ring())
     assert torch.equal(shipment.tally(), tally())
+    assert torch.equal(shipment.scores(), scores())
 
 
 def test_a_step_that_captures_nothing_still_ships_its_tally():
     transport = host_transport(ring())
-    shipment = transport.ship(transport.reserve(0), 0, tally())
+    shipment = transport.ship(transport.reserve(0), 0, tally(), scores(0))
     assert shipment.rows().shape == (0, 3)
     assert torch.equal(shipment.tally(), tally())
+    assert shipment.scores().shape == (0, 2)
 
 
 def test_rows_keep_the_rings_dtype():
     transport = host_transport(ring().bfloat16())
-    assert transport.ship(0, 2, tally()).rows().dtype == torch.bfloat16
+    assert transport.ship(0, 2, tally(), scores(0)).rows().dtype == torch.bfloat16
 
 
 def test_a_step_may_fill_the_ring_but_no_more():
@@ -74,15 +81,18 @@ def test_a_ring_on_cuda_gets_the_transport_of_cuda():
 @needs_cuda
 @pytest.mark.gpu
 def test_rows_arrive_in_pinned_memory_as_they_were_when_shipped():
-    source, counts = ring(device="cuda"), tally(device="cuda")
+    source, counts, read = ring(device="cuda"), tally(device="cuda"), scores(device="cuda")
     transport = host_transport(source)
     first = transport.reserve(5)
-    shipment = transport.ship(first, 5, counts)
+    shipment = transport.ship(first, 5, counts, read)
     counts.zero_()
+    read.zero_()
     assert torch.equal(shipment.rows(), ring()[:5])
     assert torch.equal(shipment.tally(), tally())
+    assert torch.equal(shipment.scores(), scores())
     assert shipment.ready()
     assert shipment.rows().is_pinned()
+    assert shipment.scores().is_pinned()
 
 
 @needs_cuda
@@ -97,8 +107,13 @@ def test_steps_that_lap_the_ring_while_copies_are_under_way_lose_nothing():
         first = transport.reserve(count)
         assert first + count <= rows
         source[first : first + count] = float(step)
-        shipments.append((step, count, transport.ship(first, count, tally(device="cuda"))))
+        read = torch.full((5, 2), float(step), device="cuda")
+        shipments.append(
+            (step, count, transport.ship(first, count, tally(device="cuda"), read))
+        )
+        read.fill_(-1)
     for step, count, shipment in shipments:
+        assert bool((shipment.scores() == float(step)).all())
         assert shipment.rows().shape == (count, width)
         assert bool((shipment.rows() == float(step)).all()), f"step {step} was overwritten"
 
@@ -107,6 +122,8 @@ def test_steps_that_lap_the_ring_while_copies_are_under_way_lose_nothing():
 @pytest.mark.gpu
 def test_a_step_without_captures_ships_its_tally_from_cuda():
     transport = host_transport(ring(device="cuda"))
-    shipment = transport.ship(transport.reserve(0), 0, tally(device="cuda"))
+    counts = tally(device="cuda")
+    shipment = transport.ship(transport.reserve(0), 0, counts, scores(0, device="cuda"))
     assert shipment.rows().shape == (0, 3)
+    assert shipment.scores().shape == (0, 2)
     assert torch.equal(shipment.tally(), tally())

@@ -82,7 +82,7 @@ def site_ref(
 
 
 def _index(rows: NDArray[np.integer]) -> Index:
-    """Ascending row numbers (at least one) as an index: a slice, for a view, where none is left out."""
+    """Ascending row numbers (at least one) as an index: a slice where none is left out."""
     first, last = int(rows[0]), int(rows[-1])
     if last - first == rows.size - 1:
         return slice(first, last + 1)
@@ -217,11 +217,12 @@ class _Work:
         self.gate = torch.ones(rows.size)
         self.done = np.zeros(rows.size, np.int32)
         self.entered: Tensor | None = None
+        self._moved = False
         if reads:
             self.entered = hidden[where].float()
             if residual is not None:
                 self.entered = self.entered + residual[where].float()
-            self.base = self.entered.clone()
+            self.base = self.entered
 
     def step(self, at: Rows, which: Ints) -> None:
         """One instruction for each of some rows: row `at[k]` carries out number `which[k]`."""
@@ -232,10 +233,8 @@ class _Work:
                 return
             at, which, words = at[applies], which[applies], words[applies]
         flags, ops = words[:, layout.FLAGS], words[:, layout.OP]
-        fresh = (flags & _FRESH) != 0
-        if self.entered is not None and fresh.any():
-            rows = _index(at[fresh])
-            self.base[rows] = self.entered[rows] + self.delta[rows]
+        if self._moved and self.entered is not None:
+            self._refresh(self.entered, at[(flags & _FRESH) != 0])
         first = int(ops[0])
         if (ops == first).all():
             self._carry_out(Op(first), at, which, words)
@@ -244,6 +243,16 @@ class _Work:
                 mine = ops == op
                 self._carry_out(Op(op), at[mine], which[mine], words[mine])
         self.done[at] += (flags & _COUNTED) != 0
+
+    def _refresh(self, entered: Tensor, at: Rows) -> None:
+        """h of rows `at` is taken anew."""
+        if at.size == len(entered):
+            self.base = entered + self.delta
+        elif at.size:
+            if self.base is entered:
+                self.base = entered.clone()
+            rows = _index(at)
+            self.base[rows] = entered[rows] + self.delta[rows]
 
     def _applies(self, at: Rows, which: Ints, words: Ints) -> NDArray[np.bool_] | None:
         """Whether each row's token id lets its instruction apply; None: all do."""
@@ -327,7 +336,12 @@ class _Work:
             if op is Op.REPLACE:
                 vectors = vectors - self.base[rows]
         # A product rounded by itself, so that +v and then −v is nothing.
-        self.delta[rows] += factor[:, None] * vectors
+        change = factor[:, None] * vectors
+        if not self._moved and at.size == len(self.delta):
+            self.delta = change
+        else:
+            self.delta[rows] += change
+        self._moved = True
 
     def _restore_norm(self, at: Rows) -> None:
         """Scales the stream of rows `at` back to the norm of h."""

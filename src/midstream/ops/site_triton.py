@@ -137,7 +137,8 @@ def _site_kernel(
     tally,
     table,
     instructions,
-    params,
+    # Not `params`, a name that Triton's own launcher uses.
+    numbers,
     lists,
     bank,
     scores,
@@ -191,7 +192,7 @@ def _site_kernel(
                 flags = tl.load(word + _FLAGS)
                 slot = tl.load(word + _SLOT)
                 ids_count = tl.load(word + _IDS_COUNT)
-                a = tl.load(params + at * _PARAMS + _A)
+                a = tl.load(numbers + at * _PARAMS + _A)
                 applies = ids_count == 0
                 if ids_count > 0:
                     first = tl.load(word + _IDS_START)
@@ -212,7 +213,7 @@ def _site_kernel(
                             if op == _ADD_MATCHED:
                                 factor = a * tl.sqrt_rn(tl.sum(base * base, axis=0))
                             else:
-                                factor = _factor(op, x, params + at * _PARAMS)
+                                factor = _factor(op, x, numbers + at * _PARAMS)
                         if (flags & _GATED) != 0:
                             factor = tl.where(gate == 0.0, 0.0, factor * gate)
                         if factor != 0.0:
@@ -240,8 +241,8 @@ def _site_kernel(
                         x += a
                         if slot > 0:
                             x = tl.load(scores + row * slots + slot - 1)
-                        b = tl.load(params + at * _PARAMS + _B)
-                        c = tl.load(params + at * _PARAMS + _C)
+                        b = tl.load(numbers + at * _PARAMS + _B)
+                        c = tl.load(numbers + at * _PARAMS + _C)
                         gate = _sigmoid(c * (x - b))
                         if (flags & _STEP) != 0:
                             gate = tl.where(x > b, 1.0, 0.0)

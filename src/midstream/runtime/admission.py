@@ -56,6 +56,10 @@ class Admission:
             for send in sends:
                 send()
 
+    def is_waiting(self, uid: str) -> bool:
+        """Whether it has been submitted and not been sent yet."""
+        return uid in self._waiting
+
     @property
     def waiting(self) -> int:
         """How many wait."""

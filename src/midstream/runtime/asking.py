@@ -14,7 +14,7 @@ from midstream.spec import Plan, Prompt, ResolvedPlan, Vector, resolve
 from midstream.spec.operations import Edit
 
 if TYPE_CHECKING:
-    from midstream.runtime.frontend import EngineInfo
+    from midstream.runtime.door import EngineInfo
 
 # Many requests share a plan: it is resolved and packed once for each length of prompt.
 _CACHED_PLANS = 256

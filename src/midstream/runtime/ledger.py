@@ -6,6 +6,7 @@ at once, so that neither costs Python per row, per request or per layer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,6 +75,14 @@ class _Entry:
             self.kind[mask],
         )
 
+    def within(self, start: Ints, stop: Ints, width: int) -> _Entry:
+        """Its runs cut to positions [start, stop), given per run; a record is `width` rows."""
+        begin = np.maximum(self.position, start)
+        length = np.minimum(self.position + self.length, stop) - begin
+        first = self.first + (begin - self.position) * width
+        cut = _Entry(self.shipment, self.serial, begin, length, first, self.kind)
+        return cut.only(length > 0)
+
 
 class Ledger:
     """Owner of the shipments between a step and the taking of its last row."""
@@ -135,6 +144,40 @@ class Ledger:
                 for serial, block in _gather(chosen, taps, kind):
                     found[serial].append(block)
         return found
+
+    def look(
+        self, taps: tuple[int, ...], spans: Mapping[int, tuple[int, int]], count: int
+    ) -> dict[int, Block]:
+        """Some rows of some requests, which stay held. Waits for those rows only.
+
+        Args:
+            taps: the kind of record.
+            spans: per request's number, [start, stop) of the positions.
+            count: how many rows there are to be, over all requests. Older steps are looked at
+                only until that many are found.
+        """
+        kind = self._kinds.get(taps)
+        if kind is None or not count:
+            return {}
+        numbers = np.array(sorted(spans), np.int64)
+        bounds = np.array([spans[number] for number in numbers.tolist()], np.int64)
+        chosen: list[_Entry] = []
+        blocks: dict[int, Block] = {}
+        seen = 0
+        for entry in reversed(self._entries):
+            mine = entry.only((entry.kind == kind) & np.isin(entry.serial, numbers))
+            whose = np.searchsorted(numbers, mine.serial)
+            mine = mine.within(bounds[whose, 0], bounds[whose, 1], len(taps))
+            if mine.serial.size:
+                chosen.insert(0, mine)
+                seen += int(mine.length.sum())
+            if seen >= count:
+                # A position that was computed twice is in two steps, and counts once.
+                blocks = dict(_gather(chosen, taps, kind))
+                seen = sum(block.positions.size for block in blocks.values())
+                if seen >= count:
+                    return blocks
+        return dict(_gather(chosen, taps, kind))
 
 
 def _gather(chosen: list[_Entry], taps: tuple[int, ...], kind: int) -> list[tuple[int, Block]]:

@@ -17,6 +17,7 @@ from midstream.errors import SpecError, UnsupportedError
 from midstream.runtime import seams
 from midstream.runtime.carried import carried
 from midstream.runtime.chat import ChatPlan
+from midstream.runtime.order import Order
 from midstream.runtime.settings import check_settings
 from midstream.spec import Plan
 
@@ -52,11 +53,17 @@ def is_active() -> bool:
 
 
 def front_end(engine: Any) -> Any:
-    """The FrontEnd of an `LLMEngine`; None where midstream is not enabled."""
+    """The front end of an engine or of its input processor; None where there is none."""
     return getattr(engine, _ATTRIBUTE, None)
 
 
-def plan_of(params: Any) -> Plan | ChatPlan | None:
+def open_door(engine: Any, front: Any) -> None:
+    """Makes this front end that of an engine: it is asked about every request from now on."""
+    setattr(engine, _ATTRIBUTE, front)
+    setattr(engine.input_processor, _ATTRIBUTE, front)
+
+
+def plan_of(params: Any) -> Plan | ChatPlan | Order | None:
     """The plan in a request's `extra_args["midstream"]`; None when it asks for nothing.
 
     Raises:
@@ -64,7 +71,7 @@ def plan_of(params: Any) -> Plan | ChatPlan | None:
     """
     extra_args = getattr(params, "extra_args", None)
     value = extra_args.get(KEY) if extra_args else None
-    if value is None or isinstance(value, ChatPlan):
+    if value is None or isinstance(value, (ChatPlan, Order)):
         return value
     try:
         return Plan.parse(value)
@@ -126,8 +133,7 @@ def _engine_init(original: Callable[..., Any], engine: Any, *args: Any, **kwargs
         client = engine.engine_core
         deliver = client.add_request
         client.add_request = lambda request: front.send(request, deliver)
-        setattr(engine, _ATTRIBUTE, front)
-        setattr(engine.input_processor, _ATTRIBUTE, front)
+        open_door(engine, front)
 
 
 def _engine_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +177,8 @@ def _process(
             "this engine does not have midstream enabled: make it with midstream.LLM, or with "
             f'additional_config={{"{KEY}": {{}}}}'
             if enabled is None
-            else "this front end cannot return results yet: use midstream.LLM or vllm.LLM",
+            else "this front end cannot return results: use midstream.LLM, vllm.LLM or "
+            "midstream.AsyncLLM",
         )
     request = original(processor, request_id, prompt, params, *args, **kwargs)
     front.admit(request, plan)

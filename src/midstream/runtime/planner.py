@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -111,6 +111,10 @@ class Planner:
     def with_uid(self, uid: str) -> list[Request]:
         """The requests of that uid: several where one prompt has several completions."""
         return [request for request in self._requests.values() if request.uid == uid]
+
+    def all(self) -> Iterable[Request]:
+        """Every request that is not forgotten."""
+        return self._requests.values()
 
     def by_slot(self, slot: int) -> Request | None:
         """The request in a slot."""

@@ -90,6 +90,14 @@ class Request:
         last = bisect.bisect_left(self.segments, stop, key=lambda segment: segment.start)
         return self.segments[first:last]
 
+    def num_scored(self, start: int, stop: int) -> int:
+        """How many of the positions [start, stop) have a score that goes to the caller."""
+        return sum(
+            max(0, min(stop, segment.stop) - max(start, segment.start))
+            for segment in self.segments_within(start, stop)
+            if segment.scored
+        )
+
 
 def idle_segment(start: int = 0, stop: int = FOREVER) -> Segment:
     """Positions at which nothing is asked for."""

@@ -44,13 +44,13 @@ class Outbox:
                     blocks.append(
                         {
                             "taps": [list(self._taps[tap]) for tap in block.taps],
-                            "runs": _runs(block.positions),
+                            "runs": runs_of(block.positions),
                             "nbytes": len(parts[-1]),
                         }
                     )
                 for block in request.scores:
                     parts.append(_bytes(block.values[:, 0, : request.plan.slots]))
-                    scores.append({"runs": _runs(block.positions), "nbytes": len(parts[-1])})
+                    scores.append({"runs": runs_of(block.positions), "nbytes": len(parts[-1])})
             entries.append(
                 {
                     "id": request.id,
@@ -97,7 +97,7 @@ class Outbox:
         self._inlined.discard(uid)
 
 
-def _runs(positions: np.ndarray[Any, np.dtype[np.int64]]) -> list[list[int]]:
+def runs_of(positions: np.ndarray[Any, np.dtype[np.int64]]) -> list[list[int]]:
     """Sorted positions as [first, length] runs."""
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
     return [[int(run[0]), int(run.size)] for run in np.split(positions, breaks) if run.size]

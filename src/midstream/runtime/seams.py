@@ -82,6 +82,46 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
     ),
 )
 
+ASYNC_SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.__init__",
+        ("vllm_config", "executor_class", "log_stats"),
+        "an async engine of midstream's own",
+    ),
+    Seam(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.generate",
+        ("prompt", "sampling_params", "request_id"),
+        "results join the outputs",
+    ),
+    Seam(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.abort",
+        ("request_id", "internal"),
+        "what could not be sent is ended",
+    ),
+    Seam("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", ("timeout",), "what runs is stopped"),
+    Seam(
+        "vllm.v1.engine.core_client",
+        "AsyncMPClient.collective_rpc_async",
+        ("method", "timeout", "args", "kwargs"),
+        "results are fetched from the workers",
+    ),
+    Seam(
+        "vllm.v1.engine.core_client",
+        "AsyncMPClient.add_request_async",
+        ("request",),
+        "requests wait for room",
+    ),
+    Seam(
+        "vllm.v1.engine.core_client",
+        "AsyncMPClient.abort_requests_async",
+        ("request_ids",),
+        "what was aborted is let go",
+    ),
+)
+
 V1_SEAMS: tuple[Seam, ...] = (
     Seam("", "_update_states", ("scheduler_output",), "requests come and go"),
     Seam(
@@ -117,8 +157,21 @@ def check_process() -> None:
     Raises:
         SeamError: names each difference.
     """
+    _check(PROCESS_SEAMS)
+
+
+def check_async() -> None:
+    """Checks the seams of async engines.
+
+    Raises:
+        SeamError: names each difference.
+    """
+    _check(ASYNC_SEAMS)
+
+
+def _check(seams: tuple[Seam, ...]) -> None:
     problems = []
-    for seam in PROCESS_SEAMS:
+    for seam in seams:
         try:
             found: Any = importlib.import_module(seam.module)
         except ImportError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from midstream.errors import SpecError, TapError
 from midstream.ops import layout
 from midstream.runtime.buffers import Buffers, Tap, code, upload
-from midstream.runtime.ledger import Ledger, Scores
+from midstream.runtime.ledger import Block, Ledger, Scores
 from midstream.runtime.planner import Planner, StepPlan
 from midstream.runtime.programs import Tables
 from midstream.runtime.requests import (
@@ -29,6 +30,7 @@ from midstream.spec import ResolvedPlan
 from midstream.transport.base import Shipment, Transport
 
 _CACHED_PLANS = 256
+Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,25 @@ class Session:
             request.blocks = blocks[request.serial]
             request.scores = scores[request.serial]
         return taken
+
+    def peek(self, spans: Mapping[str, Span]) -> dict[str, tuple[Request, Block]]:
+        """Scores of requests that go on, by uid; nothing is forgotten.
+
+        Args:
+            spans: per uid, [start, stop) of positions whose forward has been queued. Waits until
+                their scores are there, and for nothing else.
+        """
+        self._settle(wait=False)
+        left = [request for uid in spans for request in self._left.get(uid, ())]
+        requests = {
+            request.serial: request
+            for request in (*left, *self._planner.all())
+            if request.uid in spans
+        }
+        wanted = {serial: spans[request.uid] for serial, request in requests.items()}
+        count = sum(request.num_scored(*wanted[serial]) for serial, request in requests.items())
+        found = self._scores.look((0,), wanted, count)
+        return {requests[serial].uid: (requests[serial], block) for serial, block in found.items()}
 
     # -- steps ------------------------------------------------------------------------------
 

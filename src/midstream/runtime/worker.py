@@ -11,7 +11,7 @@ import torch
 
 from midstream.config import Config
 from midstream.errors import UnsupportedError
-from midstream.runtime import adapter_v1, adapter_v2, seams
+from midstream.runtime import adapter_v1, adapter_v2, peeks, seams
 from midstream.runtime.adapter import Hooks
 from midstream.runtime.buffers import Buffers, Room, Tap
 from midstream.runtime.layers import Decoder, find_decoder
@@ -90,6 +90,8 @@ class _Endpoint:
             return {"json": json.dumps(self._describe())}
         if op == "collect":
             return self._collect(json.loads(argument))
+        if op == "peek":
+            return peeks.pack(self._session.peek(peeks.read(argument)))
         if op == "read":
             uid, offset, size = json.loads(argument)
             return {"data": self._outbox.read(uid, offset, size)}

@@ -254,10 +254,9 @@ def _meets_generated(item: Item) -> bool:
             return True
         if item.stop <= 0:
             return False
-        # A start before the prompt's end: a prompt of `step` tokens has the next one at its end,
-        # if it is short enough to cut the window; else the first step must reach beyond it.
-        early, step = item.start < 0, item.step
-        return not early or -item.start >= step or item.start + step < item.stop
+        # From a start before the prompt's end, a step reaches past it at once; or a prompt of just
+        # `step` tokens cuts the window at 0, and its next position is at the prompt's end.
+        return item.start >= 0 or item.start + item.step < item.stop
     if isinstance(item, (Text, Role)):
         return False
     if isinstance(item, int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from midstream.errors import SpecError
@@ -126,17 +127,22 @@ class _Resolver:
     def _resolve_edit(
         self, edit: Edit, source: int, where: Where | None = None
     ) -> list[ResolvedEdit]:
-        taps = find_taps(edit.layers, edit.sites, self._shape, "layer", "site")
         instructions = edit.instructions(self._shape.hidden_size)
-        where = where or self._select(edit.positions)
-        parts = self._place_rows(instructions, where)
+        # Where a gate stands is written in the edit that it is around.
+        with at("edit") if isinstance(edit, Gate) else nullcontext():
+            taps = find_taps(edit.layers, edit.sites, self._shape, "layer", "site")
+            where = where or self._select(edit.positions)
+            parts = self._place_rows(instructions, where)
         found = []
         for steps, part in parts:
             if isinstance(edit, Gate) and edit.probe.tap is not None:
-                found += self._gate(edit, taps, steps, part, source)
+                shared = self._gate(edit, taps, steps, where)
             else:
-                shared = Steps(steps)
-                found += [ResolvedEdit(*tap, shared, part, source) for tap in taps]
+                shared = [Steps(steps)] * len(taps)
+            found += [
+                ResolvedEdit(*tap, own, part, source)
+                for tap, own in zip(taps, shared, strict=True)
+            ]
         return found
 
     def _gate(
@@ -145,10 +151,12 @@ class _Resolver:
         taps: tuple[Tap, ...],
         steps: tuple[Instruction, ...],
         where: Where,
-        source: int,
-    ) -> list[ResolvedEdit]:
-        """The edit at each tap; where its gate's probe stands at an earlier one, it reads what
-        was scored there.
+    ) -> list[Steps]:
+        """The edit's instructions at each tap; where its gate's probe stands at an earlier one, it
+        reads what was scored there.
+
+        Args:
+            where: all that the edit selects, of which `steps` may be for a part only.
         """
         assert edit.probe.tap is not None
         site, index = edit.probe.tap
@@ -173,20 +181,16 @@ class _Resolver:
             rest = list(steps[1:])
             # The gate no longer reads the stream: the first that does has to take it itself.
             later = Steps((blind, *_refreshed(rest)))
-        return [
-            ResolvedEdit(*each, here if each == tap or later is None else later, where, source)
-            for each in taps
-        ]
+        return [here if each == tap or later is None else later for each in taps]
 
     def _slot(self, tap: Tap, gate: Instruction, where: Where) -> int:
-        key = (tap, gate, where)
+        probe = Instruction(Op.PROBE, gate.read, a=gate.a, flags=Flags.FRESH | Flags.COUNTED)
+        # Gates that only decide differently read the same score.
+        key = (tap, probe, where)
         slot = self._gated.get(key)
         if slot is None:
             slot = self._gated[key] = len(self._probes)
-            probe = Instruction(
-                Op.PROBE, read=gate.read, a=gate.a, flags=Flags.FRESH | Flags.COUNTED, slot=slot
-            )
-            self._probes.append(ResolvedProbe("", *tap, Steps((probe,)), where))
+            self._probes.append(ResolvedProbe("", *tap, Steps((replace(probe, slot=slot),)), where))
         return slot
 
     def _place_rows(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import struct
+from itertools import combinations
 from typing import Any
 
 from midstream.errors import SpecError
@@ -27,6 +28,7 @@ from midstream.spec.fields import (
     read_word,
 )
 from midstream.spec.instructions import Instruction
+from midstream.spec.range_algebra import intersect
 from midstream.spec.ranges import Range, Ranges, well_formed
 from midstream.spec.resolved import (
     ResolvedCapture,
@@ -185,12 +187,14 @@ def _read_instruction(value: object, vectors: list[Vector]) -> Instruction:
             raise SpecError("", f"there is no vector {place}, of {len(vectors)}")
         return vectors[place]
 
+    bits = _natural(flags)
+    # An IntFlag keeps bits that it does not know, and its ~ is among those that it does.
+    if bits & ~_ALL_FLAGS:
+        raise SpecError("", f"unknown flags {bits}")
     try:
-        code, modifiers = Op(_natural(op)), Flags(_natural(flags))
+        code = Op(_natural(op))
     except ValueError as error:
         raise SpecError("", str(error)) from None
-    if modifiers & ~_ALL_FLAGS:
-        raise SpecError("", f"unknown flags {int(modifiers)}")
     a, b, c, d = (read_float32(each) for each in _exactly(4, params))
     return Instruction(
         op=code,
@@ -200,13 +204,13 @@ def _read_instruction(value: object, vectors: list[Vector]) -> Instruction:
         b=b,
         c=c,
         d=d,
-        flags=modifiers,
+        flags=Flags(bits),
         slot=None if slot == _NONE else _natural(slot),
         first=_natural(first),
     )
 
 
-_ALL_FLAGS = Flags(sum(Flags))
+_ALL_FLAGS = sum(int(flag) for flag in Flags)
 
 
 def _read_edit(value: object, steps: list[Steps]) -> ResolvedEdit:
@@ -262,6 +266,9 @@ def _read_where(value: object) -> Where:
     )
     if not where.possible:
         raise SpecError("", "nothing is selected")
+    parts = [where.ranges, *(match.ranges for match in where.matches)]
+    if any(intersect(one, other) for one, other in combinations(parts, 2)):
+        raise SpecError("", "expected ranges and matches that have no position in common")
     return where
 
 
@@ -269,7 +276,11 @@ def _read_match(value: object) -> Match:
     ranges, ids, others = _exactly(3, value)
     if not isinstance(others, bool):
         raise SpecError("", f"expected `bool`, got {kind(others)}")
-    return Match(_read_ranges(ranges), tuple(_natural(each) for each in _list("", ids)), others)
+    # Without an id it would be whatever the id, and without a range nowhere.
+    found = Match(_read_ranges(ranges), tuple(_natural(each) for each in _list("", ids)), others)
+    if not found.ranges or not found.ids or list(found.ids) != sorted(set(found.ids)):
+        raise SpecError("", "expected at least one range, and at least one id, ascending")
+    return found
 
 
 def _read_taps(value: object) -> list[Tap]:

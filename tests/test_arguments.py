@@ -10,22 +10,24 @@ import torch
 from vllm import SamplingParams
 from vllm.outputs import CompletionOutput
 
-from midstream import LLM, Activations, Capture, Plan, Positions, Steer
+from midstream import LLM, Ablate, Activations, Capture, Plan, Positions, Probe, Steer
+from midstream.arguments import Asked, One, per_prompt
 from midstream.defaults import DefaultCapture
 from midstream.errors import ConfigError, SpecError
-from midstream.llm import _at_prompt, _named, per_prompt
 from midstream.receipt import Receipt
 
 READ = Capture(layers=[1])
 OTHER = Capture(layers=[2], positions="prompt")
 ADD = Steer([1.0, 2.0], layer=1)
 TAKE = Steer([1.0, 2.0], layer=2, scale=-1)
+DROP = Ablate([[1.0, 2.0]], layer=1)
+ASK = Probe([1.0, 2.0], layer=1)
 
 
 # ---------------------------------------------------------------- one for all, or one each
 
 
-@pytest.mark.parametrize("name", ["capture", "steer"])
+@pytest.mark.parametrize("name", ["capture", "steer", "edits", "probes"])
 @pytest.mark.parametrize("value", [None, READ, ADD, {"layers": [1]}])
 def test_one_value_is_for_all_prompts(name, value):
     found = per_prompt(name, value, 3)
@@ -33,19 +35,21 @@ def test_one_value_is_for_all_prompts(name, value):
     assert all(one is value for one in found)
 
 
+@pytest.mark.parametrize("name", ["steer", "edits", "probes"])
 @pytest.mark.parametrize("value", [[ADD], (ADD, TAKE, ADD), [{"layer": 1}], []])
-def test_a_flat_list_of_edits_is_for_all_prompts(value):
-    assert per_prompt("steer", value, 1) == [value]
-    found = per_prompt("steer", value, 2)
+def test_a_flat_list_of_edits_or_probes_is_for_all_prompts(name, value):
+    assert per_prompt(name, value, 1) == [value]
+    found = per_prompt(name, value, 2)
     assert len(found) == 2
     assert all(one is value for one in found)
 
 
-def test_a_flat_list_of_as_many_edits_as_prompts_is_refused_as_ambiguous():
+@pytest.mark.parametrize(("name", "what"), [("steer", "edits"), ("edits", "edits"), ("probes", "probes")])
+def test_a_flat_list_of_as_many_as_there_are_prompts_is_refused_as_ambiguous(name, what):
     with pytest.raises(
-        SpecError, match=r"^steer: 2 edits for 2 prompts can be read two ways; give"
+        SpecError, match=rf"^{name}: 2 {what} for 2 prompts can be read two ways; give"
     ):
-        per_prompt("steer", [ADD, TAKE], 2)
+        per_prompt(name, [ADD, TAKE], 2)
 
 
 @pytest.mark.parametrize("value", [[[ADD], None], ([ADD, TAKE], [TAKE]), [None, None], [ADD, None]])
@@ -74,14 +78,35 @@ def test_a_list_of_another_length_is_refused_with_both_numbers(name, value, coun
 
 
 def test_dicts_under_steer_need_not_say_that_they_steer():
-    assert _named({"layer": 1}) == {"op": "steer", "layer": 1}
-    assert _named([{"layer": 1}, ADD]) == [{"op": "steer", "layer": 1}, ADD]
-    assert _named({"op": "other"}) == {"op": "other"}
-    assert _named(None) is None
-    assert _named(ADD) is ADD
-    given = {"layer": 1}
-    _named([given])
-    assert given == {"layer": 1}, "the caller's dict was changed"
+    given = {"layer": 1, "vector": [1.0, 2.0]}
+    assert One(steer=given).plan() == One(steer=[given]).plan() == One(steer=ADD).plan()
+    assert given == {"layer": 1, "vector": [1.0, 2.0]}, "the caller's dict was changed"
+    with pytest.raises(SpecError, match=r"^edits\.?.*missing field `op`"):
+        One(edits=given).plan()
+
+
+def test_under_steer_as_under_edits_any_edit_may_be_given():
+    assert One(steer=[DROP, {"op": "scale", "factor": 2.0, "layer": 1}]).plan().edits[0] == DROP
+
+
+def test_the_edits_of_steer_come_before_those_of_edits():
+    plan = One(capture=READ, steer=[ADD, TAKE], edits=DROP, probes=[ASK]).plan()
+    assert plan == Plan(captures=(READ,), edits=(ADD, TAKE, DROP), probes=(ASK,))
+    assert One(steer=ADD, edits=[DROP, TAKE]).plan().edits == (ADD, DROP, TAKE)
+    assert One(edits=(DROP,)).plan().edits == (DROP,)
+    assert One().plan() is None
+
+
+def test_a_call_knows_whether_anything_was_asked():
+    assert Asked().nothing
+    for name in ("capture", "steer", "edits", "probes"):
+        assert not Asked(**{name: []}).nothing
+
+
+def test_each_argument_is_dealt_out_by_itself():
+    first, second = Asked(READ, [[ADD], None], [None, [DROP]], ASK).per_prompt(2)
+    assert first.plan() == Plan(captures=(READ,), edits=(ADD,), probes=(ASK,))
+    assert second.plan() == Plan(captures=(READ,), edits=(DROP,), probes=(ASK,))
 
 
 # ---------------------------------------------------------------- errors name the field as written
@@ -104,15 +129,38 @@ def test_dicts_under_steer_need_not_say_that_they_steer():
         ("capture[1].sites", {"capture": [None, [{}, {}]]}, 1, "capture[1][1].sites"),
         ("capture[0].layers[0]", {"capture": [None, {}]}, 1, "capture[1].layers[0]"),
         ("edits[0].layer", {"capture": {}}, 0, "edits[0].layer"),
+        ("edits[0].layer", {"edits": [{}]}, 0, "edits[0].layer"),
+        ("edits.layer", {"edits": {}}, 0, "edits.layer"),
+        ("edits[1].layer", {"edits": [None, [{}, {}]]}, 1, "edits[1][1].layer"),
+        ("edits[0].layer", {"edits": [None, {}]}, 1, "edits[1].layer"),
+        ("edits[0].layer", {"steer": {}, "edits": {}}, 0, "steer.layer"),
+        ("edits[1].layer", {"steer": {}, "edits": {}}, 0, "edits.layer"),
+        ("edits[1].layer", {"steer": [{}, {}], "edits": [{}]}, 0, "steer[1].layer"),
+        ("edits[2].layer", {"steer": [{}, {}], "edits": [{}]}, 0, "edits[0].layer"),
+        ("edits[3].layer", {"steer": [None, [{}, {}]], "edits": [{}, {}]}, 1, "edits[1].layer"),
+        ("edits[1].layer", {"steer": [None, [{}, {}]], "edits": [{}, {}]}, 0, "edits[1].layer"),
+        ("edits.layer", {"steer": [None, {}], "edits": {}}, 0, "edits.layer"),
+        ("edits[0].edit.layer", {"edits": {}}, 0, "edits.edit.layer"),
+        ("probes[1].direction", {"probes": [{}, {}]}, 0, "probes[1].direction"),
+        ("probes[0].layer", {"probes": [None, {}]}, 1, "probes[1].layer"),
+        ("probes.layer", {"probes": {}}, 0, "probes.layer"),
+        ("steering[0].layer", {"steer": {}}, 0, "steering[0].layer"),
         ("prompt", {"capture": {}}, 0, "prompt"),
         ("", {"capture": {}, "steer": {}}, 0, ""),
         ("extra_args['midstream'].edits", {"steer": {}}, 0, "extra_args['midstream'].edits"),
     ],
 )
 def test_the_path_of_an_error_is_as_the_caller_would_write_it(path, given, nth, wanted):
-    found = _at_prompt(SpecError(path, "is wrong"), nth, given.get("capture"), given.get("steer"))
+    found = Asked(**given).explain(SpecError(path, "is wrong"), nth)
     assert found.path == wanted
     assert found.problem.startswith("is wrong")
+
+
+def test_what_is_wrong_with_a_value_that_is_for_all_says_for_which_prompt():
+    found = Asked(steer={}, edits=[[{}], None]).explain(SpecError("edits[0].layer", "bad"), 1)
+    assert str(found) == "steer.layer: bad (prompt 1)"
+    found = Asked(edits=[[{}], None]).explain(SpecError("edits[0].layer", "bad"), 0)
+    assert str(found) == "edits[0][0].layer: bad"
 
 
 @pytest.mark.parametrize(
@@ -128,6 +176,15 @@ def test_the_path_of_an_error_is_as_the_caller_would_write_it(path, given, nth, 
         ({"capture": [None, [READ, READ]]}, r"^capture\[1\]\[1\]: the same as"),
         ({"capture": {"layers": "some"}}, r"^capture\.layers: "),
         ({"capture": {"layer": 1}}, r"^capture.*layer"),
+        ({"edits": [None, {"op": "scale", "factor": "x", "layer": 0}]}, r"^edits\[1\]\.factor: "),
+        ({"edits": {"op": "scal", "factor": 1, "layer": 0}}, r"^edits\.op: .*scale"),
+        ({"steer": ADD, "edits": {"op": "scale", "factor": "x", "layer": 0}}, r"^edits\.factor: "),
+        (
+            {"steer": [None, ADD], "edits": {"op": "scale", "factor": "x", "layer": 0}},
+            r"^edits\.factor: .* \(prompt 0\)",
+        ),
+        ({"probes": [ASK, {"direction": [1], "layer": "all"}, ASK]}, r"^probes\[1\]\.layer: "),
+        ({"probes": [[ASK, ASK], None]}, r"^probes\[0\]"),
     ],
 )
 def test_a_malformed_field_is_refused_by_the_path_to_it(asked, message):
@@ -146,8 +203,9 @@ def bare(default=None):
     return llm
 
 
-def plans(count, params, capture=None, steer=None, default=None):
-    made = bare(default)._with_plans(count, params, capture, steer)
+def plans(count, params, capture=None, steer=None, edits=None, probes=None, default=None):
+    asked = Asked(capture, steer, edits, probes)
+    made = bare(default)._with_plans(count, params, asked)
     return made, [(one.extra_args or {}).get("midstream") for one in made]
 
 
@@ -188,7 +246,7 @@ def test_params_may_be_left_out():
 
 
 def test_what_is_shared_is_parsed_once():
-    made, _ = plans(1000, SamplingParams(), READ, [ADD])
+    made, _ = plans(1000, SamplingParams(), READ, [ADD], DROP, (ASK,))
     assert len({id(one.extra_args["midstream"]) for one in made}) == 1
 
 
@@ -198,8 +256,9 @@ def test_a_plan_may_ride_in_already_but_not_beside_arguments():
     assert plans(2, params)[1] == [Plan(captures=(READ,))] * 2
     with pytest.raises(SpecError, match=r"extra_args\['midstream'\]: there is a plan here and in"):
         plans(2, params, READ)
-    with pytest.raises(SpecError, match="give it in one place"):
-        plans(2, params, None, ADD)
+    for more in ({"steer": ADD}, {"edits": DROP}, {"probes": ASK}):
+        with pytest.raises(SpecError, match="give it in one place"):
+            plans(2, params, **more)
 
 
 # ---------------------------------------------------------------- LLM(layers=…)

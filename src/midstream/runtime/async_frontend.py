@@ -1,0 +1,237 @@
+"""The front end of an engine that runs by itself: results are put on the outputs of each call."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from midstream.errors import SpecError
+from midstream.runtime.assembly import ATTRIBUTES, assemble
+from midstream.runtime.carried import carried
+from midstream.runtime.courier import Courier
+from midstream.runtime.door import Asked, Door, describe
+from midstream.runtime.order import Order
+from midstream.runtime.streaming import Streamed
+from midstream.runtime.worker import RPC
+
+# Results larger than this are put together beside the event loop.
+_ASIDE_BYTES = 1 << 20
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class AsyncFrontEnd(Door):
+    """The front door of an `AsyncLLM`. All but `admit` is for the loop that the engine runs on."""
+
+    @classmethod
+    async def start(cls, engine: Any, client: Any) -> AsyncFrontEnd:
+        """Asks the workers what they are.
+
+        Args:
+            engine: gives the tokenizer and the renderer, and aborts requests. What is kept of it
+                should not keep it alive: the client's own tasks hold on to this front end.
+            client: the engine's client of the engine core.
+        """
+        answers = await _call(client, "describe")
+        return cls(answers, engine, client)
+
+    def __init__(self, answers: list[dict[str, Any]], engine: Any, client: Any) -> None:
+        """Args:
+        answers: the workers', to `describe`.
+        engine, client: as for `start`.
+        """
+        super().__init__(describe(answers), engine, deltas=True)
+        self._engine = engine
+        self._client = client
+        self._courier = Courier(lambda op, given: _call(client, op, given), self.info.workers)
+        self._orders: dict[str, Order] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def admit(self, request: Any, asked_for: Any) -> Asked | None:
+        if not isinstance(asked_for, Order):
+            raise SpecError(
+                "", "this engine returns results from generate() only; call that of AsyncLLM"
+            )
+        asked = super().admit(request, asked_for.plan)
+        asked_for.asked = asked
+        if asked is not None:
+            asked_for.is_delta = request.sampling_params.output_kind.name == "DELTA"
+            self._orders[asked.uid] = asked_for
+        return asked
+
+    async def send(self, request: Any, deliver: Callable[[Any], Awaitable[None]]) -> None:
+        """Hands a request to the engine, now or when there is room for what it asks for.
+
+        Does not wait for room: a request that waits is aborted like any other.
+
+        Args:
+            request: vLLM's EngineCoreRequest, as the engine's client is given it.
+            deliver: the client's own way of sending it.
+        """
+        riding = carried(request.sampling_params)
+        order = None if riding is None else self._orders.get(riding.uid)
+        if order is not None:
+            order.ids.append(request.request_id)
+        passes, is_late = False, False
+
+        def go() -> None:
+            nonlocal passes
+            if is_late and order is not None:
+                delivery = self._deliver(order, deliver, request)
+                order.deliveries.append(self._spawn(delivery))
+            else:
+                passes = True
+
+        self._submit(request, go)
+        is_late = True
+        if passes:
+            await deliver(request)
+
+    async def complete(self, order: Order, output: Any) -> None:
+        """Puts on an output what there is of its results.
+
+        Args:
+            order: the call's.
+            output: vLLM's RequestOutput, the call's next.
+
+        Raises:
+            ReceiptError: it is the last, and what was done is not what was asked for.
+        """
+        for holder in (output, *output.outputs):
+            for name in ATTRIBUTES:
+                setattr(holder, name, None)
+        if order.asked is None:
+            return
+        single = output.outputs[0] if len(output.outputs) == 1 else None
+        if single is not None and (order.is_delta or not output.finished):
+            _see(order, output)
+        if output.finished and not _was_aborted(output):
+            await self._finish(order, output)
+            return
+        if single is not None and order.streamed is not None:
+            if not output.finished:
+                span = order.streamed.next_span()
+                if span is not None:
+                    order.streamed.add(await self._courier.peek(order.asked.uid, span))
+            output.probes = single.probes = order.streamed.probes()
+        if order.failure is not None:
+            raise order.failure
+
+    def leave(self, order: Order) -> None:
+        """A call is over. What it left behind is cleared away."""
+        if order.asked is not None and not order.settled:
+            order.settled = True
+            self._spawn(self._clear_away(order, order.asked.uid))
+
+    async def check_integrity(self) -> None:
+        """Invariants of an idle engine, here and on the workers."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        assert not self._orders
+        assert not self._needs
+        assert not self._admission.waiting
+        await _call(self._client, "check_integrity")
+
+    def close(self) -> None:
+        """Stops whatever is being done. For any thread."""
+        self._courier.close()
+        for task in list(self._tasks):
+            if not task.get_loop().is_closed():
+                task.get_loop().call_soon_threadsafe(task.cancel)
+
+    async def _finish(self, order: Order, output: Any) -> None:
+        """Fetches a call's results."""
+        assert order.asked is not None
+        uid, plan = order.asked.uid, order.asked.plan
+        if any(isinstance(one.stop_reason, str) for one in output.outputs):
+            # The stop string was found here, and the engine goes on until it is told. It must
+            # have been before others get the room.
+            await self._client.abort_requests_async(order.ids)
+        self._leave([uid])
+        answers = await self._courier.collect(uid)
+        order.settled = True
+        self._orders.pop(uid, None)
+        whole = _whole(output, order)
+        if sum(len(data) for _, data in answers) > _ASIDE_BYTES:
+            await asyncio.to_thread(assemble, whole, plan, answers, self.info.dtype)
+        else:
+            assemble(whole, plan, answers, self.info.dtype)
+        for mine, theirs in ((output, whole), *zip(output.outputs, whole.outputs, strict=True)):
+            for name in ATTRIBUTES:
+                setattr(mine, name, getattr(theirs, name))
+        for completion in output.outputs:
+            completion.receipt.check()
+
+    async def _deliver(
+        self, order: Order, deliver: Callable[[Any], Awaitable[None]], request: Any
+    ) -> None:
+        """Sends a request that waited."""
+        [failure] = await asyncio.gather(deliver(request), return_exceptions=True)
+        if failure is not None:
+            # Whoever reads the call's outputs gets to know.
+            order.failure = failure
+            await self._engine.abort(order.ids, internal=True)
+
+    async def _clear_away(self, order: Order, uid: str) -> None:
+        """Ends a call's requests, whatever has become of them."""
+        waits = self._admission.is_waiting(uid)
+        if not waits:
+            if order.deliveries:
+                await asyncio.wait(order.deliveries)
+            # vLLM may have done so before one that waited was sent. Others get the room after it.
+            await self._client.abort_requests_async(order.ids)
+        self._orders.pop(uid, None)
+        self._leave([uid])
+        if not waits:
+            await self._courier.release(uid)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, EngineDeadError):
+            # Nobody waits for it.
+            _LOGGER.error("midstream could not clear away after a request", exc_info=error)
+
+
+async def _call(client: Any, op: str, argument: object = None) -> list[dict[str, Any]]:
+    arguments = (op, json.dumps(argument))
+    answers: list[dict[str, Any]] = await client.collective_rpc_async(RPC, None, arguments, None)
+    return answers
+
+
+def _see(order: Order, output: Any) -> None:
+    """Takes note of an output of a call with one completion."""
+    assert order.asked is not None
+    if order.streamed is None:
+        prompt = output.prompt_token_ids or [0] * order.asked.plan.prompt_len
+        order.streamed = Streamed(order.asked.plan, prompt)
+    completion = output.outputs[0]
+    # With CUMULATIVE, vLLM's own list, which grows while the scores are waited for.
+    completion.token_ids = list(completion.token_ids)
+    order.streamed.see(completion, order.is_delta)
+
+
+def _whole(output: Any, order: Order) -> Any:
+    """A call's last output with all of its tokens, which those of deltas do not show."""
+    if not order.is_delta or order.streamed is None:
+        return output
+    whole = copy.copy(output)
+    whole.outputs = [copy.copy(output.outputs[0])]
+    whole.outputs[0].token_ids = order.streamed.generated
+    return whole
+
+
+def _was_aborted(output: Any) -> bool:
+    return any(completion.finish_reason == "abort" for completion in output.outputs)

@@ -1,0 +1,167 @@
+"""The front door of one engine: what a request asks for is checked there, and waits there for room.
+
+How results come back to their callers differs: see `frontend` and `async_frontend`.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from midstream.config import KEY
+from midstream.errors import SpecError, UnsupportedError
+from midstream.runtime.admission import Admission
+from midstream.runtime.asking import Asking
+from midstream.runtime.budget import Budget, Need
+from midstream.runtime.buffers import Room
+from midstream.runtime.carried import Carried, carried
+from midstream.spec import ModelShape, ResolvedPlan
+from midstream.steering import Steering
+from midstream.vectors import VectorRegistry
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request under way that asks for something."""
+
+    uid: str
+    plan: ResolvedPlan
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the workers of one engine said of themselves.
+
+    Attributes:
+        shape: for resolving plans.
+        dtype: name of the model's dtype, in which rows come.
+        room: how much the running requests can hold together.
+        workers: each worker's own description.
+    """
+
+    shape: ModelShape
+    dtype: str
+    room: Room
+    workers: tuple[dict[str, Any], ...]
+
+
+class Door:
+    """One engine's front door."""
+
+    def __init__(self, info: EngineInfo, engine: Any, deltas: bool) -> None:
+        """Args:
+        info: what the workers said of themselves.
+        engine: gives the tokenizer and the renderer.
+        deltas: whether outputs may show only what is new; whoever returns results puts them
+            together then.
+        """
+        self.info = info
+        self.vectors = VectorRegistry(info.shape)
+        self.steering = Steering(self.vectors)
+        self._asking = Asking(info, engine)
+        self._deltas = deltas
+        self._admission = Admission(Budget(info.room))
+        self._needs: dict[str, Need] = {}
+
+    def steers(self, params: Any) -> bool:
+        """Whether server-wide edits apply to a request: to all that generate."""
+        return hasattr(params, "output_kind") and bool(self.steering.plan_edits())
+
+    def admit(self, request: Any, asked_for: Any) -> Asked | None:
+        """Checks a processed request's plan and lets it ride; the caller's params stay as they are.
+
+        Args:
+            request: vLLM's EngineCoreRequest, whose sampling params are its own copy.
+            asked_for: a Plan, a ChatPlan, or None; the server-wide edits come before its own.
+
+        Returns:
+            What the request asks for; None when that comes to nothing.
+
+        Raises:
+            SpecError: the request cannot be served as asked.
+        """
+        resolved, need, packed = self._asking.resolve(
+            asked_for, self.steering.plan_edits(), self.vectors.lookup, request
+        )
+        params = copy.copy(request.sampling_params)
+        rest = {name: value for name, value in (params.extra_args or {}).items() if name != KEY}
+        if not (resolved.edits or resolved.captures or resolved.probes):
+            params.extra_args = rest or None
+            request.sampling_params = params
+            return None
+        if getattr(request, "resumable", False):
+            raise SpecError("", "streaming input sessions cannot be captured or edited yet")
+        kind = params.output_kind.name
+        refused = kind == "DELTA" and not self._deltas
+        if refused or (params.n > 1 and kind != "FINAL_ONLY"):
+            raise SpecError(
+                "",
+                f"results come with the whole of a request's output, and output_kind={kind} with "
+                f"n={params.n} never shows it; use FINAL_ONLY",
+            )
+        asked = Asked(uuid.uuid4().hex, resolved)
+        params.extra_args = {**rest, KEY: Carried(asked.uid, packed).pack()}
+        if resolved.captures_prompt or resolved.edits:
+            # What the cache serves is not computed: there would be nothing to read, and nothing
+            # to show that the KV there was made under these edits.
+            params.skip_reading_prefix_cache = True
+        if resolved.edits:
+            request.cache_salt = _salt(request.cache_salt, resolved)
+        request.sampling_params = params
+        self._needs[asked.uid] = need
+        return asked
+
+    def _submit(self, request: Any, go: Callable[[], object]) -> None:
+        """Lets a request go to the engine, when there is room for what it asks for.
+
+        Raises:
+            SpecError: it is not under way any more.
+        """
+        riding = carried(request.sampling_params)
+        if riding is None:
+            go()
+            return
+        # With n > 1 the children carry their parent's uid, and it is by that that they share.
+        need = self._needs.get(riding.uid)
+        if need is None:
+            raise SpecError("", f"request {request.request_id!r} is not under way any more")
+        self._admission.submit(riding.uid, need, go)
+
+    def _leave(self, uids: list[str]) -> None:
+        """These requests need their room no more."""
+        for uid in uids:
+            self._needs.pop(uid, None)
+        if uids:
+            self._admission.finish(uids)
+
+
+def describe(answers: list[dict[str, Any]]) -> EngineInfo:
+    """The engine, from its workers' answers to `describe`.
+
+    Raises:
+        UnsupportedError: nothing is tapped.
+    """
+    workers = tuple(json.loads(answer["json"]) for answer in answers)
+    lacking = {(site, layer): why for worker in workers for site, layer, why in worker["lacking"]}
+    taps = frozenset((site, layer) for worker in workers for site, layer in worker["taps"])
+    if not taps:
+        raise UnsupportedError("no site of any layer is tapped; see midstream's settings")
+    first = workers[0]
+    shape = ModelShape(
+        num_layers=first["num_layers"],
+        hidden_size=first["hidden_size"],
+        taps=taps,
+        reasons=MappingProxyType(lacking),
+    )
+    return EngineInfo(shape, first["dtype"], Room(**first["room"]), workers)
+
+
+def _salt(own: str | None, plan: ResolvedPlan) -> str:
+    """Keeps KV computed under these edits apart from all other KV, the user's salt included."""
+    return hashlib.sha256(f"midstream:{plan.digest}:{own or ''}".encode()).hexdigest()

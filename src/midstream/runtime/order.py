@@ -1,0 +1,42 @@
+"""What one call of `AsyncLLM.generate` asks for, on its way through vLLM and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from midstream.runtime.door import Asked
+    from midstream.runtime.streaming import Streamed
+    from midstream.spec import Plan
+
+
+@dataclass(eq=False, slots=True)
+class Order:
+    """One call. It rides in the sampling parameters up to the front door.
+
+    Attributes:
+        plan: what is asked for; None: nothing but what is for all requests.
+        asked: what the front door made of it; None before that, and where it comes to nothing.
+        is_delta: whether each output has only the tokens since the one before.
+        ids: the ids by which the engine knows its requests: several with n > 1.
+        deliveries: its requests that waited for room and are being sent.
+        streamed: what is known so far, once there was an output.
+        settled: whether the workers hold nothing of it any more.
+        failure: why it could not be sent.
+    """
+
+    plan: Plan | None
+    asked: Asked | None = None
+    is_delta: bool = False
+    ids: list[str] = field(default_factory=list)
+    deliveries: list[asyncio.Task[None]] = field(default_factory=list)
+    streamed: Streamed | None = None
+    settled: bool = False
+    failure: BaseException | None = None
+
+    def __deepcopy__(self, _memo: dict[int, object]) -> Order:
+        # vLLM copies a request's parameters; whoever made the order waits for what is put on it.
+        return self
