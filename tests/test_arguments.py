@@ -44,7 +44,9 @@ def test_a_flat_list_of_edits_or_probes_is_for_all_prompts(name, value):
     assert all(one is value for one in found)
 
 
-@pytest.mark.parametrize(("name", "what"), [("steer", "edits"), ("edits", "edits"), ("probes", "probes")])
+@pytest.mark.parametrize(
+    ("name", "what"), [("steer", "edits"), ("edits", "edits"), ("probes", "probes")]
+)
 def test_a_flat_list_of_as_many_as_there_are_prompts_is_refused_as_ambiguous(name, what):
     with pytest.raises(
         SpecError, match=rf"^{name}: 2 {what} for 2 prompts can be read two ways; give"

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from helpers.engines import generated, greedy, tokens
-from helpers.oracle_edits import BRANCHES, SIX, At, EditOracle, Seen, Tap, row_error
 from torch import Tensor
 
+from helpers.engines import generated, greedy, tokens
+from helpers.oracle_edits import BRANCHES, SIX, At, EditOracle, Seen, Tap, row_error
 from midstream import (
     Ablate,
     Affine,
@@ -184,7 +184,7 @@ class Maker:
         yield "replace by one row", row, some
         rows = torch.stack([self.vector() for _ in range(4)])
         yield "replace a span", Replace(rows, positions=slice(2, 6), **self.place), [2, 3, 4, 5]
-        far = [0, 3, 4, prompt_len]
+        far = [0, 2, 3, prompt_len]
         yield "replace apart, in part", Replace(rows, alpha=0.8, positions=far, **self.place), far
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from helpers import formulas
 from numpy.typing import NDArray
 from torch import Tensor
 
 import midstream.ops.site  # noqa: F401  (defines the op)
+from helpers import formulas
 from midstream.ops import layout
 from midstream.runtime.buffers import Buffers, Room, Tap
 from midstream.runtime.requests import APPLIED_0, UNSEEN, Request
@@ -165,9 +165,7 @@ class FakeEngine:
 
     def step(self, batch: list[tuple[Fake, int]], pad: int = 0, **firing) -> None:
         """One step of (request, tokens scheduled); `firing` as in `forward`."""
-        tokens = [
-            token for fake, count in batch for token in fake.tokens[fake.computed :][:count]
-        ]
+        tokens = [token for fake, count in batch for token in fake.tokens[fake.computed :][:count]]
         view = view_of(
             [fake.id for fake, _ in batch],
             [count for _, count in batch],

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from helpers.formulas import apply, read_score
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from helpers.formulas import apply, read_score
 from midstream import Gate
 
 Tap = tuple[str, int]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 from helpers.fake_steps import TAPS, VOCABULARY
-
 from midstream.ops.layout import Flags, Op
 from midstream.runtime.edits import Edit
 from midstream.spec import (
@@ -64,7 +63,9 @@ PLAIN: list[tuple[Instruction, ...]] = [
     (Instruction(Op.CLIP, read=SMALL[1], write=(SMALL[1],), a=-0.5, b=0.25, c=1.0, flags=ONE),),
     (
         Instruction(Op.LINEAR, read=SMALL[0], write=(VECTORS[3],), a=0.25, flags=Flags.FRESH),
-        Instruction(Op.LINEAR, read=SMALL[2], write=(SMALL[1],), a=-1.0, b=1.0, flags=Flags.COUNTED),
+        Instruction(
+            Op.LINEAR, read=SMALL[2], write=(SMALL[1],), a=-1.0, b=1.0, flags=Flags.COUNTED
+        ),
     ),
     (Instruction(Op.FEATURE, SMALL[2], (VECTORS[1],), 0.25, 0.125, -1.0, 0.5, ONE),),
     (Instruction(Op.REPLACE, write=(VECTORS[4],), a=0.75, flags=ONE),),
@@ -174,4 +175,3 @@ def random_plan(draw: random.Random, length: int, taps=tuple(TAPS)) -> ResolvedP
     if not (edits or captures or probes):
         return None
     return ResolvedPlan(prompt_len, tuple(edits), captures, tuple(probes))
-

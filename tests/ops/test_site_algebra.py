@@ -9,6 +9,7 @@ import torch
 from helpers.site_cases import Case, Step, case, same_bits
 from helpers.site_noops import NOOPS, noop_case
 
+import midstream.ops.site  # noqa: F401  (defines the op)
 from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
 

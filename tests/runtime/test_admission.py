@@ -130,7 +130,12 @@ def test_any_sequence_is_that_of_a_simple_queue(seed):
     expected = []
 
     def used(more=()):
-        return sum({**dict(pair for rows in inside.values() for pair in rows.items()), **dict(more)}.values())
+        return sum(
+            {
+                **dict(pair for rows in inside.values() for pair in rows.items()),
+                **dict(more),
+            }.values()
+        )
 
     def advance():
         while queue and used(queue[0][1]) <= ROWS:

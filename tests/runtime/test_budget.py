@@ -95,7 +95,11 @@ def test_a_plan_that_asks_for_nothing_needs_nothing():
         ),
         (
             plan_of(
-                edits=[(POST, KINDS[5], ((0, 4),)), (POST, add(), ((3, 5),)), (PRE, add(), ((0, 9),))]
+                edits=[
+                    (POST, KINDS[5], ((0, 4),)),
+                    (POST, add(), ((3, 5),)),
+                    (PRE, add(), ((0, 9),)),
+                ]
             ),
             {"edits_per_site": 2},
             "edits: 3 instructions for one token at resid_post of layer 1 .* limit is 2; "
@@ -114,7 +118,9 @@ def test_what_just_fits_is_not_refused():
     assert need(plan_of(probes=[("p", POST, EVERYWHERE)] * 1), probes=1)
     assert need(plan_of(edits=[(POST, KINDS[5], EVERYWHERE)]), edits_per_site=2, max_edits=2)
     # Instructions at different sites, or for different tokens, are not beside each other.
-    apart = plan_of(edits=[(POST, add(), ((0, 4),)), (POST, add(), ((4, 8),)), (PRE, add(), EVERYWHERE)])
+    apart = plan_of(
+        edits=[(POST, add(), ((0, 4),)), (POST, add(), ((4, 8),)), (PRE, add(), EVERYWHERE)]
+    )
     assert need(apart, edits_per_site=1)
 
 
@@ -124,7 +130,9 @@ def test_what_just_fits_is_not_refused():
 def test_what_plans_share_is_counted_once_and_held_by_the_last_of_them():
     budget = Budget(room(bank_rows=2))
     one = need(plan_of(edits=[(POST, VECTORS[0], 1.0, EVERYWHERE)]))
-    other = need(plan_of(edits=[(POST, VECTORS[0], 1.0, ((0, 3),)), (PRE, VECTORS[1], 1.0, ((1, 2),))]))
+    other = need(
+        plan_of(edits=[(POST, VECTORS[0], 1.0, ((0, 3),)), (PRE, VECTORS[1], 1.0, ((1, 2),))])
+    )
     third = need(plan_of(edits=[(POST, VECTORS[2], 1.0, EVERYWHERE)]))
     budget.take(one)
     assert budget.fits(other)

@@ -49,7 +49,8 @@ def test_rows_come_back_by_request_position_and_kind_the_latest_of_each(steps, t
                 wanted.setdefault((serial, taps), {})[position + nth] = record
         rows = torch.tensor(values).view(-1, 1).repeat(1, 2)
         ledger.note(
-            CpuShipment(rows, TALLY, NO_SCORES), **{k: np.array(v, np.int64) for k, v in arrays.items()}
+            CpuShipment(rows, TALLY, NO_SCORES),
+            **{k: np.array(v, np.int64) for k, v in arrays.items()},
         )
     for taken in [*takes, {0, 1, 2, 3}]:
         found = ledger.take(sorted(taken))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -211,9 +210,7 @@ def test_what_finds_no_room_leaves_those_that_have_it_as_they_were():
 def test_room_that_is_scattered_is_made_whole_and_nobody_notices(room, wanted):
     buffers = make_buffers(**room)
     tables = Tables(buffers)
-    held = [
-        edits_of((0, add(Vector.parse([float(n), 9.0, 9.0, 9.0]))), ids=(n,)) for n in range(8)
-    ]
+    held = [edits_of((0, add(Vector.parse([float(n), 9.0, 9.0, 9.0]))), ids=(n,)) for n in range(8)]
     places = {each: tables.acquire_program(each) for each in held}
     for each in held[::2]:
         tables.release_program(each)
@@ -223,6 +220,28 @@ def test_room_that_is_scattered_is_made_whole_and_nobody_notices(room, wanted):
     for each, index in places.items():
         assert_program(buffers, index, each)
     for each in places:
+        tables.release_program(each)
+    assert_free(tables)
+
+
+def test_what_is_released_after_a_move_is_released_where_it_is_now():
+    buffers = make_buffers(max_edits=8)
+    tables = Tables(buffers)
+    held = numbered(8)
+    for each in held:
+        tables.acquire_program(each)
+    for each in held[::2]:
+        tables.release_program(each)
+    large = edits_of(*((0, add(scale=float(n))) for n in range(4)))
+    running = [*held[1::2], large]
+    tables.acquire_program(large)
+    for nth in range(4):
+        tables.release_program(running.pop(0))
+        running.append(edits_of((1, add(scale=10.0 + nth))))
+        tables.acquire_program(running[-1])
+        for each in running:
+            assert_program(buffers, tables._programs[each].index, each)
+    for each in running:
         tables.release_program(each)
     assert_free(tables)
 
@@ -295,8 +314,7 @@ def _has_room(buffers, held, wanted) -> bool:
     lists = {edit.ids for each in every for edit in each if edit.ids}
     return (
         len(every) <= buffers.table.shape[1] - layout.FIRST_FREE_PROGRAM
-        and sum(len(edit.steps) for each in every for edit in each)
-        <= buffers.instructions.shape[0]
+        and sum(len(edit.steps) for each in every for edit in each) <= buffers.instructions.shape[0]
         and sum(map(len, runs)) <= buffers.bank.shape[0]
         and sum(map(len, lists)) <= buffers.lists.shape[0]
     )

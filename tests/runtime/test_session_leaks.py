@@ -22,9 +22,7 @@ def many_plans(count):
         if plan is not None:
             found.append(plan.to_bytes())
     vectors = [Vector.parse([float(n), 1.0, 2.0, 3.0]) for n in range(20)]
-    return found + [
-        plan_of([(POST, vector, 1.0, ((0, None),))]).to_bytes() for vector in vectors
-    ]
+    return found + [plan_of([(POST, vector, 1.0, ((0, None),))]).to_bytes() for vector in vectors]
 
 
 def assert_empty(session):
@@ -108,4 +106,3 @@ def test_requests_that_found_no_room_leave_nothing_behind_either():
                 assert not request.problem or request.done.tolist() == [0, 0]
             assert_empty(session)
     assert 50 < refused < 550
-

@@ -1,83 +1,124 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spec.strategies import plans, rows_of
+from spec.position_strategies import rows_of
+from spec.strategies import plans_by_length
 
 from midstream.errors import SpecError
+from midstream.ops.layout import Flags
 from midstream.sites import NAMES
-from midstream.spec import Capture, ModelShape, Plan, Steer, resolve
+from midstream.spec import (
+    Capture,
+    Gate,
+    Match,
+    ModelShape,
+    Plan,
+    Probe,
+    Prompt,
+    ResolvedPlan,
+    Steer,
+    Steps,
+    Where,
+    resolve,
+)
+from midstream.spec.ranges import clip, merge
 
 SHAPE = ModelShape(4, 3, [(site, layer) for site in NAMES for layer in range(4)])
 TAP = ("resid_post", 0)
 
 
-def _resolved(capture=None, edits=None, *, prompt_len=10, max_tokens=5):
-    plan = Plan.make(capture, edits)
+def _resolved(capture=None, edits=None, probes=None, *, prompt_len=10, max_tokens=5):
+    plan = Plan.make(capture, edits, probes)
     assert plan is not None
-    return resolve(plan, SHAPE, prompt_len, max_tokens)
+    return resolve(plan, SHAPE, Prompt(prompt_len), max_tokens)
 
 
-@given(plans, st.integers(1, 14), st.integers(1, 6), st.data())
+def _positions(ranges):
+    return [position for start, stop in ranges for position in range(start, stop)]
+
+
+@given(plans_by_length, st.integers(1, 10), st.lists(st.integers(0, 8), min_size=1, max_size=6))
 @settings(max_examples=200)
-def test_counts_agree_with_enumeration(plan, prompt_len, max_tokens, data):
+def test_what_is_selected_agrees_with_enumeration(plan, prompt_len, generated):
+    # Token ids of a prompt are not known here; those of generated tokens are.
+    prompt, ids = Prompt(prompt_len, (99,) * prompt_len), [99] * prompt_len + generated[:-1]
     try:
-        resolved = resolve(plan, SHAPE, prompt_len, max_tokens)
+        resolved = resolve(plan, SHAPE, prompt, 6)
     except SpecError:
         return
-    generated = data.draw(st.integers(1, max_tokens))
-    length = prompt_len + generated - 1
+    length = len(ids)
     captured: dict[tuple[str, int], set[int]] = {}
     for capture in plan.captures:
         layers = range(4) if capture.layers.indices == "all" else capture.layers.indices
-        rows = rows_of(capture.positions, prompt_len, generated)
+        rows = rows_of(capture.positions, prompt, ids)
         for tap in ((site, layer) for site in capture.sites for layer in layers):
             captured.setdefault(tap, set()).update(rows)
-    assert resolved.expected_rows(length) == {tap: len(rows) for tap, rows in captured.items()}
+    found = resolved.expected_rows(length, ids)
+    assert found == {tap: len(rows) for tap, rows in captured.items()}
     for tap, rows in captured.items():
-        assert resolved.capture_positions(*tap, length) == sorted(rows)
-    edited = [rows_of(edit.positions, prompt_len, generated) for edit in plan.edits]
-    assert resolved.edit_counts(length) == sum(len(rows) for rows in edited)
-    assert resolved.edited_tokens(length) == len(set().union(*edited))
-    if any(row < prompt_len for rows in captured.values() for row in rows):
+        assert _positions(resolved.capture_ranges(tap, length, ids)) == sorted(rows)
+    for source, edit in enumerate(plan.edits):
+        wanted = sorted(rows_of(edit.positions, prompt, ids))
+        per_tap: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        for one in resolved.edits:
+            if one.source == source:
+                place = per_tap.setdefault((one.site, one.layer), [])
+                place.extend(one.where.final(length, ids))
+        for ranges in per_tap.values():
+            assert _positions(clip(merge(ranges), length)) == wanted
+            assert sum(stop - start for start, stop in ranges) == len(wanted)
+    for probe, one in zip(plan.probes, resolved.probes, strict=False):
+        assert one.name == probe.name
+        assert _positions(one.where.final(length, ids)) == sorted(
+            rows_of(probe.positions, prompt, ids)
+        )
+    read = [*captured.values(), *(rows_of(each.positions, prompt, ids) for each in plan.probes)]
+    if any(row < prompt_len for rows in read for row in rows):
         assert resolved.captures_prompt
 
 
 def test_overlapping_captures_are_a_union_at_each_tap():
     plan = _resolved([Capture(0, positions=slice(0, 4)), Capture([0, 1], positions=[3, "last"])])
-    assert plan.expected_rows(14) == {("resid_post", 0): 5, ("resid_post", 1): 2}
-    assert plan.capture_positions("resid_post", 0, 14) == [0, 1, 2, 3, 13]
-    assert plan.capture_ranges("resid_post", 0, 14) == ((0, 4), (13, 14))
-    assert plan.capture_positions("resid_post", 3, 14) == []
+    tokens = [0] * 14
+    assert plan.captures_by_tap() == {("resid_post", 0): (0, 1), ("resid_post", 1): (1,)}
+    assert plan.expected_rows(14, tokens) == {("resid_post", 0): 5, ("resid_post", 1): 2}
+    assert plan.capture_ranges(TAP, 14, tokens) == ((0, 4), (13, 14))
+    assert plan.capture_ranges(("resid_post", 3), 14, tokens) == ()
 
 
 def test_the_last_row_is_where_the_request_ended():
-    capture = _resolved(Capture(0, positions="last")).captures[0]
-    assert capture.last
-    assert capture.worker_ranges == ((9, None),)
-    assert capture.final_ranges(10) == ((9, 10),)
-    assert capture.final_ranges(12) == ((11, 12),)
+    where = _resolved(Capture(0, positions="last")).captures[0].where
+    assert where == Where((), last_from=9)
+    assert where.possible == ((9, None),)
+    assert where.final(10, ()) == ((9, 10),)
+    assert where.final(12, ()) == ((11, 12),)
     # Aborted within the prompt: there is no last row.
-    assert capture.final_ranges(4) == ()
+    assert where.final(4, ()) == ()
 
 
 def test_the_last_generated_row_is_none_if_only_one_token_was_sampled():
-    capture = _resolved(Capture(0, positions="last", phase="generated")).captures[0]
-    assert capture.worker_ranges == ((10, None),)
-    assert capture.final_ranges(10) == ()
-    assert capture.final_ranges(11) == ((10, 11),)
+    where = _resolved(Capture(0, positions="last", phase="generated")).captures[0].where
+    assert where.possible == ((10, None),)
+    assert where.final(10, ()) == ()
+    assert where.final(11, ()) == ((10, 11),)
 
 
-def test_edits_that_fall_on_one_token_are_counted_each_but_the_token_once():
-    plan = _resolved(
-        edits=[Steer([1, 0, 0], 0, positions=[0, 1]), Steer([1, 0, 0], 1, positions=slice(1, 4))]
-    )
-    assert plan.edit_counts(14) == 5
-    assert plan.edited_tokens(14) == 4
-    assert (plan.edit_counts(2), plan.edited_tokens(2)) == (3, 2)
+def test_rows_by_token_id_are_counted_when_the_tokens_are_known():
+    plan = _resolved(Capture(0, positions={"tokens": [4]}, phase="generated"))
+    assert plan.captures[0].where == Where((), (Match(((10, None),), (4,)),))
+    assert plan.expected_rows(13, [0] * 10 + [4, 5, 4]) == {TAP: 2}
+    assert plan.capture_ranges(TAP, 13, [0] * 10 + [4, 5, 4]) == ((10, 11), (12, 13))
+    assert plan.expected_rows(12, [4] * 10 + [5, 5]) == {TAP: 0}
 
 
-def test_a_plan_knows_whether_it_may_capture_of_the_prompt():
+@pytest.mark.parametrize("read", [lambda **k: {"capture": Capture(0, **k)},
+                                  lambda **k: {"probes": Probe([1, 0, 0], 0, **k)}],
+                         ids=["capture", "probe"])  # fmt: skip
+def test_a_plan_knows_whether_it_may_read_of_the_prompt(read):
     for positions, expected in (
         ("generated", False),
         (slice(10, None), False),
@@ -85,31 +126,95 @@ def test_a_plan_knows_whether_it_may_capture_of_the_prompt():
         ("last", True),
         ("all", True),
     ):
-        assert _resolved(Capture(0, positions=positions)).captures_prompt is expected
-    assert not _resolved(Capture(0, positions="last", phase="generated")).captures_prompt
-    assert not _resolved(edits=Steer([1, 0, 0], 0)).captures_prompt
+        assert _resolved(**read(positions=positions)).captures_prompt is expected
+    assert not _resolved(**read(positions="last", phase="generated")).captures_prompt
+
+
+def test_a_gates_own_reading_and_edits_are_nothing_that_comes_back():
+    gate = Gate(Steer([1, 0, 0], 2), Probe([1, 0, 0], 0))
+    plan = _resolved(edits=gate)
+    assert [probe.name for probe in plan.probes] == [""]
+    assert not plan.captures_prompt
+
+
+def test_slots_are_one_more_than_the_last():
+    assert _resolved(edits=Steer([1, 0, 0], 0)).slots == 0
+    names = [Probe([1, 0, 0], 0, name=name) for name in "abc"]
+    plan = _resolved(probes=names)
+    assert plan.slots == 3
+    assert [probe.slot for probe in plan.probes] == [0, 1, 2]
+
+
+# ---------------------------------------------------------------- digests
 
 
 def test_the_digest_depends_on_all_that_changes_computation_and_on_nothing_else():
-    def digest(capture=None, prompt_len=10, max_tokens=5, **changes):
+    def digest(capture=None, probes=None, prompt_len=10, max_tokens=5, **changes):
         steer = Steer(**{"vector": [1, 2, 3], "layer": 1, "positions": "prompt", **changes})
-        return _resolved(capture, steer, prompt_len=prompt_len, max_tokens=max_tokens).digest
+        return _resolved(
+            capture, steer, probes, prompt_len=prompt_len, max_tokens=max_tokens
+        ).digest
 
     base = digest()
+    gate = Gate(Steer([1, 2, 3], 1, positions="prompt"), Probe([1, 0, 0], 0), threshold=0.5)
+    gates = [
+        gate,
+        Gate(gate.edit, gate.probe, threshold=0.25),
+        Gate(gate.edit, Probe([0, 1, 0], 0), threshold=0.5),
+        Gate(gate.edit, Probe([1, 0, 0], 1), threshold=0.5),
+        Gate(gate.edit, gate.probe, threshold=0.5, sharpness=1.0),
+    ]
     changed = [
         digest(vector=[1, 2, 4]),
         digest(layer=2),
         digest(scale=2),
+        digest(norm="keep"),
+        digest(norm="match"),
         digest(site="resid_mid"),
         digest(positions=slice(9)),
+        digest(positions={"tokens": [1]}, phase="generated"),
+        digest(positions={"tokens": [2]}, phase="generated"),
+        digest(positions="all", exclude={"tokens": [2]}, phase="generated"),
         digest(prompt_len=11),
         _resolved(Capture(0)).digest,
+        *(_resolved(edits=each).digest for each in gates),
     ]
     assert len({base, *changed}) == len(changed) + 1
     assert digest(capture=Capture(0)) == digest(max_tokens=50) == digest(layer=-3) == base
     assert digest(positions=slice(10)) == base
+    assert digest(probes=Probe([1, 0, 0], 2)) == base
+
+
+def test_the_order_of_edits_is_part_of_the_digest_and_where_they_came_from_is_not():
+    one, other = Steer([1, 2, 3], 1), Steer([3, 2, 1], 1)
+    plan = _resolved(edits=[one, other])
+    assert plan.digest != _resolved(edits=[other, one]).digest
+    moved = tuple(replace(edit, source=-1) for edit in plan.edits)
+    assert replace(plan, edits=moved).digest == plan.digest
 
 
 def test_the_digest_is_the_same_in_every_process():
     digest = _resolved(edits=Steer([1, 2, 3], 1, phase="generated")).digest
-    assert digest == "ea5b1b0a4df694c0db96d2af2cb45972364ed7c12ac8143bef7b833221d55996"
+    assert digest == "4323f5ba5867d1232159cdc7e90e0dac24a793ec57bb84fcb00dcc1e7e509552"
+
+
+def test_steps_are_known_by_all_that_they_do():
+    plan = _resolved(edits=Gate(Steer([1, 2, 3], 1), [1, 0, 0], 0.5))
+    (edit,) = plan.edits
+    gate, add = edit.steps.instructions
+    variants = [
+        (gate, add),
+        (add,),
+        (add, gate),
+        (replace(gate, read=None), add),
+        (replace(gate, slot=0), add),
+        (replace(gate, slot=1), add),
+        *((replace(gate, **{name: 7.0}), add) for name in "abcd"),
+        (gate, replace(add, flags=add.flags | Flags.KEEP)),
+        (gate, replace(add, first=3)),
+        (gate, replace(add, write=add.write * 2)),
+    ]
+    assert len({Steps(each).digest for each in variants}) == len(variants)
+    assert Steps((gate, add)) == edit.steps
+    assert hash(Steps((gate, add))) == hash(edit.steps)
+    assert ResolvedPlan(10, (), ()).slots == 0

@@ -24,7 +24,8 @@ SOME = ModelShape(
 
 
 def test_taps_are_ordered_as_a_forward_pass_reaches_them():
-    assert sorted(EVERY[::-1], key=order) == EVERY
+    backwards = EVERY[::-1]
+    assert sorted(backwards, key=order) == EVERY
 
 
 @given(

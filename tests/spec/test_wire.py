@@ -130,7 +130,9 @@ def test_instructions_of_every_kind_survive_their_bytes(several):
     _survives(ResolvedPlan(3, tuple(edits), ()))
 
 
-@pytest.mark.parametrize("steps", [*KINDS, rows(3, 5), probe()], ids=lambda steps: steps[-1].op.name)
+@pytest.mark.parametrize(
+    "steps", [*KINDS, rows(3, 5), probe()], ids=lambda steps: steps[-1].op.name
+)
 def test_each_kind_of_edit_survives_its_bytes(steps):
     _survives(plan_of(edits=[(POST, steps, ((5, 8),))]))
 
@@ -142,7 +144,9 @@ def test_a_plan_of_nothing_survives_its_bytes():
 @pytest.mark.parametrize("value", [-0.0, 1e-45, 3.4028234663852886e38, 1 / 3])
 def test_numbers_keep_every_bit(value):
     _survives(plan_of(edits=[(POST, VECTORS[0], value, ((0, None),))]))
-    found = ResolvedPlan.from_bytes(plan_of(edits=[(POST, VECTORS[0], value, ((0, 1),))]).to_bytes())
+    found = ResolvedPlan.from_bytes(
+        plan_of(edits=[(POST, VECTORS[0], value, ((0, 1),))]).to_bytes()
+    )
     assert str(found.edits[0].steps.instructions[0].a) == str(value)
 
 

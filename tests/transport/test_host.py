@@ -108,9 +108,7 @@ def test_steps_that_lap_the_ring_while_copies_are_under_way_lose_nothing():
         assert first + count <= rows
         source[first : first + count] = float(step)
         read = torch.full((5, 2), float(step), device="cuda")
-        shipments.append(
-            (step, count, transport.ship(first, count, tally(device="cuda"), read))
-        )
+        shipments.append((step, count, transport.ship(first, count, tally(device="cuda"), read)))
         read.fill_(-1)
     for step, count, shipment in shipments:
         assert bool((shipment.scores() == float(step)).all())

@@ -72,9 +72,8 @@ class _Resolver:
     """One plan's way through; collects what gates need besides the plan's own probes."""
 
     def __init__(self, shape: ModelShape, prompt: Prompt, max_tokens: int | None) -> None:
-        for name, value in (("prompt_len", prompt.length), ("max_tokens", max_tokens)):
-            if value is not None and value < 1:
-                raise SpecError(name, f"expected at least 1, got {value}")
+        if max_tokens is not None and max_tokens < 1:
+            raise SpecError("max_tokens", f"expected at least 1, got {max_tokens}")
         self._shape = shape
         self._prompt = prompt
         self._max_tokens = max_tokens
@@ -140,8 +139,7 @@ class _Resolver:
             else:
                 shared = [Steps(steps)] * len(taps)
             found += [
-                ResolvedEdit(*tap, own, part, source)
-                for tap, own in zip(taps, shared, strict=True)
+                ResolvedEdit(*tap, own, part, source) for tap, own in zip(taps, shared, strict=True)
             ]
         return found
 

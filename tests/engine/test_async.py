@@ -1,0 +1,166 @@
+"""The async engine: as the offline one, with scores that come with the tokens."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.async_run import ALL_SITES, COUNT, KINDS, plan, prompt
+from helpers.stale_check import ROOT
+
+
+@pytest.fixture(scope="module")
+def found(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("async") / "found.pt"
+    done = subprocess.run(
+        [sys.executable, "-m", "helpers.async_run", str(tiny_llama), str(out)],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    loaded: dict[str, Any] = torch.load(out)
+    return loaded
+
+
+def rows(nth: int) -> int:
+    return len(prompt(nth)["prompt_token_ids"])
+
+
+def assert_close(mine: Any, theirs: Any) -> None:
+    """(values, positions, …) per tap or probe."""
+    assert (mine is None) == (theirs is None)
+    if mine is None:
+        return
+    assert set(mine) == set(theirs)
+    for name, (values, *rest) in theirs.items():
+        torch.testing.assert_close(mine[name][0], values, rtol=1e-4, atol=1e-4)
+        for ours, other in zip(mine[name][1:], rest, strict=True):
+            assert torch.equal(ours, other)
+
+
+@pytest.mark.parametrize("nth", range(COUNT))
+def test_each_of_twenty_at_once_gets_what_the_offline_engine_gives(found, nth):
+    mine, theirs = found["mix"][nth], found["offline"][nth]
+    assert mine["generated"] == theirs["generated"]
+    assert mine["receipt"] == theirs["receipt"]
+    assert (mine["receipt"] is None) == (not plan(nth))
+    if mine["receipt"] is not None:
+        assert mine["receipt"]["status"] == "ok"
+    assert_close(mine["activations"], theirs["activations"])
+    assert_close(mine["probes"], theirs["probes"])
+
+
+@pytest.mark.parametrize("nth", range(COUNT))
+def test_scores_grow_with_the_tokens_and_end_as_the_final_ones(found, nth):
+    mine = found["mix"][nth]
+    if KINDS[nth % 3] == "FINAL_ONLY":
+        assert mine["partial"] == []
+        return
+    assert mine["partial"], "nothing was streamed"
+    if KINDS[nth % 3] == "DELTA":
+        assert sum(mine["shown"]) == len(mine["generated"])
+    named = mine["probes"] is not None
+    for shown, scores, activations, receipt in mine["partial"]:
+        assert activations is None
+        assert receipt is None
+        assert (scores is not None) == named
+        for name, (values, positions, ids) in (scores or {}).items():
+            final, known, tokens = mine["probes"][name]
+            stop = rows(nth) + shown - 1
+            expected = known < stop
+            if name == "b":
+                # Its last row is only known at the end.
+                expected &= known < rows(nth)
+            assert torch.equal(positions, known[expected])
+            assert torch.equal(values, final[expected])
+            assert torch.equal(ids, tokens[expected])
+
+
+def test_several_completions_have_a_receipt_and_results_each(found):
+    first, second = found["several"]["outputs"]
+    assert first["receipt"]["status"] == second["receipt"]["status"] == "ok"
+    assert first["activations"].keys() == {("resid_post", 2)}
+    assert found["several"]["receipt"] is None
+
+
+def test_one_call_to_the_workers_at_a_time_serves_all_requests_of_a_step(found):
+    for calls in (found["calls"], found["alike calls"]):
+        assert {running for _, running in calls} == {1}
+    peeks = [op for op, _ in found["alike calls"] if op == "peek"]
+    partial = sum(len(one["partial"]) for one in found["alike"])
+    assert 0 < len(peeks) <= 2 * 20 < partial
+
+
+def test_a_request_that_asks_for_nothing_calls_nobody(found):
+    assert found["plain calls"] == []
+    assert found["plain"]["receipt"] is None
+    assert found["plain"]["probes"] is None
+    assert len(found["plain"]["partial"]) > 1
+
+
+def test_what_is_wrong_is_refused_by_the_name_that_the_caller_gave_it(found):
+    refused = found["refused"]
+    assert {kind for kind, _ in refused.values()} == {"SpecError"}
+    assert refused["layer"][1].startswith("steer.layer")
+    assert refused["width"][1].startswith("edits[1]")
+    assert refused["probe"][1].startswith("probes[1]")
+    assert "output_kind=CUMULATIVE with n=2" in refused["n"][1]
+    assert not any("(prompt" in message for _, message in refused.values())
+
+
+def test_a_receipt_with_problems_is_raised_from_its_own_request_only(found):
+    assert found["errors"]["bad"] == ("ReceiptError", "request bad: spoilt")
+    assert found["errors"]["good"] == "ok"
+    assert found["errors"]["other"] == "length"
+
+
+def test_calls_that_are_given_up_end_and_leave_nothing_behind(found):
+    # That nothing is left was checked on the workers as well; see `check_integrity`.
+    assert found["cancelled"] == ["CancelledError"] * 8
+
+
+def test_an_aborted_request_keeps_the_scores_that_were_known(found):
+    aborted = found["aborted"]
+    assert aborted["reason"] == "abort"
+    assert aborted["receipt"] is None
+    assert aborted["activations"] is None
+    assert set(aborted["probes"]) == {"after"}
+    assert len(aborted["generated"]) < 100
+
+
+def test_a_request_without_room_waits_and_others_pass(found):
+    assert found["waiting"] == {
+        "first": "ok",
+        "second": "ok",
+        "passing": "length",
+        "given up": "CancelledError",
+    }
+    assert found["order"] == ["passing", "removed", "first", "second"]
+    assert found["removed"]["reason"] == "abort"
+    assert found["removed"]["generated"] == []
+
+
+def test_server_wide_edits_reach_requests_without_a_plan(found):
+    edited = found["steered"]["receipt"]["edited"]
+    assert edited["applied"] == edited["expected"] == rows(0) + 6 - 1
+    assert found["unsteered"]["receipt"] is None
+    assert found["unsteered"]["generated"] == found["plain"]["generated"]
+    kind, message = found["bare"]
+    assert kind == "SpecError"
+    assert "generate()" in message
+
+
+def test_the_engine_says_what_is_tapped_once_it_was_asked(found):
+    assert "await llm.ready()" in found["early"]
+    assert found["sites"] == sorted((site, layer) for site in ALL_SITES for layer in range(3))

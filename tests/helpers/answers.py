@@ -1,0 +1,86 @@
+"""What workers answer of a finished request, and what the front end makes of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from helpers.plans import plan_of
+from midstream.runtime.assembly import assemble
+from midstream.runtime.ledger import Block, Ledger
+from midstream.runtime.requests import Request
+from midstream.runtime.results import Outbox
+from midstream.transport.host import CpuShipment
+
+PRE, POST, DEEP = ("resid_pre", 0), ("resid_post", 1), ("resid_post", 7)
+EVERYWHERE = ((0, None),)
+WIDTH = 4
+TALLY = torch.zeros(0, 4, dtype=torch.int32)
+NO_SCORES = torch.zeros(0, 4)
+
+
+def output(prompt=3, generated=2, completions=1, request_id="x"):
+    """A finished RequestOutput: tokens 100, 101, … of the prompt, then 200, 201, …"""
+    return SimpleNamespace(
+        request_id=request_id,
+        prompt_token_ids=list(range(100, 100 + prompt)),
+        outputs=[
+            SimpleNamespace(index=n, token_ids=[200 + 10 * n + g for g in range(generated)])
+            for n in range(completions)
+        ],
+    )
+
+
+def vector(tap, position, version=0):
+    return [float(tap[1]), float(position), float(version), float(len(tap[0]))]
+
+
+def rows(taps, positions, version=0, dtype=torch.float32):
+    """What one step captured: (taps, first position, a shipment with a run of rows)."""
+    values = torch.tensor([vector(tap, p, version) for p in positions for tap in taps])
+    return taps, list(positions)[0], CpuShipment(values.to(dtype), TALLY, NO_SCORES)
+
+
+def answer(*requests, stage=0, tensor_rank=0, taps=(), scores=()):
+    """One worker's answer for (id, done, [rows(…)], problem?), through its ledger and outbox.
+
+    Args:
+        taps: more taps than those of the rows.
+        scores: (first position, [[score of each slot], …]) of every request.
+    """
+    found = [tap for _, _, found, *_ in requests for own, *_ in found for tap in own]
+    names = list(dict.fromkeys([*found, *taps]))
+    slots = max((len(row) for _, table in scores for row in table), default=1)
+    plan = plan_of(probes=[(f"p{slot}", PRE, EVERYWHERE) for slot in range(slots)])
+    ledger, kept = Ledger(), []
+    for serial, (name, done, found, *problem) in enumerate(requests):
+        request = Request(name, "u", plan, 0, [])
+        request.done = np.array(done, np.uint16)
+        request.problem = problem[0] if problem else ""
+        for taps, first, shipment in found:
+            length = len(shipment.rows()) // len(taps)
+            kind = ledger.kind(tuple(map(names.index, taps)))
+            ledger.note(shipment, *(np.array([n]) for n in (serial, first, length, 0, kind)))
+        request.blocks = ledger.take([serial])[serial]
+        request.scores = [
+            Block((0,), np.arange(first, first + len(table)), torch.tensor(table)[:, None])
+            for first, table in scores
+        ]
+        kept.append(request)
+    outbox = Outbox(names)
+    header = outbox.put("u", kept, True)
+    worker = {
+        "stage": stage,
+        "tensor_rank": tensor_rank,
+        "hidden_size": WIDTH,
+        "taps": [list(name) for name in names],
+    }
+    return {**header, "worker": worker}, outbox.read("u", 0, 10**9)
+
+
+def assembled(plan, answers, dtype="float32", **shape):
+    found = output(**shape)
+    assemble(found, plan, answers, dtype)
+    return found
