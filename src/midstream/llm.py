@@ -159,6 +159,9 @@ class LLM(VllmLLM):
         talks = conversations(messages)
         params = self._with_plans(len(talks), sampling_params, asked)
         template = template_arguments(VllmLLM.chat, args, vllm_args)
+        # vLLM falls back on the template that the engine was made with.
+        if template.get("chat_template") is None:
+            template["chat_template"] = getattr(self, "chat_template", None)
         for own, talk in zip(params, talks, strict=True):
             plan = (own.extra_args or {}).get(KEY)
             if isinstance(plan, Plan) and plan.needs_prompt:

@@ -125,6 +125,10 @@ class SamplingParams(metaclass=_Factory):
             widths, registered names) is checked when the request is made.
     """
 
+    if TYPE_CHECKING:
+
+        def __init__(self, *args: Any, **arguments: Any) -> None: ...
+
 
 def read_plan(
     *,

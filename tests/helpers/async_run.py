@@ -209,12 +209,16 @@ async def aborts(llm: Any, found: dict[str, Any]) -> None:
     ended = await asyncio.gather(*tasks, return_exceptions=True)
     found["cancelled"] = [type(one).__name__ for one in ended]
     await llm._front_end.check_integrity()
-    task = asyncio.create_task(ask(llm, "z", prompt(1), long, **plan(1)))
-    while not llm.output_processor.external_req_ids.get("z"):
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)
-    await llm.abort("z")
-    found["aborted"] = await task
+    outputs = []
+    async for output in llm.generate(prompt(1), long, "z", **plan(1)):
+        outputs.append((len(output.outputs[0].token_ids), scores(output)))
+        if len(outputs) == 3:
+            await llm.abort("z")
+    found["aborted"] = {
+        "reason": output.outputs[0].finish_reason,
+        "before": outputs[-2],
+        **results(output),
+    }
     await llm._front_end.check_integrity()
 
 

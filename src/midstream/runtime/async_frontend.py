@@ -109,9 +109,10 @@ class AsyncFrontEnd(Door):
         if order.asked is None:
             return
         single = output.outputs[0] if len(output.outputs) == 1 else None
-        if single is not None and (order.is_delta or not output.finished):
+        has_results = output.finished and not _was_aborted(output)
+        if single is not None and (order.is_delta or not has_results):
             _see(order, output)
-        if output.finished and not _was_aborted(output):
+        if has_results:
             await self._finish(order, output)
             return
         if single is not None and order.streamed is not None:

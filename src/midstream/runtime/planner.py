@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -64,6 +64,7 @@ class StepPlan:
             depends on the token's id.
         captures: how many vectors each active row must give.
         by_id: whether a row's program reads its token's id.
+        scored: whether a score of the step goes to a caller.
         pieces: the runs that the step is made of.
     """
 
@@ -76,12 +77,31 @@ class StepPlan:
     most: Ints
     captures: Ints
     by_id: bool
+    scored: bool
     pieces: Pieces
 
-    @property
-    def scored(self) -> bool:
-        """Whether a score of the step goes to a caller."""
-        return bool(self.pieces.scored.any())
+
+@dataclass(frozen=True, slots=True)
+class _Decode:
+    """A step in which every request that asks for something had one row, none of it captured: the
+    next is often the same but for the positions.
+
+    Attributes:
+        slots: of the batch; the same array as long as its requests are the same.
+        scheduled: tokens of each request.
+        chosen: which of the batch's requests ask for something; `slot`, their slots.
+        start, stop: the segments that they were in.
+        active: which of the chosen have a program there.
+    """
+
+    plan: StepPlan
+    slots: Ints
+    scheduled: NDArray[np.int32]
+    chosen: Ints
+    slot: Ints
+    start: Ints
+    stop: Ints
+    active: NDArray[np.bool_]
 
 
 class Planner:
@@ -99,6 +119,7 @@ class Planner:
         self._seen = np.zeros(0, np.int64)
         self._serial = np.zeros(0, np.int64)
         self._latest: tuple[list[str], Ints] | None = None
+        self._decode: _Decode | None = None
         self._done = np.zeros((0, max_model_len), np.uint16)
 
     def __len__(self) -> int:
@@ -168,10 +189,55 @@ class Planner:
             watch: make the first row active even if it asks for nothing, so that the taps that
                 fire can be counted.
         """
+        if not watch:
+            plan = self._again(view)
+            if plan is not None:
+                return plan
+        self._decode = None
         pieces = self._pieces(view)
         if pieces is None and not watch:
             return None
-        return self._lay_out(pieces or _NOTHING, view.num_tokens, watch)
+        plan = self._lay_out(pieces or _NOTHING, view.num_tokens, watch)
+        if pieces is not None and not watch:
+            self._remember(view, plan)
+        return plan
+
+    def _remember(self, view: StepView, plan: StepPlan) -> None:
+        """Notes a step that the next may repeat."""
+        positioned = self._tables.by_position[plan.pieces.program].any()
+        if plan.num_records or positioned or (plan.pieces.length != 1).any():
+            return
+        slots = self._slots(view.request_ids)
+        chosen = np.flatnonzero(slots >= 0)
+        scheduled = np.array(view.scheduled)
+        if (scheduled[chosen] != 1).any():
+            return
+        slot = slots[chosen]
+        now = self._now[slot]
+        active = now[:, 2] != layout.IDLE_PROGRAM
+        # A request that crossed into a segment is laid out last: such a step is not the rule.
+        if not np.array_equal(slot[active], plan.pieces.slot):
+            return
+        self._decode = _Decode(
+            plan, slots, scheduled, chosen, slot, now[:, 0].copy(), now[:, 1].copy(), active
+        )
+
+    def _again(self, view: StepView) -> StepPlan | None:
+        """The last step's plan at the new positions, if nothing else has changed."""
+        last = self._decode
+        if last is None or self._slots(view.request_ids) is not last.slots:
+            return None
+        position = view.computed[last.chosen].astype(np.int64)
+        if (
+            not np.array_equal(view.scheduled, last.scheduled)
+            or (position < last.start).any()
+            or (position >= last.stop).any()
+        ):
+            return None
+        self._seen[last.slot] = np.maximum(self._seen[last.slot], position + 1)
+        position = position[last.active]
+        pieces = replace(last.plan.pieces, position=position)
+        return replace(last.plan, positions=position, pieces=pieces)
 
     def record(self, plan: StepPlan, edits: Ints) -> None:
         """Notes what the device did for each active row."""
@@ -281,6 +347,7 @@ class Planner:
             most=most,
             captures=width,
             by_id=bool(tables.by_id[program].any()),
+            scored=bool(pieces.scored.any()),
             pieces=pieces,
         )
 

@@ -213,7 +213,7 @@ class Session:
         is often the same, and then nothing is sent: edits stay armed until they change.
         """
         rows, before = tokens.shape[0], self._armed.shape[0]
-        if rows == before and np.array_equal(tokens, self._armed):
+        if tokens is self._armed or rows == before and np.array_equal(tokens, self._armed):
             return
         upload(self._buffers.tokens[:rows], torch.from_numpy(tokens))
         if before > rows:
@@ -231,24 +231,26 @@ class Session:
 
     def _keep_rows(self, plan: StepPlan, shipment: Shipment) -> None:
         pieces = plan.pieces
-        mine = pieces.width > 0
-        self._ledger.note(
-            shipment,
-            self._planner.serials(pieces.slot[mine]),
-            pieces.position[mine],
-            pieces.length[mine],
-            pieces.record[mine],
-            pieces.kind[mine],
-        )
-        mine = pieces.scored > 0
-        self._scores.note(
-            Scores(shipment),
-            self._planner.serials(pieces.slot[mine]),
-            pieces.position[mine],
-            pieces.length[mine],
-            pieces.row[mine],
-            np.full(int(mine.sum()), self._score_kind),
-        )
+        if plan.num_records:
+            mine = pieces.width > 0
+            self._ledger.note(
+                shipment,
+                self._planner.serials(pieces.slot[mine]),
+                pieces.position[mine],
+                pieces.length[mine],
+                pieces.record[mine],
+                pieces.kind[mine],
+            )
+        if plan.scored:
+            mine = pieces.scored > 0
+            self._scores.note(
+                Scores(shipment),
+                self._planner.serials(pieces.slot[mine]),
+                pieces.position[mine],
+                pieces.length[mine],
+                pieces.row[mine],
+                np.full(int(mine.sum()), self._score_kind),
+            )
 
     def _settle(self, wait: bool) -> None:
         while self._in_flight and (wait or self._in_flight[0].shipment.ready()):

@@ -137,7 +137,8 @@ class CudaTransport:
 
 
 def _pinned(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+    # Pinning takes time, also of nothing.
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.numel() > 0)
 
 
 def _check_fits(num_rows: int, capacity: int) -> None:
