@@ -25,6 +25,10 @@ import machine
 import overhead
 import shapes
 
+# Edits are too small to change what is computed: random weights make a small stream, and what it
+# holds decides how much power the matrix products draw, and so how fast they run.
+SMALL = 1e-6
+
 
 def main() -> None:
     """Runs every shape and writes the table and the JSON."""
@@ -96,7 +100,7 @@ def distinct_vectors(config: dict[str, Any], args: argparse.Namespace) -> dict[s
 
 
 def operations(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Each operation at every layer, the same for all."""
+    """Each operation at every layer, the same for all, with amounts too small to matter."""
     from midstream import (
         Ablate,
         Affine,
@@ -115,21 +119,21 @@ def operations(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     every: dict[str, Any] = {"layer": "all"}
     steer = Steer(one, **every)
     edits: dict[str, Any] = {
-        "add, norm matched": Steer(one, norm="match", scale=0.01, **every),
+        "add, norm matched": Steer(one, norm="match", scale=SMALL, **every),
         "add, norm kept": Steer(one, norm="keep", **every),
         "ablate a direction": Ablate(one, **every),
         "ablate a subspace of 4": Ablate(rows, **every),
-        "clamp": Clamp(one, low=-1.0, high=1.0, **every),
+        "clamp": Clamp(one, value=1.0, strength=SMALL, **every),
         "gated addition, own probe": Gate(steer, {"direction": two}, sharpness=1.0),
         "gated addition, one earlier probe": Gate(
             Steer(one, layer=list(range(1, config["num_hidden_layers"]))),
             {"direction": two, "layer": 0, "site": "resid_post"},
         ),
-        "SAE feature": Feature(one, two, value=1.0, **every),
-        "affine of rank 4": Affine(rows, rows, scale=0.01, **every),
-        "LoReFT of rank 4": LoReFT(rows, rows, [0.0] * 4, **every),
-        "replace a row, alpha 0.01": Replace(one, alpha=0.01, **every),
-        "scale": Scale(1.001, **every),
+        "SAE feature": Feature(one, two, mode="set", value=1.0, **every),
+        "affine of rank 4": Affine(rows, rows, scale=SMALL, **every),
+        "LoReFT of rank 4": LoReFT(rows, rows, [SMALL] * 4, **every),
+        "replace a row": Replace(one, alpha=SMALL, **every),
+        "scale": Scale(1.0 + SMALL, **every),
     }
     found: dict[str, dict[str, Any]] = {name: {"edits": [edit]} for name, edit in edits.items()}
     found["probe at one layer"] = {"probes": [Probe(one, layer=0)]}
@@ -139,7 +143,7 @@ def operations(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def vector(config: dict[str, Any], *seed: int) -> list[float]:
     """Small random numbers, as wide as the model."""
     draw = random.Random(repr(seed))
-    return [draw.gauss(0, 0.01) for _ in range(config["hidden_size"])]
+    return [draw.gauss(0, SMALL) for _ in range(config["hidden_size"])]
 
 
 def orthonormal(config: dict[str, Any], count: int) -> Any:

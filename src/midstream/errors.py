@@ -2,6 +2,7 @@
 
 MidstreamError
 ├── SpecError (ValueError)          a request asks for something malformed or impossible
+│   └── NothingSelectedError        … for positions that its prompt does not have
 ├── ConfigError (ValueError)        a setting of midstream itself is wrong
 ├── UnsupportedError (ValueError)   this vLLM, model or engine setting cannot be served rightly
 │   └── SeamError                   vLLM's own interfaces are not the ones midstream was built on
@@ -39,10 +40,14 @@ class SpecError(MidstreamError, ValueError):
             path = prefix + self.path
         else:
             path = f"{prefix}.{self.path}"
-        return SpecError(path, self.problem)
+        return type(self)(path, self.problem)
 
     def __reduce__(self) -> tuple[type[SpecError], tuple[str, str]]:
-        return (SpecError, (self.path, self.problem))
+        return (type(self), (self.path, self.problem))
+
+
+class NothingSelectedError(SpecError):
+    """The positions that are asked for are none of this prompt's."""
 
 
 class ConfigError(MidstreamError, ValueError):

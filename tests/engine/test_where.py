@@ -21,10 +21,8 @@ from midstream import (
     Gate,
     Positions,
     Replace,
-    Role,
     Scale,
     Steer,
-    Text,
     TokenIds,
     Window,
 )
@@ -199,7 +197,6 @@ def test_a_generated_token_that_is_computed_anew_is_still_a_generated_token(
         where = {"generated": lambda p: p >= end, "prompt": lambda p: p < end}
         at = At(edit, where.get(phase, lambda p: True))
         given.append(Case(f"{phase} {nth}", LONG, [at], tap=(SIX[nth], 1)))
-    edit = Steer([2.0] * tiny.HIDDEN, 1, positions=TokenIds(EVEN), phase="generated")
     by_hand = llm.llm_engine
     everything = Capture("all", SIX)
     for nth, case in enumerate(given):

@@ -20,7 +20,7 @@ import midstream.spec as spec
 
 USE = """
 plan = spec.Plan.parse({"edits": [{"op": "steer", "vector": [1, 2], "layer": 0}]})
-resolved = spec.resolve(plan, spec.ModelShape(1, 2, [("resid_post", 0)]), 3, None)
+resolved = spec.resolve(plan, spec.ModelShape(1, 2, [("resid_post", 0)]), spec.Prompt(3), None)
 assert spec.ResolvedPlan.from_bytes(resolved.to_bytes()) == resolved
 """
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
-from midstream.errors import SpecError
+from midstream.errors import NothingSelectedError, SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.spec.capture import Capture
 from midstream.spec.fields import at
@@ -93,11 +93,8 @@ class _Resolver:
                 self._probes.append(self._resolve_probe(probe))
         edits: list[ResolvedEdit] = []
         for index, edit in enumerate(before):
-            try:
+            with at(f"steering[{index}]"), suppress(NothingSelectedError):
                 where = self._select(edit.positions)
-            except SpecError:
-                continue
-            with at(f"steering[{index}]"):
                 edits.extend(self._resolve_edit(edit, index - len(before), where))
         for index, edit in enumerate(plan.edits):
             origin = plan.origin(index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from midstream.errors import SpecError
+from midstream.errors import NothingSelectedError, SpecError
 from midstream.spec.fields import at
 from midstream.spec.items import Item, TokenIds
 from midstream.spec.locating import MAX_RANGES, NEVER_FED, Locator
@@ -69,7 +69,7 @@ class _Selector:
         ranges = self._reachable(merge((*certain, *later)))
         last_from = self._last_from(ranges)
         if not ranges and not matches and last_from is None:
-            raise SpecError("positions", self._why_empty())
+            raise NothingSelectedError("positions", self._why_empty())
         where = Where(ranges, matches, last_from)
         if where.num_ranges > MAX_RANGES:
             raise SpecError(
@@ -95,7 +95,7 @@ class _Selector:
                     continue
                 here = self.locator.find(item, MAX_RANGES - len(found))
                 if strict and not here.ranges and here.nothing:
-                    raise SpecError("", here.nothing)
+                    raise NothingSelectedError("", here.nothing)
                 found.extend(here.ranges)
         return _Named(merge(found), merge(by_id), frozenset(ids))
 

@@ -1,0 +1,227 @@
+"""Ten thousand requests through little room: none is wrong, and nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny
+from helpers.edit_cases import Maker
+from helpers.engines import engine, generated, greedy, tokens
+from helpers.oracle_edits import PLACES, SIX, EditOracle, row_error
+
+from midstream import Affine, Capture, Plan, Probe, Replace, SpecError, Steer, TokenIds
+
+REQUESTS = 10_000
+PROMPTS = [[5, 17, 33], [150, 44, 12, 13], [9, 80, 7, 6, 5], [101, 64]]
+ROOM = {
+    "bank_rows": 40,
+    "programs": 24,
+    "max_edits": 60,
+    "token_ids": 160,
+    "edits_per_site": 12,
+    "probes": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_llama: Path) -> EditOracle:
+    return EditOracle(tiny_llama, PLACES["llama"])
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama: Path, oracle: EditOracle) -> Iterator[Any]:
+    with engine(
+        tiny_llama,
+        max_num_batched_tokens=512,
+        max_num_seqs=256,
+        max_model_len=32,
+        midstream={"sites": list(SIX), **ROOM},
+    ) as found:
+        yield found
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One kind of request: a prompt, how many tokens, and what is asked."""
+
+    prompt: list[int]
+    count: int
+    plan: dict[str, Any]
+
+    def params(self) -> Any:
+        return greedy(self.count, detokenize=False, extra_args={"midstream": self.plan})
+
+
+def kinds(oracle: EditOracle) -> list[Wanted]:
+    """Plans of every operation at every site, with probes and captures now and then."""
+    draw = torch.Generator().manual_seed(3)
+    edits: list[Any] = []
+    for nth, site in enumerate(SIX):
+        maker = Maker((site, nth % 3), oracle.run(PROMPTS[2] * 2), draw)
+        edits += [edit for _, edit in maker.plain_edits("all")]
+        edits += [edit for _, edit, _ in maker.conditional_edits([("resid_pre", 0)])]
+        ids = list(range(nth, tiny.VOCAB, 4))
+        edits.append(Steer(maker.vector(), nth % 3, site=site, positions=TokenIds(ids)))
+        rows = torch.stack([maker.vector() for _ in range(2)])
+        edits.append(Replace(rows, nth % 3, site=site, positions=[0, 1]))
+    found = []
+    for nth, edit in enumerate(edits):
+        probes = [Probe(torch.ones(tiny.HIDDEN), nth % 3, name="p")] if nth % 3 == 0 else None
+        capture = Capture([nth % 3], SIX[nth % 6]) if nth % 2 else None
+        other = [edits[nth - 7]] if nth % 5 == 0 and nth > 7 else []
+        plan = Plan.make(capture=capture, edits=[edit, *other], probes=probes)
+        assert plan is not None
+        found.append(Wanted(PROMPTS[nth % 4], 1 + nth % 3, plan.to_dict()))
+    return found
+
+
+def integrity(llm: Any) -> None:
+    llm.llm_engine.collective_rpc("midstream_rpc", args=("check_integrity", "null"))
+
+
+def used(llm: Any) -> dict[str, int]:
+    return dict(llm._front_end._admission._budget.used)
+
+
+def assert_nothing_is_left(llm: Any) -> None:
+    integrity(llm)
+    front = llm._front_end
+    assert front._admission.waiting == 0
+    assert not any(used(llm).values())
+    assert not front._under_way
+    assert not front._needs
+    assert not front._finished
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    session = worker.midstream_rpc._session
+    assert len(session._planner) == 0
+    assert session._tables.used_rows == 0
+    assert not session._left
+    assert not worker.midstream_rpc._outbox._entries
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """As far as another order of summation allows."""
+    assert generated(found) == generated(expected)
+    assert (found.activations is None) == (expected.activations is None)
+    for tap, value in (expected.activations or {}).items():
+        assert row_error(found.activations[tap], value) < 1e-4
+    for name, scores in (expected.probes or {}).items():
+        torch.testing.assert_close(found.probes[name], scores, rtol=1e-3, atol=1e-3)
+
+
+def test_ten_thousand_requests_leave_nothing_behind_and_all_are_right(
+    llm: Any, oracle: EditOracle
+) -> None:
+    """Many wait for room; one in ten is given up, waiting or running."""
+    wanted = kinds(oracle)
+    assert len(wanted) > 150
+    by_hand = llm.llm_engine
+    alone = [llm.generate(tokens(one.prompt), one.params(), use_tqdm=False)[0] for one in wanted]
+    draw = random.Random(8)
+    asked: dict[str, int] = {}
+    open_: list[str] = []
+    waited = running_aborts = waiting_aborts = checked = number = 0
+    answered: set[str] = set()
+    while number < REQUESTS or by_hand.has_unfinished_requests():
+        while number < REQUESTS and len(open_) < 400:
+            kind = draw.randrange(len(wanted))
+            # The same again a few times, as traffic is; and many that ask for nothing.
+            for _ in range(draw.choice((1, 2, 8))):
+                name = f"r{number}"
+                number += 1
+                if draw.random() < 0.1:
+                    params = greedy(2, detokenize=False)
+                    by_hand.add_request(name, tokens(wanted[kind].prompt), params)
+                else:
+                    asked[name] = kind
+                    by_hand.add_request(name, tokens(wanted[kind].prompt), wanted[kind].params())
+                open_.append(name)
+        admission = llm._front_end._admission
+        waited = max(waited, admission.waiting)
+        if draw.random() < 0.5:
+            inside = len(open_) - admission.waiting
+            running_aborts += 1
+            # The first has long been let in; the last are still at the door.
+            by_hand.abort_request([open_.pop(0)])
+            if admission.waiting > 5 and inside > 0:
+                waiting_aborts += 2
+                by_hand.abort_request([open_.pop(), open_.pop(-2)])
+        for output in by_hand.step():
+            assert output.finished
+            assert output.request_id not in answered
+            answered.add(output.request_id)
+            if output.request_id in asked:
+                kind = asked[output.request_id]
+                pending = output, alone[kind]
+                if output.receipt is not None:
+                    assert_same(*pending)
+                    checked += 1
+        open_ = [name for name in open_ if name not in answered]
+        if number % 1000 < 20:
+            integrity(llm)
+    assert waited > 50, "nobody had to wait for room: the test shows little"
+    assert running_aborts > 20
+    assert waiting_aborts > 20
+    assert len(answered) == number - running_aborts - waiting_aborts
+    assert_nothing_is_left(llm)
+    for one, expected in zip(wanted[::10], alone[::10], strict=True):
+        found = llm.generate(tokens(one.prompt), one.params(), use_tqdm=False)[0]
+        assert_same(found, expected)
+    assert_nothing_is_left(llm)
+
+
+V = torch.linspace(-1, 1, tiny.HIDDEN)
+
+
+def several(count: int) -> torch.Tensor:
+    return torch.randn(count, tiny.HIDDEN, generator=torch.Generator().manual_seed(count))
+
+
+LIMITS = {
+    "bank_rows": (
+        {"edits": [Steer(row, nth % 3, site=SIX[nth % 6]) for nth, row in enumerate(several(41))]},
+        "needs 41 vectors, and there is room for 40",
+    ),
+    "programs": (
+        {"edits": [Steer(row, 0, positions=nth) for nth, row in enumerate(several(23))]},
+        "needs 23 combinations of edits, and there is room for 22",
+    ),
+    "max_edits": (
+        {"edits": [Steer(V, "all", site=list(SIX), positions=slice(k, None)) for k in range(3)]},
+        "needs 108 instructions, and there is room for 60",
+    ),
+    "edits_per_site": (
+        {"edits": [Affine(several(13), several(13), 1, site="mlp_out")]},
+        "13 instructions for one token at mlp_out of layer 1 .* the limit is 12",
+    ),
+    "token_ids": (
+        {"edits": [Steer(V, 0, positions=TokenIds(list(range(161))))]},
+        "needs 161 token ids in lists, and there is room for 160",
+    ),
+    "probes": (
+        {"probes": [Probe(V, nth % 3, name=f"p{nth}") for nth in range(4)]},
+        "4 scores .* room for 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("setting", list(LIMITS))
+def test_what_could_never_fit_is_refused_at_once_by_the_name_of_its_setting(
+    llm: Any, setting: str
+) -> None:
+    asked, figures = LIMITS[setting]
+    prompt = tokens(range(3, 27))
+    with pytest.raises(SpecError, match=rf"(?s){figures}.*setting {setting}\b"):
+        llm.generate(prompt, greedy(3, detokenize=False), use_tqdm=False, **asked)
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert_nothing_is_left(llm)
+    output = llm.generate(
+        prompt, greedy(2, detokenize=False), capture=Capture([0], "resid_post"), use_tqdm=False
+    )[0]
+    assert output.receipt.status == "ok"
