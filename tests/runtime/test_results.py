@@ -270,10 +270,12 @@ class Worker:
 def collect(monkeypatch, workers, uids):
     """What a front end makes of the workers' answers, reading 16 bytes at a time."""
     monkeypatch.setattr(fetching, "READ_BYTES", 16)
+
+    def call(op, argument):
+        return [worker.answer(op, json.dumps(argument)) for worker in workers]
+
     exchange = fetching.collecting([worker.place for worker in workers], uids)
-    return fetching.carry_out(
-        exchange, lambda op, argument: [worker.answer(op, argument) for worker in workers]
-    )
+    return fetching.carry_out(exchange, call)
 
 
 def test_large_results_are_read_in_pieces_and_put_together(monkeypatch):

@@ -26,6 +26,16 @@ def classes():
 
 def test_the_installed_vllm_fits():
     seams.check_process()
+    seams.check_async()
+
+
+def test_a_changed_async_engine_is_named(monkeypatch):
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    monkeypatch.setattr(AsyncLLM, "abort", lambda self, request_id: None)
+    seams.check_process()
+    with pytest.raises(SeamError, match=r"AsyncLLM\.abort takes \(request_id\), expected \(requ"):
+        seams.check_async()
 
 
 def test_the_classes_of_both_runners_fit():

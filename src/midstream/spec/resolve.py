@@ -12,6 +12,7 @@ from midstream.spec.fields import at
 from midstream.spec.instructions import Instruction
 from midstream.spec.operations import Edit, Gate
 from midstream.spec.plan import Plan
+from midstream.spec.positions import Positions
 from midstream.spec.probe import Probe
 from midstream.spec.prompt import Prompt
 from midstream.spec.resolved import (
@@ -78,6 +79,7 @@ class _Resolver:
         self._prompt = prompt
         self._max_tokens = max_tokens
         self._room = MAX_RANGES
+        self._selected: dict[Positions, Where] = {}
         self._probes: list[ResolvedProbe] = []
         # What gates read: several gates on the same score share its slot.
         self._gated: dict[tuple[Tap, Instruction, Where], int] = {}
@@ -102,8 +104,12 @@ class _Resolver:
                 edits.extend(self._resolve_edit(edit, origin))
         return ResolvedPlan(self._prompt.length, tuple(edits), tuple(captures), tuple(self._probes))
 
-    def _select(self, positions: object) -> Where:
-        where = select(positions, self._prompt, self._max_tokens)  # type: ignore[arg-type]
+    def _select(self, positions: Positions) -> Where:
+        where = self._selected.get(positions)
+        if where is None:
+            # Edits at many layers are mostly for the same tokens.
+            where = select(positions, self._prompt, self._max_tokens)
+            self._selected[positions] = where
         parts = len(where.ranges) + sum(len(match.ranges) for match in where.matches)
         if parts > self._room:
             raise SpecError(
