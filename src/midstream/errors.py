@@ -2,7 +2,8 @@
 
 MidstreamError
 ├── SpecError (ValueError)          a request asks for something malformed or impossible
-│   └── NothingSelectedError        … for positions that its prompt does not have
+│   ├── NothingSelectedError        … for positions that its prompt does not have
+│   └── NoRoomError                 … for more than there is room for beside what runs
 ├── ConfigError (ValueError)        a setting of midstream itself is wrong
 ├── UnsupportedError (ValueError)   this vLLM, model or engine setting cannot be served rightly
 │   └── SeamError                   vLLM's own interfaces are not the ones midstream was built on
@@ -48,6 +49,10 @@ class SpecError(MidstreamError, ValueError):
 
 class NothingSelectedError(SpecError):
     """The positions that are asked for are none of this prompt's."""
+
+
+class NoRoomError(SpecError):
+    """What is asked for does not fit beside what the running requests use."""
 
 
 class ConfigError(MidstreamError, ValueError):

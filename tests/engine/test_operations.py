@@ -53,8 +53,10 @@ class Served:
         check(self.llm, self.oracle, given)
 
 
-def check(llm: Any, oracle: EditOracle, given: list[Case], **how: Any) -> None:
-    found = all_problems(llm, oracle, given, TOLERANCE, TIE, **how)
+def check(
+    llm: Any, oracle: EditOracle, given: list[Case], tolerance: float = TOLERANCE, **how: Any
+) -> None:
+    found = all_problems(llm, oracle, given, tolerance, TIE, **how)
     assert not found, "\n".join([f"of {len(given)} cases:", *found[:40]])
 
 
@@ -101,7 +103,8 @@ def test_each_operation_on_smollm2(smollm2: Path) -> None:
     assert len(given) >= 35
     assert len(kinds) == 9
     with engine(smollm2, **ROOM) as llm:
-        check(llm, oracle, given, layers=None)
+        # Rows here differ in length a hundredfold, and single huge values cancel on the way.
+        check(llm, oracle, given, 5e-4, layers=None)
 
 
 # ---------------------------------------------------------------- order
@@ -117,14 +120,22 @@ def pairs(maker: Maker) -> dict[str, tuple[Any, Any, bool]]:
     across = v - (v @ direction) / (direction @ direction) * direction
     return {
         "add and ablate": (steer, ablate, True),
-        "add and ablate what is across": (Steer(across, **place), Ablate(direction, **place), False),
+        "add and ablate what is across": (
+            Steer(across, **place),
+            Ablate(direction, **place),
+            False,
+        ),
         "add and add": (steer, Steer(maker.vector(), **place), False),
         "add and scale": (steer, Scale(0.5, **place), True),
         "add and keep": (steer, Steer(maker.vector(), norm="keep", **place), True),
         "add and match": (steer, Steer(maker.vector(), norm="match", **place), True),
         "add and clamp": (steer, Clamp(direction + 0.5 * v, value=0.0, **place), True),
         "replace and add": (Replace(maker.vector(), **place), steer, True),
-        "gate and add": (maker.gate(Scale(2.0, **place)), Steer(along, scale=maker.size, **place), True),
+        "gate and add": (
+            maker.gate(Scale(2.0, **place)),
+            Steer(along, scale=maker.size, **place),
+            True,
+        ),
         "scale and scale": (Scale(0.5, **place), Scale(1.7, **place), False),
         "ablate and clamp elsewhere": (ablate, Clamp(along, value=maker.size, **place), True),
         "affine and ablate": (Affine(direction, v / maker.size, **place), ablate, True),

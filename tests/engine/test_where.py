@@ -97,7 +97,10 @@ def by_number(size: int) -> dict[str, tuple[dict[str, Any], set[int]]]:
         "the prompt": ({"phase": "prompt"}, prompt),
         "the generated": ({"positions": "generated"}, rest),
         "a slice": ({"positions": slice(1, 4)}, {1, 2, 3}),
-        "a slice over the end": ({"positions": slice(-2, size + 2)}, {size - 2, last, size, size + 1}),
+        "a slice over the end": (
+            {"positions": slice(-2, size + 2)},
+            {size - 2, last, size, size + 1},
+        ),
         "an open slice with a step": (
             {"positions": slice(1, None, 3)},
             {p for p in range(size + COUNT - 1) if p >= 1 and (p - 1) % 3 == 0},
@@ -116,7 +119,10 @@ def by_number(size: int) -> dict[str, tuple[dict[str, Any], set[int]]]:
             set(range(size - 40, size - 1)) & prompt,
         ),
         "all but some": ({"exclude": [1, -1, size + 1]}, (prompt | rest) - {1, last, size + 1}),
-        "all but a window": ({"exclude": Window(-2, 3)}, (prompt | rest) - set(range(size - 2, size + 3))),
+        "all but a window": (
+            {"exclude": Window(-2, 3)},
+            (prompt | rest) - set(range(size - 2, size + 3)),
+        ),
         "all but the prompt": ({"exclude": "prompt"}, rest),
         "all but the generated": ({"exclude": "generated"}, prompt),
         "two kinds": (
@@ -135,7 +141,9 @@ def some_edit(nth: int, maker: Maker, where: dict[str, Any]) -> Any:
         lambda: Replace(maker.vector(), alpha=0.5, **place),
         lambda: Clamp(maker.direction(), value=maker.size, **place),
         lambda: Ablate([maker.direction(), maker.vector()], **place),
-        lambda: maker.gate(Steer(maker.vector(), norm="keep", **place), ("resid_pre", 0), soft=True),
+        lambda: maker.gate(
+            Steer(maker.vector(), norm="keep", **place), ("resid_pre", 0), soft=True
+        ),
     ]  # fmt: skip
     return kinds[nth % len(kinds)]()
 
@@ -198,6 +206,9 @@ def test_a_generated_token_that_is_computed_anew_is_still_a_generated_token(
         at = At(edit, where.get(phase, lambda p: True))
         given.append(Case(f"{phase} {nth}", LONG, [at], tap=(SIX[nth], 1)))
     by_hand = llm.llm_engine
+    maker = Maker(("resid_mid", 1), oracle.run(LONG), draw)
+    by_id = some_edit(0, maker, {"positions": TokenIds(EVEN), "phase": "generated"})
+    given.append(Case("by id", LONG, [At(by_id)], tap=("resid_mid", 1)))
     everything = Capture("all", SIX)
     for nth, case in enumerate(given):
         plan = {"capture": everything.to_dict(), "edits": [at.edit.to_dict() for at in case.edits]}
@@ -218,6 +229,10 @@ def test_a_generated_token_that_is_computed_anew_is_still_a_generated_token(
             step()
     assert max(seen) >= end + 3, "nothing was computed anew: the test shows nothing"
     assert len(outputs) == len(given)
+    ids = [*LONG, *generated(outputs["anew-4"])][:-1]
+    places = frozenset(p for p in range(end, len(ids)) if ids[p] in EVEN)
+    assert 0 < len(places) < COUNT - 1
+    given[4] = Case("by id", LONG, [At(by_id, places.__contains__)], tap=("resid_mid", 1))
     for nth, case in enumerate(given):
         found = problems(oracle, case, outputs[f"anew-{nth}"], TOLERANCE, TIE)
         assert not found, found

@@ -81,10 +81,11 @@ class Seen:
 class EditOracle:
     """Any edits, at any of the six sites, without a KV cache."""
 
-    def __init__(self, path: Path, places: Places):
-        self.model = AutoModelForCausalLM.from_pretrained(
+    def __init__(self, path: Path, places: Places, device: str = "cpu"):
+        model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        )
+        self.model = model.eval().to(device)
         layers = reduce(getattr, places.layers.split("."), self.model)
         self.num_layers = len(layers)
         self.width = int(self.model.config.hidden_size)
@@ -99,8 +100,9 @@ class EditOracle:
         """One forward over all the tokens, the edits of one tap in the order given."""
         self._edits = edits
         self._seen = Seen(torch.empty(0), {}, {})
-        logits = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
-        return Seen(logits.float(), self._seen.values, self._seen.before)
+        ids = torch.tensor([list(tokens)], device=self.model.device)
+        logits = self.model(ids, use_cache=False).logits[0]
+        return Seen(logits.float().cpu(), self._seen.values, self._seen.before)
 
     def generate(self, prompt: Sequence[int], count: int, edits: Sequence[At] = ()) -> list[int]:
         """Greedy tokens, the whole sequence computed anew for each."""
@@ -130,12 +132,12 @@ class EditOracle:
         rows = hidden.view(-1, hidden.shape[-1])
         mine = [one for one in self._edits if tap in self.taps(one.edit)]
         if mine:
-            self._seen.before[tap] = rows.clone()
-            h = rows.double().numpy()
+            self._seen.before[tap] = rows.cpu().clone()
+            h = rows.double().cpu().numpy()
             for one in mine:
                 h = self._apply(one, tap, h)
             rows.copy_(torch.from_numpy(h))
-        self._seen.values[tap] = rows.clone()
+        self._seen.values[tap] = rows.cpu().clone()
 
     def _apply(self, one: At, tap: Tap, h: np.ndarray) -> np.ndarray:
         chosen = [position for position in range(len(h)) if one.where(position)]

@@ -272,7 +272,7 @@ def collect(monkeypatch, workers, uids):
     monkeypatch.setattr(fetching, "READ_BYTES", 16)
 
     def call(op, argument):
-        return [worker.answer(op, json.dumps(argument)) for worker in workers]
+        return [worker.answer(op, argument) for worker in workers]
 
     exchange = fetching.collecting([worker.place for worker in workers], uids)
     return fetching.carry_out(exchange, call)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from midstream.errors import SpecError
+from midstream.errors import NoRoomError
 from midstream.ops import layout
 from midstream.ops.layout import Flags
 from midstream.runtime.buffers import Buffers, scatter, upload
@@ -37,10 +37,6 @@ class _Program:
 class _Group:
     index: int
     users: int = 0
-
-
-class _Full(Exception):
-    """Something does not fit where it was tried; its argument is the message."""
 
 
 def vectors_of(step: Instruction) -> Iterator[tuple[Vector, ...]]:
@@ -76,7 +72,7 @@ class Tables:
         """The index of the program of these edits, in this order. Pair with `release_program`.
 
         Raises:
-            SpecError: there is no room; the message names the setting.
+            NoRoomError: there is no room; the message names the setting.
         """
         if not edits:
             return layout.WATCH_PROGRAM
@@ -103,14 +99,14 @@ class Tables:
         """The index of the group that captures these taps, in the order of its record.
 
         Raises:
-            SpecError: there is no room.
+            NoRoomError: there is no room.
         """
         if not taps:
             return layout.NO_GROUP
         group = self._groups.get(taps)
         if group is None:
             if not self._free_groups:
-                raise SpecError("", self._full("combinations of captures"))
+                raise NoRoomError("", self._full("combinations of captures"))
             group = _Group(self._free_groups.pop())
             places = torch.zeros(self._num_taps, dtype=torch.int32)
             places[list(taps)] = torch.arange(1, len(taps) + 1, dtype=torch.int32)
@@ -150,17 +146,14 @@ class Tables:
 
     def _write_program(self, edits: Edits) -> _Program:
         if not self._free_programs:
-            raise SpecError("", self._full("combinations of edits"))
+            raise NoRoomError("", self._full("combinations of edits"))
         index = self._free_programs[-1]
         try:
             program = self._place(edits, index)
-        except _Full:
+        except NoRoomError:
             # What is free may only be scattered: everything is laid out anew, without gaps.
             self._compact()
-            try:
-                program = self._place(edits, index)
-            except _Full as full:
-                raise SpecError("", str(full)) from None
+            program = self._place(edits, index)
         self._free_programs.pop()
         return program
 
@@ -179,20 +172,21 @@ class Tables:
         """Writes a program; all or nothing.
 
         Raises:
-            _Full: it does not fit as things lie.
+            NoRoomError: it does not fit as things lie.
         """
         # Sites need not be in order in what a request asks for; a site's edits keep their order.
         ordered = sorted(edits, key=lambda edit: edit.tap)
         length = sum(len(edit.steps) for edit in ordered)
         first = self._instructions.acquire(length)
         if first is None:
-            raise _Full(
+            raise NoRoomError(
+                "",
                 f"{length} instructions do not fit beside those in use: there is room for "
-                f"{self._instructions.size}; raise the setting `max_edits`"
+                f"{self._instructions.size}; raise the setting `max_edits`",
             )
         try:
             words, numbers = self._encode(ordered)
-        except _Full:
+        except NoRoomError:
             self._instructions.release(first, length)
             raise
         ranges = np.zeros((self._num_taps, layout.TABLE_COLUMNS), np.int32)
@@ -234,10 +228,11 @@ class Tables:
         def rows(vectors: tuple[Vector, ...]) -> int:
             found = self._bank.acquire(vectors, len(vectors))
             if found is None:
-                raise _Full(
+                raise NoRoomError(
+                    "",
                     f"{len(vectors)} rows do not fit beside those in use: the vector bank has "
                     f"{self._bank.size}; raise the setting `bank_rows`, or run fewer vectors at "
-                    "once"
+                    "once",
                 )
             done.append((self._bank, vectors))
             start, is_new = found
@@ -263,7 +258,7 @@ class Tables:
                         [int(step.op), read, write, slot, int(flags), start, len(edit.ids), 0]
                     )
                     numbers.append((step.a, step.b, step.c, step.d))
-        except _Full:
+        except NoRoomError:
             for pool, key in done:
                 pool.release(key)
             raise
@@ -276,9 +271,10 @@ class Tables:
     def _place_ids(self, ids: tuple[int, ...]) -> int:
         found = self._lists.acquire(ids, len(ids))
         if found is None:
-            raise _Full(
+            raise NoRoomError(
+                "",
                 f"{len(ids)} token ids do not fit beside those in use: there is room for "
-                f"{self._lists.size}; raise the setting `token_ids`"
+                f"{self._lists.size}; raise the setting `token_ids`",
             )
         start, is_new = found
         if is_new:

@@ -1,0 +1,120 @@
+"""What the documents show runs: each page's snippets in order, on a tiny model with 30 layers."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from helpers import engines
+from helpers.tokenizers import byte_level
+from safetensors.torch import save_file
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ["README.md", "docs/guide.md", "docs/operations.md", "docs/selecting.md", "docs/steering.md"]
+MODEL = ".models/SmolLM2-135M-Instruct"
+HIDDEN = 64
+# What the snippets do not say, and what makes a start take seconds.
+QUICK = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 512,
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 64,
+    "disable_log_stats": True,
+    "seed": 0,
+}
+
+
+def snippets(page: str) -> list[tuple[int, str]]:
+    """(line, text) of each block of Python that is more than values, for which there is a test
+    without an engine.
+    """
+    found: list[tuple[int, str]] = []
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    start = 0
+    for number, line in enumerate(lines, 1):
+        if start and line == "```":
+            found.append((start, "\n".join(lines[start : number - 1])))
+            start = 0
+        elif line == "```python":
+            start = number
+    return [each for each in found if not each[1].startswith("# needs no engine")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the snippets run: the files that they name are here."""
+    folder = tmp_path_factory.mktemp("docs")
+    tokenizer = byte_level()
+    config = hf.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN,
+        intermediate_size=96,
+        num_hidden_layers=30,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    hf.AutoModelForCausalLM.from_config(config).float().save_pretrained(folder / MODEL)
+    tokenizer.save_pretrained(folder / MODEL)
+    (folder / "vectors").mkdir()
+    save_file({"15": torch.randn(HIDDEN)}, folder / "vectors" / "happy.safetensors")
+    sae = folder / "saes" / "layer-12"
+    sae.mkdir(parents=True)
+    sizes = {"W_enc": (HIDDEN, 9), "b_enc": (9,), "W_dec": (9, HIDDEN), "b_dec": (HIDDEN,)}
+    weights = {name: torch.randn(size) for name, size in sizes.items()}
+    save_file(weights, sae / "sae_weights.safetensors")
+    said = {"architecture": "standard", "hook_name": "blocks.12.hook_resid_post"}
+    (sae / "cfg.json").write_text(json.dumps({**said, "apply_b_dec_to_input": False}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def quick_engines() -> Iterator[None]:
+    """Every engine that is made in this process starts with `QUICK`."""
+    import vllm
+
+    original = vllm.LLM.__init__
+    cores: list[Any] = []
+    threads = torch.get_num_threads()
+
+    def start(self: Any, model: str, **args: Any) -> None:
+        original(self, model, **{**QUICK, **args})
+        cores[:] = [self.llm_engine.engine_core]
+        # So small a model runs slower on several threads, much slower on a busy machine.
+        torch.set_num_threads(1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm.LLM, "__init__", start)
+        yield
+    torch.set_num_threads(threads)
+    # vLLM's shutdown takes down the process groups, which all engines of a process share.
+    if cores and not engines._live:
+        cores[0].shutdown()
+    gc.collect()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_snippets_of_a_page_run_one_after_the_other(
+    page: str, folder: Path, quick_engines: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    # The guide's program for AsyncLLM starts an engine process of its own: it is only defined.
+    namespace = {"__name__": "__main__" if page == "README.md" else "docs"}
+    blocks = snippets(page)
+    assert blocks
+    for line, text in blocks:
+        exec(compile("\n" * line + text, str(ROOT / page), "exec"), namespace)
+    namespace.clear()
+    gc.collect()

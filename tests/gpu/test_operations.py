@@ -1,0 +1,84 @@
+"""Every operation at every site on SmolLM2 on a GPU, in float32, compiled and with graphs, against
+the same formula by hook in transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.edit_cases import Case, ask, cases, problems
+from helpers.engines import engine
+from helpers.oracle import relative_error
+from helpers.oracle_edits import PLACES, SIX, EditOracle
+
+BY_ROW = 1e-2  # float32 with the GPU's own order of summation; single rows are small differences
+IN_ALL = 2e-3
+TIE = 0.05
+TEXTS = ("The capital of France is the city of", "She said that two and two", "Water boils at")
+TAPS = list(zip(SIX, (4, 21, 12, 16, 8, 25), strict=True))
+
+
+@pytest.fixture(scope="module")
+def oracle(smollm2: Path) -> EditOracle:
+    return EditOracle(smollm2, PLACES["llama"], "cuda")
+
+
+@pytest.fixture(scope="module")
+def given(smollm2: Path, oracle: EditOracle) -> list[Case]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    return cases(oracle, [list(tokenizer(text).input_ids) * 2 for text in TEXTS], TAPS)
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2: Path, given: list[Case]) -> Iterator[Any]:
+    with engine(
+        smollm2,
+        enforce_eager=False,
+        max_num_batched_tokens=256,
+        max_num_seqs=64,
+        gpu_memory_utilization=0.2,
+        midstream={"sites": list(SIX)},
+    ) as found:
+        yield found
+
+
+def test_every_operation_at_every_site_does_what_its_formula_says(
+    llm: Any, oracle: EditOracle, given: list[Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them in one batch, in mixed steps of 256 tokens, none of which runs a layer's Python:
+    graphs are replayed, or what was compiled runs.
+    """
+
+    def refuse(*_args: Any) -> None:
+        raise AssertionError("a layer's Python ran")
+
+    assert len(given) > 180
+    monkeypatch.setattr("midstream.runtime.taps._fire", refuse)
+    outputs = ask(llm, given, layers=None)
+    found = []
+    for case, output in zip(given, outputs, strict=True):
+        found += problems(oracle, case, output, BY_ROW, TIE)
+        ids = [*case.prompt, *output.outputs[0].token_ids][:-1]
+        seen = oracle.run(ids, case.edits)
+        for tap, value in output.activations.items():
+            error = relative_error(value, seen.values[tap])
+            if not error <= IN_ALL:
+                found.append(f"{case.name}: {tap} in all: {error:.2e}")
+    assert not found, "\n".join([f"of {len(given)} cases:", *found[:40]])
+    llm._front_end._call("check_integrity")
+
+
+def test_one_at_a_time_they_give_what_they_give_together(
+    llm: Any, oracle: EditOracle, given: list[Case]
+) -> None:
+    """Alone, each decoding step is a graph for one sequence."""
+    found = []
+    for case in given[::9]:
+        (output,) = ask(llm, [case], layers=None)
+        found += problems(oracle, case, output, BY_ROW, TIE)
+    assert not found, "\n".join(found[:40])
