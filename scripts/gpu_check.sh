@@ -23,10 +23,13 @@ wanted=" ${CHECKS:-kernel v2 v1 stale parity flat overhead} "
 runner() { # NAME USE_V2 DTYPE
   check "$1-$3" env VLLM_USE_V2_MODEL_RUNNER="$2" MIDSTREAM_GPU_DTYPE="$3" \
     "$python" -m pytest -q tests/gpu/test_smollm2.py
+  # The formulas are compared where nothing is rounded away.
+  [ "$3" = bfloat16 ] || check "$1-operations" env VLLM_USE_V2_MODEL_RUNNER="$2" \
+    "$python" -m pytest -q tests/gpu/test_operations.py
 }
 asked() { [[ $wanted == *" $1 "* ]]; }
 asked kernel && check kernel "$python" -m pytest -q tests/gpu/test_site_triton.py
-for dtype in float32 bfloat16; do
+for dtype in ${DTYPES:-float32 bfloat16}; do
   asked v2 && runner v2 1 $dtype
   asked v1 && runner v1 0 $dtype
 done
