@@ -19,7 +19,8 @@ from midstream.config import Config
 from midstream.runtime.settings import RULES
 from midstream.sites import SITES
 from midstream.spec import fields as spec_fields
-from midstream.spec import selecting, vector
+from midstream.spec import items, matrix, selecting, vector
+from midstream.vectors import registry
 
 
 def pages() -> dict[str, dict[str, str]]:
@@ -39,10 +40,14 @@ def engine_settings() -> str:
 def sizes() -> str:
     """The most that one request may ask for."""
     limits = {
-        "layers, or positions, listed one by one": spec_fields.MAX_ITEMS,
-        "captures, or edits, of one request": spec_fields.MAX_PARTS,
+        "layers, positions, or rows of a `Replace`, listed one by one": spec_fields.MAX_ITEMS,
+        "captures, edits, or probes, of one request": spec_fields.MAX_PARTS,
+        "directions of an `Ablate`, rank of an `Affine` or `LoReFT`": matrix.MAX_RANK,
         "separate ranges of positions in one request": selecting.MAX_RANGES,
+        "token ids in one selection": items.MAX_IDS,
+        "characters of a `Text`": items.MAX_TEXT,
         "numbers in one vector (which must be as wide as the model)": vector.MAX_SIZE,
+        "registered names": registry.MAX_NAMES,
     }
     rows = [[what, f"{most:,}"] for what, most in limits.items()]
     return markers.table(["what", "at most"], rows, numbers=True)

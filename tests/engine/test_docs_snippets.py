@@ -16,7 +16,13 @@ from helpers.tokenizers import byte_level
 from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", "docs/guide.md", "docs/operations.md", "docs/selecting.md", "docs/steering.md"]
+PAGES = [
+    "README.md",
+    "docs/guide.md",
+    "docs/operations.md",
+    "docs/selecting.md",
+    "docs/steering.md",
+]
 MODEL = ".models/SmolLM2-135M-Instruct"
 HIDDEN = 64
 # What the snippets do not say, and what makes a start take seconds.
@@ -91,13 +97,14 @@ def quick_engines() -> Iterator[None]:
     def start(self: Any, model: str, **args: Any) -> None:
         original(self, model, **{**QUICK, **args})
         cores[:] = [self.llm_engine.engine_core]
-        # So small a model runs slower on several threads, much slower on a busy machine.
-        torch.set_num_threads(1)
+        # So small a model runs slower on several threads, much slower on a busy machine. Not by
+        # torch.set_num_threads, which vLLM has replaced by nothing.
+        torch._C.set_num_threads(1)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm.LLM, "__init__", start)
         yield
-    torch.set_num_threads(threads)
+    torch._C.set_num_threads(threads)
     # vLLM's shutdown takes down the process groups, which all engines of a process share.
     if cores and not engines._live:
         cores[0].shutdown()

@@ -76,7 +76,7 @@ def test_the_sources_are_where_this_looks_for_them():
     assert "vllm" not in imports(PACKAGE / "__init__.py"), "imports for type checkers do not"
 
 
-@pytest.mark.parametrize("folder", ["src", "tests", "benchmarks", "scripts"])
+@pytest.mark.parametrize("folder", ["src", "tests", "benchmarks", "examples", "scripts"])
 def test_no_module_is_longer_than_500_lines(folder):
     lengths = {
         path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines())

@@ -1,0 +1,108 @@
+"""Each example runs and shows what it says, measured on what its direction was not made from."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.model]
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SHARED = ("common", "prompts")
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in SHARED)
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2: Path) -> Iterator[Any]:
+    """One engine for all: each starts its own when it is run by hand."""
+    from helpers import engines
+
+    settings = {"max_model_len": 512, "midstream": {"sites": engines.ALL_SITES}}
+    with engines.engine(smollm2, **settings) as found:
+        yield found
+
+
+@pytest.fixture
+def run(llm: Any, smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Runs an example by its name and gives back what its `main` returns."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+    def run(name: str) -> dict[str, Any]:
+        example = importlib.import_module(name)
+        asked: list[Path] = []
+        monkeypatch.setattr(example, "start", lambda model, sites=(): asked.append(model) or llm)
+        found: dict[str, Any] = example.main(["--model", str(smollm2)])
+        assert asked == [smollm2]
+        return found
+
+    yield run
+    for name in (*SHARED, *NAMES):
+        sys.modules.pop(name, None)
+
+
+def test_every_example_is_run_here_and_listed_in_the_readme():
+    assert NAMES == [
+        "conditional_steering",
+        "contrastive_steering",
+        "refusal_ablation",
+        "sae_feature",
+    ]
+    readme = (EXAMPLES / "README.md").read_text()
+    assert [name for name in NAMES if f"]({name}.py)" not in readme] == []
+
+
+def test_an_example_run_by_hand_prints_its_tables_and_nothing_else(smollm2: Path):
+    script = EXAMPLES / "contrastive_steering.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--model", str(smollm2)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("What is written")
+    assert "steering_module_ref=('cheerful', 1.0)" in done.stdout
+    assert [word for word in ("INFO", "WARNING", "Triton", "it/s") if word in done.stdout] == []
+
+
+def test_ablating_the_direction_ends_the_refusals(run: Any):
+    found = run("refusal_ablation")
+    assert found["refusals_before"] >= 0.8
+    assert found["refusals_after"] <= 0.2
+    assert found["log_odds_after"] < found["log_odds_before"] - 1.5
+    assert found["projection_before"] > 5
+    assert found["projection_after"] < 1e-2
+
+
+def test_the_mood_rises_with_the_scale(run: Any):
+    found = run("contrastive_steering")
+    moods = found["moods"]
+    assert moods == sorted(moods)
+    assert moods[0] < 0 < moods[-1]
+    assert moods[-1] - moods[0] > 4
+    assert found["by_params"] == pytest.approx(moods[-1], abs=1e-3)
+
+
+def test_a_feature_of_cooking_is_found_and_held(run: Any):
+    found = run("sae_feature")
+    assert found["variance"] > 0.5
+    food = ("garlic", "butter", "sugar", "onions", "pepper", "ginger", "eggs", "parsley", "flour")
+    assert sum(word in found["words"] for word in food) >= 3, found["words"]
+    assert found["values"][0] == 0
+    assert max(found["off_by"]) < 1e-2
+    assert found["preferences"] == sorted(found["preferences"])
+    assert found["preferences"][-1] > found["preferences"][0] + 1
+
+
+def test_only_questions_about_money_are_steered(run: Any):
+    found = run("conditional_steering")
+    assert min(found["money_scores"]) > 0 > max(found["other_scores"])
+    assert sum(found["money_refused_before"]) == 0
+    assert sum(found["money_refused"]) >= 3
+    assert not any(found["other_changed"])
