@@ -31,9 +31,10 @@ def describe() -> dict[str, Any]:
         "torch": torch.__version__,
         "vllm": vllm.__version__,
         "midstream": midstream.__version__,
-        # A copy of the tree on a GPU host may have no git: then whoever sends it says.
-        "commit": _output(["git", "rev-parse", "--short", "HEAD"])
-        or os.environ.get("COMMIT", "unknown"),
+        # A copy of the tree on a GPU host may have no git, or an old one: whoever sends it says.
+        "commit": os.environ.get("COMMIT")
+        or _output(["git", "rev-parse", "--short", "HEAD"])
+        or "unknown",
         "changed": bool(_output(["git", "status", "--porcelain", "--untracked-files=no"])),
     }
 

@@ -14,8 +14,12 @@ from helpers.engines import engine
 from helpers.oracle import relative_error
 from helpers.oracle_edits import PLACES, SIX, EditOracle
 
-BY_ROW = 1e-2  # float32 with the GPU's own order of summation; single rows are small differences
-IN_ALL = 2e-3
+# vLLM's float32 attention on a GPU rounds products to TF32: unedited prompts are within 1e-3 of
+# transformers. Up to the edited layer edits keep that bound; further down some amplify it: 4.8e-3
+# for a whole site, 2.2e-2 for a single row, were the worst of 220 cases on an H200, at the last of
+# 30 layers after edits at the fifth. That formulas are right to 1e-4 is shown on the CPU.
+NEAR, FAR = 2e-3, 1e-2
+BY_ROW = 5e-2
 TIE = 0.05
 TEXTS = ("The capital of France is the city of", "She said that two and two", "Water boils at")
 TAPS = list(zip(SIX, (4, 21, 12, 16, 8, 25), strict=True))
@@ -67,7 +71,8 @@ def test_every_operation_at_every_site_does_what_its_formula_says(
         seen = oracle.run(ids, case.edits)
         for tap, value in output.activations.items():
             error = relative_error(value, seen.values[tap])
-            if not error <= IN_ALL:
+            edited = case.tap[1] if case.tap is not None else 0
+            if not error <= (NEAR if tap[1] <= edited else FAR):
                 found.append(f"{case.name}: {tap} in all: {error:.2e}")
     assert not found, "\n".join([f"of {len(given)} cases:", *found[:40]])
     llm._front_end._call("check_integrity")
