@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import markers
 
-FOLDERS = ("src/midstream", "scripts", "benchmarks")
+FOLDERS = ("src/midstream", "examples", "scripts", "benchmarks")
 
 
 def pages() -> dict[str, dict[str, str]]:
