@@ -12,14 +12,14 @@ from vllm import RequestOutput, SamplingParams
 from midstream.arguments import Asked, One
 from midstream.config import KEY, Config
 from midstream.defaults import DefaultCapture
-from midstream.errors import SpecError
+from midstream.errors import SpecError, UnsupportedError
 from midstream.runtime import patches
 from midstream.runtime.chat import ChatPlan, template_arguments
 from midstream.runtime.door import EngineInfo
 from midstream.runtime.own_settings import with_midstream
 from midstream.runtime.prompts import conversations, count_prompts
 from midstream.site_table import SiteTable
-from midstream.spec import Plan
+from midstream.spec import Plan, Positions
 from midstream.steering import Steering
 from midstream.vectors import VectorRegistry
 
@@ -167,6 +167,38 @@ class LLM(VllmLLM):
             if isinstance(plan, Plan) and plan.needs_prompt:
                 own.extra_args = {**own.extra_args, KEY: ChatPlan(plan, talk, template)}
         return self._run(lambda: super(LLM, self).chat(messages, params, *args, **vllm_args), asked)
+
+    def beam_search(self, *args: Any, **vllm_args: Any) -> Any:
+        """As of `vllm.LLM`; refused while server-wide edits speak of positions or phases.
+
+        Raises:
+            UnsupportedError: it would apply them wrongly: each of its tokens is a request of its
+                own, whose prompt holds what was generated before.
+        """
+        if any(edit.positions != Positions() for edit in self.steering.plan_edits()):
+            raise UnsupportedError(
+                "beam_search makes each token with a request of its own, so server-wide edits of "
+                "some positions or phases would fall elsewhere; use llm.steering.clear(), or edits "
+                "of all positions"
+            )
+        return super().beam_search(*args, **vllm_args)
+
+    def enqueue(self, *args: Any, **vllm_args: Any) -> Any:
+        """As of `vllm.LLM`; refused with `layers`, whose captures it would leave out."""
+        self._check_no_default("enqueue")
+        return super().enqueue(*args, **vllm_args)
+
+    def enqueue_chat(self, *args: Any, **vllm_args: Any) -> Any:
+        """As of `vllm.LLM`; refused with `layers`, whose captures it would leave out."""
+        self._check_no_default("enqueue_chat")
+        return super().enqueue_chat(*args, **vllm_args)
+
+    def _check_no_default(self, name: str) -> None:
+        if self._default_capture is not None:
+            raise UnsupportedError(
+                f"{name} cannot capture for LLM(layers=…); use generate or chat, or give each "
+                "request a plan"
+            )
 
     def _run(self, work: Callable[[], list[RequestOutput]], asked: Asked) -> list[RequestOutput]:
         before = self.request_counter.counter

@@ -226,6 +226,8 @@ def check_row(fake: Fake, position: int, row: int, before, after, scores) -> boo
     """
     plan, token = fake.plan, fake.tokens[position]
     if plan is None:
+        for tap, (hidden, _) in before.items():
+            assert (after[tap][row] == hidden[row]).all(), f"{fake.id} at {position} asks nothing"
         fake.note(position, 0, False)
         return False
     done, read = 0, {}

@@ -191,3 +191,20 @@ def test_a_send_that_fails_leaves_its_request_inside_until_it_is_given_up():
     assert door.sent == []
     door.admission.finish(["a"])
     assert door.sent == [("b", 0)]
+
+
+def test_a_request_that_cannot_be_sent_gives_its_room_to_those_behind_it():
+    door = Door()
+    door.submit("a", need(a=8))
+
+    def refuse():
+        raise RuntimeError("the engine refuses it")
+
+    door.admission.submit("b", need(b=8), refuse)
+    door.submit("c", need(c=8))
+    with pytest.raises(RuntimeError, match="refuses"):
+        door.admission.finish(["a"])
+    assert door.sent == [("a", 0), ("c", 0)]
+    assert door.admission.waiting == 0
+    door.admission.finish(["b", "c"])
+    assert not any(door.budget.used.values())

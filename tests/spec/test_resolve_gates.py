@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from helpers import formulas
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
@@ -67,13 +69,15 @@ def test_a_gate_at_an_earlier_site_reads_a_score_that_is_taken_there_for_the_sam
     assert add.flags == Flags.GATED | Flags.COUNTED
 
 
-def test_a_gate_at_several_layers_reads_its_own_site_there_and_the_score_after_it():
+def test_a_gate_at_several_layers_notes_the_score_at_its_own_site_and_reads_it_at_the_others():
     plan = _resolve(Gate(Steer(W, [2, 3, 5]), Reading(V, layer=2)))
-    assert [probe.layer for probe in plan.probes] == [2]
-    assert [steps_at(plan, layer)[0].slot for layer in (2, 3, 5)] == [None, 0, 0]
-    assert steps_at(plan, 2)[0].read is not None
-    later = [edit.steps for edit in plan.edits if edit.layer != 2]
-    assert later[0] is later[1]
+    assert plan.probes == ()
+    noted, own, _ = steps_at(plan, 2)
+    assert (noted.op, noted.slot, noted.counted) == (Op.PROBE, 0, False)
+    assert (own.op, own.slot) == (Op.GATE, None)
+    for layer in (3, 5):
+        gate, _ = steps_at(plan, layer)
+        assert (gate.op, gate.slot, gate.read) == (Op.GATE, 0, None)
 
 
 def test_a_gate_that_reads_only_its_own_site_takes_no_score():
@@ -252,3 +256,18 @@ def test_rows_of_many_runs_behind_a_gate_read_one_score():
         assert gate.slot == probe.slot
         assert replaced.first == one.where.ranges[0][0]
         assert replaced.flags == (Flags.FRESH | Flags.GATED | Flags.COUNTED | Flags.ROW_BY_POSITION)
+
+
+def test_a_gate_over_its_own_tap_and_later_ones_decides_once_by_what_it_read_before_the_edit():
+    plan = _resolve(Gate(Steer([-100.0, 0.0], [0, 1, 2]), Reading(V, layer=0), threshold=0.5))
+    assert plan.probes == ()
+    assert plan.slots == 1
+    for entered, moved in (([1.0, 3.0], -100.0), ([0.2, 3.0], 0.0)):
+        scores: dict[int, object] = {}
+        for layer in range(3):
+            # What the later layers see is the edited stream: it must not decide anew.
+            h = np.array([entered if layer == 0 else [-50.0, 1.0]])
+            out = formulas.run(steps_at(plan, layer), h, scores)
+            assert (out - h).tolist() == [[moved, 0.0]], layer
+    counted = [sum(step.counted for step in steps_at(plan, layer)) for layer in range(3)]
+    assert counted == [1, 1, 1]

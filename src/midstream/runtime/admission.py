@@ -46,15 +46,7 @@ class Admission:
             if need is not None:
                 self._budget.give_back(need)
             self._waiting.pop(uid, None)
-        while self._waiting:
-            uid, (need, sends) = next(iter(self._waiting.items()))
-            # With nobody inside it fits: what never could was refused when it came.
-            if not self._budget.fits(need):
-                break
-            del self._waiting[uid]
-            self._admit(uid, need)
-            for send in sends:
-                send()
+        self._let_in()
 
     def is_waiting(self, uid: str) -> bool:
         """Whether it has been submitted and not been sent yet."""
@@ -64,6 +56,23 @@ class Admission:
     def waiting(self) -> int:
         """How many wait."""
         return len(self._waiting)
+
+    def _let_in(self) -> None:
+        while self._waiting:
+            uid, (need, sends) = next(iter(self._waiting.items()))
+            # With nobody inside it fits: what never could was refused when it came.
+            if not self._budget.fits(need):
+                break
+            del self._waiting[uid]
+            self._admit(uid, need)
+            try:
+                for send in sends:
+                    send()
+            except BaseException:
+                # It goes no further, and those behind it must not wait for its room.
+                self._budget.give_back(self._admitted.pop(uid))
+                self._let_in()
+                raise
 
     def _admit(self, uid: str, need: Need) -> None:
         self._budget.take(need)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
+from midstream.ops.layout import Op
 from midstream.runtime.budget import Need, all_taps, need_of
 from midstream.runtime.chat import ChatPlan
 from midstream.runtime.prompt_text import text_map
@@ -126,16 +127,20 @@ class Asking:
             return
         read = {probe.slot: (probe.site, probe.layer) for probe in plan.probes}
         for edit in plan.edits:
-            slot = edit.steps.instructions[0].slot
-            if slot is None:
-                continue
-            if stages[read[slot]] != stages[edit.site, edit.layer]:
-                site, layer = read[slot]
-                raise SpecError(
-                    f"edits[{edit.source}].probe",
-                    f"the gate reads {site} of layer {layer}, which is on another pipeline stage "
-                    f"than layer {edit.layer}; read a layer of the same stage",
-                )
+            for step in edit.steps.instructions:
+                if step.op is Op.PROBE and step.slot is not None:
+                    read[step.slot] = (edit.site, edit.layer)
+        for edit in plan.edits:
+            for step in edit.steps.instructions:
+                if step.op is not Op.GATE or step.slot is None:
+                    continue
+                site, layer = read[step.slot]
+                if stages[site, layer] != stages[edit.site, edit.layer]:
+                    raise SpecError(
+                        f"edits[{edit.source}].probe",
+                        f"the gate reads {site} of layer {layer}, which is on another pipeline "
+                        f"stage than layer {edit.layer}; read a layer of the same stage",
+                    )
 
 
 def _order(tap: tuple[str, int]) -> tuple[int, str]:

@@ -71,7 +71,16 @@ class Door:
 
     def steers(self, params: Any) -> bool:
         """Whether server-wide edits apply to a request: to all that generate."""
-        return hasattr(params, "output_kind") and bool(self.steering.plan_edits())
+        # Pooling requests have an output_kind as well, but no tokens to generate.
+        return hasattr(params, "max_tokens") and bool(self.steering.plan_edits())
+
+    def check_id(self, request_id: str) -> None:
+        """A request that asks for nothing comes by; results of others must not be taken for its
+        own.
+
+        Raises:
+            SpecError: its id is that of a request which asks for something.
+        """
 
     def admit(self, request: Any, asked_for: Any) -> Asked | None:
         """Checks a processed request's plan and lets it ride; the caller's params stay as they are.

@@ -27,16 +27,22 @@ class FrontEnd(Door):
         self._rpc: Callable[..., list[dict[str, Any]]] = engine.collective_rpc
         self._has_unfinished: Callable[[], bool] = engine.has_unfinished_requests
         super().__init__(describe(self._call("describe")), engine, deltas=False)
+        self._outputs = engine.output_processor
         self._under_way: dict[str, Asked] = {}
         self._finished: list[tuple[Asked, Any]] = []
         self._finished_bytes = 0
         self._problems: list[Receipt] = []
 
+    def check_id(self, request_id: str) -> None:
+        if request_id in self._under_way:
+            raise _taken(request_id)
+
     def admit(self, request: Any, asked_for: Any) -> Asked | None:
-        if request.request_id in self._under_way:
-            raise SpecError(
-                "", f"a request with the id {request.request_id!r} is under way; use another id"
-            )
+        # Not even one that asks for nothing may have it: its output would be taken for this one's.
+        if request.request_id in self._under_way or request.request_id in (
+            self._outputs.external_req_ids
+        ):
+            raise _taken(request.request_id)
         asked = super().admit(request, asked_for)
         if asked is not None:
             self._under_way[request.request_id] = asked
@@ -144,3 +150,7 @@ class FrontEnd(Door):
 def _num_rows(output: Any) -> int:
     longest = max((len(completion.token_ids) for completion in output.outputs), default=1)
     return len(output.prompt_token_ids or ()) + max(0, longest - 1)
+
+
+def _taken(request_id: str) -> SpecError:
+    return SpecError("", f"a request with the id {request_id!r} is under way; use another id")

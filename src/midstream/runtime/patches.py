@@ -169,6 +169,8 @@ def _process(
     plan = plan_of(params)
     front = front_end(processor)
     if plan is None and (front is None or not front.steers(params)):
+        if front is not None:
+            front.check_id(request_id)
         return original(processor, request_id, prompt, params, *args, **kwargs)
     if front is None:
         enabled = settings.from_additional_config(processor.vllm_config.additional_config)

@@ -169,15 +169,21 @@ class Planner:
         self._seen[slot] = 0
         self._serial[slot] = request.serial
 
+    def retire(self, request: Request) -> None:
+        """The request has no more rows: a row of its id is another's, which may ask for nothing."""
+        self._latest = self._decode = None
+        if self._slot_of.get(request.id) == request.slot:
+            del self._slot_of[request.id]
+
     def forget(self, request: Request) -> None:
         """Ends a request: its positions' states move into `request.done`, its slot is free."""
         slot = request.slot
         seen = int(self._seen[slot])
         request.done = self._done[slot, :seen].copy()
         self._done[slot, :seen] = UNSEEN
-        self._latest = None
-        del self._requests[request.id]
-        del self._slot_of[request.id]
+        self.retire(request)
+        if self._requests.get(request.id) is request:
+            del self._requests[request.id]
         self._by_slot[slot] = None
         self._free.append(slot)
 

@@ -123,6 +123,7 @@ class Session:
         if request is None or any(request is leaving for _, leaving in self._leaving):
             return
         release_segments(request.segments, self._tables)
+        self._planner.retire(request)
         self._leaving.append((self._steps, request))
         self._let_go()
 

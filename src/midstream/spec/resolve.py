@@ -81,6 +81,7 @@ class _Resolver:
         self._room = MAX_RANGES
         self._selected: dict[Positions, Where] = {}
         self._probes: list[ResolvedProbe] = []
+        self._slots = 0
         # What gates read: several gates on the same score share its slot.
         self._gated: dict[tuple[Tap, Instruction, Where], int] = {}
 
@@ -123,7 +124,7 @@ class _Resolver:
     def _resolve_probe(self, probe: Probe) -> ResolvedProbe:
         (tap,) = find_taps(probe.layers, probe.sites, self._shape, "layer", "site")
         (step,) = probe.instructions(self._shape.hidden_size)
-        steps = Steps((replace(step, slot=len(self._probes)),))
+        steps = Steps((replace(step, slot=self._new_slot()),))
         return ResolvedProbe(probe.name, *tap, steps, self._select(probe.positions))
 
     def _resolve_edit(
@@ -135,29 +136,25 @@ class _Resolver:
             taps = find_taps(edit.layers, edit.sites, self._shape, "layer", "site")
             where = where or self._select(edit.positions)
             parts = self._place_rows(instructions, where)
+        tap, slot = None, None
+        if isinstance(edit, Gate) and edit.probe.tap is not None:
+            tap, slot = self._gate_slot(edit, taps, instructions[0], where)
         found = []
         for steps, part in parts:
-            if isinstance(edit, Gate) and edit.probe.tap is not None:
-                shared = self._gate(edit, taps, steps, where)
-            else:
+            if tap is None:
                 shared = [Steps(steps)] * len(taps)
+            else:
+                shared = self._gated_steps(steps, taps, tap, slot)
             found += [
                 ResolvedEdit(*tap, own, part, source) for tap, own in zip(taps, shared, strict=True)
             ]
         return found
 
-    def _gate(
-        self,
-        edit: Gate,
-        taps: tuple[Tap, ...],
-        steps: tuple[Instruction, ...],
-        where: Where,
-    ) -> list[Steps]:
-        """The edit's instructions at each tap; where its gate's probe stands at an earlier one, it
-        reads what was scored there.
-
-        Args:
-            where: all that the edit selects, of which `steps` may be for a part only.
+    def _gate_slot(
+        self, edit: Gate, taps: tuple[Tap, ...], gate: Instruction, where: Where
+    ) -> tuple[Tap, int | None]:
+        """Where a gate's score is read, and the slot in which later taps find it; None: there are
+        none.
         """
         assert edit.probe.tap is not None
         site, index = edit.probe.tap
@@ -174,25 +171,37 @@ class _Resolver:
                     f"{late[0][0]} of layer {late[0][1]}, where it is to decide; read an earlier "
                     "site, or the edit's own",
                 )
-        gate = steps[0]
-        here, later = Steps(steps), None
-        if any(each != tap for each in taps):
-            slot = self._slot(tap, gate, where)
-            blind = replace(gate, read=None, a=0.0, slot=slot, flags=gate.flags & ~Flags.FRESH)
-            rest = list(steps[1:])
-            # The gate no longer reads the stream: the first that does has to take it itself.
-            later = Steps((blind, *_refreshed(rest)))
-        return [here if each == tap or later is None else later for each in taps]
-
-    def _slot(self, tap: Tap, gate: Instruction, where: Where) -> int:
+        if taps == (tap,):
+            return tap, None
+        if tap in taps:
+            # The edit itself notes the score, before it changes what was scored.
+            return tap, self._new_slot()
         probe = Instruction(Op.PROBE, gate.read, a=gate.a, flags=Flags.FRESH | Flags.COUNTED)
         # Gates that only decide differently read the same score.
         key = (tap, probe, where)
         slot = self._gated.get(key)
         if slot is None:
-            slot = self._gated[key] = len(self._probes)
+            slot = self._gated[key] = self._new_slot()
             self._probes.append(ResolvedProbe("", *tap, Steps((replace(probe, slot=slot),)), where))
-        return slot
+        return tap, slot
+
+    def _gated_steps(
+        self, steps: tuple[Instruction, ...], taps: tuple[Tap, ...], tap: Tap, slot: int | None
+    ) -> list[Steps]:
+        """The edit's instructions at each tap: the gate decides once, by what is in the slot."""
+        if slot is None:
+            return [Steps(steps)] * len(taps)
+        gate = steps[0]
+        noted = Instruction(Op.PROBE, gate.read, a=gate.a, flags=Flags.FRESH, slot=slot)
+        here = Steps((noted, *steps))
+        blind = replace(gate, read=None, a=0.0, slot=slot, flags=gate.flags & ~Flags.FRESH)
+        # The gate no longer reads the stream: the first that does has to take it itself.
+        later = Steps((blind, *_refreshed(list(steps[1:]))))
+        return [here if each == tap else later for each in taps]
+
+    def _new_slot(self) -> int:
+        self._slots += 1
+        return self._slots - 1
 
     def _place_rows(
         self, steps: tuple[Instruction, ...], where: Where

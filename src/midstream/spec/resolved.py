@@ -153,7 +153,9 @@ class ResolvedPlan:
     @property
     def slots(self) -> int:
         """How many scores a token may have."""
-        return 1 + max((probe.slot for probe in self.probes), default=-1)
+        steps = [probe.steps for probe in self.probes] + [edit.steps for edit in self.edits]
+        slots = [one.slot for each in steps for one in each.instructions if one.slot is not None]
+        return 1 + max(slots, default=-1)
 
     @property
     def captures_prompt(self) -> bool:
