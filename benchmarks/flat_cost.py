@@ -10,12 +10,8 @@ batch sizes. Measured as `overhead.py` measures, against plain vLLM in the same 
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import random
 import sys
-import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +43,7 @@ def main() -> None:
         "rounds": args.rounds,
         "shapes": {},
     }
-    with tempfile.TemporaryDirectory() as folder:
-        for name in args.shapes:
-            # A process for each shape: vLLM does not give back an engine's memory within one.
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                model = shapes.write(name, Path(folder))
-                results["shapes"][name] = pool.submit(measure, model, name, args).result()
-            if args.json:
-                args.json.write_text(json.dumps(results, indent=2) + "\n")
+    overhead.over_shapes(results, args, measure)
     overhead.write_table(results)
 
 

@@ -60,6 +60,16 @@ def main() -> None:
         "rounds": args.rounds,
         "shapes": {},
     }
+    over_shapes(results, args, measure)
+    write_table(results)
+
+
+def over_shapes(
+    results: dict[str, Any],
+    args: argparse.Namespace,
+    measure: Callable[[Path, str, argparse.Namespace], dict[str, Any]],
+) -> None:
+    """Fills `results["shapes"]`, a process for each, and writes the JSON after each."""
     with tempfile.TemporaryDirectory() as folder:
         for name in args.shapes:
             # A process for each shape: vLLM does not give back an engine's memory within one.
@@ -68,7 +78,6 @@ def main() -> None:
                 results["shapes"][name] = pool.submit(measure, model, name, args).result()
             if args.json:
                 args.json.write_text(json.dumps(results, indent=2) + "\n")
-    write_table(results)
 
 
 def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]:
