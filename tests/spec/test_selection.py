@@ -23,13 +23,23 @@ def test_aliases_become_canonical_names():
 @pytest.mark.parametrize(
     ("value", "path", "problem"),
     [
-        ([], "", "at least one site; known: `resid_pre`, `resid_mid`, `resid_post`"),
+        (
+            [],
+            "",
+            "at least one site; known: `resid_pre`, `attn_out`, `resid_mid`, "
+            "`mlp_in`, `mlp_out`, `resid_post`",
+        ),
         (
             "resid_pots",
             "",
             "unknown site 'resid_pots' .did you mean `resid_post`.*known: `resid_pre`",
         ),
-        ("", "", "unknown site ''; known: `resid_pre`, `resid_mid`, `resid_post`"),
+        (
+            "",
+            "",
+            "unknown site ''; known: `resid_pre`, `attn_out`, `resid_mid`, "
+            "`mlp_in`, `mlp_out`, `resid_post`",
+        ),
         (["resid_post", "x" * 10_000], "[1]", "unknown site 'x{59}…; known"),
         (["resid_post", "resid_post"], "[1]", "'resid_post' names the site `resid_post` a second"),
         (["resid_mid", "post_attn"], "[1]", "'post_attn' names the site `resid_mid` a second"),
