@@ -13,6 +13,7 @@ from midstream.runtime.chat import ChatPlan
 from midstream.runtime.prompt_text import text_map
 from midstream.spec import Plan, Prompt, ResolvedPlan, Vector, resolve
 from midstream.spec.operations import Edit
+from midstream.spec.tapping import order
 
 if TYPE_CHECKING:
     from midstream.runtime.door import EngineInfo
@@ -30,7 +31,7 @@ class Asking:
     def __init__(self, info: EngineInfo, engine: Any) -> None:
         self._info = info
         self._engine = engine
-        self._taps = all_taps(sorted(info.shape.taps, key=_order))
+        self._taps = all_taps(sorted(info.shape.taps, key=order))
         self._by_length = functools.lru_cache(maxsize=_CACHED_PLANS)(self._resolve_by_length)
 
     def resolve(
@@ -141,10 +142,6 @@ class Asking:
                         f"the gate reads {site} of layer {layer}, which is on another pipeline "
                         f"stage than layer {edit.layer}; read a layer of the same stage",
                     )
-
-
-def _order(tap: tuple[str, int]) -> tuple[int, str]:
-    return tap[1], tap[0]
 
 
 def _prompt_len(request: Any) -> int:

@@ -111,14 +111,13 @@ class _Resolver:
             # Edits at many layers are mostly for the same tokens.
             where = select(positions, self._prompt, self._max_tokens)
             self._selected[positions] = where
-        parts = len(where.ranges) + sum(len(match.ranges) for match in where.matches)
-        if parts > self._room:
+        if where.num_ranges > self._room:
             raise SpecError(
                 "positions",
                 f"the plan selects more than {MAX_RANGES} separate ranges of positions; use steps "
                 "of 1",
             )
-        self._room -= parts
+        self._room -= where.num_ranges
         return where
 
     def _resolve_probe(self, probe: Probe) -> ResolvedProbe:
