@@ -1,15 +1,14 @@
 """The sources of vLLM and transformers, parsed and not imported, for checks of the tables.
 
-To check another release than the installed one, point MIDSTREAM_TEST_VLLM at its unpacked wheel's
-`vllm` folder.
+Those of the installed vLLM, or, in tests that have the fixture `release`, of each release in turn.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib.util
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from midstream.runtime.conventions import CONVENTIONS, Choice, LayerConvention
 from midstream.runtime.conventions_vllm import MODELS, SINCE, UNTIL, VENDOR
 
 
+@functools.cache
 def package_path(name: str) -> Path:
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
@@ -27,15 +27,30 @@ def package_path(name: str) -> Path:
     return Path(spec.origin).parent
 
 
-@functools.cache
+_given: list[Path] = []
+
+
+@contextlib.contextmanager
+def sources_in(root: Path) -> Iterator[None]:
+    """The sources of vLLM in another `vllm` folder than the installed one, for as long as this."""
+    _given.append(root)
+    try:
+        yield
+    finally:
+        _given.pop()
+
+
 def vllm_root() -> Path:
-    given = os.environ.get("MIDSTREAM_TEST_VLLM")
-    return Path(given) if given else package_path("vllm")
+    return _given[-1] if _given else package_path("vllm")
+
+
+def vllm_release() -> str:
+    return release_of(vllm_root())
 
 
 @functools.cache
-def vllm_release() -> str:
-    version = re.search(r"= '(\d+\.\d+)", (vllm_root() / "_version.py").read_text())
+def release_of(root: Path) -> str:
+    version = re.search(r"= '(\d+\.\d+)", (root / "_version.py").read_text())
     assert version, "vLLM's _version.py is not as expected"
     return version[1]
 
@@ -53,11 +68,14 @@ def class_texts(path: Path) -> dict[str, str]:
     return {match[1]: part for match, part in matches if match}
 
 
-@functools.cache
 def class_node(path: Path, name: str) -> ast.ClassDef | None:
     text = class_texts(path).get(name)
-    if text is None:
-        return None
+    return None if text is None else _class_of(text)
+
+
+@functools.cache
+def _class_of(text: str) -> ast.ClassDef:
+    """By the text, because most classes are the same in several releases."""
     node = ast.parse(text).body[0]
     assert isinstance(node, ast.ClassDef)
     return node
@@ -89,7 +107,7 @@ def is_in_this_release(name: str) -> bool:
 
 
 def each_source() -> Iterator[tuple[tuple[str, str], ast.ClassDef]]:
-    """Every class of the table that the installed packages have."""
+    """Every class of the table that vLLM and the installed transformers have."""
     for key, name in each_vllm_entry():
         if is_in_this_release(name):
             node = class_node(file_of(key), key[1])

@@ -1,7 +1,7 @@
 """The table of layer conventions against the sources that it was read from.
 
-vLLM and transformers are parsed, not imported. To check another release than the installed one,
-point MIDSTREAM_TEST_VLLM at its unpacked wheel's `vllm` folder.
+vLLM and transformers are parsed, not imported. Each release of vLLM is read that `helpers.releases`
+names, the installed one at least.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ from midstream.runtime.conventions import (
 from midstream.runtime.conventions_hf import HF_MODELS
 from midstream.runtime.conventions_vllm import MODELS, SINCE, UNTIL, VENDOR
 
+each_release = pytest.mark.usefixtures("release")
+
 # Layer-like classes which are no decoder layers of a language model that is served.
 NOT_LAYERS = re.compile(
     r"(mtp|eagle|dspark|dflash|vision|audio|encoder|bert|vit\b|siglip|clip|multimodal)"
@@ -54,6 +56,7 @@ REMOTE_CODE = {"NanbeigeForCausalLM", "Kolibri1ForCausalLM"}
 # ---------------------------------------------------------------- table against sources
 
 
+@each_release
 def test_a_vllm_class_exists_in_just_the_releases_the_table_says() -> None:
     wrong = [
         name
@@ -77,6 +80,7 @@ def test_a_transformers_class_exists() -> None:
     assert not [key for key in keys if key[1] not in class_texts(file_of(key))]
 
 
+@each_release
 def test_forward_has_the_parameters_the_convention_names() -> None:
     wrong = []
     for name, _, node, convention in each_convention():
@@ -91,6 +95,7 @@ def test_forward_has_the_parameters_the_convention_names() -> None:
     assert not wrong
 
 
+@each_release
 def test_forward_returns_as_many_values_as_the_convention_says() -> None:
     wrong = []
     for name, _, node, convention in each_convention():
@@ -116,6 +121,7 @@ def test_forward_returns_as_many_values_as_the_convention_says() -> None:
     assert not wrong
 
 
+@each_release
 def test_a_pair_layer_takes_the_missing_residual_of_the_first_layer() -> None:
     wrong = []
     for name, _, node, convention in each_convention():
@@ -136,6 +142,7 @@ def test_a_pair_layer_takes_the_missing_residual_of_the_first_layer() -> None:
     assert not wrong
 
 
+@each_release
 def test_mid_is_a_module_the_layer_calls_with_the_stream_itself() -> None:
     """With a bare name, that is: an expression would be a copy that the skip misses."""
     wrong = []
@@ -173,6 +180,7 @@ def test_mid_is_a_module_the_layer_calls_with_the_stream_itself() -> None:
     assert not wrong
 
 
+@each_release
 def test_a_single_stream_at_mid_is_what_the_skip_connection_keeps() -> None:
     wrong = []
     for name, _, node, convention in each_convention():
@@ -200,6 +208,7 @@ def test_a_single_stream_at_mid_is_what_the_skip_connection_keeps() -> None:
     assert not wrong
 
 
+@each_release
 def test_what_a_choice_asks_for_is_set_by_the_layer() -> None:
     wrong = []
     for key, node in each_source():
@@ -214,6 +223,7 @@ def test_what_a_choice_asks_for_is_set_by_the_layer() -> None:
 # ---------------------------------------------------------------- coverage
 
 
+@each_release
 def test_every_decoder_layer_of_vllm_is_in_the_table() -> None:
     missing = []
     files = [
@@ -256,15 +266,16 @@ def _registry(table: str) -> list[tuple[str, str]]:
 def _imports(path: Path) -> frozenset[Path]:
     """The model files whose classes this one uses, itself included."""
     found = {path}
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            base = path.parents[node.level - 1] if node.level else vllm_root().parent
-            target = base.joinpath(*node.module.split(".")).with_suffix(".py")
-            if target.exists() and "models" in target.parts and "transformers" not in target.parts:
-                found.add(target)
+    imported = re.findall(r"^\s*from (\.*)([\w.]+) import\b", path.read_text(), re.MULTILINE)
+    for dots, module in imported:
+        base = path.parents[len(dots) - 1] if dots else vllm_root().parent
+        target = base.joinpath(*module.split(".")).with_suffix(".py")
+        if target.exists() and "models" in target.parts and "transformers" not in target.parts:
+            found.add(target)
     return frozenset(found)
 
 
+@each_release
 def test_every_text_generation_model_of_the_registry_leads_to_the_table() -> None:
     missing = []
     tabled = {file_of(key) for key, _ in each_vllm_entry()}
@@ -284,6 +295,7 @@ def test_every_text_generation_model_of_the_registry_leads_to_the_table() -> Non
     assert not missing
 
 
+@each_release
 def test_every_model_that_vllm_leaves_to_transformers_is_in_the_table() -> None:
     registry = tree_of(vllm_root() / "model_executor/models/registry.py")
     supported = next(

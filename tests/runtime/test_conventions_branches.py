@@ -1,7 +1,8 @@
 """Where the table finds what attention and MLP add to the stream, against the models' sources.
 
-As `test_conventions`, which see: nothing is imported. It is enough if one call of a module is as
-the table says: which branch of its forward a layer takes is what a `Choice` decides.
+As `test_conventions`, which see: nothing is imported, and each release is read. It is enough if one
+call of a module is as the table says: which branch of its forward a layer takes is what a `Choice`
+decides.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from midstream.runtime.conventions import (
 )
 from midstream.runtime.conventions_types import Entry, hybrid, single
 from midstream.sites import NAMES
+
+each_release = pytest.mark.usefixtures("release")
 
 # What changes no value: in evaluation, and (the last two) wherever the table has no refusal.
 NEUTRAL = ("dropout", "view", "_cast_for_residual", "sp_reduce_scatter")
@@ -192,20 +195,23 @@ def places(
 # ---------------------------------------------------------------- the table
 
 
+@each_release
 def test_each_named_module_is_set_by_the_layer_and_called_by_it() -> None:
     wrong = []
     for name, _, path, node, _, place in places(Input, Output):
         head, *rest = place.path.split(".")
-        everything = [found for other in class_texts(path) if (found := class_node(path, other))]
+        everything = class_texts(path) if rest else ()
+        nodes = [found for other in everything if (found := class_node(path, other))]
         if not any(sets(item, head) for item in family_of(path, node)):
             wrong.append((name, f"{head} is not set"))
-        if rest and not any(sets(item, rest[-1]) for item in everything):
+        if rest and not any(sets(item, rest[-1]) for item in nodes):
             wrong.append((name, f"{rest[-1]} is not set"))
         if not list(each_call(path, node, place.path)):
             wrong.append((name, f"{place.path} is never called"))
     assert not wrong
 
 
+@each_release
 def test_the_mlp_is_called_with_a_tensor_that_is_its_own_or_gets_a_copy() -> None:
     wrong = []
     for name, _, path, node, _, place in places(Input):
@@ -218,6 +224,7 @@ def test_the_mlp_is_called_with_a_tensor_that_is_its_own_or_gets_a_copy() -> Non
     assert not wrong
 
 
+@each_release
 def test_what_a_module_returns_is_added_as_it_is() -> None:
     wrong = []
     for name, site, path, node, _, place in places(Output):
@@ -229,6 +236,7 @@ def test_what_a_module_returns_is_added_as_it_is() -> None:
     assert not wrong
 
 
+@each_release
 def test_the_first_half_is_attentions_only_where_mid_is_called_with_both_halves() -> None:
     wrong = []
     for name, path, node, convention in each_convention():
@@ -244,6 +252,7 @@ def test_the_first_half_is_attentions_only_where_mid_is_called_with_both_halves(
     assert not wrong
 
 
+@each_release
 def test_the_norms_output_is_the_mlps_input_only_where_several_modules_read_it() -> None:
     wrong = []
     for name, site, path, node, _, place in places(Output):

@@ -26,6 +26,7 @@ def classes():
 
 def test_the_installed_vllm_fits():
     seams.check_process()
+    seams.check_offline()
     seams.check_async()
 
 
@@ -38,15 +39,31 @@ def test_a_changed_async_engine_is_named(monkeypatch):
         seams.check_async()
 
 
-def test_the_classes_of_both_runners_fit():
-    runners = [
-        ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", seams.V1_SEAMS),
-        ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", seams.V2_SEAMS[:1]),
-    ]
-    for module, name, wanted in runners:
-        cls = getattr(importlib.import_module(module), name)
-        for seam in wanted:
-            assert seams._problems(cls, seam, f"{module}.{seam.name}") == []
+def test_a_changed_offline_engine_is_named(monkeypatch):
+    from vllm import LLM
+
+    def chat(self, messages, sampling_params, chat_template=None, tools=None):
+        """Takes fewer of the template's arguments."""
+
+    monkeypatch.setattr(LLM, "chat", chat)
+    seams.check_process()
+    with pytest.raises(
+        SeamError, match=r"LLM\.chat takes no chat_template_content_format, .*continue_final_mess"
+    ):
+        seams.check_offline()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fields"),
+    [(seams.V1_SEAMS, seams.V1_FIELDS), (seams.V2_SEAMS, seams.V2_FIELDS)],
+    ids=["v1", "v2"],
+)
+def test_the_classes_of_both_runners_fit(wanted, fields):
+    for seam in wanted:
+        function = seams._reach(importlib.import_module(seam.module), seam.name)
+        assert seams._problems(function, seam, seam.name) == []
+    for one in fields:
+        assert seams._lacking(one) == []
 
 
 def changed(self, request, prompt, params):
@@ -113,6 +130,74 @@ def test_every_difference_is_named_at_once(monkeypatch):
     assert "vllm.v1.worker.worker_base: " in str(caught.value)
 
 
+# ---------------------------------------------------------------- attributes
+
+
+class Base:
+    inherited: int
+
+    def prepare(self):
+        self.late = 1
+        self.read_only = self.elsewhere
+
+
+class Holder(Base):
+    declared: str
+    given = 3
+
+    def __init__(self):
+        self.made = []
+
+    @property
+    def worked_out(self):
+        return None
+
+
+@pytest.mark.parametrize("name", ["inherited", "late", "declared", "given", "made", "worked_out"])
+def test_a_class_has_what_it_declares_and_what_its_methods_set(name):
+    assert seams._has(Holder, name)
+
+
+@pytest.mark.parametrize("name", ["elsewhere", "Made", "append", "nothing"])
+def test_what_a_class_only_reads_it_does_not_have(name):
+    assert not seams._has(Holder, name)
+
+
+def test_attributes_that_are_gone_are_named_with_what_they_are_for(monkeypatch):
+    wanted = (
+        seams.Fields("vllm.v1.request", "RequestStatus", ("FINISHED_ERROR", "LOST"), "ends"),
+        seams.Fields("vllm.envs", "", ("VLLM_NEVER_THERE",), "settings"),
+        seams.Fields("vllm.v1.request", "Gone", ("a",), "other"),
+        seams.Fields("vllm.gone", "", ("a",), "other"),
+    )
+    monkeypatch.setattr(seams, "PROCESS_FIELDS", wanted)
+    with pytest.raises(SeamError) as caught:
+        seams.check_process()
+    assert str(caught.value).splitlines()[1:] == [
+        "  vllm.v1.request.RequestStatus has no LOST (ends)",
+        "  vllm.envs has no VLLM_NEVER_THERE (settings)",
+        "  vllm.v1.request.Gone is missing (other)",
+        "  vllm.gone: No module named 'vllm.gone'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [
+        ("0.27.1", False),
+        ("0.28.0", True),
+        ("0.30.2+cpu", True),
+        ("0.31.0", False),
+        ("1.0", False),
+        ("dev", False),
+    ],
+)
+def test_attributes_of_some_releases_are_looked_for_in_those(version, known):
+    fields = seams.Fields("vllm", "", ("a",), "why", since="0.28", until="0.30")
+    assert fields.is_in(version) is known
+    assert seams.Fields("vllm", "", ("a",), "why").is_in(version)
+
+
 # ---------------------------------------------------------------- runners
 
 
@@ -120,12 +205,26 @@ class V1Runner:
     def __init__(self):
         self.input_batch = SimpleNamespace(req_ids=[], num_reqs=0, num_computed_tokens_cpu=[])
         self.query_start_loc = SimpleNamespace(np=[])
+        self.input_ids = SimpleNamespace(gpu=[])
+        self.positions = []
+        self.device = "cpu"
+        self.max_num_tokens = 8
+        self.model_memory_usage = 0
 
     def _update_states(self, scheduler_output):
         """Requests come and go."""
 
     def _model_forward(self, input_ids, positions, intermediate_tensors, inputs_embeds, **rest):
         """A forward."""
+
+    def execute_model(self, scheduler_output, intermediate_tensors=None):
+        """A step."""
+
+    def sample_tokens(self, grammar_output):
+        """Its end."""
+
+    def get_model(self):
+        """The model."""
 
 
 class V2State:
@@ -136,9 +235,26 @@ class V2State:
 class V2Runner:
     def __init__(self):
         self.model_state = V2State()
+        self.device = "cpu"
+        self.max_num_tokens = 8
+        self.model_memory_usage = 0
 
     def execute_model(self, scheduler_output, intermediate_tensors=None, dummy_run=False):
         """A step."""
+
+    def sample_tokens(self, grammar_output):
+        """Its end."""
+
+    def get_model(self):
+        """The model."""
+
+
+V1_PATHS = [
+    f"{fields.at}.{name}".lstrip(".")
+    for fields in seams.V1_FIELDS
+    if fields.at is not None
+    for name in fields.names
+]
 
 
 def test_the_two_runners_are_told_apart_and_fit():
@@ -148,7 +264,7 @@ def test_the_two_runners_are_told_apart_and_fit():
     seams.check_runner(V2Runner(), is_v2=True)
 
 
-@pytest.mark.parametrize("path", seams.V1_ATTRIBUTES)
+@pytest.mark.parametrize("path", V1_PATHS)
 def test_an_attribute_that_a_v1_runner_lacks_is_named(path):
     runner = V1Runner()
     *holders, name = path.split(".")
@@ -160,11 +276,13 @@ def test_an_attribute_that_a_v1_runner_lacks_is_named(path):
         seams.check_runner(runner, is_v2=False)
 
 
-@pytest.mark.parametrize("seam", seams.V1_SEAMS, ids=lambda seam: seam.name)
+@pytest.mark.parametrize(
+    "seam", [seam for seam in seams.V1_SEAMS if seam.parameters], ids=lambda seam: seam.at
+)
 def test_a_changed_method_of_a_v1_runner_is_named(seam):
     runner = V1Runner()
-    setattr(runner, seam.name, lambda something: something)
-    with pytest.raises(SeamError, match=rf"V1Runner\.{seam.name} takes \(something\), expected"):
+    setattr(runner, seam.at, lambda something: something)
+    with pytest.raises(SeamError, match=rf"V1Runner\.{seam.at} takes \(something\), expected"):
         seams.check_runner(runner, is_v2=False)
 
 
@@ -176,6 +294,12 @@ def test_a_changed_v2_runner_is_named(monkeypatch):
     runner.model_state = None
     with pytest.raises(SeamError, match=r"model_state\.preprocess_state is missing"):
         seams.check_runner(runner, is_v2=True)
-    monkeypatch.setattr(seams, "V2_BATCH_FIELDS", ("req_ids", "renamed"))
-    with pytest.raises(SeamError, match="InputBatch has no renamed$"):
+    runner = V2Runner()
+    runner.execute_model = lambda scheduler_output, intermediate_tensors=None: None
+    with pytest.raises(SeamError, match=r"V2Runner\.execute_model takes no dummy_run$"):
+        seams.check_runner(runner, is_v2=True)
+    batch = ("vllm.v1.worker.gpu.input_batch", "InputBatch")
+    wanted = seams.Fields(*batch, ("req_ids", "renamed"), "rows")
+    monkeypatch.setattr(seams, "V2_FIELDS", (wanted,))
+    with pytest.raises(SeamError, match=r"InputBatch has no renamed \(rows\)$"):
         seams.check_runner(V2Runner(), is_v2=True)

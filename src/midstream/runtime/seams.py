@@ -1,33 +1,27 @@
 """Where midstream takes hold of vLLM, and the check that each place is as it was built on.
 
-Every seam is data: where it is, and the parameters that midstream counts on. What a release adds
-after them does no harm; what it removes or renames is refused by name before anything is patched.
+Every seam is data: where it is, and what midstream counts on there: of a function its leading
+parameters, of a class its attributes (`seam_fields`). What a release adds does no harm; what it
+removes or renames is refused by name before anything is patched. `scripts/seams.py` holds the same
+data against the sources of any release.
 """
 
 from __future__ import annotations
 
+import dis
 import importlib
 import inspect
-from dataclasses import dataclass
 from typing import Any
 
 from midstream.errors import SeamError
+from midstream.runtime.seam_fields import ASYNC_FIELDS, OFFLINE_FIELDS, PROCESS_FIELDS
+from midstream.runtime.seam_runners import V1_FIELDS, V1_SEAMS, V2_FIELDS, V2_SEAMS
+from midstream.runtime.seam_types import Fields, Seam
 
-
-@dataclass(frozen=True, slots=True)
-class Seam:
-    """One function of vLLM that midstream wraps or calls.
-
-    Attributes:
-        module, name: where it is (`Class.method`).
-        parameters: the leading parameters, by name, after `self`.
-        why: what midstream does there.
-    """
-
-    module: str
-    name: str
-    parameters: tuple[str, ...]
-    why: str
+# Releases on which the engine tests have passed, and those whose sources only were checked; as
+# docs/versions.md has them.
+RUN = ("0.26", "0.28", "0.30", "0.32")
+READ = ("0.33",)
 
 
 PROCESS_SEAMS: tuple[Seam, ...] = (
@@ -75,10 +69,140 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "what went past the front door is refused",
     ),
     Seam(
+        "vllm.v1.core.kv_cache_utils",
+        "generate_block_hash_extra_keys",
+        ("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
+        "blocks with edited tokens get keys of their own",
+    ),
+    Seam(
+        "vllm.v1.core.block_pool",
+        "generate_block_hash_extra_keys",
+        ("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
+        "blocks with edited tokens get keys of their own, in events too",
+    ),
+    Seam(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.get_computed_blocks",
+        ("request",),
+        "a hit stays below the first position whose row is asked for",
+    ),
+    Seam(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.get_blocks",
+        ("request_id",),
+        "who shares KV with a request that failed is found",
+    ),
+    Seam(
+        "vllm.v1.core.block_pool",
+        "BlockPool.evict_blocks",
+        ("block_ids",),
+        "the cache is emptied after a failure",
+    ),
+    Seam(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.update_from_output",
+        ("scheduler_output", "model_runner_output"),
+        "requests that failed on a worker are ended",
+    ),
+    Seam(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.finish_requests",
+        ("request_ids", "finished_status"),
+        "requests that failed on a worker are ended",
+    ),
+    Seam(
+        "vllm.v1.core.kv_cache_coordinator",
+        "KVCacheCoordinator.find_longest_cache_hit",
+        ("block_hashes", "max_cache_hit_length"),
+        "a hit stays below the first position whose row is asked for",
+    ),
+    Seam(
         "vllm.v1.engine.llm_engine",
         "LLMEngine.has_unfinished_requests",
         (),
         "what nobody waits for any more is let go",
+    ),
+    Seam(
+        "vllm.v1.engine.llm_engine",
+        "LLMEngine.get_tokenizer",
+        (),
+        "positions may be found by the prompt's text",
+    ),
+    Seam(
+        "vllm.v1.engine.core_client",
+        "InprocClient.add_request",
+        ("request",),
+        "requests wait for room",
+    ),
+    Seam(
+        "vllm.v1.engine.core_client",
+        "SyncMPClient.add_request",
+        ("request",),
+        "requests wait for room",
+    ),
+    Seam("vllm.v1.worker.worker_base", "WorkerBase.load_model", (), "the loaded model is tapped"),
+    Seam(
+        "vllm.v1.outputs",
+        "AsyncModelRunnerOutput.get_output",
+        (),
+        "what went wrong is told in the output that this one gives",
+    ),
+    Seam("vllm.plugins", "load_general_plugins", (), "midstream is loaded in each process"),
+    Seam("vllm.engine.arg_utils", "EngineArgs.__post_init__", (), "midstream is loaded from here"),
+    Seam(
+        "vllm.v1.engine.core",
+        "EngineCore.__init__",
+        ("vllm_config",),
+        "midstream is loaded from here",
+    ),
+    Seam(
+        "vllm.v1.worker.worker_base",
+        "WorkerWrapperBase.init_worker",
+        ("all_kwargs",),
+        "midstream is loaded from here",
+    ),
+)
+
+OFFLINE_SEAMS: tuple[Seam, ...] = (
+    Seam("vllm.entrypoints.llm", "LLM.__init__", ("model",), "an engine of midstream's own"),
+    Seam(
+        "vllm.entrypoints.llm",
+        "LLM.generate",
+        ("prompts", "sampling_params"),
+        "each prompt gets its plan",
+    ),
+    Seam(
+        "vllm.entrypoints.llm",
+        "LLM.chat",
+        ("messages", "sampling_params"),
+        "each conversation gets its plan",
+        named=(
+            "chat_template",
+            "chat_template_content_format",
+            "chat_template_kwargs",
+            "add_generation_prompt",
+            "continue_final_message",
+            "tools",
+        ),
+    ),
+    Seam("vllm.entrypoints.llm", "LLM.enqueue", (), "refused with default captures"),
+    Seam("vllm.entrypoints.llm", "LLM.enqueue_chat", (), "refused with default captures"),
+    Seam("vllm.entrypoints.llm", "LLM.beam_search", (), "refused with edits of some positions"),
+    Seam(
+        "vllm.entrypoints.llm",
+        "LLM.get_default_sampling_params",
+        (),
+        "plans ride in sampling params",
+    ),
+    Seam("vllm.renderers.inputs.preprocess", "prompt_to_seq", (), "prompts are counted"),
+    Seam(
+        "vllm.renderers.inputs.preprocess", "conversation_to_seq", (), "conversations are counted"
+    ),
+    Seam(
+        "vllm.renderers.base",
+        "BaseRenderer.render_messages",
+        ("messages", "params"),
+        "the messages of a chat are found in its prompt",
     ),
 )
 
@@ -87,6 +211,25 @@ ASYNC_SEAMS: tuple[Seam, ...] = (
         "vllm.v1.engine.async_llm",
         "AsyncLLM.__init__",
         ("vllm_config", "executor_class", "log_stats"),
+        "an async engine of midstream's own",
+        named=("usage_context", "log_requests", "start_engine_loop", "stat_loggers"),
+    ),
+    Seam(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.from_engine_args",
+        ("engine_args", "start_engine_loop", "usage_context", "stat_loggers"),
+        "an async engine of midstream's own",
+    ),
+    Seam(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.get_tokenizer",
+        (),
+        "positions may be found by the prompt's text",
+    ),
+    Seam(
+        "vllm.v1.executor.abstract",
+        "Executor.get_class",
+        ("vllm_config",),
         "an async engine of midstream's own",
     ),
     Seam(
@@ -122,33 +265,9 @@ ASYNC_SEAMS: tuple[Seam, ...] = (
     ),
 )
 
-V1_SEAMS: tuple[Seam, ...] = (
-    Seam("", "_update_states", ("scheduler_output",), "requests come and go"),
-    Seam(
-        "",
-        "_model_forward",
-        ("input_ids", "positions", "intermediate_tensors", "inputs_embeds"),
-        "real forwards",
-    ),
-)
-V1_ATTRIBUTES = (
-    "input_batch.req_ids",
-    "input_batch.num_reqs",
-    "input_batch.num_computed_tokens_cpu",
-    "query_start_loc.np",
-)
-
-V2_SEAMS: tuple[Seam, ...] = (
-    Seam("", "execute_model", ("scheduler_output", "intermediate_tensors"), "steps"),
-    Seam("", "model_state.preprocess_state", ("input_batch",), "real batches, before the forward"),
-)
-V2_BATCH_FIELDS = (
-    "req_ids",
-    "num_reqs",
-    "num_scheduled_tokens",
-    "num_computed_tokens_np",
-    "num_tokens",
-)
+# All that there is, for checks of a release's sources.
+SEAMS = (*PROCESS_SEAMS, *OFFLINE_SEAMS, *ASYNC_SEAMS, *V1_SEAMS, *V2_SEAMS)
+FIELDS = (*PROCESS_FIELDS, *OFFLINE_FIELDS, *ASYNC_FIELDS, *V1_FIELDS, *V2_FIELDS)
 
 
 def check_process() -> None:
@@ -157,7 +276,16 @@ def check_process() -> None:
     Raises:
         SeamError: names each difference.
     """
-    _check(PROCESS_SEAMS)
+    _check(PROCESS_SEAMS, PROCESS_FIELDS)
+
+
+def check_offline() -> None:
+    """Checks the seams of offline engines.
+
+    Raises:
+        SeamError: names each difference.
+    """
+    _check(OFFLINE_SEAMS, OFFLINE_FIELDS)
 
 
 def check_async() -> None:
@@ -166,19 +294,7 @@ def check_async() -> None:
     Raises:
         SeamError: names each difference.
     """
-    _check(ASYNC_SEAMS)
-
-
-def _check(seams: tuple[Seam, ...]) -> None:
-    problems = []
-    for seam in seams:
-        try:
-            found: Any = importlib.import_module(seam.module)
-        except ImportError as error:
-            problems.append(f"{seam.module}: {error}")
-            continue
-        problems += _problems(found, seam, f"{seam.module}.{seam.name}")
-    _raise(problems)
+    _check(ASYNC_SEAMS, ASYNC_FIELDS)
 
 
 def is_v2_runner(runner: Any) -> bool:
@@ -193,35 +309,78 @@ def check_runner(runner: Any, is_v2: bool) -> None:
         SeamError: names each difference.
     """
     kind = f"{type(runner).__module__}.{type(runner).__qualname__}"
-    problems = []
+    problems: list[str] = []
     for seam in V2_SEAMS if is_v2 else V1_SEAMS:
-        problems += _problems(runner, seam, f"{kind}.{seam.name}")
-    if is_v2:
-        batch = importlib.import_module("vllm.v1.worker.gpu.input_batch").InputBatch
-        known = set(getattr(batch, "__annotations__", ()))
-        problems += [
-            f"{kind}: InputBatch has no {field}" for field in V2_BATCH_FIELDS if field not in known
-        ]
-    else:
-        problems += [
-            f"{kind} has no {path}" for path in V1_ATTRIBUTES if _reach(runner, path) is None
-        ]
+        problems += _problems(_reach(runner, seam.at), seam, f"{kind}.{seam.at}")
+    for fields in V2_FIELDS if is_v2 else V1_FIELDS:
+        if fields.at is None:
+            problems += _lacking(fields)
+            continue
+        paths = (f"{fields.at}.{name}".lstrip(".") for name in fields.names)
+        problems += [f"{kind} has no {path}" for path in paths if _reach(runner, path) is None]
     _raise(problems)
 
 
-def _problems(root: Any, seam: Seam, name: str) -> list[str]:
-    function = _reach(root, seam.name)
+def _check(seams: tuple[Seam, ...], fields: tuple[Fields, ...]) -> None:
+    problems = []
+    for seam in seams:
+        try:
+            module = importlib.import_module(seam.module)
+        except ImportError as error:
+            problems.append(f"{seam.module}: {error}")
+            continue
+        problems += _problems(_reach(module, seam.name), seam, f"{seam.module}.{seam.name}")
+    for one in fields:
+        problems += _lacking(one)
+    # One module that cannot be imported is one difference.
+    _raise(list(dict.fromkeys(problems)))
+
+
+def _problems(function: Any, seam: Seam, name: str) -> list[str]:
     if not callable(function):
         return [f"{name} is missing ({seam.why})"]
-    found = [
-        parameter.name
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.name != "self"
-    ]
+    found = [one for one in inspect.signature(function).parameters if one not in ("self", "cls")]
     wanted = list(seam.parameters)
     if found[: len(wanted)] != wanted:
         return [f"{name} takes ({', '.join(found)}), expected ({', '.join(wanted)}, …)"]
-    return []
+    lacking = [one for one in seam.named if one not in found]
+    return [f"{name} takes no {', '.join(lacking)}"] if lacking else []
+
+
+def _lacking(fields: Fields) -> list[str]:
+    if not fields.is_in(importlib.import_module("vllm").__version__):
+        return []
+    try:
+        owner: Any = importlib.import_module(fields.module)
+    except ImportError as error:
+        return [f"{fields.module}: {error}"]
+    name = f"{fields.module}.{fields.owner}".rstrip(".")
+    if fields.owner:
+        owner = getattr(owner, fields.owner, None)
+        if not isinstance(owner, type):
+            return [f"{name} is missing ({fields.why})"]
+    return [f"{name} has no {one} ({fields.why})" for one in fields.names if not _has(owner, one)]
+
+
+def _has(owner: Any, name: str) -> bool:
+    """Whether a module has a name, or a class an attribute; for its objects, one that a method
+    sets counts.
+    """
+    if hasattr(owner, name):
+        return True
+    for base in getattr(owner, "__mro__", ()):
+        if name in vars(base).get("__annotations__", ()):
+            return True
+        for item in vars(base).values():
+            code = getattr(inspect.unwrap(item), "__code__", None) if callable(item) else None
+            if code is not None and name in code.co_names and _stores(code, name):
+                return True
+    return False
+
+
+def _stores(code: Any, name: str) -> bool:
+    steps = dis.get_instructions(code)
+    return any(step.opname == "STORE_ATTR" and step.argval == name for step in steps)
 
 
 def _reach(root: Any, path: str) -> Any:
@@ -236,5 +395,6 @@ def _raise(problems: list[str]) -> None:
 
         raise SeamError(
             f"vLLM {vllm.__version__} is not one that this midstream fits "
-            f"(run on 0.26 and 0.32, read up to 0.33):\n  " + "\n  ".join(problems)
+            f"(run on {' and '.join(RUN)}, read on {' and '.join(READ)}):\n  "
+            + "\n  ".join(problems)
         )

@@ -1,0 +1,173 @@
+"""midstream's seams against the sources of a vLLM release, which are parsed and not imported."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from midstream.runtime.seam_types import Fields, Seam
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One seam in one release.
+
+    Attributes:
+        name: the seam's, as an import would spell it.
+        why: what midstream does there.
+        problem: how it differs from what is counted on; None where it is as it should be.
+    """
+
+    name: str
+    why: str
+    problem: str | None
+
+
+class Release:
+    """The sources of one release.
+
+    Args:
+        root: its `vllm` folder.
+
+    Attributes:
+        version: of the release, in full.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._base = root.parent
+        found = re.search(r"= '(\d+\.\d+[^']*)'", (root / "_version.py").read_text("utf-8"))
+        assert found, "vLLM's _version.py is not as expected"
+        self.version = found[1]
+        self._module = functools.cache(self._parse)
+
+    def check(self, seam: Seam) -> Finding:
+        """Whether a function is there and takes the parameters that are counted on."""
+        name = f"{seam.module}.{seam.name}"
+        function = self._function(seam.module, seam.name)
+        if function is None:
+            return Finding(name, seam.why, "is missing")
+        taken = _parameters(function)
+        wanted = list(seam.parameters)
+        problem = None
+        if taken[: len(wanted)] != wanted:
+            problem = f"takes ({', '.join(taken)}), expected ({', '.join(wanted)}, …)"
+        lacking = [one for one in seam.named if one not in taken]
+        if lacking:
+            problem = f"takes no {', '.join(lacking)}"
+        return Finding(name, seam.why, problem)
+
+    def check_fields(self, fields: Fields) -> Finding:
+        """Whether a class, or a module, has the attributes that are counted on."""
+        name = f"{fields.module}.{fields.owner}".rstrip(".")
+        known = self._names(fields.module, fields.owner)
+        if known is None:
+            return Finding(name, fields.why, "is missing")
+        lacking = [one for one in fields.names if one not in known]
+        if not fields.is_in(self.version):
+            early = [one for one in fields.names if one in known]
+            when = f"{fields.since or 'the first'} to {fields.until or 'the last'}"
+            problem = f"has {', '.join(early)}, expected from {when} only" if early else None
+            return Finding(name, fields.why, problem)
+        return Finding(name, fields.why, f"has no {', '.join(lacking)}" if lacking else None)
+
+    def _parse(self, module: str) -> ast.Module | None:
+        path = self._base.joinpath(*module.split("."))
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return ast.parse(file.read_text(encoding="utf-8"))
+        return None
+
+    def _function(self, module: str, name: str) -> Function | None:
+        owner, _, method = name.rpartition(".")
+        if not owner:
+            found = self._find(module, method)
+            return found[1] if found and isinstance(found[1], _FUNCTIONS) else None
+        for _, cls in self._family(module, owner):
+            functions = [item for item in cls.body if isinstance(item, _FUNCTIONS)]
+            overloads = [one for one in functions if one.name == method]
+            if overloads:
+                return overloads[-1]
+        return None
+
+    def _names(self, module: str, owner: str) -> set[str] | None:
+        if not owner:
+            tree = self._module(module)
+            return None if tree is None else set(_defined(tree.body))
+        family = self._family(module, owner)
+        if not family:
+            return None
+        return {name for _, cls in family for name in (*_defined(cls.body), *_set_on_self(cls))}
+
+    def _family(self, module: str, name: str) -> list[tuple[str, ast.ClassDef]]:
+        """A class and its bases, as far as vLLM has them, each with its module."""
+        found = self._find(module, name)
+        if found is None or not isinstance(found[1], ast.ClassDef):
+            return []
+        home, cls = found
+        family = [(home, cls)]
+        for base in cls.bases:
+            inner = base.value if isinstance(base, ast.Subscript) else base
+            if isinstance(inner, ast.Name):
+                family += self._family(home, inner.id)
+        return family
+
+    def _find(self, module: str, name: str) -> tuple[str, ast.stmt] | None:
+        """A function or class that a module defines or imports, and the module that defines it."""
+        tree = self._module(module)
+        if tree is None:
+            return None
+        for item in _statements(tree.body):
+            if isinstance(item, (ast.ClassDef, *_FUNCTIONS)) and item.name == name:
+                return module, item
+            if isinstance(item, ast.ImportFrom) and item.module and not item.level:
+                for alias in item.names:
+                    if (alias.asname or alias.name) == name and item.module.startswith("vllm"):
+                        return self._find(item.module, alias.name)
+        return None
+
+
+def _parameters(function: Function) -> list[str]:
+    given = function.args
+    names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return [name for name in names if name not in ("self", "cls")]
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Those of a module or class, and of the branches in it."""
+    for item in body:
+        yield item
+        if isinstance(item, ast.If):
+            yield from _statements([*item.body, *item.orelse])
+        elif isinstance(item, ast.Try):
+            yield from _statements([*item.body, *item.orelse, *item.finalbody])
+
+
+def _defined(body: list[ast.stmt]) -> Iterator[str]:
+    """Names that the body of a module or class defines, imports, or gives a value or a type."""
+    for item in _statements(body):
+        if isinstance(item, (ast.ClassDef, *_FUNCTIONS)):
+            yield item.name
+        elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            yield item.target.id
+        elif isinstance(item, ast.Assign):
+            yield from (one.id for one in item.targets if isinstance(one, ast.Name))
+        elif isinstance(item, ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in item.names)
+
+
+def _set_on_self(cls: ast.ClassDef) -> Iterator[str]:
+    for item in ast.walk(cls):
+        if (
+            isinstance(item, ast.Attribute)
+            and isinstance(item.ctx, ast.Store)
+            and isinstance(item.value, ast.Name)
+            and item.value.id == "self"
+        ):
+            yield item.attr

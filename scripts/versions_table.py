@@ -1,0 +1,133 @@
+"""Writes the tables of docs/versions.md from docs/versions.json and benchmarks/results/*.json.
+
+scripts/versions_table.py [--check]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import markers
+
+from midstream.runtime.seams import FIELDS
+
+RECORD = markers.ROOT / "docs" / "versions.json"
+RESULTS = markers.ROOT / "benchmarks" / "results"
+NOT_RUN = "–"
+
+
+def pages() -> dict[str, dict[str, str]]:
+    """Every block, by page."""
+    releases = read()
+    blocks = {
+        "releases": overview(releases, gpu_runs()),
+        "engine tests": engine_tests(releases),
+        "differences": differences(),
+    }
+    return {"docs/versions.md": blocks}
+
+
+def read() -> dict[str, dict[str, Any]]:
+    """What is recorded, by release."""
+    releases: dict[str, dict[str, Any]] = json.loads(RECORD.read_text("utf-8"))["releases"]
+    return releases
+
+
+def gpu_runs() -> dict[str, dict[str, Any]]:
+    """The machine and date of the latest result on a GPU, by release."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        machine = json.loads(path.read_text("utf-8")).get("machine", {})
+        if "NVIDIA" in machine.get("device", ""):
+            known = found.get(machine["vllm"])
+            if known is None or known["date"] < machine["date"]:
+                found[machine["vllm"]] = machine
+    return found
+
+
+def overview(releases: dict[str, dict[str, Any]], on_gpu: dict[str, dict[str, Any]]) -> str:
+    """One line a release: what was checked, and when."""
+    rows = []
+    for version, checks in releases.items():
+        rows.append(
+            [
+                version,
+                _sources(checks),
+                _engine(checks),
+                _gpu(on_gpu.get(version.partition("+")[0])),
+            ]
+        )
+    return markers.table(["vLLM", "sources", "engine tests on the CPU", "on a GPU"], rows)
+
+
+def engine_tests(releases: dict[str, dict[str, Any]]) -> str:
+    """One line a test file, one column a release on which it was run."""
+    run = {version: checks["engine"] for version, checks in releases.items() if "engine" in checks}
+    names = sorted({name for record in run.values() for name in record["files"]})
+    head = ["tests/engine", *(f"{record['package']}" for record in run.values())]
+    rows = [
+        [f"`{name}`", *(_outcome(record["files"].get(name)) for record in run.values())]
+        for name in names
+    ]
+    facts = ("torch", "transformers", "python", "commit")
+    rows += [[fact, *(str(record[fact]) for record in run.values())] for fact in facts]
+    return markers.table(head, rows)
+
+
+def differences() -> str:
+    """What midstream counts on in some of the releases only."""
+    rows = [
+        [
+            f"`{fields.module}.{fields.owner}`".replace(".`", "`"),
+            ", ".join(f"`{name}`" for name in fields.names),
+            fields.since or "the first",
+            fields.until or "the last",
+            fields.why,
+        ]
+        for fields in FIELDS
+        if fields.since or fields.until
+    ]
+    return markers.table(["where", "what", "from", "to", "what for"], rows)
+
+
+def _sources(checks: dict[str, Any]) -> str:
+    found = checks.get("sources")
+    if found is None:
+        return NOT_RUN
+    outcome = f"{len(found['differ'])} of {found['seams']} seams differ"
+    if not found["differ"]:
+        outcome = f"{found['seams']} seams as counted on"
+    return f"{outcome}, {found['date']}"
+
+
+def _engine(checks: dict[str, Any]) -> str:
+    found = checks.get("engine")
+    if found is None:
+        return NOT_RUN
+    total = {
+        key: sum(counts[key] for counts in found["files"].values())
+        for key in ("passed", "failed", "skipped")
+    }
+    return f"{_outcome(total)} in {len(found['files'])} files, {found['date']}"
+
+
+def _gpu(machine: dict[str, Any] | None) -> str:
+    if machine is None:
+        return NOT_RUN
+    return f"{machine['device']}, {machine['date'].partition(' ')[0]}, {machine['commit']}"
+
+
+def _outcome(counts: dict[str, Any] | None) -> str:
+    if counts is None:
+        return NOT_RUN
+    said = [f"{counts[key]} {key}" for key in ("passed", "failed", "skipped") if counts[key]]
+    return ", ".join(said) or "none"
+
+
+if __name__ == "__main__":
+    raise SystemExit(markers.main(pages(), __doc__))

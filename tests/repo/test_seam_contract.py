@@ -1,0 +1,176 @@
+"""midstream's seams against the sources of each release of vLLM that it is for."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from helpers import releases
+
+from midstream.runtime import seams
+from midstream.runtime.seam_types import Fields, Seam
+
+import seam_sources  # isort: skip
+import seams as seams_script  # isort: skip
+import versions_table  # isort: skip
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "midstream"
+
+
+def test_every_seam_is_as_it_is_counted_on(release: Path) -> None:
+    wrong = [f for f in seams_script.check(release) if f.problem is not None]
+    assert not wrong, f"vLLM {seam_sources.Release(release).version}:\n{seams_script.table(wrong)}"
+
+
+def test_the_installed_release_is_among_those_that_are_checked() -> None:
+    installed = releases.installed_release()
+    if installed is None:
+        pytest.skip("vLLM is not installed")
+    assert installed[0] in releases.names()
+
+
+def test_the_releases_that_the_error_names_are_those_that_are_recorded() -> None:
+    recorded = versions_table.read()
+    run = {name for name, checks in recorded.items() if "engine" in checks}
+    run |= versions_table.gpu_runs().keys() & recorded.keys()
+    assert {f"{name}.0" for name in seams.RUN} == run
+    assert {f"{name}.0" for name in seams.READ} == set(recorded) - run
+
+
+# ---------------------------------------------------------------- nothing is left out
+
+
+def test_whatever_is_wrapped_is_a_seam() -> None:
+    tree = ast.parse((PACKAGE / "runtime" / "patches.py").read_text(encoding="utf-8"))
+    wrapped = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "_wrap":
+            module, cls, name = (ast.literal_eval(argument) for argument in node.args[:3])
+            wrapped.add((module, f"{cls}.{name}"))
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_KEY_MODULES":
+            wrapped |= {(m, "generate_block_hash_extra_keys") for m in ast.literal_eval(node.value)}
+    assert len(wrapped) > 8
+    assert wrapped <= {(seam.module, seam.name) for seam in seams.SEAMS}
+
+
+def test_whatever_is_imported_from_vllm_is_a_seam() -> None:
+    known = {(seam.module, seam.name.partition(".")[0]) for seam in seams.SEAMS}
+    for fields in seams.FIELDS:
+        known |= {(fields.module, name) for name in (fields.names if not fields.owner else ())}
+        known.add((fields.module, fields.owner))
+    imported = set()
+    for path in [*(PACKAGE / "runtime").glob("*.py"), *PACKAGE.glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
+                imported |= {(node.module, alias.name) for alias in node.names}
+    assert len(imported) > 10
+    assert imported <= known
+
+
+# ---------------------------------------------------------------- what the check sees
+
+ENGINE = """
+from vllm.base import Base
+from vllm.base import helper as other
+
+class Engine(Base):
+    limit: int = 3
+
+    def __init__(self, config, *, log=True):
+        self.config = config
+        if log:
+            self.logged: bool = True
+
+    @property
+    def size(self): ...
+
+    async def step(self, request, wave, /, *, flag=None): ...
+"""
+BASE = """
+class Base:
+    def inherited(self, a, b): ...
+
+def helper(x, y): ...
+"""
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> seam_sources.Release:
+    """A small vLLM, release 1.5."""
+    folder = tmp_path / "vllm"
+    folder.mkdir()
+    (folder / "_version.py").write_text("__version__ = version = '1.5.0'\n")
+    (folder / "engine.py").write_text(ENGINE)
+    (folder / "base.py").write_text(BASE)
+    return seam_sources.Release(folder)
+
+
+def seam(name: str, *parameters: str, named: tuple[str, ...] = ()) -> Seam:
+    return Seam("vllm.engine", name, parameters, "why", named=named)
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        (seam("Engine.__init__", "config"), None),
+        (seam("Engine.__init__", "config", named=("log",)), None),
+        (seam("Engine.step", "request", "wave"), None),
+        (seam("Engine.inherited", "a"), None),
+        (seam("other", "x", "y"), None),
+        (seam("Engine.__init__", "settings"), "takes (config, log), expected (settings, …)"),
+        (seam("Engine.__init__", named=("log", "color")), "takes no color"),
+        (seam("Engine.inherited", "a", "b", "c"), "takes (a, b), expected (a, b, c, …)"),
+        (seam("Engine.stop"), "is missing"),
+        (seam("Engine.config"), "is missing"),
+        (seam("Motor.step"), "is missing"),
+        (seam("helper"), "is missing"),
+        (Seam("vllm.gone", "f", (), "why"), "is missing"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Seam) else "",
+)
+def test_a_function_that_differs_is_named_with_what_it_takes(made, asked, problem) -> None:
+    assert made.check(asked) == seam_sources.Finding(f"{asked.module}.{asked.name}", "why", problem)
+
+
+def fields(owner: str, *names: str, since: str = "", until: str = "") -> Fields:
+    return Fields("vllm.engine", owner, names, "why", since=since, until=until)
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        (fields("Engine", "limit", "config", "logged", "size", "inherited"), None),
+        (fields("", "Engine", "other"), None),
+        (fields("Engine", "limit", "speed", "color"), "has no speed, color"),
+        (fields("", "engine"), "has no engine"),
+        (fields("Motor", "limit"), "is missing"),
+        (fields("Engine", "speed", until="1.4"), None),
+        (
+            fields("Engine", "limit", until="1.4"),
+            "has limit, expected from the first to 1.4 only",
+        ),
+        (fields("Engine", "speed", until="1.5"), "has no speed"),
+        (fields("Engine", "speed", since="1.6"), None),
+        (fields("Engine", "size", since="1.10"), "has size, expected from 1.10 to the last only"),
+        (fields("Engine", "speed", since="1.5"), "has no speed"),
+        (Fields("vllm.gone", "", ("a",), "why"), "is missing"),
+    ],
+    ids=lambda value: f"{value.owner} {value.names}" if isinstance(value, Fields) else "",
+)
+def test_an_attribute_that_is_gone_is_named(made, asked, problem) -> None:
+    found = made.check_fields(asked)
+    assert found.problem == problem
+    assert found.name == f"{asked.module}.{asked.owner}".rstrip(".")
+
+
+def test_the_table_of_a_release_has_each_seam_and_what_differs() -> None:
+    findings = [
+        seam_sources.Finding("vllm.a.f", "reason one", None),
+        seam_sources.Finding("vllm.longer.g", "reason two", "is missing"),
+    ]
+    assert seams_script.table(findings).splitlines() == [
+        "vllm.a.f       ok",
+        "vllm.longer.g  is missing (reason two)",
+    ]
