@@ -18,7 +18,7 @@ check() { # NAME COMMAND…
     "$(grep -E '^[0-9]+ (passed|failed)|passed|failed' "$out/$name.log" | tail -n 1)")$'\n'
 }
 
-wanted=" ${CHECKS:-kernel v2 v1 stale parity flat overhead} "
+wanted=" ${CHECKS:-kernel v2 v1 spec stale parity flat overhead} "
 # A process for each engine: vLLM does not give back an engine's memory within a process.
 runner() { # NAME USE_V2 DTYPE
   check "$1-$3" env VLLM_USE_V2_MODEL_RUNNER="$2" MIDSTREAM_GPU_DTYPE="$3" \
@@ -32,6 +32,15 @@ asked kernel && check kernel "$python" -m pytest -q tests/gpu/test_site_triton.p
 for dtype in ${DTYPES:-float32 bfloat16}; do
   asked v2 && runner v2 1 $dtype
   asked v1 && runner v1 0 $dtype
+done
+# Engines of its own for each way of drafting, with and without asynchronous scheduling.
+asked spec && check spec "$python" -m pytest -q -s tests/gpu/test_speculative.py
+asked spec && grep -E '^spec ' "$out/spec.log"
+# Random mixes with preemption forced, each request held against itself alone.
+asked mix && for runner in 1 0; do
+  check "mix-v$((runner + 1))" env VLLM_USE_V2_MODEL_RUNNER=$runner \
+    "$python" -m pytest -q -s tests/gpu/test_adversarial.py
+  grep -aE -A14 '^v[12], seed' "$out/mix-v$((runner + 1)).log"
 done
 asked stale && check stale "$python" -m pytest -q tests/gpu/test_stale_graph.py
 asked parity && check parity "$python" benchmarks/parity.py --json "$out/parity.json"

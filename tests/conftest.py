@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers import releases
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -16,3 +18,13 @@ def smollm2() -> Path:
     from midstream.models.smollm2 import NAME, make_smollm2
 
     return make_smollm2(Path(os.environ.get("MIDSTREAM_MODELS", ROOT / ".models")) / NAME)
+
+
+@pytest.fixture(scope="module", params=releases.names())
+def release(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """The `vllm` folder of each release whose sources are checked, one after the other."""
+    from helpers import sources  # which imports torch, and many tests do without
+
+    folder = releases.folder_of(request.param)
+    with sources.sources_in(folder):
+        yield folder

@@ -24,6 +24,7 @@ from midstream.runtime.async_frontend import AsyncFrontEnd
 from midstream.runtime.door import EngineInfo
 from midstream.runtime.order import Order
 from midstream.runtime.own_settings import with_midstream
+from midstream.runtime.sessions import InputSession, with_order
 from midstream.site_table import SiteTable
 from midstream.spec import Plan
 from midstream.steering import Steering
@@ -165,7 +166,8 @@ class AsyncLLM(VllmAsyncLLM):
         """Generates, capturing, editing and probing on the way.
 
         Args:
-            prompt: one prompt.
+            prompt: one prompt; or an async generator of vLLM's `StreamingInput`, for a session,
+                whose positions count on over all its inputs and what is generated between them.
             sampling_params: never changed. With n > 1 and a plan, `output_kind` must be
                 FINAL_ONLY.
             request_id: the caller's name for it.
@@ -193,11 +195,16 @@ class AsyncLLM(VllmAsyncLLM):
         asked = Asked(capture, steer, edits, probes)
         try:
             order, params = self._order(prompt, sampling_params, asked)
+            if order.session is not None:
+                prompt = with_order(prompt, order, params)
             stream = super().generate(prompt, params, request_id, **vllm_args)
             try:
                 async for output in stream:
                     await self._front.complete(order, output)
                     yield output
+                last = await self._front.close_session(order)
+                if last is not None:
+                    yield last
             finally:
                 # Where the caller has left, this has vLLM abort the request.
                 try:
@@ -239,14 +246,13 @@ class AsyncLLM(VllmAsyncLLM):
                     "there is a plan here and in the call's own arguments; give it in one place",
                 )
             plan = carried
-        if plan is not None or self.steering:
-            if isinstance(prompt, AsyncGenerator):
-                raise SpecError("", "streaming input sessions cannot be captured or edited yet")
-            if isinstance(prompt, EngineCoreRequest):
-                raise SpecError(
-                    "prompt", "an EngineCoreRequest goes past the front door; give the prompt"
-                )
+        if isinstance(prompt, EngineCoreRequest) and (plan is not None or self.steering):
+            raise SpecError(
+                "prompt", "an EngineCoreRequest goes past the front door; give the prompt"
+            )
         order = Order(plan)
+        if isinstance(prompt, AsyncGenerator):
+            order.session = InputSession()
         if isinstance(prompt, EngineCoreRequest):
             return order, sampling_params
         params = copy.copy(sampling_params)

@@ -55,6 +55,9 @@ class Config:
         staging_bytes: size of the ring on the device through which captured vectors leave. None:
             enough for every token of the largest step at every tapped site, but no more than
             1/16 of the device's memory (2 GiB on a CPU).
+        on_mismatch: what happens when a request's receipt shows that not all was done as asked.
+            "raise": `ReceiptError`, which has the outputs of the call. "warn": a `ReceiptWarning`,
+            and the outputs are returned; those concerned have a receipt with status `error`.
     """
 
     sites: tuple[str, ...] = ("resid_post",)
@@ -66,6 +69,7 @@ class Config:
     probes: int = 16
     token_ids: int = 16384
     staging_bytes: int | None = None
+    on_mismatch: str = "raise"
 
     @staticmethod
     def parse(value: object) -> Config:
@@ -98,6 +102,10 @@ class Config:
                 given[name] = _count(name, given[name], least)
         if given.get("staging_bytes") is not None:
             given["staging_bytes"] = _count("staging_bytes", given["staging_bytes"], 1)
+        if given.get("on_mismatch", "raise") not in ("raise", "warn"):
+            raise ConfigError(
+                f'{KEY}.on_mismatch: expected "raise" or "warn", got {given["on_mismatch"]!r}'
+            )
         if "sites" in given:
             given["sites"] = _sites(given["sites"])
         if "layers" in given:

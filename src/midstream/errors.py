@@ -10,9 +10,14 @@ MidstreamError
 ├── TapError (RuntimeError)         a tap did not fire, or fired twice: results would be wrong
 ├── ReceiptError (RuntimeError)     what was done for a request is not what it asked for
 └── FetchError (RuntimeError)       the workers no longer hold what a request captured
+
+ReceiptWarning (UserWarning)        instead of ReceiptError, where the setting `on_mismatch` says so
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 
 class MidstreamError(Exception):
@@ -72,7 +77,22 @@ class TapError(MidstreamError, RuntimeError):
 
 
 class ReceiptError(MidstreamError, RuntimeError):
-    """What was done for a request differs from what it asked for."""
+    """What was done for one or more requests differs from what they asked for.
+
+    Args:
+        message: what differs, request by request.
+        outputs: all outputs of the call, in the order of its prompts, those of requests for which
+            all is well too; empty where the call had none to give. Each one's `receipt` says how
+            it fared.
+    """
+
+    def __init__(self, message: str, outputs: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.outputs = list(outputs)
+
+
+class ReceiptWarning(UserWarning):
+    """What was done for a request differs from what it asked for; its receipt says `error`."""
 
 
 class FetchError(MidstreamError, RuntimeError):

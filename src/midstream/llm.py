@@ -12,8 +12,8 @@ from vllm import RequestOutput, SamplingParams
 from midstream.arguments import Asked, One
 from midstream.config import KEY, Config
 from midstream.defaults import DefaultCapture
-from midstream.errors import SpecError, UnsupportedError
-from midstream.runtime import patches
+from midstream.errors import ReceiptError, SpecError, UnsupportedError
+from midstream.runtime import patches, seams
 from midstream.runtime.chat import ChatPlan, template_arguments
 from midstream.runtime.door import EngineInfo
 from midstream.runtime.own_settings import with_midstream
@@ -71,6 +71,7 @@ class LLM(VllmLLM):
                 layers, include_prefill, include_decode, last_prefill_token, last_decode_token
             )
         patches.activate()
+        seams.check_offline()
         super().__init__(model, additional_config=given, **vllm_args)
         self._front_end = patches.front_end(self.llm_engine)
 
@@ -133,7 +134,8 @@ class LLM(VllmLLM):
         Raises:
             SpecError: something asked for is malformed or impossible. Prompts of the call that were
                 queued before it are taken back.
-            ReceiptError: what was done is not what was asked for.
+            ReceiptError: what was done is not what was asked for; its `outputs` are those of the
+                call. The setting `on_mismatch` makes it a warning.
         """
         asked = Asked(capture, steer, edits, probes)
         params = self._with_plans(count_prompts(prompts), sampling_params, asked)
@@ -203,7 +205,14 @@ class LLM(VllmLLM):
     def _run(self, work: Callable[[], list[RequestOutput]], asked: Asked) -> list[RequestOutput]:
         before = self.request_counter.counter
         try:
-            outputs = work()
+            with self._front_end.report_at_end() as ended:
+                outputs = work()
+                ended += outputs
+                if self._default_capture is not None:
+                    for output in outputs:
+                        self._default_capture.put_on(output, self.info.shape.num_layers)
+        except ReceiptError:
+            raise
         except BaseException as error:
             # Left running, this call's requests would come back with the next call's.
             mine = [str(nth) for nth in range(before, self.request_counter.counter)]
@@ -213,9 +222,6 @@ class LLM(VllmLLM):
                 nth = self.request_counter.counter - before - 1
                 raise asked.explain(error, nth) from None
             raise
-        if self._default_capture is not None:
-            for output in outputs:
-                self._default_capture.put_on(output, self.info.shape.num_layers)
         return outputs
 
     def _with_plans(

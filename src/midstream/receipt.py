@@ -28,11 +28,14 @@ class Edited:
         expected: what the plan asks for, given the tokens that were computed.
         applied: what the device counted while it computed this request.
         tokens: tokens that were to get at least one edit.
+        cached: edits of tokens that were not computed, because the prefix cache had their KV from
+            a request that asked for the very same there. `applied + cached == expected`.
     """
 
     expected: int
     applied: int
     tokens: int
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,12 @@ class Receipt:
     def check(self) -> None:
         """Raises ReceiptError when something differs from what was asked."""
         if self.problems:
-            raise ReceiptError(f"request {self.request_id}: " + "; ".join(self.problems))
+            raise ReceiptError(self.complaint)
+
+    @property
+    def complaint(self) -> str:
+        """The problems, in one sentence."""
+        return f"request {self.request_id}: " + "; ".join(self.problems)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -128,8 +136,10 @@ class Receipt:
             )
         if self.edited is not None:
             edited = self.edited
+            reused = f", {edited.cached} from the prefix cache" if edited.cached else ""
             lines.append(
                 f"  edited {edited.tokens} tokens: {edited.applied} of {edited.expected} edits"
+                f"{reused}"
             )
         lines += [
             f"  probe {one.name}: {one.actual} of {one.expected} scores" for one in self.probed

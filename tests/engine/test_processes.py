@@ -14,14 +14,16 @@ from helpers.stale_check import ROOT
 SCRIPT = """
 import json, sys, torch
 from helpers.engines import engine, greedy, tokens, generated
-from midstream import Capture, Steer
+from midstream import Capture, ReceiptError, Steer
+from midstream.runtime import door
 from pathlib import Path
 
 if __name__ == "__main__":
     args = json.loads(sys.argv[2])
     prompts = [tokens(list(range(3 + n, 40 + 2 * n))) for n in range(12)]
     steers = [[Steer([0.5 * n] * 64, layer=n % 3)] if n % 2 else None for n in range(12)]
-    with engine(Path(sys.argv[1]), max_num_batched_tokens=64, max_num_seqs=8, **args) as llm:
+    args |= {"max_num_batched_tokens": 64, "max_num_seqs": 8, "block_size": 32}
+    with engine(Path(sys.argv[1]), enable_prefix_caching=True, **args) as llm:
         outputs = llm.generate(prompts, greedy(6, detokenize=False), steer=steers,
             capture=Capture(layers="all", sites=["resid_pre", "resid_mid", "resid_post"]),
             use_tqdm=False)
@@ -33,6 +35,25 @@ if __name__ == "__main__":
             refused = str(error)
         again = llm.generate(prompts[0], greedy(6, detokenize=False), use_tqdm=False)[0]
         workers = llm._front_end.info.workers
+        steered = [
+            llm.generate(tokens([7] * 200), greedy(4, detokenize=False), use_tqdm=False,
+                steer=[Steer([0.5] * 64, layer=1)])[0]
+            for _ in range(2)
+        ]
+        # One plan arrives as junk on the workers.
+        pack, packed = door.Carried.pack, []
+        def forge(self):
+            packed.append(self)
+            return [self.uid, b"junk", self.keys.pack()] if len(packed) == 2 else pack(self)
+        door.Carried.pack = forge
+        try:
+            llm.generate(prompts[:3], greedy(6, detokenize=False), use_tqdm=False,
+                steer=[[Steer([0.25 + n] * 64, layer=0)] for n in range(3)])
+        except ReceiptError as error:
+            failed = [(o.outputs[0].finish_reason, o.receipt.status) for o in error.outputs]
+            complaint = str(error)
+        door.Carried.pack = pack
+        after = llm.generate(prompts[0], greedy(6, detokenize=False), use_tqdm=False)[0]
     torch.save({
         "tokens": [generated(o) for o in outputs],
         "rows": [dict(o.activations.items()) for o in outputs],
@@ -41,6 +62,11 @@ if __name__ == "__main__":
         "refused": refused,
         "again": generated(again),
         "ranks": [(w["stage"], w["tensor_rank"]) for w in workers],
+        "steered": [generated(o) for o in steered],
+        "cached": [(o.receipt.edited.cached, o.receipt.edited.expected) for o in steered],
+        "failed": failed,
+        "complaint": complaint,
+        "after": generated(after),
     }, sys.argv[3])
 """
 
@@ -79,6 +105,12 @@ def assert_same(found: dict[str, object], expected: dict[str, object]) -> None:
     assert found["tokens"] == expected["tokens"]
     assert found["again"] == found["tokens"][0]
     assert found["long"] == 201
+    # The second of two alike is served the edited blocks of the first, on every rank.
+    assert found["cached"] == [(0, 203), (192, 203)]
+    assert found["steered"][0] == found["steered"][1] == expected["steered"][0]
+    assert found["failed"] == [("length", "ok"), ("error", "error"), ("length", "ok")]
+    assert "SpecError" in found["complaint"]
+    assert found["after"] == expected["tokens"][0]
     assert "64" in found["refused"]
     for mine, theirs in zip(found["rows"], expected["rows"], strict=True):
         assert set(mine) == set(theirs)

@@ -15,12 +15,13 @@ from helpers.oracle import relative_error
 from helpers.oracle_edits import PLACES, SIX, EditOracle
 
 # vLLM's float32 attention on a GPU rounds products to TF32: unedited prompts are within 1e-3 of
-# transformers. Up to the edited layer edits keep that bound; further down some amplify it: 4.8e-3
-# for a whole site, 2.2e-2 for a single row, were the worst of 220 cases on an H200, at the last of
-# 30 layers after edits at the fifth. That formulas are right to 1e-4 is shown on the CPU.
-NEAR, FAR = 2e-3, 1e-2
-BY_ROW = 5e-2
-TIE = 0.05
+# transformers, and some edits amplify that: of 220 cases on an H200 the worst was 4.6e-3 up to the
+# edited layer and 2.0e-2 after it, for a whole site, with logprobs off by 0.1. So the bounds of a
+# single case are wide, and what most cases come to is held to as well. That the formulas are right
+# to 1e-4 is shown on the CPU.
+NEAR, FAR, MOST = 1e-2, 4e-2, 1e-3
+BY_ROW = 0.1
+TIE = 0.2
 TEXTS = ("The capital of France is the city of", "She said that two and two", "Water boils at")
 TAPS = list(zip(SIX, (4, 21, 12, 16, 8, 25), strict=True))
 
@@ -65,15 +66,23 @@ def test_every_operation_at_every_site_does_what_its_formula_says(
     monkeypatch.setattr("midstream.runtime.taps._fire", refuse)
     outputs = ask(llm, given, layers=None)
     found = []
+    errors = []
     for case, output in zip(given, outputs, strict=True):
         found += problems(oracle, case, output, BY_ROW, TIE)
         ids = [*case.prompt, *output.outputs[0].token_ids][:-1]
         seen = oracle.run(ids, case.edits)
         for tap, value in output.activations.items():
-            error = relative_error(value, seen.values[tap])
+            expected = seen.values[tap]
+            if not expected.any():  # scaled to nothing: there is no share of it to be off by
+                assert not value.any(), f"{case.name}: {tap} should be zero"
+                continue
+            error = relative_error(value, expected)
+            errors.append(error)
             edited = case.tap[1] if case.tap is not None else 0
             if not error <= (NEAR if tap[1] <= edited else FAR):
                 found.append(f"{case.name}: {tap} in all: {error:.2e}")
+    errors.sort()
+    assert errors[len(errors) * 9 // 10] < MOST
     assert not found, "\n".join([f"of {len(given)} cases:", *found[:40]])
     llm._front_end._call("check_integrity")
 

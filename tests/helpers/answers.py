@@ -27,7 +27,12 @@ def output(prompt=3, generated=2, completions=1, request_id="x"):
         request_id=request_id,
         prompt_token_ids=list(range(100, 100 + prompt)),
         outputs=[
-            SimpleNamespace(index=n, token_ids=[200 + 10 * n + g for g in range(generated)])
+            SimpleNamespace(
+                index=n,
+                token_ids=[200 + 10 * n + g for g in range(generated)],
+                finish_reason="length",
+                stop_reason=None,
+            )
             for n in range(completions)
         ],
     )

@@ -17,7 +17,7 @@ import midstream.ops.site  # noqa: F401  (defines the op)
 from helpers import formulas
 from midstream.ops import layout
 from midstream.runtime.buffers import Buffers, Room, Tap
-from midstream.runtime.requests import APPLIED_0, UNSEEN, Request
+from midstream.runtime.requests import APPLIED_0, CACHED, UNSEEN, Request
 from midstream.runtime.session import Session
 from midstream.runtime.stepview import StepView
 from midstream.spec import Instruction, ResolvedPlan, Where
@@ -78,11 +78,22 @@ class SlowTransport:
             self._next = 0
         return self._next
 
+    def copy(self, values: Tensor) -> SlowCopy:
+        return SlowCopy(values.clone())
+
     def ship(self, first: int, num_rows: int, tally: Tensor, scores: Tensor) -> SlowShipment:
         self._next = first + num_rows
         self.shipped += 1
         rows = self._ring[first : first + num_rows].clone()
         return SlowShipment(self, self.shipped + self._lag, rows, tally.clone(), scores.clone())
+
+
+@dataclass
+class SlowCopy:
+    copied: Tensor
+
+    def values(self) -> Tensor:
+        return self.copied
 
 
 @dataclass
@@ -133,7 +144,7 @@ class Fake:
 
     def note_skipped(self) -> None:
         """Positions that a step begins after were served from the KV cache."""
-        self.done += [UNSEEN] * (self.computed - len(self.done))
+        self.done += [CACHED] * (self.computed - len(self.done))
 
     def note(self, position: int, edits: int, asked: bool) -> None:
         if position >= len(self.done):
@@ -163,15 +174,18 @@ class FakeEngine:
         """What the session has of one uid."""
         return self.session.take([uid])[uid]
 
-    def step(self, batch: list[tuple[Fake, int]], pad: int = 0, **firing) -> None:
-        """One step of (request, tokens scheduled); `firing` as in `forward`."""
-        tokens = [token for fake, count in batch for token in fake.tokens[fake.computed :][:count]]
-        view = view_of(
+    def view(self, batch: list[tuple[Fake, int]]) -> StepView:
+        """What the session is told of a step."""
+        return view_of(
             [fake.id for fake, _ in batch],
             [count for _, count in batch],
             [fake.computed for fake, _ in batch],
-            tokens,
+            [token for fake, count in batch for token in fake.tokens[fake.computed :][:count]],
         )
+
+    def step(self, batch: list[tuple[Fake, int]], pad: int = 0, **firing) -> None:
+        """One step of (request, tokens scheduled); `firing` as in `forward`."""
+        view = self.view(batch)
         self.session.before_forward(view)
         armed = bool(self.buffers.tokens.any())
         captures = bool(self.buffers.tokens[:, layout.RECORD].any())

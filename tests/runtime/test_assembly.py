@@ -20,7 +20,7 @@ STEER = plan_of(edits=[(POST, VECTORS[0], 2.0, ((1, None),))], prompt_len=3)
 
 
 def test_a_request_gets_its_rows_by_tap_with_positions_and_tokens():
-    found = assembled(READ, [answer(("x", [1] * 4, [rows([PRE, POST], range(4))]))])
+    found = assembled(READ, [answer(("x", [2] * 4, [rows([PRE, POST], range(4))]))])
     assert list(found.activations) == [PRE, POST]
     for tap in (PRE, POST):
         assert found.activations[tap].tolist() == [vector(tap, p) for p in range(4)]
@@ -39,7 +39,7 @@ def test_a_request_gets_its_rows_by_tap_with_positions_and_tokens():
 
 def test_positions_computed_twice_are_there_once_as_they_were_the_last_time():
     answers = [
-        answer(("x", [1] * 4, [rows([PRE, POST], range(4), 1), rows([PRE, POST], range(2), 2)]))
+        answer(("x", [2] * 4, [rows([PRE, POST], range(4), 1), rows([PRE, POST], range(2), 2)]))
     ]
     found = assembled(READ, answers)
     assert found.activations[POST].tolist() == [
@@ -54,7 +54,7 @@ def test_blocks_of_several_groups_make_one_run_of_rows():
         answer(
             (
                 "x",
-                [1] * 4,
+                [2] * 4,
                 [rows([PRE], range(1)), rows([PRE, POST], range(1, 3)), rows([PRE], range(3, 4))],
             )
         )
@@ -74,8 +74,8 @@ def test_pipeline_stages_each_give_their_own_layers():
         prompt_len=3,
     )
     answers = [
-        answer(("x", [2] * 4, [rows([PRE], range(4))]), stage=0),
-        answer(("x", [1, 1, 2, 2], [rows([DEEP], range(4))]), stage=1),
+        answer(("x", [3] * 4, [rows([PRE], range(4))]), stage=0),
+        answer(("x", [2, 2, 3, 3], [rows([DEEP], range(4))]), stage=1),
     ]
     found = assembled(plan, answers)
     assert found.activations[PRE].tolist() == [vector(PRE, p) for p in range(4)]
@@ -89,7 +89,7 @@ def test_rows_past_the_final_length_are_dropped():
     both = plan_of(
         edits=[(POST, VECTORS[0], 2.0, EVERYWHERE)], captures=[([POST], EVERYWHERE)], prompt_len=3
     )
-    found = assembled(both, [answer(("x", [2] * 6, [rows([POST], range(6))]))])
+    found = assembled(both, [answer(("x", [3] * 6, [rows([POST], range(6))]))])
     assert found.activations.positions.tolist() == [0, 1, 2, 3]
     assert found.receipt.edited.applied == 4
     assert found.receipt.status == "ok"
@@ -98,7 +98,7 @@ def test_rows_past_the_final_length_are_dropped():
 def test_of_a_capture_of_the_last_row_only_that_row_is_kept():
     plan = plan_of(captures=[([POST], Where(((0, 1),), last_from=3))], prompt_len=3)
     answers = [
-        answer(("x", [1, 0, 0, 1, 1], [rows([POST], [0]), rows([POST], [3]), rows([POST], [4])]))
+        answer(("x", [2, 0, 0, 2, 2], [rows([POST], [0]), rows([POST], [3]), rows([POST], [4])]))
     ]
     found = assembled(plan, answers, generated=3)
     assert found.activations.positions.tolist() == [0, 4]
@@ -110,7 +110,7 @@ def test_of_a_capture_of_the_last_row_only_that_row_is_kept():
 def test_rows_keep_the_models_dtype_and_may_be_written_to(dtype):
     torch_dtype = getattr(torch, dtype)
     found = assembled(
-        READ, [answer(("x", [1] * 4, [rows([PRE, POST], range(4), dtype=torch_dtype)]))], dtype
+        READ, [answer(("x", [2] * 4, [rows([PRE, POST], range(4), dtype=torch_dtype)]))], dtype
     )
     assert found.activations[POST].dtype == torch_dtype
     found.activations[POST][0] = 9
@@ -134,7 +134,7 @@ def test_a_capture_without_any_row_is_empty_but_of_the_models_shape_and_dtype(dt
 def test_a_prompt_of_embeddings_has_positions_all_the_same():
     found = output()
     found.prompt_token_ids = None
-    assemble(found, READ, [answer(("x", [1] * 4, [rows([PRE, POST], range(4))]))], "float32")
+    assemble(found, READ, [answer(("x", [2] * 4, [rows([PRE, POST], range(4))]))], "float32")
     assert found.activations.positions.tolist() == [0, 1, 2, 3]
     assert found.activations.token_ids.tolist() == [0, 0, 0, 200]
     assert found.receipt.status == "ok"
@@ -144,7 +144,7 @@ def test_a_prompt_of_embeddings_has_positions_all_the_same():
 
 
 def child(n, length=4):
-    return (f"{n}_x", [1] * length, [rows([PRE, POST], range(length), version=n)])
+    return (f"{n}_x", [2] * length, [rows([PRE, POST], range(length), version=n)])
 
 
 def test_children_are_told_apart_by_their_exact_index_in_any_order():
@@ -168,14 +168,14 @@ def test_a_child_that_the_workers_lost_is_the_only_one_with_a_problem():
 
 @pytest.mark.parametrize("name", ["10_x", "1_x", "x", "not-a-number_x", "_"])
 def test_a_lone_completion_has_its_rows_whatever_its_request_is_called(name):
-    found = assembled(READ, [answer((name, [1] * 4, [rows([PRE, POST], range(4))]))])
+    found = assembled(READ, [answer((name, [2] * 4, [rows([PRE, POST], range(4))]))])
     assert found.receipt.status == "ok"
 
 
 def test_children_are_put_together_from_every_stage():
     answers = [
-        answer(*((f"{n}_x", [1] * 4, [rows([PRE], range(4), n)]) for n in (1, 0)), stage=0),
-        answer(*((f"{n}_x", [1] * 4, [rows([DEEP], range(4), n)]) for n in (0, 1)), stage=1),
+        answer(*((f"{n}_x", [2] * 4, [rows([PRE], range(4), n)]) for n in (1, 0)), stage=0),
+        answer(*((f"{n}_x", [2] * 4, [rows([DEEP], range(4), n)]) for n in (0, 1)), stage=1),
     ]
     plan = plan_of(captures=[([PRE, DEEP], EVERYWHERE)], prompt_len=3)
     found = assembled(plan, answers, completions=2)
@@ -188,7 +188,7 @@ def test_children_are_put_together_from_every_stage():
 
 
 def test_edits_are_counted_position_by_position():
-    found = assembled(STEER, [answer(("x", [0, 2, 2, 2], []))])
+    found = assembled(STEER, [answer(("x", [0, 3, 3, 3], []))])
     assert found.receipt.status == "ok"
     edited = found.receipt.edited
     assert (edited.expected, edited.applied, edited.tokens) == (3, 3, 3)
@@ -197,8 +197,8 @@ def test_edits_are_counted_position_by_position():
 
 def test_tensor_parallel_ranks_do_the_same_and_are_counted_once():
     answers = [
-        answer(("x", [0, 2, 2, 2], []), tensor_rank=0),
-        answer(("x", [0, 2, 2, 2], []), tensor_rank=1),
+        answer(("x", [0, 3, 3, 3], []), tensor_rank=0),
+        answer(("x", [0, 3, 3, 3], []), tensor_rank=1),
     ]
     assert assembled(STEER, answers).receipt.edited.applied == 3
 
@@ -207,19 +207,19 @@ def test_tensor_parallel_ranks_do_the_same_and_are_counted_once():
     ("done", "message"),
     [
         (
-            [0, 2, 1, 2],
+            [0, 3, 2, 3],
             "1 positions were not edited as asked: position 2 got 0 edits and probes, expected 1",
         ),
         (
-            [0, 3, 2, 2],
+            [0, 4, 3, 3],
             "1 positions were not edited as asked: position 1 got 2 edits and probes, expected 1",
         ),
         (
-            [2, 2, 2, 2],
+            [3, 3, 3, 3],
             "1 positions were not edited as asked: position 0 got 1 edits and probes, expected 0",
         ),
         (
-            [0, 2],
+            [0, 3],
             "2 positions were not edited as asked: position 2 got 0 edits and probes, expected 1",
         ),
         ([], "3 positions were not edited as asked: position 1 got 0 edits and probes, expected 1"),
@@ -238,8 +238,8 @@ def test_an_edit_left_out_on_one_stage_only_is_a_problem():
         prompt_len=3,
     )
     answers = [
-        answer(("x", [0, 2, 2, 2], []), stage=0),
-        answer(("x", [2, 2, 2, 2], []), stage=1),
+        answer(("x", [0, 3, 3, 3], []), stage=0),
+        answer(("x", [3, 3, 3, 3], []), stage=1),
     ]
     receipt = assembled(plan, answers).receipt
     assert receipt.problems == (
@@ -254,7 +254,7 @@ def test_a_missing_row_is_found_by_tap(positions, actual):
     found = [rows([PRE], range(4))]
     if positions is not None:
         found.append(rows([POST], positions))
-    receipt = assembled(READ, [answer(("x", [1] * 4, found))]).receipt
+    receipt = assembled(READ, [answer(("x", [2] * 4, found))]).receipt
     assert receipt.problems == (f"resid_post of layer 1: {actual} rows came, expected 4",)
     assert [one.actual for one in receipt.captured] == [4, actual]
 
@@ -274,7 +274,47 @@ def test_a_request_that_the_workers_do_not_know_has_nothing_and_says_so():
 
 def test_a_workers_own_problem_is_told_with_the_workers_place():
     answers = [
-        answer(("x", [1] * 4, [rows([PRE, POST], range(4))]), stage=0),
+        answer(("x", [2] * 4, [rows([PRE, POST], range(4))]), stage=0),
         answer(("x", [], [], "no tap fired"), stage=1, tensor_rank=1),
     ]
     assert assembled(READ, answers).receipt.problems == ("no tap fired (worker 1.1)",)
+
+
+# ---------------------------------------------------------------- what was not computed
+
+
+def test_edits_of_positions_from_the_cache_are_counted_apart():
+    # 3 of the prompt and 2 generated: 4 rows, edited from position 1 on.
+    receipt = assembled(STEER, [answer(("x", [1, 1, 3, 3], []))]).receipt
+    assert receipt.status == "ok"
+    edited = receipt.edited
+    assert (edited.expected, edited.applied, edited.cached, edited.tokens) == (3, 2, 1, 3)
+    assert "2 of 3 edits, 1 from the prefix cache" in str(receipt)
+
+
+def test_a_row_from_the_cache_is_a_missing_row():
+    answers = [answer(("x", [1, 2, 2, 2], [rows([PRE, POST], range(1, 4))]))]
+    problems = assembled(READ, answers).receipt.problems
+    assert problems == tuple(
+        f"{site} of layer {layer}: 3 rows came, expected 4" for site, layer in (PRE, POST)
+    )
+
+
+def test_what_only_some_stages_had_from_the_cache_is_a_problem():
+    plan = plan_of(
+        edits=[(PRE, VECTORS[0], 1.0, EVERYWHERE), (DEEP, VECTORS[1], 1.0, EVERYWHERE)],
+        prompt_len=3,
+    )
+    answers = [
+        answer(("x", [1, 3, 3, 3], []), stage=0),
+        answer(("x", [3, 3, 3, 3], []), stage=1),
+    ]
+    assert "position 0 got 1 edits" in assembled(plan, answers).receipt.problems[0]
+
+
+def test_a_request_that_the_engine_ended_says_why():
+    plain = output(3, 2)
+    plain.outputs[0].finish_reason = "error"
+    plain.outputs[0].stop_reason = "it was served wrong KV"
+    assemble(plain, STEER, [answer(("x", [2, 3, 3, 3], []))], "float32")
+    assert plain.receipt.problems == ("it was served wrong KV",)

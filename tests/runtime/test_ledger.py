@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midstream.runtime.ledger import Ledger, Scores
-from midstream.transport.host import CpuShipment
+from midstream.runtime.ledger import Awaited, Ledger, Scores
+from midstream.transport.host import CpuCopy, CpuShipment
 
 TALLY = torch.zeros(0, 4, dtype=torch.int32)
 NO_SCORES = torch.zeros(0, 3)
@@ -95,4 +95,29 @@ def test_a_step_without_runs_is_not_kept():
     ledger = Ledger()
     nothing = np.zeros(0, np.int64)
     ledger.note(CpuShipment(torch.zeros(0, 2), TALLY, NO_SCORES), *[nothing] * 5)
+    assert len(ledger) == 0
+
+
+def test_rows_whose_positions_come_later_are_those_of_the_positions_that_came():
+    ledger = Ledger()
+    kind = ledger.kind((0,))
+    arriving = torch.zeros(6, dtype=torch.int64)
+    shipment = CpuShipment(torch.arange(6.0).view(6, 1), TALLY, NO_SCORES)
+    # Request 7 has rows 0–1 of the step, request 8 rows 3–5.
+    runs = [np.array(each) for each in ([2, 3], [0, 2], [kind, kind])]
+    awaited = Awaited(CpuCopy(arriving), np.array([0, 3]))
+    ledger.note(shipment, np.array([7, 8]), awaited, *runs)
+    arriving += torch.tensor([4, 5, -1, 20, 21, 22])
+    block = ledger.look((0,), {8: (21, 30)}, 2)[8]
+    assert block.positions.tolist() == [21, 22]
+    assert block.values.flatten().tolist() == [3.0, 4.0]
+    (block,) = ledger.take([7])[7]
+    assert block.positions.tolist() == [4, 5]
+    assert block.values.flatten().tolist() == [0.0, 1.0]
+    # A later step computes one of them again.
+    again = CpuShipment(torch.tensor([[9.0]]), TALLY, NO_SCORES)
+    ledger.note(again, *(np.array([each]) for each in (8, 21, 1, 0, kind)))
+    (block,) = ledger.take([8])[8]
+    assert block.positions.tolist() == [20, 21, 22]
+    assert block.values.flatten().tolist() == [2.0, 9.0, 4.0]
     assert len(ledger) == 0

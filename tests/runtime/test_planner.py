@@ -18,6 +18,8 @@ from midstream.runtime.ledger import Ledger
 from midstream.runtime.planner import Planner
 from midstream.runtime.programs import Tables
 from midstream.runtime.requests import (
+    APPLIED_0,
+    CACHED,
     UNSEEN,
     Request,
     acquire_segments,
@@ -141,15 +143,43 @@ def check_step(step, view, plans, buffers):
         assert (step.by_id, step.scored) == (bool(by_id), bool(scored))
 
 
-def test_positions_that_no_step_computed_stay_unseen():
-    """A prompt served from the cache, say: whoever asked for edits there is told of it."""
+def test_positions_that_no_step_computed_are_known_to_come_from_the_cache():
     tables = Tables(make_buffers())
     planner = Planner(tables, max_model_len=100)
     request = request_of("a", STEER, tables, planner)
     step = planner.plan(view_of(["a"], [4], [16]), watch=False)
     planner.record(step, np.full(4, 1))
     planner.forget(request)
-    assert request.done.tolist() == [UNSEEN] * 16 + [2] * 4
+    assert request.done.tolist() == [CACHED] * 16 + [APPLIED_0 + 1] * 4
+
+
+def test_a_cache_hit_after_preemption_marks_only_what_was_never_computed():
+    tables = Tables(make_buffers())
+    planner = Planner(tables, max_model_len=100)
+    plan = plan_of(edits=[(("resid_post", 0), VECTORS[1], 1.0, ((4, 40),))])
+    request, other = (request_of(name, plan, tables, planner) for name in "ab")
+    # Rows that ask for nothing are computed all the same.
+    for computed, scheduled in [(0, 6), (16, 4), (10, 12)]:
+        step = planner.plan(view_of(["b", "a"], [1, scheduled], [computed] * 2), watch=False)
+        planner.record(step, np.ones(len(step.slots), np.int64))
+    planner.forget(request)
+    planner.forget(other)
+    once = APPLIED_0 + 1
+    # The second run began at 16; the third, at 10, computed what the cache had served as well.
+    assert request.done.tolist() == [UNSEEN] * 4 + [once] * 2 + [CACHED] * 4 + [once] * 12
+    assert other.done.tolist() == [UNSEEN] + [CACHED] * 9 + [once] + [CACHED] * 5 + [once]
+
+
+def test_a_decode_step_like_the_last_notes_what_was_skipped():
+    tables = Tables(make_buffers())
+    planner = Planner(tables, max_model_len=100)
+    request = request_of("a", STEER, tables, planner)
+    for position in (5, 6, 9):
+        step = planner.plan(view_of(["a"], [1], [position]), watch=False)
+        planner.record(step, np.ones(1, np.int64))
+    planner.forget(request)
+    once = APPLIED_0 + 1
+    assert request.done.tolist() == [CACHED] * 5 + [once] * 2 + [CACHED] * 2 + [once]
 
 
 def test_a_slot_that_is_used_again_remembers_nothing():
@@ -172,7 +202,7 @@ def test_a_count_too_large_to_be_told_stays_the_largest():
     step = planner.plan(view_of(["a"], [2], [0]), watch=False)
     planner.record(step, np.array([2**20, 3]))
     planner.forget(request)
-    assert request.done.tolist() == [0xFFFF, 4]
+    assert request.done.tolist() == [0xFFFF, APPLIED_0 + 3]
 
 
 def test_a_request_that_comes_under_an_id_of_an_unchanged_batch_is_seen():

@@ -12,7 +12,7 @@ from helpers.plans import VECTORS, plan_of, random_plan
 from midstream.errors import TapError
 from midstream.ops import layout
 from midstream.runtime.buffers import code
-from midstream.runtime.requests import UNSEEN
+from midstream.runtime.requests import APPLIED_0, CACHED
 from midstream.runtime.session import Session
 from midstream.spec import ResolvedPlan
 
@@ -133,15 +133,15 @@ def test_a_preempted_request_computes_its_positions_again_with_the_same_edits():
     engine.step([(fake, 7)])
     request = engine.take("a")[0]
     check_taken([request], [fake])
-    assert request.done.tolist() == [1, 1, 1, 1, 2, 2, 2]
+    assert request.done.tolist() == [APPLIED_0] * 4 + [APPLIED_0 + 1] * 3
 
 
-def test_positions_served_from_the_cache_are_unseen_and_have_no_rows():
+def test_positions_served_from_the_cache_are_told_and_have_no_rows():
     engine, fake = FakeEngine(), Fake("a", BOTH, computed=5)
     engine.add(fake)
     engine.step([(fake, 3)])
     request = engine.take("a")[0]
-    assert request.done.tolist() == [UNSEEN] * 5 + [2] * 3
+    assert request.done.tolist() == [CACHED] * 5 + [APPLIED_0 + 1] * 3
     assert {position for _, position in captured(request)} == {5, 6, 7}
 
 
@@ -225,7 +225,7 @@ def test_a_rank_that_does_not_capture_edits_all_the_same():
     request = engine.take("a")[0]
     assert request.blocks == []
     assert request.problem == ""
-    assert request.done.tolist() == fake.done == [2, 2, 2, 2]
+    assert request.done.tolist() == fake.done == [APPLIED_0 + 1] * 4
 
 
 # ---------------------------------------------------------------- nothing asked

@@ -15,6 +15,7 @@ from helpers.plans import KINDS, SMALL, VECTORS, add, gated, plan_of, probe, row
 
 from midstream.ops import layout
 from midstream.runtime import session as sessions
+from midstream.runtime.requests import APPLIED_0
 from midstream.runtime.session import Session
 from midstream.spec import Match, ResolvedPlan, ResolvedProbe, Steps, Where
 
@@ -172,7 +173,9 @@ def test_scores_that_only_a_gate_reads_stay_on_the_device():
     request = engine.take("a")[0]
     assert scored(request) == {}
     check_taken([request], [fake])
-    assert request.done.tolist() == [3] * 12, "the gate's reading and the edit count each"
+    assert request.done.tolist() == [APPLIED_0 + 2] * 12, (
+        "the gate's reading and the edit count each"
+    )
 
 
 def test_a_rank_that_does_not_capture_ships_no_scores():
@@ -188,7 +191,7 @@ def test_a_rank_that_does_not_capture_ships_no_scores():
     request = engine.take("a")[0]
     assert shipped == [0]
     assert request.scores == []
-    assert request.done.tolist() == [2] * 4
+    assert request.done.tolist() == [APPLIED_0 + 1] * 4
 
 
 def test_scores_travel_only_in_steps_that_have_some():
@@ -219,7 +222,7 @@ def test_an_edit_by_token_id_is_carried_out_for_those_tokens_and_counted(others)
     request = engine.take("a")[0]
     hit = [(token in (1, 3)) != others for token in fake.tokens[4:16]]
     assert len(set(hit)) == 2
-    assert request.done.tolist() == [0] * 4 + [1 + did for did in hit]
+    assert request.done.tolist() == [0] * 4 + [APPLIED_0 + did for did in hit]
     check_taken([request], [fake])
 
 
@@ -294,5 +297,5 @@ def test_a_gate_that_stays_closed_changes_nothing_and_counts_all_the_same():
     before, after = engine.forward(4)
     assert (after[POST] == before[POST][0]).all()
     request = engine.take("a")[0]
-    assert request.done.tolist() == [2] * 4
+    assert request.done.tolist() == [APPLIED_0 + 1] * 4
     assert SMALL[1].size == before[POST][0].shape[1]

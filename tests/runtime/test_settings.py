@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from midstream.errors import UnsupportedError
-from midstream.runtime.settings import RULES, check_settings
+from midstream.runtime.settings import RULES, SPECULATION, check_settings
 
 
 def config(**changes):
@@ -49,7 +49,11 @@ REFUSED = {
     'additional_config["decode_backend"] = "latency_specialized"': {
         "additional_config": {"midstream": {}, "decode_backend": "latency_specialized"}
     },
-    "speculative_config": {"speculative_config": SimpleNamespace(method="ngram")},
+    'speculative_config["method"] other than ngram, ngram_gpu, draft_model, eagle, eagle3, mtp, '
+    "medusa, mlp_speculator": {"speculative_config": SimpleNamespace(method="suffix")},
+    'speculative_config["enable_adaptive_verification"]': {
+        "speculative_config": SimpleNamespace(method="eagle", enable_adaptive_verification=True)
+    },
     "kv_transfer_config": {"kv_transfer_config": SimpleNamespace(kv_connector="x")},
     "data_parallel_size > 1": {"parallel_config__data_parallel_size": 2},
     "an encoder-decoder model": {"model_config__is_encoder_decoder": True},
@@ -89,6 +93,8 @@ def test_each_rule_fires_alone_and_names_its_setting_and_reason(setting):
 
 def test_all_that_is_wrong_is_named_at_once():
     changes = {path: value for one in REFUSED.values() for path, value in one.items()}
+    both = SimpleNamespace(method="dspark", enable_adaptive_verification=True)
+    changes["speculative_config"] = both
     with pytest.raises(UnsupportedError) as caught:
         check_settings(config(**changes))
     assert len(str(caught.value).splitlines()) == 1 + len(RULES)
@@ -114,6 +120,19 @@ def test_a_release_that_has_not_got_a_setting_yet_passes(path, name):
         holder = getattr(holder, one)
     delattr(holder, name)
     check_settings(given)
+
+
+@pytest.mark.parametrize("method", SPECULATION)
+def test_drafting_that_leaves_the_models_forward_alone_passes(method):
+    check_settings(config(speculative_config=SimpleNamespace(method=method)))
+
+
+@pytest.mark.parametrize(
+    "method", ["suffix", "custom_class", "extract_hidden_states", "dflash", "dspark", None]
+)
+def test_other_ways_of_drafting_are_refused(method):
+    with pytest.raises(UnsupportedError, match="method.* other than ngram, .*mlp_speculator"):
+        check_settings(config(speculative_config=SimpleNamespace(method=method)))
 
 
 def test_offloading_is_fine_where_uva_is_on(envs):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from spec.position_strategies import rows_of
@@ -76,9 +75,6 @@ def test_what_is_selected_agrees_with_enumeration(plan, prompt_len, generated):
         assert _positions(one.where.final(length, ids)) == sorted(
             rows_of(probe.positions, prompt, ids)
         )
-    read = [*captured.values(), *(rows_of(each.positions, prompt, ids) for each in plan.probes)]
-    if any(row < prompt_len for rows in read for row in rows):
-        assert resolved.captures_prompt
 
 
 def test_overlapping_captures_are_a_union_at_each_tap():
@@ -115,26 +111,9 @@ def test_rows_by_token_id_are_counted_when_the_tokens_are_known():
     assert plan.expected_rows(12, [4] * 10 + [5, 5]) == {TAP: 0}
 
 
-@pytest.mark.parametrize("read", [lambda **k: {"capture": Capture(0, **k)},
-                                  lambda **k: {"probes": Probe([1, 0, 0], 0, **k)}],
-                         ids=["capture", "probe"])  # fmt: skip
-def test_a_plan_knows_whether_it_may_read_of_the_prompt(read):
-    for positions, expected in (
-        ("generated", False),
-        (slice(10, None), False),
-        ([9, 12], True),
-        ("last", True),
-        ("all", True),
-    ):
-        assert _resolved(**read(positions=positions)).captures_prompt is expected
-    assert not _resolved(**read(positions="last", phase="generated")).captures_prompt
-
-
-def test_a_gates_own_reading_and_edits_are_nothing_that_comes_back():
+def test_a_gates_own_reading_has_no_name():
     gate = Gate(Steer([1, 0, 0], 2), Probe([1, 0, 0], 0))
-    plan = _resolved(edits=gate)
-    assert [probe.name for probe in plan.probes] == [""]
-    assert not plan.captures_prompt
+    assert [probe.name for probe in _resolved(edits=gate).probes] == [""]
 
 
 def test_slots_are_one_more_than_the_last():
@@ -143,59 +122,6 @@ def test_slots_are_one_more_than_the_last():
     plan = _resolved(probes=names)
     assert plan.slots == 3
     assert [probe.slot for probe in plan.probes] == [0, 1, 2]
-
-
-# ---------------------------------------------------------------- digests
-
-
-def test_the_digest_depends_on_all_that_changes_computation_and_on_nothing_else():
-    def digest(capture=None, probes=None, prompt_len=10, max_tokens=5, **changes):
-        steer = Steer(**{"vector": [1, 2, 3], "layer": 1, "positions": "prompt", **changes})
-        return _resolved(
-            capture, steer, probes, prompt_len=prompt_len, max_tokens=max_tokens
-        ).digest
-
-    base = digest()
-    gate = Gate(Steer([1, 2, 3], 1, positions="prompt"), Probe([1, 0, 0], 0), threshold=0.5)
-    gates = [
-        gate,
-        Gate(gate.edit, gate.probe, threshold=0.25),
-        Gate(gate.edit, Probe([0, 1, 0], 0), threshold=0.5),
-        Gate(gate.edit, Probe([1, 0, 0], 1), threshold=0.5),
-        Gate(gate.edit, gate.probe, threshold=0.5, sharpness=1.0),
-    ]
-    changed = [
-        digest(vector=[1, 2, 4]),
-        digest(layer=2),
-        digest(scale=2),
-        digest(norm="keep"),
-        digest(norm="match"),
-        digest(site="resid_mid"),
-        digest(positions=slice(9)),
-        digest(positions={"tokens": [1]}, phase="generated"),
-        digest(positions={"tokens": [2]}, phase="generated"),
-        digest(positions="all", exclude={"tokens": [2]}, phase="generated"),
-        digest(prompt_len=11),
-        _resolved(Capture(0)).digest,
-        *(_resolved(edits=each).digest for each in gates),
-    ]
-    assert len({base, *changed}) == len(changed) + 1
-    assert digest(capture=Capture(0)) == digest(max_tokens=50) == digest(layer=-3) == base
-    assert digest(positions=slice(10)) == base
-    assert digest(probes=Probe([1, 0, 0], 2)) == base
-
-
-def test_the_order_of_edits_is_part_of_the_digest_and_where_they_came_from_is_not():
-    one, other = Steer([1, 2, 3], 1), Steer([3, 2, 1], 1)
-    plan = _resolved(edits=[one, other])
-    assert plan.digest != _resolved(edits=[other, one]).digest
-    moved = tuple(replace(edit, source=-1) for edit in plan.edits)
-    assert replace(plan, edits=moved).digest == plan.digest
-
-
-def test_the_digest_is_the_same_in_every_process():
-    digest = _resolved(edits=Steer([1, 2, 3], 1, phase="generated")).digest
-    assert digest == "4323f5ba5867d1232159cdc7e90e0dac24a793ec57bb84fcb00dcc1e7e509552"
 
 
 def test_steps_are_known_by_all_that_they_do():

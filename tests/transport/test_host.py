@@ -49,6 +49,13 @@ def test_what_was_shipped_does_not_change_with_the_next_step():
     assert torch.equal(shipment.scores(), scores())
 
 
+def test_a_copy_is_of_what_was_there_when_it_was_sent():
+    positions = torch.arange(4)
+    copy = host_transport(ring()).copy(positions)
+    positions.zero_()
+    assert copy.values().tolist() == [0, 1, 2, 3]
+
+
 def test_a_step_that_captures_nothing_still_ships_its_tally():
     transport = host_transport(ring())
     shipment = transport.ship(transport.reserve(0), 0, tally(), scores(0))
@@ -125,3 +132,17 @@ def test_a_step_without_captures_ships_its_tally_from_cuda():
     assert shipment.rows().shape == (0, 3)
     assert shipment.scores().shape == (0, 2)
     assert torch.equal(shipment.tally(), tally())
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_on_cuda_a_copy_arrives_before_what_is_queued_after_it():
+    positions = torch.arange(4, device="cuda")
+    copy = host_transport(ring(device="cuda")).copy(positions)
+    torch.cuda._sleep(10**9)
+    later = torch.cuda.Event()
+    positions.zero_()
+    later.record()
+    assert copy.values().tolist() == [0, 1, 2, 3]
+    assert not later.query(), "it was waited for work that was queued after the copy"
+    torch.cuda.synchronize()

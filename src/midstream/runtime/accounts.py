@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from midstream.activations import Activations
 from midstream.receipt import Captured, Edited, Probed, Receipt, Selected
 from midstream.runtime.parts import Part
-from midstream.runtime.requests import APPLIED_0, UNSEEN
+from midstream.runtime.requests import APPLIED_0, CACHED, UNSEEN
 from midstream.scores import Probes
 from midstream.spec import ResolvedPlan
 from midstream.spec.ranges import clip, merge
@@ -41,7 +41,10 @@ def make_receipt(
         activations, probes: what of the workers' answer belongs to the plan.
     """
     length = len(tokens)
-    problems = [
+    problems = []
+    if completion.finish_reason == "error":
+        problems.append(str(completion.stop_reason or "the engine ended it with an error"))
+    problems += [
         f"{part.problem} (worker {part.worker['stage']}.{part.worker['tensor_rank']})"
         for part in parts
         if part.problem
@@ -90,12 +93,18 @@ def _edited(
     reads = _add_up((clip(probe.where.possible, length) for probe in plan.probes), length)
     expected = edits + reads
     done = np.zeros(length, np.int64)
+    # What the cache served was computed for another request that asked for the same there: the
+    # blocks' keys say so.
+    cached = np.full(length, bool(parts))
     for part in parts:
         if part.worker["tensor_rank"] == 0:
-            known = part.done[:length].astype(np.int64)
-            done[: known.size] += np.where(known == UNSEEN, 0, known - APPLIED_0)
+            states = np.full(length, UNSEEN, np.int64)
+            known = part.done[:length]
+            states[: known.size] = known
+            done += np.maximum(states - APPLIED_0, 0)
+            cached &= states == CACHED
     problems = []
-    wrong = np.flatnonzero(done != expected)
+    wrong = np.flatnonzero((done != expected) & ~cached)
     if wrong.size:
         first = int(wrong[0])
         problems.append(
@@ -104,7 +113,10 @@ def _edited(
         )
     applied = np.maximum(done - reads, 0)
     counts = Edited(
-        expected=int(edits.sum()), applied=int(applied.sum()), tokens=int((edits > 0).sum())
+        expected=int(edits.sum()),
+        applied=int(applied.sum()),
+        tokens=int((edits > 0).sum()),
+        cached=int(edits[cached].sum()),
     )
     return counts, problems
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from midstream.runtime.adapter import Hooks
+from midstream.runtime.adapter import Hooks, tell_failures
 from midstream.runtime.stepview import StepView
 
 
@@ -25,24 +25,27 @@ def attach(runner: Any, hooks: Hooks) -> None:
         return update_states(scheduler_output)
 
     def armed_forward(*args: Any, **kwargs: Any) -> Any:
-        hooks.before_forward(_view(runner))
+        hooks.before_forward(_view(runner, hooks))
         out = model_forward(*args, **kwargs)
         hooks.after_forward()
         return out
 
     runner._update_states = update_and_note
     runner._model_forward = armed_forward
+    tell_failures(runner, hooks)
 
 
-def _view(runner: Any) -> StepView:
+def _view(runner: Any, hooks: Hooks) -> StepView:
     batch = runner.input_batch
     num_requests = batch.num_reqs
     starts = runner.query_start_loc.np[: num_requests + 1]
     num_tokens = int(starts[-1])
+    request_ids = batch.req_ids[:num_requests]
     return StepView(
-        request_ids=batch.req_ids[:num_requests],
+        request_ids=request_ids,
         scheduled=np.diff(starts),
         computed=batch.num_computed_tokens_cpu[:num_requests],
         num_tokens=num_tokens,
         token_ids=lambda: runner.input_ids.gpu[:num_tokens],
+        late=hooks.late(request_ids, lambda: runner.positions[:num_tokens]),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from midstream.runtime.adapter import Hooks
+from midstream.runtime.adapter import Hooks, tell_failures
 from midstream.runtime.stepview import StepView
 
 
@@ -22,7 +22,7 @@ def attach(runner: Any, hooks: Hooks) -> None:
 
     def preprocess_state(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         out = cls.preprocess_state(self, input_batch, *args, **kwargs)
-        hooks.before_forward(_view(input_batch))
+        hooks.before_forward(_view(input_batch, hooks))
         return out
 
     def execute_and_settle(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -35,9 +35,10 @@ def attach(runner: Any, hooks: Hooks) -> None:
     namespace = {"__module__": cls.__module__, "preprocess_state": preprocess_state}
     state.__class__ = type(f"Armed{cls.__name__}", (cls,), namespace)
     runner.execute_model = execute_and_settle
+    tell_failures(runner, hooks)
 
 
-def _view(batch: Any) -> StepView:
+def _view(batch: Any, hooks: Hooks) -> StepView:
     num_requests = batch.num_reqs
     return StepView(
         request_ids=batch.req_ids,
@@ -45,4 +46,5 @@ def _view(batch: Any) -> StepView:
         computed=batch.num_computed_tokens_np[:num_requests],
         num_tokens=batch.num_tokens,
         token_ids=lambda: batch.input_ids[: batch.num_tokens],
+        late=hooks.late(batch.req_ids, lambda: batch.positions[: batch.num_tokens]),
     )

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.runtime.budget import Need, all_taps, need_of
+from midstream.runtime.cache_keys import CacheKeys, cache_keys
 from midstream.runtime.chat import ChatPlan
 from midstream.runtime.prompt_text import text_map
 from midstream.spec import Plan, Prompt, ResolvedPlan, Vector, resolve
+from midstream.spec.growing import check_growing
 from midstream.spec.operations import Edit
 from midstream.spec.tapping import order
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 _CACHED_PLANS = 256
 
 Lookup = Callable[[str], Mapping[Any, Vector]]
-Ready = tuple[ResolvedPlan, Need, bytes]
+Ready = tuple[ResolvedPlan, Need, bytes, CacheKeys]
 
 
 class Asking:
@@ -62,6 +64,25 @@ class Asking:
             return self._finish(plan, before, self._prompt(request, chat), max_tokens)
         return self._by_length(plan, before, _prompt_len(request), max_tokens)
 
+    def resolve_session(
+        self, plan: Plan | None, before: tuple[Edit, ...], lookup: Lookup, first: int
+    ) -> Ready:
+        """What rides with a session of streaming input.
+
+        Args:
+            plan: what it asks for itself.
+            before: edits that come before its own.
+            lookup: gives the vectors of a registered name.
+            first: the id of its first token. All others may be taken for generated ones: positions
+                that mean the same however long the prompt gets do not tell them apart.
+
+        Raises:
+            SpecError: it cannot be served as asked.
+        """
+        check_growing(plan, before)
+        own = None if plan is None else plan.bind(lookup, self._info.shape.num_layers)
+        return self._finish(own, before, Prompt(1, token_ids=(first,)), None)
+
     def _resolve_by_length(
         self, plan: Plan | None, before: tuple[Edit, ...], length: int, max_tokens: int | None
     ) -> Ready:
@@ -75,11 +96,12 @@ class Asking:
         need = need_of(resolved, self._taps, self._info.room, first["edits_per_site"])
         self._check_ring(resolved)
         self._check_gates(resolved)
-        return resolved, need, resolved.to_bytes()
+        return resolved, need, resolved.to_bytes(), cache_keys(resolved)
 
     def _prompt(self, request: Any, chat: ChatPlan | None) -> Prompt:
         ids = request.prompt_token_ids
-        if ids is None:
+        # Where only some of a prompt is tokens, there are placeholders among its ids.
+        if ids is None or not all(getattr(request, "prompt_is_token_ids", None) or ()):
             return Prompt(_prompt_len(request))
         tokens = tuple(ids)
         tokenizer = self._tokenizer

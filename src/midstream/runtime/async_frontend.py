@@ -11,12 +11,15 @@ from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from midstream.config import KEY, from_additional_config
 from midstream.errors import SpecError
 from midstream.runtime.assembly import ATTRIBUTES, assemble
 from midstream.runtime.carried import carried
 from midstream.runtime.courier import Courier
-from midstream.runtime.door import Asked, Door, describe
+from midstream.runtime.door import Asked, Door, describe, put_riding
+from midstream.runtime.mismatches import Mismatches
 from midstream.runtime.order import Order
+from midstream.runtime.sessions import InputSession, as_one_request, closing
 from midstream.runtime.streaming import Streamed
 from midstream.runtime.worker import RPC
 
@@ -47,10 +50,14 @@ class AsyncFrontEnd(Door):
         engine, client: as for `start`.
         """
         super().__init__(describe(answers), engine, deltas=True)
+        found = from_additional_config(engine.vllm_config.additional_config)
+        assert found is not None
+        self._config = found
         self._engine = engine
         self._client = client
         self._courier = Courier(lambda op, given: _call(client, op, given), self.info.workers)
         self._orders: dict[str, Order] = {}
+        self._sessions: dict[str, Order] = {}  # of streaming input, by vLLM's id
         self._tasks: set[asyncio.Task[None]] = set()
 
     def admit(self, request: Any, asked_for: Any) -> Asked | None:
@@ -58,11 +65,34 @@ class AsyncFrontEnd(Door):
             raise SpecError(
                 "", "this engine returns results from generate() only; call that of AsyncLLM"
             )
-        asked = super().admit(request, asked_for.plan)
-        asked_for.asked = asked
+        if asked_for.session is not None:
+            return self._admit_input(request, asked_for, asked_for.session)
+        return self._note(request, asked_for, super().admit(request, asked_for.plan))
+
+    def _admit_input(self, request: Any, order: Order, session: InputSession) -> Asked | None:
+        """Checks an input of a session, or the request by which vLLM ends one."""
+        if not request.resumable:
+            # vLLM makes it before there is any input; it finds its place when it is sent.
+            put_riding(request, None)
+            return None
+        session.inputs.append(list(request.prompt_token_ids))
+        if len(session.inputs) > 1:
+            put_riding(request, session.riding)
+            return order.asked
+        ready = self._asking.resolve_session(
+            order.plan, self.steering.plan_edits(), self.vectors.lookup, session.inputs[0][0]
+        )
+        asked = self._note(request, order, self._let_ride(request, ready))
         if asked is not None:
-            asked_for.is_delta = request.sampling_params.output_kind.name == "DELTA"
-            self._orders[asked.uid] = asked_for
+            session.riding = request.sampling_params.extra_args[KEY]
+            self._sessions[request.request_id] = order
+        return asked
+
+    def _note(self, request: Any, order: Order, asked: Asked | None) -> Asked | None:
+        order.asked = asked
+        if asked is not None:
+            order.is_delta = request.sampling_params.output_kind.name == "DELTA"
+            self._orders[asked.uid] = order
         return asked
 
     async def send(self, request: Any, deliver: Callable[[Any], Awaitable[None]]) -> None:
@@ -75,8 +105,10 @@ class AsyncFrontEnd(Door):
             deliver: the client's own way of sending it.
         """
         riding = carried(request.sampling_params)
-        order = None if riding is None else self._orders.get(riding.uid)
-        if order is not None:
+        # A session's end carries nothing, and must not overtake its inputs.
+        ending = self._sessions.get(request.request_id) if riding is None else None
+        order = ending if riding is None else self._orders.get(riding.uid)
+        if order is not None and request.request_id not in order.ids:
             order.ids.append(request.request_id)
         passes, is_late = False, False
 
@@ -88,7 +120,10 @@ class AsyncFrontEnd(Door):
             else:
                 passes = True
 
-        self._submit(request, go)
+        if ending is not None and ending.asked is not None:
+            self._queue(ending.asked.uid, request, go)
+        else:
+            self._submit(request, go)
         is_late = True
         if passes:
             await deliver(request)
@@ -108,6 +143,9 @@ class AsyncFrontEnd(Door):
                 setattr(holder, name, None)
         if order.asked is None:
             return
+        if order.session is not None:
+            await self._complete_turn(order, order.session, output)
+            return
         single = output.outputs[0] if len(output.outputs) == 1 else None
         has_results = output.finished and not _was_aborted(output)
         if single is not None and (order.is_delta or not has_results):
@@ -124,6 +162,31 @@ class AsyncFrontEnd(Door):
         if order.failure is not None:
             raise order.failure
 
+    async def _complete_turn(self, order: Order, session: InputSession, output: Any) -> None:
+        """As `complete`, for a session of streaming input: its results come at its end."""
+        session.latest = output
+        _see(order, output)
+        # Of a failed turn vLLM does not know that no other can follow it.
+        failed = output.outputs[0].finish_reason == "error"
+        if failed or (output.finished and not _was_aborted(output)):
+            await self._finish(order, output)
+        if order.failure is not None:
+            raise order.failure
+
+    async def close_session(self, order: Order) -> Any:
+        """The last output of a session that vLLM ended without one, with its results; None where
+        there is nothing to add.
+
+        Raises:
+            ReceiptError: what was done is not what was asked for.
+        """
+        if order.session is None or order.asked is None:
+            return None
+        output = closing(order.session, order.is_delta)
+        if output is not None:
+            await self._finish(order, output)
+        return output
+
     def leave(self, order: Order) -> None:
         """A call is over. What it left behind is cleared away."""
         if order.asked is not None and not order.settled:
@@ -135,6 +198,7 @@ class AsyncFrontEnd(Door):
         while self._tasks:
             await asyncio.wait(self._tasks)
         assert not self._orders
+        assert not self._sessions
         assert not self._needs
         assert not self._admission.waiting
         await _call(self._client, "check_integrity")
@@ -157,8 +221,11 @@ class AsyncFrontEnd(Door):
         self._leave([uid])
         answers = await self._courier.collect(uid)
         order.settled = True
-        self._orders.pop(uid, None)
+        self._forget(order, uid)
         whole = _whole(output, order)
+        if order.session is not None and order.streamed is not None:
+            generated = order.streamed.generated
+            whole, plan = as_one_request(output, generated, order, answers)
         if sum(len(data) for _, data in answers) > _ASIDE_BYTES:
             await asyncio.to_thread(assemble, whole, plan, answers, self.info.dtype)
         else:
@@ -166,8 +233,9 @@ class AsyncFrontEnd(Door):
         for mine, theirs in ((output, whole), *zip(output.outputs, whole.outputs, strict=True)):
             for name in ATTRIBUTES:
                 setattr(mine, name, getattr(theirs, name))
-        for completion in output.outputs:
-            completion.receipt.check()
+        mismatches = Mismatches(self._config)
+        mismatches.add(output)
+        mismatches.report([output])
 
     async def _deliver(
         self, order: Order, deliver: Callable[[Any], Awaitable[None]], request: Any
@@ -187,10 +255,16 @@ class AsyncFrontEnd(Door):
                 await asyncio.wait(order.deliveries)
             # vLLM may have done so before one that waited was sent. Others get the room after it.
             await self._client.abort_requests_async(order.ids)
-        self._orders.pop(uid, None)
+        self._forget(order, uid)
         self._leave([uid])
         if not waits:
             await self._courier.release(uid)
+
+    def _forget(self, order: Order, uid: str) -> None:
+        self._orders.pop(uid, None)
+        if order.session is not None:
+            for name in order.ids:
+                self._sessions.pop(name, None)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -1,4 +1,6 @@
-"""What a request carries from the front door to the workers, in its `extra_args`."""
+"""What a request carries from the front door to the engine core and the workers, in its
+`extra_args`.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +8,25 @@ from typing import Any, NamedTuple
 
 from midstream.config import KEY
 from midstream.errors import SpecError
+from midstream.runtime.cache_keys import CacheKeys
 
 
 class Carried(NamedTuple):
-    """What a request carries from the front door to the workers.
+    """What a request carries from the front door onwards.
 
     Attributes:
         uid: names the request for midstream, whatever ids vLLM makes of it.
         plan: `ResolvedPlan.to_bytes()`.
+        keys: its place in the prefix cache.
     """
 
     uid: str
     plan: bytes
+    keys: CacheKeys
 
     def pack(self) -> list[object]:
         """Plain values that msgpack carries unchanged."""
-        return [self.uid, self.plan]
+        return [self.uid, self.plan, self.keys.pack()]
 
 
 def carried(sampling_params: Any) -> Carried | None:
@@ -34,10 +39,15 @@ def carried(sampling_params: Any) -> Carried | None:
     value = extra_args.get(KEY) if extra_args else None
     if value is None:
         return None
-    if isinstance(value, (list, tuple)) and len(value) == 2:
-        uid, plan = value
+    if isinstance(value, (list, tuple)) and len(value) == 3:
+        uid, plan, packed = value
         if isinstance(uid, str) and isinstance(plan, (bytes, bytearray, memoryview)):
-            return Carried(uid, bytes(plan))
+            try:
+                keys = CacheKeys.unpack(packed)
+            except ValueError:
+                pass
+            else:
+                return Carried(uid, bytes(plan), keys)
     raise SpecError(
         f"extra_args[{KEY!r}]",
         "reached a worker without having been checked: the front end that took the request in "

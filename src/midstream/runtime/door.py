@@ -6,7 +6,6 @@ How results come back to their callers differs: see `frontend` and `async_fronte
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import uuid
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Any
 from midstream.config import KEY
 from midstream.errors import SpecError, UnsupportedError
 from midstream.runtime.admission import Admission
-from midstream.runtime.asking import Asking
+from midstream.runtime.asking import Asking, Ready
 from midstream.runtime.budget import Budget, Need
 from midstream.runtime.buffers import Room
 from midstream.runtime.carried import Carried, carried
@@ -95,17 +94,28 @@ class Door:
         Raises:
             SpecError: the request cannot be served as asked.
         """
-        resolved, need, packed = self._asking.resolve(
+        ready = self._asking.resolve(
             asked_for, self.steering.plan_edits(), self.vectors.lookup, request
         )
-        params = copy.copy(request.sampling_params)
-        rest = {name: value for name, value in (params.extra_args or {}).items() if name != KEY}
-        if not (resolved.edits or resolved.captures or resolved.probes):
-            params.extra_args = rest or None
-            request.sampling_params = params
+        if getattr(request, "resumable", False) and asks(ready[0]):
+            raise SpecError(
+                "",
+                "a session of streaming input can be captured or edited with generate() of "
+                "midstream.AsyncLLM only",
+            )
+        return self._let_ride(request, ready)
+
+    def _let_ride(self, request: Any, ready: Ready) -> Asked | None:
+        """Puts what was made of a request's plan on it; returns what it asks for, if anything.
+
+        Raises:
+            SpecError: its output would never show all of it.
+        """
+        resolved, need, packed, keys = ready
+        if not asks(resolved):
+            put_riding(request, None)
             return None
-        if getattr(request, "resumable", False):
-            raise SpecError("", "streaming input sessions cannot be captured or edited yet")
+        params = request.sampling_params
         kind = params.output_kind.name
         refused = kind == "DELTA" and not self._deltas
         if refused or (params.n > 1 and kind != "FINAL_ONLY"):
@@ -115,14 +125,7 @@ class Door:
                 f"n={params.n} never shows it; use FINAL_ONLY",
             )
         asked = Asked(uuid.uuid4().hex, resolved)
-        params.extra_args = {**rest, KEY: Carried(asked.uid, packed).pack()}
-        if resolved.captures_prompt or resolved.edits:
-            # What the cache serves is not computed: there would be nothing to read, and nothing
-            # to show that the KV there was made under these edits.
-            params.skip_reading_prefix_cache = True
-        if resolved.edits:
-            request.cache_salt = _salt(request.cache_salt, resolved)
-        request.sampling_params = params
+        put_riding(request, Carried(asked.uid, packed, keys).pack())
         self._needs[asked.uid] = need
         return asked
 
@@ -137,10 +140,14 @@ class Door:
             go()
             return
         # With n > 1 the children carry their parent's uid, and it is by that that they share.
-        need = self._needs.get(riding.uid)
+        self._queue(riding.uid, request, go)
+
+    def _queue(self, uid: str, request: Any, go: Callable[[], object]) -> None:
+        """As `_submit`, for a request that shares the room of this uid."""
+        need = self._needs.get(uid)
         if need is None:
             raise SpecError("", f"request {request.request_id!r} is not under way any more")
-        self._admission.submit(riding.uid, need, go)
+        self._admission.submit(uid, need, go)
 
     def _leave(self, uids: list[str]) -> None:
         """These requests need their room no more."""
@@ -148,6 +155,21 @@ class Door:
             self._needs.pop(uid, None)
         if uids:
             self._admission.finish(uids)
+
+
+def asks(plan: ResolvedPlan) -> bool:
+    """Whether a plan comes to anything."""
+    return bool(plan.edits or plan.captures or plan.probes)
+
+
+def put_riding(request: Any, riding: list[object] | None) -> None:
+    """Gives a request what it carries; None: nothing. Its params were its own copy, and are not
+    changed: vLLM shares them between some requests.
+    """
+    params = copy.copy(request.sampling_params)
+    rest = {name: value for name, value in (params.extra_args or {}).items() if name != KEY}
+    params.extra_args = (rest or None) if riding is None else {**rest, KEY: riding}
+    request.sampling_params = params
 
 
 def describe(answers: list[dict[str, Any]]) -> EngineInfo:
@@ -169,8 +191,3 @@ def describe(answers: list[dict[str, Any]]) -> EngineInfo:
         reasons=MappingProxyType(lacking),
     )
     return EngineInfo(shape, first["dtype"], Room(**first["room"]), workers)
-
-
-def _salt(own: str | None, plan: ResolvedPlan) -> str:
-    """Keeps KV computed under these edits apart from all other KV, the user's salt included."""
-    return hashlib.sha256(f"midstream:{plan.digest}:{own or ''}".encode()).hexdigest()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from midstream.config import from_additional_config
 from midstream.errors import SpecError
-from midstream.receipt import Receipt
 from midstream.runtime.assembly import ATTRIBUTES, assemble
 from midstream.runtime.door import Asked, Door, describe
 from midstream.runtime.fetching import carry_out, collecting
+from midstream.runtime.mismatches import Mismatches
 from midstream.runtime.parts import Answers
 from midstream.runtime.worker import RPC
 from midstream.spec import ResolvedPlan
@@ -27,11 +29,14 @@ class FrontEnd(Door):
         self._rpc: Callable[..., list[dict[str, Any]]] = engine.collective_rpc
         self._has_unfinished: Callable[[], bool] = engine.has_unfinished_requests
         super().__init__(describe(self._call("describe")), engine, deltas=False)
+        found = from_additional_config(engine.vllm_config.additional_config)
+        assert found is not None
+        self._mismatches = Mismatches(found)
+        self._reports = True
         self._outputs = engine.output_processor
         self._under_way: dict[str, Asked] = {}
         self._finished: list[tuple[Asked, Any]] = []
         self._finished_bytes = 0
-        self._problems: list[Receipt] = []
 
     def check_id(self, request_id: str) -> None:
         if request_id in self._under_way:
@@ -65,7 +70,7 @@ class FrontEnd(Door):
 
         Raises:
             ReceiptError: what was done for a request is not what it asked for. Raised once the
-                engine is idle, when every output has its results.
+                engine is idle, when every output has its results, unless `report_at_end` is open.
         """
         ended: list[str] = []
         for output in outputs:
@@ -84,10 +89,25 @@ class FrontEnd(Door):
             self.fetch()
         if idle:
             self.let_go()
-            problems, self._problems = self._problems, []
-            for receipt in problems:
-                receipt.check()
+            if self._reports:
+                self._mismatches.report()
         return outputs
+
+    @contextmanager
+    def report_at_end(self) -> Iterator[list[Any]]:
+        """While this is open, what differs from what was asked is not raised by a step but at the
+        end, with the outputs that were put into the list.
+
+        Raises:
+            ReceiptError: as `after_step`.
+        """
+        outputs: list[Any] = []
+        self._reports = False
+        try:
+            yield outputs
+        finally:
+            self._reports = True
+        self._mismatches.report(outputs)
 
     def fetch(self) -> None:
         """Fetches the results of all finished requests."""
@@ -98,7 +118,7 @@ class FrontEnd(Door):
             data = self._collect([asked.uid for asked, _ in batch])
             for asked, output in batch:
                 assemble(output, asked.plan, data[asked.uid], self.info.dtype)
-                self._problems += [c.receipt for c in output.outputs if c.receipt.problems]
+                self._mismatches.add(output)
 
     def after_abort(self, alive: Container[str]) -> None:
         """Lets go of the requests under way whose ids are no longer among those alive."""
@@ -119,7 +139,7 @@ class FrontEnd(Door):
                 self._under_way[output.request_id] = asked
             else:
                 self._keep(asked, output)
-        self._problems = [p for p in self._problems if p.request_id not in request_ids]
+        self._mismatches.forget(request_ids)
         self._release([name for name in self._under_way if name in request_ids])
 
     def _keep(self, asked: Asked, output: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from midstream.transport.base import Shipment
+from midstream.transport.base import Copy, Shipment
 
 Ints = NDArray[np.int64]
 
@@ -54,12 +54,32 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
+class Awaited:
+    """Positions that the device knows and the host does not yet: of some rows of a step.
+
+    Attributes:
+        copy: the position of each row of the step, on its way.
+        row: which rows.
+    """
+
+    copy: Copy
+    row: Ints
+
+    def __getitem__(self, mask: NDArray[np.bool_]) -> Awaited:
+        return Awaited(self.copy, self.row[mask])
+
+    def values(self) -> Ints:
+        """The positions. Waits until they are there."""
+        return self.copy.values().numpy()[self.row].astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
 class _Entry:
     """One step's records. Per run of rows: whose, from which position and row on, how many."""
 
     shipment: Rows
     serial: Ints
-    position: Ints
+    position: Ints | Awaited
     length: Ints
     first: Ints
     kind: Ints
@@ -75,11 +95,17 @@ class _Entry:
             self.kind[mask],
         )
 
+    @property
+    def known(self) -> Ints:
+        """Position of each run's first row. Waits until the host knows it."""
+        return self.position.values() if isinstance(self.position, Awaited) else self.position
+
     def within(self, start: Ints, stop: Ints, width: int) -> _Entry:
         """Its runs cut to positions [start, stop), given per run; a record is `width` rows."""
-        begin = np.maximum(self.position, start)
-        length = np.minimum(self.position + self.length, stop) - begin
-        first = self.first + (begin - self.position) * width
+        position = self.known
+        begin = np.maximum(position, start)
+        length = np.minimum(position + self.length, stop) - begin
+        first = self.first + (begin - position) * width
         cut = _Entry(self.shipment, self.serial, begin, length, first, self.kind)
         return cut.only(length > 0)
 
@@ -103,7 +129,7 @@ class Ledger:
         self,
         shipment: Rows,
         serial: Ints,
-        position: Ints,
+        position: Ints | Awaited,
         length: Ints,
         first: Ints,
         kind: Ints,
@@ -124,7 +150,8 @@ class Ledger:
     def take(self, serials: list[int]) -> dict[int, list[Block]]:
         """Each request's blocks; what is taken is no longer held. Waits for the rows.
 
-        A position that was computed twice counts once, with the row that came last.
+        A position that was computed twice, for a draft that was rejected say, counts once, with the
+        row that came last.
         """
         wanted = np.sort(np.array(serials, np.int64))
         chosen: list[_Entry] = []
@@ -192,7 +219,7 @@ def _gather(chosen: list[_Entry], taps: tuple[int, ...], kind: int) -> list[tupl
         within = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
         steps.append(np.full(within.size, nth))
         serials.append(np.repeat(entry.serial[mine], length))
-        positions.append(np.repeat(entry.position[mine], length) + within)
+        positions.append(np.repeat(entry.known[mine], length) + within)
         firsts.append(np.repeat(entry.first[mine], length) + within * len(taps))
     if not steps:
         return []

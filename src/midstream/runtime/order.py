@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from midstream.runtime.door import Asked
+    from midstream.runtime.sessions import InputSession
     from midstream.runtime.streaming import Streamed
     from midstream.spec import Plan
 
@@ -26,6 +27,7 @@ class Order:
         streamed: what is known so far, once there was an output.
         settled: whether the workers hold nothing of it any more.
         failure: why it could not be sent.
+        session: of streaming input; None: an ordinary prompt.
     """
 
     plan: Plan | None
@@ -36,6 +38,7 @@ class Order:
     streamed: Streamed | None = None
     settled: bool = False
     failure: BaseException | None = None
+    session: InputSession | None = None
 
     def __deepcopy__(self, _memo: dict[int, object]) -> Order:
         # vLLM copies a request's parameters; whoever made the order waits for what is put on it.

@@ -14,13 +14,15 @@ from typing import Any
 from midstream import config as settings
 from midstream.config import KEY
 from midstream.errors import SpecError, UnsupportedError
-from midstream.runtime import seams
+from midstream.runtime import core, seams
 from midstream.runtime.carried import carried
 from midstream.runtime.chat import ChatPlan
 from midstream.runtime.order import Order
 from midstream.runtime.settings import check_settings
 from midstream.spec import Plan
 
+# Where vLLM's function for the extra keys of a block is looked up.
+_KEY_MODULES = ("vllm.v1.core.kv_cache_utils", "vllm.v1.core.block_pool")
 _LOCK = threading.Lock()
 _ATTRIBUTE = "midstream_front_end"
 _active = False
@@ -44,6 +46,20 @@ def activate() -> None:
         _wrap("vllm.v1.engine.llm_engine", "LLMEngine", "step", _engine_step)
         _wrap("vllm.v1.engine.llm_engine", "LLMEngine", "abort_request", _engine_abort)
         _wrap("vllm.v1.engine.core", "EngineCore", "preprocess_add_request", _core_add)
+        _wrap(
+            "vllm.v1.core.kv_cache_manager",
+            "KVCacheManager",
+            "get_computed_blocks",
+            core.computed_blocks,
+        )
+        _wrap(
+            "vllm.v1.core.sched.scheduler",
+            "Scheduler",
+            "update_from_output",
+            core.update_from_output,
+        )
+        for module in _KEY_MODULES:
+            _wrap_function(module, "generate_block_hash_extra_keys", core.extra_keys)
         _active = True
 
 
@@ -86,6 +102,17 @@ def _wrap(module: str, cls: str, name: str, hook: Callable[..., Any]) -> None:
     @functools.wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         return hook(original, self, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _wrap_function(module: str, name: str, hook: Callable[..., Any]) -> None:
+    owner = importlib.import_module(module)
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return hook(original, *args, **kwargs)
 
     setattr(owner, name, wrapped)
 
@@ -150,11 +177,11 @@ def _engine_abort(original: Callable[..., Any], engine: Any, *args: Any, **kwarg
     return out
 
 
-def _core_add(original: Callable[..., Any], core: Any, request: Any, *rest: Any) -> Any:
+def _core_add(original: Callable[..., Any], engine: Any, request: Any, *rest: Any) -> Any:
     """Refuses, as that request's own failure, what went past the front door."""
-    if settings.from_additional_config(core.vllm_config.additional_config) is not None:
+    if settings.from_additional_config(engine.vllm_config.additional_config) is not None:
         carried(request.sampling_params)
-    return original(core, request, *rest)
+    return original(engine, request, *rest)
 
 
 def _process(

@@ -13,6 +13,7 @@ from midstream.ops import layout
 from midstream.runtime.programs import Tables
 from midstream.runtime.requests import (
     APPLIED_0,
+    CACHED,
     MOST_APPLIED,
     UNSEEN,
     Request,
@@ -31,12 +32,14 @@ class Pieces:
     Attributes:
         row: first row in the batch.
         length: rows.
-        position: of the first row in its request.
+        position: of the first row in its request; see `exact`.
         slot: the request's slot.
         program, group, width, kind: what each row gets, how many vectors its record holds, and
             what the ledger calls such records.
         scored: 1 where the rows' scores go to the caller.
         record: first row of the ring, counted from the step's first; meaningful where width > 0.
+        exact: whether the positions are known. Otherwise they are upper bounds, the device knows
+            better, and all else here is the same wherever the rows really are.
     """
 
     row: Ints
@@ -49,6 +52,7 @@ class Pieces:
     kind: Ints
     scored: Ints
     record: Ints
+    exact: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +63,15 @@ class StepPlan:
         tokens: int32 [rows, 4], for `Buffers.tokens`; records count from the step's first row.
         num_records: rows of the ring that the step fills.
         active: rows of the batch with a program.
-        slots, positions: of each active row (slot −1: nobody's, only watched).
+        slots, positions: of each active row (slot −1: nobody's, only watched); the latter are
+            upper bounds where `pieces` are not exact.
         fewest, most: how many edits each active row must get; how many it may, where that
             depends on the token's id.
         captures: how many vectors each active row must give.
         by_id: whether a row's program reads its token's id.
         scored: whether a score of the step goes to a caller.
+        told: whether a row's program reads its position, which only the device knows: the column
+            in `tokens` is to be filled in there.
         pieces: the runs that the step is made of.
     """
 
@@ -78,6 +85,7 @@ class StepPlan:
     captures: Ints
     by_id: bool
     scored: bool
+    told: bool
     pieces: Pieces
 
 
@@ -175,6 +183,10 @@ class Planner:
         if self._slot_of.get(request.id) == request.slot:
             del self._slot_of[request.id]
 
+    def runs(self, request: Request) -> bool:
+        """Whether a request may have more rows."""
+        return self._slot_of.get(request.id) == request.slot
+
     def forget(self, request: Request) -> None:
         """Ends a request: its positions' states move into `request.done`, its slot is free."""
         slot = request.slot
@@ -211,7 +223,8 @@ class Planner:
     def _remember(self, view: StepView, plan: StepPlan) -> None:
         """Notes a step that the next may repeat."""
         positioned = self._tables.by_position[plan.pieces.program].any()
-        if plan.num_records or positioned or (plan.pieces.length != 1).any():
+        pieces = plan.pieces
+        if plan.num_records or positioned or not pieces.exact or (pieces.length != 1).any():
             return
         slots = self._slots(view.request_ids)
         chosen = np.flatnonzero(slots >= 0)
@@ -231,7 +244,7 @@ class Planner:
     def _again(self, view: StepView) -> StepPlan | None:
         """The last step's plan at the new positions, if nothing else has changed."""
         last = self._decode
-        if last is None or self._slots(view.request_ids) is not last.slots:
+        if last is None or view.late is not None or self._slots(view.request_ids) is not last.slots:
             return None
         position = view.computed[last.chosen].astype(np.int64)
         if (
@@ -240,7 +253,7 @@ class Planner:
             or (position >= last.stop).any()
         ):
             return None
-        self._seen[last.slot] = np.maximum(self._seen[last.slot], position + 1)
+        self._advance(last.slot, position, position + 1)
         position = position[last.active]
         pieces = replace(last.plan.pieces, position=position)
         return replace(last.plan, positions=position, pieces=pieces)
@@ -261,12 +274,12 @@ class Planner:
         slot = slot[chosen]
         length = view.scheduled[chosen].astype(np.int64)
         row = (np.cumsum(view.scheduled, dtype=np.int64) - view.scheduled)[chosen]
-        position = view.computed[chosen].astype(np.int64)
+        lowest, position = self._bounds(view, chosen, slot, row, length)
         stop = position + length
-        self._seen[slot] = np.maximum(self._seen[slot], stop)
+        exact = lowest is position or bool((lowest == position).all())
 
         now = self._now[slot]
-        inside = (position >= now[:, 0]) & (stop <= now[:, 1])
+        inside = (lowest >= now[:, 0]) & (stop <= now[:, 1])
         fields = np.column_stack((row, length, position, slot, now[:, 2:]))
         if not inside.all():
             crossing = [
@@ -283,7 +296,55 @@ class Planner:
         records = fields[:, 1] * fields[:, 6]
         record = np.cumsum(records) - records
         row, length, position, slot, program, group, width, kind, scored = fields.T
-        return Pieces(row, length, position, slot, program, group, width, kind, scored, record)
+        return Pieces(
+            row, length, position, slot, program, group, width, kind, scored, record, exact
+        )
+
+    def _bounds(
+        self, view: StepView, chosen: Ints, slot: Ints, row: Ints, length: Ints
+    ) -> tuple[Ints, Ints]:
+        """The lowest and the highest position that the first row of each request may have."""
+        position = view.computed[chosen].astype(np.int64)
+        if view.late is None:
+            self._advance(slot, position, position + length)
+            return position, position
+        lowest = np.maximum(position - view.late.slack()[chosen], 0)
+        self._advance(slot, lowest, position + length)
+        if self._undecided(slot, lowest, position, position + length):
+            # What these rows are to get depends on where they are, and must be armed before their
+            # forward, so the host waits for the device. It is rare: only where a request may just
+            # be passing a bound of what it asks for.
+            position = view.late.positions().cpu().numpy()[row].astype(np.int64)
+            return position, position
+        return lowest, position
+
+    def _undecided(self, slot: Ints, lowest: Ints, position: Ints, stop: Ints) -> bool:
+        """Whether there is a request whose rows may lie in one segment or in another."""
+        now = self._now[slot]
+        outside = (lowest < now[:, 0]) | (stop > now[:, 1])
+        for nth in np.flatnonzero(outside & (lowest < position)).tolist():
+            request = self._by_slot[int(slot[nth])]
+            assert request is not None
+            if len(request.segments_within(int(lowest[nth]), int(stop[nth]))) > 1:
+                return True
+        return False
+
+    def _advance(self, slot: Ints, position: Ints, stop: Ints) -> None:
+        """Notes how far requests have come; what lies before a row and was never computed came
+        from the prefix cache.
+
+        Args:
+            slot: of each request.
+            position: of its first row, or a lower bound.
+            stop: of its last row and one more, or an upper bound.
+        """
+        seen = self._seen[slot]
+        skipped = position > seen
+        if skipped.any():
+            for nth in np.flatnonzero(skipped).tolist():
+                states = self._done[slot[nth], seen[nth] : position[nth]]
+                states[states == UNSEEN] = CACHED
+        self._seen[slot] = np.maximum(seen, stop)
 
     def _slots(self, request_ids: Sequence[str]) -> Ints:
         """Each request's slot, −1 for those that ask for nothing; most steps repeat the last."""
@@ -333,7 +394,9 @@ class Planner:
         tables = self._tables
         # Only where it is read: what does not change from step to step need not be sent again.
         reads_position = tables.by_position[program]
-        tokens[active, layout.POSITION] = np.where(reads_position, positions, 0)
+        told = not pieces.exact and bool(reads_position.any())
+        # A position that the device fills in is none here, so that no exact step looks like it.
+        tokens[active, layout.POSITION] = np.where(reads_position, -1 if told else positions, 0)
         fewest = tables.fewest[program].astype(np.int64)
         most = tables.most[program].astype(np.int64)
         if watch and tokens[0, layout.PROGRAM] == layout.IDLE_PROGRAM:
@@ -354,12 +417,13 @@ class Planner:
             captures=width,
             by_id=bool(tables.by_id[program].any()),
             scored=bool(pieces.scored.any()),
+            told=told,
             pieces=pieces,
         )
 
 
 _EMPTY = np.zeros(0, np.int64)
-_NOTHING = Pieces(*[_EMPTY] * 10)
+_NOTHING = Pieces(*(_EMPTY,) * 10, True)
 
 
 def _grow(array: NDArray[T], rows: int) -> NDArray[T]:

@@ -24,9 +24,11 @@ from midstream.spec.ranges import Ranges
 
 FOREVER = np.iinfo(np.int64).max // 2
 
-# States of a position in `Request.done`. From APPLIED_0 on: computed, with that many edits.
+# States of a position in `Request.done`: no row of it asked for anything; it was never computed,
+# as the prefix cache served it; from APPLIED_0 on, computed with that many edits.
 UNSEEN = 0
-APPLIED_0 = 1
+CACHED = 1
+APPLIED_0 = 2
 MOST_APPLIED = 0xFFFF
 
 
@@ -71,6 +73,9 @@ class Request:
         blocks: what was captured; filled in when the request is taken.
         scores: what its probes read; likewise.
         problem: the first thing that went wrong, if any.
+        prompt: what its prompt has grown to, where it came more than once: the inputs of a session,
+            and what was generated between them.
+        turns: how long that was each time that it came, but for the first.
     """
 
     id: str
@@ -82,6 +87,8 @@ class Request:
     blocks: list[Block] = field(default_factory=list)
     scores: list[Block] = field(default_factory=list)
     problem: str = ""
+    prompt: list[int] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
     done: NDArray[np.uint16] = field(default_factory=lambda: np.zeros(0, np.uint16))
 
     def segments_within(self, start: int, stop: int) -> list[Segment]:

@@ -55,6 +55,8 @@ class Outbox:
                 {
                     "id": request.id,
                     "problem": request.problem,
+                    "prompt": request.prompt,
+                    "turns": request.turns,
                     "done": int(request.done.size),
                     "blocks": blocks,
                     "scores": scores,

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from midstream.errors import SpecError, TapError
+from midstream.errors import TapError
 from midstream.ops import layout
 from midstream.runtime.buffers import Buffers, Tap, code, upload
-from midstream.runtime.ledger import Block, Ledger, Scores
+from midstream.runtime.failures import Failure
+from midstream.runtime.ledger import Awaited, Block, Ledger, Scores
 from midstream.runtime.planner import Planner, StepPlan
 from midstream.runtime.programs import Tables
 from midstream.runtime.requests import (
@@ -27,16 +29,33 @@ from midstream.runtime.requests import (
 )
 from midstream.runtime.stepview import StepView
 from midstream.spec import ResolvedPlan
-from midstream.transport.base import Shipment, Transport
+from midstream.transport.base import Copy, Shipment, Transport
 
 _CACHED_PLANS = 256
+_LOGGER = logging.getLogger(__name__)
+# Of a request whose plan cannot be read.
+_NOTHING = ResolvedPlan(0, (), ())
 Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Armed:
+    """A step whose forward is queued next.
+
+    Attributes:
+        first: the ring's first row for its records.
+        positions: each row's position, on its way; None where the plan knows them.
+    """
+
+    plan: StepPlan
+    first: int
+    positions: Copy | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
     number: int
-    plan: StepPlan
+    armed: _Armed
     shipment: Shipment
 
 
@@ -78,20 +97,27 @@ class Session:
         self._names = list(taps)
         self._steps = 0
         self._in_flight: deque[_Step] = deque()
-        self._current: tuple[StepPlan, int] | None = None
+        self._current: _Armed | None = None
         self._leaving: deque[tuple[int, Request]] = deque()
         self._left: dict[str, list[Request]] = {}
         self._checked = False
+        self._failures: dict[str, Failure] = {}
         # Many requests share a plan, to the byte.
         self._parse = functools.lru_cache(maxsize=_CACHED_PLANS)(self._parse_and_cut)
 
     # -- requests come and go ---------------------------------------------------------------
 
-    def add(self, request_id: str, uid: str, plan: bytes) -> None:
+    def add(self, request_id: str, uid: str, plan: bytes, computed: int = 0) -> None:
         """A request that asks for something is about to run, or runs again after preemption.
 
-        What does not fit is noted on the request, which then runs without any of its edits; its
-        receipt says so and the front end raises it.
+        What goes wrong here is that request's own failure: the engine core is told to end it, and
+        its receipt says why.
+
+        Args:
+            request_id: vLLM's.
+            uid: midstream's own.
+            plan: what it asks for, packed.
+            computed: how many of its tokens need not be computed.
         """
         known = self._planner.get(request_id)
         if known is not None:
@@ -100,11 +126,14 @@ class Session:
             # An id that is used again while its first bearer is still being settled.
             self._settle(wait=True)
         problem = ""
-        resolved, pieces = self._parse(plan)
+        resolved, segments = _NOTHING, [idle_segment()]
         try:
+            resolved, pieces = self._parse(plan)
             segments = acquire_segments(pieces, self._tables, self._ledger)
-        except SpecError as error:
-            segments, problem = [idle_segment()], str(error)
+        except Exception as error:  # whatever it is, it is this request's alone
+            problem = f"{type(error).__name__}: {error}"
+            _LOGGER.exception("midstream failed request %s", request_id)
+            self._failures[request_id] = Failure(computed, problem)
         self._admitted += 1
         request = Request(
             id=request_id,
@@ -117,12 +146,26 @@ class Session:
         )
         self._planner.add(request)
 
+    def grow(self, request_id: str, uid: str, prompt: Sequence[int] | None) -> None:
+        """A request comes once more: its prompt has grown by another input, or it was preempted.
+
+        Args:
+            request_id: vLLM's.
+            uid: midstream's own.
+            prompt: the token ids of its prompt as it is now; None: it is of embeddings.
+        """
+        known = self._planner.get(request_id)
+        if known is not None and known.uid == uid:
+            known.prompt = list(prompt or ())
+            known.turns.append(len(known.prompt))
+
     def finish(self, request_id: str) -> None:
         """A request runs no more. Unknown ids are those that asked for nothing."""
         request = self._planner.get(request_id)
         if request is None or any(request is leaving for _, leaving in self._leaving):
             return
         release_segments(request.segments, self._tables)
+        self._failures.pop(request_id, None)
         self._planner.retire(request)
         self._leaving.append((self._steps, request))
         self._let_go()
@@ -164,6 +207,15 @@ class Session:
         found = self._scores.look((0,), wanted, count)
         return {requests[serial].uid: (requests[serial], block) for serial, block in found.items()}
 
+    @property
+    def failures(self) -> dict[str, Failure]:
+        """What went wrong for requests that run and was not told yet, by vLLM's ids."""
+        return dict(self._failures)
+
+    def forget_failures(self) -> None:
+        """They were told."""
+        self._failures.clear()
+
     # -- steps ------------------------------------------------------------------------------
 
     def before_forward(self, view: StepView) -> None:
@@ -181,7 +233,7 @@ class Session:
         if plan.by_id:
             ids = view.token_ids()
             self._buffers.ids[: ids.shape[0]].copy_(ids)
-        self._current = (plan, first)
+        self._current = _Armed(plan, first, self._await_positions(plan, view))
 
     def after_forward(self) -> None:
         """Sends captured rows on their way, and takes in what has arrived.
@@ -191,8 +243,8 @@ class Session:
         """
         if self._current is None:
             return
-        plan, first = self._current
-        self._current = None
+        current, self._current = self._current, None
+        plan, first = current.plan, current.first
         rows = plan.tokens.shape[0]
         scored = rows if plan.scored else 0
         shipment = self._transport.ship(
@@ -201,8 +253,8 @@ class Session:
         if plan.num_records:
             # Whatever runs before the next step must not write where rows are on their way.
             self._disarm()
-        self._in_flight.append(_Step(self._steps, plan, shipment))
-        self._keep_rows(plan, shipment)
+        self._in_flight.append(_Step(self._steps, current, shipment))
+        self._keep_rows(current, shipment)
         if not self._checked:
             self._check_first(plan, shipment)
         self._settle(wait=False)
@@ -230,14 +282,24 @@ class Session:
         resolved = ResolvedPlan.from_bytes(plan)
         return resolved, cut(resolved, self._taps, self._captures)
 
-    def _keep_rows(self, plan: StepPlan, shipment: Shipment) -> None:
-        pieces = plan.pieces
+    def _await_positions(self, plan: StepPlan, view: StepView) -> Copy | None:
+        """Has the device say where the rows are, if the host does not know."""
+        if plan.pieces.exact or view.late is None:
+            return None
+        positions = view.late.positions()
+        if plan.told:
+            column = self._buffers.tokens[: positions.shape[0], layout.POSITION]
+            column.copy_(positions)
+        return self._transport.copy(positions)
+
+    def _keep_rows(self, armed: _Armed, shipment: Shipment) -> None:
+        plan, pieces = armed.plan, armed.plan.pieces
         if plan.num_records:
             mine = pieces.width > 0
             self._ledger.note(
                 shipment,
                 self._planner.serials(pieces.slot[mine]),
-                pieces.position[mine],
+                _positions(armed, mine),
                 pieces.length[mine],
                 pieces.record[mine],
                 pieces.kind[mine],
@@ -247,7 +309,7 @@ class Session:
             self._scores.note(
                 Scores(shipment),
                 self._planner.serials(pieces.slot[mine]),
-                pieces.position[mine],
+                _positions(armed, mine),
                 pieces.length[mine],
                 pieces.row[mine],
                 np.full(int(mine.sum()), self._score_kind),
@@ -269,7 +331,10 @@ class Session:
 
     def _verify(self, step: _Step) -> None:
         """Holds what the device did against what it was to do, token by token."""
-        plan = step.plan
+        plan = step.armed.plan
+        if step.armed.positions is not None:
+            positions = step.armed.positions.values().numpy()[plan.active]
+            plan = replace(plan, positions=positions.astype(np.int64))
         tally = step.shipment.tally().numpy()[plan.active]
         edits = tally[:, layout.EDITS].astype(np.int64)
         self._planner.record(plan, edits)
@@ -288,6 +353,9 @@ class Session:
                 f"{plan.captures[nth]} vectors, the device did {edits[nth]} and "
                 f"{tally[nth, layout.CAPTURES]}; {self._diagnose(int(tally[nth, 0]))}"
             )
+            if self._planner.runs(request):
+                position = int(plan.positions[nth])
+                self._failures[request.id] = Failure(position, request.problem)
 
     def _check_first(self, plan: StepPlan, shipment: Shipment) -> None:
         self._checked = True
@@ -324,7 +392,10 @@ class Session:
         assert self._current is None
         self._tables.check_integrity()
         armed = self._armed.shape[0]
-        assert np.array_equal(self._buffers.tokens[:armed].cpu().numpy(), self._armed)
+        held = self._buffers.tokens[:armed].cpu().numpy().copy()
+        if (self._armed[:, layout.POSITION] < 0).any():  # which the device filled in
+            held[:, layout.POSITION] = self._armed[:, layout.POSITION]
+        assert np.array_equal(held, self._armed)
         assert not bool(self._buffers.tokens[armed:].any())
         if not len(self._planner) and not self._left:
             assert not len(self._ledger)
@@ -332,6 +403,14 @@ class Session:
 
 
 _NO_TOKENS = np.zeros((0, layout.TOKEN_COLUMNS), np.int32)
+
+
+def _positions(armed: _Armed, mine: NDArray[np.bool_]) -> NDArray[np.int64] | Awaited:
+    """Of the first row of some of a step's runs."""
+    pieces = armed.plan.pieces
+    if armed.positions is None:
+        return pieces.position[mine]
+    return Awaited(armed.positions, pieces.row[mine])
 
 
 def _bounds(plan: StepPlan, nth: int) -> str:

@@ -22,6 +22,19 @@ class Rule(NamedTuple):
     reason: str
 
 
+# Ways of drafting under which the model's own forward pass is what it is without: rows at given
+# positions. Drafters have layers of their own, which are not tapped.
+SPECULATION = (
+    "ngram",
+    "ngram_gpu",
+    "draft_model",
+    "eagle",
+    "eagle3",
+    "mtp",
+    "medusa",
+    "mlp_speculator",
+)
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "enable_dbo",
@@ -58,9 +71,16 @@ RULES: tuple[Rule, ...] = (
         "that decode path goes past the model's layers",
     ),
     Rule(
-        "speculative_config",
-        lambda c: c.speculative_config is not None,
-        "positions of drafted tokens are not tracked yet",
+        f'speculative_config["method"] other than {", ".join(SPECULATION)}',
+        lambda c: (
+            c.speculative_config is not None and c.speculative_config.method not in SPECULATION
+        ),
+        "it was not looked into what that method does to the model's own forward pass",
+    ),
+    Rule(
+        'speculative_config["enable_adaptive_verification"]',
+        lambda c: bool(getattr(c.speculative_config, "enable_adaptive_verification", False)),
+        "which rows are whose is then decided on the device",
     ),
     Rule(
         "kv_transfer_config",

@@ -10,6 +10,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
+class Late(NamedTuple):
+    """What the host does not know yet: which of the last steps' drafted tokens were accepted.
+
+    Attributes:
+        slack: gives int64 [requests], by how much `StepView.computed` may be too high. It is
+            never too low.
+        positions: gives integers [num_tokens] on the device, the position of each row.
+    """
+
+    slack: Callable[[], NDArray[np.int64]]
+    positions: Callable[[], Tensor]
+
+
 class StepView(NamedTuple):
     """One step's batch, in the order of its rows.
 
@@ -20,6 +33,7 @@ class StepView(NamedTuple):
             first row here.
         num_tokens: the sum of `scheduled`; rows beyond it are padding.
         token_ids: gives int32 [num_tokens] on the device, the id of each row's token.
+        late: None where `computed` is exact.
     """
 
     request_ids: Sequence[str]
@@ -27,3 +41,4 @@ class StepView(NamedTuple):
     computed: NDArray[np.int32]
     num_tokens: int
     token_ids: Callable[[], Tensor]
+    late: Late | None = None

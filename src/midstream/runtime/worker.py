@@ -14,6 +14,7 @@ from midstream.errors import UnsupportedError
 from midstream.runtime import adapter_v1, adapter_v2, peeks, seams
 from midstream.runtime.adapter import Hooks
 from midstream.runtime.buffers import Buffers, Room, Tap
+from midstream.runtime.drafters import check_drafter
 from midstream.runtime.layers import Decoder, find_decoder
 from midstream.runtime.results import Outbox
 from midstream.runtime.session import Session
@@ -62,6 +63,7 @@ class _Endpoint:
         self._room, self._edits_per_site = _room(config), config.edits_per_site
         for layer in self._decoder.layers:
             tap_layer(layer, self._taps, self._buffers)
+        check_drafter(runner)
         _count_memory(runner, self._buffers)
         # The residual stream is the same on all ranks of a tensor-parallel group: one captures.
         captures = self._tensor_rank == 0
@@ -74,7 +76,7 @@ class _Endpoint:
             captures,
         )
         self._outbox = Outbox(list(self._taps))
-        hooks = Hooks(self._session)
+        hooks = Hooks(self._session, _ahead(vllm_config))
         is_v2 = seams.is_v2_runner(runner)
         seams.check_runner(runner, is_v2)
         (adapter_v2 if is_v2 else adapter_v1).attach(runner, hooks)
@@ -133,6 +135,14 @@ class _Endpoint:
             for uid, requests in taken.items()
         ]
         return {"json": json.dumps(headers), "inline": self._outbox.inline(uids)}
+
+
+def _ahead(vllm_config: Any) -> int:
+    """How many steps may be scheduled before it is known what became of a step's drafts."""
+    if not vllm_config.scheduler_config.async_scheduling:
+        return 0  # a request is not scheduled again before that
+    steps: int = vllm_config.max_concurrent_batches
+    return steps - 1
 
 
 def _place(parallel: Any, rank: int) -> tuple[int, int]:

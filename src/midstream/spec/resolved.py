@@ -157,27 +157,6 @@ class ResolvedPlan:
         slots = [one.slot for each in steps for one in each.instructions if one.slot is not None]
         return 1 + max(slots, default=-1)
 
-    @property
-    def captures_prompt(self) -> bool:
-        """Whether a row of the prompt may be read, so that its token must be computed."""
-        wheres = [capture.where for capture in self.captures]
-        wheres += [probe.where for probe in self.probes if probe.name]
-        return any(start < self.prompt_len for where in wheres for start, _ in where.possible[:1])
-
-    @property
-    def digest(self) -> str:
-        """sha256 of all that changes what the model computes, in hex; captures do not."""
-        content = [
-            [edit.site, edit.layer, edit.steps.digest, _plain(edit.where)] for edit in self.edits
-        ]
-        # What gates read is part of what they do; other probes change nothing.
-        content += [
-            [probe.site, probe.layer, probe.steps.digest, _plain(probe.where)]
-            for probe in self.probes
-            if not probe.name
-        ]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
     def to_bytes(self) -> bytes:
         """The form in which a plan travels to the workers; see `wire`."""
         from midstream.spec.wire import to_bytes
@@ -202,7 +181,3 @@ class ResolvedPlan:
             for tap in capture.taps:
                 found.setdefault(tap, []).append(index)
         return {tap: tuple(indices) for tap, indices in found.items()}
-
-
-def _plain(where: Where) -> list[object]:
-    return [where.ranges, [[match.ranges, match.ids, match.others] for match in where.matches]]

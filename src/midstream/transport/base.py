@@ -27,6 +27,14 @@ class Shipment(Protocol):
         ...
 
 
+class Copy(Protocol):
+    """A small tensor on its way to host memory."""
+
+    def values(self) -> Tensor:
+        """It, on the host. Waits until it is there, and for nothing that was queued later."""
+        ...
+
+
 class Transport(Protocol):
     """Owner of the staging ring."""
 
@@ -39,6 +47,12 @@ class Transport(Protocol):
         """The ring's first row for the next forward, which may write `num_rows` from there.
 
         Work queued on the current stream afterwards waits until what was there has left.
+        """
+        ...
+
+    def copy(self, values: Tensor) -> Copy:
+        """Sends a tensor on its way as it is at this place of the current stream; returns at once.
+        It may be overwritten by what is queued afterwards.
         """
         ...
 

@@ -8,12 +8,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from midstream.transport.base import Shipment, Transport
+from midstream.transport.base import Copy, Shipment, Transport
 
 
 def host_transport(ring: Tensor) -> Transport:
     """The transport that fits the ring's device."""
     return CudaTransport(ring) if ring.is_cuda else CpuTransport(ring)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuCopy:
+    """A tensor as it was when it was sent."""
+
+    copied: Tensor
+
+    def values(self) -> Tensor:
+        return self.copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +61,24 @@ class CpuTransport:
         _check_fits(num_rows, self.capacity)
         return 0
 
+    def copy(self, values: Tensor) -> Copy:
+        return CpuCopy(values.clone())
+
     def ship(self, first: int, num_rows: int, tally: Tensor, scores: Tensor) -> Shipment:
         rows = self._ring[first : first + num_rows].clone()
         return CpuShipment(rows, tally.clone(), scores.clone())
+
+
+@dataclass(frozen=True, slots=True)
+class CudaCopy:
+    """A tensor under way on the model's own stream."""
+
+    pinned: Tensor
+    arrived: torch.cuda.Event
+
+    def values(self) -> Tensor:
+        self.arrived.synchronize()
+        return self.pinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +140,13 @@ class CudaTransport:
                 current.wait_event(copy.arrived)
         self._next = stop
         return first
+
+    def copy(self, values: Tensor) -> Copy:
+        pinned = _pinned(values)
+        pinned.copy_(values, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(self._ring.device))
+        return CudaCopy(pinned, arrived)
 
     def ship(self, first: int, num_rows: int, tally: Tensor, scores: Tensor) -> Shipment:
         rows = self._ring[first : first + num_rows]

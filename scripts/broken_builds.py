@@ -1,0 +1,71 @@
+"""Breaks midstream on purpose, one fault at a time, and sees a test fail each time.
+
+For each fault of `tests/helpers/faults.py` a copy of the package is made, broken, and put before
+the installed one; then the test that must find it is run. Prints a table; the exit status is the
+number of faults that were not found.
+
+    python scripts/broken_builds.py [words of the faults to try …]
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from helpers.faults import FAULTS, Fault  # noqa: E402
+
+_LIMIT = 900  # seconds for one test
+
+
+def main(words: list[str]) -> int:
+    missed = 0
+    chosen = [one for one in FAULTS if all(word.lower() in one.never.lower() for word in words)]
+    for fault in chosen:
+        began = time.monotonic()
+        verdict = _try(fault)
+        missed += verdict != "found"
+        seconds = time.monotonic() - began
+        sys.stdout.write(f"{verdict:12} {seconds:5.0f} s  {fault.never}\n")
+        sys.stdout.flush()
+    sys.stdout.write(f"{len(chosen) - missed} of {len(chosen)} faults were found\n")
+    return missed
+
+
+def _try(fault: Fault) -> str:
+    """`found`, or what happened instead."""
+    with tempfile.TemporaryDirectory() as folder:
+        broken = Path(folder) / "midstream"
+        shutil.copytree(ROOT / "src" / "midstream", broken)
+        file = broken / fault.file
+        text = file.read_text()
+        if text.count(fault.old) != 1:
+            return "out of date"
+        file.write_text(text.replace(fault.old, fault.new))
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", fault.test],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(ROOT / "tests")])},
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT,
+            check=False,
+        )
+    if done.returncode == 1:
+        return "found"
+    if done.returncode == 0:
+        return "NOT FOUND"
+    # A test that could not be run tells nothing.
+    sys.stdout.write(done.stdout[-2000:])
+    return "not run"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,211 @@
+"""LoRA adapters and prompts of embeddings: the vectors that are read and changed are the model's.
+
+The oracle of an adapter is transformers with the adapter merged into the weights by hand; that of
+embeddings is transformers fed with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import adapters
+from helpers.alongside import EVERYTHING, check_captured, check_rows, hooked, push, rows_of
+from helpers.engines import engine, generated, greedy, tokens
+from helpers.oracle import HookEdit, Oracle, relative_error
+from helpers.tiny import HIDDEN
+from torch import Tensor
+
+from midstream import Capture, Probe, SpecError, Steer, TokenIds
+
+PLACES = ("model.layers", "post_attention_layernorm")
+SHARED = list(range(40, 110))
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_llama: Path) -> Oracle:
+    return Oracle(tiny_llama, *PLACES)
+
+
+@pytest.fixture(scope="module")
+def adapted(tiny_llama: Path, tiny_models: Path) -> list[tuple[Any, Oracle]]:
+    """Two adapters: vLLM's request for each, and the oracle of the merged model."""
+    from vllm.lora.request import LoRARequest
+
+    found = []
+    for nth in (1, 2):
+        folder = adapters.make(tiny_llama, tiny_models / f"adapter{nth}", seed=nth)
+        merged = adapters.merge(tiny_llama, folder, tiny_models / f"merged{nth}")
+        found.append((LoRARequest(f"adapter{nth}", nth, str(folder)), Oracle(merged, *PLACES)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama: Path) -> Iterator[Any]:
+    """Steps of 32 tokens: longer prompts come in chunks.
+
+    One slot for adapters more than there are: where all are taken, vLLM on the CPU applies the last
+    one's adapter to requests without any.
+    """
+    with engine(
+        tiny_llama,
+        max_num_batched_tokens=32,
+        max_num_seqs=6,
+        block_size=32,
+        enable_lora=True,
+        max_loras=3,
+        max_lora_rank=8,
+        enable_prompt_embeds=True,
+        midstream={"sites": ["resid_pre", "resid_mid", "resid_post"]},
+    ) as found:
+        yield found
+
+
+def prompt(nth: int) -> list[int]:
+    return list(range(3 + nth, 20 + 9 * nth))
+
+
+def test_adapted_and_plain_requests_of_one_batch_are_each_right(llm, oracle, adapted):
+    """Base, first and second adapter, each with and without an edit."""
+    whose = [None, adapted[0], adapted[1]] * 4
+    steered = [nth % 2 == 0 for nth in range(12)]
+    outputs = llm.generate(
+        [tokens(prompt(nth)) for nth in range(12)],
+        greedy(6, detokenize=False),
+        lora_request=[each and each[0] for each in whose],
+        capture=EVERYTHING,
+        steer=[[push()] if each else None for each in steered],
+        use_tqdm=False,
+    )
+    for nth, output in enumerate(outputs):
+        model = oracle if whose[nth] is None else whose[nth][1]
+        edits = [hooked()] if steered[nth] else []
+        rows = rows_of(prompt(nth), generated(output))
+        logits = check_rows(model, output, rows, edits)
+        assert generated(output) == logits[len(prompt(nth)) - 1 :].argmax(-1).tolist()
+
+
+def test_the_prefix_cache_keeps_adapters_and_edits_apart(llm, oracle, adapted):
+    """One prompt of two blocks and more, six ways, twice: what is served is never another's."""
+    whose = [None, adapted[0], adapted[1]] * 2
+    for _ in range(2):
+        for nth, each in enumerate(whose):
+            output = llm.generate(
+                tokens(SHARED),
+                greedy(4, detokenize=False),
+                lora_request=each and each[0],
+                capture=Capture("all", "resid_post", positions="generated"),
+                steer=[push()] if nth > 2 else None,
+                use_tqdm=False,
+            )[0]
+            model = oracle if each is None else each[1]
+            rows = rows_of(SHARED, generated(output))
+            logits, seen = model.run(rows, [hooked()] if nth > 2 else [])
+            assert generated(output) == logits[len(SHARED) - 1 :].argmax(-1).tolist()
+            for tap, value in output.activations.items():
+                assert relative_error(value, seen[tap][len(SHARED) :]) < 1e-4
+    assert output.receipt.status == "ok"
+
+
+def embeddings(length: int, seed: int) -> Tensor:
+    return torch.randn(length, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def run_on_embeddings(
+    oracle: Oracle, given: Tensor, generated_ids: list[int], edits: list[HookEdit]
+) -> tuple[Tensor, dict[Any, Tensor]]:
+    """As `Oracle.run`, for a prompt of embeddings and the tokens generated after it."""
+    table = oracle.model.get_input_embeddings()
+    later = table(torch.tensor(generated_ids, dtype=torch.int64))
+    whole = torch.cat((given, later))
+
+    def fed(_module: Any, _args: Any, _out: Any) -> Tensor:
+        return whole[None].clone()
+
+    handle = table.register_forward_hook(fed)
+    try:
+        return oracle.run([0] * len(whole), edits)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("length", [1, 20, 75])
+def test_prompts_of_embeddings_are_read_and_edited_as_given(llm, oracle, length):
+    """Beside prompts of tokens, in one step or three; layer 0 reads the very vectors given."""
+    given = [embeddings(length, seed) for seed in range(4)]
+    mixed: list[Any] = []
+    for nth, each in enumerate(given):
+        mixed += [{"prompt_embeds": each}, tokens(prompt(nth))]
+    outputs = llm.generate(
+        mixed,
+        greedy(6, detokenize=False),
+        capture=EVERYTHING,
+        steer=[[push()] if nth % 4 > 1 else None for nth in range(8)],
+        use_tqdm=False,
+    )
+    for nth, output in enumerate(outputs):
+        edits = [hooked()] if nth % 4 > 1 else []
+        if nth % 2:
+            check_rows(oracle, output, rows_of(prompt(nth // 2), generated(output)), edits)
+            continue
+        fed = given[nth // 2]
+        later = generated(output)[:-1]
+        logits, seen = run_on_embeddings(oracle, fed, later, edits)
+        check_captured(output, seen, range(length + 5))
+        assert torch.equal(output.activations["resid_pre", 0][:length], fed)
+        assert generated(output) == logits[length - 1 :].argmax(-1).tolist()
+        assert output.receipt.status == "ok"
+        assert output.activations.token_ids.tolist() == [0] * length + later
+    llm._front_end._call("check_integrity")
+
+
+def test_edits_of_generated_ids_work_after_a_prompt_of_embeddings(llm, oracle):
+    given = embeddings(9, 7)
+    plain = llm.generate({"prompt_embeds": given}, greedy(10, detokenize=False), use_tqdm=False)[0]
+    token = generated(plain)[1]
+    edit = push(positions=TokenIds(token), phase="generated")
+    output = llm.generate(
+        {"prompt_embeds": given},
+        greedy(10, detokenize=False),
+        capture=EVERYTHING,
+        probes=Probe(torch.ones(HIDDEN), 2, name="sum"),
+        steer=[edit],
+        use_tqdm=False,
+    )[0]
+    later = generated(output)[:-1]
+    hit = {9 + nth for nth, each in enumerate(later) if each == token}
+    logits, seen = run_on_embeddings(oracle, given, later, [hooked(where=hit.__contains__)])
+    check_captured(output, seen, range(18))
+    assert output.receipt.edited.applied == len(hit) > 0
+    assert generated(output) == logits[8:].argmax(-1).tolist()
+    expected = seen["resid_post", 2].sum(-1)
+    torch.testing.assert_close(output.probes["sum"], expected, rtol=1e-4, atol=1e-3)
+
+
+def test_where_some_of_a_prompt_is_embeddings_its_ids_are_not_searched(llm, oracle):
+    """vLLM puts placeholders at embeddings, which would be found as if they were tokens."""
+    given, known = embeddings(30, 3), prompt(0)
+    ids, is_token = [7] * 30, [False] * 30
+    for nth, token in enumerate(known[:10]):
+        ids[5 + nth], is_token[5 + nth] = token, True
+    mixed = {"prompt_embeds": given, "prompt_token_ids": ids, "prompt_is_token_ids": is_token}
+    asked = {"capture": EVERYTHING, "steer": [push()]}
+    output = llm.generate(mixed, greedy(4, detokenize=False), **asked, use_tqdm=False)[0]
+    table = oracle.model.get_input_embeddings().weight
+    fed = given.clone()
+    fed[5:15] = table[torch.tensor(known[:10])].detach()
+    later = generated(output)[:-1]
+    logits, seen = run_on_embeddings(oracle, fed, later, [hooked()])
+    check_captured(output, seen, range(33))
+    assert generated(output) == logits[29:].argmax(-1).tolist()
+    with pytest.raises(SpecError, match="no token ids to look for"):
+        llm.generate(
+            mixed,
+            greedy(2, detokenize=False),
+            steer=[Steer(torch.ones(HIDDEN), 1, positions=TokenIds(7))],
+            use_tqdm=False,
+        )

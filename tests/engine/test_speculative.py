@@ -1,0 +1,92 @@
+"""Speculative decoding: rejected rows never appear, accepted ones exactly once; all is as for the
+same request alone on an engine that drafts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import speculation
+from helpers.compared import differences
+from helpers.engines import engine
+from helpers.speculation import SCRIPTS, alone
+
+SCRIPTED = [name for name, _, _ in SCRIPTS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("speculative")
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_llama: Path, folder: Path) -> Iterator[dict[str, Any]]:
+    with engine(tiny_llama, **speculation.COMMON) as llm:
+        found = alone(llm)
+    torch.save(found, folder / "expected.pt")
+    return found
+
+
+@pytest.fixture(scope="module")
+def ngram(tiny_llama: Path, folder: Path, expected: dict[str, Any]) -> dict[str, Any]:
+    settings = {"truth": str(folder / "expected.pt")}
+    return speculation.run(tiny_llama, folder / "ngram.pt", "ngram", settings)
+
+
+@pytest.fixture(scope="module")
+def draft(tiny_llama: Path, folder: Path) -> dict[str, Any]:
+    return speculation.run(tiny_llama, folder / "draft.pt", "draft", {"streamed": True})
+
+
+def test_the_cases_are_what_they_are_meant_to_be(expected: dict[str, Any]) -> None:
+    lengths = {name: len(one["generated"]) for name, one in expected.items()}
+    assert lengths["one token"] == 1
+    assert 2 < lengths["stopped"] < 30
+    assert lengths["to the end"] == speculation.MAX_LEN - 13
+    receipts = [one["receipt"] for one in expected.values() if one["receipt"] is not None]
+    assert [receipt["status"] for receipt in receipts] == ["ok"] * (len(expected) - 1)
+    assert len({tuple(one["generated"]) for one in expected.values()}) > 8
+
+
+@pytest.mark.parametrize("way", ["ngram", *SCRIPTED])
+def test_with_ngrams_all_is_as_without_drafts(
+    ngram: dict[str, Any], expected: dict[str, Any], way: str
+) -> None:
+    accepted, rejected = ngram[way]["drafts"]
+    assert accepted > 0 or "all wrong" in way
+    assert rejected > 0
+    assert "right" not in way or accepted > 20
+    if "told late" in way:
+        assert ngram[way]["late steps"] > 3
+    assert differences(ngram[way]["results"], expected, 1e-4) == []
+
+
+def test_with_a_draft_model_all_is_as_without_drafts(
+    draft: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    accepted, rejected = draft["draft"]["drafts"]
+    assert accepted > 20, "where nothing is edited the model drafts what it says itself"
+    assert rejected > 5, "where something is, it does not"
+    assert differences(draft["draft"]["results"], expected, 1e-4) == []
+
+
+def test_scores_that_are_shown_meanwhile_are_never_those_of_a_rejected_draft(
+    draft: dict[str, Any],
+) -> None:
+    shown = 0
+    for name in ("probed", "last"):
+        one = draft["draft"]["results"][name]
+        for count, scores, _, _ in one["partial"]:
+            known = len(one["prompt"]) + count - 1
+            for probe, (values, positions, _) in (scores or {}).items():
+                final, places, _ = one["probes"][probe]
+                here = places < known
+                if name == "probed":
+                    assert positions.tolist() == places[here].tolist()
+                    torch.testing.assert_close(values, final[here])
+                    shown += len(values)
+    assert shown > 50

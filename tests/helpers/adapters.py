@@ -1,0 +1,64 @@
+"""LoRA adapters for the tiny models, and the models that they come to when they are merged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+RANK = 4
+ALPHA = 8.0
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def make(model: Path, target: Path, seed: int) -> Path:
+    """Saves an adapter of every projection of a tiny Llama, in PEFT's layout; large enough to
+    matter at every site.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, weight in _projections(AutoModelForCausalLM.from_pretrained(model)).items():
+        out, width = weight.shape
+        key = f"base_model.model.{name}"
+        weights[f"{key}.lora_A.weight"] = 0.2 * torch.randn(RANK, width, generator=draw)
+        weights[f"{key}.lora_B.weight"] = 0.2 * torch.randn(out, RANK, generator=draw)
+    target.mkdir(parents=True, exist_ok=True)
+    save_file(weights, target / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model),
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(TARGETS),
+    }
+    (target / "adapter_config.json").write_text(json.dumps(config))
+    return target
+
+
+def merge(model: Path, adapter: Path, target: Path) -> Path:
+    """Saves the model with W + (alpha / r) · B·A in the place of each W."""
+    from safetensors.torch import load_file
+
+    weights = load_file(adapter / "adapter_model.safetensors")
+    merged = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in _projections(merged).items():
+            key = f"base_model.model.{name}"
+            a, b = weights[f"{key}.lora_A.weight"], weights[f"{key}.lora_B.weight"]
+            weight += (ALPHA / RANK) * (b @ a)
+    merged.save_pretrained(target)
+    return target
+
+
+def _projections(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {
+        name: module.weight
+        for name, module in model.named_modules()
+        if name.rsplit(".", 1)[-1] in TARGETS
+    }

@@ -1,0 +1,246 @@
+"""Faults that a build must not have, each with the test that finds it; see `scripts/broken_builds.py`.
+
+Most are what another tool does, or did: an edit or a capture that is silently wrong.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+RUNTIME = "runtime/"
+ENGINE = "tests/engine/"
+
+
+class Fault(NamedTuple):
+    """One way to break midstream.
+
+    Attributes:
+        never: what must never happen.
+        file: below src/midstream.
+        old, new: the text there, which occurs once, and what makes the fault of it.
+        test: of pytest, which must fail then.
+    """
+
+    never: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "A SamplingParams object is changed by use, or loses its plan when it is used again",
+        "llm.py",
+        "            own = copy.copy(params)\n",
+        "            own = params\n",
+        ENGINE + "test_isolation.py::test_sampling_params_are_not_changed_and_can_be_used_again",
+    ),
+    Fault(
+        "An edit of some prompt positions fires again while tokens are generated",
+        RUNTIME + "requests.py",
+        "            events.setdefault(FOREVER if stop is None else stop, []).append((False, nth))",
+        "            events.setdefault(FOREVER, []).append((False, nth))",
+        ENGINE + "test_isolation.py::test_position_limits_hold_over_prompt_and_decode",
+    ),
+    Fault(
+        "KV of an edited request is found under a plain prompt's hash",
+        RUNTIME + "core.py",
+        "    if mark is not None:\n",
+        "    if False:\n",
+        ENGINE + "test_poisoning.py::test_steered_first_then_plain",
+    ),
+    Fault(
+        "KV is kept by what an edit is called, not by what it does",
+        RUNTIME + "cache_keys.py",
+        "        content: list[object] = [edit.site, edit.layer, edit.steps.digest]\n",
+        "        content: list[object] = [edit.site, edit.layer]\n",
+        ENGINE + "test_poisoning.py::test_two_vectors_on_one_prefix_and_then_each_again",
+    ),
+    Fault(
+        "Edits of generated tokens leave no trace in the keys of the blocks that hold these",
+        RUNTIME + "cache_keys.py",
+        "        if edit.where.ranges:\n",
+        "        if edit.where.ranges and edit.where.ranges[0][0] < plan.prompt_len:\n",
+        ENGINE + "test_poisoning.py"
+        "::test_a_conversation_steered_as_it_was_generated_goes_on_plain_and_steered",
+    ),
+    Fault(
+        "What a gate reads is not part of the key",
+        RUNTIME + "cache_keys.py",
+        "        if not probe.name:\n            # What gates",
+        "        if False:\n            # What gates",
+        "tests/runtime/test_cache_keys.py::test_what_a_gate_reads_is_in_the_key",
+    ),
+    Fault(
+        "A hit in the prefix cache shortens what is captured",
+        RUNTIME + "core.py",
+        "    cap = keys.first_read\n",
+        "    cap = 1 << 60\n",
+        ENGINE
+        + "test_poisoning.py::test_a_hit_ends_at_the_block_below_the_first_position_that_is_read",
+    ),
+    Fault(
+        "An exception on a worker is swallowed, and the output is unsteered",
+        RUNTIME + "session.py",
+        '            problem = f"{type(error).__name__}: {error}"\n',
+        '            problem = ""\n            return\n',
+        ENGINE + "test_failures.py"
+        "::test_a_fault_on_the_worker_ends_the_request_that_it_is_about_and_no_other",
+    ),
+    Fault(
+        "KV that a failed request left is served to another",
+        RUNTIME + "core.py",
+        "                if starts:\n",
+        "                if False:\n",
+        ENGINE + "test_failures.py::test_who_was_served_kv_of_a_request_that_failed_fails_with_it",
+    ),
+    Fault(
+        "With n > 1 the completions share one capture",
+        RUNTIME + "parts.py",
+        'index = 0 if num_completions == 1 else int(entry["id"].split("_", 1)[0])',
+        "index = 0",
+        ENGINE
+        + "test_isolation.py::test_several_completions_of_one_prompt_each_have_their_own_rows",
+    ),
+    Fault(
+        "Ten or more prompts come back in the order of their ids as text",
+        RUNTIME + "frontend.py",
+        "            for asked, output in batch:\n",
+        "            names = sorted(batch, key=lambda one: one[1].request_id)\n"
+        "            for (_, output), (asked, _) in zip(batch, names):\n",
+        ENGINE
+        + "test_isolation.py::test_more_than_ten_prompts_come_back_in_order_each_with_its_own_rows",
+    ),
+    Fault(
+        "An edit or a capture sees one half of the fused residual stream",
+        RUNTIME + "taps.py",
+        "                _fire(self, self.midstream_post, hidden, residual)\n",
+        "                _fire(self, self.midstream_post, hidden, None)\n",
+        ENGINE + "test_parity.py::test_smollm2_reads_and_edits_as_hooks_in_transformers",
+    ),
+    Fault(
+        "Positions are counted anew in each chunk of a prompt",
+        RUNTIME + "planner.py",
+        "        position = view.computed[chosen].astype(np.int64)\n        if view.late is None:\n",
+        "        position = view.computed[chosen].astype(np.int64) * (length == 1)\n"
+        "        if view.late is None:\n",
+        ENGINE + "test_isolation.py::test_chunked_prefill_gives_the_rows_of_a_prefill_in_one_piece",
+    ),
+    Fault(
+        "Of two edits at one site the last wins",
+        RUNTIME + "requests.py",
+        "        edits = tuple(part.edit for part in here if part.edit is not None)\n",
+        "        edits = tuple({p.edit.tap: p.edit for p in here if p.edit is not None}.values())\n",
+        ENGINE + "test_operations.py"
+        "::test_edits_of_one_site_apply_in_the_order_given_and_it_matters_where_it_should",
+    ),
+    Fault(
+        "A site that the architecture lacks is a capture of nothing, and ok",
+        "spec/tapping.py",
+        "    if tap in shape.taps:\n        return\n",
+        "    return\n",
+        ENGINE + "test_sites.py::test_sites_that_a_model_lacks_are_refused_by_name",
+    ),
+    Fault(
+        "What is captured is not what was served",
+        "ops/site_ref.py",
+        "            torch.add(stream, rest, out=ring[targets])\n",
+        "            torch.add(stream, rest * 1.001, out=ring[targets])\n",
+        ENGINE + "test_parity.py::test_smollm2_reads_and_edits_as_hooks_in_transformers",
+    ),
+    Fault(
+        "The last layer, or every layer, is off by one",
+        RUNTIME + "taps.py",
+        "        if number == layer.index\n",
+        "        if number == min(layer.index + 1, max(n for _, n in taps))\n",
+        ENGINE + "test_parity.py::test_smollm2_reads_and_edits_as_hooks_in_transformers",
+    ),
+    Fault(
+        "A row that was computed twice is there twice, or as it was at first",
+        RUNTIME + "ledger.py",
+        "    order = np.lexsort(np.stack((step, position, serial)))\n",
+        "    order = np.lexsort(np.stack((-step, position, serial)))\n",
+        "tests/runtime/test_ledger.py",
+    ),
+    Fault(
+        "Rejected drafts are kept",
+        RUNTIME + "ledger.py",
+        "    last = np.append((serial[1:] != serial[:-1]) | (position[1:] != position[:-1]), True)\n",
+        "    last = np.ones(serial.size, np.bool_)\n",
+        ENGINE + "test_speculative.py",
+    ),
+    Fault(
+        "A request's results are found by the beginning of its id",
+        RUNTIME + "planner.py",
+        "        return [request for request in self._requests.values() if request.uid == uid]\n",
+        "        return [r for r in self._requests.values() if r.uid.startswith(uid[:1])]\n",
+        ENGINE + "test_adversarial.py::test_every_request_of_a_random_mix_gets_what_it_gets_alone",
+    ),
+    Fault(
+        "A generated token that is computed anew after preemption is taken for one of the prompt",
+        RUNTIME + "planner.py",
+        "            start, end = max(position, segment.start), min(stop, segment.stop)\n",
+        "            segment = request.segments_within(position, position + 1)[0]\n"
+        "            start, end = position, stop\n",
+        ENGINE
+        + "test_where.py::test_a_generated_token_that_is_computed_anew_is_still_a_generated_token",
+    ),
+    Fault(
+        "Of a named and an inline vector at one site, one is dropped",
+        "spec/plan.py",
+        "                edits.extend(edit.bind(lookup, num_layers))\n",
+        "                edits[:] = list(edit.bind(lookup, num_layers))\n",
+        ENGINE + "test_tiers.py::test_named_and_inline_and_server_wide_vectors_add_up_at_one_site",
+    ),
+    Fault(
+        "A name that is registered anew still stands for its old vector",
+        "vectors/registry.py",
+        "        entry = self._entries.get(name)\n        if entry is None:\n"
+        "            raise self._unknown(name)\n        return entry.vectors\n",
+        "        entry = self.__dict__.setdefault('_old', {}).setdefault(\n"
+        "            name, self._entries.get(name)\n        )\n"
+        "        if entry is None:\n            raise self._unknown(name)\n"
+        "        return entry.vectors\n",
+        ENGINE + "test_poisoning.py::test_a_name_that_is_registered_anew_stands_for_its_new_vector",
+    ),
+    Fault(
+        "A plan for an engine that is not enabled is ignored",
+        RUNTIME + "patches.py",
+        "    if front is None:\n        enabled = settings",
+        "    if front is None:\n"
+        "        return original(processor, request_id, prompt, params, *args, **kwargs)\n"
+        "        enabled = settings",
+        ENGINE + "test_front_door.py"
+        "::test_an_engine_that_is_not_enabled_refuses_plans_once_midstream_is_loaded",
+    ),
+    Fault(
+        "An edit is left out and nobody says so",
+        RUNTIME + "accounts.py",
+        "    wrong = np.flatnonzero((done != expected) & ~cached)\n",
+        "    wrong = np.flatnonzero(done < 0)\n",
+        "tests/runtime/test_assembly.py::test_a_wrong_number_of_edits_is_found_by_position",
+    ),
+    Fault(
+        "A tap that does not fire goes unnoticed",
+        RUNTIME + "session.py",
+        "        wrong = np.flatnonzero(signatures != self._signature)\n",
+        "        wrong = np.flatnonzero(signatures != signatures)\n",
+        ENGINE + "test_front_door.py"
+        "::test_a_tap_that_does_not_fire_stops_the_engine_before_anything_is_returned",
+    ),
+    Fault(
+        "Edits stay armed for rows of requests that ask for nothing",
+        RUNTIME + "session.py",
+        "        if plan is None:\n            self._disarm()\n",
+        "        if plan is None:\n",
+        ENGINE + "test_off_is_off.py::test_after_any_mix_it_is_plain_vllm_to_the_bit",
+    ),
+    Fault(
+        "Rows past the returned text of a stop string are kept",
+        RUNTIME + "assembly.py",
+        "    chosen = rising[np.isin(positions[rising], wanted)]\n",
+        "    chosen = rising\n",
+        ENGINE + "test_alongside.py::test_rows_past_a_stop_string_are_not_there",
+    ),
+)

@@ -1,0 +1,12 @@
+"""How much of a test that has no end is run: some in the suite, more with `scripts/nightly.sh`."""
+
+from __future__ import annotations
+
+import os
+
+NIGHTLY = os.environ.get("MIDSTREAM_NIGHTLY", "0") not in ("", "0")
+
+
+def rounds(*, suite: int, nightly: int) -> int:
+    """How many rounds to run here."""
+    return nightly if NIGHTLY else suite
