@@ -1,4 +1,4 @@
-"""Writes the tables of docs/models.md from midstream's table of layer conventions.
+"""Writes the tables of docs/models.md: the survey's, and midstream's table of layer conventions.
 
 scripts/models_table.py [--check]
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import markers
+import survey_tables
 
 from midstream.runtime.conventions import Choice, LayerConvention, Output, Refusal
 from midstream.runtime.conventions_hf import HF_MODELS
@@ -41,6 +42,7 @@ def pages() -> dict[str, dict[str, str]]:
     """Every block, by page."""
     return {
         "docs/models.md": {
+            **survey_tables.blocks(),
             "counts": counts(),
             "all sites": all_sites(),
             "lacking": lacking(),

@@ -36,7 +36,9 @@ def main() -> int:
     else:
         version, package = installed()
         files = read_runs([path.read_text(encoding="utf-8") for path in options.runs])
-        found = engine(package, options.commit or commit(), files)
+        for counts in files.values():
+            counts["commit"] = options.commit or commit()
+        found = engine(package, files)
         known = record["releases"].setdefault(version, {}).get("engine", {})
         record["releases"][version]["engine"] = join(known, found)
     RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -55,26 +57,27 @@ def sources(version: str) -> dict[str, Any]:
 
 
 def read_runs(texts: list[str]) -> dict[str, dict[str, Any]]:
-    """Outcomes of JUnit files, by test module.
+    """Outcomes of JUnit files, by test module. Of a test that was run again, the last one counts.
 
     Args:
         texts: what is in the files.
     """
+    cases = {
+        (case.attrib["classname"].rpartition(".")[2], case.attrib["name"]): case
+        for text in texts
+        for case in ElementTree.fromstring(text).iter("testcase")
+    }
     files: dict[str, dict[str, Any]] = {}
-    for text in texts:
-        for case in ElementTree.fromstring(text).iter("testcase"):
-            name = case.attrib["classname"].rpartition(".")[2]
-            counts = files.setdefault(
-                name, {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0}
-            )
-            kinds = {child.tag for child in case}
-            outcome = "failed" if kinds & {"failure", "error"} else "passed"
-            counts["skipped" if "skipped" in kinds else outcome] += 1
-            counts["seconds"] = round(counts["seconds"] + float(case.attrib["time"]), 1)
+    for (name, _), case in cases.items():
+        counts = files.setdefault(name, {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0})
+        kinds = {child.tag for child in case}
+        outcome = "failed" if kinds & {"failure", "error"} else "passed"
+        counts["skipped" if "skipped" in kinds else outcome] += 1
+        counts["seconds"] = round(counts["seconds"] + float(case.attrib["time"]), 1)
     return dict(sorted(files.items()))
 
 
-def engine(package: str, tested: str, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def engine(package: str, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """A record of engine tests on this machine's CPU."""
     return {
         "date": today(),
@@ -82,13 +85,12 @@ def engine(package: str, tested: str, files: dict[str, dict[str, Any]]) -> dict[
         "python": ".".join(map(str, sys.version_info[:2])),
         "torch": metadata.version("torch"),
         "transformers": metadata.version("transformers"),
-        "commit": tested,
         "files": files,
     }
 
 
 def join(known: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """A record with the files of an earlier one of the same commit and packages added."""
+    """A record with the files of an earlier one of the same packages, where it has no newer."""
     same = {**known, "files": 0, "date": 0} == {**new, "files": 0, "date": 0}
     files = {**known["files"], **new["files"]} if same else new["files"]
     return {**new, "files": dict(sorted(files.items()))}

@@ -74,8 +74,9 @@ def engine_tests(releases: dict[str, dict[str, Any]]) -> str:
         [f"`{name}`", *(_outcome(record["files"].get(name)) for record in run.values())]
         for name in names
     ]
-    facts = ("torch", "transformers", "python", "commit")
+    facts = ("torch", "transformers", "python")
     rows += [[fact, *(str(record[fact]) for record in run.values())] for fact in facts]
+    rows.append(["commits", *(_commits(record["files"]) for record in run.values())])
     return markers.table(head, rows)
 
 
@@ -120,6 +121,10 @@ def _gpu(machine: dict[str, Any] | None) -> str:
     if machine is None:
         return NOT_RUN
     return f"{machine['device']}, {machine['date'].partition(' ')[0]}, {machine['commit']}"
+
+
+def _commits(files: dict[str, dict[str, Any]]) -> str:
+    return "; ".join(sorted({counts["commit"] for counts in files.values()}))
 
 
 def _outcome(counts: dict[str, Any] | None) -> str:

@@ -10,6 +10,11 @@ import pytest
 from helpers import releases
 
 ROOT = Path(__file__).resolve().parent.parent
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Two engines at a time: the threads of one must not wait for those of the other. PyTorch reads
+    # this when it is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 @pytest.fixture(scope="session")

@@ -33,8 +33,8 @@ CHUNK, LONGEST = 64, 240
 BLOCKS = 32  # of 16 tokens, one of which is nobody's: two long requests
 # The order of summation is the batch's, and attention rounds to TF32: of two runs of one request
 # each is as right as the other. See test_operations.py for how far both are from transformers.
-ALIKE = Measure(rows=2e-3, tie=0.02, splits=True, error=relative_error)
-HOOKED = Measure(rows=1e-2, tie=0.02, splits=True, error=relative_error)
+ALIKE = Measure(rows=4e-2, tie=0.2, splits=True, error=relative_error)
+HOOKED = Measure(rows=4e-2, tie=0.2, splits=True, error=relative_error)
 TEXT = (
     "The capital of France is Paris, where the river is wide and old. She said that two and two "
     "are four, but nobody in the room had asked. Water boils at a hundred degrees, and freezes at "
@@ -60,6 +60,7 @@ def bench(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[B
         "max_num_seqs": 8,
         "skip_tokenizer_init": False,
         "kv_cache_memory_bytes": 2 << 30,
+        "gpu_memory_utilization": 0.3,
         "midstream": {"sites": list(SIX)},
     }
     folder = os.environ.get("MIDSTREAM_ADVERSARY_FOLDER") or tmp_path_factory.mktemp("mixes")

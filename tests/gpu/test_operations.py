@@ -19,7 +19,7 @@ from helpers.oracle_edits import PLACES, SIX, EditOracle
 # edited layer and 2.0e-2 after it, for a whole site, with logprobs off by 0.1. So the bounds of a
 # single case are wide, and what most cases come to is held to as well. That the formulas are right
 # to 1e-4 is shown on the CPU.
-NEAR, FAR, MOST = 1e-2, 4e-2, 1e-3
+NEAR, FAR, MOST = 1e-2, 4e-2, 3e-3
 BY_ROW = 0.1
 TIE = 0.2
 TEXTS = ("The capital of France is the city of", "She said that two and two", "Water boils at")

@@ -93,7 +93,11 @@ MODELS: dict[str, Tiny] = {
         lambda: hf.MixtralConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2)
     ),
     "phi": Tiny(
-        lambda: hf.PhiConfig(**{**_COMMON, "num_key_value_heads": 2, "partial_rotary_factor": 0.5}),
+        # vLLM's own Phi, which it has until 0.30, takes no other intermediate_size than this.
+        lambda: hf.PhiConfig(
+            **{**_COMMON, "num_key_value_heads": 2, "intermediate_size": 4 * HIDDEN},
+            partial_rotary_factor=0.5,
+        ),
         mid=None,
     ),
     "phi3": Tiny(

@@ -139,6 +139,7 @@ def exceptions():
         for name, value in vars(errors).items()
         if inspect.isclass(value)
         and issubclass(value, Exception)
+        and not issubclass(value, Warning)
         and value.__module__ == errors.__name__
     }
 

@@ -26,17 +26,26 @@ def test_outcomes_are_counted_by_file() -> None:
     }
 
 
-def record(commit: str, *names: str) -> dict[str, object]:
-    counts = {"passed": 1, "failed": 0, "skipped": 0, "seconds": 1.0}
-    return {"date": "2026-01-02", "commit": commit, "files": dict.fromkeys(names, counts)}
+def test_of_a_test_that_was_run_again_the_last_outcome_counts() -> None:
+    again = RUN.replace('<failure message="no"/>', "")
+    found = record_versions.read_runs([RUN, again])["test_a"]
+    assert found == {"passed": 2, "failed": 0, "skipped": 1, "seconds": 1.8}
 
 
-def test_files_of_one_commit_are_joined_and_those_of_another_replaced() -> None:
-    first = record("aaa", "test_b")
+def record(package: str, commit: str, *names: str) -> dict[str, object]:
+    files = {name: {"passed": 1, "commit": commit} for name in names}
+    return {"date": "2026-01-02", "package": package, "files": files}
+
+
+def test_files_of_the_same_packages_are_joined_and_those_of_others_replaced() -> None:
+    first = record("vllm 1", "aaa", "test_b", "test_c")
     assert record_versions.join({}, first) == first
-    both = record_versions.join(first, record("aaa", "test_a"))
-    assert list(both["files"]) == ["test_a", "test_b"]
-    assert list(record_versions.join(both, record("bbb", "test_c"))["files"]) == ["test_c"]
+    both = record_versions.join(first, record("vllm 1", "bbb", "test_a", "test_b"))
+    commits = {name: counts["commit"] for name, counts in both["files"].items()}
+    assert commits == {"test_a": "bbb", "test_b": "bbb", "test_c": "aaa"}
+    assert list(record_versions.join(both, record("vllm 2", "bbb", "test_c"))["files"]) == [
+        "test_c"
+    ]
 
 
 ENGINE = {
@@ -45,9 +54,10 @@ ENGINE = {
     "torch": "2.13.0",
     "transformers": "5.1.0",
     "python": "3.11",
-    "commit": "abc1234",
     "files": record_versions.read_runs([RUN, OTHER]),
 }
+for nth, counts in enumerate(ENGINE["files"].values()):
+    counts["commit"] = f"abc{nth}"
 SOURCES = {"date": "2026-01-03", "seams": 7, "differ": []}
 
 
@@ -67,7 +77,8 @@ def test_the_overview_says_what_failed_and_what_was_not_run() -> None:
 
 
 def test_each_file_has_its_outcome_on_each_release() -> None:
-    only = {**ENGINE, "package": "vllm 9.8.0", "files": record_versions.read_runs([OTHER])}
+    files = {"test_c": ENGINE["files"]["test_c"]}
+    only = {**ENGINE, "package": "vllm 9.8.0", "files": files}
     found = versions_table.engine_tests(
         {"9.7.0": {}, "9.8.0": {"engine": only}, "9.9.0": {"engine": ENGINE}}
     ).splitlines()
@@ -77,7 +88,7 @@ def test_each_file_has_its_outcome_on_each_release() -> None:
         "| `test_b` | – | 1 failed |",
         "| `test_c` | 1 passed | 1 passed |",
     ]
-    assert found[-1] == "| commit | abc1234 | abc1234 |"
+    assert found[-1] == "| commits | abc2 | abc0; abc1; abc2 |"
 
 
 def test_what_only_some_releases_have_is_shown_with_its_releases() -> None:

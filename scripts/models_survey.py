@@ -1,0 +1,278 @@
+"""Runs the doctor over every decoder-only architecture that vLLM has, into docs/data/models.json.
+
+scripts/models_survey.py [ARCHITECTURE …] [--out FILE] [--limit SECONDS] [--missing]
+
+vLLM and transformers are imported once; each architecture has a process of its own, forked from
+there, one at a time, and is ended at the limit. What was found is written after each, so that a
+survey that was stopped goes on with --missing. scripts/models_table.py makes the tables of
+docs/models.md from the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import survey_settings
+from markers import ROOT
+
+# A forked process has none of its parent's threads, so the parent must not have started any.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TQDM_DISABLE": "1",
+    "PYTHONWARNINGS": "ignore",
+}
+OWN, BACKEND = "vLLM", "Transformers backend"
+UNKNOWN = "are not supported for now"
+UNREAD = "failed to be inspected"
+NO_MODEL = "transformers has no such model; its code comes with its weights, and is never run here"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One architecture.
+
+    Attributes:
+        name: in vLLM's registry, or in transformers where vLLM has none of its own.
+        runs: OWN or BACKEND.
+        model_type: of transformers' configuration; empty where transformers has none.
+    """
+
+    name: str
+    runs: str
+    model_type: str
+
+
+def main() -> int:
+    """The exit status: 1 if anything is wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="ARCHITECTURE")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/data/models.json")
+    parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS")
+    parser.add_argument("--missing", action="store_true", help="only what the file does not have")
+    options = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    _import_once()
+    found = _read(options.out)
+    for one in candidates():
+        if options.names and one.name not in options.names:
+            continue
+        if options.missing and one.name in found["models"]:
+            continue
+        started = time.monotonic()
+        said = _one(one, options.limit)
+        if UNKNOWN in said["reason"]:
+            # A model of transformers that is none of vLLM's.
+            found["models"].pop(one.name, None)
+            continue
+        found["models"][one.name] = said
+        _write(options.out, found)
+        seconds = time.monotonic() - started
+        sys.stdout.write(
+            f"{one.name}: {said['outcome']} {said['reason'][:200]} ({seconds:.0f} s)\n"
+        )
+        sys.stdout.flush()
+    return int(any(one["outcome"] == "wrong" for one in found["models"].values()))
+
+
+def candidates() -> list[Candidate]:
+    """Every architecture, vLLM's own first."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from vllm.model_executor.models import registry
+
+    types: dict[str, str] = {}
+    for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        for name in [names] if isinstance(names, str) else names:
+            # Of several, the last is the text model of the first.
+            types[name] = model_type
+    types |= survey_settings.SAME_AS
+    own = registry._TEXT_GENERATION_MODELS  # noqa: SLF001
+    through = registry._TRANSFORMERS_SUPPORTED_MODELS  # noqa: SLF001
+    found = [Candidate(name, OWN, types.get(name, "")) for name in own]
+    found += [
+        Candidate(name, BACKEND, types.get(name, ""))
+        for name in through
+        if name.endswith("ForCausalLM")
+    ]
+    known = {*registry._VLLM_MODELS, *registry._PREVIOUSLY_SUPPORTED_MODELS}  # noqa: SLF001
+    found += [
+        Candidate(name, BACKEND, model_type)
+        for name, model_type in types.items()
+        if name not in known or name in survey_settings.LEFT_TO_THE_BACKEND
+        if model_type not in survey_settings.NO_DECODERS
+    ]
+    return list({one.name: one for one in reversed(found)}.values())[::-1]
+
+
+def _import_once() -> None:
+    import transformers  # noqa: F401
+    import vllm.model_executor.models.llama
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.model_executor.models import registry
+
+    import midstream.doctor.examine
+    import midstream.llm  # noqa: F401
+
+    # vLLM looks at a model's class in a new process, to keep CUDA out of this one; on a CPU that
+    # is only slow.
+    registry._run_in_subprocess = lambda look: look()  # noqa: SLF001
+    # What is here now is for good: collectors of the forked processes need not look at it.
+    gc.collect()
+    gc.freeze()
+
+
+def _one(candidate: Candidate, limit: float) -> dict[str, Any]:
+    """What the doctor says of one architecture, by way of a process of its own."""
+    if not candidate.model_type:
+        return _entry(candidate, {"outcome": "cannot be built", "reason": NO_MODEL})
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _in_child(candidate, writing)
+    os.close(writing)
+    text = _until(reading, limit)
+    if text is None:
+        os.killpg(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if text:
+        return _entry(candidate, json.loads(text))
+    if text is None:
+        reason = f"no answer within {limit:.0f} s"
+    else:
+        reason = f"vLLM's process dies of it, by {signal.Signals(os.WTERMSIG(status)).name}"
+    return _entry(candidate, {"outcome": "cannot be built", "reason": reason})
+
+
+def _in_child(candidate: Candidate, writing: int) -> None:
+    os.setsid()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(nowhere, number)
+    try:
+        text = json.dumps(_examine(candidate))
+    except BaseException:  # noqa: BLE001
+        # The doctor itself failed: that is for its author, not a finding about the model.
+        text = json.dumps({"outcome": "wrong", "reason": traceback.format_exc(limit=-3)})
+    with os.fdopen(writing, "w", encoding="utf-8") as pipe:
+        pipe.write(text)
+    os._exit(0)
+
+
+def _examine(candidate: Candidate) -> dict[str, Any]:
+    from transformers import CONFIG_MAPPING
+
+    from midstream.doctor.examine import Options, examine_config
+
+    settings = survey_settings.SETTINGS.get(candidate.model_type, {})
+    engine: dict[str, Any] = {}
+    if candidate.name in survey_settings.LEFT_TO_THE_BACKEND:
+        engine["model_impl"] = "transformers"
+    config = CONFIG_MAPPING[candidate.model_type](**settings)
+    dtype = "bfloat16" if candidate.model_type in survey_settings.BFLOAT16 else "float32"
+    options = Options(
+        candidate.name,
+        dtype=dtype,
+        architecture=candidate.name,
+        engine=tuple(sorted(engine.items())),
+    )
+    said = examine_config(options, config).to_dict()
+    if UNREAD in said["reason"]:
+        said["reason"] = f"vLLM cannot load it here: {_why_unread(candidate.name)}"
+    # What pydantic adds are the arguments.
+    said["reason"] = said["reason"].split(" [type=")[0]
+    return said
+
+
+def _why_unread(name: str) -> str:
+    """Why vLLM cannot import the module of a model, of which its error says nothing."""
+    from vllm.model_executor.models import registry
+
+    try:
+        registry.ModelRegistry.models[name].load_model_cls()
+    except ImportError as error:
+        return f"{type(error).__name__}: {error}"
+    return "it says not why"
+
+
+def _until(reading: int, limit: float) -> str | None:
+    """What comes through a pipe until it is closed; None if it takes too long."""
+    end = time.monotonic() + limit
+    parts: list[bytes] = []
+    with os.fdopen(reading, "rb", buffering=0) as pipe:
+        while select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
+            part = pipe.read(1 << 16)
+            if not part:
+                return b"".join(parts).decode("utf-8")
+            parts.append(part)
+    return None
+
+
+def _entry(candidate: Candidate, said: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of a report."""
+    sites = said.get("sites", [])
+    entry: dict[str, Any] = {
+        "runs": candidate.runs,
+        "outcome": said["outcome"],
+        "reason": said["reason"],
+    }
+    if sites:
+        entry["layer_classes"] = said["layer_classes"]
+        entry["layers"] = 1 + max(one["layer"] for one in sites)
+        for outcome in ("lacking", "not compared"):
+            entry[outcome] = _by_reason([one for one in sites if one["outcome"] == outcome])
+        entry["compared"] = sum(one["outcome"] == "ok" for one in sites)
+        entry["operations"] = sum(one["outcome"] == "ok" for one in said["operations"])
+        entry["worst"] = float(f"{said['worst']:.1e}") if said["worst"] is not None else None
+    return entry
+
+
+def _by_reason(sites: list[dict[str, Any]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for one in sites:
+        names = found.setdefault(one["reason"], [])
+        if one["site"] not in names:
+            names.append(one["site"])
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path.exists():
+        read: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return read
+    return {"models": {}}
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    from midstream.doctor.examine import versions
+
+    found["versions"] = dict(versions())
+    found["date"] = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    found["models"] = dict(sorted(found["models"].items(), key=lambda item: item[0].lower()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""Writes the table of docs/never.md from the faults that scripts/broken_builds.py plants.
+
+scripts/never_table.py [--check]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import markers
+from helpers.faults import FAULTS
+
+
+def pages() -> dict[str, dict[str, str]]:
+    """Every block, by page."""
+    return {"docs/never.md": {"faults": faults()}}
+
+
+def faults() -> str:
+    """What must never happen, and the test that fails on a build where it does."""
+    rows = []
+    for fault in FAULTS:
+        file, _, name = fault.test.partition("::")
+        rows.append([fault.never, f"`{fault.file}`", f"`{Path(file).stem}`: `{name or 'all'}`"])
+    return markers.table(["what must never happen", "broken in", "test that finds it"], rows)
+
+
+if __name__ == "__main__":
+    sys.exit(markers.main(pages(), __doc__))

@@ -1,0 +1,112 @@
+"""What scripts/models_survey.py must know of architectures that their configurations do not say.
+
+A configuration class's own defaults are not always a model: some leave fields empty that every
+published model fills, and some leave out what vLLM reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_GRANITE = {"residual_multiplier": 0.22, "embedding_multiplier": 12.0}
+
+# Fields of a model type's configuration, as published models have them.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0}},
+    "deepseek_v2": {
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "moe_layer_freq": 1,
+    },
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+    "glm4_moe": {"head_dim": 128},
+    "glm4_moe_lite": {"first_k_dense_replace": 1, "moe_layer_freq": 1},
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE,
+    "granitemoeshared": _GRANITE,
+    "granitemoehybrid": {
+        **_GRANITE,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "hy_v3": {
+        "first_k_dense_replace": 1,
+        "expert_hidden_dim": 1536,
+        "qk_norm": True,
+        "route_norm": True,
+        "num_shared_experts": 1,
+    },
+    "lfm2": {
+        "block_dim": 2560,
+        "conv_dim": 2560,
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+    },
+    "lfm2_moe": {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+    },
+    "mimo_v2_flash": {
+        "hybrid_layer_pattern": [0, 1, 1, 1],
+        "moe_layer_freq": [0, 1, 1, 1],
+        "num_hidden_layers": 4,
+        "layernorm_epsilon": 1e-5,
+        "sliding_window_size": 128,
+        "layer_types": ["full_attention"] + ["sliding_attention"] * 3,
+        "swa_num_attention_heads": 64,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 192,
+        "swa_v_head_dim": 128,
+        "rope_theta": 5e6,
+        "swa_rope_theta": 1e4,
+        "partial_rotary_factor": 0.334,
+    },
+    "longcat_flash": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+    "minimax_m2": {"rotary_dim": 64, "scoring_func": "sigmoid"},
+    "ministral": {"head_dim": 128},
+    "phimoe": {"attention_bias": True, "lm_head_bias": True},
+    "nemotron": {"num_key_value_heads": 8},
+    # vLLM's CPU build has no kernel for this model's experts; there are such without.
+    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+}
+
+# Engines of these run in bfloat16: vLLM's CPU build has their linear attention in nothing else.
+BFLOAT16 = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
+# Architectures of vLLM's registry whose published models come with code of their own, but are
+# laid out as a model of transformers is: its weights are loaded under the other name.
+SAME_AS: dict[str, str] = {
+    "ExaoneMoEForCausalLM": "exaone_moe",
+    "IQuestCoderForCausalLM": "llama",
+    "InternLM3ForCausalLM": "llama",
+    "LLaMAForCausalLM": "llama",
+    "MiMoForCausalLM": "qwen2",
+    "MiMoV2ForCausalLM": "mimo_v2_flash",
+    "PhiMoEForCausalLM": "phimoe",
+    "TeleChat3ForCausalLM": "llama",
+}
+
+# Architectures that vLLM had a model of its own for and now leaves to the Transformers backend.
+LEFT_TO_THE_BACKEND = (
+    "BambaForCausalLM",
+    "Dots1ForCausalLM",
+    "MiniMaxForCausalLM",
+    "PersimmonForCausalLM",
+)
+
+# Causal language models of transformers that are no decoder-only text models: encoders with a
+# language-modelling head, decoders of encoder-decoder models, assistants.
+NO_DECODERS = (
+    "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot",
+    "blenderbot-small", "camembert", "data2vec-text", "electra", "ernie", "gemma4_assistant",
+    "gemma4_unified_assistant", "git", "marian", "mbart", "megatron-bert", "mllama", "musicgen",
+    "musicgen_melody", "mvp", "pegasus", "plbart", "prophetnet", "rembert", "roberta",
+    "roberta-prelayernorm", "roc_bert", "roformer", "trocr", "whisper", "xlm", "xlm-roberta",
+    "xlm-roberta-xl", "xmod", "fuyu", "reformer", "qdqbert", "speech_to_text_2", "xlnet",
+)  # fmt: skip

@@ -1,0 +1,93 @@
+"""The tables of docs/models.md that tell what scripts/models_survey.py found."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from typing import Any
+
+import markers
+
+DATA = markers.ROOT / "docs/data/models.json"
+OUTCOMES = ("ok", "refused", "not compared", "cannot be built", "wrong")
+
+
+def blocks() -> dict[str, str]:
+    """Every block, by name."""
+    found = json.loads(DATA.read_text(encoding="utf-8"))
+    models: dict[str, dict[str, Any]] = found["models"]
+    by_outcome: dict[str, dict[str, dict[str, Any]]] = {
+        outcome: {name: one for name, one in models.items() if one["outcome"] == outcome}
+        for outcome in OUTCOMES
+    }
+    return {
+        "survey counts": counts(found),
+        "survey ok": right(by_outcome["ok"]),
+        **{
+            f"survey {outcome}": by_reason(by_outcome[outcome])
+            for outcome in ("refused", "not compared", "cannot be built")
+        },
+    }
+
+
+def counts(found: dict[str, Any]) -> str:
+    """How many architectures have each outcome, and with which versions."""
+    models = list(found["models"].values())
+    kinds = ("vLLM", "Transformers backend")
+    rows = []
+    for outcome in OUTCOMES:
+        each = [
+            sum(one["outcome"] == outcome and one["runs"] == kind for one in models)
+            for kind in kinds
+        ]
+        rows.append([outcome, *map(str, each), str(sum(each))])
+    table = markers.table(["", "vLLM's own models", *kinds[1:], "in all"], rows, numbers=True)
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return f"{table}\n\nOn {found['date']}, with {versions}."
+
+
+def right(models: dict[str, dict[str, Any]]) -> str:
+    """Those that are ok: what was compared, and what was not."""
+    rows = [
+        [
+            f"`{name}`",
+            "backend" if one["runs"] != "vLLM" else "vLLM",
+            ", ".join(f"`{_short(each)}`" for each in one["layer_classes"]),
+            _sites(one["lacking"]),
+            _sites(one["not compared"]),
+            f"{one['worst']:.0e}",
+            next((word for word in ("neighbours", "less") if word in one["reason"]), ""),
+        ]
+        for name, one in models.items()
+    ]
+    head = ["architecture", "run by", "layers", "lacking", "not compared", "worst error", "held to"]
+    return markers.table(head, rows)
+
+
+def by_reason(models: dict[str, dict[str, Any]]) -> str:
+    """The others, gathered by the reason."""
+    if not models:
+        return "None."
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, one in models.items():
+        found[_cell(one["reason"])].append(f"`{name}`")
+    rows = [[reason, ", ".join(names)] for reason, names in sorted(found.items())]
+    return markers.table(["reason", "architectures"], rows)
+
+
+def _sites(reasons: dict[str, list[str]]) -> str:
+    names = {name: None for each in reasons.values() for name in each}
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _short(name: str) -> str:
+    """The class as the table of layer classes names it."""
+    if name.startswith("transformers.models."):
+        _, _, folder, _, cls = name.split(".")
+        return f"{folder}.{cls}"
+    return name.removeprefix("model_executor.models.").removeprefix("models.")
+
+
+def _cell(reason: str) -> str:
+    text = reason.replace("|", "\\|").replace("<", "&lt;")
+    return text if len(text) <= 240 else text[:239] + "…"

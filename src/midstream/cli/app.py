@@ -1,0 +1,36 @@
+"""The command's sub-commands, put together.
+
+A sub-command is a module of this folder, with a function of the same name: its parameters are the
+options, its docstring the help. It is listed in `COMMANDS`, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import typer
+
+COMMANDS = ("doctor",)
+
+
+def make() -> typer.Typer:
+    """The command with all its sub-commands."""
+    command = typer.Typer(
+        name="midstream",
+        help="Read and change what a model computes, mid-forward, inside vLLM at full speed.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    # With a callback even a lone sub-command is called by its name.
+    command.callback()(_nothing)
+    for name in COMMANDS:
+        command.command(name)(getattr(import_module(f"midstream.cli.{name}"), name))
+    return command
+
+
+def _nothing() -> None:
+    """Read and change what a model computes, mid-forward, inside vLLM at full speed."""
+
+
+app = make()

@@ -1,0 +1,74 @@
+"""What each operation makes of the vectors of a tap, in float64, from its definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from midstream.spec import Ablate, Affine, Clamp, Feature, Gate, LoReFT, Replace, Scale, Steer
+
+
+def apply(edit: Any, hidden: Tensor) -> Tensor:
+    """What an edit makes of h.
+
+    Args:
+        edit: with vectors by value; a Gate that reads where its edit is.
+        hidden: [T, H] of the tokens at which it applies.
+
+    Returns:
+        float64 [T, H].
+    """
+    h: Tensor = hidden.double()
+    if not isinstance(edit, Gate):
+        return h + _added(edit, h)
+    score = h @ _row(edit.probe.direction) + edit.probe.bias
+    over = (score - edit.threshold)[:, None]
+    g = (over > 0).double() if edit.sharpness is None else torch.sigmoid(edit.sharpness * over)
+    return h + g * _added(edit.edit, h)
+
+
+def score(probe: Any, hidden: Tensor) -> Tensor:
+    """⟨h, direction⟩ + bias, float64 [T]."""
+    read: Tensor = hidden.double() @ _row(probe.direction)
+    return read + float(probe.bias)
+
+
+def _row(vector: Any) -> Tensor:
+    return torch.from_numpy(vector.numpy().astype("float64"))
+
+
+def _rows(vectors: Any) -> Tensor:
+    return torch.stack([_row(vector) for vector in vectors])
+
+
+def _added(edit: Any, h: Tensor) -> Tensor:
+    """What is added to h."""
+    if isinstance(edit, Steer):
+        return (edit.scale * _row(edit.vector)).expand_as(h)
+    if isinstance(edit, Ablate):
+        # An orthonormal basis of the directions, by singular values.
+        basis = torch.linalg.svd(_rows(edit.directions), full_matrices=False).Vh
+        inside: Tensor = (h @ basis.T) @ basis
+        return -float(edit.strength) * inside
+    if isinstance(edit, Clamp):
+        unit = torch.nn.functional.normalize(_row(edit.direction), dim=0)
+        x = h @ unit
+        return float(edit.strength) * torch.outer(x.clamp(edit.low, edit.high) - x, unit)
+    if isinstance(edit, Feature):
+        active = h @ _row(edit.encoder) + edit.bias
+        active = torch.where(active > edit.threshold, active, torch.zeros_like(active))
+        # The mode is "set": the only one that is tried.
+        return torch.outer(float(edit.value or 0) - active, _row(edit.decoder))
+    if isinstance(edit, Affine):
+        inner = h @ _rows(edit.read).T + _row(edit.bias)
+        return edit.scale * inner @ _rows(edit.write)
+    if isinstance(edit, LoReFT):
+        rotation = _rows(edit.rotation)
+        return (h @ _rows(edit.weight).T + _row(edit.bias) - h @ rotation.T) @ rotation
+    if isinstance(edit, Replace):
+        return edit.alpha * (_row(edit.rows[0]) - h)
+    if isinstance(edit, Scale):
+        return (edit.factor - 1) * h
+    raise TypeError(f"no formula for {type(edit).__name__}")

@@ -1,0 +1,85 @@
+"""Which layers of a model a small copy keeps: one of each kind.
+
+What kind a layer is stands in a configuration as lists (or texts) with one entry per layer, and
+as lists of the indices of some layers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+# Kept beyond what is asked for, where there are more kinds of layers.
+MOST = 4
+_INDICES = re.compile(r"(_layers|_idxs|_ids|_indices|_index)$")
+_BY_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types")
+
+
+def count_layers(config: Mapping[str, Any]) -> int:
+    """How many layers a configuration has.
+
+    Raises:
+        ValueError: it does not say.
+    """
+    for name in COUNTS:
+        if isinstance(config.get(name), int):
+            return int(config[name])
+    for name in _BY_LAYER:
+        if isinstance(config.get(name), list):
+            return len(config[name])
+    raise ValueError(f"its configuration says nowhere ({', '.join(COUNTS)}) how many layers it has")
+
+
+def choose(config: Mapping[str, Any], wanted: int) -> list[int]:
+    """The layers to keep, ascending: the first of each kind, and the first ones up to `wanted`."""
+    total = count_layers(config)
+    kinds: dict[tuple[str, ...], int] = {}
+    for layer in range(total):
+        kinds.setdefault(tuple(_kind(config, layer, total)), layer)
+    kept = set(sorted(kinds.values())[: max(wanted, MOST)])
+    for layer in range(total):
+        if len(kept) >= min(wanted, total):
+            break
+        kept.add(layer)
+    return sorted(kept)
+
+
+def keep(config: dict[str, Any], kept: Sequence[int]) -> None:
+    """Leaves only these layers in a configuration."""
+    total = count_layers(config)
+    for name in COUNTS:
+        if isinstance(config.get(name), int):
+            config[name] = len(kept)
+    for name, value in list(config.items()):
+        if _is_indices(name, value, total):
+            config[name] = [new for new, old in enumerate(kept) if old in value]
+        elif _is_by_layer(value, total):
+            picked = [value[old] for old in kept]
+            config[name] = "".join(picked) if isinstance(value, str) else picked
+        elif name == "per_layer_config" and isinstance(value, dict):
+            found = {int(key): each for key, each in value.items()}
+            config[name] = {str(new): found[old] for new, old in enumerate(kept) if old in found}
+
+
+def _kind(config: Mapping[str, Any], layer: int, total: int) -> Iterator[str]:
+    for name, value in config.items():
+        if _is_indices(name, value, total):
+            yield str(layer in value)
+        elif _is_by_layer(value, total):
+            yield str(value[layer])
+        elif name == "per_layer_config" and isinstance(value, dict):
+            yield str({int(key): each for key, each in value.items()}.get(layer))
+
+
+def _is_by_layer(value: object, total: int) -> bool:
+    return total > 1 and isinstance(value, (list, str)) and len(value) == total
+
+
+def _is_indices(name: str, value: object, total: int) -> bool:
+    if not (_INDICES.search(name) and isinstance(value, list) and value):
+        return False
+    if not all(isinstance(each, int) and not isinstance(each, bool) for each in value):
+        return False
+    return max(value) < total and value == sorted(set(value))

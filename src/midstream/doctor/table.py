@@ -1,0 +1,109 @@
+"""What was found, for people: sites, operations, and one line that says what to make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from midstream.doctor.report import (
+    OK,
+    REFUSED,
+    UNBUILT,
+    UNCOMPARED,
+    WRONG,
+    OperationFound,
+    Report,
+    SiteFound,
+)
+from midstream.sites import NAMES
+
+_STYLES = {OK: "green", WRONG: "bold red", "lacking": "dim", UNCOMPARED: "yellow"}
+_SAYS = {
+    REFUSED: "refused",
+    UNBUILT: "cannot be built here",
+    UNCOMPARED: "not compared",
+    WRONG: "wrong",
+}
+
+
+def render(report: Report) -> RenderableType:
+    """The whole answer."""
+    parts: list[RenderableType] = [Text(_title(report), style="bold")]
+    if report.sites:
+        parts.append(_sites(report.sites))
+    if report.operations:
+        parts.append(_operations(report.operations))
+    parts.append(verdict(report))
+    return Group(*parts)
+
+
+def verdict(report: Report) -> Text:
+    """One line: what to make of it."""
+    if report.outcome != OK:
+        style = _STYLES.get(report.outcome, "yellow")
+        return Text(f"{_SAYS[report.outcome]}: {report.reason}", style=style)
+    compared = sum(one.outcome == OK for one in report.sites)
+    skipped = sum(one.outcome == UNCOMPARED for one in report.sites)
+    lacking = sum(one.outcome == "lacking" for one in report.sites)
+    text = (
+        f"ok: {compared} sites of layers and {len(report.operations)} operations are as "
+        f"transformers has them; worst relative error {report.worst:.1e}"
+    )
+    if lacking:
+        text += f"; {lacking} are not in this model"
+    if skipped:
+        text += f"; {skipped} could not be compared"
+    if report.reason:
+        text += f". {report.reason}"
+    return Text(text, style=_STYLES[OK])
+
+
+def _title(report: Report) -> str:
+    architecture = f", {report.architecture}" if report.architecture else ""
+    return f"{report.model}{architecture}: {report.copy}"
+
+
+def _sites(sites: Iterable[SiteFound]) -> Table:
+    table = Table("site", "layers", "found", "worst error", "why")
+    for name in NAMES:
+        alike: dict[tuple[str, str], list[SiteFound]] = {}
+        for one in sites:
+            if one.site == name:
+                alike.setdefault((one.outcome, one.reason), []).append(one)
+        for (outcome, reason), found in alike.items():
+            errors = [one.error for one in found if one.error is not None]
+            table.add_row(
+                name,
+                runs([one.layer for one in found]),
+                Text(outcome, style=_STYLES[outcome]),
+                f"{max(errors):.1e}" if errors else "",
+                reason,
+            )
+    return table
+
+
+def _operations(operations: Iterable[OperationFound]) -> Table:
+    table = Table("operation", "at", "found", "worst error", "why")
+    for one in operations:
+        table.add_row(
+            one.name,
+            f"{one.site} of layer {one.layer}",
+            Text(one.outcome, style=_STYLES[one.outcome]),
+            "" if one.error is None else f"{one.error:.1e}",
+            one.reason,
+        )
+    return table
+
+
+def runs(layers: list[int]) -> str:
+    """Ascending numbers as `0–3, 7`."""
+    found: list[list[int]] = []
+    for layer in layers:
+        if found and layer == found[-1][1] + 1:
+            found[-1][1] = layer
+        else:
+            found.append([layer, layer])
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in found)
