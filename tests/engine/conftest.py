@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.engine)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_engine_is_left() -> Iterator[None]:
+    """What a module leaves of its engines goes now: vLLM's own clean-up of one that is collected
+    later would take down the process groups of the engines of that time.
+    """
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -71,13 +71,12 @@ def test_hostile_plans_are_refused_and_a_good_request_right_after_works(llm):
     good = {"capture": {"layers": "all"}, "edits": [Steer([0.5] * HIDDEN, 1).to_dict()]}
     expected = ask(llm, good)
     draw = random.Random(11)
-    spoilt = hostile_plans(7, COUNT, width=HIDDEN, layers=LAYERS, prompt=len(PROMPT))
+    spoilt = hostile_plans(7, COUNT // 2, width=HIDDEN, layers=LAYERS, prompt=len(PROMPT))
     kinds = set()
-    for nth, (kind, plan) in enumerate(spoilt):
-        if nth % 2:
-            kind, plan = _misfit(draw)
-        kinds.add(kind)
-        assert refuses(llm, plan), f"{kind}: {plan!r} was taken"
+    for nth, one in enumerate(spoilt):
+        for kind, plan in (one, _misfit(draw)):
+            kinds.add(kind)
+            assert refuses(llm, plan), f"{kind}: {plan!r} was taken"
         if nth % 100 == 0:
             after = ask(llm, good)
             assert generated(after) == generated(expected)
