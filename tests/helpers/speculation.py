@@ -252,7 +252,7 @@ def run(model: Path, out: Path, kind: str, settings: dict[str, Any], **env: str)
             **ENVIRONMENT,
             **env,
             "PYTHONPATH": os.pathsep.join(
-                [str(ROOT / "tests"), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+                [str(ROOT / "tests"), os.environ.get("PYTHONPATH") or str(ROOT / "src")]
             ),
         },
         capture_output=True,
