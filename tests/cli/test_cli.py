@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,23 @@ def test_each_sub_command_is_a_module_of_its_own_and_has_help():
         assert (folder / f"{name}.py").is_file()
         assert name in result.output
         assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0
+
+
+def test_its_environment_is_gone_when_it_ends_and_never_replaces_what_is_set(monkeypatch):
+    """A process that calls it goes on: with nothing compiled, were this to stay."""
+    seen: dict[str, str] = {}
+
+    def look(options: examine.Options) -> Report:
+        seen.update(os.environ)
+        return GOOD
+
+    monkeypatch.setattr(examine, "examine", look)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+    before = dict(os.environ)
+    assert CliRunner().invoke(app, ["doctor", "some/model"]).exit_code == 0
+    assert (seen["TORCH_COMPILE_DISABLE"], seen["VLLM_CPU_KVCACHE_SPACE"]) == ("1", "3")
+    assert dict(os.environ) == before
 
 
 def test_what_is_found_is_printed_with_a_verdict(run):

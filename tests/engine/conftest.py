@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import engines, tiny
+from helpers import engines, talking, tiny
+from helpers.oracle import Oracle
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,6 +38,18 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_llama(tiny_models: Path) -> Path:
     """A tiny random Llama."""
     return tiny.make("llama", tiny_models)
+
+
+@pytest.fixture(scope="session")
+def talking_llama(tiny_models: Path) -> Path:
+    """A tiny random Llama with a tokenizer of bytes."""
+    return talking.make(tiny_models)
+
+
+@pytest.fixture(scope="session")
+def talking_oracle(talking_llama: Path) -> Oracle:
+    """transformers with hooks, on the same."""
+    return Oracle(talking_llama, "model.layers", "post_attention_layernorm")
 
 
 @pytest.fixture(scope="module")

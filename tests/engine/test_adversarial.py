@@ -27,12 +27,13 @@ from helpers.adversary_judge import Measure
 from helpers.adversary_mix import Mix, Shape
 from helpers.adversary_run import assert_idle_and_clean, rewinding
 from helpers.engines import engine
+from helpers.nightly import NIGHTLY
 from helpers.oracle_edits import PLACES, SIX, EditOracle
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 SEED = int(os.environ.get("MIDSTREAM_ADVERSARY_SEED", "20261121"))
-SUITE, NIGHTLY, ROUND = 150, 2000, 200
+SUITE, THOUSANDS, ROUND = 150, 2000, 200
 CHUNK = 48
 LONGEST = 192
 BLOCKS = 14  # of 32 tokens, one of which is nobody's: two long requests and a bit
@@ -145,7 +146,7 @@ def test_a_mix_that_differs_is_made_as_small_as_it_can_be(choices: Catalogue) ->
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(not os.environ.get("MIDSTREAM_NIGHTLY"), reason="MIDSTREAM_NIGHTLY is not set")
+@pytest.mark.skipif(not NIGHTLY, reason="MIDSTREAM_NIGHTLY is not set")
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_so_it_is_for_thousands(
@@ -160,6 +161,6 @@ def test_so_it_is_for_thousands(
     totals = Totals()
     folder = Path(os.environ.get("MIDSTREAM_ADVERSARY_FOLDER", tmp_path / "mixes"))
     with bench(wordy_llama, hooks, folder, enforce_eager=not compiled) as found:
-        for nth in range(NIGHTLY // ROUND):
+        for nth in range(THOUSANDS // ROUND):
             found.run(mix(SEED + 1 + nth, ROUND, choices), totals)
-    assert_it_showed_something(totals, NIGHTLY)
+    assert_it_showed_something(totals, THOUSANDS)

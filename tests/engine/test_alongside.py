@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import talking
 from helpers.alongside import EVERYTHING, check_rows, hooked, push, rows_of
 from helpers.engines import engine, generated, greedy, tokens
 from helpers.oracle import Oracle
@@ -28,20 +27,10 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def model(tiny_models: Path) -> Path:
-    return talking.make(tiny_models)
-
-
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> Oracle:
-    return Oracle(model, "model.layers", "post_attention_layernorm")
-
-
-@pytest.fixture(scope="module")
-def llm(model: Path) -> Iterator[Any]:
+def llm(talking_llama: Path) -> Iterator[Any]:
     """Steps of 16 tokens, so that the prompts come in chunks, beside others that decode."""
     with engine(
-        model,
+        talking_llama,
         max_num_batched_tokens=16,
         max_num_seqs=6,
         block_size=32,
@@ -66,14 +55,14 @@ def ask(llm: Any, prompts: list[list[int]], params: Any, steers: Any = None, **m
     )
 
 
-def check(oracle: Oracle, outputs: list[Any]) -> list[torch.Tensor]:
+def check(talking_oracle: Oracle, outputs: list[Any]) -> list[torch.Tensor]:
     """Each output's rows, with the edit in every second one; returns the oracle's logits."""
     found = []
     for nth, output in enumerate(outputs):
         edits = [hooked()] if nth % 2 else []
         for completion in output.outputs:
             rows = rows_of(output.prompt_token_ids, completion.token_ids)
-            found.append(check_rows(oracle, completion, rows, edits))
+            found.append(check_rows(talking_oracle, completion, rows, edits))
     return found
 
 
@@ -83,7 +72,9 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("grammar", ["json", "choice", "regex"])
-def test_a_grammar_that_constrains_leaves_rows_edits_and_receipts_exact(llm, oracle, grammar):
+def test_a_grammar_that_constrains_leaves_rows_edits_and_receipts_exact(
+    llm, talking_oracle, grammar
+):
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -97,7 +88,7 @@ def test_a_grammar_that_constrains_leaves_rows_edits_and_receipts_exact(llm, ora
         temperature=0, max_tokens=60, structured_outputs=StructuredOutputsParams(**rule)
     )
     outputs = ask(llm, prompts(6), [bound if nth % 3 else free for nth in range(6)])
-    check(oracle, outputs)
+    check(talking_oracle, outputs)
     for nth, output in enumerate(outputs):
         text = output.outputs[0].text
         if nth % 3 and output.outputs[0].finish_reason == "stop":
@@ -108,10 +99,10 @@ def test_a_grammar_that_constrains_leaves_rows_edits_and_receipts_exact(llm, ora
     assert any(nth % 3 and outputs[nth].outputs[0].finish_reason == "stop" for nth in range(6))
 
 
-def test_prompt_logprobs_and_logprobs_are_those_of_the_edited_model(llm, oracle):
+def test_prompt_logprobs_and_logprobs_are_those_of_the_edited_model(llm, talking_oracle):
     params = greedy(6, logprobs=3, prompt_logprobs=2)
     outputs = ask(llm, prompts(6, seed=1), params)
-    for output, logits in zip(outputs, check(oracle, outputs), strict=True):
+    for output, logits in zip(outputs, check(talking_oracle, outputs), strict=True):
         expected = logits.log_softmax(-1)
         rows = rows_of(output.prompt_token_ids, generated(output))
         assert output.prompt_logprobs[0] is None
@@ -129,7 +120,7 @@ def check_logprobs(entries: dict[int, Any], expected: torch.Tensor) -> None:
         assert abs(entry.logprob - float(expected[token])) < 1e-3
 
 
-def test_min_tokens_bad_words_and_biases_choose_tokens_and_change_no_row(llm, oracle):
+def test_min_tokens_bad_words_and_biases_choose_tokens_and_change_no_row(llm, talking_oracle):
     from vllm import SamplingParams
 
     plain = ask(llm, prompts(6, seed=2), greedy(8))
@@ -144,14 +135,14 @@ def test_min_tokens_bad_words_and_biases_choose_tokens_and_change_no_row(llm, or
         greedy(8, repetition_penalty=1.7, presence_penalty=0.5, logprobs=2),
     ]
     outputs = ask(llm, prompts(6, seed=2), params)
-    check(oracle, outputs)
+    check(talking_oracle, outputs)
     assert generated(outputs[0])[0] != first
     assert len(generated(outputs[1])) == 7
     assert set(generated(outputs[3])) <= {70, 71, 72}
     assert len(generated(outputs[4])) == 3
 
 
-def test_rows_past_a_stop_string_are_not_there(llm, oracle):
+def test_rows_past_a_stop_string_are_not_there(llm, talking_oracle):
     """The text is cut in the middle of what was generated; the rows are those of its tokens."""
     from vllm import SamplingParams
 
@@ -171,7 +162,7 @@ def test_rows_past_a_stop_string_are_not_there(llm, oracle):
         for nth, stop in enumerate(stops)
     ]
     outputs = ask(llm, given, params)
-    check(oracle, outputs)
+    check(talking_oracle, outputs)
     for whole, output in zip(free, outputs, strict=True):
         mine = generated(output)
         assert output.outputs[0].finish_reason == "stop"
@@ -182,44 +173,44 @@ def test_rows_past_a_stop_string_are_not_there(llm, oracle):
     llm._front_end._call("check_integrity")
 
 
-def test_one_token_prompts_and_one_token_answers_have_their_rows(llm, oracle):
+def test_one_token_prompts_and_one_token_answers_have_their_rows(llm, talking_oracle):
     given = [[100], [101], [102], [103], *prompts(2)]
     outputs = ask(llm, given, [greedy(1), greedy(1), greedy(5), greedy(5), greedy(1), greedy(1)])
-    check(oracle, outputs)
+    check(talking_oracle, outputs)
     counts = [len(output.activations.positions) for output in outputs]
     assert counts == [1, 1, 5, 5, len(given[4]), len(given[5])]
 
 
-def test_each_child_of_a_fan_out_has_its_own_rows_and_receipt(llm, oracle):
+def test_each_child_of_a_fan_out_has_its_own_rows_and_receipt(llm, talking_oracle):
     from vllm import SamplingParams
 
     # No seed: on the CPU, vLLM fails where a seeded request's prompt comes in chunks.
     params = SamplingParams(n=5, temperature=2.0, max_tokens=7, ignore_eos=True)
     outputs = ask(llm, prompts(4, seed=4), params)
-    check(oracle, outputs)
+    check(talking_oracle, outputs)
     for output in outputs:
         assert len({tuple(one.token_ids) for one in output.outputs}) > 2
         assert output.activations is None
         assert [one.index for one in output.outputs] == list(range(5))
 
 
-def test_children_that_stop_at_different_places_have_rows_of_their_own_length(llm, oracle):
+def test_children_that_stop_at_different_places_have_rows_of_their_own_length(llm, talking_oracle):
     from vllm import SamplingParams
 
     ends = list(range(0, 259, 5))
     params = SamplingParams(n=6, temperature=2.0, max_tokens=20, stop_token_ids=ends)
     outputs = ask(llm, prompts(2, seed=5), params)
-    check(oracle, outputs)
+    check(talking_oracle, outputs)
     assert len({len(one.token_ids) for output in outputs for one in output.outputs}) > 2
 
 
-def test_priorities_change_the_order_and_nothing_else(llm, oracle):
+def test_priorities_change_the_order_and_nothing_else(llm, talking_oracle):
     given = prompts(6, seed=6) * 2
     outputs = ask(llm, given, greedy(6), priority=[12 - nth for nth in range(12)])
-    check(oracle, outputs)
+    check(talking_oracle, outputs)
 
 
-def test_running_requests_that_are_reset_end_with_every_row_once(llm, oracle, monkeypatch):
+def test_running_requests_that_are_reset_end_with_every_row_once(llm, talking_oracle, monkeypatch):
     """`reset_prefix_cache(reset_running_requests=True)` preempts all that runs; they start over,
     their generated tokens among the prompt.
     """
@@ -244,22 +235,22 @@ def test_running_requests_that_are_reset_end_with_every_row_once(llm, oracle, mo
         length = len(output.prompt_token_ids)
         rows = rows_of(output.prompt_token_ids, generated(output))
         later = hooked(where=lambda position, length=length: position >= length)
-        logits = check_rows(oracle, output, rows, [later])
+        logits = check_rows(talking_oracle, output, rows, [later])
         assert generated(output) == logits[length - 1 :].argmax(-1).tolist()
 
 
-def test_sleeping_and_waking_leaves_an_engine_right(llm, oracle):
+def test_sleeping_and_waking_leaves_an_engine_right(llm, talking_oracle):
     """vLLM's CPU worker ignores sleep mode; what is left of it is the scheduler's part."""
     before = ask(llm, prompts(4), greedy(4))
     for level in (1, 2):
         llm.sleep(level=level)
         llm.wake_up()
         again = ask(llm, prompts(4), greedy(4))
-        check(oracle, again)
+        check(talking_oracle, again)
         assert [generated(one) for one in again] == [generated(one) for one in before]
 
 
-def test_an_abort_in_the_middle_leaves_the_engine_clean_and_others_right(llm, oracle):
+def test_an_abort_in_the_middle_leaves_the_engine_clean_and_others_right(llm, talking_oracle):
     """Of five requests two are aborted by their ids; the room that they had is free at once."""
     engine_ = llm.llm_engine
     for nth, prompt in enumerate(prompts(5, seed=8)):
@@ -278,5 +269,5 @@ def test_an_abort_in_the_middle_leaves_the_engine_clean_and_others_right(llm, or
     assert set(outputs) == {"own-0", "own-2", "own-4"}
     for output in outputs.values():
         rows = rows_of(output.prompt_token_ids, generated(output))
-        check_rows(oracle, output, rows, [hooked()])
+        check_rows(talking_oracle, output, rows, [hooked()])
     llm._front_end._call("check_integrity")

@@ -6,61 +6,36 @@ inputs with what was generated between them, less the last token of each turn.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import talking
 from helpers.alongside import PUSH, TOLERANCE, hooked, rows_of
 from helpers.alongside_async import LOOKED_FOR, parts_of, prompt, session_plan
 from helpers.engines import ALL_SITES
 from helpers.oracle import Oracle, relative_error
-from helpers.stale_check import ROOT
+from helpers.own_process import python
 
 SESSIONS = range(12)
 
 
 @pytest.fixture(scope="module")
-def model(tiny_models: Path) -> Path:
-    return talking.make(tiny_models)
-
-
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> Oracle:
-    return Oracle(model, "model.layers", "post_attention_layernorm")
-
-
-@pytest.fixture(scope="module")
-def found(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(talking_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("alongside") / "found.pt"
-    done = subprocess.run(
-        [sys.executable, "-m", "helpers.alongside_async", str(model), str(out)],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=290,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    python("-m", "helpers.alongside_async", talking_llama, out, timeout=290)
     loaded: dict[str, Any] = torch.load(out, weights_only=False)
     return loaded
 
 
 def check(
-    oracle: Oracle, one: dict[str, Any], rows: list[int], where: Any = lambda _: True
+    talking_oracle: Oracle, one: dict[str, Any], rows: list[int], where: Any = lambda _: True
 ) -> torch.Tensor:
     """Holds all rows, scores and counts of what came of an EVERYTHING capture, with the edit at the
     positions for which `where` holds, against one forward over the same tokens; returns its logits.
     """
     applied = sum(map(where, range(len(rows))))
-    logits, seen = oracle.run(rows, [hooked(where=where)])
+    logits, seen = talking_oracle.run(rows, [hooked(where=where)])
     assert set(one["activations"]) == {(site, nth) for site in ALL_SITES for nth in range(3)}
     for tap, (values, positions) in one["activations"].items():
         assert positions.tolist() == list(range(len(rows)))
@@ -85,21 +60,23 @@ def check(
 
 
 @pytest.mark.parametrize("kind", ["CUMULATIVE", "DELTA", "FINAL_ONLY"])
-def test_rows_past_a_stop_string_are_not_there(found, oracle, kind):
+def test_rows_past_a_stop_string_are_not_there(found, talking_oracle, kind):
     one = found["requests"][f"stop {kind}"]
     generated = [token for turn in one["turns"] for token in turn]
     assert one["reason"] == "stop"
     assert len(generated) < 24
-    check(oracle, one, rows_of(prompt(0, 21), generated))
+    check(talking_oracle, one, rows_of(prompt(0, 21), generated))
 
 
 @pytest.mark.parametrize(("name", "seed", "length"), [("several", 1, 30), ("several stop", 2, 9)])
-def test_each_child_of_a_fan_out_has_its_own_rows_and_receipt(found, oracle, name, seed, length):
+def test_each_child_of_a_fan_out_has_its_own_rows_and_receipt(
+    found, talking_oracle, name, seed, length
+):
     one = found["requests"][name]
     assert one["receipt"] is None
     assert len({tuple(child["ids"]) for child in one["outputs"]}) == 3
     for child in one["outputs"]:
-        check(oracle, child, rows_of(prompt(seed, length), child["ids"]))
+        check(talking_oracle, child, rows_of(prompt(seed, length), child["ids"]))
 
 
 @pytest.mark.parametrize(
@@ -110,18 +87,18 @@ def test_each_child_of_a_fan_out_has_its_own_rows_and_receipt(found, oracle, nam
         *((f"priority {nth}", prompt(5 + nth, 8 + 5 * nth)) for nth in range(6)),
     ],
 )
-def test_short_and_urgent_requests_have_every_row(found, oracle, name, given):
+def test_short_and_urgent_requests_have_every_row(found, talking_oracle, name, given):
     one = found["requests"][name]
     generated = [token for turn in one["turns"] for token in turn]
-    logits = check(oracle, one, rows_of(given, generated))
+    logits = check(talking_oracle, one, rows_of(given, generated))
     assert generated == logits[len(given) - 1 :].argmax(-1).tolist()
 
 
-def test_aborts_in_the_middle_leave_those_beside_them_right(found, oracle):
+def test_aborts_in_the_middle_leave_those_beside_them_right(found, talking_oracle):
     assert found["aborted"] == [("abort", None, None)] * 4
     for nth, one in enumerate(found["beside"]):
         rows = rows_of(prompt(20 + nth, 12), one["outputs"][0]["ids"])
-        check(oracle, one, rows)
+        check(talking_oracle, one, rows)
 
 
 # -- sessions of streaming input --------------------------------------------------------------
@@ -146,12 +123,12 @@ def edited(nth: int, rows: list[int]) -> Any:
 
 @pytest.mark.parametrize("nth", SESSIONS)
 def test_a_session_has_every_row_of_all_its_turns_once_and_each_edit_where_asked(
-    found, oracle, nth
+    found, talking_oracle, nth
 ):
     one, parts = found["sessions"][nth], parts_of(nth)
     rows = session_rows(parts, one["turns"])
     assert one["probes"]["p"][2].tolist() == rows
-    logits = check(oracle, one, rows, edited(nth, rows))
+    logits = check(talking_oracle, one, rows, edited(nth, rows))
     # Every token that was sampled, the dropped ones too, is what the edited model says.
     start = 0
     for part, turn in zip(parts, one["turns"], strict=True):
@@ -170,21 +147,21 @@ def test_the_sessions_that_were_tried_differ_in_what_matters(found):
     assert all(one["finished"][-1] and not any(one["finished"][:-1]) for one in sessions)
 
 
-def test_a_request_beside_sessions_is_right(found, oracle):
+def test_a_request_beside_sessions_is_right(found, talking_oracle):
     rows = rows_of(prompt(9, 40), found["between"]["outputs"][0]["ids"])
-    check(oracle, found["between"], rows)
+    check(talking_oracle, found["between"], rows)
 
 
-def test_the_last_row_of_a_session_is_that_of_its_last_turn(found, oracle):
+def test_the_last_row_of_a_session_is_that_of_its_last_turn(found, talking_oracle):
     one = found["last"]
     rows = session_rows(parts_of(3), one["turns"])
-    _, seen = oracle.run(rows)
+    _, seen = talking_oracle.run(rows)
     [(tap, (values, positions))] = one["activations"].items()
     assert positions.tolist() == [len(rows) - 1]
     assert relative_error(values, seen[tap][-1:]) < TOLERANCE
 
 
-def test_sessions_end_cleanly_however_they_end(found, oracle):
+def test_sessions_end_cleanly_however_they_end(found, talking_oracle):
     ends = found["ends"]
     assert ends["none"] == {"finished": [], "turns": []}
     assert ends["plain"]["receipt"] is None
@@ -216,13 +193,13 @@ def test_what_has_no_meaning_in_a_session_is_refused_by_name(found):
         assert refused[name][1].startswith(start), refused[name][1]
 
 
-def test_a_session_without_room_waits_with_all_its_inputs_in_order(found, oracle):
+def test_a_session_without_room_waits_with_all_its_inputs_in_order(found, talking_oracle):
     assert found["waited"], "it found room: the test shows nothing"
     one = found["second"]
     rows = session_rows(parts_of(3), one["turns"])
     assert one["receipt"]["status"] == "ok"
     assert one["receipt"]["edited"]["applied"] == 15 * len(rows)
-    _, seen = oracle.run(rows, [hooked()])
+    _, seen = talking_oracle.run(rows, [hooked()])
     for tap, (values, positions) in one["activations"].items():
         assert positions.tolist() == list(range(len(rows)))
         assert relative_error(values, seen[tap]) < TOLERANCE

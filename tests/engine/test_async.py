@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.async_run import ALL_SITES, COUNT, KINDS, plan, prompt
-from helpers.stale_check import ROOT
+from helpers.own_process import python
 
 
 @pytest.fixture(scope="module")
 def found(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("async") / "found.pt"
-    done = subprocess.run(
-        [sys.executable, "-m", "helpers.async_run", str(tiny_llama), str(out)],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    python("-m", "helpers.async_run", tiny_llama, out, timeout=580)
     loaded: dict[str, Any] = torch.load(out)
     return loaded
 

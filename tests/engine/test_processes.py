@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers.stale_check import ROOT
+from helpers.own_process import python
 
 SCRIPT = """
 import json, sys, torch
@@ -76,19 +73,7 @@ def run(model: Path, out: Path, args: dict[str, object], **env: str) -> dict[str
 
     script = out.with_suffix(".py")
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, str(script), str(model), json.dumps(args), str(out)],
-        env={
-            **os.environ,
-            **env,
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=540,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    python(script, model, json.dumps(args), out, timeout=540, **env)
     return torch.load(out)
 
 

@@ -44,6 +44,9 @@ def engine(model: Path, *, plain: bool = False, **args: Any) -> Iterator[Any]:
 
         settings.setdefault("midstream", {"sites": ALL_SITES})
     llm = LLM(str(model), **settings)
+    # Something in the process or its environment may turn compilation off without a word.
+    compiled = bool(llm.llm_engine.vllm_config.compilation_config.mode)
+    assert compiled or settings["enforce_eager"] or "enable_lora" in settings
     _live.append(llm)
     try:
         yield llm

@@ -39,8 +39,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "An edit of some prompt positions fires again while tokens are generated",
         RUNTIME + "requests.py",
-        "            events.setdefault(FOREVER if stop is None else stop, []).append((False, nth))",
-        "            events.setdefault(FOREVER, []).append((False, nth))",
+        "overlay([part.ranges for part in parts])",
+        "overlay([tuple((start, None) for start, _ in part.ranges[:1]) for part in parts])",
         ENGINE + "test_isolation.py::test_position_limits_hold_over_prompt_and_decode",
     ),
     Fault(

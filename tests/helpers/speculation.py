@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 
 from helpers.async_run import ARGUMENTS, ask, results
-from helpers.engines import ENVIRONMENT, engine, greedy, tokens
+from helpers.engines import engine, greedy, tokens
+from helpers.own_process import python
 from helpers.scripted import Script, optimistic
 
-ROOT = Path(__file__).resolve().parents[2]
 SITES = ["resid_pre", "resid_mid", "resid_post"]
 DRAFTS = 3
 MAX_LEN = 64
@@ -244,23 +242,7 @@ def run(model: Path, out: Path, kind: str, settings: dict[str, Any], **env: str)
     """One engine in a process of its own (n-grams bring numba, after which no second engine of the
     same process runs); what came of it.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "helpers.speculation", str(model), str(out), kind,
-         json.dumps(settings)],
-        env={
-            **os.environ,
-            **ENVIRONMENT,
-            **env,
-            "PYTHONPATH": os.pathsep.join(
-                [str(ROOT / "tests"), os.environ.get("PYTHONPATH") or str(ROOT / "src")]
-            ),
-        },
-        capture_output=True,
-        text=True,
-        timeout=540,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    python("-m", "helpers.speculation", model, out, kind, json.dumps(settings), timeout=540, **env)
     found: dict[str, Any] = torch.load(out)
     return found
 

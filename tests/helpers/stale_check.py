@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from helpers.engines import ENVIRONMENT
+from helpers.own_process import python
 
-ROOT = Path(__file__).resolve().parents[2]
 TAPS = [
     {"sites": ["resid_post"], "layers": "all"},
     {"sites": ["resid_mid"], "layers": [1]},
@@ -21,25 +17,12 @@ TAPS = [
 
 def run(cache: Path, model: Path, settings: str, args: dict[str, Any]) -> dict[str, Any]:
     """What one engine did, on the shared cache."""
-    done = subprocess.run(
-        [sys.executable, "-m", "helpers.stale", str(model), settings, json.dumps(args)],
-        env={
-            **os.environ,
-            **ENVIRONMENT,
-            "VLLM_CACHE_ROOT": str(cache),
-            "PYTHONPATH": os.pathsep.join(
-                [str(ROOT / "tests"), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-            ),
-        },
-        capture_output=True,
-        text=True,
-        timeout=540,
-        check=False,
-    )
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            return json.loads(line.removeprefix("RESULT "))
-    raise AssertionError(f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    printed = python(
+        "-m", "helpers.stale", model, settings, json.dumps(args),
+        timeout=540, VLLM_CACHE_ROOT=str(cache),
+    )  # fmt: skip
+    (result,) = [line for line in printed.splitlines() if line.startswith("RESULT ")]
+    return json.loads(result.removeprefix("RESULT "))
 
 
 def check_no_stale_graph(cache: Path, model: Path, args: dict[str, Any]) -> None:

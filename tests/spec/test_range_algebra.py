@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream.spec.range_algebra import complement, intersect, least, subtract
+from midstream.spec.range_algebra import complement, intersect, least, overlay, subtract
 from midstream.spec.ranges import merge, well_formed
 
 LENGTH = 20
@@ -33,6 +33,21 @@ def test_the_algebra_of_ranges_is_that_of_sets(one, other):
     ]:
         assert well_formed(found)
         assert _members(found) == expected
+
+
+@given(st.lists(sets, max_size=4))
+def test_an_overlay_says_for_every_position_which_sets_hold_it(parts):
+    pieces = list(overlay(parts))
+    bounds = [(start, stop) for start, stop, _ in pieces]
+    # One after the other, from 0 on without end.
+    assert bounds[0][0] == 0
+    assert [stop for _, stop in bounds] == [*(start for start, _ in bounds[1:]), None]
+    for start, stop, here in pieces:
+        assert stop is None or start < stop
+        for position in range(start, LENGTH if stop is None else stop):
+            assert here == tuple(
+                nth for nth, ranges in enumerate(parts) if position in _members(ranges)
+            )
 
 
 @given(sets, sets)

@@ -23,12 +23,6 @@ ENVIRONMENT = {
     "TORCH_COMPILE_DISABLE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-QUIET = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "TQDM_DISABLE": "1",
-    "PYTHONWARNINGS": "ignore",
-}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -71,11 +65,10 @@ def doctor(
     if hidden % 64:
         raise typer.BadParameter(f"--hidden: expected a multiple of 64, got {hidden}")
     _check_writable(output)
-    for name, value in {**ENVIRONMENT, **({} if verbose else QUIET)}.items():
-        os.environ.setdefault(name, value)
-    from midstream.demo.surroundings import quiet
+    from midstream.demo.surroundings import WHEN_QUIET, defaults, quiet
 
-    with quiet(verbose=verbose) as console:
+    environment = {**ENVIRONMENT, **({} if verbose else WHEN_QUIET)}
+    with defaults(environment), quiet(verbose=verbose) as console:
         from midstream.doctor.examine import Options, examine
         from midstream.doctor.shrink import Size
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO
 
@@ -39,6 +39,21 @@ def prepare(*, verbose: bool) -> None:
     """Set the environment. To be called before vLLM is imported."""
     for name, value in {**ALWAYS, **({} if verbose else WHEN_QUIET)}.items():
         os.environ.setdefault(name, value)
+
+
+@contextmanager
+def defaults(values: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for a while: those that are not set, which are not set afterwards.
+
+    To be entered before vLLM is imported.
+    """
+    added = [name for name in values if name not in os.environ]
+    os.environ.update({name: values[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from midstream.config import KEY, from_additional_config
+from midstream.config import KEY
 from midstream.errors import SpecError
 from midstream.runtime.assembly import ATTRIBUTES, assemble
 from midstream.runtime.carried import carried
@@ -50,9 +50,6 @@ class AsyncFrontEnd(Door):
         engine, client: as for `start`.
         """
         super().__init__(describe(answers), engine, deltas=True)
-        found = from_additional_config(engine.vllm_config.additional_config)
-        assert found is not None
-        self._config = found
         self._engine = engine
         self._client = client
         self._courier = Courier(lambda op, given: _call(client, op, given), self.info.workers)

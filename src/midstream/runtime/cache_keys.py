@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from midstream.spec import ResolvedPlan
+from midstream.spec.range_algebra import overlay
 from midstream.spec.ranges import Ranges
 
 # The mark of positions at which nothing is edited.
@@ -88,20 +89,10 @@ class CacheKeys:
 def cache_keys(plan: ResolvedPlan) -> CacheKeys:
     """The keys of a plan. Captures and named probes change nothing: they are in no mark."""
     parts = _parts(plan)
-    events: dict[int, list[tuple[bool, int]]] = {0: []}
-    for nth, (ranges, _) in enumerate(parts):
-        for start, stop in ranges:
-            events.setdefault(start, []).append((True, nth))
-            if stop is not None:
-                events.setdefault(stop, []).append((False, nth))
-    active: set[int] = set()
     starts: list[int] = []
     marks: list[str] = []
     made: dict[tuple[int, ...], str] = {(): PLAIN}
-    for start in sorted(events):
-        for begins, nth in events[start]:
-            (active.add if begins else active.discard)(nth)
-        here = tuple(sorted(active))
+    for start, _, here in overlay([ranges for ranges, _ in parts]):
         if here not in made:
             made[here] = _digest([parts[nth][1] for nth in here])
         if not marks or made[here] != marks[-1]:

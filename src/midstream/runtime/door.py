@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from midstream.config import KEY
+from midstream.config import KEY, from_additional_config
 from midstream.errors import SpecError, UnsupportedError
 from midstream.runtime.admission import Admission
 from midstream.runtime.asking import Asking, Ready
@@ -56,10 +56,13 @@ class Door:
     def __init__(self, info: EngineInfo, engine: Any, deltas: bool) -> None:
         """Args:
         info: what the workers said of themselves.
-        engine: gives the tokenizer and the renderer.
+        engine: gives the settings, the tokenizer and the renderer.
         deltas: whether outputs may show only what is new; whoever returns results puts them
             together then.
         """
+        found = from_additional_config(engine.vllm_config.additional_config)
+        assert found is not None
+        self._config = found
         self.info = info
         self.vectors = VectorRegistry(info.shape)
         self.steering = Steering(self.vectors)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from midstream.config import from_additional_config
 from midstream.errors import SpecError
 from midstream.runtime.assembly import ATTRIBUTES, assemble
 from midstream.runtime.door import Asked, Door, describe
@@ -29,9 +28,7 @@ class FrontEnd(Door):
         self._rpc: Callable[..., list[dict[str, Any]]] = engine.collective_rpc
         self._has_unfinished: Callable[[], bool] = engine.has_unfinished_requests
         super().__init__(describe(self._call("describe")), engine, deltas=False)
-        found = from_additional_config(engine.vllm_config.additional_config)
-        assert found is not None
-        self._mismatches = Mismatches(found)
+        self._mismatches = Mismatches(self._config)
         self._reports = True
         self._outputs = engine.output_processor
         self._under_way: dict[str, Asked] = {}

@@ -20,6 +20,7 @@ from midstream.runtime.edits import Edit
 from midstream.runtime.ledger import Block, Ledger
 from midstream.runtime.programs import Edits, Tables
 from midstream.spec import ResolvedPlan
+from midstream.spec.range_algebra import overlay
 from midstream.spec.ranges import Ranges
 
 FOREVER = np.iinfo(np.int64).max // 2
@@ -130,23 +131,14 @@ def cut(plan: ResolvedPlan, taps: dict[Tap, int], captures: bool) -> list[Piece]
         captures: whether this rank captures (one rank of a tensor-parallel group does).
     """
     parts = _parts(plan, taps, captures)
-    # A sweep over the bounds: what begins and what ends at each.
-    events: dict[int, list[tuple[bool, int]]] = {0: [], FOREVER: []}
-    for nth, part in enumerate(parts):
-        for start, stop in part.ranges:
-            events.setdefault(start, []).append((True, nth))
-            events.setdefault(FOREVER if stop is None else stop, []).append((False, nth))
-    ordered = sorted(events)
-    active: set[int] = set()
     pieces = []
-    for start, stop in zip(ordered, ordered[1:], strict=False):
-        for begins, nth in events[start]:
-            (active.add if begins else active.discard)(nth)
-        here = [parts[nth] for nth in sorted(active)]
+    for start, stop, indices in overlay([part.ranges for part in parts]):
+        here = [parts[nth] for nth in indices]
         edits = tuple(part.edit for part in here if part.edit is not None)
         places = {tap for part in here for tap in part.taps}
         scored = any(part.scored for part in here)
-        pieces.append(Piece(start, stop, edits, tuple(sorted(places)), scored))
+        end = FOREVER if stop is None else stop
+        pieces.append(Piece(start, end, edits, tuple(sorted(places)), scored))
     return pieces
 
 

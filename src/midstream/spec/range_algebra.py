@@ -1,6 +1,8 @@
-"""Intersection and difference of sets of positions; `midstream.spec.ranges` has the union."""
+"""Set operations on positions; `midstream.spec.ranges` has the union."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 from midstream.spec.ranges import Range, Ranges
 
@@ -43,3 +45,26 @@ def least(one: int | None, other: int | None) -> int | None:
     if one is None or other is None:
         return other if one is None else one
     return min(one, other)
+
+
+def overlay(parts: Sequence[Ranges]) -> Iterator[tuple[int, int | None, tuple[int, ...]]]:
+    """Cuts all positions wherever one of several well-formed sets begins or ends.
+
+    Yields:
+        (start, stop, indices of the sets that hold all of it), from position 0 on, in order; the
+        last has no stop.
+    """
+    # A sweep over the bounds: which sets begin or end at each.
+    bounds: dict[int, list[int]] = {0: []}
+    for nth, ranges in enumerate(parts):
+        for start, stop in ranges:
+            bounds.setdefault(start, []).append(nth)
+            if stop is not None:
+                bounds.setdefault(stop, []).append(nth)
+    ordered: list[int | None] = [*sorted(bounds), None]
+    active: set[int] = set()
+    for begin, end in zip(ordered, ordered[1:], strict=False):
+        assert begin is not None
+        for nth in bounds[begin]:
+            active ^= {nth}
+        yield begin, end, tuple(sorted(active))
