@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from midstream.config import Config
 from midstream.errors import (
+    CodecError,
     ConfigError,
     FetchError,
     MidstreamError,
@@ -68,6 +69,7 @@ __all__ = [
     "Capture",
     "Clamp",
     "Config",
+    "CodecError",
     "ConfigError",
     "Feature",
     "FetchError",

@@ -4,6 +4,7 @@ MidstreamError
 ├── SpecError (ValueError)          a request asks for something malformed or impossible
 │   ├── NothingSelectedError        … for positions that its prompt does not have
 │   └── NoRoomError                 … for more than there is room for beside what runs
+├── CodecError (ValueError)         bytes are not what a codec writes
 ├── ConfigError (ValueError)        a setting of midstream itself is wrong
 ├── UnsupportedError (ValueError)   this vLLM, model or engine setting cannot be served rightly
 │   └── SeamError                   vLLM's own interfaces are not the ones midstream was built on
@@ -58,6 +59,10 @@ class NothingSelectedError(SpecError):
 
 class NoRoomError(SpecError):
     """What is asked for does not fit beside what the running requests use."""
+
+
+class CodecError(MidstreamError, ValueError):
+    """Bytes are not rows that their codec can have written, or rows are none that it can write."""
 
 
 class ConfigError(MidstreamError, ValueError):

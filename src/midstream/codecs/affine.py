@@ -1,0 +1,102 @@
+"""Rows of numbers as uint8 with a scale and a zero each: what three of the codecs are made of.
+
+A row of `width` numbers takes 8 + width bytes: float32 scale, float32 zero, uint8 q [width].
+It reads `zero + scale · q`, in float64, brought within float32's range and rounded to float32.
+A row with a value that is not finite has scale 0, zero NaN and q 0, and so reads NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from midstream.codecs.base import Codec, refuse_row, reread
+
+HEADER_BYTES = 8
+STEPS = 255
+FLOAT32_MAX = torch.finfo(torch.float32).max
+# 255 · scale may exceed the range of a row by one unit in the scale's last place.
+_SLACK = 1 + 2**-22
+
+
+def encode_affine(rows: Tensor) -> Tensor:
+    """uint8 [n, 8 + width]: each row with the finest scale that spans it.
+
+    The zero is the row's minimum, the scale (maximum − minimum) / 255 rounded up to a float32, so
+    that no q exceeds 255. With x̂ as it reads, |x − x̂| ≤ scale · (1/2 + 2⁻¹⁵) + |x̂| · 2⁻²⁴: half a
+    step, and float32's rounding. Rows in which all values are equal are exact.
+
+    Args:
+        rows: [n, width] float32, bfloat16 or float16.
+    """
+    low, high = (bound.float() for bound in torch.aminmax(rows, dim=1, keepdim=True))
+    valid = torch.isfinite(low) & torch.isfinite(high)  # aminmax hands NaN on
+    span = high.double() - low.double()
+    scale = _rounded_up(span / STEPS)
+    # Where a difference of two values can overflow float32, all is halved.
+    factor = torch.where(span > FLOAT32_MAX, 0.5, torch.ones_like(scale))
+    divisor = torch.where(scale > 0, scale * factor, 1.0)
+    steps = (rows * factor).sub_(low * factor).div_(divisor).round_()
+
+    data = torch.empty(
+        len(rows), HEADER_BYTES + rows.shape[1], dtype=torch.uint8, device=low.device
+    )
+    header = torch.cat(
+        [scale, low + 0.0], dim=1
+    )  # + 0.0: which of two zeros is no matter of chance
+    mark = torch.where(valid, header, _mark(header))
+    data[:, :HEADER_BYTES] = mark.view(torch.uint8)
+    quantised = data[:, HEADER_BYTES:]
+    quantised.copy_(steps)
+    quantised.mul_(valid)
+    return data
+
+
+def decode_affine(data: Tensor) -> Tensor:
+    """float32 [n, width] of uint8 [n, 8 + width]."""
+    scale, zero = scales_and_zeros(data)
+    values = data[:, HEADER_BYTES:].double().mul_(scale.double()).add_(zero.double())
+    return values.clamp_(-FLOAT32_MAX, FLOAT32_MAX).float()
+
+
+def scales_and_zeros(data: Tensor) -> tuple[Tensor, Tensor]:
+    """(scale, zero), each float32 [n, 1], of uint8 [n, 8 + width]."""
+    header = reread(data[:, :HEADER_BYTES], torch.float32)
+    return header[:, :1], header[:, 1:]
+
+
+def check_affine(codec: Codec, data: Tensor) -> None:
+    """Whether uint8 [n, 8 + width] can have come from `encode_affine`.
+
+    Raises:
+        CodecError: a scale is negative or not finite, a zero is not finite in a row that is not
+            marked, a row spans more than float32 does, or a row without a scale has steps.
+    """
+    scale, zero = (part.squeeze(1) for part in scales_and_zeros(data))
+    refuse_row(codec, ~torch.isfinite(scale), "the scale is not a finite number")
+    refuse_row(codec, torch.signbit(scale), "the scale is negative")
+    marked = torch.isnan(zero) & (scale == 0)
+    refuse_row(codec, ~torch.isfinite(zero) & ~marked, "the zero is not a finite number")
+    highest = zero.double() + scale.double() * STEPS
+    refuse_row(codec, highest > FLOAT32_MAX * _SLACK, "the values are beyond float32")
+    flat = scale == 0
+    stepped = torch.zeros_like(flat)
+    stepped[flat] = (data[flat, HEADER_BYTES:] > 0).any(dim=1)
+    refuse_row(codec, stepped, "the scale is 0, but not all bytes after it are")
+
+
+def _mark(header: Tensor) -> Tensor:
+    """[n, 2]: scale 0 and zero NaN, in the bits that every machine writes for a quiet NaN."""
+    mark = torch.zeros_like(header)
+    mark.view(torch.int32)[:, 1] = 0x7FC00000
+    return mark
+
+
+def _rounded_up(values: Tensor) -> Tensor:
+    """The smallest float32 that are not less than these float64."""
+    nearest = values.float()
+    return torch.where(
+        nearest.double() < values,
+        torch.nextafter(nearest, torch.full_like(nearest, torch.inf)),
+        nearest,
+    )
