@@ -14,6 +14,7 @@ from midstream.codecs.base import Codec, refuse_row, reread
 
 HEADER_BYTES = 8
 STEPS = 255
+NAN_BITS = 0x7FC00000  # the quiet NaN that stands for the zero of a row that is not finite
 FLOAT32_MAX = torch.finfo(torch.float32).max
 # 255 · scale may exceed the range of a row by one unit in the scale's last place.
 _SLACK = 1 + 2**-22
@@ -73,9 +74,9 @@ def check_affine(codec: Codec, data: Tensor) -> None:
             marked, a row spans more than float32 does, or a row without a scale has steps.
     """
     scale, zero = (part.squeeze(1) for part in scales_and_zeros(data))
+    marked = (zero.contiguous().view(torch.int32) == NAN_BITS) & (scale == 0)
     refuse_row(codec, ~torch.isfinite(scale), "the scale is not a finite number")
     refuse_row(codec, torch.signbit(scale), "the scale is negative")
-    marked = torch.isnan(zero) & (scale == 0)
     refuse_row(codec, ~torch.isfinite(zero) & ~marked, "the zero is not a finite number")
     highest = zero.double() + scale.double() * STEPS
     refuse_row(codec, highest > FLOAT32_MAX * _SLACK, "the values are beyond float32")
@@ -86,9 +87,9 @@ def check_affine(codec: Codec, data: Tensor) -> None:
 
 
 def _mark(header: Tensor) -> Tensor:
-    """[n, 2]: scale 0 and zero NaN, in the bits that every machine writes for a quiet NaN."""
+    """[n, 2]: scale 0 and zero NaN."""
     mark = torch.zeros_like(header)
-    mark.view(torch.int32)[:, 1] = 0x7FC00000
+    mark.view(torch.int32)[:, 1] = NAN_BITS
     return mark
 
 
