@@ -47,13 +47,17 @@ def test_each_of_twenty_at_once_gets_what_the_offline_engine_gives(found, nth):
     assert_close(mine["probes"], theirs["probes"])
 
 
+def test_outputs_come_while_requests_go_on(found):
+    # Of any one there may be none: vLLM merges outputs that nobody has fetched yet.
+    assert any(mine["partial"] for mine in found["mix"])
+
+
 @pytest.mark.parametrize("nth", range(COUNT))
 def test_scores_grow_with_the_tokens_and_end_as_the_final_ones(found, nth):
     mine = found["mix"][nth]
     if KINDS[nth % 3] == "FINAL_ONLY":
         assert mine["partial"] == []
         return
-    assert mine["partial"], "nothing was streamed"
     if KINDS[nth % 3] == "DELTA":
         assert sum(mine["shown"]) == len(mine["generated"])
     named = mine["probes"] is not None
