@@ -127,8 +127,6 @@ def test_a_module_is_referred_to_by_its_name(ref):
             "memory": {
                 "hooks": {"post_block": [12]},
                 "positions": "last_prompt",
-                "request_id": "probe_0001",
-                "tag": "v1",
             }
         },
     ],
@@ -154,12 +152,6 @@ def test_probes_are_taken():
     probe = {"name": "truth", "direction": V, "layer": 3}
     plan = plan_of(SamplingParams(probes=probe))
     assert [each.name for each in plan.probes] == ["truth"]
-
-
-class Asked:
-    """As a dataclass of a request to another consumer looks."""
-
-    hooks = {"post_block": [1]}
 
 
 WRONG = {
@@ -190,12 +182,6 @@ WRONG = {
     "its scale": ({"steering_module_ref": ("a", True)}, "steering_module_ref.scale", "number"),
     "an edit": ({"edits": [{"op": "stear"}]}, "edits[0].op", "did you mean `steer`"),
     "a capture": ({"capture": {"layers": "al"}}, "capture.layers", "expected"),
-    "the filesystem": (
-        {"capture": {"filesystem": Asked()}},
-        "capture",
-        r"no consumer 'filesystem'; `memory` works",
-    ),
-    "another consumer": ({"capture": {"logger": Asked()}}, "capture", "no consumer 'logger'"),
     "a consumer's hook": (
         {"capture": {"memory": {"hooks": {"post_blok": [1]}}}},
         'capture["memory"].hooks["post_blok"]',

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from midstream.config import KEY
 from midstream.errors import SpecError
-from midstream.spec.capture import Capture
-from midstream.spec.fields import at, kind, listed, read_fields, show
+from midstream.spec.fields import at, listed
 from midstream.spec.operations import Edit, Steer
 from midstream.spec.plan import Plan
-from midstream.spec.probe import Probe
-from midstream.spec.selection import read_site
-from midstream.vectors.reading import path_of
 from midstream.vectors.tiers import read_hooks, read_reference
 
 if TYPE_CHECKING:
@@ -27,10 +22,6 @@ TIERS: dict[str, str | None] = {
     "decode_steering_vectors": "generated",
 }
 OWN = (*TIERS, "steering_module_ref", "capture", "edits", "probes")
-
-# Names of positions that a request to a consumer may use, and ours for them.
-_POSITIONS = {"all_prompt": "prompt", "all_generated": "generated"}
-_CONSUMER_FIELDS = ("positions", "request_id", "tag")
 
 
 class PlanForm(dict[str, Any]):
@@ -110,8 +101,9 @@ class SamplingParams(metaclass=_Factory):
         steering_module_ref: vectors registered under a name, added at every token: `name`,
             `(name, scale)` or `{"name": …, "scale": …}`. All four add up.
         capture: what to capture: a Capture or its dict, a list of these, or
-            `{"memory": {"hooks": {hook point: [layer, …]}, "positions": …}}`. The rows come back
-            on the output, as `activations`.
+            `{sink: {"hooks": {hook point: [layer, …]}, "positions": …, "tag": …, "request_id": …}}`
+            (or a `FilesystemCaptureRequest`). Rows for the sink `memory` come back on the output,
+            as `activations`; what became of those for others is in `capture_results`.
         edits: edits of any kind, applied after those above, in this order.
         probes: scores to read.
 
@@ -154,84 +146,14 @@ def read_plan(
         if value is not None:
             with at(name):
                 found.extend(part.edit for part in read_hooks(value, phase))
-    own = Plan.make(edits=edits, probes=probes)
-    captures: tuple[Capture, ...] = ()
-    if capture is not None:
-        captures = _read_captures(capture)
-    if own is not None:
-        found.extend(own.edits)
-    readings: tuple[Probe, ...] = () if own is None else own.probes
-    if not (captures or found or readings):
-        return None
-    return Plan(captures, tuple(found), readings)
+    own = Plan.make(capture=capture, edits=edits, probes=probes)
+    if own is None:
+        return Plan(edits=tuple(found)) if found else None
+    return Plan(own.captures, (*found, *own.edits), own.probes)
 
 
 def _vllm() -> type[VllmSamplingParams]:
     import vllm
 
     found: type[VllmSamplingParams] = vllm.SamplingParams
-    return found
-
-
-def _read_captures(value: object) -> tuple[Capture, ...]:
-    if not _names_consumers(value):
-        plan = Plan.make(capture=value)
-        assert plan is not None
-        return plan.captures
-    assert isinstance(value, Mapping)
-    found: list[Capture] = []
-    with at("capture"):
-        for consumer, asked in value.items():
-            if consumer != "memory":
-                raise SpecError(
-                    "",
-                    f"there is no consumer {show(consumer)}; `memory` works: the rows come back on "
-                    "the output, whose `activations.save(path)` writes a file",
-                )
-            with at('["memory"]'):
-                found.extend(_read_consumer(asked))
-    return tuple(found)
-
-
-def _names_consumers(value: object) -> bool:
-    """Whether this is `{consumer: {…}}` and not the fields of a Capture, whose values are no
-    dicts with `hooks`.
-    """
-    return isinstance(value, Mapping) and (
-        "memory" in value
-        or "filesystem" in value
-        or any(_has_hooks(part) for part in value.values())
-    )
-
-
-def _has_hooks(value: object) -> bool:
-    return "hooks" in value if isinstance(value, Mapping) else hasattr(value, "hooks")
-
-
-def _read_consumer(value: object) -> list[Capture]:
-    """One Capture for each hook point. `request_id` and `tag` name files elsewhere, and here
-    nothing: rows come back on the request's own output.
-    """
-    given = read_fields(value, required=("hooks",), optional=_CONSUMER_FIELDS)
-    for name in ("request_id", "tag"):
-        if given.get(name) is not None and not isinstance(given[name], str):
-            raise SpecError(name, f"expected `str`, got {kind(given[name])}")
-    positions = given.get("positions", "all")
-    if isinstance(positions, str):
-        positions = _POSITIONS.get(positions, positions)
-    hooks = given["hooks"]
-    if not isinstance(hooks, Mapping) or not hooks:
-        raise SpecError("hooks", f"expected {{hook point: [layer, …]}}, got {kind(hooks)}")
-    found = []
-    for hook, layers in hooks.items():
-        path = f"hooks{path_of(hook)}"
-        with at(path):
-            site = read_site(hook)
-        try:
-            found.append(Capture(layers, site, positions))
-        except SpecError as error:
-            inner = error.path.removeprefix("layers")
-            raise SpecError(
-                path + inner if error.path.startswith("layers") else error.path, error.problem
-            ) from None
     return found

@@ -234,7 +234,20 @@ def probes(
     )
 
 
-captures = st.builds(Capture, layers=layers, sites=sites, positions=capture_positions)
+places = {
+    "sink": st.sampled_from(["memory", "store", "a.b-1"]),
+    "tag": st.sampled_from(["", "v1"]),
+    "request_id": st.sampled_from(["", "r_1"]),
+}
+# Two captures that go to one place have to be described alike.
+captures = st.builds(
+    Capture,
+    layers=layers,
+    sites=sites,
+    positions=capture_positions,
+    metadata=st.just({"of": ["all", 1.5, None]}),
+    **places,
+)
 
 
 @st.composite

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
@@ -38,6 +39,19 @@ def test_positions_can_be_left_out():
     with pytest.raises(SpecError, match="got 'nope'") as caught:
         Capture(0, exclude=["nope"])
     assert caught.value.path.startswith("exclude")
+
+
+def test_where_its_rows_go_is_part_of_it_and_survives_json():
+    capture = Capture(0, sink="store", tag="probe-v1", request_id="r_1", metadata={"a": [1, None]})
+    assert capture.place == ("store", "probe-v1", "r_1")
+    assert capture.metadata == {"a": [1, None]}
+    form = json.loads(json.dumps(capture.to_dict()))
+    assert Capture.parse(form) == capture
+    assert hash(Capture.parse(form)) == hash(capture)
+    assert capture not in (Capture(0), dataclasses.replace(capture, sink="npz"))
+    assert dataclasses.replace(capture, layers=1).metadata == capture.metadata
+    assert Capture(0).place == ("memory", "", "")
+    assert Capture(0).to_dict().keys() == {"layers", "sites", "positions", "phase"}
 
 
 def test_one_field_can_be_replaced():
@@ -79,6 +93,11 @@ def test_a_phase_that_contradicts_that_of_the_positions_is_refused(phase):
             "",
             "unknown field 'layer' .did you mean `layers`.*known: `layers`, `sites`",
         ),
+        ({"sink": ""}, "sink", "expected 1 to 128 of A-Z"),
+        ({"sink": None}, "sink", "expected `str`, got `None`"),
+        ({"tag": "../up"}, "tag", "expected 1 to 128 of A-Z.*got '../up'"),
+        ({"request_id": "a/b"}, "request_id", "got 'a/b'"),
+        ({"metadata": [1]}, "metadata", "expected a dict of JSON values, got `list`"),
     ],
 )
 def test_a_malformed_field_is_refused_by_its_path(change, path, problem):
@@ -97,7 +116,7 @@ def test_a_contradiction_with_given_positions_names_the_item():
     ("value", "problem"),
     [
         ({}, "missing field `layers`"),
-        ([], "expected a dict of `layers`, `sites`, `positions`, `phase`, `exclude`, got `list`"),
+        ([], "expected a dict of `layers`, `sites`, `positions`, .*, got `list`"),
         ("all", "expected a dict.*got `str`"),
         (None, "expected a dict.*got `None`"),
     ],

@@ -4,20 +4,41 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from midstream.spec.destination import MEMORY, NO_METADATA, Metadata, read_name
 from midstream.spec.fields import at, read_fields
 from midstream.spec.positions import Positions
 from midstream.spec.selection import Layers, Sites
 
-_OPTIONAL = ("sites", "positions", "phase", "exclude")
+_REQUIRED = ("layers",)
+_OPTIONAL = (
+    "sites",
+    "positions",
+    "phase",
+    "exclude",
+    "codec",
+    "sink",
+    "tag",
+    "request_id",
+    "metadata",
+)
+FIELDS = (*_REQUIRED, *_OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Capture:
-    """Read the vectors of some tokens, at each of some sites of each of some layers."""
+    """Read the vectors of some tokens, at each of some sites of each of some layers.
+
+    Rows of captures whose sink, tag and request_id are the same go there together.
+    """
 
     layers: Layers
     sites: Sites
     positions: Positions
+    codec: str
+    sink: str
+    tag: str
+    request_id: str
+    metadata: Metadata
 
     def __init__(
         self,
@@ -26,6 +47,12 @@ class Capture:
         positions: object = "all",
         phase: object = None,
         exclude: object = None,
+        *,
+        codec: object = None,
+        sink: object = MEMORY,
+        tag: object = "",
+        request_id: object = "",
+        metadata: object = None,
     ) -> None:
         """Reads each field in any of its forms.
 
@@ -35,6 +62,14 @@ class Capture:
             positions: what Positions takes.
             phase: "prompt" or "generated" leaves only such tokens of the positions.
             exclude: positions to leave out.
+            codec: how the rows leave the device, the same for all captures of a request: "raw", or
+                reduced, see `midstream.codecs`. None: as midstream's setting of that name says.
+            sink: where the rows go: "memory" (they come back on the output), or the name of a sink
+                that the engine was started with.
+            tag: under which the sink keeps them, with others; 1 to 128 of A-Z a-z 0-9 _ . -
+            request_id: under which the sink keeps them, alone; empty: one is made of the request's
+                own id and of something that no other has.
+            metadata: JSON values that the sink is to keep with them.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -44,6 +79,16 @@ class Capture:
         with at("sites"):
             object.__setattr__(self, "sites", Sites.parse(sites))
         object.__setattr__(self, "positions", Positions.within(positions, phase, exclude))
+        object.__setattr__(self, "codec", "" if codec in (None, "") else _read_codec(codec))
+        with at("sink"):
+            object.__setattr__(self, "sink", read_name(sink, may_be_empty=False))
+        with at("tag"):
+            object.__setattr__(self, "tag", read_name(tag))
+        with at("request_id"):
+            object.__setattr__(self, "request_id", read_name(request_id))
+        with at("metadata"):
+            found = NO_METADATA if metadata is None else Metadata(metadata)
+            object.__setattr__(self, "metadata", found)
 
     @staticmethod
     def parse(value: object) -> Capture:
@@ -54,12 +99,34 @@ class Capture:
         """
         if isinstance(value, Capture):
             return value
-        return Capture(**read_fields(value, required=("layers",), optional=_OPTIONAL))
+        return Capture(**read_fields(value, _REQUIRED, _OPTIONAL))
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """(sink, tag, request_id): where its rows go."""
+        return self.sink, self.tag, self.request_id
 
     def to_dict(self) -> dict[str, object]:
-        """The JSON form, with every field, which `parse` reads back."""
-        return {
+        """The JSON form, which `parse` reads back; where the rows go only if it is written."""
+        found: dict[str, object] = {
             "layers": self.layers.emit(),
             "sites": self.sites.emit(),
             **self.positions.to_dict(),
         }
+        if self.codec:
+            found["codec"] = self.codec
+        if self.sink != MEMORY:
+            found["sink"] = self.sink
+        if self.tag:
+            found["tag"] = self.tag
+        if self.request_id:
+            found["request_id"] = self.request_id
+        if self.metadata:
+            found["metadata"] = self.metadata.to_dict()
+        return found
+
+
+def _read_codec(value: object) -> str:
+    from midstream.codecs import parse_codec  # which imports torch
+
+    return parse_codec(value).spec

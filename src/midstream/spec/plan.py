@@ -10,6 +10,7 @@ from typing import TypeVar
 from midstream.errors import SpecError
 from midstream.spec.binding import Lookup
 from midstream.spec.capture import Capture
+from midstream.spec.consumers import names_consumers, read_consumers
 from midstream.spec.fields import MAX_PARTS, at, kind, read_fields, read_json
 from midstream.spec.operations import Edit, parse_edit
 from midstream.spec.probe import Probe
@@ -30,7 +31,8 @@ class Plan:
         origins: after `bind`, for each edit the index that it had before; empty: its own.
 
     Raises:
-        SpecError: all are empty, a capture is there twice, or two probes have one name.
+        SpecError: all are empty, a capture is there twice, two captures that go to one place have
+            other metadata, or two probes have one name.
     """
 
     captures: tuple[Capture, ...] = ()
@@ -54,6 +56,15 @@ class Plan:
         for index, capture in enumerate(self.captures):
             if first.setdefault(capture, index) != index:
                 raise SpecError(f"capture[{index}]", f"the same as capture[{first[capture]}]")
+        described: dict[tuple[str, str, str], int] = {}
+        for index, capture in enumerate(self.captures):
+            if capture.metadata:
+                other = described.setdefault(capture.place, index)
+                if self.captures[other].metadata != capture.metadata:
+                    raise SpecError(
+                        f"capture[{index}].metadata",
+                        f"not that of capture[{other}], whose rows go to the same place",
+                    )
         owner: dict[str, int] = {}
         for index, probe in enumerate(self.probes):
             if owner.setdefault(probe.name, index) != index:
@@ -94,13 +105,17 @@ class Plan:
         """A plan from Python values; None if nothing is given.
 
         Args:
-            capture: None, a Capture or dict, or a list or tuple of these.
+            capture: None, a Capture or dict, or a list or tuple of these; or by sink, as
+                `read_consumers` has it.
             edits: None, an edit or a dict with `op`, or a list or tuple of these.
             probes: None, a Probe or dict, or a list or tuple of these.
 
         Raises:
             SpecError: as `parse`.
         """
+        if names_consumers(capture):
+            with at("capture"):
+                capture = read_consumers(capture)
         if capture is None and edits is None and probes is None:
             return None
         return Plan(

@@ -1,0 +1,72 @@
+"""Captures by the sink that gets them: `{"filesystem": {"request_id": …, "hooks": …}}`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import TypeGuard
+
+from midstream.errors import SpecError
+from midstream.spec.capture import FIELDS, Capture
+from midstream.spec.destination import read_name
+from midstream.spec.fields import at, kind, read_fields
+from midstream.spec.selection import read_site
+
+# Names of positions that a request to a consumer may use, and ours for them.
+_POSITIONS = {"all_prompt": "prompt", "all_generated": "generated"}
+_OPTIONAL = ("positions", "request_id", "tag", "metadata", "codec")
+
+
+def names_consumers(value: object) -> TypeGuard[Mapping[object, object]]:
+    """Whether this is `{sink: {…}}`, and not the fields of a Capture."""
+    return (
+        isinstance(value, Mapping)
+        and not any(name in value for name in FIELDS)
+        and any(isinstance(part, Mapping) or hasattr(part, "hooks") for part in value.values())
+    )
+
+
+def read_consumers(value: Mapping[object, object]) -> tuple[Capture, ...]:
+    """One Capture for each sink and hook point.
+
+    Args:
+        value: by the sink's name a dict, or a dataclass such as FilesystemCaptureRequest, with
+            `hooks`: {hook point: layers}; and if it likes `positions`, `request_id`, `tag`,
+            `metadata` and `codec`, as of Capture. Here `"all_prompt"` and `"all_generated"` mean
+            `"prompt"` and `"generated"`.
+
+    Raises:
+        SpecError: something is unknown, missing or malformed.
+    """
+    found: list[Capture] = []
+    for sink, asked in value.items():
+        with at(f"[{json.dumps(sink) if isinstance(sink, str) else kind(sink)}]"):
+            found.extend(_read_one(read_name(sink, may_be_empty=False), asked))
+    return tuple(found)
+
+
+def _read_one(sink: str, value: object) -> list[Capture]:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {each.name: getattr(value, each.name) for each in fields(value)}
+    given = read_fields(value, required=("hooks",), optional=_OPTIONAL)
+    hooks = given.pop("hooks")
+    positions = given.pop("positions", "all")
+    if isinstance(positions, str):
+        positions = _POSITIONS.get(positions, positions)
+    # What is left out of a dataclass is None there.
+    rest = {name: part for name, part in given.items() if part is not None}
+    if not isinstance(hooks, Mapping) or not hooks:
+        raise SpecError("hooks", f"expected {{hook point: [layer, …]}}, got {kind(hooks)}")
+    found = []
+    for hook, layers in hooks.items():
+        path = f"hooks[{json.dumps(hook) if isinstance(hook, str) else kind(hook)}]"
+        with at(path):
+            site = read_site(hook)
+        try:
+            found.append(Capture(layers, site, positions, sink=sink, **rest))
+        except SpecError as error:
+            if not error.path.startswith("layers"):
+                raise
+            raise SpecError(path + error.path.removeprefix("layers"), error.problem) from None
+    return found
