@@ -31,8 +31,11 @@ def rounded_up(value: float) -> float:
 def read_affine(row: bytes) -> np.ndarray:
     """float32 [width]."""
     scale, zero = struct.unpack_from("<ff", row)
-    values = zero + scale * np.frombuffer(row, np.uint8, offset=8).astype(np.float64)
-    return np.clip(values, -FLOAT32_MAX, FLOAT32_MAX).astype(np.float32)
+    q = np.frombuffer(row, np.uint8, offset=8)
+    if abs(zero) + 255 * scale > 2.0**126:
+        wide = zero + scale * q.astype(np.float64)
+        return np.clip(wide, -FLOAT32_MAX, FLOAT32_MAX).astype(np.float32)
+    return np.float32(zero) + np.float32(scale) * q.astype(np.float32)
 
 
 def topk(values: np.ndarray, k: int) -> bytes:

@@ -1,8 +1,8 @@
 """Rows of numbers as uint8 with a scale and a zero each: what three of the codecs are made of.
 
 A row of `width` numbers takes 8 + width bytes: float32 scale, float32 zero, uint8 q [width].
-It reads `zero + scale · q`, in float64, brought within float32's range and rounded to float32.
-A row with a value that is not finite has scale 0, zero NaN and q 0, and so reads NaN.
+It reads `zero + scale · q`, in float32 (where that could overflow, in float64 and brought within
+float32's range). A row with a value that is not finite has scale 0, zero NaN and q 0: it reads NaN.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ HEADER_BYTES = 8
 STEPS = 255
 NAN_BITS = 0x7FC00000  # the quiet NaN that stands for the zero of a row that is not finite
 FLOAT32_MAX = torch.finfo(torch.float32).max
+_WIDE = 2.0**126  # above this, a row may read values beyond float32
 # 255 · scale may exceed the range of a row by one unit in the scale's last place.
 _SLACK = 1 + 2**-22
 
@@ -24,7 +25,7 @@ def encode_affine(rows: Tensor) -> Tensor:
     """uint8 [n, 8 + width]: each row with the finest scale that spans it.
 
     The zero is the row's minimum, the scale (maximum − minimum) / 255 rounded up to a float32, so
-    that no q exceeds 255. With x̂ as it reads, |x − x̂| ≤ scale · (1/2 + 2⁻¹⁵) + |x̂| · 2⁻²⁴: half a
+    that no q exceeds 255. With x̂ as it reads, |x − x̂| ≤ scale · (1/2 + 2⁻¹⁴) + |x̂| · 2⁻²⁴: half a
     step, and float32's rounding. Rows in which all values are equal are exact.
 
     Args:
@@ -37,16 +38,13 @@ def encode_affine(rows: Tensor) -> Tensor:
     # Where a difference of two values can overflow float32, all is halved.
     factor = torch.where(span > FLOAT32_MAX, 0.5, torch.ones_like(scale))
     divisor = torch.where(scale > 0, scale * factor, 1.0)
-    steps = (rows * factor).sub_(low * factor).div_(divisor).round_()
+    steps = torch.addcmul(-low * factor, rows.float(), factor).div_(divisor).round_()
 
-    data = torch.empty(
-        len(rows), HEADER_BYTES + rows.shape[1], dtype=torch.uint8, device=low.device
-    )
-    header = torch.cat(
-        [scale, low + 0.0], dim=1
-    )  # + 0.0: which of two zeros is no matter of chance
-    mark = torch.where(valid, header, _mark(header))
-    data[:, :HEADER_BYTES] = mark.view(torch.uint8)
+    n, width = rows.shape
+    data = torch.empty(n, HEADER_BYTES + width, dtype=torch.uint8, device=rows.device)
+    # + 0.0: of a row with both zeros, either may be its minimum.
+    header = torch.cat([scale, low + 0.0], dim=1)
+    data[:, :HEADER_BYTES] = torch.where(valid, header, _mark(header)).view(torch.uint8)
     quantised = data[:, HEADER_BYTES:]
     quantised.copy_(steps)
     quantised.mul_(valid)
@@ -56,8 +54,13 @@ def encode_affine(rows: Tensor) -> Tensor:
 def decode_affine(data: Tensor) -> Tensor:
     """float32 [n, width] of uint8 [n, 8 + width]."""
     scale, zero = scales_and_zeros(data)
-    values = data[:, HEADER_BYTES:].double().mul_(scale.double()).add_(zero.double())
-    return values.clamp_(-FLOAT32_MAX, FLOAT32_MAX).float()
+    steps = data[:, HEADER_BYTES:]
+    values = steps.float().mul_(scale).add_(zero)
+    wide = (zero.double().abs() + STEPS * scale.double() > _WIDE).squeeze(1)
+    if bool(wide.any()):
+        exact = steps[wide].double().mul_(scale[wide].double()).add_(zero[wide].double())
+        values[wide] = exact.clamp_(-FLOAT32_MAX, FLOAT32_MAX).float()
+    return values
 
 
 def scales_and_zeros(data: Tensor) -> tuple[Tensor, Tensor]:

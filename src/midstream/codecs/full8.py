@@ -14,7 +14,7 @@ from midstream.codecs.base import check_shape, checked_rows
 @dataclass(frozen=True, slots=True)
 class Full8:
     """8 + hidden bytes a row. No value is off by more than half a step of its row:
-    |x − x̂| ≤ scale · (1/2 + 2⁻¹⁵) + |x̂| · 2⁻²⁴, scale = (max − min) / 255 of the row, rounded up.
+    |x − x̂| ≤ scale · (1/2 + 2⁻¹⁴) + |x̂| · 2⁻²⁴, scale = (max − min) / 255 of the row, rounded up.
     One value far from the others therefore costs them their precision.
     """
 

@@ -27,7 +27,7 @@ class Topk8:
     of `full8`, then k indices, ascending.
 
     Which values are kept is exact; among equals the first are. Each is off by half a step of
-    uint8 at most, |x − x̂| ≤ scale · (1/2 + 2⁻¹⁵) + |x̂| · 2⁻²⁴, scale = (max − min) / 255 of those
+    uint8 at most, |x − x̂| ≤ scale · (1/2 + 2⁻¹⁴) + |x̂| · 2⁻²⁴, scale = (max − min) / 255 of those
     kept, rounded up. All others read 0, and none of them is larger than any that was kept.
 
     Attributes:
