@@ -20,6 +20,7 @@ from midstream.errors import (
     ReceiptWarning,
     SeamError,
     SpecError,
+    StoreError,
     TapError,
     UnsupportedError,
 )
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from midstream.llm import LLM
     from midstream.runtime.patches import activate
     from midstream.sampling import SamplingParams
+    from midstream.store import open_store
 
 __all__ = [
     "LLM",
@@ -96,6 +98,7 @@ __all__ = [
     "Span",
     "SpecError",
     "Steer",
+    "StoreError",
     "TapError",
     "Text",
     "TokenIds",
@@ -103,6 +106,7 @@ __all__ = [
     "Vector",
     "Window",
     "activate",
+    "open_store",
     "__version__",
 ]
 
@@ -113,6 +117,7 @@ _LAZY = {
     "AsyncLLM": "midstream.async_llm",
     "SamplingParams": "midstream.sampling",
     "activate": "midstream.runtime.patches",
+    "open_store": "midstream.store",
 }
 
 

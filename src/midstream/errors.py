@@ -6,6 +6,7 @@ MidstreamError
 │   └── NoRoomError                 … for more than there is room for beside what runs
 ├── CodecError (ValueError)         bytes are not what a codec writes
 ├── ConfigError (ValueError)        a setting of midstream itself is wrong
+├── StoreError (ValueError)         a store cannot be read or written as asked
 ├── UnsupportedError (ValueError)   this vLLM, model or engine setting cannot be served rightly
 │   └── SeamError                   vLLM's own interfaces are not the ones midstream was built on
 ├── TapError (RuntimeError)         a tap did not fire, or fired twice: results would be wrong
@@ -67,6 +68,10 @@ class CodecError(MidstreamError, ValueError):
 
 class ConfigError(MidstreamError, ValueError):
     """A setting of midstream itself is wrong; the message names it."""
+
+
+class StoreError(MidstreamError, ValueError):
+    """A store, or a shard of it, cannot be read or written as asked; the message says where."""
 
 
 class UnsupportedError(MidstreamError, ValueError):

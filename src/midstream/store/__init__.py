@@ -1,0 +1,22 @@
+"""Captured rows on disk: written by any number of processes, read without being loaded.
+
+A store is a directory of shards, each of them a safetensors file that has the rows of many
+requests, their index and their metadata; `docs/store-format.md` has the format. Needs no vLLM.
+"""
+
+from midstream.store.entry import Entry, Header, TapRows
+from midstream.store.selection import Batch, Selection
+from midstream.store.store import Store, StoredRequest, open_store
+from midstream.store.writer import Writer
+
+__all__ = [
+    "Batch",
+    "Entry",
+    "Header",
+    "Selection",
+    "Store",
+    "StoredRequest",
+    "TapRows",
+    "Writer",
+    "open_store",
+]

@@ -1,0 +1,134 @@
+"""An entry's rows, checked, as arrays over the memory that they came in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from midstream import sites
+from midstream.errors import StoreError
+from midstream.spec.fields import hint, kind, listed, show
+from midstream.store.entry import Tap, TapRows, check_number
+from midstream.store.layout import MAX_LAYER, MAX_POSITION, tap_order
+
+MAX_TAPS = 4096  # of one entry
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedRows:
+    """IndexedRows of one request at taps that share an index.
+
+    Attributes:
+        positions: int64 [n], ascending.
+        token_ids: int64 [n].
+        data: per tap uint8 [n, row_bytes]; in `tap_order`.
+    """
+
+    positions: NDArray[np.int64]
+    token_ids: NDArray[np.int64]
+    data: Mapping[Tap, NDArray[np.uint8]]
+
+
+def read_rows(taps: object, row_bytes: int) -> list[IndexedRows]:
+    """An entry's rows, taps with equal positions and tokens together.
+
+    Args:
+        taps: TapRows by (site, layer), as an Entry has them.
+        row_bytes: length of a row.
+
+    Raises:
+        StoreError: something about them is malformed; the message says which tap.
+    """
+    if not isinstance(taps, Mapping):
+        raise StoreError(f"taps: expected a dict, got {kind(taps)}")
+    if len(taps) > MAX_TAPS:
+        raise StoreError(f"taps: an entry has at most {MAX_TAPS}, got {len(taps)}")
+    indices = _Indices()
+    data: dict[tuple[bytes, bytes], dict[Tap, NDArray[np.uint8]]] = {}
+    for key, rows in taps.items():
+        tap = _read_tap(key)
+        where = f"taps[{tap[0]!r}, {tap[1]}]"
+        if not isinstance(rows, TapRows):
+            raise StoreError(f"{where}: expected `TapRows`, got {kind(rows)}")
+        index, count = indices.read(rows, where)
+        of_index = data.setdefault(index, {})
+        if any(tap in others for others in data.values()):
+            raise StoreError(f"{where}: given twice, by two names of the site")
+        of_index[tap] = _read_array(rows.data, f"{where}.data", torch.uint8, (count, row_bytes))
+    return [
+        IndexedRows(
+            *indices.arrays(index), {tap: of_index[tap] for tap in sorted(of_index, key=tap_order)}
+        )
+        for index, of_index in data.items()
+    ]
+
+
+class _Indices:
+    """The different indices of an entry: mostly one, in the same tensors for all taps."""
+
+    def __init__(self) -> None:
+        self._by_object: dict[tuple[int, int], tuple[bytes, bytes]] = {}
+
+    def read(self, rows: TapRows, where: str) -> tuple[tuple[bytes, bytes], int]:
+        """(what tells this index from others, how many rows it has)."""
+        objects = id(rows.positions), id(rows.token_ids)
+        index = self._by_object.get(objects)
+        if index is None:
+            positions = _read_array(rows.positions, f"{where}.positions", torch.int64, (None,))
+            shape = positions.shape
+            tokens = _read_array(rows.token_ids, f"{where}.token_ids", torch.int64, shape)
+            check_positions(positions, f"{where}.positions")
+            index = self._by_object[objects] = positions.tobytes(), tokens.tobytes()
+        return index, len(index[0]) // 8
+
+    @staticmethod
+    def arrays(index: tuple[bytes, bytes]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Its positions and token ids."""
+        return np.frombuffer(index[0], np.int64), np.frombuffer(index[1], np.int64)
+
+
+def check_positions(positions: NDArray[np.int64], where: str) -> None:
+    """Whether these are positions of one request, ascending.
+
+    Raises:
+        StoreError: they are not; the message begins with `where`.
+    """
+    if not len(positions):
+        return
+    if positions[0] < 0 or positions[-1] > MAX_POSITION or (positions[1:] <= positions[:-1]).any():
+        raise StoreError(f"{where}: expected positions that ascend, from 0 to {MAX_POSITION}")
+
+
+def _read_tap(key: object) -> Tap:
+    if not isinstance(key, tuple) or len(key) != 2 or not isinstance(key[0], str):
+        raise StoreError(f"taps: expected (site, layer) as keys, got {show(repr(key))}")
+    site = sites.canonical(key[0])
+    if site is None:
+        known = listed(sites.NAMES)
+        raise StoreError(
+            f"taps: unknown site {show(key[0])}{hint(key[0], sites.BY_NAME)}; known: {known}"
+        )
+    return site, check_number("taps: layer", key[1], 0, MAX_LAYER)
+
+
+def _read_array(
+    tensor: Tensor, where: str, dtype: torch.dtype, shape: tuple[int | None, ...]
+) -> NDArray[Any]:
+    """A tensor's memory as an array; None in `shape` is any length."""
+    if not isinstance(tensor, torch.Tensor):
+        raise StoreError(f"{where}: expected a tensor, got {kind(tensor)}")
+    if tensor.device.type != "cpu":
+        raise StoreError(f"{where}: expected a tensor on the host, got one on {tensor.device}")
+    if tensor.dtype != dtype:
+        raise StoreError(f"{where}: expected {dtype}, got {tensor.dtype}")
+    got = tuple(tensor.shape)
+    if len(got) != len(shape) or (shape != (None,) and got != shape):
+        wanted = ["n" if length is None else length for length in shape]
+        raise StoreError(f"{where}: expected shape {wanted}, got {list(got)}")
+    return tensor.numpy()

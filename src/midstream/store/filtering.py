@@ -1,0 +1,233 @@
+"""Which rows are asked for: by what they are of, and by where and which their tokens are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from midstream import sites
+from midstream.errors import StoreError
+from midstream.spec import Positions, Role, Span, Text, TokenIds, Window
+from midstream.spec.fields import hint, is_int, kind, show
+from midstream.spec.items import Item, show_item
+from midstream.store.entry import Tap
+from midstream.store.shard import Shard
+
+_LISTS = (list, tuple, set, frozenset, np.ndarray)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter:
+    """What to select; None selects all. Names are those that are in the store."""
+
+    sites: frozenset[str] | None
+    layers: frozenset[int] | None
+    requests: frozenset[str] | None
+    children: frozenset[int] | None
+    tags: frozenset[str] | None
+    models: frozenset[str] | None
+    codecs: frozenset[str] | None
+    positions: Positions | None
+    tokens: NDArray[np.int64] | None
+
+    def has_shard(self, shard: Shard) -> bool:
+        """Whether rows of a shard may be meant."""
+        return (self.models is None or shard.header.model in self.models) and (
+            self.codecs is None or shard.header.codec in self.codecs
+        )
+
+    def has_tap(self, tap: Tap) -> bool:
+        """Whether rows of a tap may be meant."""
+        return (self.sites is None or tap[0] in self.sites) and (
+            self.layers is None or tap[1] in self.layers
+        )
+
+    def requests_of(self, shard: Shard) -> NDArray[np.bool_]:
+        """bool [requests]: whose rows may be meant."""
+        return np.fromiter(
+            (
+                (self.requests is None or line.request in self.requests)
+                and (self.children is None or line.child in self.children)
+                and (self.tags is None or line.tag in self.tags)
+                for line in shard.lines
+            ),
+            np.bool_,
+            len(shard.lines),
+        )
+
+    def rows_of(self, shard: Shard, group: int, wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Which rows of a group are meant, ascending.
+
+        Args:
+            shard: where it is.
+            group: its number.
+            wanted: of `requests_of`.
+        """
+        owners, bounds = shard.owners(group)
+        chosen = wanted[owners]
+        counts = np.diff(bounds)[chosen]
+        # Each run's first row, less how many rows come before it here.
+        shift = bounds[:-1][chosen] - (np.cumsum(counts) - counts)
+        rows: NDArray[np.int64] = np.arange(counts.sum()) + np.repeat(shift, counts)
+        if self.positions is not None or (self.tokens is not None and len(rows)):
+            prompts = np.array([line.prompt_tokens for line in shard.lines], np.int64)
+            lengths = np.repeat(prompts[owners[chosen]], counts)
+            keep = np.ones(len(rows), np.bool_)
+            tokens = shard.column(group, "token_id")[rows]
+            if self.positions is not None:
+                positions = shard.column(group, "position")[rows]
+                keep &= _matches(self.positions, positions, lengths, tokens)
+            if self.tokens is not None:
+                keep &= np.isin(tokens, self.tokens)
+            rows = rows[keep]
+        return rows
+
+
+def read_filter(shards: Sequence[Shard], asked: Mapping[str, object]) -> Filter:
+    """The filter that the arguments of `Store.select` say.
+
+    Raises:
+        StoreError: an argument of a wrong type, or a name that is not in these shards.
+        SpecError: positions that are malformed.
+    """
+    taps = {tap for shard in shards for group in shard.groups for tap in group.taps}
+    lines = [line for shard in shards for line in shard.lines]
+    there: dict[str, set[Any]] = {
+        "site": {site for site, _ in taps},
+        "layer": {layer for _, layer in taps},
+        "request": {line.request for line in lines},
+        "child": {line.child for line in lines},
+        "tag": {line.tag for line in lines},
+        "model": {shard.header.model for shard in shards},
+        "codec": {shard.header.codec for shard in shards},
+    }
+    found = {
+        name: None if asked[name] is None else _read(name, asked[name], known)
+        for name, known in there.items()
+    }
+    position, token = asked["position"], asked["token"]
+    return Filter(
+        sites=found["site"],
+        layers=found["layer"],
+        requests=found["request"],
+        children=found["child"],
+        tags=found["tag"],
+        models=found["model"],
+        codecs=found["codec"],
+        positions=None if position is None else _read_positions(position),
+        tokens=None if token is None else np.array(sorted(_numbers("token", token)), np.int64),
+    )
+
+
+def _read(name: str, value: object, known: Collection[Any]) -> frozenset[Any]:
+    """What is asked for, all of it among what there is."""
+    wanted: Iterable[Any]
+    if name in ("layer", "child"):
+        wanted = _numbers(name, value, known)
+    elif name == "site":
+        wanted = (sites.canonical(site) or site for site in _words(name, value))
+    else:
+        wanted = _words(name, value)
+    found = frozenset(wanted)
+    missing = sorted(found - set(known))
+    if missing:
+        one = missing[0]
+        there = f"; there are {_some(sorted(known))}" if known else ": it is empty"
+        close = hint(one, known) if isinstance(one, str) and len(known) <= 10_000 else ""
+        raise StoreError(f"{name}: nothing in this store has {show(one)}{close}{there}")
+    return found
+
+
+def _words(name: str, value: object) -> list[str]:
+    found = []
+    for one in list(value) if isinstance(value, _LISTS) else [value]:
+        if not isinstance(one, str):
+            raise StoreError(f"{name}: expected `str` or a list of them, got {kind(one)}")
+        found.append(str(one))
+    return found
+
+
+def _numbers(name: str, value: object, known: Collection[int] = ()) -> list[int]:
+    """Ints as written; a slice is of those there are."""
+    if isinstance(value, slice):
+        bounds = [each for each in (value.start, value.stop) if each is not None]
+        if not known or any(not is_int(each) or each < 0 for each in bounds):
+            raise StoreError(f"{name}: expected a slice of numbers from 0, got {value}")
+        return [each for each in range(max(known) + 1)[value] if each in known]
+    if isinstance(value, range):
+        return [each for each in value if not known or each in known]
+    found = []
+    for one in list(value) if isinstance(value, _LISTS) else [value]:
+        if not is_int(one):
+            raise StoreError(f"{name}: expected `int`, or a list or range of them, got {kind(one)}")
+        found.append(int(one))
+    return found
+
+
+def _read_positions(value: object) -> Positions:
+    positions = Positions.parse(value)
+    for item in (*positions.include, *positions.exclude):
+        if isinstance(item, (Text, Role)) or item == "last":
+            raise StoreError(
+                f"position: {show_item(item)} cannot be known of rows that are stored; capture it "
+                "alone, under a tag"
+            )
+    return positions
+
+
+def _matches(
+    positions: Positions,
+    places: NDArray[np.int64],
+    prompts: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+) -> NDArray[np.bool_]:
+    """bool [n]: which rows are meant; all arguments are int64 [n].
+
+    Args:
+        positions: what is asked for.
+        places: each row's position.
+        prompts: the length of its prompt.
+        tokens: its token.
+    """
+    found = np.zeros(len(places), np.bool_)
+    for item in positions.include:
+        found |= _item_matches(item, places, prompts, tokens)
+    for item in positions.exclude:
+        found &= ~_item_matches(item, places, prompts, tokens)
+    if positions.phase != "all":
+        found &= (places < prompts) == (positions.phase == "prompt")
+    return found
+
+
+def _item_matches(
+    item: Item, places: NDArray[np.int64], prompts: NDArray[np.int64], tokens: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    if isinstance(item, TokenIds):
+        return np.isin(tokens, item.ids)
+    if isinstance(item, (Span, Window)):
+        found = np.zeros(len(places), np.bool_)
+        # Prompts of one length have the same bounds.
+        for length in np.unique(prompts).tolist():
+            start, stop = item.bounds(length)
+            within = (prompts == length) & (places >= start) & ((places - start) % item.step == 0)
+            found |= within if stop is None else within & (places < stop)
+        return found
+    if item == "all":
+        return np.ones(len(places), np.bool_)
+    if item == "prompt":
+        return np.less(places, prompts)
+    if item == "generated":
+        return np.greater_equal(places, prompts)
+    number = -1 if item == "last_prompt" else item
+    assert isinstance(number, int)
+    return np.equal(places, number if number >= 0 else prompts + number)
+
+
+def _some(names: Sequence[object]) -> str:
+    """Names for messages: never many."""
+    shown = ", ".join(repr(name) for name in names[:8])
+    return f"{shown}, … {len(names)} in all" if len(names) > 8 else shown

@@ -1,0 +1,257 @@
+"""Rows of many requests, chosen without being read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from midstream.errors import StoreError
+from midstream.spec.fields import is_int, kind, show
+from midstream.store.entry import Tap
+from midstream.store.filtering import Filter
+from midstream.store.layout import tap_order
+from midstream.store.lines import Line
+from midstream.store.shard import Shard
+from midstream.store.stored import decode
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows of one tap in one group of a shard.
+
+    Attributes:
+        shard: where they are.
+        group: the group's number.
+        tap: (site, layer).
+        rows: int64 [n], which rows of the group, ascending.
+    """
+
+    shard: Shard
+    group: int
+    tap: Tap
+    rows: NDArray[np.int64]
+
+
+class Selection:
+    """Rows chosen from a store, in a fixed order: by layer and site, then by shard, then as they
+    lie there, where the rows of one request follow each other by ascending position.
+
+    `len()` is how many there are; their values are read by `batches` and `take`.
+
+    Attributes:
+        taps: every (site, layer) that rows are of, in the order in which they come.
+    """
+
+    def __init__(self, shards: Sequence[Shard], chosen: Filter) -> None:
+        """Raises:
+        StoreError: the rows are not all of one codec, width and dtype; or an index is damaged.
+        """
+        self._segments = _segments(shards, chosen)
+        self._ends = np.cumsum([len(segment.rows) for segment in self._segments], dtype=np.int64)
+        self.taps = tuple(dict.fromkeys(segment.tap for segment in self._segments))
+        _check_alike(self._segments)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __repr__(self) -> str:
+        if not len(self):
+            return "Selection(no rows)"
+        header = self._segments[0].shard.header
+        shards = len({segment.shard.name for segment in self._segments})
+        return (
+            f"Selection({len(self)} rows of {header.hidden_size}, {header.codec}; "
+            f"{len(self.taps)} taps, {shards} shards)"
+        )
+
+    def batches(self, size: int) -> Iterator[Batch]:
+        """All rows, in order, so many at a time; the last batch may have fewer.
+
+        Raises:
+            StoreError: a size below 1; later on, rows that are damaged.
+        """
+        if not is_int(size) or size < 1:
+            got = show(int(size)) if is_int(size) else kind(size)
+            raise StoreError(f"size: expected an `int` of at least 1, got {got}")
+        starts = range(0, len(self), int(size))
+        return (self.take(np.arange(one, min(one + starts.step, len(self)))) for one in starts)
+
+    def take(self, indices: Sequence[int] | NDArray[np.integer[Any]] | Tensor) -> Batch:
+        """Some rows, in the order in which they are asked for.
+
+        Args:
+            indices: which rows of this selection, from 0; in any order, also more than once.
+
+        Raises:
+            IndexError: one is not below `len(self)`.
+        """
+        wanted: NDArray[np.int64] = np.asarray(indices, np.int64)
+        if wanted.ndim != 1:
+            raise StoreError(f"indices: expected one dimension, got shape {list(wanted.shape)}")
+        if len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < len(self):
+            raise IndexError(f"expected indices from 0 to {len(self) - 1}")
+        numbers = np.searchsorted(self._ends, wanted, side="right")
+        places = np.argsort(numbers, kind="stable")
+        numbers = numbers[places]
+        cuts = np.flatnonzero(np.diff(numbers)) + 1
+        parts = []
+        for where in np.split(places, cuts) if len(places) else []:
+            number = int(np.searchsorted(self._ends, wanted[where[0]], side="right"))
+            segment = self._segments[number]
+            first = int(self._ends[number]) - len(segment.rows)
+            parts.append(_Part(segment, segment.rows[wanted[where] - first], where))
+        return Batch(parts, len(wanted))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The rows of a batch that are of one segment.
+
+    Attributes:
+        segment: where they are.
+        rows: int64 [n], which rows of its group.
+        where: int64 [n], which rows of the batch.
+    """
+
+    segment: Segment
+    rows: NDArray[np.int64]
+    where: NDArray[np.int64]
+
+
+class Batch:
+    """Some rows of a selection. What is asked of it is read then, and kept."""
+
+    def __init__(self, parts: Sequence[_Part], count: int) -> None:
+        self._parts = parts
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @cached_property
+    def encoded(self) -> Tensor:
+        """uint8 [n, row_bytes]."""
+        width = self._parts[0].segment.shard.header.row_bytes if self._parts else 0
+        found = np.empty((self._count, width), np.uint8)
+        for part in self._parts:
+            segment = part.segment
+            found[part.where] = segment.shard.gather(segment.group, segment.tap, part.rows)
+        return torch.from_numpy(found)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """[n, width], decoded: in the model's dtype by codec raw, in float32 by others."""
+        if not self._parts:
+            return torch.zeros(0, 0)
+        try:
+            return decode(self._parts[0].segment.shard, self.encoded)
+        except StoreError:
+            # Again, so that the shard is named whose rows these are.
+            for part in self._parts:
+                decode(part.segment.shard, self.encoded[torch.from_numpy(part.where)])
+            raise
+
+    def numpy(self) -> NDArray[Any]:
+        """`values` as an array; bfloat16, which NumPy lacks, as float32."""
+        values = self.values
+        return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+
+    @cached_property
+    def position(self) -> Tensor:
+        """int64 [n]: the index of each row's token in its request."""
+        return self._column("position")
+
+    @cached_property
+    def token_id(self) -> Tensor:
+        """int64 [n]."""
+        return self._column("token_id")
+
+    @cached_property
+    def layer(self) -> Tensor:
+        """int64 [n]."""
+        found = np.empty(self._count, np.int64)
+        for part in self._parts:
+            found[part.where] = part.segment.tap[1]
+        return torch.from_numpy(found)
+
+    @cached_property
+    def site(self) -> list[str]:
+        """Each row's site."""
+        return self._names(lambda part: itertools.repeat(part.segment.tap[0]))
+
+    @cached_property
+    def request(self) -> list[str]:
+        """Each row's request, by its id."""
+        return self._names(lambda part: (line.request for line in _lines(part)))
+
+    @cached_property
+    def tag(self) -> list[str]:
+        """The tag that each row's request was stored with."""
+        return self._names(lambda part: (line.tag for line in _lines(part)))
+
+    @cached_property
+    def child(self) -> Tensor:
+        """int64 [n]: which completion of its request each row is of."""
+        found = np.empty(self._count, np.int64)
+        for part in self._parts:
+            found[part.where] = [line.child for line in _lines(part)]
+        return torch.from_numpy(found)
+
+    def __repr__(self) -> str:
+        return f"Batch({self._count} rows)"
+
+    def _column(self, name: str) -> Tensor:
+        found = np.empty(self._count, np.int64)
+        for part in self._parts:
+            segment = part.segment
+            found[part.where] = segment.shard.column(segment.group, name)[part.rows]
+        return torch.from_numpy(found)
+
+    def _names(self, of: Callable[[_Part], Iterable[str]]) -> list[str]:
+        found = [""] * self._count
+        for part in self._parts:
+            for where, name in zip(part.where.tolist(), of(part), strict=False):
+                found[where] = name
+        return found
+
+
+def _lines(part: _Part) -> Iterator[Line]:
+    """What is said of the request of each row of a part."""
+    shard = part.segment.shard
+    owners, bounds = shard.owners(part.segment.group)
+    runs = np.searchsorted(bounds, part.rows, side="right") - 1
+    return (shard.lines[request] for request in owners[runs].tolist())
+
+
+def _segments(shards: Sequence[Shard], chosen: Filter) -> list[Segment]:
+    found: list[Segment] = []
+    for shard in filter(chosen.has_shard, shards):
+        wanted = chosen.requests_of(shard)
+        for number, group in enumerate(shard.groups):
+            taps = [tap for tap in group.taps if chosen.has_tap(tap)]
+            if taps and len(rows := chosen.rows_of(shard, number, wanted)):
+                found.extend(Segment(shard, number, tap, rows) for tap in taps)
+    # Stable: within a tap they stay in the order of the shards.
+    return sorted(found, key=lambda segment: tap_order(segment.tap))
+
+
+def _check_alike(segments: Sequence[Segment]) -> None:
+    headers = {segment.shard.header for segment in segments}
+    kinds = {(each.codec, each.hidden_size, each.dtype): each.model for each in headers}
+    if len(kinds) > 1:
+        every = "; ".join(
+            f"{codec} of {hidden} {dtype} ({model})"
+            for (codec, hidden, dtype), model in kinds.items()
+        )
+        raise StoreError(
+            f"the rows are of different kinds, which do not go into one tensor: {every}; choose "
+            "some by `model` or `codec`"
+        )

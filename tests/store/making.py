@@ -1,0 +1,71 @@
+"""Entries and stores for tests."""
+
+from __future__ import annotations
+
+import torch
+
+from midstream.codecs import parse_codec
+from midstream.store import Entry, Header, TapRows, Writer
+
+HIDDEN = 8
+TAPS = (("resid_pre", 0), ("resid_post", 0), ("resid_post", 3))
+
+
+def header(**fields) -> Header:
+    known = {
+        "model": "acme/tiny",
+        "revision": "abc",
+        "hidden_size": HIDDEN,
+        "dtype": "bfloat16",
+        "codec": "raw",
+        "vllm": "0.32.0",
+        "midstream": "0.1.0",
+    }
+    return Header(**(known | fields))
+
+
+def vectors(seed: int, rows: int, header: Header) -> torch.Tensor:
+    """[rows, hidden] in the header's dtype, the same for the same seed."""
+    made = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, header.hidden_size, generator=made).to(header.torch_dtype)
+
+
+def rows_of(values: torch.Tensor, header: Header, positions=None, tokens=None) -> TapRows:
+    count = len(values)
+    positions = torch.arange(count) if positions is None else torch.as_tensor(positions)
+    tokens = positions * 10 if tokens is None else torch.as_tensor(tokens)
+    return TapRows(parse_codec(header.codec).encode(values), positions, tokens)
+
+
+def entry(request="a", *, rows=3, taps=TAPS, head=None, seed=0, positions=None, **fields) -> Entry:
+    """A completion whose vectors at tap i are `vectors(seed + i, rows, head)`."""
+    head = head or header()
+    if positions is None:
+        positions = torch.arange(rows)
+    positions = torch.as_tensor(positions)
+    tokens = positions * 10 + 1
+    return Entry(
+        request=request,
+        prompt_tokens=fields.pop("prompt_tokens", 2),
+        taps={
+            tap: rows_of(vectors(seed + i, len(positions), head), head, positions, tokens)
+            for i, tap in enumerate(taps)
+        },
+        **fields,
+    )
+
+
+def write(root, entries, head=None, **options) -> None:
+    """Puts entries into the store at a path, in one go."""
+    with Writer(root, head or header(), **options) as writer:
+        for each in entries:
+            writer.add(each)
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit by bit, NaN and all."""
+    return (
+        left.dtype == right.dtype
+        and left.shape == right.shape
+        and left.contiguous().view(torch.uint8).equal(right.contiguous().view(torch.uint8))
+    )
