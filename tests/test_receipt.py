@@ -111,6 +111,7 @@ def test_its_plain_form_is_json_with_every_field():
         "probed": [],
         "selected": [],
         "problems": [],
+        "kept": [],
     }
     full = json.loads(json.dumps(FULL.to_dict()))
     assert full["probed"][0] == {

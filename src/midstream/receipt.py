@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import html
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from midstream.errors import ReceiptError
+
+STATUSES = ("ok", "partial", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,39 @@ class Selected:
 
 
 @dataclass(frozen=True, slots=True)
+class CaptureResult:
+    """What became of captured rows at the sink to which they went.
+
+    Attributes:
+        status: "ok": all of them are kept, durably if the sink keeps them so. "partial": some are.
+            "error": it is not known that any are.
+        reason: why it is not "ok"; empty if it is.
+        paths: the files that have them, if they are in files.
+        manifest: the sink's own account of it, JSON values; None: it gives none.
+    """
+
+    status: str = "ok"
+    reason: str = ""
+    paths: tuple[str, ...] = ()
+    manifest: Mapping[str, Any] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.status not in STATUSES:
+            raise ValueError(f"status: expected one of {', '.join(STATUSES)}, got {self.status!r}")
+
+    @staticmethod
+    def joined(results: Sequence[CaptureResult]) -> CaptureResult:
+        """Several as one: the worst status, all reasons and paths; the manifest of a single one."""
+        if len(results) == 1:
+            return results[0]
+        return CaptureResult(
+            max((one.status for one in results), key=STATUSES.index),
+            "; ".join(dict.fromkeys(one.reason for one in results if one.reason)),
+            tuple(path for one in results for path in one.paths),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Receipt:
     """One completion's receipt.
 
@@ -82,6 +118,7 @@ class Receipt:
         probed: per probe.
         selected: the positions that each capture, edit and probe came to.
         problems: what differs from what was asked; empty when all is as it should be.
+        kept: (sink, what became of the rows that went to it), for every sink but `memory`.
     """
 
     request_id: str
@@ -92,6 +129,7 @@ class Receipt:
     probed: tuple[Probed, ...] = ()
     selected: tuple[Selected, ...] = ()
     problems: tuple[str, ...] = ()
+    kept: tuple[tuple[str, CaptureResult], ...] = ()
 
     @property
     def status(self) -> str:
@@ -121,6 +159,10 @@ class Receipt:
                 for one in self.selected
             ],
             "problems": list(self.problems),
+            "kept": [
+                {"sink": sink, "status": one.status, "reason": one.reason, "paths": [*one.paths]}
+                for sink, one in self.kept
+            ],
         }
 
     def __str__(self) -> str:
@@ -145,6 +187,9 @@ class Receipt:
             f"  probe {one.name}: {one.actual} of {one.expected} scores" for one in self.probed
         ]
         lines += [f"  {one}" for one in self.selected]
+        for sink, kept in self.kept:
+            where = f", {kept.paths[0]}" if len(kept.paths) == 1 else ""
+            lines.append(f"  sink {sink}: {kept.status}{where}")
         return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
 
     def _repr_html_(self) -> str:

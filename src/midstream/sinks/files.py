@@ -1,0 +1,198 @@
+"""The sinks `npz` and `filesystem`: a folder for each request, a file for each site and layer.
+
+`root/tag/name/manifest.json` and `root/tag/name/resid_post.12.npz`; without a tag `root/name/…`;
+where a request has several completions `root/tag/name/0/…`, `…/1/…`. A folder appears with all that
+is in it, by a rename, after its files have reached the disk. What is there is never overwritten.
+Names that begin with a dot and end in `.part` are unfinished, and may be deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from midstream.errors import SpecError
+from midstream.receipt import CaptureResult
+from midstream.sinks.arrays import arrays_of, described
+from midstream.sinks.base import Delivery, Origin, Sink
+from midstream.sinks.beneath import FOLDER, folder_beneath, is_there
+
+MANIFEST = "manifest.json"
+FORMAT = "midstream.npz"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """One that is written, and not yet where it is to be.
+
+    Attributes:
+        parents: the folders between the root and it.
+        part, name: what it is called, and is to be called.
+        files: names of its files.
+        manifest: as its caller gets it.
+    """
+
+    parents: tuple[str, ...]
+    part: str
+    name: str
+    files: tuple[str, ...]
+    manifest: dict[str, Any]
+
+
+class FileSink(Sink):
+    """Writes npz files; see the module. NumPy alone is needed to read them."""
+
+    group_seconds = 0.01
+
+    def __init__(self, root: str) -> None:
+        """Args:
+        root: a folder; made if it is missing.
+        """
+        if not isinstance(root, str) or not root:
+            raise ValueError(f"root: expected the path of a folder, got {root!r}")
+        self._root = os.path.abspath(os.path.expanduser(root))
+        self._origin: Origin | None = None
+        self._written: list[_Folder] = []
+
+    def open(self, origin: Origin) -> None:
+        self._origin = origin
+        os.makedirs(self._root, exist_ok=True)
+        if not os.access(self._root, os.W_OK | os.X_OK):
+            raise PermissionError(f"{self._root} cannot be written to")
+
+    def check(self, tag: str, request_id: str) -> None:
+        """Refuses a tag that is a link or a file, and an id that is there already."""
+        try:
+            with folder_beneath(self._root, [tag] if tag else [], makes=False) as folder:
+                if request_id and is_there(request_id, folder):
+                    raise SpecError(
+                        "request_id",
+                        f"{os.path.join(self._root, tag, request_id)} is there already; use "
+                        "another id",
+                    )
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise SpecError(
+                "tag", f"{os.path.join(self._root, tag)} is not a folder: {error.strerror}"
+            ) from None
+
+    def write(self, delivery: Delivery) -> None:
+        parents = [delivery.tag] if delivery.tag else []
+        name = delivery.name
+        if delivery.completions > 1:
+            parents.append(name)
+            name = str(delivery.completion)
+        path = os.path.join(self._root, *parents, name)
+        part = f".{name}.{uuid.uuid4().hex}.part"
+        with folder_beneath(self._root, parents, makes=True) as parent:
+            if is_there(name, parent):
+                raise FileExistsError(f"{path} is there already")
+            os.mkdir(part, dir_fd=parent)
+            folder = os.open(part, FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+            try:
+                manifest = self._fill(delivery, folder)
+            except BaseException:
+                _remove(part, folder, parent)
+                raise
+            finally:
+                os.close(folder)
+        names = (*(one["path"] for one in manifest["files"]), MANIFEST)
+        for one in manifest["files"]:
+            one["path"] = os.path.join(path, one["path"])
+        self._written.append(_Folder(tuple(parents), part, name, names, manifest))
+
+    def flush(self) -> Sequence[CaptureResult]:
+        written, self._written = self._written, []
+        return [self._publish(folder) for folder in written]
+
+    def _fill(self, delivery: Delivery, folder: int) -> dict[str, Any]:
+        """Writes the files of a delivery; returns its manifest, whose paths are names yet."""
+        activations, origin = delivery.activations, self._origin
+        assert origin is not None
+        files = []
+        for site, layer in activations:
+            arrays = arrays_of(activations, site, layer, origin.hidden_size)
+            name = f"{site}.{layer}.npz"
+            with _new_file(name, folder) as file:
+                np.savez(file, **cast("dict[str, Any]", arrays))
+            rows = len(arrays["positions"])
+            files.append(
+                {"path": name, "site": site, "layer": layer, "rows": rows, **described(arrays)}
+            )
+        manifest: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "name": delivery.name,
+            "tag": delivery.tag,
+            "metadata": dict(delivery.metadata),
+            "request_id": delivery.request_id,
+            "completion": delivery.completion,
+            "completions": delivery.completions,
+            "prompt_tokens": delivery.prompt_tokens,
+            "generated_tokens": len(delivery.generated_token_ids),
+            "finish_reason": delivery.finish_reason,
+            "status": delivery.receipt.status,
+            "problems": list(delivery.receipt.problems),
+            "model": origin.model,
+            "revision": origin.revision,
+            "hidden_size": origin.hidden_size,
+            "dtype": origin.dtype,
+            "codec": activations.codec.spec,
+            # The residual stream is the same on all ranks; one of them gives all of it.
+            "return": "gathered",
+            "vllm": origin.vllm,
+            "midstream": origin.midstream,
+            "files": files,
+        }
+        with _new_file(MANIFEST, folder) as file:
+            file.write(json.dumps(manifest, indent=1).encode())
+        return manifest
+
+    def _publish(self, folder: _Folder) -> CaptureResult:
+        """Has a folder reach the disk, and then be where it is looked for."""
+        try:
+            with folder_beneath(self._root, folder.parents, makes=False) as parent:
+                part = os.open(folder.part, FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+                try:
+                    for name in folder.files:
+                        _sync(name, part)
+                    os.fsync(part)
+                finally:
+                    os.close(part)
+                os.rename(folder.part, folder.name, src_dir_fd=parent, dst_dir_fd=parent)
+                os.fsync(parent)
+        except OSError as error:
+            return CaptureResult("error", f"{type(error).__name__}: {error}")
+        path = os.path.join(self._root, *folder.parents, folder.name)
+        paths = tuple(os.path.join(path, name) for name in folder.files)
+        return CaptureResult(paths=paths, manifest=folder.manifest)
+
+
+def _new_file(name: str, folder: int) -> Any:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(name, flags, 0o666, dir_fd=folder), "wb")
+
+
+def _remove(name: str, folder: int, parent: int) -> None:
+    """What cannot be removed, as on a disk that is gone, is unfinished by its name."""
+    with suppress(OSError):
+        for file in os.listdir(folder):
+            os.unlink(file, dir_fd=folder)
+        os.rmdir(name, dir_fd=parent)
+
+
+def _sync(name: str, folder: int) -> None:
+    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

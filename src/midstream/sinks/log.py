@@ -1,0 +1,50 @@
+"""The sink `log`: a line for each completion, through Python's `logging`."""
+
+from __future__ import annotations
+
+import logging
+
+from midstream.receipt import CaptureResult
+from midstream.sinks.base import Delivery, Sink
+
+NAME = "midstream.captures"
+LEVELS = ("debug", "info", "warning", "error")
+
+
+class LogSink(Sink):
+    """Logs whose rows came, of which sites and layers, how many, and how long they are on average.
+
+    Nothing is kept. The logger is called `midstream.captures`.
+    """
+
+    def __init__(self, level: str = "info") -> None:
+        """Args:
+        level: at which the lines are logged: "debug", "info", "warning" or "error".
+        """
+        if not isinstance(level, str) or level not in LEVELS:
+            raise ValueError(f"level: expected one of {', '.join(LEVELS)}, got {level!r}")
+        self._level: int = getattr(logging, level.upper())
+        self._logger = logging.getLogger(NAME)
+
+    def write(self, delivery: Delivery) -> CaptureResult | None:
+        if self._logger.isEnabledFor(self._level):
+            self._logger.log(self._level, "%s", line(delivery))
+        return None
+
+
+def line(delivery: Delivery) -> str:
+    """A delivery in one line."""
+    who = f"request {delivery.request_id}"
+    if delivery.completions > 1:
+        who += f", completion {delivery.completion}"
+    if delivery.tag:
+        who += f", tag {delivery.tag}"
+    taps = []
+    for (site, layer), rows in delivery.activations.items():
+        norms = rows.float().norm(dim=1)
+        mean = f", mean norm {float(norms.mean()):.4g}" if len(norms) else ""
+        taps.append(f"{site} {layer}: {len(rows)} rows{mean}")
+    counts = (
+        f"{delivery.prompt_tokens} prompt and {len(delivery.generated_token_ids)} generated tokens"
+    )
+    return f"{who}, {delivery.receipt.status}, {counts}; {'; '.join(taps) or 'no rows'}"

@@ -1,0 +1,85 @@
+"""Deliveries to sinks, made up, and sinks that note what becomes of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from midstream.activations import Activations
+from midstream.receipt import Captured, CaptureResult, Receipt
+from midstream.sinks import Delivery, Origin, Sink
+from midstream.spec import Capture, Plan
+
+WIDTH = 8
+ORIGIN = Origin("a/model", "main", 4, WIDTH, "float32", "0.32.0", "0.1.0")
+RECEIPT = Receipt("7", 3, 2, (Captured("resid_post", 1, 2, 2),), None)
+
+
+def activations(
+    taps: Sequence[tuple[str, int]] = (("resid_post", 1),),
+    positions: Sequence[int] = (0, 2),
+    dtype: torch.dtype = torch.float32,
+) -> Activations:
+    """Row p of layer l at a site is l + p + i/8 in place i, plus the length of the site's name."""
+    at = torch.tensor(positions, dtype=torch.int64)
+    steps = torch.arange(WIDTH) / 8
+    values = {
+        (site, layer): (at[:, None] + steps + layer + len(site)).to(dtype) for site, layer in taps
+    }
+    return Activations(values, dict.fromkeys(values, at), torch.arange(100, 104))
+
+
+def delivery(name: str = "r", **changes: Any) -> Delivery:
+    """A completion of three prompt tokens and two generated ones, with two rows of one tap."""
+    made = Delivery(
+        name=name,
+        tag="",
+        metadata={},
+        request_id="7",
+        completion=0,
+        completions=1,
+        prompt="abc",
+        prompt_token_ids=(100, 101, 102),
+        prompt_tokens=3,
+        text="de",
+        generated_token_ids=(103, 104),
+        finish_reason="length",
+        plan=Plan((Capture(1, sink="store"),)),
+        receipt=RECEIPT,
+        activations=activations(),
+    )
+    return replace(made, **changes)
+
+
+class Noting(Sink):
+    """Notes what is called; can be made to wait and to fail."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.go = threading.Event()
+        self.go.set()
+        self.fails: set[str] = set()
+        self.threads: set[str] = set()
+        self.results: Sequence[CaptureResult] | None = None
+
+    def write(self, delivery: Delivery) -> CaptureResult | None:
+        assert self.go.wait(30)
+        self._note(f"write {delivery.name}")
+        return CaptureResult(paths=(delivery.name,))
+
+    def flush(self) -> Sequence[CaptureResult] | None:
+        self._note("flush")
+        return self.results
+
+    def close(self) -> None:
+        self._note("close")
+
+    def _note(self, what: str) -> None:
+        self.calls.append(what)
+        self.threads.add(threading.current_thread().name)
+        if what in self.fails:
+            raise OSError(f"no {what}")
