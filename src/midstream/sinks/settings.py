@@ -18,7 +18,8 @@ from midstream.errors import ConfigError, SpecError
 from midstream.spec.capture import Capture
 from midstream.spec.destination import MEMORY, read_name
 
-QUEUE_BYTES = 512 << 20
+# Flushed at half of it, which makes one shard of the default size.
+QUEUE_BYTES = 480 << 20
 
 _PATH = "midstream.sinks"
 # A comma ends a value only where another setting begins.
