@@ -10,7 +10,6 @@ import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +19,7 @@ from midstream.errors import StoreError
 from midstream.store.layout import is_shard_name
 
 _MOST_PIECES = 1024  # buffers in one writev: Linux's IOV_MAX
+_AT_ONCE = 8 << 20  # bytes that are handed over together
 _MOST_MAPPED = 128  # files; each holds a descriptor
 # What file systems say that have no fsync for folders.
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
@@ -73,15 +73,21 @@ class Folder(Protocol):
 
 
 def folder_of(root: str | os.PathLike[str]) -> Folder:
-    """The folder at a path.
+    """The folder at a path, or under a URL: `s3://bucket/prefix`.
 
     Raises:
-        StoreError: not a path.
+        StoreError: neither; or a URL of another kind.
     """
     try:
-        return LocalFolder(os.fsdecode(root))
+        path = os.fsdecode(root)
     except TypeError:
-        raise StoreError(f"expected a path, got `{type(root).__name__}`") from None
+        raise StoreError(f"expected a path or URL, got `{type(root).__name__}`") from None
+    # A Path of a URL has lost a slash; it would be a directory called `s3:`.
+    if "://" not in path and not path.startswith("s3:/"):
+        return LocalFolder(path)
+    from midstream.store.cloud import CloudFolder
+
+    return CloudFolder(path)
 
 
 class LocalFolder:
@@ -200,17 +206,29 @@ class _Mapped:
 
 def _write(file: int, pieces: Iterable[memoryview]) -> None:
     """All of them, one after the other, without putting them together first."""
-    source = iter(pieces)
-    while waiting := list(islice(source, _MOST_PIECES)):
-        while waiting:
-            written = os.writev(file, waiting)
-            done = 0
-            while done < len(waiting) and written >= waiting[done].nbytes:
-                written -= waiting[done].nbytes
-                done += 1
-            waiting = waiting[done:]
-            if written:
-                waiting[0] = waiting[0][written:]
+    waiting: list[memoryview] = []
+    start = stop = 0
+    for piece in pieces:
+        waiting.append(piece)
+        stop += len(piece)
+        if len(waiting) == _MOST_PIECES or stop - start >= _AT_ONCE:
+            _write_now(file, waiting)
+            # The disk begins with these while the next ones are made, instead of with the fsync.
+            os.posix_fadvise(file, start, stop - start, os.POSIX_FADV_DONTNEED)
+            waiting, start = [], stop
+    _write_now(file, waiting)
+
+
+def _write_now(file: int, pieces: list[memoryview]) -> None:
+    while pieces:
+        written = os.writev(file, pieces)
+        done = 0
+        while done < len(pieces) and written >= len(pieces[done]):
+            written -= len(pieces[done])
+            done += 1
+        pieces = pieces[done:]
+        if written:
+            pieces[0] = pieces[0][written:]
 
 
 def _sync_directory(path: str) -> None:

@@ -66,7 +66,8 @@ def open_store(root: str | os.PathLike[str]) -> Store:
     """Opens a store for reading. Nothing is read yet but the names of its shards.
 
     Args:
-        root: its directory. It may be empty: a store that nothing was written to yet.
+        root: its directory, or `s3://bucket/prefix`. It may be empty: a store that nothing was
+            written to yet.
 
     Raises:
         StoreError: there is no such directory.

@@ -36,7 +36,7 @@ class Writer:
         self, root: str | os.PathLike[str], header: Header, shard_bytes: int = SHARD_BYTES
     ) -> None:
         """Args:
-        root: the store's directory; made where there is none.
+        root: the store's directory, made where there is none; or `s3://bucket/prefix`.
         header: what all rows share.
         shard_bytes: how long a shard gets; one that has a single entry may be longer.
 
@@ -71,11 +71,11 @@ class Writer:
                 self._flush()
             self._draft.add(line, metadata, rows)
 
-    def flush(self) -> Path | None:
+    def flush(self) -> Path | str | None:
         """Writes what is held as a shard.
 
         Returns:
-            The shard, or None where nothing was held.
+            Where the shard is, in an object store its URL; None where nothing was held.
 
         Raises:
             StoreError: it could not be written. It is still held.
@@ -110,13 +110,13 @@ class Writer:
         # takes its place.
         self._name = new_name()
 
-    def _flush(self) -> Path | None:
+    def _flush(self) -> Path | str | None:
         if not len(self._draft):
             return None
         self._folder.put(self._name, self._draft.pieces())
-        written = Path(str(self._folder), self._name)
+        written = f"{self._folder}/{self._name}"
         self._begin()
-        return written
+        return written if "://" in written else Path(written)
 
     def _check(self) -> None:
         if self._closed:

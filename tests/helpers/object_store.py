@@ -1,0 +1,63 @@
+"""An object store on this machine, which speaks S3's protocol over HTTP."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+VARIABLES = {
+    "AWS_ACCESS_KEY_ID": "somebody",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_CONFIG_FILE": "/dev/null",
+    "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+}
+
+
+@pytest.fixture(scope="session")
+def object_server() -> Iterator[str]:
+    """The URL of a server of the test run's own."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def object_client(object_server: str) -> Any:
+    import boto3
+
+    return boto3.client(
+        "s3",
+        endpoint_url=object_server,
+        region_name=VARIABLES["AWS_DEFAULT_REGION"],
+        aws_access_key_id=VARIABLES["AWS_ACCESS_KEY_ID"],
+        aws_secret_access_key=VARIABLES["AWS_SECRET_ACCESS_KEY"],
+    )
+
+
+@pytest.fixture
+def s3(object_server: str, object_client: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A client of that server, where all S3 is looked for while the test runs."""
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", object_server)
+    return object_client
+
+
+@pytest.fixture
+def bucket(s3: Any) -> str:
+    """A bucket that nobody has used."""
+    name = f"bucket-{uuid.uuid4().hex}"
+    s3.create_bucket(Bucket=name)
+    return name
