@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midstream import sites
+from midstream.codecs import Codec, Raw
+from midstream.rows import Rows, rows_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,9 +23,11 @@ class Activations:
     """The vectors captured for one completion, by (site, layer).
 
     `activations["resid_post", 10]` is a tensor [rows, hidden] in the model's dtype, its rows in
-    the order of their positions. Where every site and layer was captured at the same positions,
-    as with a single `Capture`, `positions` and `token_ids` speak for all of them; otherwise ask
-    `positions_of`.
+    the order of their positions; of rows that a codec has reduced, what `Codec.decode` gives. It is
+    made when it is first asked for, and not copied where the rows lie together in memory that the
+    worker shares: that memory is the worker's again when the tensor is gone. Where every site and
+    layer was captured at the same positions, as with a single `Capture`, `positions` and
+    `token_ids` speak for all of them; otherwise ask `positions_of`.
 
     Attributes:
         positions: int64 [rows], index of each row's token in its request, prompt first.
@@ -33,18 +37,22 @@ class Activations:
     """
 
     def __init__(
-        self, values: Mapping[Tap, Tensor], positions: Mapping[Tap, Tensor], tokens: Tensor
+        self, values: Mapping[Tap, Tensor | Rows], positions: Mapping[Tap, Tensor], tokens: Tensor
     ) -> None:
         """Args:
-        values: per (site, layer), [rows, hidden].
+        values: per (site, layer), [rows, hidden], or these rows as they came.
         positions: per (site, layer), int64 [rows], ascending.
         tokens: int64, the tokens of the whole request that were computed, from position 0.
         """
-        self._values = dict(values)
+        self._rows = {
+            tap: value if isinstance(value, Rows) else rows_of(value)
+            for tap, value in values.items()
+        }
+        self._values = {tap: value for tap, value in values.items() if not isinstance(value, Rows)}
         self._positions = dict(positions)
         self._tokens = tokens
-        self.sites = tuple(name for name in sites.NAMES if any(s == name for s, _ in self._values))
-        self.layers = tuple(sorted({layer for _, layer in self._values}))
+        self.sites = tuple(name for name in sites.NAMES if any(s == name for s, _ in self._rows))
+        self.layers = tuple(sorted({layer for _, layer in self._rows}))
 
     def __getitem__(self, key: tuple[str, int]) -> Tensor:
         """[rows, hidden] of a site (or alias) and layer.
@@ -52,26 +60,42 @@ class Activations:
         Raises:
             KeyError: it was not captured; the message lists what was.
         """
-        return self._values[self._find(key)]
+        tap = self._find(key)
+        if tap not in self._values:
+            self._values[tap] = self._rows[tap].decoded()
+        return self._values[tap]
+
+    @property
+    def codec(self) -> Codec:
+        """How the rows came from the device."""
+        return next((rows.codec for rows in self._rows.values()), Raw())
+
+    def encoded(self, site: str, layer: int) -> Tensor:
+        """uint8 [rows, bytes of a row]: the rows of one site and layer as they came.
+
+        Raises:
+            KeyError: it was not captured.
+        """
+        return self._rows[self._find((site, layer))].encoded()
 
     def __contains__(self, key: object) -> bool:
         if not isinstance(key, tuple) or len(key) != 2 or not isinstance(key[0], str):
             return False
-        return (sites.canonical(key[0]), key[1]) in self._values
+        return (sites.canonical(key[0]), key[1]) in self._rows
 
     def __iter__(self) -> Iterator[Tap]:
-        return iter(self._values)
+        return iter(self._rows)
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self._rows)
 
     def keys(self) -> tuple[Tap, ...]:
         """Every (site, layer) captured."""
-        return tuple(self._values)
+        return tuple(self._rows)
 
     def items(self) -> tuple[tuple[Tap, Tensor], ...]:
         """Every ((site, layer), tensor)."""
-        return tuple(self._values.items())
+        return tuple((tap, self[tap]) for tap in self._rows)
 
     @property
     def positions(self) -> Tensor:
@@ -107,7 +131,7 @@ class Activations:
 
         return {
             key: (value.float() if value.dtype == torch.bfloat16 else value).numpy()
-            for key, value in self._values.items()
+            for key, value in self.items()
         }
 
     def save(self, path: str | Path) -> Path:
@@ -117,7 +141,7 @@ class Activations:
         from safetensors.torch import save_file
 
         tensors = {}
-        for (site, layer), value in self._values.items():
+        for (site, layer), value in self.items():
             tensors[f"{site}.{layer}"] = value.contiguous()
             # Shared memory is not storable: each entry gets its own copy.
             tensors[f"{site}.{layer}.positions"] = self.positions_of(site, layer).clone()
@@ -127,10 +151,10 @@ class Activations:
         return target
 
     def __repr__(self) -> str:
-        if not self._values:
+        if not self._rows:
             return "Activations(nothing captured)"
-        first = next(iter(self._values.values()))
-        rows = sorted({value.shape[0] for value in self._values.values()})
+        first = self[next(iter(self._rows))]
+        rows = sorted({len(each) for each in self._rows.values()})
         shown = str(rows[0]) if len(rows) == 1 else f"{rows[0]}–{rows[-1]}"
         return (
             f"Activations({', '.join(self.sites)}; layers {_short(self.layers)}; {shown} rows of "
@@ -141,9 +165,9 @@ class Activations:
         head = "<tr><th>site</th><th>layer</th><th>rows × hidden</th><th>positions</th></tr>"
         lines = [
             f"<tr><td>{html.escape(site)}</td><td>{layer}</td>"
-            f"<td>{value.shape[0]} × {value.shape[1]}</td>"
+            f"<td>{len(rows)} × {self[site, layer].shape[1]}</td>"
             f"<td>{_short(tuple(self._positions[site, layer].tolist()))}</td></tr>"
-            for (site, layer), value in self._values.items()
+            for (site, layer), rows in self._rows.items()
         ]
         return f"<p>{html.escape(repr(self))}</p><table>{head}{''.join(lines)}</table>"
 

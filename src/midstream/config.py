@@ -32,6 +32,7 @@ _LEAST = {
     "probes": 1,
     "token_ids": 1,
 }
+OVERFLOW = ("block", "spill", "drop")
 STAMP = {"version": __version__, "op_schema": OP_SCHEMA}
 
 
@@ -55,6 +56,15 @@ class Config:
         staging_bytes: size of the ring on the device through which captured vectors leave. None:
             enough for every token of the largest step at every tapped site, but no more than
             1/16 of the device's memory (2 GiB on a CPU).
+        arena_bytes: how much memory of the machine captured rows may take, on each worker, until
+            they are read or let go. None: a quarter of what is free, and no more than 64 GiB, over
+            all workers.
+        overflow: what happens to more than that. "block": requests wait for room, in the front end;
+            "spill": it lies on disk, in files without a name in `spill_dir`; "drop": it is lost,
+            and the receipt, with status `partial`, says how much.
+        spill_dir: a folder; None: the system's for temporary files.
+        codec: how captured vectors leave the device where a request does not say: "raw", or
+            reduced, see `midstream.codecs`.
         on_mismatch: what happens when a request's receipt shows that not all was done as asked.
             "raise": `ReceiptError`, which has the outputs of the call. "warn": a `ReceiptWarning`,
             and the outputs are returned; those concerned have a receipt with status `error`.
@@ -70,6 +80,10 @@ class Config:
     token_ids: int = 16384
     staging_bytes: int | None = None
     on_mismatch: str = "raise"
+    arena_bytes: int | None = None
+    overflow: str = "block"
+    spill_dir: str | None = None
+    codec: str = "raw"
 
     @staticmethod
     def parse(value: object) -> Config:
@@ -102,6 +116,18 @@ class Config:
                 given[name] = _count(name, given[name], least)
         if given.get("staging_bytes") is not None:
             given["staging_bytes"] = _count("staging_bytes", given["staging_bytes"], 1)
+        if given.get("arena_bytes") is not None:
+            given["arena_bytes"] = _count("arena_bytes", given["arena_bytes"], 1)
+        if given.get("overflow", "block") not in OVERFLOW:
+            raise ConfigError(
+                f"{KEY}.overflow: expected one of {', '.join(OVERFLOW)}, got {given['overflow']!r}"
+            )
+        if not isinstance(given.get("spill_dir"), str | None):
+            raise ConfigError(
+                f"{KEY}.spill_dir: expected the path of a folder, got {given['spill_dir']!r}"
+            )
+        if "codec" in given:
+            given["codec"] = _codec(given["codec"])
         if given.get("on_mismatch", "raise") not in ("raise", "warn"):
             raise ConfigError(
                 f'{KEY}.on_mismatch: expected "raise" or "warn", got {given["on_mismatch"]!r}'
@@ -181,6 +207,16 @@ def _count(name: str, value: object, at_least: int) -> int:
     if value < at_least:
         raise ConfigError(f"{KEY}.{name}: expected at least {at_least}, got {value}")
     return value
+
+
+def _codec(value: object) -> str:
+    from midstream.codecs import parse_codec  # which imports torch
+    from midstream.errors import SpecError
+
+    try:
+        return parse_codec(value).spec
+    except SpecError as error:
+        raise ConfigError(f"{KEY}.{error}") from error
 
 
 def _sites(value: object) -> tuple[str, ...]:

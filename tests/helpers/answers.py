@@ -8,17 +8,16 @@ import numpy as np
 import torch
 
 from helpers.plans import plan_of
+from helpers.stored import make_arena, scores_block, stored
+from midstream.codecs import Raw
 from midstream.runtime.assembly import assemble
-from midstream.runtime.ledger import Block, Ledger
+from midstream.runtime.ledger import Ledger
 from midstream.runtime.requests import Request
 from midstream.runtime.results import Outbox
-from midstream.transport.host import CpuShipment
 
 PRE, POST, DEEP = ("resid_pre", 0), ("resid_post", 1), ("resid_post", 7)
 EVERYWHERE = ((0, None),)
 WIDTH = 4
-TALLY = torch.zeros(0, 4, dtype=torch.int32)
-NO_SCORES = torch.zeros(0, 4)
 
 
 def output(prompt=3, generated=2, completions=1, request_id="x"):
@@ -45,10 +44,10 @@ def vector(tap, position, version=0):
 def rows(taps, positions, version=0, dtype=torch.float32):
     """What one step captured: (taps, first position, a shipment with a run of rows)."""
     values = torch.tensor([vector(tap, p, version) for p in positions for tap in taps])
-    return taps, list(positions)[0], CpuShipment(values.to(dtype), TALLY, NO_SCORES)
+    return taps, list(positions)[0], stored(values.to(dtype))
 
 
-def answer(*requests, stage=0, tensor_rank=0, taps=(), scores=()):
+def answer(*requests, stage=0, tensor_rank=0, taps=(), scores=(), dtype="float32"):
     """One worker's answer for (id, done, [rows(…)], problem?), through its ledger and outbox.
 
     Args:
@@ -70,19 +69,20 @@ def answer(*requests, stage=0, tensor_rank=0, taps=(), scores=()):
             ledger.note(shipment, *(np.array([n]) for n in (serial, first, length, 0, kind)))
         request.blocks = ledger.take([serial])[serial]
         request.scores = [
-            Block((0,), np.arange(first, first + len(table)), torch.tensor(table)[:, None])
+            scores_block(range(first, first + len(table)), torch.tensor(table))
             for first, table in scores
         ]
         kept.append(request)
-    outbox = Outbox(names)
-    header = outbox.put("u", kept, True)
+    outbox = Outbox(names, make_arena(), lambda _: Raw())
+    header = outbox.put("u", kept, True, mapped=False)
     worker = {
         "stage": stage,
         "tensor_rank": tensor_rank,
         "hidden_size": WIDTH,
+        "dtype": dtype,
         "taps": [list(name) for name in names],
     }
-    return {**header, "worker": worker}, outbox.read("u", 0, 10**9)
+    return {**header, "worker": worker, "leased": None}, outbox.read("u", 0, 10**9)
 
 
 def assembled(plan, answers, dtype="float32", **shape):

@@ -15,13 +15,15 @@ from torch import Tensor
 
 import midstream.ops.site  # noqa: F401  (defines the op)
 from helpers import formulas
+from helpers.stored import make_arena
 from midstream.ops import layout
 from midstream.runtime.buffers import Buffers, Room, Tap
 from midstream.runtime.requests import APPLIED_0, CACHED, UNSEEN, Request
 from midstream.runtime.session import Session
 from midstream.runtime.stepview import StepView
 from midstream.spec import Instruction, ResolvedPlan, Where
-from midstream.transport.base import Transport
+from midstream.transport.arena import Arena, Extent
+from midstream.transport.base import Parcel, Shipment, Transport
 from midstream.transport.host import host_transport
 
 WIDTH = 4
@@ -64,14 +66,15 @@ def view_of(ids: Sequence[str], scheduled, computed, tokens: Sequence[int] = ())
 class SlowTransport:
     """Rows arrive `lag` steps late, and a step's rows follow those of the step before it."""
 
-    def __init__(self, ring: Tensor, lag: int) -> None:
-        self._ring, self._lag = ring, lag
+    def __init__(self, ring: Tensor, lag: int, arena: Arena) -> None:
+        self._inner = host_transport(ring, arena)
+        self._lag = lag
         self._next = 0
         self.shipped = 0
 
     @property
     def capacity(self) -> int:
-        return self._ring.shape[0]
+        return self._inner.capacity
 
     def reserve(self, num_rows: int) -> int:
         if self._next + num_rows > self.capacity:
@@ -81,11 +84,12 @@ class SlowTransport:
     def copy(self, values: Tensor) -> SlowCopy:
         return SlowCopy(values.clone())
 
-    def ship(self, first: int, num_rows: int, tally: Tensor, scores: Tensor) -> SlowShipment:
-        self._next = first + num_rows
+    def ship(self, parcels: list[Parcel], tally: Tensor, scores: Tensor) -> SlowShipment:
+        for parcel in parcels:
+            self._next = parcel.first + parcel.num_rows
         self.shipped += 1
-        rows = self._ring[first : first + num_rows].clone()
-        return SlowShipment(self, self.shipped + self._lag, rows, tally.clone(), scores.clone())
+        shipment = self._inner.ship(parcels, tally, scores)
+        return SlowShipment(self, self.shipped + self._lag, shipment)
 
 
 @dataclass
@@ -100,21 +104,23 @@ class SlowCopy:
 class SlowShipment:
     transport: SlowTransport
     due: int
-    copied_rows: Tensor
-    copied_tally: Tensor
-    copied_scores: Tensor
+    shipment: Shipment
+
+    @property
+    def extents(self) -> tuple[Extent | None, ...]:
+        return self.shipment.extents
+
+    def wait(self) -> None:
+        pass
 
     def ready(self) -> bool:
         return self.transport.shipped >= self.due
 
-    def rows(self) -> Tensor:
-        return self.copied_rows
-
     def tally(self) -> Tensor:
-        return self.copied_tally
+        return self.shipment.tally()
 
     def scores(self) -> Tensor:
-        return self.copied_scores
+        return self.shipment.scores()
 
 
 @dataclass
@@ -158,12 +164,15 @@ class FakeEngine:
 
     def __init__(self, seed: int = 0, lag: int | None = None, max_model_len: int = 64, **sizes):
         self.buffers = make_buffers(**sizes)
+        self.arena = make_arena()
         self.transport: Transport | SlowTransport = (
-            host_transport(self.buffers.ring)
+            host_transport(self.buffers.ring, self.arena)
             if lag is None
-            else SlowTransport(self.buffers.ring, lag)
+            else SlowTransport(self.buffers.ring, lag, self.arena)
         )
-        self.session = Session(self.buffers, TAPS, self.transport, max_model_len, captures=True)
+        self.session = Session(
+            self.buffers, TAPS, self.transport, self.arena, max_model_len, captures=True
+        )
         self._draw = torch.Generator().manual_seed(seed)
 
     def add(self, fake: Fake) -> None:
@@ -171,8 +180,13 @@ class FakeEngine:
             self.session.add(fake.id, fake.uid or fake.id, fake.plan.to_bytes())
 
     def take(self, uid: str) -> list[Request]:
-        """What the session has of one uid."""
-        return self.session.take([uid])[uid]
+        """What the session has of one uid; the rows are not held any more."""
+        return self.take_many([uid])[uid]
+
+    def take_many(self, uids: list[str]) -> dict[str, list[Request]]:
+        """What the session has of some uids; the rows are not held any more."""
+        with self.session.taking(uids) as taken:
+            return taken
 
     def view(self, batch: list[tuple[Fake, int]]) -> StepView:
         """What the session is told of a step."""
@@ -329,7 +343,9 @@ def captured(request: Request) -> dict[tuple[Tap, int], NDArray[np.float32]]:
     names = list(TAPS)
     found = {}
     for block in request.blocks:
-        for position, record in zip(block.positions.tolist(), block.values.numpy(), strict=True):
+        for position, record in zip(
+            block.positions.tolist(), block.values.view(torch.float32).numpy(), strict=True
+        ):
             for tap, value in zip(block.taps, record, strict=True):
                 assert (names[tap], position) not in found
                 found[names[tap], position] = value

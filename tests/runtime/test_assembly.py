@@ -110,7 +110,9 @@ def test_of_a_capture_of_the_last_row_only_that_row_is_kept():
 def test_rows_keep_the_models_dtype_and_may_be_written_to(dtype):
     torch_dtype = getattr(torch, dtype)
     found = assembled(
-        READ, [answer(("x", [2] * 4, [rows([PRE, POST], range(4), dtype=torch_dtype)]))], dtype
+        READ,
+        [answer(("x", [2] * 4, [rows([PRE, POST], range(4), dtype=torch_dtype)]), dtype=dtype)],
+        dtype,
     )
     assert found.activations[POST].dtype == torch_dtype
     found.activations[POST][0] = 9
@@ -122,7 +124,7 @@ def test_rows_keep_the_models_dtype_and_may_be_written_to(dtype):
 def test_a_capture_without_any_row_is_empty_but_of_the_models_shape_and_dtype(dtype, tmp_path):
     # "generated", of a request that stopped at its first token.
     plan = plan_of(captures=[([PRE, POST], ((3, None),))], prompt_len=3)
-    found = assembled(plan, [answer(("x", [0] * 3, []))], dtype, generated=1)
+    found = assembled(plan, [answer(("x", [0] * 3, []), dtype=dtype)], dtype, generated=1)
     assert found.receipt.status == "ok"
     assert found.activations[POST].shape == (0, WIDTH)
     assert found.activations[POST].dtype == getattr(torch, dtype)

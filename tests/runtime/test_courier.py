@@ -7,11 +7,13 @@ import json
 
 import numpy as np
 import pytest
+from helpers.stored import unmapped
 
 from midstream.errors import FetchError
 from midstream.runtime.courier import Courier
 
-WORKERS = [{"stage": 0}, {"stage": 1}]
+WORKERS = [unmapped(stage) for stage in range(2)]
+DESCRIPTIONS = [worker.description for worker in WORKERS]
 
 
 class Workers:
@@ -38,10 +40,13 @@ class Workers:
             data = np.concatenate(values).astype(np.float32).tobytes()
             return [{"json": json.dumps(heads), "data": data}, {"json": "[]", "data": b""}]
         if op == "collect":
-            size = len(self.large)
-            heads = json.dumps([{"uid": uid, "requests": [], "nbytes": size} for uid in argument])
-            one = {"json": heads, "inline": [None if self.large else b"" for _ in argument]}
-            return [one, {**one, "inline": [b"" for _ in argument]}]
+            uids, mapped = argument
+            assert mapped == []
+            head = {"requests": [], "nbytes": len(self.large), "lease": None}
+            heads = json.dumps([{"uid": uid, **head} for uid in uids])
+            inline = [None if self.large else b"" for _ in uids]
+            one = {"json": heads, "inline": inline, "retired": []}
+            return [one, {**one, "inline": [b"" for _ in uids]}]
         if op == "read":
             _, offset, count = argument
             return [{"data": self.large[offset : offset + count]}, {"data": b""}]
@@ -63,7 +68,7 @@ def test_what_comes_together_goes_in_one_call():
     workers, answers = run(work)
     assert [op for op, _ in workers.calls] == ["peek"]
     for nth, [seen] in enumerate(answers):
-        assert seen.worker == WORKERS[0]
+        assert seen.worker == DESCRIPTIONS[0]
         assert seen.positions.tolist() == [nth, nth + 1]
         assert seen.values.tolist() == [[nth], [nth + 1]]
 
@@ -80,7 +85,7 @@ def test_what_comes_during_a_call_goes_in_the_next():
     assert run(work) == [
         ("peek", {"a": (0, 1)}),
         ("release", ["d"]),
-        ("collect", ["c"]),
+        ("collect", [["c"], []]),
         ("peek", {"b": (0, 1)}),
     ]
 
@@ -99,7 +104,7 @@ def test_a_failed_call_fails_those_in_it_and_nobody_else():
     assert isinstance(first, FetchError)
     assert isinstance(second, FetchError)
     assert len(seen) == 1
-    assert [header["worker"] for header, _ in again] == WORKERS
+    assert [header["worker"] for header, _ in again] == DESCRIPTIONS
 
 
 def test_scores_do_not_wait_for_large_results_to_be_read(monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -11,8 +13,22 @@ from midstream.runtime.ledger import Awaited, Ledger, Scores
 from midstream.transport.host import CpuCopy, CpuShipment
 
 TALLY = torch.zeros(0, 4, dtype=torch.int32)
-NO_SCORES = torch.zeros(0, 3)
 KINDS = [(0,), (0, 2), (1, 3, 4)]
+
+
+@dataclass
+class Given:
+    """A step's rows, and how often they were freed."""
+
+    values: torch.Tensor
+    freed: int = 0
+
+    def rows(self) -> torch.Tensor:
+        return self.values
+
+    def free(self) -> None:
+        self.freed += 1
+
 
 runs = st.tuples(
     st.integers(0, 3),  # request
@@ -28,7 +44,7 @@ runs = st.tuples(
     takes=st.lists(st.sets(st.integers(0, 3), min_size=1), max_size=3),
 )
 def test_rows_come_back_by_request_position_and_kind_the_latest_of_each(steps, takes):
-    ledger = Ledger()
+    ledger, given_rows = Ledger(), []
     wanted: dict[tuple[int, tuple[int, ...]], dict[int, list[float]]] = {}
     counter = 0.0
     for step in steps:
@@ -48,8 +64,9 @@ def test_rows_come_back_by_request_position_and_kind_the_latest_of_each(steps, t
                 values += record
                 wanted.setdefault((serial, taps), {})[position + nth] = record
         rows = torch.tensor(values).view(-1, 1).repeat(1, 2)
+        given_rows.append(Given(rows))
         ledger.note(
-            CpuShipment(rows, TALLY, NO_SCORES),
+            given_rows[-1],
             **{k: np.array(v, np.int64) for k, v in arrays.items()},
         )
     for taken in [*takes, {0, 1, 2, 3}]:
@@ -65,8 +82,10 @@ def test_rows_come_back_by_request_position_and_kind_the_latest_of_each(steps, t
                 assert block.values.shape == (len(rows), len(block.taps), 2)
             for taps in mine:
                 del wanted[serial, taps]
+        ledger.free_spent()
     assert not wanted
     assert len(ledger) == 0, "shipments are held of which every row was taken"
+    assert [each.freed for each in given_rows] == [int(bool(step)) for step in steps]
 
 
 def test_scores_are_kept_like_rows_one_for_each_token_of_a_step():
@@ -74,7 +93,7 @@ def test_scores_are_kept_like_rows_one_for_each_token_of_a_step():
     kind = ledger.kind((0,))
     for step in range(2):
         scores = torch.arange(15.0).view(5, 3) + 100 * step
-        shipment = CpuShipment(torch.zeros(0, 8), TALLY, scores)
+        shipment = CpuShipment((), TALLY, scores)
         # Request 7 has rows 1–3 of the step, request 8 its last.
         arrays = [[7, 8], [3 * step, step], [3, 1], [1, 4], [kind, kind]]
         ledger.note(Scores(shipment), *(np.array(each) for each in arrays))
@@ -94,7 +113,7 @@ def test_scores_are_kept_like_rows_one_for_each_token_of_a_step():
 def test_a_step_without_runs_is_not_kept():
     ledger = Ledger()
     nothing = np.zeros(0, np.int64)
-    ledger.note(CpuShipment(torch.zeros(0, 2), TALLY, NO_SCORES), *[nothing] * 5)
+    ledger.note(Given(torch.zeros(0, 2)), *[nothing] * 5)
     assert len(ledger) == 0
 
 
@@ -102,7 +121,7 @@ def test_rows_whose_positions_come_later_are_those_of_the_positions_that_came():
     ledger = Ledger()
     kind = ledger.kind((0,))
     arriving = torch.zeros(6, dtype=torch.int64)
-    shipment = CpuShipment(torch.arange(6.0).view(6, 1), TALLY, NO_SCORES)
+    shipment = Given(torch.arange(6.0).view(6, 1))
     # Request 7 has rows 0–1 of the step, request 8 rows 3–5.
     runs = [np.array(each) for each in ([2, 3], [0, 2], [kind, kind])]
     awaited = Awaited(CpuCopy(arriving), np.array([0, 3]))
@@ -115,7 +134,7 @@ def test_rows_whose_positions_come_later_are_those_of_the_positions_that_came():
     assert block.positions.tolist() == [4, 5]
     assert block.values.flatten().tolist() == [0.0, 1.0]
     # A later step computes one of them again.
-    again = CpuShipment(torch.tensor([[9.0]]), TALLY, NO_SCORES)
+    again = Given(torch.tensor([[9.0]]))
     ledger.note(again, *(np.array([each]) for each in (8, 21, 1, 0, kind)))
     (block,) = ledger.take([8])[8]
     assert block.positions.tolist() == [20, 21, 22]

@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 import torch
 from helpers.plans import plan_of
+from helpers.stored import outbox_of, rows_block, scores_block
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midstream.runtime.ledger import Block
 from midstream.runtime.parts import expand, split
 from midstream.runtime.requests import Request
-from midstream.runtime.results import Outbox
 
 TAPS = [("resid_pre", 0), ("resid_mid", 0), ("resid_post", 1)]
-WORKER = {"stage": 0, "tensor_rank": 0}
+WORKER = {"stage": 0, "tensor_rank": 0, "hidden_size": 3, "dtype": "float32"}
 WIDTH = 3
 
 positions = st.sets(st.integers(0, 20), min_size=1, max_size=6).map(sorted)
@@ -32,10 +31,11 @@ def requests(draw: st.DrawFn, name: str) -> Request:
     seed = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     for taps in draw(st.lists(places, max_size=3, unique=True)):
         at = np.array(draw(positions))
-        found.blocks.append(Block(taps, at, torch.randn(at.size, len(taps), WIDTH, generator=seed)))
+        values = torch.randn(at.size, len(taps), WIDTH, generator=seed)
+        found.blocks.append(rows_block(taps, at, values))
     if draw(st.booleans()):
         at = np.array(draw(positions))
-        found.scores.append(Block((0,), at, torch.randn(at.size, 1, 4, generator=seed)))
+        found.scores.append(scores_block(at, torch.randn(at.size, 4, generator=seed)))
     return found
 
 
@@ -43,22 +43,22 @@ def requests(draw: st.DrawFn, name: str) -> Request:
 @given(st.data(), st.permutations(range(11)))
 def test_what_goes_into_an_outbox_comes_out_of_its_parts(data, order):
     sent = [data.draw(requests(f"{n}_x")) for n in order[: data.draw(st.integers(1, 4))]]
-    outbox = Outbox(TAPS)
-    header = outbox.put("u", sent, True)
-    answers = [({**header, "worker": WORKER}, outbox.read("u", 0, 10**9))]
+    outbox = outbox_of(TAPS)
+    header = outbox.put("u", sent, True, mapped=False)
+    answers = [({**header, "worker": WORKER, "leased": None}, outbox.read("u", 0, 10**9))]
     found = split(answers, num_completions=12)
     assert set(found) == {int(request.id.split("_")[0]) for request in sent}
     for request in sent:
         (part,) = found[int(request.id.split("_")[0])]
         assert part.problem == request.problem
         assert part.done.tolist() == request.done.tolist()
-        blocks = part.blocks(torch.float32)
+        blocks = part.blocks()
         assert [block.taps for block in blocks] == [
             [TAPS[tap] for tap in block.taps] for block in request.blocks
         ]
         for block, wanted in zip(blocks, request.blocks, strict=True):
             assert block.positions.tolist() == wanted.positions.tolist()
-            assert torch.equal(block.values, wanted.values)
+            assert torch.equal(torch.cat(block.chunks), wanted.values)
         scores = part.scores()
         assert len(scores) == len(request.scores)
         for (at, values), wanted in zip(scores, request.scores, strict=True):
@@ -70,10 +70,12 @@ def test_what_goes_into_an_outbox_comes_out_of_its_parts(data, order):
 def test_every_worker_gives_each_completion_a_part():
     answers = []
     for stage in range(2):
-        outbox = Outbox(TAPS)
+        outbox = outbox_of(TAPS)
         sent = [Request(f"{n}_x", "u", plan_of(), 0, [], problem=f"{stage}.{n}") for n in (1, 0)]
-        header = outbox.put("u", sent, True)
-        answers.append(({**header, "worker": {"stage": stage}}, outbox.read("u", 0, 9)))
+        header = outbox.put("u", sent, True, mapped=False)
+        answers.append(
+            ({**header, "worker": {"stage": stage}, "leased": None}, outbox.read("u", 0, 9))
+        )
     found = split(answers, 2)
     assert [part.problem for part in found[0]] == ["0.0", "1.0"]
     assert [part.problem for part in found[1]] == ["0.1", "1.1"]
@@ -82,20 +84,20 @@ def test_every_worker_gives_each_completion_a_part():
 
 @pytest.mark.parametrize("name", ["x", "7_x", "no-number_x", "_"])
 def test_a_lone_completion_has_all_whatever_its_request_is_called(name):
-    outbox = Outbox(TAPS)
-    header = outbox.put("u", [Request(name, "u", plan_of(), 0, [])], True)
-    assert list(split([({**header, "worker": WORKER}, b"")], 1)) == [0]
+    outbox = outbox_of(TAPS)
+    header = outbox.put("u", [Request(name, "u", plan_of(), 0, [])], True, mapped=False)
+    assert list(split([({**header, "worker": WORKER, "leased": None}, b"")], 1)) == [0]
 
 
 def test_rows_may_be_written_to_without_touching_what_was_sent():
-    outbox = Outbox(TAPS)
+    outbox = outbox_of(TAPS)
     request = Request("x", "u", plan_of(), 0, [])
-    request.blocks = [Block((0,), np.array([4]), torch.ones(1, 1, WIDTH))]
-    header = outbox.put("u", [request], True)
+    request.blocks = [rows_block((0,), [4], torch.ones(1, 1, WIDTH))]
+    header = outbox.put("u", [request], True, mapped=False)
     data = outbox.read("u", 0, 99)
-    (part,) = split([({**header, "worker": WORKER}, data)], 1)[0]
-    part.blocks(torch.float32)[0].values.zero_()
-    assert part.blocks(torch.float32)[0].values.tolist() == [[[1.0] * WIDTH]]
+    (part,) = split([({**header, "worker": WORKER, "leased": None}, data)], 1)[0]
+    part.blocks()[0].chunks[0].zero_()
+    assert part.blocks()[0].chunks[0].view(torch.float32).tolist() == [[[1.0] * WIDTH]]
 
 
 def test_ranges_as_positions():

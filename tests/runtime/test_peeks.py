@@ -92,6 +92,9 @@ class Shipped:
         self.looked += 1
         return self.values
 
+    def free(self) -> None:
+        pass
+
 
 def note(ledger: Ledger, position: int, value: float, serial: int = 7) -> Shipped:
     shipped = Shipped(torch.tensor([[value, -value]]))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from helpers.fake_steps import TAPS, Fake, FakeEngine, captured, scored
 from helpers.plans import VECTORS, plan_of
+from helpers.stored import outbox_of, rows_block, scores_block, unmapped
 
 from midstream.errors import FetchError
 from midstream.runtime import fetching, results
-from midstream.runtime.ledger import Block
 from midstream.runtime.requests import Request
-from midstream.runtime.results import Outbox
 
 EVERYWHERE = ((0, None),)
 NAMES = list(TAPS)
@@ -35,7 +35,7 @@ def block(positions, taps, value, dtype=torch.float32):
     """Rows whose every vector tells its position, its place and a value of its own."""
     places = range(len(taps))
     values = torch.tensor([[[value, p, place, 0.5] for place in places] for p in positions])
-    return Block(taps, np.array(positions), values.to(dtype))
+    return rows_block(taps, positions, values.to(dtype))
 
 
 def unpack(entry, data, dtype=torch.float32):
@@ -55,8 +55,10 @@ def unpack(entry, data, dtype=torch.float32):
 
 
 def test_the_header_says_how_to_cut_the_data():
-    outbox = Outbox(NAMES)
-    header = outbox.put("u", [request(block(range(4), (0, 2), 7), done=[1] * 4)], True)
+    outbox = outbox_of(NAMES)
+    header = outbox.put(
+        "u", [request(block(range(4), (0, 2), 7), done=[1] * 4)], True, mapped=False
+    )
     data = outbox.read("u", 0, 10**6)
     assert len(data) == header["nbytes"]
     states, blocks, size = unpack(header["requests"][0], data)
@@ -69,9 +71,9 @@ def test_the_header_says_how_to_cut_the_data():
 
 
 def test_blocks_follow_each_other_and_gaps_between_positions_are_runs():
-    outbox = Outbox(NAMES)
+    outbox = outbox_of(NAMES)
     found = request(block([0, 1, 3, 7, 8], (0,), 1), block([2], (0, 1), 2))
-    header = outbox.put("u", [found], True)
+    header = outbox.put("u", [found], True, mapped=False)
     assert [one["runs"] for one in header["requests"][0]["blocks"]] == [
         [[0, 2], [3, 1], [7, 2]],
         [[2, 1]],
@@ -82,25 +84,32 @@ def test_blocks_follow_each_other_and_gaps_between_positions_are_runs():
 
 
 def test_rows_that_are_a_view_of_others_are_packed_by_themselves():
-    outbox = Outbox(NAMES)
+    outbox = outbox_of(NAMES)
     whole = block(range(6), (0, 1, 2), 4)
-    part = Block((0, 1, 2), np.array([4, 5]), whole.values[4:])
-    turned = Block((0,), np.array([0, 1]), whole.values[:2].flip(1)[:, :1])
-    header = outbox.put("u", [request(part, turned)], True)
+    some = slice(4, 6)
+    part = replace(
+        whole,
+        positions=whole.positions[some],
+        source=whole.source[some],
+        first=whole.first[some],
+    )
+    header = outbox.put("u", [request(part)], True, mapped=False)
     _, blocks, _ = unpack(header["requests"][0], outbox.read("u", 0, 10**6))
-    assert blocks[tuple(NAMES[:3])] == ([4, 5], whole.values[4:].tolist())
-    assert [row[0][2] for row in blocks[(NAMES[0],)][1]] == [2, 2]
+    assert blocks[tuple(NAMES[:3])] == (
+        [4, 5],
+        [[[4, p, place, 0.5] for place in range(3)] for p in (4, 5)],
+    )
 
 
 def test_scores_follow_the_rows_of_a_request_as_wide_as_its_plan_has_probes():
-    outbox = Outbox(NAMES)
+    outbox = outbox_of(NAMES)
     values = torch.arange(24.0).view(3, 1, 8)
     found = request(
         block(range(2), (0,), 7),
         done=[1] * 3,
-        scores=[Block((0,), np.array([0, 1, 5]), values)],
+        scores=[scores_block([0, 1, 5], values[:, 0])],
     )
-    header = outbox.put("u", [found, request(done=[9], name="next")], True)
+    header = outbox.put("u", [found, request(done=[9], name="next")], True, mapped=False)
     first, second = header["requests"]
     data = outbox.read("u", 0, 10**6)
     _, _, size = unpack(first, data)
@@ -113,7 +122,7 @@ def test_scores_follow_the_rows_of_a_request_as_wide_as_its_plan_has_probes():
 
 
 def test_a_rank_that_does_not_send_rows_sends_its_states_and_problems():
-    outbox = Outbox(NAMES)
+    outbox = outbox_of(NAMES)
     header = outbox.put(
         "u",
         [
@@ -121,10 +130,11 @@ def test_a_rank_that_does_not_send_rows_sends_its_states_and_problems():
                 block(range(0, 2), (0,), 1),
                 done=[1, 2],
                 problem="bad",
-                scores=[Block((0,), np.array([0]), torch.zeros(1, 1, 8))],
+                scores=[scores_block([0], torch.zeros(1, 8))],
             )
         ],
         False,
+        mapped=False,
     )
     entry = header["requests"][0]
     assert entry["blocks"] == entry["scores"] == []
@@ -135,7 +145,7 @@ def test_a_rank_that_does_not_send_rows_sends_its_states_and_problems():
 
 
 def test_the_requests_of_one_uid_follow_each_other():
-    outbox = Outbox(NAMES)
+    outbox = outbox_of(NAMES)
     header = outbox.put(
         "u",
         [
@@ -144,6 +154,7 @@ def test_the_requests_of_one_uid_follow_each_other():
             request(block(range(1, 3), (1,), 6), done=[0xFFFF, 1, 1], name="2_x"),
         ],
         True,
+        mapped=False,
     )
     data, offset, found = outbox.read("u", 0, 10**6), 0, {}
     for entry in header["requests"]:
@@ -160,8 +171,10 @@ def test_the_requests_of_one_uid_follow_each_other():
 
 
 def test_bfloat16_rows_keep_their_bytes():
-    outbox = Outbox(NAMES)
-    header = outbox.put("u", [request(block(range(0, 2), (0, 1), 3, torch.bfloat16))], True)
+    outbox = outbox_of(NAMES)
+    header = outbox.put(
+        "u", [request(block(range(0, 2), (0, 1), 3, torch.bfloat16))], True, mapped=False
+    )
     assert header["nbytes"] == 2 * 2 * 4 * 2
     _, blocks, _ = unpack(header["requests"][0], outbox.read("u", 0, 999), torch.bfloat16)
     assert blocks[NAMES[0], NAMES[1]][1][1] == [[3, 1, 0, 0.5], [3, 1, 1, 0.5]]
@@ -179,8 +192,8 @@ def test_what_a_session_kept_comes_out_of_the_outbox():
         engine.step([(fake, count)])
     taken = engine.take("a")
     kept = captured(taken[0])
-    outbox = Outbox(NAMES)
-    header = outbox.put("a", taken, True)
+    outbox = outbox_of(NAMES)
+    header = outbox.put("a", taken, True, mapped=False)
     data = outbox.read("a", 0, 10**6)
     states, blocks, size = unpack(header["requests"][0], data)
     assert states == fake.done
@@ -201,8 +214,10 @@ def test_what_a_session_kept_comes_out_of_the_outbox():
 
 
 def test_data_is_read_in_pieces_until_it_is_released():
-    outbox = Outbox(NAMES)
-    header = outbox.put("u", [request(block(range(0, 9), (0, 1), 3), done=[1] * 9)], True)
+    outbox = outbox_of(NAMES)
+    header = outbox.put(
+        "u", [request(block(range(0, 9), (0, 1), 3), done=[1] * 9)], True, mapped=False
+    )
     whole = outbox.read("u", 0, header["nbytes"])
     pieces = [outbox.read("u", offset, 7) for offset in range(0, header["nbytes"], 7)]
     assert b"".join(pieces) == whole
@@ -216,9 +231,9 @@ def test_data_is_read_in_pieces_until_it_is_released():
 
 def test_small_data_comes_with_the_header_and_is_not_held(monkeypatch):
     monkeypatch.setattr(results, "INLINE_BYTES", 100)
-    outbox = Outbox(NAMES)
-    outbox.put("small", [request(done=[1] * 50)], True)
-    outbox.put("large", [request(done=[1] * 51)], True)
+    outbox = outbox_of(NAMES)
+    outbox.put("small", [request(done=[1] * 50)], True, mapped=False)
+    outbox.put("large", [request(done=[1] * 51)], True, mapped=False)
     small, large = outbox.inline(["small", "large"])
     assert small == np.ones(50, np.uint16).tobytes()
     assert large is None
@@ -228,18 +243,18 @@ def test_small_data_comes_with_the_header_and_is_not_held(monkeypatch):
 
 def test_data_that_is_small_one_by_one_may_be_too_much_together(monkeypatch):
     monkeypatch.setattr(results, "INLINE_TOTAL", 250)
-    outbox = Outbox(NAMES)
+    outbox = outbox_of(NAMES)
     for name in "abc":
-        outbox.put(name, [request(done=[1] * 50)], True)
+        outbox.put(name, [request(done=[1] * 50)], True, mapped=False)
     assert [data is not None for data in outbox.inline(list("abc"))] == [True, True, False]
 
 
 def test_large_data_does_not_keep_small_data_from_coming_with_the_header(monkeypatch):
     monkeypatch.setattr(results, "INLINE_BYTES", 100)
     monkeypatch.setattr(results, "INLINE_TOTAL", 250)
-    outbox = Outbox(NAMES)
-    outbox.put("large", [request(done=[1] * 500)], True)
-    outbox.put("small", [request(done=[1] * 50)], True)
+    outbox = outbox_of(NAMES)
+    outbox.put("large", [request(done=[1] * 500)], True, mapped=False)
+    outbox.put("small", [request(done=[1] * 50)], True, mapped=False)
     assert [data is not None for data in outbox.inline(["large", "small"])] == [False, True]
 
 
@@ -250,15 +265,20 @@ class Worker:
     """A worker's answers to the front end, from a real outbox."""
 
     def __init__(self, stage, tensor_rank, requests, with_rows):
-        self.outbox = Outbox(NAMES)
+        self.outbox = outbox_of(NAMES)
         self.requests, self.with_rows = requests, with_rows
-        self.place = {"stage": stage, "tensor_rank": tensor_rank}
+        self.reader = unmapped(stage, tensor_rank)
 
     def answer(self, op, argument):
         given = json.loads(json.dumps(argument))
         if op == "collect":
-            headers = [self.outbox.put(uid, self.requests, self.with_rows) for uid in given]
-            return {"json": json.dumps(headers), "inline": self.outbox.inline(given)}
+            uids, mapped = given
+            headers = [
+                self.outbox.put(uid, self.requests, self.with_rows, mapped=bool(mapped))
+                for uid in uids
+            ]
+            inline = self.outbox.inline(uids)
+            return {"json": json.dumps(headers), "inline": inline, "retired": []}
         if op == "read":
             return {"data": self.outbox.read(*given)}
         assert op == "release"
@@ -274,7 +294,7 @@ def collect(monkeypatch, workers, uids):
     def call(op, argument):
         return [worker.answer(op, argument) for worker in workers]
 
-    exchange = fetching.collecting([worker.place for worker in workers], uids)
+    exchange = fetching.collecting([worker.reader for worker in workers], uids)
     return fetching.carry_out(exchange, call)
 
 

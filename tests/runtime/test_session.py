@@ -219,7 +219,9 @@ def test_programs_of_a_finished_request_are_free_while_its_steps_are_under_way()
 
 def test_a_rank_that_does_not_capture_edits_all_the_same():
     engine, fake = FakeEngine(), Fake("a", BOTH)
-    engine.session = Session(engine.buffers, TAPS, engine.transport, 64, captures=False)
+    engine.session = Session(
+        engine.buffers, TAPS, engine.transport, engine.arena, 64, captures=False
+    )
     engine.add(fake)
     engine.step([(fake, 4)])
     request = engine.take("a")[0]

@@ -180,11 +180,13 @@ def test_scores_that_only_a_gate_reads_stay_on_the_device():
 
 def test_a_rank_that_does_not_capture_ships_no_scores():
     engine, fake = FakeEngine(lag=0), Fake("a", SCORE)
-    engine.session = Session(engine.buffers, TAPS, engine.transport, 64, captures=False)
+    engine.session = Session(
+        engine.buffers, TAPS, engine.transport, engine.arena, 64, captures=False
+    )
     shipped = []
     real = engine.transport.ship
-    engine.transport.ship = lambda first, count, tally, scores: (
-        shipped.append(scores.shape[0]) or real(first, count, tally, scores)
+    engine.transport.ship = lambda parcels, tally, scores: (
+        shipped.append(scores.shape[0]) or real(parcels, tally, scores)
     )
     engine.add(fake)
     run(engine, (fake, 4))
@@ -199,8 +201,8 @@ def test_scores_travel_only_in_steps_that_have_some():
     scores, steers = Fake("p", plan_of(probes=[("p", POST, ((0, 2),))])), Fake("s", STEER)
     shipped = []
     real = engine.transport.ship
-    engine.transport.ship = lambda first, count, tally, scores: (
-        shipped.append(scores.shape[0]) or real(first, count, tally, scores)
+    engine.transport.ship = lambda parcels, tally, scores: (
+        shipped.append(scores.shape[0]) or real(parcels, tally, scores)
     )
     for fake in (scores, steers):
         engine.add(fake)

@@ -78,7 +78,7 @@ def test_thousands_of_requests_come_and_go_and_leave_nothing_behind(lag):
                     session.finish(name)
             fates[fate[name]] += 1
         for start in range(0, len(names), 10):
-            taken = session.take([f"u{name}" for name in names[start : start + 10]])
+            taken = engine.take_many([f"u{name}" for name in names[start : start + 10]])
             for uid, found in taken.items():
                 assert [one.uid for one in found] == [uid]
                 assert found[0].problem == ""

@@ -134,8 +134,12 @@ def _add_up(finals: Iterable[Final], length: int) -> Ints:
 def _selected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[Selected, ...]:
     """What every selection of the plan came to."""
     found = [
-        Selected(f"capture[{nth}]", capture.where.final(length, tokens))
-        for nth, capture in enumerate(plan.captures)
+        # Captures of every request count from their end, as server-wide edits do.
+        Selected(
+            f"capture[{one.source}]" if one.source >= 0 else f"sinks[{one.source}]",
+            one.where.final(length, tokens),
+        )
+        for one in plan.captures
     ]
     by_source: dict[int, list[tuple[int, int]]] = {}
     for edit in {(edit.source, edit.where): edit for edit in plan.edits}.values():

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from midstream.codecs import parse_codec
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.runtime.budget import Need, all_taps, need_of
@@ -13,6 +17,7 @@ from midstream.runtime.cache_keys import CacheKeys, cache_keys
 from midstream.runtime.chat import ChatPlan
 from midstream.runtime.prompt_text import text_map
 from midstream.spec import Plan, Prompt, ResolvedPlan, Vector, resolve
+from midstream.spec.fields import at
 from midstream.spec.growing import check_growing
 from midstream.spec.operations import Edit
 from midstream.spec.tapping import order
@@ -92,11 +97,29 @@ class Asking:
         self, plan: Plan | None, before: tuple[Edit, ...], prompt: Prompt, max_tokens: int | None
     ) -> Ready:
         resolved = resolve(plan, self._info.shape, prompt, max_tokens, before)
+        if resolved.captures:
+            assert plan is not None
+            resolved = replace(resolved, codec=self._codec(plan))
         first = self._info.workers[0]
         need = need_of(resolved, self._taps, self._info.room, first["edits_per_site"])
         self._check_ring(resolved)
         self._check_gates(resolved)
         return resolved, need, resolved.to_bytes(), cache_keys(resolved)
+
+    def _codec(self, plan: Plan) -> str:
+        """The one codec of all of a plan's captures."""
+        specs = [capture.codec or self._info.codec for capture in plan.captures]
+        for nth, spec in enumerate(specs):
+            with at(f"capture[{nth}]"):
+                if spec != specs[0]:
+                    raise SpecError(
+                        "codec",
+                        f"{spec}, and that of capture[0] is {specs[0]}; all captures of a request "
+                        "have one codec",
+                    )
+                dtype = getattr(torch, self._info.dtype)
+                parse_codec(spec).row_bytes(self._info.shape.hidden_size, dtype)
+        return specs[0]
 
     def _prompt(self, request: Any, chat: ChatPlan | None) -> Prompt:
         ids = request.prompt_token_ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.activations import Activations
+from midstream.codecs import parse_codec
+from midstream.rows import Rows
 from midstream.runtime.accounts import make_receipt
 from midstream.runtime.parts import Answers, Block, Part, expand, split
 from midstream.scores import Probes
@@ -33,8 +36,8 @@ def assemble(output: Any, plan: ResolvedPlan, answers: Answers, dtype: str) -> N
     """
     prompt = list(output.prompt_token_ids or [0] * plan.prompt_len)
     children = split(answers, len(output.outputs))
-    # As wide and of the dtype of rows, for taps of which there are none.
-    nothing = torch.zeros(0, answers[0][0]["worker"]["hidden_size"], dtype=getattr(torch, dtype))
+    hidden = answers[0][0]["worker"]["hidden_size"]
+    nothing = Rows(parse_codec(plan.codec), hidden, getattr(torch, dtype), (), ())
     for completion in output.outputs:
         # The last sampled token is never fed back.
         tokens = [*prompt, *completion.token_ids]
@@ -57,20 +60,24 @@ def assemble(output: Any, plan: ResolvedPlan, answers: Answers, dtype: str) -> N
 
 
 def _activations(
-    plan: ResolvedPlan, parts: list[Part], tokens: list[int], nothing: Tensor
+    plan: ResolvedPlan, parts: list[Part], tokens: list[int], nothing: Rows
 ) -> Activations | None:
     if not plan.captures:
         return None
-    blocks = [block for part in parts for block in part.blocks(nothing.dtype)]
-    values: dict[Tap, Tensor] = {}
+    blocks = [block for part in parts for block in part.blocks()]
+    values: dict[Tap, Rows] = {}
     positions: dict[Tap, Tensor] = {}
     for taps, found in _alike(plan, blocks):
         wanted = expand(plan.capture_ranges(taps[0], len(tokens), tokens))
         there, chosen = _choose([block.positions for block in found], wanted)
         shared = torch.from_numpy(there)
         for tap in taps:
-            rows = [block.values[:, block.taps.index(tap)] for block in found]
-            values[tap] = _joined(rows, chosen, nothing)
+            values[tap] = replace(
+                nothing,
+                chunks=tuple(chunk for block in found for chunk in block.chunks),
+                places=tuple(block.taps.index(tap) for block in found for _ in block.chunks),
+                chosen=chosen,
+            )
             positions[tap] = shared
     ordered = sorted(values, key=order)
     return Activations(

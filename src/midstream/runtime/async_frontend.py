@@ -52,7 +52,7 @@ class AsyncFrontEnd(Door):
         super().__init__(describe(answers), engine, deltas=True)
         self._engine = engine
         self._client = client
-        self._courier = Courier(lambda op, given: _call(client, op, given), self.info.workers)
+        self._courier = Courier(lambda op, given: _call(client, op, given), self._workers)
         self._orders: dict[str, Order] = {}
         self._sessions: dict[str, Order] = {}  # of streaming input, by vLLM's id
         self._tasks: set[asyncio.Task[None]] = set()

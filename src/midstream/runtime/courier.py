@@ -14,6 +14,7 @@ from midstream.runtime import peeks
 from midstream.runtime.fetching import collecting
 from midstream.runtime.parts import Answers
 from midstream.runtime.peeks import Seen, Span
+from midstream.runtime.workers import Worker
 
 Call = Callable[[str, object], Awaitable[list[dict[str, Any]]]]
 _Waiting = dict[str, tuple[Any, "asyncio.Future[Any]"]]
@@ -25,10 +26,10 @@ _BATCH_REQUESTS = 64
 class Courier:
     """One engine's. All methods are for the loop that the engine runs on."""
 
-    def __init__(self, call: Call, workers: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, call: Call, workers: Sequence[Worker]) -> None:
         """Args:
         call: an operation of all workers and its argument.
-        workers: each worker's own description.
+        workers: each worker.
         """
         self._call = call
         self._workers = workers
@@ -84,7 +85,8 @@ class Courier:
 
     async def _do_peeks(self) -> None:
         async def work(asked: dict[str, Any]) -> dict[str, list[Seen]]:
-            found = peeks.unpack(self._workers, await self._call("peek", asked))
+            descriptions = [worker.description for worker in self._workers]
+            found = peeks.unpack(descriptions, await self._call("peek", asked))
             return {uid: found.get(uid, []) for uid in asked}
 
         await self._answer(self._peeks, work)

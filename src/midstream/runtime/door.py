@@ -20,6 +20,7 @@ from midstream.runtime.asking import Asking, Ready
 from midstream.runtime.budget import Budget, Need
 from midstream.runtime.buffers import Room
 from midstream.runtime.carried import Carried, carried
+from midstream.runtime.workers import Worker
 from midstream.spec import ModelShape, ResolvedPlan
 from midstream.steering import Steering
 from midstream.vectors import VectorRegistry
@@ -39,13 +40,15 @@ class EngineInfo:
 
     Attributes:
         shape: for resolving plans.
-        dtype: name of the model's dtype, in which rows come.
+        dtype: name of the model's dtype.
+        codec: how captured vectors leave the device where a request does not say.
         room: how much the running requests can hold together.
         workers: each worker's own description.
     """
 
     shape: ModelShape
     dtype: str
+    codec: str
     room: Room
     workers: tuple[dict[str, Any], ...]
 
@@ -64,6 +67,7 @@ class Door:
         assert found is not None
         self._config = found
         self.info = info
+        self._workers = [Worker(description) for description in info.workers]
         self.vectors = VectorRegistry(info.shape)
         self.steering = Steering(self.vectors)
         self._asking = Asking(info, engine)
@@ -193,4 +197,4 @@ def describe(answers: list[dict[str, Any]]) -> EngineInfo:
         taps=taps,
         reasons=MappingProxyType(lacking),
     )
-    return EngineInfo(shape, first["dtype"], Room(**first["room"]), workers)
+    return EngineInfo(shape, first["dtype"], first["codec"], Room(**first["room"]), workers)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 from midstream.runtime.parts import Answers
+from midstream.runtime.workers import Worker
 
 READ_BYTES = 64 << 20
 
@@ -18,21 +19,26 @@ T = TypeVar("T")
 Exchange = Generator[tuple[str, object], list[dict[str, Any]], T]
 
 
-def collecting(workers: Sequence[dict[str, Any]], uids: list[str]) -> Exchange[dict[str, Answers]]:
+def collecting(workers: Sequence[Worker], uids: list[str]) -> Exchange[dict[str, Answers]]:
     """Per uid, (header, data) of each worker, in their order; the workers forget it all.
 
     Args:
-        workers: each worker's own description.
+        workers: each worker.
         uids: whose results.
     """
     found: dict[str, Answers] = {uid: [] for uid in uids}
-    answers = yield "collect", uids
+    mapped = [worker.place for worker in workers if worker.is_mapped]
+    answers = yield "collect", [uids, mapped]
     large: set[str] = set()
     for worker, answer in zip(workers, answers, strict=True):
-        for header, data in zip(json.loads(answer["json"]), answer["inline"], strict=True):
+        headers = json.loads(answer["json"])
+        worker.see(headers, answer["retired"])
+        for header, data in zip(headers, answer["inline"], strict=True):
             if data is None:
                 large.add(header["uid"])
-            found[header["uid"]].append(({**header, "worker": worker}, data or b""))
+            leased = worker.leased(header["lease"])
+            whole = {**header, "worker": worker.description, "leased": leased}
+            found[header["uid"]].append((whole, data or b""))
     for uid in large:
         found[uid] = yield from _reading(uid, found[uid])
     return found

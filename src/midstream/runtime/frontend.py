@@ -158,7 +158,7 @@ class FrontEnd(Door):
         return rows * (taps * self.info.shape.hidden_size + plan.slots) * 4
 
     def _collect(self, uids: list[str]) -> dict[str, Answers]:
-        return carry_out(collecting(self.info.workers, uids), self._call)
+        return carry_out(collecting(self._workers, uids), self._call)
 
     def _call(self, op: str, argument: object = None) -> list[dict[str, Any]]:
         return self._rpc(RPC, args=(op, json.dumps(argument)))

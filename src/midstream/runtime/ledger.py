@@ -8,39 +8,79 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from midstream.transport.arena import Arena, Extent
 from midstream.transport.base import Copy, Shipment
 
 Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One request's rows of one kind of record.
-
-    Attributes:
-        taps: the taps in each record, in order, as indices on this rank.
-        positions: int64 [n], ascending, each once.
-        values: [n, taps, hidden] in the model's dtype, on the host.
-    """
-
-    taps: tuple[int, ...]
-    positions: Ints
-    values: Tensor
+_Kind = tuple[tuple[int, ...], int]  # taps, codec
 
 
 class Rows(Protocol):
-    """What of a shipment the ledger looks at."""
+    """What of a step the ledger looks at: rows, as wide as they are."""
 
     def rows(self) -> Tensor:
         """[rows, width] on the host. Waits until they are there."""
         ...
+
+    def free(self) -> None:
+        """Nothing in it is held any more. Called once."""
+        ...
+
+
+R = TypeVar("R", bound=Rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Block(Generic[R]):
+    """One request's rows of one kind of record, which lie where they arrived.
+
+    Attributes:
+        taps: the taps in each record, in order, as indices on this rank.
+        codec: the number of how they are encoded.
+        positions: int64 [n], ascending, each once.
+        sources: where they lie.
+        source: int64 [n], per position which of the sources.
+        first: int64 [n], per position the source's row at which its record begins.
+    """
+
+    taps: tuple[int, ...]
+    codec: int
+    positions: Ints
+    sources: list[R]
+    source: Ints
+    first: Ints
+
+    @property
+    def values(self) -> Tensor:
+        """[n, taps, width], a copy. Waits for the rows."""
+        width = len(self.taps)
+        sample = self.sources[int(self.source[0])].rows()
+        values = torch.empty(self.source.size, width, sample.shape[1], dtype=sample.dtype)
+        for nth in np.unique(self.source).tolist():
+            here = np.flatnonzero(self.source == nth)
+            rows = self.sources[nth].rows()
+            index = torch.from_numpy((self.first[here, None] + np.arange(width)).ravel())
+            values[torch.from_numpy(here)] = rows[index].view(here.size, width, -1)
+        return values
+
+    def runs(self) -> tuple[Ints, Ints, Ints]:
+        """Per run of records that lie one behind the other: its source, its first row, how many
+        records.
+        """
+        begins = np.flatnonzero(
+            np.append(
+                True,
+                (np.diff(self.source) != 0) | (np.diff(self.first) != len(self.taps)),
+            )
+        )
+        return self.source[begins], self.first[begins], np.diff(np.append(begins, self.first.size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +91,26 @@ class Scores:
 
     def rows(self) -> Tensor:
         return self.shipment.scores()
+
+    def free(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Encoded rows in the arena: uint8 [rows, bytes of a row]."""
+
+    shipment: Shipment
+    extent: Extent
+    row_bytes: int
+    arena: Arena
+
+    def rows(self) -> Tensor:
+        self.shipment.wait()
+        return self.extent.memory.view(-1, self.row_bytes)
+
+    def free(self) -> None:
+        self.arena.let_go([self.extent.segment])
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +134,17 @@ class Awaited:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(Generic[R]):
     """One step's records. Per run of rows: whose, from which position and row on, how many."""
 
-    shipment: Rows
+    shipment: R
     serial: Ints
     position: Ints | Awaited
     length: Ints
     first: Ints
     kind: Ints
 
-    def only(self, mask: NDArray[np.bool_]) -> _Entry:
+    def only(self, mask: NDArray[np.bool_]) -> _Entry[R]:
         """Some of its runs."""
         return _Entry(
             self.shipment,
@@ -100,7 +160,7 @@ class _Entry:
         """Position of each run's first row. Waits until the host knows it."""
         return self.position.values() if isinstance(self.position, Awaited) else self.position
 
-    def within(self, start: Ints, stop: Ints, width: int) -> _Entry:
+    def within(self, start: Ints, stop: Ints, width: int) -> _Entry[R]:
         """Its runs cut to positions [start, stop), given per run; a record is `width` rows."""
         position = self.known
         begin = np.maximum(position, start)
@@ -110,16 +170,17 @@ class _Entry:
         return cut.only(length > 0)
 
 
-class Ledger:
+class Ledger(Generic[R]):
     """Owner of the shipments between a step and the taking of its last row."""
 
     def __init__(self) -> None:
-        self._entries: list[_Entry] = []
-        self._kinds: dict[tuple[int, ...], int] = {}
+        self._entries: list[_Entry[R]] = []
+        self._kinds: dict[_Kind, int] = {}
+        self._spent: list[R] = []
 
-    def kind(self, taps: tuple[int, ...]) -> int:
-        """The number by which records of these taps are known from now on."""
-        return self._kinds.setdefault(taps, len(self._kinds))
+    def kind(self, taps: tuple[int, ...], codec: int = 0) -> int:
+        """The number by which records of these taps, so encoded, are known from now on."""
+        return self._kinds.setdefault((taps, codec), len(self._kinds))
 
     def __len__(self) -> int:
         """Steps of which rows are still held."""
@@ -127,7 +188,7 @@ class Ledger:
 
     def note(
         self,
-        shipment: Rows,
+        shipment: R,
         serial: Ints,
         position: Ints | Awaited,
         length: Ints,
@@ -147,34 +208,43 @@ class Ledger:
         if serial.size:
             self._entries.append(_Entry(shipment, serial, position, length, first, kind))
 
-    def take(self, serials: list[int]) -> dict[int, list[Block]]:
-        """Each request's blocks; what is taken is no longer held. Waits for the rows.
+    def take(self, serials: list[int]) -> dict[int, list[Block[R]]]:
+        """Each request's blocks; what is taken is no longer held, but not freed before
+        `free_spent`.
 
         A position that was computed twice, for a draft that was rejected say, counts once, with the
         row that came last.
         """
         wanted = np.sort(np.array(serials, np.int64))
-        chosen: list[_Entry] = []
-        kept: list[_Entry] = []
+        chosen: list[_Entry[R]] = []
+        kept: list[_Entry[R]] = []
         for entry in self._entries:
             mask = np.isin(entry.serial, wanted)
             if mask.any():
                 chosen.append(entry.only(mask))
+                if mask.all():
+                    self._spent.append(entry.shipment)
+                    continue
                 entry = entry.only(~mask)
-            if entry.serial.size:
-                kept.append(entry)
+            kept.append(entry)
         self._entries = kept
-        found: dict[int, list[Block]] = {serial: [] for serial in serials}
+        found: dict[int, list[Block[R]]] = {serial: [] for serial in serials}
         present = {kind for entry in chosen for kind in np.unique(entry.kind).tolist()}
-        for taps, kind in self._kinds.items():
+        for key, kind in self._kinds.items():
             if kind in present:
-                for serial, block in _gather(chosen, taps, kind):
+                for serial, block in _sort_out(chosen, key, kind):
                     found[serial].append(block)
         return found
 
+    def free_spent(self) -> None:
+        """Frees the shipments of which all was taken."""
+        spent, self._spent = self._spent, []
+        for shipment in spent:
+            shipment.free()
+
     def look(
         self, taps: tuple[int, ...], spans: Mapping[int, tuple[int, int]], count: int
-    ) -> dict[int, Block]:
+    ) -> dict[int, Block[R]]:
         """Some rows of some requests, which stay held. Waits for those rows only.
 
         Args:
@@ -183,13 +253,14 @@ class Ledger:
             count: how many rows there are to be, over all requests. Older steps are looked at
                 only until that many are found.
         """
-        kind = self._kinds.get(taps)
+        key = (taps, 0)
+        kind = self._kinds.get(key)
         if kind is None or not count:
             return {}
         numbers = np.array(sorted(spans), np.int64)
         bounds = np.array([spans[number] for number in numbers.tolist()], np.int64)
-        chosen: list[_Entry] = []
-        blocks: dict[int, Block] = {}
+        chosen: list[_Entry[R]] = []
+        blocks: dict[int, Block[R]] = {}
         seen = 0
         for entry in reversed(self._entries):
             mine = entry.only((entry.kind == kind) & np.isin(entry.serial, numbers))
@@ -200,15 +271,16 @@ class Ledger:
                 seen += int(mine.length.sum())
             if seen >= count:
                 # A position that was computed twice is in two steps, and counts once.
-                blocks = dict(_gather(chosen, taps, kind))
+                blocks = dict(_sort_out(chosen, key, kind))
                 seen = sum(block.positions.size for block in blocks.values())
                 if seen >= count:
                     return blocks
-        return dict(_gather(chosen, taps, kind))
+        return dict(_sort_out(chosen, key, kind))
 
 
-def _gather(chosen: list[_Entry], taps: tuple[int, ...], kind: int) -> list[tuple[int, Block]]:
+def _sort_out(chosen: list[_Entry[R]], key: _Kind, kind: int) -> list[tuple[int, Block[R]]]:
     """The blocks of one kind, with the numbers of their requests."""
+    taps, codec = key
     steps: list[Ints] = []
     serials: list[Ints] = []
     positions: list[Ints] = []
@@ -231,23 +303,20 @@ def _gather(chosen: list[_Entry], taps: tuple[int, ...], kind: int) -> list[tupl
     step, serial, position, first = step[order], serial[order], position[order], first[order]
     last = np.append((serial[1:] != serial[:-1]) | (position[1:] != position[:-1]), True)
     step, serial, position, first = step[last], serial[last], position[last], first[last]
-    values = _collect(chosen, step, first, len(taps))
+    sources = [entry.shipment for entry in chosen]
     starts = np.append(0, np.flatnonzero(serial[1:] != serial[:-1]) + 1)
     stops = np.append(starts[1:], serial.size)
     return [
-        (int(serial[start]), Block(taps, position[start:stop], values[start:stop]))
+        (
+            int(serial[start]),
+            Block(
+                taps,
+                codec,
+                position[start:stop],
+                sources,
+                step[start:stop],
+                first[start:stop],
+            ),
+        )
         for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
     ]
-
-
-def _collect(chosen: list[_Entry], step: Ints, first: Ints, width: int) -> Tensor:
-    """[records, width, hidden]: the record that begins at row `first` of step `step`, for each."""
-    sample = chosen[int(step[0])].shipment.rows()
-    hidden = sample.shape[1]
-    values = torch.empty(step.size, width, hidden, dtype=sample.dtype)
-    for nth in np.unique(step).tolist():
-        here = np.flatnonzero(step == nth)
-        rows = chosen[nth].shipment.rows()
-        source = torch.from_numpy((first[here, None] + np.arange(width)).ravel())
-        values[torch.from_numpy(here)] = rows[source].view(here.size, width, hidden)
-    return values

@@ -10,17 +10,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from midstream.codecs import Codec, parse_codec
+from midstream.runtime.workers import Leased
+
 Tap = tuple[str, int]
 Answers = list[tuple[dict[str, Any], bytes]]
 Ints = NDArray[np.int64]
 
 
 class Block(NamedTuple):
-    """Rows of some taps at the same positions: [positions, taps, hidden]."""
+    """Rows of some taps at the same positions.
+
+    Attributes:
+        taps: in the order in which a record has them.
+        codec: how the rows are encoded.
+        positions: int64 [n], ascending.
+        chunks: uint8 [positions, taps, bytes of a row] each, one after the other.
+    """
 
     taps: list[Tap]
+    codec: Codec
     positions: Ints
-    values: Tensor
+    chunks: list[Tensor]
 
 
 class Part:
@@ -30,11 +41,20 @@ class Part:
         worker: the worker's own description.
         problem: what went wrong there, if anything.
         done: uint16, the state of each position; see `requests`.
+        dropped: how many captured vectors found no room there.
         size: how many bytes of the data it took.
     """
 
-    def __init__(self, worker: dict[str, Any], entry: dict[str, Any], data: memoryview) -> None:
+    def __init__(
+        self,
+        worker: dict[str, Any],
+        entry: dict[str, Any],
+        data: memoryview,
+        leased: Leased | None,
+    ) -> None:
         self.worker = worker
+        self.dropped: int = entry["dropped"]
+        self._leased = leased
         self.problem: str = entry["problem"]
         size = entry["done"] * 2
         self.done: NDArray[np.uint16] = np.frombuffer(data[:size], np.uint16)
@@ -46,15 +66,30 @@ class Part:
                 size += header["nbytes"]
         self.size = size
 
-    def blocks(self, dtype: torch.dtype) -> list[Block]:
+    def blocks(self) -> list[Block]:
         """The captured rows."""
+        hidden, dtype = self.worker["hidden_size"], getattr(torch, self.worker["dtype"])
         found = []
         for header, data in self._blocks:
             positions = expand((first, first + length) for first, length in header["runs"])
             taps = [(site, layer) for site, layer in header["taps"]]
-            found.append(
-                Block(taps, positions, _tensor(data, dtype).view(positions.size, len(taps), -1))
-            )
+            codec = parse_codec(header["codec"])
+            width = codec.row_bytes(hidden, dtype)
+            if self._leased is None:
+                rows = _tensor(data, torch.uint8)
+                chunks = [rows.view(positions.size, len(taps), width)]
+            else:
+                places = np.frombuffer(data, np.int64).reshape(-1, 3).tolist()
+                segments = self._leased.segments
+                chunks = [
+                    segments[segment][offset : offset + records * len(taps) * width].view(
+                        records, len(taps), width
+                    )
+                    for segment, offset, records in places
+                ]
+                if not self._leased.keep:
+                    chunks = [torch.cat(chunks)]
+            found.append(Block(taps, codec, positions, chunks))
         return found
 
     def scores(self) -> list[tuple[Ints, Tensor]]:
@@ -74,7 +109,7 @@ def split(answers: Answers, num_completions: int) -> dict[int, list[Part]]:
     for header, data in answers:
         view, offset = memoryview(data), 0
         for entry in header["requests"]:
-            part = Part(header["worker"], entry, view[offset:])
+            part = Part(header["worker"], entry, view[offset:], header["leased"])
             offset += part.size
             index = 0 if num_completions == 1 else int(entry["id"].split("_", 1)[0])
             children.setdefault(index, []).append(part)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from midstream.runtime.ledger import Block
+from midstream.runtime.ledger import Block, Scores
 from midstream.runtime.parts import expand
 from midstream.runtime.requests import Request
 from midstream.runtime.results import runs_of
@@ -39,7 +39,7 @@ def read(argument: str) -> dict[str, Span]:
     return {uid: (start, stop) for uid, (start, stop) in json.loads(argument).items()}
 
 
-def pack(found: Mapping[str, tuple[Request, Block]]) -> dict[str, Any]:
+def pack(found: Mapping[str, tuple[Request, Block[Scores]]]) -> dict[str, Any]:
     """A worker's answer: in JSON per uid its runs of positions and how many slots; and the scores,
     float32 [positions, slots], of one uid after the other.
     """

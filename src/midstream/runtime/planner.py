@@ -37,6 +37,7 @@ class Pieces:
         program, group, width, kind: what each row gets, how many vectors its record holds, and
             what the ledger calls such records.
         scored: 1 where the rows' scores go to the caller.
+        codec: how the rows' vectors leave; those of one codec lie together in the ring.
         record: first row of the ring, counted from the step's first; meaningful where width > 0.
         exact: whether the positions are known. Otherwise they are upper bounds, the device knows
             better, and all else here is the same wherever the rows really are.
@@ -51,6 +52,7 @@ class Pieces:
     width: Ints
     kind: Ints
     scored: Ints
+    codec: Ints
     record: Ints
     exact: bool
 
@@ -91,8 +93,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Decode:
-    """A step in which every request that asks for something had one row, none of it captured: the
-    next is often the same but for the positions.
+    """A step in which every request that asks for something had one row: the next is often the
+    same but for the positions.
 
     Attributes:
         slots: of the batch; the same array as long as its requests are the same.
@@ -122,8 +124,8 @@ class Planner:
         self._by_slot: list[Request | None] = []
         self._free: list[int] = []
         # Per slot: the segment that its latest rows were in, and how far it has come.
-        # start, stop, program, group, width, kind, scored
-        self._now = np.zeros((0, 7), np.int64)
+        # start, stop, program, group, width, kind, scored, codec
+        self._now = np.zeros((0, 8), np.int64)
         self._seen = np.zeros(0, np.int64)
         self._serial = np.zeros(0, np.int64)
         self._latest: tuple[list[str], Ints] | None = None
@@ -224,7 +226,7 @@ class Planner:
         """Notes a step that the next may repeat."""
         positioned = self._tables.by_position[plan.pieces.program].any()
         pieces = plan.pieces
-        if plan.num_records or positioned or not pieces.exact or (pieces.length != 1).any():
+        if positioned or not pieces.exact or (pieces.length != 1).any():
             return
         slots = self._slots(view.request_ids)
         chosen = np.flatnonzero(slots >= 0)
@@ -289,15 +291,17 @@ class Planner:
                     int(slot[nth]), int(row[nth]), int(position[nth]), int(stop[nth])
                 )
             ]
-            fields = np.concatenate((fields[inside], np.array(crossing, np.int64).reshape(-1, 9)))
+            fields = np.concatenate((fields[inside], np.array(crossing, np.int64).reshape(-1, 10)))
         fields = fields[fields[:, 4] != layout.IDLE_PROGRAM]
         if fields.shape[0] == 0:
             return None
+        if fields[:, 9].any():
+            fields = fields[np.argsort(fields[:, 9], kind="stable")]
         records = fields[:, 1] * fields[:, 6]
         record = np.cumsum(records) - records
-        row, length, position, slot, program, group, width, kind, scored = fields.T
+        row, length, position, slot, program, group, width, kind, scored, codec = fields.T
         return Pieces(
-            row, length, position, slot, program, group, width, kind, scored, record, exact
+            row, length, position, slot, program, group, width, kind, scored, codec, record, exact
         )
 
     def _bounds(
@@ -375,6 +379,7 @@ class Planner:
             len(segment.taps),
             segment.kind,
             segment.scored,
+            segment.codec,
         )
 
     def _lay_out(self, pieces: Pieces, num_tokens: int, watch: bool) -> StepPlan:
@@ -423,7 +428,7 @@ class Planner:
 
 
 _EMPTY = np.zeros(0, np.int64)
-_NOTHING = Pieces(*(_EMPTY,) * 10, True)
+_NOTHING = Pieces(*(_EMPTY,) * 11, True)
 
 
 def _grow(array: NDArray[T], rows: int) -> NDArray[T]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from midstream.errors import SpecError
 from midstream.ops import layout
 from midstream.runtime.buffers import Tap
 from midstream.runtime.edits import Edit
-from midstream.runtime.ledger import Block, Ledger
+from midstream.runtime.ledger import Block, Ledger, Scores, Stored
 from midstream.runtime.programs import Edits, Tables
 from midstream.spec import ResolvedPlan
 from midstream.spec.range_algebra import overlay
@@ -61,6 +61,7 @@ class Segment:
     group: int
     kind: int  # what the ledger calls records of these taps
     scored: bool = False  # whether a score goes to the caller
+    codec: int = 0  # how its vectors leave
 
 
 @dataclass(slots=True)
@@ -74,6 +75,7 @@ class Request:
         blocks: what was captured; filled in when the request is taken.
         scores: what its probes read; likewise.
         problem: the first thing that went wrong, if any.
+        dropped: how many of its vectors found no room in the arena.
         prompt: what its prompt has grown to, where it came more than once: the inputs of a session,
             and what was generated between them.
         turns: how long that was each time that it came, but for the first.
@@ -85,9 +87,10 @@ class Request:
     slot: int
     segments: list[Segment]
     serial: int = 0
-    blocks: list[Block] = field(default_factory=list)
-    scores: list[Block] = field(default_factory=list)
+    blocks: list[Block[Stored]] = field(default_factory=list)
+    scores: list[Block[Scores]] = field(default_factory=list)
     problem: str = ""
+    dropped: int = 0
     prompt: list[int] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
     done: NDArray[np.uint16] = field(default_factory=lambda: np.zeros(0, np.uint16))
@@ -168,8 +171,16 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], captures: bool) -> list[_Pa
     return parts
 
 
-def acquire_segments(pieces: list[Piece], tables: Tables, ledger: Ledger) -> list[Segment]:
+def acquire_segments(
+    pieces: list[Piece], tables: Tables, ledger: Ledger[Any], codec: int = 0
+) -> list[Segment]:
     """The segments with their programs and groups; all or nothing.
+
+    Args:
+        pieces: what is asked for where.
+        tables: the rank's.
+        ledger: that of captured rows.
+        codec: the number of how they leave.
 
     Raises:
         SpecError: there is no room.
@@ -186,8 +197,11 @@ def acquire_segments(pieces: list[Piece], tables: Tables, ledger: Ledger) -> lis
             except SpecError:
                 tables.release_program(edits)
                 raise
-            kind = ledger.kind(taps)
-            segments.append(Segment(start, stop, edits, taps, program, group, kind, scored))
+            kind = ledger.kind(taps, codec)
+            encoded = codec if taps else 0
+            segments.append(
+                Segment(start, stop, edits, taps, program, group, kind, scored, encoded)
+            )
     except SpecError:
         release_segments(segments, tables)
         raise

@@ -1,60 +1,90 @@
 """What a worker holds for the front end to fetch: finished requests' rows and what was done.
 
 The data of one uid is one run of bytes: for each of its requests the states of its positions
-(uint16 each), then its blocks, then its scores. A block holds the rows of one set of taps,
-[positions, taps, hidden] in the model's dtype, scores are [positions, slots] float32, both in the
-order of the positions. The header says how to cut it.
+(uint16 each), then its blocks, then its scores. A block is of the rows of one set of taps,
+[positions, taps, bytes of a row], scores are [positions, slots] float32, both in the order of the
+positions. The header says how to cut it.
+
+Where the front end maps the arena, large blocks stay in it: in place of rows there is where they
+lie, int64 [runs, 3]: segment, offset in it, records. All such rows of a uid are one lease.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from torch import Tensor, uint8
 
+from midstream.codecs import Codec
 from midstream.errors import FetchError
 from midstream.runtime.buffers import Tap
+from midstream.runtime.ledger import Block, Ints, Stored
 from midstream.runtime.requests import Request
+from midstream.transport.arena import Arena
 
 INLINE_BYTES = 4 << 20
 INLINE_TOTAL = 32 << 20
+# Less than this is copied: a lease holds on to what lies beside it as well.
+LEASED_BYTES = 1 << 20
 
 
 class Outbox:
     """Owner of the data between `put` and `release`."""
 
-    def __init__(self, taps: list[Tap]) -> None:
+    def __init__(self, taps: list[Tap], arena: Arena, codec: Callable[[int], Codec]) -> None:
+        """Args:
+        taps: the rank's.
+        arena: where rows lie.
+        codec: what the number of a codec stands for.
+        """
         self._taps = taps
+        self._arena = arena
+        self._codec = codec
         self._data: dict[str, bytes] = {}
         self._inlined: set[str] = set()  # of the latest `inline`
 
-    def put(self, uid: str, requests: list[Request], with_rows: bool) -> dict[str, Any]:
-        """Takes in the finished requests of a uid; returns their header."""
+    def put(
+        self, uid: str, requests: list[Request], with_rows: bool, mapped: bool
+    ) -> dict[str, Any]:
+        """Takes in the finished requests of a uid; returns their header.
+
+        Args:
+            uid: theirs.
+            requests: with their blocks, whose rows are copied or leased here.
+            with_rows: whether this rank's rows are the ones that are wanted.
+            mapped: whether the front end maps the arena.
+        """
         parts: list[bytes] = []
         entries = []
+        every = [block for request in requests for block in request.blocks] if with_rows else []
+        lease = self._lease(every) if mapped else None
         for request in requests:
             blocks = []
             scores = []
             parts.append(request.done.tobytes())
             if with_rows:
                 for block in request.blocks:
-                    parts.append(_bytes(block.values))
+                    parts.append(
+                        _bytes(block.values) if lease is None else _places(block).tobytes()
+                    )
                     blocks.append(
                         {
                             "taps": [list(self._taps[tap]) for tap in block.taps],
+                            "codec": self._codec(block.codec).spec,
                             "runs": runs_of(block.positions),
                             "nbytes": len(parts[-1]),
                         }
                     )
-                for block in request.scores:
-                    parts.append(_bytes(block.values[:, 0, : request.plan.slots]))
-                    scores.append({"runs": runs_of(block.positions), "nbytes": len(parts[-1])})
+                for read in request.scores:
+                    parts.append(_bytes(read.values[:, 0, : request.plan.slots]))
+                    scores.append({"runs": runs_of(read.positions), "nbytes": len(parts[-1])})
             entries.append(
                 {
                     "id": request.id,
                     "problem": request.problem,
+                    "dropped": request.dropped,
                     "prompt": request.prompt,
                     "turns": request.turns,
                     "done": int(request.done.size),
@@ -63,7 +93,7 @@ class Outbox:
                 }
             )
         self._data[uid] = b"".join(parts)
-        return {"uid": uid, "requests": entries, "nbytes": len(self._data[uid])}
+        return {"uid": uid, "requests": entries, "nbytes": len(self._data[uid]), "lease": lease}
 
     def inline(self, uids: list[str]) -> list[bytes | None]:
         """The data of those uids that are small enough to come with the header; None: read it."""
@@ -98,12 +128,49 @@ class Outbox:
         self._data.pop(uid, None)
         self._inlined.discard(uid)
 
+    def _lease(self, blocks: list[Block[Stored]]) -> dict[str, Any] | None:
+        """Leaves the rows where they are, if they are many; what the reader maps them by."""
+        nbytes = sum(block.positions.size * len(block.taps) * _row_bytes(block) for block in blocks)
+        if nbytes < LEASED_BYTES:
+            return None
+        segments = sorted(
+            {
+                block.sources[nth].extent.segment
+                for block in blocks
+                for nth in np.unique(block.source).tolist()
+            }
+        )
+        number = self._arena.lease(segments)
+        if number is None:
+            return None
+        self._arena.use(segments)
+        places = self._arena.describe(segments)
+        return {
+            "number": number,
+            "nbytes": nbytes,
+            "segments": {str(segment): list(place) for segment, place in places.items()},
+        }
 
-def runs_of(positions: np.ndarray[Any, np.dtype[np.int64]]) -> list[list[int]]:
+
+def runs_of(positions: Ints) -> list[list[int]]:
     """Sorted positions as [first, length] runs."""
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
     return [[int(run[0]), int(run.size)] for run in np.split(positions, breaks) if run.size]
 
 
+def _places(block: Block[Stored]) -> Ints:
+    """int64 [runs, 3]: segment, offset in it, how many records."""
+    source, first, records = block.runs()
+    extents = [stored.extent for stored in block.sources]
+    segments = np.array([extent.segment for extent in extents], np.int64)
+    offsets = np.array([extent.offset for extent in extents], np.int64)
+    begins = offsets[source] + first * _row_bytes(block)
+    return np.column_stack((segments[source], begins, records))
+
+
+def _row_bytes(block: Block[Stored]) -> int:
+    return block.sources[int(block.source[0])].row_bytes
+
+
 def _bytes(values: Tensor) -> bytes:
-    return values.contiguous().view(torch.uint8).numpy().tobytes()
+    return values.contiguous().view(uint8).numpy().tobytes()

@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from midstream.codecs import Codec, Raw, parse_codec
 from midstream.errors import TapError
 from midstream.ops import layout
 from midstream.runtime.buffers import Buffers, Tap, code, upload
 from midstream.runtime.failures import Failure
-from midstream.runtime.ledger import Awaited, Block, Ledger, Scores
+from midstream.runtime.ledger import Awaited, Block, Ledger, Scores, Stored
 from midstream.runtime.planner import Planner, StepPlan
 from midstream.runtime.programs import Tables
 from midstream.runtime.requests import (
@@ -29,7 +31,8 @@ from midstream.runtime.requests import (
 )
 from midstream.runtime.stepview import StepView
 from midstream.spec import ResolvedPlan
-from midstream.transport.base import Copy, Shipment, Transport
+from midstream.transport.arena import Arena, Extent
+from midstream.transport.base import Copy, Parcel, Shipment, Transport
 
 _CACHED_PLANS = 256
 _LOGGER = logging.getLogger(__name__)
@@ -43,7 +46,7 @@ class _Armed:
     """A step whose forward is queued next.
 
     Attributes:
-        first: the ring's first row for its records.
+        first: the ring's first row for its records, from which the plan's count.
         positions: each row's position, on its way; None where the plan knows them.
     """
 
@@ -71,6 +74,7 @@ class Session:
         buffers: Buffers,
         taps: dict[Tap, int],
         transport: Transport,
+        arena: Arena,
         max_model_len: int,
         captures: bool,
     ) -> None:
@@ -78,18 +82,22 @@ class Session:
         buffers: the rank's.
         taps: the rank's taps and their indices.
         transport: owner of `buffers.ring`.
+        arena: where it brings the rows.
         max_model_len: most positions that a request can have.
         captures: whether this rank captures.
         """
         self._buffers = buffers
         self._taps = taps
         self._transport = transport
+        self._arena = arena
         self._captures = captures
         self._tables = Tables(buffers)
         self._planner = Planner(self._tables, max_model_len)
-        self._ledger = Ledger()
+        self._codecs: dict[str, int] = {Raw().spec: 0}
+        self._by_codec: list[Codec] = [Raw()]
+        self._ledger: Ledger[Stored] = Ledger()
         # Scores are kept like captured rows: a record is one row, as wide as there are slots.
-        self._scores = Ledger()
+        self._scores: Ledger[Scores] = Ledger()
         self._score_kind = self._scores.kind((0,))
         self._armed = _NO_TOKENS
         self._admitted = 0
@@ -129,7 +137,8 @@ class Session:
         resolved, segments = _NOTHING, [idle_segment()]
         try:
             resolved, pieces = self._parse(plan)
-            segments = acquire_segments(pieces, self._tables, self._ledger)
+            codec = self._codec(resolved.codec)
+            segments = acquire_segments(pieces, self._tables, self._ledger, codec)
         except Exception as error:  # whatever it is, it is this request's alone
             problem = f"{type(error).__name__}: {error}"
             _LOGGER.exception("midstream failed request %s", request_id)
@@ -170,10 +179,11 @@ class Session:
         self._leaving.append((self._steps, request))
         self._let_go()
 
-    def take(self, uids: list[str]) -> dict[str, list[Request]]:
+    @contextmanager
+    def taking(self, uids: list[str]) -> Iterator[dict[str, list[Request]]]:
         """The requests of those uids, finished or not, with their rows; they are forgotten here.
 
-        Waits for what is still under way.
+        Waits for what is still under way. What nobody has a use for afterwards is free again.
         """
         self._settle(wait=True)
         for uid in uids:
@@ -186,9 +196,17 @@ class Session:
         for request in requests:
             request.blocks = blocks[request.serial]
             request.scores = scores[request.serial]
-        return taken
+        try:
+            yield taken
+        finally:
+            self._ledger.free_spent()
+            self._scores.free_spent()
 
-    def peek(self, spans: Mapping[str, Span]) -> dict[str, tuple[Request, Block]]:
+    def codec(self, number: int) -> Codec:
+        """What a block's `codec` stands for."""
+        return self._by_codec[number]
+
+    def peek(self, spans: Mapping[str, Span]) -> dict[str, tuple[Request, Block[Scores]]]:
         """Scores of requests that go on, by uid; nothing is forgotten.
 
         Args:
@@ -226,10 +244,8 @@ class Session:
             self._disarm()
             return
         first = self._transport.reserve(plan.num_records)
-        records = plan.tokens[:, layout.RECORD]
-        records[records > 0] += first
         self._buffers.tally[: plan.tokens.shape[0]].zero_()
-        self._arm(plan.tokens)
+        self._arm(_shifted(plan.tokens, first))
         if plan.by_id:
             ids = view.token_ids()
             self._buffers.ids[: ids.shape[0]].copy_(ids)
@@ -247,14 +263,20 @@ class Session:
         plan, first = current.plan, current.first
         rows = plan.tokens.shape[0]
         scored = rows if plan.scored else 0
+        parcels = self._parcels(plan, first)
         shipment = self._transport.ship(
-            first, plan.num_records, self._buffers.tally[:rows], self._buffers.scores[:scored]
+            [parcel for _, parcel in parcels],
+            self._buffers.tally[:rows],
+            self._buffers.scores[:scored],
         )
         if plan.num_records:
             # Whatever runs before the next step must not write where rows are on their way.
             self._disarm()
         self._in_flight.append(_Step(self._steps, current, shipment))
-        self._keep_rows(current, shipment)
+        for (codec, parcel), extent in zip(parcels, shipment.extents, strict=True):
+            self._keep_rows(current, codec, parcel, extent, shipment)
+        if plan.scored:
+            self._keep_scores(current, shipment)
         if not self._checked:
             self._check_first(plan, shipment)
         self._settle(wait=False)
@@ -292,28 +314,63 @@ class Session:
             column.copy_(positions)
         return self._transport.copy(positions)
 
-    def _keep_rows(self, armed: _Armed, shipment: Shipment) -> None:
-        plan, pieces = armed.plan, armed.plan.pieces
-        if plan.num_records:
-            mine = pieces.width > 0
-            self._ledger.note(
-                shipment,
-                self._planner.serials(pieces.slot[mine]),
-                _positions(armed, mine),
-                pieces.length[mine],
-                pieces.record[mine],
-                pieces.kind[mine],
-            )
-        if plan.scored:
-            mine = pieces.scored > 0
-            self._scores.note(
-                Scores(shipment),
-                self._planner.serials(pieces.slot[mine]),
-                _positions(armed, mine),
-                pieces.length[mine],
-                pieces.row[mine],
-                np.full(int(mine.sum()), self._score_kind),
-            )
+    def _codec(self, spec: str) -> int:
+        """The number of a codec."""
+        number = self._codecs.get(spec)
+        if number is None:
+            self._by_codec.append(parse_codec(spec))
+            number = self._codecs[spec] = len(self._by_codec) - 1
+        return number
+
+    def _parcels(self, plan: StepPlan, first: int) -> list[tuple[int, Parcel]]:
+        """The step's rows of the ring by codec, in the order in which they lie there."""
+        if not plan.num_records:
+            return []
+        pieces = plan.pieces
+        rows = pieces.length * pieces.width
+        found = []
+        for codec in np.unique(pieces.codec[rows > 0]).tolist():
+            count = int(rows[pieces.codec == codec].sum())
+            found.append((codec, Parcel(first, count, self._by_codec[codec])))
+            first += count
+        return found
+
+    def _keep_rows(
+        self, armed: _Armed, codec: int, parcel: Parcel, extent: Extent | None, shipment: Shipment
+    ) -> None:
+        pieces = armed.plan.pieces
+        mine = (pieces.width > 0) & (pieces.codec == codec)
+        if extent is None:
+            for slot, lost in zip(
+                pieces.slot[mine].tolist(),
+                (pieces.length * pieces.width)[mine].tolist(),
+                strict=True,
+            ):
+                request = self._planner.by_slot(slot)
+                assert request is not None
+                request.dropped += lost
+            return
+        row_bytes = parcel.codec.row_bytes(self._buffers.ring.shape[1], self._buffers.ring.dtype)
+        self._ledger.note(
+            Stored(shipment, extent, row_bytes, self._arena),
+            self._planner.serials(pieces.slot[mine]),
+            _positions(armed, mine),
+            pieces.length[mine],
+            pieces.record[mine] - (parcel.first - armed.first),
+            pieces.kind[mine],
+        )
+
+    def _keep_scores(self, armed: _Armed, shipment: Shipment) -> None:
+        pieces = armed.plan.pieces
+        mine = pieces.scored > 0
+        self._scores.note(
+            Scores(shipment),
+            self._planner.serials(pieces.slot[mine]),
+            _positions(armed, mine),
+            pieces.length[mine],
+            pieces.row[mine],
+            np.full(int(mine.sum()), self._score_kind),
+        )
 
     def _settle(self, wait: bool) -> None:
         while self._in_flight and (wait or self._in_flight[0].shipment.ready()):
@@ -403,6 +460,16 @@ class Session:
 
 
 _NO_TOKENS = np.zeros((0, layout.TOKEN_COLUMNS), np.int32)
+
+
+def _shifted(tokens: NDArray[np.int32], first: int) -> NDArray[np.int32]:
+    """With records that begin at a row of the ring."""
+    if not first:
+        return tokens
+    shifted: NDArray[np.int32] = tokens.copy()
+    records = shifted[:, layout.RECORD]
+    records[records > 0] += first
+    return shifted
 
 
 def _positions(armed: _Armed, mine: NDArray[np.bool_]) -> NDArray[np.int64] | Awaited:

@@ -20,7 +20,9 @@ from midstream.runtime.results import Outbox
 from midstream.runtime.session import Session
 from midstream.runtime.settings import check_settings
 from midstream.runtime.taps import tap_layer
+from midstream.transport.arena import Arena
 from midstream.transport.host import host_transport
+from midstream.transport.room import arena_settings
 
 RPC = "midstream_rpc"
 _CPU_STAGING_BYTES = 2 << 30
@@ -61,6 +63,7 @@ class _Endpoint:
         self._taps = _choose_taps(self._decoder, config)
         self._buffers = _allocate(self._taps, runner, vllm_config, config)
         self._room, self._edits_per_site = _room(config), config.edits_per_site
+        self._default_codec = config.codec
         for layer in self._decoder.layers:
             tap_layer(layer, self._taps, self._buffers)
         check_drafter(runner)
@@ -68,14 +71,17 @@ class _Endpoint:
         # The residual stream is the same on all ranks of a tensor-parallel group: one captures.
         captures = self._tensor_rank == 0
         self._max_tokens = self._buffers.tokens.shape[0]
+        device = self._buffers.ring.device.type
+        self._arena = Arena(arena_settings(config, parallel.world_size), device == "cuda")
         self._session = Session(
             self._buffers,
             self._taps,
-            host_transport(self._buffers.ring),
+            host_transport(self._buffers.ring, self._arena),
+            self._arena,
             vllm_config.model_config.max_model_len,
             captures,
         )
-        self._outbox = Outbox(list(self._taps))
+        self._outbox = Outbox(list(self._taps), self._arena, self._session.codec)
         hooks = Hooks(self._session, _ahead(vllm_config))
         is_v2 = seams.is_v2_runner(runner)
         seams.check_runner(runner, is_v2)
@@ -91,7 +97,7 @@ class _Endpoint:
         if op == "describe":
             return {"json": json.dumps(self._describe())}
         if op == "collect":
-            return self._collect(json.loads(argument))
+            return self._collect(*json.loads(argument))
         if op == "peek":
             return peeks.pack(self._session.peek(peeks.read(argument)))
         if op == "read":
@@ -99,13 +105,14 @@ class _Endpoint:
             return {"data": self._outbox.read(uid, offset, size)}
         if op == "release":
             uids = json.loads(argument)
-            self._session.take(uids)
+            with self._session.taking(uids):
+                pass
             for uid in uids:
                 self._outbox.release(uid)
             return {}
         if op == "check_integrity":
             self._session.check_integrity()
-            return {}
+            return {"arena": self._arena.used}
         raise ValueError(f"midstream's workers have no operation {op!r}")
 
     def _describe(self) -> dict[str, Any]:
@@ -124,17 +131,30 @@ class _Endpoint:
             "room": asdict(self._room),
             "edits_per_site": self._edits_per_site,
             "runner": self._runner_name,
+            "codec": self._default_codec,
+            "arena": self._arena.leases.address,
+            "arena_bytes": self._arena.budget,
             "device": str(self._buffers.ring.device.type),
         }
 
-    def _collect(self, uids: list[str]) -> dict[str, Any]:
-        """Takes the requests of these uids out of the session; their data waits in the outbox."""
-        taken = self._session.take(uids)
-        headers = [
-            self._outbox.put(uid, requests, self._tensor_rank == 0)
-            for uid, requests in taken.items()
-        ]
-        return {"json": json.dumps(headers), "inline": self._outbox.inline(uids)}
+    def _collect(self, uids: list[str], mapped: list[list[int]]) -> dict[str, Any]:
+        """Takes the requests of these uids out of the session; their data waits in the outbox.
+
+        Args:
+            uids: theirs.
+            mapped: the places of the workers whose arena the front end maps.
+        """
+        place = [self._stage, self._tensor_rank]
+        with self._session.taking(uids) as taken:
+            headers = [
+                self._outbox.put(uid, requests, self._tensor_rank == 0, place in mapped)
+                for uid, requests in taken.items()
+            ]
+        return {
+            "json": json.dumps(headers),
+            "inline": self._outbox.inline(uids),
+            "retired": self._arena.take_retired(),
+        }
 
 
 def _ahead(vllm_config: Any) -> int:

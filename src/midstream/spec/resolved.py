@@ -102,10 +102,13 @@ class ResolvedCapture:
     Attributes:
         taps: in the order in which a forward pass reaches them.
         where: at which positions.
+        source: which of the plan's captures it comes from; negative: of those of every request,
+            the last of which is −1.
     """
 
     taps: tuple[Tap, ...]
     where: Where
+    source: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +123,14 @@ class ResolvedPlan:
         edits: edits of one token at one tap apply in this order.
         captures: where two overlap, a row is captured once.
         probes: each sees the vector after the edits at its tap.
+        codec: how captured vectors leave the device.
     """
 
     prompt_len: int
     edits: tuple[ResolvedEdit, ...]
     captures: tuple[ResolvedCapture, ...]
     probes: tuple[ResolvedProbe, ...] = ()
+    codec: str = "raw"
 
     def expected_rows(self, length: int, tokens: Sequence[int]) -> dict[Tap, int]:
         """How many rows each tap's capture has, for every tap that a capture names."""

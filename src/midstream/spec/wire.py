@@ -60,6 +60,7 @@ def to_bytes(plan: ResolvedPlan) -> bytes:
     ]
     header = {
         "prompt_len": plan.prompt_len,
+        "codec": plan.codec,
         "vectors": [vector.size for vector in vectors],
         "steps": packed,
         "edits": [
@@ -73,7 +74,8 @@ def to_bytes(plan: ResolvedPlan) -> bytes:
             for edit in plan.edits
         ],
         "captures": [
-            {"taps": capture.taps, "where": _pack_where(capture.where)} for capture in plan.captures
+            {"taps": capture.taps, "where": _pack_where(capture.where), "source": capture.source}
+            for capture in plan.captures
         ],
         "probes": [
             {
@@ -107,7 +109,7 @@ def from_bytes(data: bytes) -> ResolvedPlan:
     text = data[_START.size : _START.size + length]
     if len(text) < length:
         raise SpecError("", f"the header is cut off: {len(text)} of {length} bytes")
-    names = ("prompt_len", "vectors", "steps", "edits", "captures", "probes")
+    names = ("prompt_len", "codec", "vectors", "steps", "edits", "captures", "probes")
     header = read_fields(read_json(text), names)
     with at("prompt_len"):
         prompt_len = _natural(header["prompt_len"], at_least=1)
@@ -126,7 +128,9 @@ def from_bytes(data: bytes) -> ResolvedPlan:
     for index, value in enumerate(_list("probes", header["probes"])):
         with at(f"probes[{index}]"):
             probes.append(_read_probe(value, steps))
-    plan = ResolvedPlan(prompt_len, tuple(edits), tuple(captures), tuple(probes))
+    if not isinstance(header["codec"], str):
+        raise SpecError("codec", f"expected `str`, got {kind(header['codec'])}")
+    plan = ResolvedPlan(prompt_len, tuple(edits), tuple(captures), tuple(probes), header["codec"])
     if to_bytes(plan) != data:
         raise SpecError("", "the plan is not in the form in which plans are written")
     return plan
@@ -249,10 +253,12 @@ def _choose_steps(value: object, steps: list[Steps]) -> Steps:
 
 
 def _read_capture(value: object) -> ResolvedCapture:
-    given = read_fields(value, ("taps", "where"))
+    given = read_fields(value, ("taps", "where", "source"))
     taps = tuple(_read_taps(given["taps"]))
+    with at("source"):
+        source = read_int(given["source"])
     with at("where"):
-        return ResolvedCapture(taps, _read_where(given["where"]))
+        return ResolvedCapture(taps, _read_where(given["where"]), source)
 
 
 def _read_where(value: object) -> Where:

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from midstream.codecs import Codec
+from midstream.transport.arena import Extent
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Consecutive rows of the ring, all of one codec."""
+
+    first: int
+    num_rows: int
+    codec: Codec
+
 
 class Shipment(Protocol):
-    """Rows of one step on their way to host memory."""
+    """What came of one step, on its way to host memory."""
 
-    def ready(self) -> bool:
-        """Whether `rows` and `tally` would not wait."""
+    @property
+    def extents(self) -> tuple[Extent | None, ...]:
+        """Where each parcel's rows come, encoded, one after the other; None: they were dropped."""
         ...
 
-    def rows(self) -> Tensor:
-        """[rows, H] on the host, in the order of the step's records. Waits until they are there."""
+    def ready(self) -> bool:
+        """Whether all of it is there."""
+        ...
+
+    def wait(self) -> None:
+        """Waits until all of it is there."""
         ...
 
     def tally(self) -> Tensor:
-        """int32 [tokens, 4] on the host: what the device did, see `midstream.ops.layout`."""
+        """int32 [tokens, 4] on the host: what the device did, see `midstream.ops.layout`. Waits."""
         ...
 
     def scores(self) -> Tensor:
@@ -56,10 +74,12 @@ class Transport(Protocol):
         """
         ...
 
-    def ship(self, first: int, num_rows: int, tally: Tensor, scores: Tensor) -> Shipment:
-        """Sends the ring's rows [first, first + num_rows), the step's tally and its scores on
-        their way.
+    def ship(self, parcels: list[Parcel], tally: Tensor, scores: Tensor) -> Shipment:
+        """Sends rows of the ring, the step's tally and its scores on their way.
 
-        Called after the forward was queued; returns at once.
+        Called after the forward was queued; returns at once. The rows' extents have one user.
+
+        Raises:
+            OSError: there is no room on the disk for what is beyond the arena.
         """
         ...

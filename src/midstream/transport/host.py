@@ -1,4 +1,4 @@
-"""From the staging ring to host memory: a copy stream on CUDA, a plain copy on the CPU."""
+"""From the staging ring to the arena: a copy stream on CUDA, a plain copy on the CPU."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from midstream.transport.base import Copy, Shipment, Transport
+from midstream.transport.arena import Arena, Extent
+from midstream.transport.base import Copy, Parcel, Shipment, Transport
 
 
-def host_transport(ring: Tensor) -> Transport:
+def host_transport(ring: Tensor, arena: Arena) -> Transport:
     """The transport that fits the ring's device."""
-    return CudaTransport(ring) if ring.is_cuda else CpuTransport(ring)
+    return CudaTransport(ring, arena) if ring.is_cuda else CpuTransport(ring, arena)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +29,17 @@ class CpuCopy:
 
 @dataclass(frozen=True, slots=True)
 class CpuShipment:
-    """Rows that were copied when they were shipped."""
+    """What was copied when it was shipped."""
 
-    copied_rows: Tensor
+    extents: tuple[Extent | None, ...]
     copied_tally: Tensor
     copied_scores: Tensor
 
     def ready(self) -> bool:
         return True
 
-    def rows(self) -> Tensor:
-        return self.copied_rows
+    def wait(self) -> None:
+        pass
 
     def tally(self) -> Tensor:
         return self.copied_tally
@@ -50,8 +51,9 @@ class CpuShipment:
 class CpuTransport:
     """The forward has run when `ship` is called, so the ring is free again when it returns."""
 
-    def __init__(self, ring: Tensor) -> None:
+    def __init__(self, ring: Tensor, arena: Arena) -> None:
         self._ring = ring
+        self._arena = arena
 
     @property
     def capacity(self) -> int:
@@ -64,9 +66,12 @@ class CpuTransport:
     def copy(self, values: Tensor) -> Copy:
         return CpuCopy(values.clone())
 
-    def ship(self, first: int, num_rows: int, tally: Tensor, scores: Tensor) -> Shipment:
-        rows = self._ring[first : first + num_rows].clone()
-        return CpuShipment(rows, tally.clone(), scores.clone())
+    def ship(self, parcels: list[Parcel], tally: Tensor, scores: Tensor) -> Shipment:
+        extents = tuple(_room(self._arena, self._ring, parcel) for parcel in parcels)
+        for parcel, extent in zip(parcels, extents, strict=True):
+            if extent is not None:
+                _send(self._ring, parcel, extent)
+        return CpuShipment(extents, tally.clone(), scores.clone())
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +88,9 @@ class CudaCopy:
 
 @dataclass(frozen=True, slots=True)
 class CudaShipment:
-    """Rows under way on the copy stream."""
+    """What is under way on the copy stream."""
 
-    pinned_rows: Tensor
+    extents: tuple[Extent | None, ...]
     pinned_tally: Tensor
     pinned_scores: Tensor
     arrived: torch.cuda.Event
@@ -93,9 +98,8 @@ class CudaShipment:
     def ready(self) -> bool:
         return bool(self.arrived.query())
 
-    def rows(self) -> Tensor:
+    def wait(self) -> None:
         self.arrived.synchronize()
-        return self.pinned_rows
 
     def tally(self) -> Tensor:
         self.arrived.synchronize()
@@ -114,10 +118,11 @@ class _InFlight:
 
 
 class CudaTransport:
-    """One contiguous copy a step, beside the model's own work, into pinned memory."""
+    """One contiguous copy a step and codec, beside the model's own work, into pinned memory."""
 
-    def __init__(self, ring: Tensor) -> None:
+    def __init__(self, ring: Tensor, arena: Arena) -> None:
         self._ring = ring
+        self._arena = arena
         self._stream = torch.cuda.Stream(ring.device)
         self._in_flight: deque[_InFlight] = deque()
         self._next = 0
@@ -148,24 +153,41 @@ class CudaTransport:
         arrived.record(torch.cuda.current_stream(self._ring.device))
         return CudaCopy(pinned, arrived)
 
-    def ship(self, first: int, num_rows: int, tally: Tensor, scores: Tensor) -> Shipment:
-        rows = self._ring[first : first + num_rows]
-        pinned_rows, pinned_tally, pinned_scores = map(_pinned, (rows, tally, scores))
+    def ship(self, parcels: list[Parcel], tally: Tensor, scores: Tensor) -> Shipment:
+        pinned_tally, pinned_scores = _pinned(tally), _pinned(scores)
         # These are small and overwritten by the next step: they go on the model's own stream.
         pinned_tally.copy_(tally, non_blocking=True)
         if scores.numel():
             pinned_scores.copy_(scores, non_blocking=True)
+        extents = tuple(_room(self._arena, self._ring, parcel) for parcel in parcels)
         current = torch.cuda.current_stream(self._ring.device)
         arrived = torch.cuda.Event()
-        if num_rows:
+        if any(extent is not None for extent in extents):
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
-                pinned_rows.copy_(rows, non_blocking=True)
+                for parcel, extent in zip(parcels, extents, strict=True):
+                    if extent is not None:
+                        _send(self._ring, parcel, extent)
                 arrived.record(self._stream)
-            self._in_flight.append(_InFlight(first, first + num_rows, arrived))
+            first = min(parcel.first for parcel in parcels)
+            stop = max(parcel.first + parcel.num_rows for parcel in parcels)
+            self._in_flight.append(_InFlight(first, stop, arrived))
         else:
             arrived.record(current)
-        return CudaShipment(pinned_rows, pinned_tally, pinned_scores, arrived)
+        return CudaShipment(extents, pinned_tally, pinned_scores, arrived)
+
+
+def _room(arena: Arena, ring: Tensor, parcel: Parcel) -> Extent | None:
+    width = parcel.codec.row_bytes(ring.shape[1], ring.dtype)
+    return arena.take(parcel.num_rows * width)
+
+
+def _send(ring: Tensor, parcel: Parcel, extent: Extent) -> None:
+    """Queues the encoding and the copy on the current stream."""
+    rows = ring[parcel.first : parcel.first + parcel.num_rows]
+    encoded = parcel.codec.encode(rows)
+    # Into a file the copy waits: pages that the kernel may write out cannot be pinned.
+    extent.memory.view(encoded.shape).copy_(encoded, non_blocking=extent.pinned)
 
 
 def _pinned(like: Tensor) -> Tensor:

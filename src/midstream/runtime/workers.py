@@ -1,0 +1,76 @@
+"""The workers of an engine, as its front end sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from midstream.transport.mapping import Address, MappedArena
+
+# A lease holds on to whole segments. Where little of them is its own, or much is held already, the
+# rows are copied, so that others have room.
+_LEAST_SHARE = 0.25
+_MOST_HELD = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """Rows of a worker's arena.
+
+    Attributes:
+        segments: the memory of each segment that they lie in.
+        keep: whether they may stay there; otherwise they are to be copied.
+    """
+
+    segments: dict[int, Tensor]
+    keep: bool
+
+
+class Worker:
+    """One worker.
+
+    Attributes:
+        description: what it said of itself.
+        place: its pipeline stage, and its rank in the tensor-parallel group.
+    """
+
+    def __init__(self, description: dict[str, Any]) -> None:
+        self.description = description
+        self.place = [description["stage"], description["tensor_rank"]]
+        self._arena: MappedArena | None = None
+        try:
+            self._arena = MappedArena(Address(**description["arena"]))
+        except OSError:
+            # It is on another machine, or another user's: rows are sent.
+            self._arena = None
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether its memory can be reached from here."""
+        return self._arena is not None
+
+    def see(self, headers: Iterable[Mapping[str, Any]], retired: Iterable[int]) -> None:
+        """Maps what an answer speaks of, and lets go of segments that are gone."""
+        if self._arena is not None:
+            leases = [header["lease"] for header in headers if header["lease"] is not None]
+            segments = {
+                int(number): (fd, nbytes)
+                for lease in leases
+                for number, (fd, nbytes) in lease["segments"].items()
+            }
+            self._arena.update(segments, retired)
+
+    def leased(self, lease: Mapping[str, Any] | None) -> Leased | None:
+        """What was left to this reader; None: the rows were sent."""
+        if lease is None or self._arena is None:
+            return None
+        around = sum(size for _, size in lease["segments"].values())
+        room = _MOST_HELD * self.description["arena_bytes"]
+        keep = (
+            lease["nbytes"] >= _LEAST_SHARE * around and self._arena.held + lease["nbytes"] <= room
+        )
+        segments = self._arena.lease(lease["number"], lease["nbytes"], map(int, lease["segments"]))
+        return Leased(segments, keep)

@@ -1,0 +1,72 @@
+"""Captured rows in an arena, as a ledger hands them out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from midstream.codecs import Raw
+from midstream.runtime.ledger import Block, Scores, Stored
+from midstream.runtime.results import Outbox
+from midstream.runtime.workers import Worker
+from midstream.transport.arena import Arena, ArenaSettings
+from midstream.transport.host import CpuShipment
+
+TALLY = torch.zeros(0, 4, dtype=torch.int32)
+NO_SCORES = torch.zeros(0, 3)
+
+
+def make_arena(budget: int = 1 << 30, overflow: str = "block", folder: str = "/tmp") -> Arena:
+    return Arena(ArenaSettings(budget, overflow, Path(folder)), pin=False)
+
+
+def stored(values: Tensor, arena: Arena | None = None) -> Stored:
+    """[rows, width] of any dtype, in an arena."""
+    arena = arena or make_arena()
+    encoded = Raw().encode(values)
+    extent = arena.take(encoded.numel())
+    assert extent is not None
+    extent.memory.view(encoded.shape).copy_(encoded)
+    shipment = CpuShipment((extent,), TALLY, NO_SCORES)
+    return Stored(shipment, extent, encoded.shape[1], arena)
+
+
+def rows_block(
+    taps: tuple[int, ...], positions: Sequence[int], values: Tensor, arena: Arena | None = None
+) -> Block[Stored]:
+    """A block of [positions, taps, width], in one piece."""
+    source = stored(values.reshape(-1, values.shape[-1]), arena)
+    return _block(taps, positions, source)
+
+
+def scores_block(positions: Sequence[int], values: Tensor) -> Block[Scores]:
+    """A block of scores, [positions, slots]."""
+    source = Scores(CpuShipment((), TALLY, values))
+    return _block((0,), positions, source)
+
+
+def unmapped(stage: int = 0, tensor_rank: int = 0) -> Worker:
+    """A worker whose memory cannot be reached."""
+    arena = {"pid": 0, "fd": 0, "token": ""}
+    return Worker({"stage": stage, "tensor_rank": tensor_rank, "arena": arena})
+
+
+def outbox_of(taps) -> Outbox:
+    """An outbox of raw rows."""
+    return Outbox(taps, make_arena(), lambda _: Raw())
+
+
+def _block(taps, positions, source):
+    count = len(positions)
+    return Block(
+        taps,
+        0,
+        np.array(positions),
+        [source],
+        np.zeros(count, np.int64),
+        np.arange(count) * len(taps),
+    )
