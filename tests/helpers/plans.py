@@ -99,7 +99,10 @@ def plan_of(edits=(), captures=(), probes=(), prompt_len: int = 8) -> ResolvedPl
     return ResolvedPlan(
         prompt_len,
         tuple(found),
-        tuple(ResolvedCapture(tuple(taps), where_of(where)) for taps, where in captures),
+        tuple(
+            ResolvedCapture(tuple(taps), where_of(where), nth)
+            for nth, (taps, where) in enumerate(captures)
+        ),
         tuple(
             ResolvedProbe(name, *tap, Steps(probe(slot=slot)), where_of(where))
             for slot, (name, tap, where) in enumerate(probes)
@@ -169,8 +172,9 @@ def random_plan(draw: random.Random, length: int, taps=tuple(TAPS)) -> ResolvedP
         ResolvedCapture(
             tuple(sorted(draw.sample(taps, draw.randint(1, min(3, len(taps)))), key=taps.index)),
             random_where(draw, length, prompt_len, last=True),
+            nth,
         )
-        for _ in range(draw.randint(0, 2))
+        for nth in range(draw.randint(0, 2))
     )
     if not (edits or captures or probes):
         return None

@@ -28,10 +28,18 @@ V = [1.0, 0.0, 0.0, 0.0]
 
 
 def _resolve(
-    capture=None, edits=None, probes=None, *, shape=SHAPE, prompt=10, max_tokens=5, before=()
+    capture=None,
+    edits=None,
+    probes=None,
+    *,
+    shape=SHAPE,
+    prompt=10,
+    max_tokens=5,
+    before=(),
+    also=(),
 ):
     prompt = Prompt(prompt) if isinstance(prompt, int) else prompt
-    return resolve(Plan.make(capture, edits, probes), shape, prompt, max_tokens, before)
+    return resolve(Plan.make(capture, edits, probes), shape, prompt, max_tokens, before, also)
 
 
 def test_taps_are_in_the_order_of_the_forward_pass():
@@ -42,6 +50,25 @@ def test_taps_are_in_the_order_of_the_forward_pass():
         ("resid_pre", 29),
         ("resid_post", 29),
     )
+
+
+def test_captures_of_every_request_come_after_its_own_and_count_from_their_end():
+    plan = _resolve([Capture(1), Capture(2)], also=(Capture(3, sink="log"), Capture(4)))
+    assert [(one.taps[0][1], one.source) for one in plan.captures] == [
+        (1, 0), (2, 1), (3, -2), (4, -1),
+    ]  # fmt: skip
+    alone = _resolve(also=(Capture(3),))
+    assert [one.source for one in alone.captures] == [-1]
+
+
+def test_a_capture_of_every_request_that_selects_nothing_here_is_left_out():
+    generated = Capture(3, positions="generated")
+    plan = _resolve(Capture(1), also=(generated, Capture(4)), max_tokens=1)
+    assert [one.source for one in plan.captures] == [0, -1]
+    assert _resolve(also=(generated,), max_tokens=1).captures == ()
+    with pytest.raises(SpecError, match="out of range") as caught:
+        _resolve(also=(Capture(30), Capture(3)))
+    assert caught.value.path == "sinks[-2].layers"
 
 
 def test_negative_layers_count_from_the_last():

@@ -51,6 +51,7 @@ def _golden():
 EVERYWHERE = [[[0, None]], [], None]
 HEADER = {
     "prompt_len": 10,
+    "codec": "raw",
     "vectors": [3, 3],
     "steps": [
         [[0, -1, [0], [1.0, 0.0, 0.0, 0.0], 8, -1, 0]],
@@ -68,7 +69,7 @@ HEADER = {
             "source": 2,
         },
     ],
-    "captures": [{"taps": [["resid_post", 3]], "where": [[[0, 1]], [], 9]}],
+    "captures": [{"taps": [["resid_post", 3]], "where": [[[0, 1]], [], 9], "source": 0}],
     "probes": [
         {
             "name": "p",
@@ -274,6 +275,7 @@ MATCH = ["probes", 0, "where", 1, 0]
         (["captures", 0, "taps", 0], "ab", r"captures\[0\].taps\[0\]: expected a list"),
         (["captures", 0, "taps", 0], ["resid_post"], r"taps\[0\]: expected 2 items, got 1"),
         (["captures", 0, "where"], [[], [], None], r"captures\[0\].where: nothing is selected"),
+        (["captures", 0, "source"], "0", r"captures\[0\].source: expected `int`, got `str`"),
         (["captures", 0, "where", 2], 9.0, r"captures\[0\].where: expected `int`"),
         (["probes", 0, "name"], None, r"probes\[0\].name: expected `str`, got `None`"),
         (["probes", 0, "steps"], 0, r"probes\[0\].steps: expected one PROBE"),

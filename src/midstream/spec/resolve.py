@@ -35,6 +35,7 @@ def resolve(
     prompt: Prompt,
     max_tokens: int | None,
     before: tuple[Edit, ...] = (),
+    also: tuple[Capture, ...] = (),
 ) -> ResolvedPlan:
     """What the plan asks for, of this model, for this prompt.
 
@@ -45,12 +46,13 @@ def resolve(
         max_tokens: most tokens that may be generated, at least 1; None: unknown.
         before: edits of every request, which come before its own. One of them that selects
             nothing here is left out: it was not this request that asked.
+        also: captures of every request, which come after its own; left out likewise.
 
     Raises:
         SpecError: the model has no such layer, a site is not tapped, a vector is not as wide as
             the model, or nothing is selected. The path is that in `plan.to_dict()`.
     """
-    return _Resolver(shape, prompt, max_tokens).resolve(plan or NOTHING, before)
+    return _Resolver(shape, prompt, max_tokens).resolve(plan or NOTHING, before, also)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +87,16 @@ class _Resolver:
         # What gates read: several gates on the same score share its slot.
         self._gated: dict[tuple[Tap, Instruction, Where], int] = {}
 
-    def resolve(self, plan: Plan | Nothing, before: tuple[Edit, ...]) -> ResolvedPlan:
+    def resolve(
+        self, plan: Plan | Nothing, before: tuple[Edit, ...], also: tuple[Capture, ...]
+    ) -> ResolvedPlan:
         captures = []
         for index, capture in enumerate(plan.captures):
             with at(f"capture[{index}]"):
-                taps = find_taps(capture.layers, capture.sites, self._shape, "layers", "sites")
-                captures.append(ResolvedCapture(taps, self._select(capture.positions)))
+                captures.append(self._resolve_capture(capture, index))
+        for index, capture in enumerate(also, -len(also)):
+            with at(f"sinks[{index}]"), suppress(NothingSelectedError):
+                captures.append(self._resolve_capture(capture, index))
         for index, probe in enumerate(plan.probes):
             with at(f"probes[{index}]"):
                 self._probes.append(self._resolve_probe(probe))
@@ -119,6 +125,10 @@ class _Resolver:
             )
         self._room -= where.num_ranges
         return where
+
+    def _resolve_capture(self, capture: Capture, source: int) -> ResolvedCapture:
+        taps = find_taps(capture.layers, capture.sites, self._shape, "layers", "sites")
+        return ResolvedCapture(taps, self._select(capture.positions), source)
 
     def _resolve_probe(self, probe: Probe) -> ResolvedProbe:
         (tap,) = find_taps(probe.layers, probe.sites, self._shape, "layer", "site")
