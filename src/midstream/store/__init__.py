@@ -4,6 +4,7 @@ A store is a directory of shards, each of them a safetensors file that has the r
 requests, their index and their metadata; `docs/store-format.md` has the format. Needs no vLLM.
 """
 
+from midstream.store.dataset import RowDataset
 from midstream.store.entry import Entry, Header, TapRows
 from midstream.store.selection import Batch, Selection
 from midstream.store.store import Store, StoredRequest, open_store
@@ -13,6 +14,7 @@ __all__ = [
     "Batch",
     "Entry",
     "Header",
+    "RowDataset",
     "Selection",
     "Store",
     "StoredRequest",
