@@ -62,6 +62,11 @@ class Selection:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Where the rows are, in their order."""
+        return tuple(self._segments)
+
     def __repr__(self) -> str:
         if not len(self):
             return "Selection(no rows)"

@@ -1,0 +1,173 @@
+"""Rows of a store as npz files, one for each site and layer of a request: NumPy reads them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from midstream.activations import Activations
+from midstream.errors import StoreError
+from midstream.rows import Rows
+from midstream.sinks.arrays import arrays_of, described
+from midstream.sinks.files import FORMAT, MANIFEST, VERSION
+from midstream.spec.fields import show
+from midstream.store import Selection
+from midstream.store.entry import Tap
+from midstream.store.shard import Shard
+
+_LONGEST_NAME = 200
+_CUT = 180  # of a longer one, before its digest: 245 in all
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of one tap of a request: which rows of which group of its shard."""
+
+    tap: Tap
+    group: int
+    rows: NDArray[np.int64]
+
+
+def export_npz(selection: Selection, folder: str | os.PathLike[str]) -> list[Path]:
+    """Writes `folder/tag/request/resid_post.12.npz` and so on, with a `manifest.json` beside them.
+
+    The files are those of the sink `npz`: `positions`, `token_ids`, and `rows` or, of a codec that
+    reduces them, what it wrote; see `midstream.sinks.arrays.arrays_of`. The manifest has shapes,
+    dtypes, paths, the codec and the range of its scales, and the request's metadata. Of a request
+    with several completions, or another than the first, `folder/tag/request/1` is the second's.
+    A request's folder appears by a rename, with all that is in it. What of a name cannot be a
+    folder's is written as in URLs: `a/b` is `a%2Fb`.
+
+    Args:
+        selection: the rows.
+        folder: made if it is missing.
+
+    Returns:
+        The folder of each completion.
+
+    Raises:
+        StoreError: one of them is there already, or was stored twice; rows are damaged.
+        OSError: a file cannot be written.
+    """
+    requests = _by_request(selection)
+    several = _with_several([(shard, request) for shard, request, _ in requests])
+    places = [_place(Path(folder), shard, request, several) for shard, request, _ in requests]
+    for place, (shard, request, _) in zip(places, requests, strict=True):
+        name = show(shard.lines[request].request)
+        if os.path.lexists(place):
+            raise StoreError(f"request {name}: {place} is there already")
+        if places.count(place) > 1:
+            raise StoreError(f"request {name}: it was stored more than once; see `prune`")
+    for place, (shard, request, parts) in zip(places, requests, strict=True):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = place.parent / f".{uuid.uuid4().hex}.part"
+        unfinished.mkdir()
+        try:
+            _fill(unfinished, shard, request, parts)
+            unfinished.rename(place)
+        except BaseException:
+            shutil.rmtree(unfinished)
+            raise
+    return places
+
+
+def _by_request(selection: Selection) -> list[tuple[Shard, int, list[_Part]]]:
+    """The completions of a selection, in the order of their shards, and which rows they have."""
+    found: dict[tuple[str, int], tuple[Shard, int, list[_Part]]] = {}
+    for segment in selection.segments:
+        owners, bounds = segment.shard.owners(segment.group)
+        runs = np.searchsorted(bounds, segment.rows, side="right") - 1
+        cuts = np.flatnonzero(np.diff(runs)) + 1
+        for rows in np.split(segment.rows, cuts):
+            request = int(owners[np.searchsorted(bounds, rows[0], side="right") - 1])
+            key = segment.shard.name, request
+            _, _, parts = found.setdefault(key, (segment.shard, request, []))
+            parts.append(_Part(segment.tap, segment.group, rows))
+    return [found[key] for key in sorted(found)]
+
+
+def _with_several(requests: Sequence[tuple[Shard, int]]) -> set[tuple[str, str]]:
+    """(tag, request) of those of whom another completion than the first is there."""
+    lines = [shard.lines[request] for shard, request in requests]
+    return {(line.tag, line.request) for line in lines if line.child}
+
+
+def _place(folder: Path, shard: Shard, request: int, several: set[tuple[str, str]]) -> Path:
+    line = shard.lines[request]
+    place = folder / _folder_name(line.tag) if line.tag else folder
+    place = place / _folder_name(line.request)
+    return place / str(line.child) if (line.tag, line.request) in several else place
+
+
+def _folder_name(name: str) -> str:
+    """A name that a folder can have, another for each name."""
+    safe = quote(name, safe="+=,@ ")
+    if safe.startswith("."):
+        safe = f"%2E{safe[1:]}"
+    if len(safe) > _LONGEST_NAME:
+        safe = f"{safe[:_CUT]}~{sha256(name.encode()).hexdigest()}"
+    return safe
+
+
+def _fill(folder: Path, shard: Shard, request: int, parts: Sequence[_Part]) -> None:
+    header, line = shard.header, shard.lines[request]
+    activations = _activations(shard, parts)
+    files = []
+    for site, layer in activations:
+        arrays = arrays_of(activations, site, layer, header.hidden_size)
+        name = f"{site}.{layer}.npz"
+        # None of them is called `allow_pickle`, which is an argument of savez.
+        np.savez(folder / name, **arrays)  # type: ignore[arg-type]
+        files.append(
+            {
+                "path": name,
+                "site": site,
+                "layer": layer,
+                "rows": len(arrays["positions"]),
+                **described(arrays),
+            }
+        )
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": line.request,
+        "tag": line.tag,
+        "completion": line.child,
+        "prompt_tokens": line.prompt_tokens,
+        "metadata": shard.metadata(request),
+        **asdict(header),
+        "files": files,
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
+def _activations(shard: Shard, parts: Sequence[_Part]) -> Activations:
+    """The rows of one completion, read."""
+    header = shard.header
+    values: dict[Tap, Tensor | Rows] = {}
+    positions: dict[Tap, Tensor] = {}
+    tokens = torch.zeros(0, dtype=torch.int64)
+    for part in parts:
+        data = torch.from_numpy(shard.gather(part.group, part.tap, part.rows))
+        values[part.tap] = Rows(
+            header.open_codec(), header.hidden_size, header.torch_dtype, (data[:, None],), (0,)
+        )
+        places = torch.from_numpy(shard.column(part.group, "position")[part.rows])
+        positions[part.tap] = places
+        more = int(places[-1]) + 1 - len(tokens)
+        tokens = torch.nn.functional.pad(tokens, (0, max(more, 0)))
+        tokens[places] = torch.from_numpy(shard.column(part.group, "token_id")[part.rows])
+    return Activations(values, positions, tokens)
