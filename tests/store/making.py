@@ -32,8 +32,10 @@ def vectors(seed: int, rows: int, header: Header) -> torch.Tensor:
 
 def rows_of(values: torch.Tensor, header: Header, positions=None, tokens=None) -> TapRows:
     count = len(values)
-    positions = torch.arange(count) if positions is None else torch.as_tensor(positions)
-    tokens = positions * 10 if tokens is None else torch.as_tensor(tokens)
+    positions = (
+        torch.arange(count) if positions is None else torch.as_tensor(positions, dtype=torch.int64)
+    )
+    tokens = positions * 10 if tokens is None else torch.as_tensor(tokens, dtype=torch.int64)
     return TapRows(parse_codec(header.codec).encode(values), positions, tokens)
 
 
@@ -42,7 +44,7 @@ def entry(request="a", *, rows=3, taps=TAPS, head=None, seed=0, positions=None, 
     head = head or header()
     if positions is None:
         positions = torch.arange(rows)
-    positions = torch.as_tensor(positions)
+    positions = torch.as_tensor(positions, dtype=torch.int64)
     tokens = positions * 10 + 1
     return Entry(
         request=request,

@@ -6,19 +6,28 @@ requests, their index and their metadata; `docs/store-format.md` has the format.
 
 from midstream.store.dataset import RowDataset
 from midstream.store.entry import Entry, Header, TapRows
+from midstream.store.merging import merge
+from midstream.store.pruning import Pruned, prune
 from midstream.store.selection import Batch, Selection
 from midstream.store.store import Store, StoredRequest, open_store
+from midstream.store.verifying import Finding, Verification, verify
 from midstream.store.writer import Writer
 
 __all__ = [
     "Batch",
     "Entry",
+    "Finding",
     "Header",
+    "Pruned",
     "RowDataset",
     "Selection",
     "Store",
     "StoredRequest",
     "TapRows",
+    "Verification",
     "Writer",
+    "merge",
     "open_store",
+    "prune",
+    "verify",
 ]

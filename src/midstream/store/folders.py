@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import stat
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Protocol
@@ -90,6 +92,18 @@ def folder_of(root: str | os.PathLike[str]) -> Folder:
     return CloudFolder(path)
 
 
+def local_folder_of(root: str | os.PathLike[str]) -> LocalFolder:
+    """The folder at a path.
+
+    Raises:
+        StoreError: not a path.
+    """
+    folder = folder_of(root)
+    if not isinstance(folder, LocalFolder):
+        raise StoreError(f"{folder}: this is done in a directory only")
+    return folder
+
+
 class LocalFolder:
     """A directory. Shards are memory-mapped; see `Folder`."""
 
@@ -153,6 +167,40 @@ class LocalFolder:
                 _sync_directory(self.root)
 
     @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """For work that takes shards away: done by one process at a time. Writers go on.
+
+        Raises:
+            StoreError: another process is at it.
+        """
+        with self._named():
+            lock = os.open(os.path.join(self.root, ".lock"), os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            # Of a process that died, nothing is locked.
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError:
+            raise StoreError(f"{self.root}: another merge or prune of it is under way") from None
+        finally:
+            os.close(lock)
+
+    def sweep(self, older_than_s: float) -> list[str]:
+        """Removes what interrupted writes left, where nothing was written to it for so long.
+
+        Returns:
+            The names of these files.
+        """
+        found = []
+        now = time.time()
+        with self._named():
+            for file in os.scandir(self.root):
+                with contextlib.suppress(FileNotFoundError):
+                    if is_temporary(file.name) and now - file.stat().st_mtime >= older_than_s:
+                        os.unlink(file.path)
+                        found.append(file.name)
+        return sorted(found)
+
+    @contextlib.contextmanager
     def _named(self, name: str = "") -> Iterator[None]:
         """What the system refuses is raised as a StoreError that says where."""
         where = os.path.join(self.root, name) if name else self.root
@@ -172,6 +220,13 @@ class LocalFolder:
 def temporary_name(name: str) -> str:
     """The name that a shard has while it is written: hidden, and no shard's."""
     return f".{name}.tmp"
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a name is one of `temporary_name`."""
+    return is_shard_name(name.removeprefix(".").removesuffix(".tmp")) and (
+        name == temporary_name(name[1:-4])
+    )
 
 
 class _Mapped:

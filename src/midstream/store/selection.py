@@ -145,11 +145,12 @@ class Batch:
     def encoded(self) -> Tensor:
         """uint8 [n, row_bytes]."""
         width = self._parts[0].segment.shard.header.row_bytes if self._parts else 0
-        found = np.empty((self._count, width), np.uint8)
+        found = torch.empty(self._count, width, dtype=torch.uint8)
         for part in self._parts:
             segment = part.segment
-            found[part.where] = segment.shard.gather(segment.group, segment.tap, part.rows)
-        return torch.from_numpy(found)
+            rows = segment.shard.gather(segment.group, segment.tap, part.rows)
+            found.numpy()[part.where] = rows
+        return found
 
     @cached_property
     def values(self) -> Tensor:

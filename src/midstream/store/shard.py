@@ -26,7 +26,7 @@ from midstream.store.layout import (
     tap_order,
 )
 from midstream.store.lines import Line, read_line, read_metadata
-from midstream.store.sums import block_sums, in_parallel
+from midstream.store.sums import JOB, block_sums, in_parallel
 
 _DTYPES: dict[str, Any] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "U8": np.dtype("u1")}
 
@@ -50,6 +50,7 @@ class Shard:
         name: of its file.
         size: of its file.
         header: what all rows share.
+        head_bytes: of all before its first tensor.
         layout: where everything is.
         lines: its requests, in the order in which they were added.
     """
@@ -70,7 +71,7 @@ class Shard:
             head = bytes(file.read(0, 8 + length))
             self.layout = read_head(head, file.size)
             self.header: Header = self.layout.header
-            self._head_bytes = len(head)
+            self.head_bytes = len(head)
             self._places = self.layout.places()
             self._sums = self._read_sums(file, head)
             self._right = np.zeros(len(self._sums), np.bool_)
@@ -108,9 +109,20 @@ class Shard:
 
     def metadata(self, request: int) -> dict[str, Any]:
         """The metadata of the request of this index. Raises StoreError if it is damaged."""
+        with self._named():
+            return read_metadata(self.metadata_text(request))
+
+    def metadata_text(self, request: int) -> bytes:
+        """The same as it is stored: a line of JSON."""
         start, stop = self._metadata[request]
         with self._named():
-            return read_metadata(bytes(self._read("metadata", start, stop)))
+            return bytes(self._read("metadata", start, stop))
+
+    def pieces(self) -> Iterator[memoryview]:
+        """All of its file's bytes, in order."""
+        file = self._file()
+        for start in range(0, self.size, JOB):
+            yield file.read(start, min(start + JOB, self.size))
 
     def column(
         self, group: int, name: str, start: int = 0, stop: int | None = None
@@ -153,7 +165,7 @@ class Shard:
         width = place.shape[1]
         with self._named():
             self._check_rows(place.start + rows * width, width)
-            return self._file().gather(self._head_bytes + place.start, width, rows)
+            return self._file().gather(self.head_bytes + place.start, width, rows)
 
     def check(self) -> None:
         """Holds every byte against its checksum.
@@ -170,7 +182,7 @@ class Shard:
         """The checksum of each block of data."""
         place = self._places["checksums"]
         words = np.frombuffer(
-            bytes(file.read(self._head_bytes + place.start, self._head_bytes + place.stop)), "<u4"
+            bytes(file.read(self.head_bytes + place.start, self.head_bytes + place.stop)), "<u4"
         )
         if zlib.crc32(words[:-1].tobytes()) != words[-1]:
             raise StoreError("damaged: the checksums are not what they were")
@@ -251,7 +263,7 @@ class Shard:
         start, stop = first + start, first + stop
         if stop > start:
             self._check(start // BLOCK, -(-stop // BLOCK))
-        return self._file().read(self._head_bytes + start, self._head_bytes + stop)
+        return self._file().read(self.head_bytes + start, self.head_bytes + stop)
 
     def _check(self, start: int, stop: int) -> None:
         """Holds blocks [start, stop) against their checksums, those that were not yet."""
@@ -261,7 +273,7 @@ class Shard:
         end = self._places["checksums"].start
 
         def sums(first: int, last: int) -> list[int]:
-            return block_sums([file.read(self._head_bytes + first, self._head_bytes + last)])
+            return block_sums([file.read(self.head_bytes + first, self.head_bytes + last)])
 
         found = np.fromiter(
             (
@@ -299,7 +311,7 @@ class Shard:
         ]
         return (
             f"damaged: {', '.join(names[:3])}{'' if len(names) <= 3 else ' …'} "
-            f"is not what it was, near byte {self._head_bytes + start}"
+            f"is not what it was, near byte {self.head_bytes + start}"
         )
 
 

@@ -36,7 +36,9 @@ class StoredRows(Rows):
     def encoded(self) -> Tensor:
         """uint8 [n, bytes of a row]: a copy, which is the caller's."""
         rows = self.shard.rows(self.run.group, self.tap, self.run.start, self.run.stop)
-        return torch.from_numpy(rows.copy())
+        found = torch.empty(rows.shape, dtype=torch.uint8)
+        found.numpy()[:] = rows
+        return found
 
     def decoded(self) -> Tensor:
         """[n, width], as the codec has it. Raises StoreError where the rows cannot be decoded."""

@@ -1,0 +1,61 @@
+"""Requests of shards, put into another shard that stands for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+
+from midstream.store.draft import Draft
+from midstream.store.entry_rows import IndexedRows
+from midstream.store.folders import Folder
+from midstream.store.shard import Shard
+from midstream.store.writer import new_name
+
+_TIME = re.compile(r"\d{8}T\d{6}\.\d{6}-")
+
+
+def copy_requests(shard: Shard, draft: Draft, requests: Iterable[int]) -> None:
+    """Adds requests of a shard, by index, to a draft, which refers to the shard's memory.
+
+    Raises:
+        StoreError: one of them is in the draft already.
+    """
+    for index in requests:
+        rows = [
+            IndexedRows(
+                shard.column(run.group, "position", run.start, run.stop),
+                shard.column(run.group, "token_id", run.start, run.stop),
+                {
+                    tap: shard.rows(run.group, tap, run.start, run.stop)
+                    for tap in shard.groups[run.group].taps
+                },
+            )
+            for run in shard.runs(index)
+        ]
+        draft.add(shard.lines[index], shard.metadata_text(index), rows)
+
+
+def names_for(shards: Iterable[Shard]) -> list[str]:
+    """What a shard that stands for these replaces: them, and all that they stand for."""
+    return list(dict.fromkeys(name for one in shards for name in (one.name, *one.layout.replaces)))
+
+
+def successor(shards: Collection[Shard]) -> str:
+    """A name for a shard that stands for these: it sorts where the last of them does."""
+    last = max(shard.name for shard in shards)
+    time = _TIME.match(last)
+    name = new_name()
+    return time[0] + name[len(time[0]) :] if time else name
+
+
+def remove_replaced(folder: Folder, shards: Iterable[Shard]) -> list[str]:
+    """Deletes the shards that others stand for: what is left of work that was interrupted.
+
+    Returns:
+        Their names.
+    """
+    there = set(folder.names())
+    found = sorted({name for shard in shards for name in shard.layout.replaces} & there)
+    for name in found:
+        folder.delete(name)
+    return found
