@@ -124,38 +124,46 @@ def test_the_projection_is_made_once_for_a_device():
 # ---------------------------------------------------------------- what sketches tell
 
 SEEDS = 250
+SIMILARITIES = (0.0, 0.6, -0.95)
 
 
-def over_seeds(k: int, hidden: int, pair: torch.Tensor) -> torch.Tensor:
-    """[SEEDS, 2, k]: a pair of vectors as they read, by as many projections."""
-    codecs = [Rp8(k=k, seed=seed) for seed in range(SEEDS)]
-    return torch.stack([codec.decode(codec.encode(pair), hidden, pair.dtype) for codec in codecs])
-
-
-@pytest.mark.parametrize("similarity", [0.0, 0.6, -0.95])
-def test_over_many_projections_the_errors_are_those_of_the_theory(similarity):
+@pytest.fixture(scope="module")
+def read() -> torch.Tensor:
+    """float64 [SEEDS, 4, 32]: as they read by as many projections, a vector of length 3 and others
+    of length 5, of these similarities to it.
+    """
     k, hidden = 32, 24
     torch.manual_seed(k)
     x, noise = torch.randn(2, hidden).double()
     noise -= x * (noise @ x) / (x @ x)
-    length_x, length_y = 3.0, 5.0
-    other = similarity * x / x.norm() + math.sqrt(1 - similarity**2) * noise / noise.norm()
-    pair = torch.stack([length_x * x / x.norm(), length_y * other]).float()
-    read = over_seeds(k, hidden, pair).double()
+    x, noise = x / x.norm(), noise / noise.norm()
+    others = [5 * (c * x + math.sqrt(1 - c**2) * noise) for c in SIMILARITIES]
+    rows = torch.stack([3 * x, *others]).float()
+    codecs = [Rp8(k=k, seed=seed) for seed in range(SEEDS)]
+    return torch.stack(
+        [codec.decode(codec.encode(rows), hidden, rows.dtype) for codec in codecs]
+    ).double()
+
+
+@pytest.mark.parametrize("similarity", SIMILARITIES)
+def test_over_many_projections_the_errors_are_those_of_the_theory(read, similarity):
+    k = read.shape[2]
+    pairs = read[:, [0, 1 + SIMILARITIES.index(similarity)]]
     few = 4 / math.sqrt(SEEDS)  # four standard errors of a mean; of a deviation, some less
 
-    squares = torch.stack([norms(both)[0] ** 2 for both in read]) / length_x**2
-    expected = math.sqrt(2 / k)
-    assert abs(squares.mean() - 1) < few * expected
-    assert abs(squares.std() / expected - 1) < few
+    for which, length in ((0, 3.0), (1, 5.0)):
+        squares = torch.stack([norms(both)[which] ** 2 for both in pairs]) / length**2
+        expected = math.sqrt(2 / k)
+        assert abs(squares.mean() - 1) < few * expected
+        assert abs(squares.std() / expected - 1) < few
 
-    products = torch.stack([inner_products(both[:1], both[1:])[0, 0] for both in read])
-    exact = length_x * length_y * similarity
-    expected = math.sqrt(((length_x * length_y) ** 2 + exact**2) / k)
+    products = torch.stack([inner_products(both[:1], both[1:])[0, 0] for both in pairs])
+    exact = 15 * similarity
+    expected = math.sqrt((15**2 + exact**2) / k)
     assert abs(products.mean() - exact) < few * expected
     assert abs(products.std() / expected - 1) < few
 
-    cosines = torch.stack([cosine_similarities(both[:1], both[1:])[0, 0] for both in read])
+    cosines = torch.stack([cosine_similarities(both[:1], both[1:])[0, 0] for both in pairs])
     expected = (1 - similarity**2) / math.sqrt(k)
     assert abs(cosines.mean() - similarity) < few * expected + 1 / k
     assert abs(cosines.std() / expected - 1) < 1.5 * few

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from store.making import TAPS, entry, header, same, write
 
 from midstream import StoreError, open_store
-from midstream.store import Writer
+from midstream.store import Writer, verify
 from midstream.store.cloud import _BLOCK, MARKER, CloudFolder, _Object
 
 PART = 5 << 20  # the least that S3 takes
@@ -335,3 +335,13 @@ def test_rows_read_from_far_away_are_torch_tensors_of_their_own(root):
     rows = open_store(root).get("a")[TAPS[0]]
     rows += 1
     assert not torch.equal(rows, open_store(root).get("a")[TAPS[0]])
+
+
+def test_verify_looks_at_every_byte_of_an_object_store(root, s3, bucket):  # noqa: F811
+    write(root, [entry("a", rows=40)])
+    assert verify(root).ok
+    (name,) = (key for key in keys(s3, bucket) if key.endswith(".safetensors"))
+    data = bytearray(s3.get_object(Bucket=bucket, Key=name)["Body"].read())
+    data[len(data) // 2] ^= 1
+    s3.put_object(Bucket=bucket, Key=name, Body=bytes(data))
+    assert [each.shard for each in verify(root).findings] == [name.rpartition("/")[2]]

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=8)
 def projection(k: int, hidden: int, seed: int, device: torch.device) -> Tensor:
-    """float32 [k, hidden] on a device, kept for the next call."""
+    """float32 [k, hidden] on a device; the last few are kept."""
     return torch.from_numpy(projection_matrix(k, hidden, seed)).to(device)
 
 
