@@ -255,7 +255,7 @@ def _check_alike(segments: Sequence[Segment]) -> None:
     if len(kinds) > 1:
         every = "; ".join(
             f"{codec} of {hidden} {dtype} ({model})"
-            for (codec, hidden, dtype), model in kinds.items()
+            for (codec, hidden, dtype), model in sorted(kinds.items())
         )
         raise StoreError(
             f"the rows are of different kinds, which do not go into one tensor: {every}; choose "
