@@ -77,7 +77,7 @@ def test_all_layers_may_be_written_as_a_word_or_a_list_of_it(value):
     [
         ({"site": ["resid_post"]}, "midstream.site: no such setting; did you mean sites?"),
         ({"bank_row": 20}, "midstream.bank_row: no such setting; did you mean bank_rows?"),
-        ({"zzz": 1}, "midstream.zzz: no such setting; there are bank_rows, edits_per_site, layers"),
+        ({"zzz": 1}, "midstream.zzz: no such setting; there are arena_bytes, bank_rows, codec"),
         ({"probe": 1}, "midstream.probe: no such setting; did you mean probes?"),
         ({"token_id": 1}, "midstream.token_id: no such setting; did you mean token_ids?"),
         ({1: 2}, "midstream.1: no such setting"),

@@ -171,7 +171,8 @@ class AsyncLLM(VllmAsyncLLM):
             sampling_params: never changed. With n > 1 and a plan, `output_kind` must be
                 FINAL_ONLY.
             request_id: the caller's name for it.
-            capture: what to read: a `Capture` (or dict), or a list of such.
+            capture: what to read: a `Capture` (or dict), or a list of such; or by sink, as
+                `{"filesystem": FilesystemCaptureRequest(…)}`.
             steer: what to add: a `Steer` (or dict) or a list of them.
             edits: what to change: any of the operations (or dicts with `op`), or a list of them,
                 applied in order, after those of `steer`.
@@ -183,9 +184,10 @@ class AsyncLLM(VllmAsyncLLM):
             scores that are known: in an output that shows n generated tokens those of the first
             P + n − 1 positions, n counting from the beginning whatever the `output_kind`; the
             score of the request's last row, where a probe asks for `"last"`, comes with the last
-            output only. The last output also has `activations` and `receipt`, exactly as
-            `LLM.generate` returns them; on the others they are None. The last output of a request
-            that was aborted has the scores that were known and nothing else.
+            output only. The last output also has `activations`, `capture_results` and `receipt`,
+            exactly as `LLM.generate` returns them, once the sinks have what they were to get; on
+            the others they are None. The last output of a request that was aborted has the scores
+            that were known and nothing else.
 
         Raises:
             SpecError: something asked for is malformed or impossible. Nothing was queued.
@@ -246,7 +248,8 @@ class AsyncLLM(VllmAsyncLLM):
                     "there is a plan here and in the call's own arguments; give it in one place",
                 )
             plan = carried
-        if isinstance(prompt, EngineCoreRequest) and (plan is not None or self.steering):
+        is_asked = plan is not None or self._front.concerns(sampling_params)
+        if isinstance(prompt, EngineCoreRequest) and is_asked:
             raise SpecError(
                 "prompt", "an EngineCoreRequest goes past the front door; give the prompt"
             )

@@ -12,7 +12,7 @@ import difflib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from midstream import sites
@@ -68,6 +68,8 @@ class Config:
         on_mismatch: what happens when a request's receipt shows that not all was done as asked.
             "raise": `ReceiptError`, which has the outputs of the call. "warn": a `ReceiptWarning`,
             and the outputs are returned; those concerned have a receipt with status `error`.
+        sinks: where captured rows may go besides the output of their request, by name, each with
+            its settings: `{"store": {"root": "acts"}}`, or in one word `"filesystem:root=acts"`.
     """
 
     sites: tuple[str, ...] = ("resid_post",)
@@ -84,6 +86,7 @@ class Config:
     overflow: str = "block"
     spill_dir: str | None = None
     codec: str = "raw"
+    sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @staticmethod
     def parse(value: object) -> Config:
@@ -94,7 +97,7 @@ class Config:
         """
         if isinstance(value, Config):
             # Made directly, it may hold anything: it is read like a dict.
-            value = {field.name: getattr(value, field.name) for field in fields(Config)}
+            value = {each.name: getattr(value, each.name) for each in fields(Config)}
         if not isinstance(value, Mapping):
             raise ConfigError(
                 f"{KEY}: expected a dict of settings, got `{type(value).__name__}` {value!r}; "
@@ -107,7 +110,7 @@ class Config:
                 f"{KEY}.stamp: this process runs midstream {STAMP}, the engine was configured by "
                 f"{stamp}; install the same version everywhere"
             )
-        known = {field.name for field in fields(Config)}
+        known = {each.name for each in fields(Config)}
         for name in given:
             if name not in known:
                 raise ConfigError(f"{KEY}.{name}: no such setting{_hint(name, known)}")
@@ -132,6 +135,10 @@ class Config:
             raise ConfigError(
                 f'{KEY}.on_mismatch: expected "raise" or "warn", got {given["on_mismatch"]!r}'
             )
+        if given.get("sinks"):
+            from midstream.sinks.settings import plain_sinks  # which imports torch
+
+            given["sinks"] = plain_sinks(given["sinks"])
         if "sites" in given:
             given["sites"] = _sites(given["sites"])
         if "layers" in given:

@@ -119,7 +119,8 @@ class LLM(VllmLLM):
         Args:
             prompts: one prompt or a list.
             sampling_params: for all, or one per prompt. Never changed.
-            capture: what to read: a `Capture` (or dict), or per prompt such, or a list of such.
+            capture: what to read: a `Capture` (or dict), or per prompt such, or a list of such; or
+                by sink, as `{"filesystem": FilesystemCaptureRequest(…)}`.
             steer: what to add: a `Steer` (or dict) or a list of them.
             edits: what to change: any of the operations (or dicts with `op`), or a list of them,
                 applied in order, after those of `steer`.
@@ -127,9 +128,10 @@ class LLM(VllmLLM):
             **vllm_args: whatever else `vllm.LLM.generate` takes.
 
         Returns:
-            One output per prompt, in order. Each has `activations` (`Activations` or None),
-            `probes` (`Probes` or None) and `receipt` (`Receipt` or None); with n > 1 these are on
-            each of its `outputs` instead.
+            One output per prompt, in order, once the sinks have what they were to get. Each has
+            `activations` (`Activations` or None), `probes` (`Probes` or None) and `receipt`
+            (`Receipt` or None); with n > 1 these are on each of its `outputs` instead. Where
+            something was captured, `capture_results` has a `CaptureResult` for each sink.
 
         Raises:
             SpecError: something asked for is malformed or impossible. Prompts of the call that were

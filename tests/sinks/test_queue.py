@@ -26,7 +26,7 @@ def sink():
 
 @pytest.fixture
 def queue(sink):
-    made = SinkQueue("noting", sink, 100)
+    made = SinkQueue("noting", sink, 100, patience=3600)
     yield made
     sink.go.set()
     made.close()
@@ -72,6 +72,12 @@ def test_what_is_written_is_flushed_before_it_takes_more_than_half_of_the_room(s
     first = [queue.put(delivery(f"r{n}"), 25) for n in range(2)]
     wait(first, 10)
     assert sink.calls == ["write r0", "write r1", "flush"]
+
+
+def test_nobody_is_left_without_an_answer_for_long_though_nothing_drains_the_queue(sink):
+    queue = SinkQueue("noting", sink, 100, patience=0.05)
+    assert queue.put(delivery(), 1).result(10).status == "ok"
+    queue.close()
 
 
 def test_what_is_larger_than_all_the_room_comes_alone(sink, queue):

@@ -18,6 +18,7 @@ from midstream.runtime import core, seams
 from midstream.runtime.carried import carried
 from midstream.runtime.chat import ChatPlan
 from midstream.runtime.order import Order
+from midstream.runtime.own_sinks import check_sinks, note_sinks
 from midstream.runtime.settings import check_settings
 from midstream.spec import Plan
 
@@ -125,12 +126,20 @@ def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwar
     found = settings.from_additional_config(given)
     if found is None and not (isinstance(given, dict) and KEY in given):
         found = settings.from_environment()
-    if found is not None:
-        args.additional_config = {**given, KEY: found.to_dict()}
-    config = original(args, *rest, **kwargs)
-    if found is not None:
-        # Workers check as well; here the error reaches whoever starts the engine as it is.
-        check_settings(config)
+    if found is None:
+        return original(args, *rest, **kwargs)
+    plain = found.to_dict()
+    sinks = plain.pop("sinks")
+    check_sinks(sinks)
+    args.additional_config = {**given, KEY: plain}
+    try:
+        config = original(args, *rest, **kwargs)
+    finally:
+        # Made once more of the same arguments, it is to have its sinks again.
+        args.additional_config = given
+    note_sinks(config, sinks)
+    # Workers check as well; here the error reaches whoever starts the engine as it is.
+    check_settings(config)
     return config
 
 
@@ -195,7 +204,7 @@ def _process(
 ) -> Any:
     plan = plan_of(params)
     front = front_end(processor)
-    if plan is None and (front is None or not front.steers(params)):
+    if plan is None and (front is None or not front.concerns(params)):
         if front is not None:
             front.check_id(request_id)
         return original(processor, request_id, prompt, params, *args, **kwargs)

@@ -81,6 +81,7 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         ("dtype", "get_hidden_size", "is_encoder_decoder", "max_model_len"),
         _BUFFERS,
     ),
+    Fields("vllm.config", "ModelConfig", ("model", "revision"), "sinks note whose rows they have"),
     Fields("vllm.engine.arg_utils", "EngineArgs", ("additional_config",), "settings are completed"),
     Fields(
         "vllm.v1.worker.worker_base",

@@ -18,6 +18,9 @@ from midstream.sinks.bound import Bound
 
 _LOGGER = logging.getLogger(__name__)
 
+# How long a caller who goes on with other work is left without an answer.
+PATIENCE = 2.0
+
 T = TypeVar("T")
 _FOREVER = float("inf")
 
@@ -47,15 +50,17 @@ class SinkQueue:
     nothing else will come.
     """
 
-    def __init__(self, name: str, sink: Sink, most_bytes: int) -> None:
+    def __init__(self, name: str, sink: Sink, most_bytes: int, patience: float = PATIENCE) -> None:
         """Args:
         name: of the sink.
         sink: opened.
         most_bytes: of deliveries that its caller was not told of yet.
+        patience: for how many seconds what is put may wait for a flush.
         """
         self.name = name
         self._sink = sink
         self._most = most_bytes
+        self._patience = patience
         self._bound = Bound(most_bytes)
         self._queue: deque[_Entry] = deque()
         self._written: list[_Entry] = []
@@ -67,8 +72,8 @@ class SinkQueue:
         self._thread: threading.Thread | None = None
 
     def put(self, delivery: Delivery, size: int) -> Future[CaptureResult]:
-        """Hands over a delivery when there is room for it, and waits until there is. It is flushed
-        when the queue is drained, or when room is needed.
+        """Hands over a delivery when there is room for it, and waits until there is. Others may
+        join its flush until patience has an end, room is needed, or the queue is drained.
         """
         room = self._take(size)
         try:
@@ -76,7 +81,7 @@ class SinkQueue:
         except BaseException:
             self._withdraw(room, size)
             raise
-        return self._append(_Entry(delivery, size, _FOREVER))
+        return self._append(_Entry(delivery, size, self._patience))
 
     async def put_soon(self, delivery: Delivery, size: int) -> CaptureResult:
         """As `put`, for an event loop; waits for the result, as long as the sink would have others

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from midstream.spec.destination import MEMORY, NO_METADATA, Metadata, read_name
 from midstream.spec.fields import at, read_fields
@@ -105,6 +105,12 @@ class Capture:
     def place(self) -> tuple[str, str, str]:
         """(sink, tag, request_id): where its rows go."""
         return self.sink, self.tag, self.request_id
+
+    def without_place(self) -> Capture:
+        """The same without a word of where its rows go."""
+        if self.place == (MEMORY, "", "") and not self.metadata:
+            return self
+        return replace(self, sink=MEMORY, tag="", request_id="", metadata=NO_METADATA)
 
     def to_dict(self) -> dict[str, object]:
         """The JSON form, which `parse` reads back; where the rows go only if it is written."""

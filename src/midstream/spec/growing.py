@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from midstream.errors import SpecError
+from midstream.spec.capture import Capture
 from midstream.spec.fields import at
 from midstream.spec.items import Item, Role, Span, Text, Window, show_item
 from midstream.spec.operations import Edit
@@ -14,12 +15,13 @@ from midstream.spec.positions import Positions
 _INSTEAD = 'use "all", positions counted from the session\'s start, token ids, or "last"'
 
 
-def check_growing(plan: Plan | None, before: Sequence[Edit]) -> None:
+def check_growing(plan: Plan | None, before: Sequence[Edit], also: Sequence[Capture] = ()) -> None:
     """Refuses what has no meaning in a session of streaming input, whose prompt has no end yet.
 
     Args:
         plan: what the session asks for.
         before: the edits that come before its own.
+        also: the captures that come after its own.
 
     Raises:
         SpecError: a phase, or an item that is counted from the prompt's end or looked for in the
@@ -28,6 +30,9 @@ def check_growing(plan: Plan | None, before: Sequence[Edit]) -> None:
     for index, edit in enumerate(before):
         with at(f"steering[{index}]"):
             _check(edit.positions)
+    for index, capture in enumerate(also, -len(also)):
+        with at(f"sinks[{index}]"):
+            _check(capture.positions)
     if plan is None:
         return
     for index, capture in enumerate(plan.captures):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from midstream.errors import SpecError
@@ -153,6 +153,15 @@ class Plan:
         """Whether what is selected depends on more of the prompt than its length."""
         parts = (*self.captures, *self.edits, *self.probes)
         return any(part.positions.needs_prompt for part in parts)
+
+    def without_places(self) -> Plan:
+        """The plan without a word of where its rows go; itself, where nothing but that tells two
+        of its captures apart.
+        """
+        bare = tuple(capture.without_place() for capture in self.captures)
+        if bare == self.captures or len(set(bare)) < len(bare):
+            return self
+        return replace(self, captures=bare)
 
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> Plan:
         """The plan with the registered vectors in the place of their names.

@@ -1,0 +1,239 @@
+"""Brings captured rows to the sinks, and puts what became of them on the outputs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from midstream.activations import Activations
+from midstream.receipt import CaptureResult, Receipt
+from midstream.rows import Rows
+from midstream.runtime.assembly import ATTRIBUTES, tokens_of
+from midstream.runtime.door import Asked
+from midstream.runtime.parts import expand
+from midstream.runtime.routes import Route
+from midstream.sinks import Delivery
+from midstream.sinks.opened import OpenSinks
+from midstream.spec import ResolvedPlan
+from midstream.spec.destination import MEMORY
+from midstream.spec.tapping import order
+
+Tap = tuple[str, int]
+Vectors = tuple[int, torch.dtype]
+
+# All that midstream puts on an output.
+RESULTS = (*ATTRIBUTES, "capture_results", "activation_manifest")
+# The sink whose manifest is also that of the output.
+_MANIFEST_SINK = "npz"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one sink gets of one completion.
+
+    Attributes:
+        completion: vLLM's CompletionOutput.
+        route: whose these rows are.
+        delivery: None for `memory`, which has them on the output.
+        size: about how many bytes the rows take, as they came.
+    """
+
+    completion: Any
+    route: Route
+    delivery: Delivery | None
+    size: int = 0
+
+
+class Sent:
+    """One output on its way to sinks."""
+
+    def __init__(self, output: Any, asked: Asked, told: Sequence[tuple[Share, Any]]) -> None:
+        """Args:
+        output: vLLM's RequestOutput.
+        asked: what was asked for.
+        told: each share and the future of its result.
+        """
+        self.output = output
+        self._asked = asked
+        self._told = told
+
+    @property
+    def waits(self) -> bool:
+        """Whether a sink has not told yet what became of its share."""
+        return not all(one.done() for _, one in self._told)
+
+    def settle(self) -> None:
+        """Waits for the sinks, and puts on the output what became of its rows."""
+        put_results(self.output, self._asked, [(share, one.result()) for share, one in self._told])
+
+
+def send(sinks: OpenSinks, asked: Asked, output: Any, vectors: Vectors) -> Sent:
+    """Hands an output's rows to its sinks. Waits while one of them has no room.
+
+    Args:
+        sinks: the engine's.
+        asked: what was asked for.
+        output: assembled; its `activations` are those for `memory` afterwards.
+        vectors: width and dtype of those that were captured.
+    """
+    told: list[tuple[Share, Future[CaptureResult]]] = []
+    for share in shares_of(asked, output, vectors):
+        if share.delivery is None:
+            done: Future[CaptureResult] = Future()
+            done.set_result(CaptureResult())
+            told.append((share, done))
+        else:
+            queue = sinks.queue(share.route.sink)
+            told.append((share, queue.put(share.delivery, share.size)))
+    return Sent(output, asked, told)
+
+
+async def send_soon(sinks: OpenSinks, asked: Asked, output: Any, vectors: Vectors) -> None:
+    """As `send`, for an event loop; waits for the results and puts them on the output."""
+
+    async def bring(share: Share) -> CaptureResult:
+        if share.delivery is None:
+            return CaptureResult()
+        return await sinks.queue(share.route.sink).put_soon(share.delivery, share.size)
+
+    shares = shares_of(asked, output, vectors)
+    results = await asyncio.gather(*(bring(share) for share in shares))
+    put_results(output, asked, list(zip(shares, results, strict=True)))
+
+
+def shares_of(asked: Asked, output: Any, vectors: Vectors) -> list[Share]:
+    """What each sink gets. What is not for `memory` leaves the output."""
+    shares: list[Share] = []
+    for completion in output.outputs:
+        whole = completion.activations
+        completion.activations = None
+        tokens = tokens_of(output, completion, asked.plan)
+        for route in asked.routes:
+            rows = whole if route.is_all else _only(whole, asked, route, tokens, vectors)
+            if route.sink == MEMORY:
+                completion.activations = rows
+                shares.append(Share(completion, route, None))
+                continue
+            width = rows.codec.row_bytes(*vectors)
+            size = sum(len(rows.positions_of(*tap)) * width for tap in rows)
+            delivery = _delivery(asked, output, completion, route, rows)
+            shares.append(Share(completion, route, delivery, size))
+    return shares
+
+
+def put_results(output: Any, asked: Asked, told: Sequence[tuple[Share, CaptureResult]]) -> None:
+    """Sets `capture_results` and `activation_manifest` on the completions and, put together, on
+    the output; what went wrong is in the receipts.
+
+    Args:
+        output: vLLM's RequestOutput.
+        asked: what was asked for.
+        told: what each sink said of its share.
+    """
+    every: dict[str, list[CaptureResult]] = {}
+    for completion in output.outputs:
+        found: dict[str, list[CaptureResult]] = {}
+        problems = []
+        for share, result in told:
+            if share.completion is not completion:
+                continue
+            sink = share.route.sink
+            if result.status != "ok":
+                problems.append(f"sink {sink}: {result.reason or result.status}")
+            result = _as_far_as_came(result, asked.plan, share.route, completion.receipt)
+            found.setdefault(sink, []).append(result)
+        joined = {sink: CaptureResult.joined(results) for sink, results in found.items()}
+        completion.capture_results = joined or None
+        completion.activation_manifest = _manifest(joined)
+        kept = tuple((sink, one) for sink, one in joined.items() if sink != MEMORY)
+        if kept:
+            receipt = completion.receipt
+            completion.receipt = replace(
+                receipt, kept=kept, problems=(*receipt.problems, *problems)
+            )
+        for sink, one in joined.items():
+            every.setdefault(sink, []).append(one)
+    output.capture_results = {
+        sink: CaptureResult.joined(results) for sink, results in every.items()
+    } or None
+    output.activation_manifest = None
+    if len(output.outputs) == 1:
+        (only,) = output.outputs
+        output.activations, output.receipt = only.activations, only.receipt
+        output.activation_manifest = only.activation_manifest
+        extras = getattr(getattr(output, "metrics", None), "extras", None)
+        if isinstance(extras, dict) and only.activation_manifest is not None:
+            extras["activation_manifest"] = only.activation_manifest
+
+
+def _only(
+    rows: Activations, asked: Asked, route: Route, tokens: list[int], vectors: Vectors
+) -> Activations:
+    """Those of the rows that a route's captures asked for."""
+    plan = replace(asked.plan, captures=tuple(asked.plan.captures[nth] for nth in route.captures))
+    values: dict[Tap, Rows] = {}
+    positions: dict[Tap, torch.Tensor] = {}
+    # Taps that are in the same captures have the same positions.
+    found: dict[tuple[int, ...], NDArray[np.int64]] = {}
+    for tap, captures in plan.captures_by_tap().items():
+        if captures not in found:
+            found[captures] = expand(plan.capture_ranges(tap, len(tokens), tokens))
+        there = rows.positions_of(*tap)
+        chosen = torch.from_numpy(np.flatnonzero(np.isin(there.numpy(), found[captures])))
+        encoded = rows.encoded(*tap)[:, None]
+        values[tap] = Rows(rows.codec, *vectors, (encoded,), (0,), chosen)
+        positions[tap] = there[chosen]
+    ordered = sorted(values, key=order)
+    return Activations(
+        {tap: values[tap] for tap in ordered},
+        {tap: positions[tap] for tap in ordered},
+        torch.tensor(tokens, dtype=torch.int64),
+    )
+
+
+def _delivery(
+    asked: Asked, output: Any, completion: Any, route: Route, rows: Activations
+) -> Delivery:
+    ids = output.prompt_token_ids
+    receipt: Receipt = completion.receipt
+    return Delivery(
+        name=route.name,
+        tag=route.tag,
+        metadata=route.metadata,
+        request_id=output.request_id,
+        completion=completion.index,
+        completions=len(output.outputs),
+        prompt=output.prompt,
+        prompt_token_ids=None if ids is None else tuple(ids),
+        prompt_tokens=receipt.prompt_tokens,
+        text=completion.text,
+        generated_token_ids=tuple(completion.token_ids),
+        finish_reason=completion.finish_reason,
+        plan=asked.own,
+        receipt=receipt,
+        activations=rows,
+    )
+
+
+def _as_far_as_came(
+    result: CaptureResult, plan: ResolvedPlan, route: Route, receipt: Receipt
+) -> CaptureResult:
+    """A sink's result, which is no better than what it was given."""
+    taps = {tap for nth in route.captures for tap in plan.captures[nth].taps}
+    counts = [one for one in receipt.captured if (one.site, one.layer) in taps]
+    expected, actual = (sum(one.expected for one in counts), sum(one.actual for one in counts))
+    if result.status != "ok" or actual == expected:
+        return result
+    return replace(result, status="partial", reason=f"{actual} of {expected} rows came")
+
+
+def _manifest(results: dict[str, CaptureResult]) -> Any:
+    found = results.get(_MANIFEST_SINK)
+    return None if found is None else found.manifest
