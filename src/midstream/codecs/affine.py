@@ -47,7 +47,7 @@ def encode_affine(rows: Tensor) -> Tensor:
     data[:, :HEADER_BYTES] = torch.where(valid, header, _mark(header)).view(torch.uint8)
     quantised = data[:, HEADER_BYTES:]
     quantised.copy_(steps)
-    quantised.mul_(valid)
+    quantised.mul_(valid)  # what a NaN becomes as uint8 is the machine's choice
     return data
 
 
