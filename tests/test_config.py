@@ -235,3 +235,22 @@ def test_additional_config_with_midstreams_key_is_read_beside_other_plugins():
 def test_additional_config_with_something_else_is_refused(value):
     with pytest.raises(ConfigError, match="expected a dict of settings"):
         from_additional_config({"midstream": value})
+
+
+# ---------------------------------------------------------------- sinks
+
+
+def test_sinks_are_kept_in_their_plain_form_and_survive_json():
+    config = Config.parse({"sinks": ["log", "npz:root=/tmp/x"]})
+    assert config.sinks == {"log": {}, "npz": {"root": "/tmp/x"}}
+    assert Config.parse(json.loads(json.dumps(config.to_dict()))) == config
+    assert Config().sinks == {}
+    plain = config.to_dict()
+    plain["sinks"]["npz"]["root"] = "changed"
+    assert config.sinks["npz"]["root"] == "/tmp/x"
+
+
+@pytest.mark.parametrize("value", [None, 0, "", "npz:root", {"npz": 1}, {"a/b": {}}])
+def test_sinks_that_are_none_are_refused_by_name(value):
+    with pytest.raises(ConfigError, match=r"^midstream\.sinks"):
+        Config.parse({"sinks": value})

@@ -129,13 +129,13 @@ class Config:
             raise ConfigError(
                 f"{KEY}.spill_dir: expected the path of a folder, got {given['spill_dir']!r}"
             )
-        if "codec" in given:
+        if given.get("codec", "raw") != "raw":
             given["codec"] = _codec(given["codec"])
         if given.get("on_mismatch", "raise") not in ("raise", "warn"):
             raise ConfigError(
                 f'{KEY}.on_mismatch: expected "raise" or "warn", got {given["on_mismatch"]!r}'
             )
-        if given.get("sinks"):
+        if given.get("sinks", {}) != {}:
             from midstream.sinks.settings import plain_sinks  # which imports torch
 
             given["sinks"] = plain_sinks(given["sinks"])
