@@ -87,7 +87,7 @@ class CaptureResult:
     status: str = "ok"
     reason: str = ""
     paths: tuple[str, ...] = ()
-    manifest: Mapping[str, Any] | None = field(default=None, compare=False)
+    manifest: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:
@@ -117,7 +117,8 @@ class Receipt:
         edited: None when no edit was asked for.
         probed: per probe.
         selected: the positions that each capture, edit and probe came to.
-        problems: what differs from what was asked; empty when all is as it should be.
+        dropped: captured vectors that found no room; only with the setting `overflow="drop"`.
+        problems: what else differs from what was asked; empty when all is as it should be.
         kept: (sink, what became of the rows that went to it), for every sink but `memory`.
     """
 
@@ -128,13 +129,16 @@ class Receipt:
     edited: Edited | None
     probed: tuple[Probed, ...] = ()
     selected: tuple[Selected, ...] = ()
+    dropped: int = 0
     problems: tuple[str, ...] = ()
     kept: tuple[tuple[str, CaptureResult], ...] = ()
 
     @property
     def status(self) -> str:
-        """`ok`, or `error` when something differs from what was asked."""
-        return "error" if self.problems else "ok"
+        """`ok`; `partial` where captured vectors were dropped, as the settings allow; or `error`
+        when something else differs from what was asked.
+        """
+        return "error" if self.problems else "partial" if self.dropped else "ok"
 
     def check(self) -> None:
         """Raises ReceiptError when something differs from what was asked."""
@@ -176,6 +180,8 @@ class Receipt:
             lines.append(
                 f"  captured {actual} of {expected} rows, at {len(self.captured)} sites of layers"
             )
+        if self.dropped:
+            lines.append(f"  dropped {self.dropped} vectors: there was no room in the arena")
         if self.edited is not None:
             edited = self.edited
             reused = f", {edited.cached} from the prefix cache" if edited.cached else ""

@@ -20,8 +20,12 @@ TALLY = torch.zeros(0, 4, dtype=torch.int32)
 NO_SCORES = torch.zeros(0, 3)
 
 
+SEGMENT = 4096
+
+
 def make_arena(budget: int = 1 << 30, overflow: str = "block", folder: str = "/tmp") -> Arena:
-    return Arena(ArenaSettings(budget, overflow, Path(folder)), pin=False)
+    """An arena of small segments."""
+    return Arena(ArenaSettings(budget, SEGMENT, overflow, Path(folder)), pin=False)
 
 
 def stored(values: Tensor, arena: Arena | None = None) -> Stored:

@@ -52,12 +52,18 @@ def make_receipt(
     if not parts:
         problems.append("the workers know nothing of it")
     captured = []
+    dropped = sum(part.dropped for part in parts)
+    missing: list[str] = []
     rows = plan.expected_rows(length, tokens)
     for tap in sorted(rows, key=order):
         actual = 0 if activations is None else len(activations.positions_of(*tap))
         captured.append(Captured(*tap, rows[tap], actual))
         if actual != rows[tap]:
-            problems.append(f"{tap[0]} of layer {tap[1]}: {actual} rows came, expected {rows[tap]}")
+            missing.append(f"{tap[0]} of layer {tap[1]}: {actual} rows came, expected {rows[tap]}")
+    lost = sum(max(0, one.expected - one.actual) for one in captured)
+    # A row that found no room may have been computed, and kept, another time.
+    if lost > dropped or any(one.actual > one.expected for one in captured):
+        problems += missing
     probed = []
     for probe in plan.probes:
         if probe.name:
@@ -79,6 +85,7 @@ def make_receipt(
         edited=edited,
         probed=tuple(probed),
         selected=_selected(plan, length, tokens),
+        dropped=min(lost, dropped),
         problems=tuple(problems),
     )
 

@@ -19,6 +19,7 @@ class Admission:
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self._admitted: dict[str, Need] = {}
+        self._ended: dict[str, Need] = {}
         self._waiting: OrderedDict[str, tuple[Need, list[Send]]] = OrderedDict()
 
     def submit(self, uid: str, need: Need, send: Send) -> None:
@@ -29,7 +30,7 @@ class Admission:
             need: what it takes.
             send: hands the request to the engine.
         """
-        if uid in self._admitted:
+        if uid in self._admitted or uid in self._ended:
             send()
         elif uid in self._waiting:
             self._waiting[uid][1].append(send)
@@ -39,14 +40,31 @@ class Admission:
         else:
             self._waiting[uid] = (need, [send])
 
+    def end(self, uids: list[str]) -> None:
+        """These have ended, and their rows are to be fetched; those that waited for the room that
+        is free now go on.
+        """
+        self._end(uids)
+        self._let_in()
+
     def finish(self, uids: list[str]) -> None:
-        """These have ended, or were given up; those that waited for their room go on."""
+        """These have ended and their rows were fetched, or they were given up; those that waited
+        for their room go on.
+        """
+        self._end(uids)
+        for uid in uids:
+            need = self._ended.pop(uid, None)
+            if need is not None:
+                self._budget.give_back_rows(need)
+            self._waiting.pop(uid, None)
+        self._let_in()
+
+    def _end(self, uids: list[str]) -> None:
         for uid in uids:
             need = self._admitted.pop(uid, None)
             if need is not None:
                 self._budget.give_back(need)
-            self._waiting.pop(uid, None)
-        self._let_in()
+                self._ended[uid] = need
 
     def is_waiting(self, uid: str) -> bool:
         """Whether it has been submitted and not been sent yet."""
@@ -70,7 +88,9 @@ class Admission:
                     send()
             except BaseException:
                 # It goes no further, and those behind it must not wait for its room.
-                self._budget.give_back(self._admitted.pop(uid))
+                need = self._admitted.pop(uid)
+                self._budget.give_back(need)
+                self._budget.give_back_rows(need)
                 self._let_in()
                 raise
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 from midstream.errors import SpecError
@@ -25,13 +25,35 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one plan takes, by kind of room: how much for each distinct thing."""
+    """What one plan takes.
+
+    Attributes:
+        kinds: by kind of room, how much for each distinct thing.
+        rows: bytes of captured rows, at most, until they are fetched.
+    """
 
     kinds: dict[str, dict[Hashable, int]]
+    rows: int = 0
 
     def total(self, kind: str) -> int:
         """How much of a kind the plan takes on its own."""
         return sum(self.kinds[kind].values())
+
+
+@dataclass(frozen=True, slots=True)
+class RowRoom:
+    """Room for captured rows, over all workers.
+
+    Attributes:
+        limit: bytes; None where requests need not wait for it.
+        held: how many of them readers hold.
+    """
+
+    limit: int | None
+    held: Callable[[], int]
+
+
+NO_LIMIT = RowRoom(None, lambda: 0)
 
 
 def need_of(plan: ResolvedPlan, taps: dict[Tap, int], room: Room, edits_per_site: int) -> Need:
@@ -83,26 +105,33 @@ def need_of(plan: ResolvedPlan, taps: dict[Tap, int], room: Room, edits_per_site
 class Budget:
     """Counts what admitted plans take together; what they share counts once."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: Room, rows: RowRoom = NO_LIMIT) -> None:
         self._limits = _limits(room)
+        self._row_room = rows
+        self._rows = 0
         self._used = dict.fromkeys(_KINDS, 0)
         self._users: dict[str, Counter[Hashable]] = {kind: Counter() for kind in _KINDS}
 
     def fits(self, need: Need) -> bool:
         """Whether there is room for it beside what is admitted."""
+        limit = self._row_room.limit
+        rows = self._rows + need.rows
+        if need.rows and limit is not None and rows + self._row_room.held() > limit:
+            return False
         return all(
             self._used[kind] + self._new(kind, things) <= self._limits[kind]
             for kind, things in need.kinds.items()
         )
 
     def take(self, need: Need) -> None:
-        """Admits a plan that fits. Pair with `give_back`."""
+        """Admits a plan that fits. Pair with `give_back` and `give_back_rows`."""
+        self._rows += need.rows
         for kind, things in need.kinds.items():
             self._used[kind] += self._new(kind, things)
             self._users[kind].update(things.keys())
 
     def give_back(self, need: Need) -> None:
-        """Ends a plan."""
+        """Ends a plan; its rows may still wait to be fetched."""
         for kind, things in need.kinds.items():
             users = self._users[kind]
             for thing, size in things.items():
@@ -110,6 +139,15 @@ class Budget:
                 if users[thing] == 0:
                     del users[thing]
                     self._used[kind] -= size
+
+    def give_back_rows(self, need: Need) -> None:
+        """A plan's rows have been fetched."""
+        self._rows -= need.rows
+
+    @property
+    def rows(self) -> int:
+        """Bytes of rows that admitted plans may take."""
+        return self._rows
 
     @property
     def used(self) -> dict[str, int]:

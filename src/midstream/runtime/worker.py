@@ -145,6 +145,7 @@ class _Endpoint:
             mapped: the places of the workers whose arena the front end maps.
         """
         place = [self._stage, self._tensor_rank]
+        self._arena.sweep()
         with self._session.taking(uids) as taken:
             headers = [
                 self._outbox.put(uid, requests, self._tensor_rank == 0, place in mapped)

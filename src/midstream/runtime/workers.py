@@ -13,7 +13,7 @@ from midstream.transport.mapping import Address, MappedArena
 # A lease holds on to whole segments. Where little of them is its own, or much is held already, the
 # rows are copied, so that others have room.
 _LEAST_SHARE = 0.25
-_MOST_HELD = 0.5
+MOST_HELD = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,11 @@ class Worker:
         """Whether its memory can be reached from here."""
         return self._arena is not None
 
+    @property
+    def held(self) -> int:
+        """Bytes of rows here that are still its memory."""
+        return 0 if self._arena is None else self._arena.held
+
     def see(self, headers: Iterable[Mapping[str, Any]], retired: Iterable[int]) -> None:
         """Maps what an answer speaks of, and lets go of segments that are gone."""
         if self._arena is not None:
@@ -68,7 +73,7 @@ class Worker:
         if lease is None or self._arena is None:
             return None
         around = sum(size for _, size in lease["segments"].values())
-        room = _MOST_HELD * self.description["arena_bytes"]
+        room = MOST_HELD * self.description["arena_bytes"]
         keep = (
             lease["nbytes"] >= _LEAST_SHARE * around and self._arena.held + lease["nbytes"] <= room
         )

@@ -18,7 +18,6 @@ from torch import Tensor
 from midstream.transport.leases import Leases
 from midstream.transport.memory import SharedMemory
 
-SEGMENT_BYTES = 64 << 20
 _ALIGNMENT = 64
 
 
@@ -28,12 +27,14 @@ class ArenaSettings:
 
     Attributes:
         budget: bytes of memory that segments may take together.
+        segment: bytes of one, at least.
         overflow: "block": the front door lets in no more than fits, so what is here is never
             refused; "spill": segments beyond the budget are files; "drop": there are none.
         spill_folder: where such files lie; they have no name.
     """
 
     budget: int
+    segment: int
     overflow: str
     spill_folder: Path
 
@@ -174,6 +175,13 @@ class Arena:
             "segments": len(self._segments),
         }
 
+    def close(self) -> None:
+        """Ends it. What readers hold is there until they let go."""
+        for segment in list(self._segments.values()):
+            self._retire(segment)
+        self._leases.close()
+        self._current, self._free = None, []
+
     def check_idle(self) -> None:
         """Nobody needs anything: holds between requests, when readers have let go."""
         self.sweep()
@@ -194,7 +202,7 @@ class Arena:
             found = min(large, key=lambda segment: segment.memory.nbytes)
             self._free.remove(found)
             return found
-        size = _size(nbytes)
+        size = _size(self._settings.segment, nbytes)
         while self._free and self._made + size > self._settings.budget:
             self._retire(self._free.pop())
         if self._made + size <= self._settings.budget or self._settings.overflow == "block":
@@ -241,9 +249,9 @@ class Arena:
         _discard(segment.memory, self._pin and not segment.on_disk)
 
 
-def _size(nbytes: int) -> int:
+def _size(least: int, nbytes: int) -> int:
     """Bytes of a segment that holds this much. Few sizes, so that it can be used again."""
-    size = SEGMENT_BYTES
+    size = least
     while size < nbytes:
         size *= 2
     return size

@@ -39,6 +39,10 @@ class Leases:
         token = bytes(self._memory.tensor[:TOKEN_BYTES].numpy()).hex()
         return {"pid": os.getpid(), "fd": self._memory.fd, "token": token}
 
+    def close(self) -> None:
+        """Nobody can map them any more."""
+        self._memory.close()
+
     def give(self, segments: list[int]) -> int | None:
         """A new lease of some segments; None: there are as many as there can be."""
         if self._free:

@@ -5,36 +5,37 @@ The kernel frees it when the last process that maps it has ended, however it end
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 import tempfile
-from dataclasses import dataclass
+import weakref
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-_MADV_HUGEPAGE = 14  # mmap has no name for it everywhere
 
-
-@dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """Memory that this process made.
+    """Memory that this process made; it can be mapped as long as this object is there.
 
     Attributes:
         fd: what others of this machine map it by; see `map_shared`.
         tensor: uint8, all of it.
     """
 
-    fd: int
-    tensor: Tensor
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Args:
+        fd: an open file, which is this object's from here on.
+        nbytes: how large it is to be.
+        """
+        self.fd = fd
+        self.close = weakref.finalize(self, os.close, fd)
+        os.ftruncate(fd, nbytes)
+        self.tensor = _mapped(fd, nbytes)
 
     @staticmethod
     def create(nbytes: int) -> SharedMemory:
         """Zeroed memory; its pages are taken when they are first written."""
-        fd = os.memfd_create("midstream", os.MFD_CLOEXEC)
-        return _sized(fd, nbytes)
+        return SharedMemory(os.memfd_create("midstream", os.MFD_CLOEXEC), nbytes)
 
     @staticmethod
     def on_disk(nbytes: int, folder: Path) -> SharedMemory:
@@ -51,16 +52,12 @@ class SharedMemory:
         except OSError:
             os.close(fd)
             raise
-        return _sized(fd, nbytes)
+        return SharedMemory(fd, nbytes)
 
     @property
     def nbytes(self) -> int:
         """Its size."""
         return self.tensor.numel()
-
-    def close(self) -> None:
-        """Nobody can map it any more; it is there until whoever maps it lets go."""
-        os.close(self.fd)
 
 
 def map_shared(pid: int, fd: int, nbytes: int) -> Tensor:
@@ -76,14 +73,6 @@ def map_shared(pid: int, fd: int, nbytes: int) -> Tensor:
         os.close(found)
 
 
-def _sized(fd: int, nbytes: int) -> SharedMemory:
-    os.ftruncate(fd, nbytes)
-    return SharedMemory(fd, _mapped(fd, nbytes))
-
-
 def _mapped(fd: int, nbytes: int) -> Tensor:
-    memory = mmap.mmap(fd, nbytes)
-    # Large pages are mapped faster, where the machine has them.
-    with contextlib.suppress(OSError):
-        memory.madvise(_MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    # Not by the mmap module: it keeps a file of its own open for each mapping.
+    return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)

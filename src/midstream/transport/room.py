@@ -8,10 +8,13 @@ from pathlib import Path
 import psutil
 
 from midstream.config import Config
-from midstream.transport.arena import SEGMENT_BYTES, ArenaSettings
+from midstream.transport.arena import ArenaSettings
 
 _SHARE = 4
 _MOST = 64 << 30
+_LEAST_SEGMENT = 1 << 20
+_MOST_SEGMENT = 256 << 20
+_SEGMENTS = 64
 _GROUP = Path("/sys/fs/cgroup")
 
 
@@ -26,7 +29,15 @@ def arena_settings(config: Config, workers: int) -> ArenaSettings:
     if budget is None:
         budget = min(_MOST, _available() // _SHARE) // workers
     folder = config.spill_dir or tempfile.gettempdir()
-    return ArenaSettings(max(budget, SEGMENT_BYTES), config.overflow, Path(folder))
+    return ArenaSettings(budget, _segment(budget), config.overflow, Path(folder))
+
+
+def _segment(budget: int) -> int:
+    """Bytes of a segment: large ones are mapped and pinned seldom, small ones are free again soon.
+    A power of two.
+    """
+    most = min(_MOST_SEGMENT, max(_LEAST_SEGMENT, budget // _SEGMENTS))
+    return int(1 << (most.bit_length() - 1))
 
 
 def _available() -> int:
