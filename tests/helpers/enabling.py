@@ -23,6 +23,7 @@ PACKAGES = ("vllm.v1.engine", "vllm.v1.worker")
 FOLDER = str(Path(__file__).parent)  # where nothing is looked for yet
 ENABLED = {"midstream": {}}
 OPTION = "--additional-config"
+WORKER = "midstream.worker.CaptureWorker"
 OTHERS = {"someone_elses": {"midstream": 1}, "layers": "all"}
 
 
@@ -98,7 +99,10 @@ def in_fork(scenario: Callable[[], None], modules: list[ModuleType], fresh: bool
 
 
 def engine_args(
-    additional: object = None, environment: str | None = None, command_line: Sequence[str] = ()
+    additional: object = None,
+    environment: str | None = None,
+    command_line: Sequence[str] = (),
+    worker_class: str | None = None,
 ) -> Callable[[], None]:
     """Makes EngineArgs, whose `__post_init__` loads the plugins."""
 
@@ -108,7 +112,9 @@ def engine_args(
         if environment is not None:
             os.environ["MIDSTREAM"] = environment
         sys.argv += command_line
-        given = {} if additional is None else {"additional_config": additional}
+        given: dict[str, Any] = {} if additional is None else {"additional_config": additional}
+        if worker_class is not None:
+            given["worker_cls"] = worker_class
         EngineArgs(model=FOLDER, **given)
 
     return scenario
@@ -205,6 +211,10 @@ def main() -> None:
         "args, on the command line in one word": engine_args(
             command_line=(f"{OPTION.replace('-', '_')}={json.dumps(ENABLED)}",)
         ),
+        "args, a worker class": engine_args(worker_class=WORKER),
+        "args, a worker class on the command line": engine_args(
+            command_line=("--worker-cls", WORKER)
+        ),
         "core": engine_core(ENABLED),
         "worker": worker(ENABLED),
         "twice": twice,
@@ -217,6 +227,7 @@ def main() -> None:
         "args, of others on the command line": engine_args(
             command_line=("--model", "midstream", OPTION, '{"other": 1}')
         ),
+        "args, another worker class": engine_args(worker_class="somebody.CaptureWorker"),
         "core, plain": engine_core({}),
         "core, of others": engine_core(OTHERS),
         "worker, plain": worker({}),

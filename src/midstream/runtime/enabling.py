@@ -18,6 +18,7 @@ import sys
 from typing import Any
 
 _KEY = "midstream"
+_WORKER = "midstream.worker.CaptureWorker"
 _DEPTH = 12
 
 
@@ -32,11 +33,15 @@ def register() -> None:
 
 
 def _command_line_enables() -> bool:
-    """`vllm serve … --additional-config '{"midstream": …}'`, in one word or two."""
-    option = "--additional-config"
+    """`vllm serve … --additional-config '{"midstream": …}'`, in one word or two, or
+    `--worker-cls` with midstream's.
+    """
     for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
-        name, _, value = word.replace("_", "-").partition("=")
-        if name == option and f'"{_KEY}"' in (value or following):
+        name, _, value = word.partition("=")
+        option, value = name.replace("_", "-"), value or following
+        if option == "--additional-config" and f'"{_KEY}"' in value:
+            return True
+        if option == "--worker-cls" and value == _WORKER:
             return True
     return False
 
@@ -58,6 +63,8 @@ def _caller_enables() -> bool:
 
 
 def _enables(value: Any) -> bool:
+    if getattr(value, "__dict__", {}).get("worker_cls") == _WORKER:
+        return True
     for holder in (value, getattr(value, "__dict__", {}).get("vllm_config")):
         found = getattr(holder, "__dict__", {}).get("additional_config")
         if isinstance(found, dict) and found.get(_KEY) not in (None, False):

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from midstream import config as settings
+from midstream.act_environment import WORKER_CLASS, from_act_environment, note_return
 from midstream.config import KEY
-from midstream.errors import SpecError, UnsupportedError
+from midstream.errors import ConfigError, SpecError, UnsupportedError
 from midstream.runtime import core, seams
 from midstream.runtime.carried import carried
 from midstream.runtime.chat import ChatPlan
@@ -122,25 +123,47 @@ def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwar
     """Fills in defaults and the version, so that all of it is in the hash of compiled graphs, and
     refuses engine settings that cannot be served.
     """
-    given = getattr(args, "additional_config", None) or {}
-    found = settings.from_additional_config(given)
-    if found is None and not (isinstance(given, dict) and KEY in given):
-        found = settings.from_environment()
-    if found is None:
-        return original(args, *rest, **kwargs)
-    plain = found.to_dict()
-    sinks = plain.pop("sinks")
-    check_sinks(sinks)
-    args.additional_config = {**given, KEY: plain}
+    found = _settings_of(args)
+    is_marked = args.worker_cls == WORKER_CLASS
+    kept = args.additional_config, args.worker_cls
+    sinks: dict[str, Any] = {}
     try:
+        if is_marked:
+            args.worker_cls = "auto"  # the platform's own
+        if found is not None:
+            plain = found.to_dict()
+            sinks = plain.pop("sinks")
+            check_sinks(sinks)
+            args.additional_config = {**(args.additional_config or {}), KEY: plain}
         config = original(args, *rest, **kwargs)
     finally:
-        # Made once more of the same arguments, it is to have its sinks again.
-        args.additional_config = given
-    note_sinks(config, sinks)
-    # Workers check as well; here the error reaches whoever starts the engine as it is.
-    check_settings(config)
+        # Another config made of the same arguments is to be the same.
+        args.additional_config, args.worker_cls = kept
+    if found is not None:
+        note_sinks(config, sinks)
+        # Workers check as well; here the error reaches whoever starts the engine as it is.
+        check_settings(config)
+    if found is not None and is_marked:
+        note_return(config.parallel_config.tensor_parallel_size)
     return config
+
+
+def _settings_of(args: Any) -> settings.Config | None:
+    """midstream's settings for an engine of these arguments; None: it is not enabled."""
+    given = args.additional_config
+    found = settings.from_additional_config(given)
+    is_named = isinstance(given, dict) and KEY in given
+    if found is None and not is_named:
+        found = settings.from_environment()
+    if args.worker_cls != WORKER_CLASS:
+        return found
+    acts = from_act_environment()
+    if acts is not None and (found is not None or is_named):
+        raise ConfigError(
+            f"{KEY}: there are settings besides the variables VLLM_ACT_*, for which worker_cls "
+            f'names {WORKER_CLASS}; leave them out, or it, or set VLLM_ACT_CAPTURE="0"'
+        )
+    return found or acts
 
 
 def _init_device(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:

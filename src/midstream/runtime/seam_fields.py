@@ -82,7 +82,12 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         _BUFFERS,
     ),
     Fields("vllm.config", "ModelConfig", ("model", "revision"), "sinks note whose rows they have"),
-    Fields("vllm.engine.arg_utils", "EngineArgs", ("additional_config",), "settings are completed"),
+    Fields(
+        "vllm.engine.arg_utils",
+        "EngineArgs",
+        ("additional_config", "worker_cls"),
+        "settings are completed",
+    ),
     Fields(
         "vllm.v1.worker.worker_base",
         "WorkerWrapperBase",
