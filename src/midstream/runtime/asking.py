@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from midstream.codecs import parse_codec
-from midstream.errors import SpecError
+from midstream.config import KEY
+from midstream.errors import ConfigError, SpecError
 from midstream.ops.layout import Op
 from midstream.runtime.budget import Need, all_taps, need_of
 from midstream.runtime.cache_keys import CacheKeys, cache_keys
 from midstream.runtime.chat import ChatPlan
 from midstream.runtime.prompt_text import text_map
-from midstream.spec import Plan, Prompt, ResolvedPlan, Vector, resolve
+from midstream.runtime.row_room import most_rows
+from midstream.spec import Capture, Plan, Prompt, ResolvedPlan, Vector, resolve
 from midstream.spec.fields import at
 from midstream.spec.growing import check_growing
 from midstream.spec.operations import Edit
-from midstream.spec.tapping import order
+from midstream.spec.tapping import find_taps, order
 
 if TYPE_CHECKING:
     from midstream.runtime.door import EngineInfo
@@ -35,9 +37,16 @@ Ready = tuple[ResolvedPlan, Need, bytes, CacheKeys]
 class Asking:
     """Resolves plans for one engine."""
 
-    def __init__(self, info: EngineInfo, engine: Any) -> None:
+    def __init__(self, info: EngineInfo, engine: Any, also: tuple[Capture, ...] = ()) -> None:
+        """Args:
+        info: what the workers said of themselves.
+        engine: gives the tokenizer and the renderer.
+        also: captures of every request, which come after its own.
+        """
         self._info = info
+        self._also = also
         self._engine = engine
+        self._max_length: int = engine.vllm_config.model_config.max_model_len
         self._taps = all_taps(sorted(info.shape.taps, key=order))
         self._by_length = functools.lru_cache(maxsize=_CACHED_PLANS)(self._resolve_by_length)
 
@@ -64,10 +73,12 @@ class Asking:
         assert not isinstance(own, ChatPlan)
         plan = None if own is None else own.bind(lookup, self._info.shape.num_layers)
         max_tokens = request.sampling_params.max_tokens
-        needs_prompt = any(edit.positions.needs_prompt for edit in before)
+        needs_prompt = any(part.positions.needs_prompt for part in (*before, *self._also))
         if needs_prompt or (plan is not None and plan.needs_prompt):
             return self._finish(plan, before, self._prompt(request, chat), max_tokens)
-        return self._by_length(plan, before, _prompt_len(request), max_tokens)
+        # Where rows go makes no difference here, and may be another place for each request.
+        shared = None if plan is None else plan.without_places()
+        return self._by_length(shared, before, _prompt_len(request), max_tokens)
 
     def resolve_session(
         self, plan: Plan | None, before: tuple[Edit, ...], lookup: Lookup, first: int
@@ -84,9 +95,21 @@ class Asking:
         Raises:
             SpecError: it cannot be served as asked.
         """
-        check_growing(plan, before)
+        check_growing(plan, before, self._also)
         own = None if plan is None else plan.bind(lookup, self._info.shape.num_layers)
         return self._finish(own, before, Prompt(1, token_ids=(first,)), None)
+
+    def check_also(self) -> None:
+        """Whether the captures of every request are of what is tapped.
+
+        Raises:
+            ConfigError: one asks for what is not tapped.
+        """
+        for capture in self._also:
+            try:
+                find_taps(capture.layers, capture.sites, self._info.shape, "layers", "sites")
+            except SpecError as error:
+                raise ConfigError(f"{KEY}.sinks.{capture.sink}.capture.{error}") from None
 
     def _resolve_by_length(
         self, plan: Plan | None, before: tuple[Edit, ...], length: int, max_tokens: int | None
@@ -96,19 +119,28 @@ class Asking:
     def _finish(
         self, plan: Plan | None, before: tuple[Edit, ...], prompt: Prompt, max_tokens: int | None
     ) -> Ready:
-        resolved = resolve(plan, self._info.shape, prompt, max_tokens, before)
+        resolved = resolve(plan, self._info.shape, prompt, max_tokens, before, self._also)
         if resolved.captures:
-            assert plan is not None
-            resolved = replace(resolved, codec=self._codec(plan))
+            # Those of every request come as the request's own do, where it has any.
+            own = () if plan is None else plan.captures
+            resolved = replace(resolved, codec=self._codec(own or self._also))
         first = self._info.workers[0]
         need = need_of(resolved, self._taps, self._info.room, first["edits_per_site"])
+        need = replace(need, rows=self._most_rows(resolved, prompt.length, max_tokens))
         self._check_ring(resolved)
         self._check_gates(resolved)
         return resolved, need, resolved.to_bytes(), cache_keys(resolved)
 
-    def _codec(self, plan: Plan) -> str:
-        """The one codec of all of a plan's captures."""
-        specs = [capture.codec or self._info.codec for capture in plan.captures]
+    def _most_rows(self, plan: ResolvedPlan, prompt_len: int, max_tokens: int | None) -> int:
+        length = self._max_length
+        if max_tokens is not None:
+            length = min(length, prompt_len + max_tokens)
+        dtype = getattr(torch, self._info.dtype)
+        return most_rows(plan, self._info.shape.hidden_size, dtype, length)
+
+    def _codec(self, captures: tuple[Capture, ...]) -> str:
+        """The one codec of all of these captures."""
+        specs = [capture.codec or self._info.codec for capture in captures]
         for nth, spec in enumerate(specs):
             with at(f"capture[{nth}]"):
                 if spec != specs[0]:

@@ -34,14 +34,11 @@ def assemble(output: Any, plan: ResolvedPlan, answers: Answers, dtype: str) -> N
         answers: (header, data) from each worker.
         dtype: name of the rows' dtype.
     """
-    prompt = list(output.prompt_token_ids or [0] * plan.prompt_len)
     children = split(answers, len(output.outputs))
     hidden = answers[0][0]["worker"]["hidden_size"]
     nothing = Rows(parse_codec(plan.codec), hidden, getattr(torch, dtype), (), ())
     for completion in output.outputs:
-        # The last sampled token is never fed back.
-        tokens = [*prompt, *completion.token_ids]
-        tokens = tokens[: max(0, len(tokens) - 1)]
+        tokens = tokens_of(output, completion, plan)
         parts = children.get(completion.index, [])
         completion.activations = _activations(plan, parts, tokens, nothing)
         completion.probes = _probes(plan, parts, tokens)
@@ -57,6 +54,13 @@ def assemble(output: Any, plan: ResolvedPlan, answers: Answers, dtype: str) -> N
     if len(output.outputs) == 1:
         for name in ATTRIBUTES:
             setattr(output, name, getattr(output.outputs[0], name))
+
+
+def tokens_of(output: Any, completion: Any, plan: ResolvedPlan) -> list[int]:
+    """The id of each row's token, prompt first; 0 where the prompt was embeddings."""
+    tokens = [*(output.prompt_token_ids or [0] * plan.prompt_len), *completion.token_ids]
+    # The last sampled token is never fed back.
+    return tokens[: max(0, len(tokens) - 1)]
 
 
 def _activations(

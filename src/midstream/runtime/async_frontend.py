@@ -7,15 +7,17 @@ import copy
 import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from midstream.config import KEY
 from midstream.errors import SpecError
-from midstream.runtime.assembly import ATTRIBUTES, assemble
+from midstream.runtime.assembly import assemble
 from midstream.runtime.carried import carried
 from midstream.runtime.courier import Courier
+from midstream.runtime.delivering import RESULTS, send_soon
 from midstream.runtime.door import Asked, Door, describe, put_riding
 from midstream.runtime.mismatches import Mismatches
 from midstream.runtime.order import Order
@@ -76,10 +78,12 @@ class AsyncFrontEnd(Door):
         if len(session.inputs) > 1:
             put_riding(request, session.riding)
             return order.asked
+        if order.plan is not None:
+            self.sinks.check(order.plan)
         ready = self._asking.resolve_session(
             order.plan, self.steering.plan_edits(), self.vectors.lookup, session.inputs[0][0]
         )
-        asked = self._note(request, order, self._let_ride(request, ready))
+        asked = self._note(request, order, self._let_ride(request, ready, order.plan))
         if asked is not None:
             session.riding = request.sampling_params.extra_args[KEY]
             self._sessions[request.request_id] = order
@@ -136,7 +140,7 @@ class AsyncFrontEnd(Door):
             ReceiptError: it is the last, and what was done is not what was asked for.
         """
         for holder in (output, *output.outputs):
-            for name in ATTRIBUTES:
+            for name in RESULTS:
                 setattr(holder, name, None)
         if order.asked is None:
             return
@@ -201,23 +205,25 @@ class AsyncFrontEnd(Door):
         await _call(self._client, "check_integrity")
 
     def close(self) -> None:
-        """Stops whatever is being done. For any thread."""
+        """Stops whatever is being done, but for what the sinks were given. For any thread."""
         self._courier.close()
         for task in list(self._tasks):
             if not task.get_loop().is_closed():
                 task.get_loop().call_soon_threadsafe(task.cancel)
+        self.sinks.close()
 
     async def _finish(self, order: Order, output: Any) -> None:
-        """Fetches a call's results."""
+        """Fetches a call's results, and waits for the sinks that get some of them."""
         assert order.asked is not None
         uid, plan = order.asked.uid, order.asked.plan
         if any(isinstance(one.stop_reason, str) for one in output.outputs):
             # The stop string was found here, and the engine goes on until it is told. It must
             # have been before others get the room.
             await self._client.abort_requests_async(order.ids)
-        self._leave([uid])
+        self._end([uid])
         answers = await self._courier.collect(uid)
         order.settled = True
+        self._leave([uid])
         self._forget(order, uid)
         whole = _whole(output, order)
         if order.session is not None and order.streamed is not None:
@@ -227,8 +233,10 @@ class AsyncFrontEnd(Door):
             await asyncio.to_thread(assemble, whole, plan, answers, self.info.dtype)
         else:
             assemble(whole, plan, answers, self.info.dtype)
+        asked = replace(order.asked, plan=plan)
+        await send_soon(self.sinks, asked, whole, self._vectors)
         for mine, theirs in ((output, whole), *zip(output.outputs, whole.outputs, strict=True)):
-            for name in ATTRIBUTES:
+            for name in RESULTS:
                 setattr(mine, name, getattr(theirs, name))
         mismatches = Mismatches(self._config)
         mismatches.add(output)

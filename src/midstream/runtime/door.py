@@ -8,10 +8,13 @@ from __future__ import annotations
 import copy
 import json
 import uuid
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from midstream.config import KEY, from_additional_config
 from midstream.errors import SpecError, UnsupportedError
@@ -20,18 +23,31 @@ from midstream.runtime.asking import Asking, Ready
 from midstream.runtime.budget import Budget, Need
 from midstream.runtime.buffers import Room
 from midstream.runtime.carried import Carried, carried
+from midstream.runtime.chat import ChatPlan
+from midstream.runtime.own_sinks import open_sinks
+from midstream.runtime.routes import Route, routes_of
+from midstream.runtime.row_room import check_rows, row_room
 from midstream.runtime.workers import Worker
-from midstream.spec import ModelShape, ResolvedPlan
+from midstream.spec import ModelShape, Plan, ResolvedPlan
 from midstream.steering import Steering
 from midstream.vectors import VectorRegistry
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request under way that asks for something."""
+    """A request under way that asks for something.
+
+    Attributes:
+        uid: names the request for midstream, whatever ids vLLM makes of it.
+        plan: what it asks for, made concrete.
+        own: what it asks for itself, as written; None: nothing but what is for all requests.
+        routes: where its captured rows go.
+    """
 
     uid: str
     plan: ResolvedPlan
+    own: Plan | None = None
+    routes: tuple[Route, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +83,24 @@ class Door:
         assert found is not None
         self._config = found
         self.info = info
+        self._vectors = (info.shape.hidden_size, getattr(torch, info.dtype))
         self._workers = [Worker(description) for description in info.workers]
         self.vectors = VectorRegistry(info.shape)
         self.steering = Steering(self.vectors)
-        self._asking = Asking(info, engine)
+        self.sinks = open_sinks(engine.vllm_config, info)
+        weakref.finalize(self, self.sinks.close)
+        self._asking = Asking(info, engine, self.sinks.captures)
+        self._asking.check_also()
         self._deltas = deltas
-        self._admission = Admission(Budget(info.room))
+        self._row_room = row_room(self._workers, found)
+        self._admission = Admission(Budget(info.room, self._row_room))
         self._needs: dict[str, Need] = {}
 
-    def steers(self, params: Any) -> bool:
-        """Whether server-wide edits apply to a request: to all that generate."""
+    def concerns(self, params: Any) -> bool:
+        """Whether server-wide edits or captures apply to a request: to all that generate."""
         # Pooling requests have an output_kind as well, but no tokens to generate.
-        return hasattr(params, "max_tokens") and bool(self.steering.plan_edits())
+        is_for_all = bool(self.steering.plan_edits()) or bool(self.sinks.captures)
+        return is_for_all and hasattr(params, "max_tokens")
 
     def check_id(self, request_id: str) -> None:
         """A request that asks for nothing comes by; results of others must not be taken for its
@@ -93,7 +115,8 @@ class Door:
 
         Args:
             request: vLLM's EngineCoreRequest, whose sampling params are its own copy.
-            asked_for: a Plan, a ChatPlan, or None; the server-wide edits come before its own.
+            asked_for: a Plan, a ChatPlan, or None; the server-wide edits come before its own, the
+                server-wide captures after them.
 
         Returns:
             What the request asks for; None when that comes to nothing.
@@ -101,6 +124,9 @@ class Door:
         Raises:
             SpecError: the request cannot be served as asked.
         """
+        own = asked_for.plan if isinstance(asked_for, ChatPlan) else asked_for
+        if own is not None:
+            self.sinks.check(own)
         ready = self._asking.resolve(
             asked_for, self.steering.plan_edits(), self.vectors.lookup, request
         )
@@ -110,10 +136,10 @@ class Door:
                 "a session of streaming input can be captured or edited with generate() of "
                 "midstream.AsyncLLM only",
             )
-        return self._let_ride(request, ready)
+        return self._let_ride(request, ready, own)
 
-    def _let_ride(self, request: Any, ready: Ready) -> Asked | None:
-        """Puts what was made of a request's plan on it; returns what it asks for, if anything.
+    def _let_ride(self, request: Any, ready: Ready, own: Plan | None) -> Asked | None:
+        """Puts what was made of a request's own plan on it; returns what it asks for, if anything.
 
         Raises:
             SpecError: its output would never show all of it.
@@ -131,7 +157,11 @@ class Door:
                 f"results come with the whole of a request's output, and output_kind={kind} with "
                 f"n={params.n} never shows it; use FINAL_ONLY",
             )
-        asked = Asked(uuid.uuid4().hex, resolved)
+        need = replace(need, rows=need.rows * params.n)
+        check_rows(need, self._row_room)
+        uid = uuid.uuid4().hex
+        routes = routes_of(resolved, own, self.sinks.captures, request.request_id, uid)
+        asked = Asked(uid, resolved, own, routes)
         put_riding(request, Carried(asked.uid, packed, keys).pack())
         self._needs[asked.uid] = need
         return asked
@@ -156,8 +186,12 @@ class Door:
             raise SpecError("", f"request {request.request_id!r} is not under way any more")
         self._admission.submit(uid, need, go)
 
+    def _end(self, uids: list[str]) -> None:
+        """These requests have ended, and their rows are still to be fetched."""
+        self._admission.end(uids)
+
     def _leave(self, uids: list[str]) -> None:
-        """These requests need their room no more."""
+        """These requests need their room no more: their rows were fetched, or nobody wants them."""
         for uid in uids:
             self._needs.pop(uid, None)
         if uids:

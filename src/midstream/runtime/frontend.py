@@ -8,17 +8,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.runtime.assembly import ATTRIBUTES, assemble
+from midstream.runtime import delivering
+from midstream.runtime.assembly import assemble
+from midstream.runtime.delivering import RESULTS, Sent
 from midstream.runtime.door import Asked, Door, describe
 from midstream.runtime.fetching import carry_out, collecting
 from midstream.runtime.mismatches import Mismatches
 from midstream.runtime.parts import Answers
 from midstream.runtime.worker import RPC
-from midstream.spec import ResolvedPlan
 
-# Finished requests are fetched together: at most so many, or so many bytes, at a time.
+# Finished requests are fetched together: at most so many at a time.
 _BATCH_REQUESTS = 64
-_BATCH_BYTES = 64 << 20
 
 
 class FrontEnd(Door):
@@ -33,7 +33,7 @@ class FrontEnd(Door):
         self._outputs = engine.output_processor
         self._under_way: dict[str, Asked] = {}
         self._finished: list[tuple[Asked, Any]] = []
-        self._finished_bytes = 0
+        self._sent: list[Sent] = []
 
     def check_id(self, request_id: str) -> None:
         if request_id in self._under_way:
@@ -63,7 +63,7 @@ class FrontEnd(Door):
         """The outputs of one engine step; results of finished requests are put on them.
 
         What finished a moment ago may get its results a few steps later, in one fetch with
-        others, but never later than the engine's last step.
+        others, but never later than the engine's last step. That one waits for the sinks.
 
         Raises:
             ReceiptError: what was done for a request is not what it asked for. Raised once the
@@ -73,18 +73,20 @@ class FrontEnd(Door):
         for output in outputs:
             completions = output.outputs if isinstance(output.outputs, list) else []
             for holder in (output, *completions):
-                for name in ATTRIBUTES:
+                for name in RESULTS:
                     setattr(holder, name, None)
             if output.finished and output.request_id in self._under_way:
                 asked = self._under_way.pop(output.request_id)
-                self._keep(asked, output)
+                self._finished.append((asked, output))
                 ended.append(asked.uid)
-        self._leave(ended)
+        self._end(ended)
         idle = not self._has_unfinished()
-        full = len(self._finished) >= _BATCH_REQUESTS or self._finished_bytes >= _BATCH_BYTES
+        full = len(self._finished) >= _BATCH_REQUESTS or self._admission.waiting
         if self._finished and (idle or full):
             self.fetch()
         if idle:
+            self.sinks.drain()
+            self._settle(list(self._sent))
             self.let_go()
             if self._reports:
                 self._mismatches.report()
@@ -107,15 +109,17 @@ class FrontEnd(Door):
         self._mismatches.report(outputs)
 
     def fetch(self) -> None:
-        """Fetches the results of all finished requests."""
+        """Fetches the results of all finished requests, and hands them to the sinks."""
+        self._settle([one for one in self._sent if not one.waits])
         finished, self._finished = self._finished, []
-        self._finished_bytes = 0
         for start in range(0, len(finished), _BATCH_REQUESTS):
             batch = finished[start : start + _BATCH_REQUESTS]
             data = self._collect([asked.uid for asked, _ in batch])
             for asked, output in batch:
                 assemble(output, asked.plan, data[asked.uid], self.info.dtype)
-                self._mismatches.add(output)
+                # Here it is that a sink without room keeps the engine from its next step.
+                self._sent.append(delivering.send(self.sinks, asked, output, self._vectors))
+            self._leave([asked.uid for asked, _ in batch])
 
     def after_abort(self, alive: Container[str]) -> None:
         """Lets go of the requests under way whose ids are no longer among those alive."""
@@ -130,19 +134,22 @@ class FrontEnd(Door):
         them was given up.
         """
         finished, self._finished = self._finished, []
-        self._finished_bytes = 0
         for asked, output in finished:
             if output.request_id in request_ids:
                 self._under_way[output.request_id] = asked
             else:
-                self._keep(asked, output)
+                self._finished.append((asked, output))
+        # What was handed to a sink stays there; nobody is told of it.
+        self._sent = [one for one in self._sent if one.output.request_id not in request_ids]
         self._mismatches.forget(request_ids)
         self._release([name for name in self._under_way if name in request_ids])
 
-    def _keep(self, asked: Asked, output: Any) -> None:
-        """A finished request's results wait to be fetched."""
-        self._finished.append((asked, output))
-        self._finished_bytes += self._size(asked.plan, output)
+    def _settle(self, sent: list[Sent]) -> None:
+        """Waits until sinks have told of these, and puts it on their outputs."""
+        for one in sent:
+            one.settle()
+            self._sent.remove(one)
+            self._mismatches.add(one.output)
 
     def _release(self, names: list[str]) -> None:
         """Has the workers forget these requests under way."""
@@ -151,22 +158,11 @@ class FrontEnd(Door):
             self._call("release", uids)
             self._leave(uids)
 
-    def _size(self, plan: ResolvedPlan, output: Any) -> int:
-        """About how many bytes a finished request's rows take."""
-        taps = sum(len(capture.taps) for capture in plan.captures)
-        rows = _num_rows(output) * len(output.outputs)
-        return rows * (taps * self.info.shape.hidden_size + plan.slots) * 4
-
     def _collect(self, uids: list[str]) -> dict[str, Answers]:
         return carry_out(collecting(self._workers, uids), self._call)
 
     def _call(self, op: str, argument: object = None) -> list[dict[str, Any]]:
         return self._rpc(RPC, args=(op, json.dumps(argument)))
-
-
-def _num_rows(output: Any) -> int:
-    longest = max((len(completion.token_ids) for completion in output.outputs), default=1)
-    return len(output.prompt_token_ids or ()) + max(0, longest - 1)
 
 
 def _taken(request_id: str) -> SpecError:

@@ -46,10 +46,16 @@ def open_sinks(vllm_config: Any, info: EngineInfo) -> OpenSinks:
         ConfigError: a setting is wrong.
         Exception: whatever one of them raises when it is opened.
     """
+    settings = read_sinks(getattr(vllm_config, _ATTRIBUTE, {}))
+    return OpenSinks(settings, origin_of(vllm_config, info))
+
+
+def origin_of(vllm_config: Any, info: EngineInfo) -> Origin:
+    """What sinks are told of an engine."""
     import vllm
 
     model = vllm_config.model_config
-    origin = Origin(
+    return Origin(
         model=str(model.model),
         revision=str(model.revision or ""),
         num_layers=info.shape.num_layers,
@@ -59,4 +65,3 @@ def open_sinks(vllm_config: Any, info: EngineInfo) -> OpenSinks:
         midstream=__version__,
         tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
     )
-    return OpenSinks(read_sinks(getattr(vllm_config, _ATTRIBUTE, {})), origin)
