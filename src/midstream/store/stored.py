@@ -75,7 +75,8 @@ def read_activations(shard: Shard, request: int) -> Activations:
     tokens = []
     for run in shard.runs(request):
         found = shard.column(run.group, "position", run.start, run.stop).copy()
-        check_positions(found, f"{shard.path}: positions")
+        where = f"group {run.group}, rows {run.start} to {run.stop}"
+        check_positions(found, f"{shard.path}: {where}")
         places.append(found)
         tokens.append(shard.column(run.group, "token_id", run.start, run.stop))
         shared = torch.from_numpy(found)
