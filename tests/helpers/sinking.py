@@ -83,3 +83,32 @@ class Noting(Sink):
         self.threads.add(threading.current_thread().name)
         if what in self.fails:
             raise OSError(f"no {what}")
+
+
+class Keeping(Noting):
+    """Keeps what it is given, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[Delivery] = []
+
+    def write(self, delivery: Delivery) -> CaptureResult | None:
+        self.given.append(delivery)
+        return super().write(delivery)
+
+
+class Failing(Sink):
+    """Cannot write what is tagged `write`, nor flush what is tagged `flush`."""
+
+    def __init__(self) -> None:
+        self._tags: set[str] = set()
+
+    def write(self, delivery: Delivery) -> None:
+        self._tags.add(delivery.tag)
+        if delivery.tag == "write":
+            raise OSError(28, "No space left on device")
+
+    def flush(self) -> None:
+        tags, self._tags = self._tags, set()
+        if "flush" in tags:
+            raise RuntimeError("the disk is gone")
