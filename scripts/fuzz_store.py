@@ -1,0 +1,160 @@
+"""Fuzzes the store's reader for some time, guided by coverage. Needs atheris: pip install atheris.
+
+scripts/fuzz_store.py [--seconds 600] [--corpus DIR]
+
+A third of the inputs are files as they are; a third are given checksums that fit; and a third a
+header that fits as well, around requests, metadata and rows of any kind. A reader may refuse with
+StoreError or SpecError, and nothing else; it may take neither more than 10 s nor 2 GiB. Exits with
+another status than 0 where it does, and leaves the input in a file `crash-…` in the current
+directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import struct
+import sys
+import tempfile
+from pathlib import Path
+
+import atheris
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+
+with atheris.instrument_imports(include=["midstream.store", "midstream.codecs"]):
+    from store.crafting import seal, take_apart
+    from store.making import TAPS, entry, header
+
+    from midstream.errors import SpecError, StoreError
+    from midstream.store.draft import Draft
+    from midstream.store.folders import Folder
+    from midstream.store.layout import Group, Layout, group_bytes, padding
+    from midstream.store.store import Store
+    from midstream.store.verifying import look_at
+
+NAME = "fuzzed.safetensors"
+AS_IT_IS, SUMMED, LAID_OUT = range(3)
+
+
+class Memory:
+    """One shard in memory, as its folder and its file."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __str__(self) -> str:
+        return "memory"
+
+    def names(self) -> list[str]:
+        return [NAME]
+
+    def open(self, name: str) -> Memory:
+        return self
+
+    @property
+    def size(self) -> int:
+        return len(self._data)
+
+    def read(self, start: int, stop: int) -> memoryview:
+        assert 0 <= start <= stop <= len(self._data), (start, stop)
+        return memoryview(self._data)[start:stop]
+
+    def gather(self, start: int, width: int, rows: np.ndarray) -> np.ndarray:
+        parts = [self.read(start + row * width, start + (row + 1) * width) for row in rows.tolist()]
+        return np.frombuffer(b"".join(parts), np.uint8).reshape(len(rows), width)
+
+
+def read_all(folder: Folder) -> None:
+    """Reads all that there is in a store."""
+    store = Store(folder)
+    repr(store)
+    for each in store.requests:
+        assert isinstance(each.metadata, dict)
+        for _, values in each.activations().items():
+            assert values.ndim == 2
+    for batch in store.select(position=slice(0, 99)).batches(64):
+        assert len(batch.values) == len(batch.request) == len(batch.position)
+
+
+def shard_of(data: bytes) -> bytes:
+    """The file that an input stands for: its first byte says how."""
+    kind, data = data[:1], data[1:]
+    if not kind or kind[0] % 3 == AS_IT_IS:
+        return data
+    length = int.from_bytes(data[:4], "little")
+    first, rest = data[4 : 4 + length], data[4 + length :]
+    if kind[0] % 3 == SUMMED:
+        return seal(struct.pack("<Q", len(first)) + first, rest)
+    return laid_out(first, rest)
+
+
+def laid_out(requests: bytes, rest: bytes) -> bytes:
+    """A shard of one group with these requests, then this metadata, index and rows."""
+    length = int.from_bytes(rest[:4], "little")
+    metadata, rows = rest[4 : 4 + length], rest[4 + length :]
+    head = header()
+    one = group_bytes(Group(TAPS[:1], 1), head.row_bytes)
+    group = Group(TAPS[:1], len(rows) // one)
+    rows = rows[: group.rows * one]
+    metadata += b" " * padding(len(rows) + len(requests) + len(metadata))
+    layout = Layout(head, (group,), len(requests), len(metadata))
+    return seal(layout.head(), rows + requests + metadata)
+
+
+def look(data: bytes) -> None:
+    """One input."""
+    folder = Memory(shard_of(data))
+    try:
+        read_all(folder)
+    except SpecError:
+        pass
+    except StoreError as error:
+        if NAME not in str(error):
+            raise
+    look_at(folder)
+
+
+def seeds() -> list[bytes]:
+    """Inputs that are whole shards, of every codec."""
+    found = []
+    for codec in ("raw", "full8", "rp8:k=64,seed=0", "topk8:k=4"):
+        head = header(codec=codec)
+        draft = Draft(head)
+        draft.add(*draft.read(entry("a", metadata={"x": [1]}, head=head)))
+        draft.add(*draft.read(entry("b", child=1, tag="t", taps=TAPS[:1], head=head)))
+        shard = b"".join(draft.pieces())
+        length = int.from_bytes(shard[:8], "little")
+        words = 2 + -(-(len(shard) - 8 - length) // 65536)
+        found.append(bytes([AS_IT_IS]) + shard)
+        found.append(bytes([SUMMED]) + shard[:4] + shard[8 : len(shard) - 4 * words])
+    draft = Draft(header())
+    for request in ("a", "b"):
+        draft.add(*draft.read(entry(request, metadata={"x": [1]}, taps=TAPS[:1])))
+    parts = take_apart(b"".join(draft.pieces()))[1]
+    requests, metadata = parts.pop("requests"), parts.pop("metadata").rstrip(b" ")
+    sized = b"".join(struct.pack("<I", len(part)) + part for part in (requests, metadata))
+    found.append(bytes([LAID_OUT]) + sized + b"".join(parts.values()))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=int, default=600, help="how long")
+    parser.add_argument("--corpus", type=Path, help="where inputs are kept from run to run")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = options.corpus or Path(folder)
+        corpus.mkdir(parents=True, exist_ok=True)
+        for number, data in enumerate(seeds()):
+            read_all(Memory(shard_of(data)))
+            (corpus / f"seed-{number}").write_bytes(data)
+        limits = ["-rss_limit_mb=2048", "-timeout=10", "-max_len=8192"]
+        arguments = [sys.argv[0], f"-max_total_time={options.seconds}", *limits, str(corpus)]
+        atheris.Setup(arguments, look)
+        atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
