@@ -215,6 +215,12 @@ OFFLINE_FIELDS: tuple[Fields, ...] = (
         ("chat_template", "llm_engine", "request_counter"),
         "an offline engine of midstream's own",
     ),
+    Fields(
+        "vllm.exceptions",
+        "",
+        ("VLLMUnprocessableEntityError", "VLLMValidationError"),
+        "a prompt that is refused is told from an engine that is dead",
+    ),
     Fields("vllm.utils.counter", "Counter", ("counter",), "a call that fails takes its own back"),
     Fields(
         "vllm.renderers.params",
