@@ -1,0 +1,411 @@
+"""Captured rows in sinks: the rows that the output would have had, whatever else goes wrong."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.engines import ALL_SITES, engine, generated, greedy, tokens
+from helpers.sinking import Keeping
+
+import midstream
+from midstream import Capture, ConfigError, ReceiptError, SpecError
+from midstream.activations import Activations
+from midstream.consumers import FilesystemCaptureRequest
+from midstream.sinks import finding
+from midstream.sinks.store import OWN
+from midstream.store import open_store
+
+PROMPTS = [tokens(list(range(3 + n, 8 + 3 * n))) for n in range(12)]
+PARAMS = greedy(5, detokenize=False)
+EVERY = Capture("all", ALL_SITES)
+# More than one of them is more than what this may hold.
+QUEUE_BYTES = 20_000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sinks")
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama: Path, folder: Path) -> Iterator[Any]:
+    """One engine with every sink, and one of them for every request."""
+    offered = {"keeping": "Keeping", "failing": "Failing", "probe": "Keeping"}
+    entries = [
+        EntryPoint(name, f"helpers.sinking:{cls}", finding.GROUP) for name, cls in offered.items()
+    ]
+    sinks = {
+        "store": {"root": str(folder / "store"), "prompts": True},
+        "npz": {"root": folder / "npz"},
+        "filesystem": f"root={folder / 'filesystem'}",
+        "log": {"level": "debug"},
+        "keeping": {"queue_bytes": QUEUE_BYTES},
+        "failing": {},
+        "probe": {"capture": {"layers": [-1], "positions": "last_prompt", "tag": "probe"}},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finding, "entry_points", lambda group: entries)
+        with engine(
+            tiny_llama,
+            max_num_batched_tokens=64,
+            max_num_seqs=8,
+            midstream={"sites": ALL_SITES, "sinks": sinks},
+        ) as found:
+            yield found
+
+
+def sink_of(llm: Any, name: str) -> Keeping:
+    found = llm._front_end.sinks._sinks[name]
+    assert isinstance(found, Keeping)
+    return found
+
+
+def run(llm: Any, prompts: Any, capture: Any, params: Any = PARAMS) -> list[Any]:
+    outputs: list[Any] = llm.generate(prompts, params, capture=capture, use_tqdm=False)
+    return outputs
+
+
+def assert_same(mine: Activations, theirs: Activations) -> None:
+    assert list(mine) == list(theirs)
+    for tap in theirs:
+        assert torch.equal(mine[tap], theirs[tap]), tap
+        assert torch.equal(mine.positions_of(*tap), theirs.positions_of(*tap))
+        assert torch.equal(mine.token_ids_of(*tap), theirs.token_ids_of(*tap))
+
+
+def stored(output: Any) -> Any:
+    """What the store has of an output's only completion."""
+    manifest = output.capture_results["store"].manifest
+    return open_store(manifest["store"]).find(manifest["request"], manifest["child"])
+
+
+# ---------------------------------------------------------------- the rows are the rows
+
+
+@pytest.mark.parametrize("codec", ["raw", "full8", "rp8:k=16", "topk8:k=8"])
+@pytest.mark.parametrize("positions", ["all", ["last_prompt", "last"], "generated"])
+def test_each_sink_has_the_rows_that_are_in_memory_bit_by_bit(
+    llm: Any, codec: str, positions: Any
+) -> None:
+    captures = [
+        Capture("all", ALL_SITES, positions, codec=codec, sink=sink, tag=codec.partition(":")[0])
+        for sink in ("memory", "store", "npz", "keeping")
+    ]
+    before = len(sink_of(llm, "keeping").given)
+    for output, prompt in zip(run(llm, PROMPTS, [captures] * 12), PROMPTS, strict=True):
+        rows = output.activations
+        assert output.receipt.status == "ok"
+        length = len(prompt["prompt_token_ids"]) + 4
+        whole = [*prompt["prompt_token_ids"], *generated(output)]
+        expected = {"all": list(range(length)), "generated": list(range(length - 4, length))}
+        known = expected.get(str(positions), [length - 5, length - 1])
+        assert rows.positions.tolist() == known
+        assert rows.token_ids.tolist() == [whole[p] for p in known]
+        kept = stored(output).activations()
+        assert_same(kept, rows)
+        for tap in rows:
+            assert torch.equal(kept.encoded(*tap), rows.encoded(*tap))
+            (path,) = [
+                one["path"]
+                for one in output.activation_manifest["files"]
+                if (one["site"], one["layer"]) == tap
+            ]
+            with np.load(path) as found:
+                assert found["positions"].tolist() == known
+                assert found["token_ids"].tolist() == rows.token_ids.tolist()
+                assert np.array_equal(read(found, codec), rows[tap].numpy())
+    given = sorted(sink_of(llm, "keeping").given[before:], key=lambda one: int(one.request_id))
+    assert [one.prompt_token_ids for one in given] == [
+        tuple(prompt["prompt_token_ids"]) for prompt in PROMPTS
+    ]
+
+
+def read(found: Any, codec: str) -> Any:
+    """The vectors of an npz file, by the formula that the page has."""
+    if codec == "raw":
+        return found["rows"]
+    values = found["zero"][:, None] + found["scale"][:, None] * found["q"].astype(np.float32)
+    if not codec.startswith("topk8"):
+        return values
+    full = np.zeros((len(values), 64), np.float32)
+    np.put_along_axis(full, found["indices"], values, axis=1)
+    return full
+
+
+def test_a_request_whose_rows_go_elsewhere_computes_what_one_with_rows_in_memory_does(
+    llm: Any,
+) -> None:
+    plain = run(llm, PROMPTS, EVERY)
+    outputs = run(llm, PROMPTS, Capture("all", ALL_SITES, sink="store"))
+    for output, expected in zip(outputs, plain, strict=True):
+        assert generated(output) == generated(expected)
+        assert output.activations is None
+        rows = stored(output).activations()
+        assert torch.equal(rows.token_ids, expected.activations.token_ids)
+        for tap in expected.activations:
+            torch.testing.assert_close(rows[tap], expected.activations[tap], rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_store_has_of_a_request_says_whose_it_is(llm: Any) -> None:
+    (output,) = run(
+        llm, PROMPTS[0], Capture(1, sink="store", tag="labelled", metadata={"label": "a"})
+    )
+    found = stored(output)
+    assert (found.tag, found.prompt_tokens) == ("labelled", 5)
+    assert found.metadata["label"] == "a"
+    own = found.metadata[OWN]
+    assert own["request_id"] == output.request_id
+    assert own["receipt"]["captured"][0]["actual"] == 9
+    assert own["plan"]["capture"] == [Capture(1, sink="store", tag="labelled").to_dict() | {
+        "metadata": {"label": "a"}
+    }]  # fmt: skip
+
+
+def test_two_sinks_at_once_get_their_own_captures(llm: Any) -> None:
+    captures = [Capture(0, sink="store", positions="prompt"), Capture([0, 2], sink="keeping")]
+    (output,) = run(llm, [PROMPTS[1]], [captures])
+    assert output.activations is None
+    (given,) = [one for one in sink_of(llm, "keeping").given if one.request_id == output.request_id]
+    assert given.activations.layers == (0, 2)
+    assert len(given.activations.positions) == 11
+    rows = stored(output).activations()
+    assert list(rows) == [("resid_post", 0)]
+    assert len(rows.positions) == 7
+    assert torch.equal(rows["resid_post", 0], given.activations["resid_post", 0][:7])
+    assert set(output.capture_results) == {"store", "keeping", "probe"}
+
+
+def test_each_of_several_completions_is_kept(llm: Any) -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(n=3, temperature=1.0, max_tokens=5, ignore_eos=True, seed=1)
+    params.detokenize = False
+    captures = [Capture(1), Capture(1, sink="store"), Capture(1, sink="npz")]
+    (output,) = run(llm, [PROMPTS[2]], [captures], params)
+    assert len({tuple(one.token_ids) for one in output.outputs}) > 1, "nothing was shown"
+    for nth, completion in enumerate(output.outputs):
+        assert completion.receipt.status == "ok"
+        place = completion.capture_results["store"].manifest
+        assert place["child"] == nth
+        found = open_store(place["store"]).find(place["request"], nth)
+        assert_same(found.activations(), completion.activations)
+        assert completion.activation_manifest["completion"] == nth
+        with np.load(completion.activation_manifest["files"][0]["path"]) as file:
+            assert np.array_equal(file["rows"], completion.activations["resid_post", 1].numpy())
+    assert output.capture_results["store"].status == "ok"
+    assert len(output.capture_results["npz"].paths) == 6
+
+
+# ---------------------------------------------------------------- of every request
+
+
+def test_a_capture_of_every_request_is_there_beside_its_own_and_without(llm: Any) -> None:
+    probe = sink_of(llm, "probe")
+    before = len(probe.given)
+    own, bare, short = (
+        run(llm, PROMPTS[3], Capture(0))[0],
+        run(llm, PROMPTS[3], None)[0],
+        run(llm, PROMPTS[3], None, greedy(1, detokenize=False))[0],
+    )
+    expected = run(llm, PROMPTS[3], Capture(2, positions="last_prompt"))[0].activations
+    for output, given in zip((own, bare, short), probe.given[before:], strict=False):
+        assert given.request_id == output.request_id
+        assert list(given.activations) == [("resid_post", 2)]
+        assert given.activations.positions.tolist() == [10]
+        assert given.tag == "probe"
+        torch.testing.assert_close(
+            given.activations["resid_post", 2], expected["resid_post", 2], rtol=1e-4, atol=1e-4
+        )
+    assert own.activations.layers == (0,)
+    assert bare.activations is None
+    assert bare.receipt.status == "ok"
+    assert [each.what for each in bare.receipt.selected] == ["sinks[-1]"]
+    assert bare.capture_results == {"probe": bare.capture_results["probe"]}
+
+
+def test_which_sinks_there_are_is_not_in_what_is_hashed_with_compiled_graphs(llm: Any) -> None:
+    config = llm.llm_engine.vllm_config
+    assert "sinks" not in config.additional_config["midstream"]
+    assert llm._front_end.sinks.names[:3] == ("memory", "store", "npz")
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("tag", "problem"),
+    [
+        ("write", "sink failing: OSError: [Errno 28] No space left on device"),
+        ("flush", "sink failing: RuntimeError: the disk is gone"),
+    ],
+)
+def test_a_sink_that_fails_is_an_error_of_its_requests_and_of_nobody_else(
+    llm: Any, tag: str, problem: str
+) -> None:
+    captures = [
+        [Capture(1, sink="failing", tag=tag), Capture(0), Capture(2, sink="store")],
+        [Capture(1, sink="store")],
+        None,
+    ]
+    with pytest.raises(ReceiptError) as caught:
+        run(llm, PROMPTS[:3], captures)
+    first, second, third = caught.value.outputs
+    assert problem in str(caught.value)
+    assert first.receipt.problems == (problem,)
+    assert first.receipt.status == "error"
+    assert first.capture_results["failing"].status == "error"
+    assert first.capture_results["failing"].reason in problem
+    assert first.capture_results["store"].status == "ok"
+    assert len(first.activations.positions) == 9
+    assert second.receipt.status == third.receipt.status == "ok"
+    assert stored(first).activations().layers == (2,)
+    assert stored(second).activations().layers == (1,)
+    (after,) = run(llm, [PROMPTS[0]], Capture(1, sink="failing", tag="well"))
+    assert after.capture_results["failing"].status == "ok"
+    llm._front_end._call("check_integrity")
+
+
+def test_a_slow_sink_gets_everything_in_order_before_the_call_returns(llm: Any) -> None:
+    slow = sink_of(llm, "keeping")
+    before = len(slow.given)
+    slow.go.clear()
+    timer = threading.Timer(1.5, slow.go.set)
+    timer.start()
+    outputs = run(llm, PROMPTS, Capture("all", ALL_SITES, sink="keeping"))
+    assert slow.go.is_set(), "the call came back before its rows were kept"
+    timer.join()
+    given = slow.given[before:]
+    assert len(given) == 12
+    by_id = {one.request_id: one for one in given}
+    for output in outputs:
+        assert output.capture_results["keeping"].status == "ok"
+        mine = by_id[output.request_id]
+        assert mine.generated_token_ids == tuple(generated(output))
+        size = sum(rows.nbytes for _, rows in mine.activations.items())
+        assert size > QUEUE_BYTES / 2, "they all fitted: nothing was shown"
+
+
+def test_a_call_that_is_given_up_leaves_no_half_of_a_request_and_the_next_is_whole(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeping = sink_of(llm, "keeping")
+    before = len(keeping.given)
+    step, steps = llm.llm_engine.step, 0
+
+    def interrupted() -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 9:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.llm_engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(llm, PROMPTS, Capture(1, sink="keeping"))
+    monkeypatch.undo()
+    assert not llm._front_end._sent
+    (output,) = run(llm, [PROMPTS[0]], Capture(1, sink="keeping"))
+    assert output.capture_results["keeping"].status == "ok"
+    given = keeping.given[before:]
+    assert 1 <= len(given) < 12
+    assert all(len(one.generated_token_ids) == 5 for one in given)
+    assert all(one.receipt.status == "ok" for one in given)
+    llm._front_end._call("check_integrity")
+
+
+# ---------------------------------------------------------------- the consumer's form
+
+
+def test_the_consumers_request_is_kept_under_its_tag_and_id(llm: Any, folder: Path) -> None:
+    params = midstream.SamplingParams(
+        max_tokens=16,
+        capture={
+            "filesystem": FilesystemCaptureRequest(
+                request_id="probe_0001",
+                tag="mnist-probe-v1",
+                hooks={"post_block": [2]},
+                positions="last_prompt",
+            )
+        },
+        detokenize=False,
+        temperature=0,
+    )
+    (output,) = llm.generate(PROMPTS[4], params, use_tqdm=False)
+    result = output.capture_results["filesystem"]
+    assert (result.status, result.reason) == ("ok", "")
+    own = folder / "filesystem" / "mnist-probe-v1" / "probe_0001"
+    assert sorted(path.name for path in own.iterdir()) == ["manifest.json", "resid_post.2.npz"]
+    assert json.loads((own / "manifest.json").read_text())["name"] == "probe_0001"
+    expected = run(llm, PROMPTS[4], Capture(2, positions="last_prompt"))[0].activations
+    with np.load(own / "resid_post.2.npz") as found:
+        assert found["positions"].tolist() == [12]
+        np.testing.assert_allclose(found["rows"], expected["resid_post", 2], rtol=1e-4, atol=1e-4)
+    # The same id once more would have to overwrite it.
+    with pytest.raises(SpecError, match="probe_0001 is there already") as caught:
+        llm.generate(PROMPTS[4], params, use_tqdm=False)
+    assert caught.value.path.endswith("capture[0].request_id")
+    asked = {"request_id": "probe_0002", "tag": "json", "hooks": {"post_block": [2]}}
+    form = greedy(3, extra_args={"midstream": {"capture": {"filesystem": asked}}}, detokenize=False)
+    (again,) = llm.generate(PROMPTS[4], form, use_tqdm=False)
+    assert again.capture_results["filesystem"].status == "ok"
+    assert (folder / "filesystem" / "json" / "probe_0002" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "path", "problem"),
+    [
+        ({"sink": "stor"}, "capture.sink", "no sink 'stor' .did you mean `store`"),
+        ({"sink": "filesystem", "tag": "../up"}, "capture.tag", "A-Z a-z"),
+        ({"sink": "filesystem", "tag": "/etc"}, "capture.tag", "A-Z a-z"),
+        ({"sink": "filesystem", "request_id": ".."}, "capture.request_id", "A-Z a-z"),
+        ({"sink": "filesystem", "tag": "linked"}, "capture.tag", "linked is not a folder"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused_at_the_front_door_by_name(
+    llm: Any, folder: Path, asked: dict[str, str], path: str, problem: str
+) -> None:
+    link = folder / "filesystem" / "linked"
+    if not link.is_symlink():
+        link.symlink_to(folder)
+    with pytest.raises(SpecError, match=problem) as caught:
+        run(llm, PROMPTS[0], {"layers": [1], **asked})
+    assert caught.value.path == path
+    (after,) = run(llm, [PROMPTS[0]], Capture(1))
+    assert after.receipt.status == "ok"
+
+
+# ---------------------------------------------------------------- the engine does not start
+
+
+@pytest.mark.parametrize(
+    ("sinks", "problem"),
+    [
+        ("npz", "midstream.sinks.npz: missing a required argument: 'root'"),
+        ("nps:root=x", "midstream.sinks.nps: there is no such sink"),
+        ({"log": {"capture": {"layers": "al"}}}, "midstream.sinks.log.capture.layers"),
+        (
+            {"log": {"capture": {"layers": [1, 7]}}},
+            r"midstream.sinks.log.capture.layers\[1\]: layer 7 is out",
+        ),
+        (
+            {"log": {"capture": {"layers": 1, "sites": "mlp_out"}}},
+            "midstream.sinks.log.capture.sites: .*mlp_out.*not tapped",
+        ),
+    ],
+)
+def test_wrong_settings_of_a_sink_keep_the_engine_from_starting(
+    tiny_llama: Path, sinks: Any, problem: str
+) -> None:
+    with (
+        pytest.raises(ConfigError, match=problem),
+        engine(tiny_llama, midstream={"sites": ALL_SITES, "sinks": sinks}),
+    ):
+        pass
