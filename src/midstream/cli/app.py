@@ -10,7 +10,7 @@ from importlib import import_module
 
 import typer
 
-COMMANDS = ("doctor",)
+COMMANDS = ("doctor", "capture")
 
 
 def make() -> typer.Typer:
@@ -19,7 +19,7 @@ def make() -> typer.Typer:
         name="midstream",
         help="Read and change what a model computes, mid-forward, inside vLLM at full speed.",
         no_args_is_help=True,
-        add_completion=False,
+        add_completion=True,
         pretty_exceptions_enable=False,
     )
     # With a callback even a lone sub-command is called by its name.

@@ -57,17 +57,25 @@ def defaults(values: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def quiet(*, verbose: bool) -> Iterator[Console]:
+def quiet(*, verbose: bool, descriptor: int = 1) -> Iterator[Console]:
     """A console on the real output, while everything else that is printed goes to a log.
 
     When an exception leaves the block, the log's end is shown first.
+
+    Args:
+        verbose: whether there is no log, and all is printed where it would be.
+        descriptor: the real output's: 1, or 2 for that of errors.
     """
     if verbose:
-        yield Console()
+        yield Console(stderr=descriptor == 2)
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    with tempfile.TemporaryFile("w+b") as log, _real_output() as output, _redirected(log):
+    with (
+        tempfile.TemporaryFile("w+b") as log,
+        _real_output(descriptor) as output,
+        _redirected(log),
+    ):
         try:
             yield Console(file=output)
         except Exception:
@@ -78,10 +86,10 @@ def quiet(*, verbose: bool) -> Iterator[Console]:
 
 
 @contextmanager
-def _real_output() -> Iterator[IO[str]]:
-    """A second handle on standard output, as text."""
+def _real_output(descriptor: int) -> Iterator[IO[str]]:
+    """A second handle on an output, as text."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    with open(os.dup(1), "w", encoding=encoding, errors="replace") as output:
+    with open(os.dup(descriptor), "w", encoding=encoding, errors="replace") as output:
         yield output
 
 

@@ -1,0 +1,60 @@
+"""What sub-commands share: how they print, and how they say that something cannot be done."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+
+REFUSED = 2
+
+
+def print_json(value: Any) -> None:
+    """One value, alone on the standard output."""
+    typer.echo(json.dumps(value, indent=2, default=str))
+
+
+def refuse(problem: str, as_json: bool) -> typer.Exit:
+    """Says that nothing was done, and why; what it returns is to be raised.
+
+    Args:
+        problem: why.
+        as_json: whether the standard output is for machines, who are told there as well.
+    """
+    typer.echo(f"error: {problem}", err=True)
+    if as_json:
+        print_json({"status": REFUSED, "error": problem})
+    return typer.Exit(REFUSED)
+
+
+@contextmanager
+def refusals(as_json: bool) -> Iterator[None]:
+    """What midstream refuses ends the command, by its message."""
+    # Not before a sub-command runs: importing the command imports nothing else.
+    from midstream.errors import MidstreamError
+
+    try:
+        yield
+    except (MidstreamError, OSError) as error:
+        raise refuse(str(error), as_json) from error
+
+
+def read_json_option(name: str, text: str) -> Any:
+    """An option that is JSON.
+
+    Raises:
+        typer.BadParameter: it is not.
+    """
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{name}: expected JSON: {error}") from None
+
+
+def is_terminal() -> bool:
+    """Whether somebody could be asked."""
+    return sys.stdin.isatty()
