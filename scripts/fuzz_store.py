@@ -4,7 +4,7 @@ scripts/fuzz_store.py [--seconds 600] [--corpus DIR]
 
 A third of the inputs are files as they are; a third are given checksums that fit; and a third a
 header that fits as well, around requests, metadata and rows of any kind. A reader may refuse with
-StoreError or SpecError, and nothing else; it may take neither more than 10 s nor 2 GiB. Exits with
+StoreError or SpecError, and nothing else; it may take neither more than a minute nor 2 GiB. Exits with
 another status than 0 where it does, and leaves the input in a file `crash-…` in the current
 directory.
 """
@@ -150,7 +150,7 @@ def main() -> None:
         for number, data in enumerate(seeds()):
             read_all(Memory(shard_of(data)))
             (corpus / f"seed-{number}").write_bytes(data)
-        limits = ["-rss_limit_mb=2048", "-timeout=10", "-max_len=8192"]
+        limits = ["-rss_limit_mb=2048", "-timeout=60", "-max_len=8192"]
         arguments = [sys.argv[0], f"-max_total_time={options.seconds}", *limits, str(corpus)]
         atheris.Setup(arguments, look)
         atheris.Fuzz()

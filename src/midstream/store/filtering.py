@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from midstream import sites
 from midstream.errors import StoreError
 from midstream.spec import Positions, Role, Span, Text, TokenIds, Window
-from midstream.spec.fields import hint, is_int, kind, show
+from midstream.spec.fields import INT_LIMIT, hint, is_int, kind, show
 from midstream.spec.items import Item, show_item
 from midstream.store.entry import Tap
 from midstream.store.shard import Shard
@@ -32,7 +32,7 @@ class Filter:
     models: frozenset[str] | None
     codecs: frozenset[str] | None
     positions: Positions | None
-    tokens: NDArray[np.int64] | None
+    tokens: NDArray[np.int64] | range | None
 
     def has_shard(self, shard: Shard) -> bool:
         """Whether rows of a shard may be meant."""
@@ -73,7 +73,7 @@ class Filter:
         # Each run's first row, less how many rows come before it here.
         shift = bounds[:-1][chosen] - (np.cumsum(counts) - counts)
         rows: NDArray[np.int64] = np.arange(counts.sum()) + np.repeat(shift, counts)
-        if self.positions is not None or (self.tokens is not None and len(rows)):
+        if len(rows) and (self.positions is not None or self.tokens is not None):
             prompts = np.array([line.prompt_tokens for line in shard.lines], np.int64)
             lengths = np.repeat(prompts[owners[chosen]], counts)
             keep = np.ones(len(rows), np.bool_)
@@ -82,7 +82,7 @@ class Filter:
                 positions = shard.column(group, "position")[rows]
                 keep &= _matches(self.positions, positions, lengths, tokens)
             if self.tokens is not None:
-                keep &= np.isin(tokens, self.tokens)
+                keep &= _are_in(tokens, self.tokens)
             rows = rows[keep]
         return rows
 
@@ -119,7 +119,7 @@ def read_filter(shards: Sequence[Shard], asked: Mapping[str, object]) -> Filter:
         models=found["model"],
         codecs=found["codec"],
         positions=None if position is None else _read_positions(position),
-        tokens=None if token is None else np.array(sorted(_numbers("token", token)), np.int64),
+        tokens=None if token is None else _read_tokens(token),
     )
 
 
@@ -151,19 +151,33 @@ def _words(name: str, value: object) -> list[str]:
     return found
 
 
-def _numbers(name: str, value: object, known: Collection[int] = ()) -> list[int]:
-    """Ints as written; a slice is of those there are."""
+def _numbers(name: str, value: object, known: Collection[int]) -> list[int]:
+    """Ints as written; of a range or slice those that there are."""
     if isinstance(value, slice):
         bounds = [each for each in (value.start, value.stop) if each is not None]
-        if not known or any(not is_int(each) or each < 0 for each in bounds):
+        if any(not is_int(each) or each < 0 for each in bounds):
             raise StoreError(f"{name}: expected a slice of numbers from 0, got {value}")
-        return [each for each in range(max(known) + 1)[value] if each in known]
+        value = range(max(known, default=0) + 1)[value]
     if isinstance(value, range):
-        return [each for each in value if not known or each in known]
+        return [each for each in known if each in value]
+    return _ints(name, value)
+
+
+def _read_tokens(value: object) -> NDArray[np.int64] | range:
+    if isinstance(value, range):
+        _ints("token", [value.start, value.stop])
+        return value
+    return np.array(_ints("token", value), np.int64)
+
+
+def _ints(name: str, value: object) -> list[int]:
     found = []
     for one in list(value) if isinstance(value, _LISTS) else [value]:
-        if not is_int(one):
-            raise StoreError(f"{name}: expected `int`, or a list or range of them, got {kind(one)}")
+        if not is_int(one) or abs(int(one)) > INT_LIMIT:
+            got = kind(one) if not is_int(one) else show(int(one))
+            raise StoreError(
+                f"{name}: expected `int` within ±2**31, or a list or range of them, got {got}"
+            )
         found.append(int(one))
     return found
 
@@ -225,6 +239,16 @@ def _item_matches(
     number = -1 if item == "last_prompt" else item
     assert isinstance(number, int)
     return np.equal(places, number if number >= 0 else prompts + number)
+
+
+def _are_in(values: NDArray[np.int64], wanted: NDArray[np.int64] | range) -> NDArray[np.bool_]:
+    if isinstance(wanted, range):
+        if not wanted:
+            return np.zeros(len(values), np.bool_)
+        low, high = sorted((wanted[0], wanted[-1]))
+        found = (values >= low) & (values <= high) & ((values - low) % wanted.step == 0)
+        return np.asarray(found, np.bool_)
+    return np.isin(values, wanted)
 
 
 def _some(names: Sequence[object]) -> str:
