@@ -126,7 +126,7 @@ def test_whatever_is_held_keeps_its_bytes(seed, overflow):
                     places = arena.describe([one.segment])
                     reader.update(places, arena.take_retired())
                     size = one.memory.numel()
-                    tensors = reader.lease(number, size, [one.segment])
+                    tensors = reader.lease(number, [one.segment])
                     held.append((value, tensors[one.segment][one.offset :][:size]))
                 else:
                     arena.let_go([one.segment])
@@ -154,7 +154,7 @@ def test_a_lease_ends_once_when_the_last_tensor_that_shares_its_memory_is_gone()
     number = arena.lease([extent.segment])
     reader = mapped(arena)
     reader.update(arena.describe([extent.segment]), [])
-    tensors = reader.lease(number, 400, [extent.segment])
+    tensors = reader.lease(number, [extent.segment])
     whole = tensors[extent.segment]
     assert whole.data_ptr() != extent.memory.data_ptr(), "it is mapped a second time"
     part = whole[extent.offset :][:400].view(torch.float32)[3:]
@@ -162,7 +162,7 @@ def test_a_lease_ends_once_when_the_last_tensor_that_shares_its_memory_is_gone()
     arena.sweep()
     assert arena.used["leases"] == 1
     assert part.view(torch.uint8).tolist() == [n % 251 for n in range(12, 400)]
-    assert reader.held == 400
+    assert reader.held == SEGMENT
     numbers = part.numpy()  # NumPy's view of it counts as well
     del part
     arena.sweep()
@@ -178,7 +178,7 @@ def test_a_lease_over_several_segments_ends_with_the_last():
     segments = [extent.segment for extent in extents]
     reader = mapped(arena)
     reader.update(arena.describe(segments), [])
-    tensors = reader.lease(arena.lease(segments), 3 * SEGMENT, segments)
+    tensors = reader.lease(arena.lease(segments), segments)
     for segment in segments:
         arena.sweep()
         assert arena.used["leases"] == 1
@@ -191,7 +191,7 @@ def test_what_a_reader_writes_is_its_own_and_later_rows_are_not_touched():
     extent = take(arena, 100)
     reader = mapped(arena)
     reader.update(arena.describe([extent.segment]), [])
-    tensors = reader.lease(arena.lease([extent.segment]), 100, [extent.segment])
+    tensors = reader.lease(arena.lease([extent.segment]), [extent.segment])
     tensors[extent.segment][:100].fill_(9)
     tensors.clear()
     arena.sweep()
@@ -199,7 +199,7 @@ def test_what_a_reader_writes_is_its_own_and_later_rows_are_not_touched():
     assert again.segment == extent.segment
     again.memory.fill_(3)
     reader.update(arena.describe([again.segment]), [])
-    tensors = reader.lease(arena.lease([again.segment]), 100, [again.segment])
+    tensors = reader.lease(arena.lease([again.segment]), [again.segment])
     assert tensors[again.segment][:100].tolist() == [3] * 100
 
 
@@ -210,7 +210,7 @@ def test_memory_of_a_segment_that_is_gone_stays_until_its_last_tensor():
     spilled.memory.fill_(5)
     reader = mapped(arena)
     reader.update(arena.describe([spilled.segment]), [])
-    tensors = reader.lease(arena.lease([spilled.segment]), SEGMENT, [spilled.segment])
+    tensors = reader.lease(arena.lease([spilled.segment]), [spilled.segment])
     copy = tensors[spilled.segment][:]
     del tensors
     reader.update({}, [spilled.segment])

@@ -176,11 +176,16 @@ class Ledger(Generic[R]):
     def __init__(self) -> None:
         self._entries: list[_Entry[R]] = []
         self._kinds: dict[_Kind, int] = {}
+        self._keys: list[_Kind] = []
         self._spent: list[R] = []
 
     def kind(self, taps: tuple[int, ...], codec: int = 0) -> int:
         """The number by which records of these taps, so encoded, are known from now on."""
-        return self._kinds.setdefault((taps, codec), len(self._kinds))
+        key = (taps, codec)
+        if key not in self._kinds:
+            self._kinds[key] = len(self._keys)
+            self._keys.append(key)
+        return self._kinds[key]
 
     def __len__(self) -> int:
         """Steps of which rows are still held."""
@@ -230,10 +235,9 @@ class Ledger(Generic[R]):
         self._entries = kept
         found: dict[int, list[Block[R]]] = {serial: [] for serial in serials}
         present = {kind for entry in chosen for kind in np.unique(entry.kind).tolist()}
-        for key, kind in self._kinds.items():
-            if kind in present:
-                for serial, block in _sort_out(chosen, key, kind):
-                    found[serial].append(block)
+        for kind in sorted(present):
+            for serial, block in _sort_out(chosen, self._keys[kind], kind):
+                found[serial].append(block)
         return found
 
     def free_spent(self) -> None:

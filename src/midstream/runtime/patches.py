@@ -19,6 +19,7 @@ from midstream.runtime import core, seams
 from midstream.runtime.carried import carried
 from midstream.runtime.chat import ChatPlan
 from midstream.runtime.order import Order
+from midstream.runtime.orphans import end_with_parent
 from midstream.runtime.own_sinks import check_sinks, note_sinks
 from midstream.runtime.settings import check_settings
 from midstream.spec import Plan
@@ -212,6 +213,7 @@ def _engine_abort(original: Callable[..., Any], engine: Any, *args: Any, **kwarg
 def _core_add(original: Callable[..., Any], engine: Any, request: Any, *rest: Any) -> Any:
     """Refuses, as that request's own failure, what went past the front door."""
     if settings.from_additional_config(engine.vllm_config.additional_config) is not None:
+        end_with_parent()
         carried(request.sampling_params)
     return original(engine, request, *rest)
 

@@ -147,7 +147,6 @@ class Outbox:
         places = self._arena.describe(segments)
         return {
             "number": number,
-            "nbytes": nbytes,
             "segments": {str(segment): list(place) for segment, place in places.items()},
         }
 

@@ -318,7 +318,10 @@ class Session:
         """The number of a codec."""
         number = self._codecs.get(spec)
         if number is None:
-            self._by_codec.append(parse_codec(spec))
+            codec = parse_codec(spec)
+            # What it needs on the device is made here, and not on the way of a step's rows.
+            codec.encode(self._buffers.ring[:0])
+            self._by_codec.append(codec)
             number = self._codecs[spec] = len(self._by_codec) - 1
         return number
 

@@ -112,6 +112,7 @@ class _Endpoint:
             return {}
         if op == "check_integrity":
             self._session.check_integrity()
+            self._arena.sweep()
             return {"arena": self._arena.used}
         raise ValueError(f"midstream's workers have no operation {op!r}")
 

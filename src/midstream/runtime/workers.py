@@ -10,9 +10,8 @@ from torch import Tensor
 
 from midstream.transport.mapping import Address, MappedArena
 
-# A lease holds on to whole segments. Where little of them is its own, or much is held already, the
-# rows are copied, so that others have room.
-_LEAST_SHARE = 0.25
+# A lease holds on to whole segments. Where much is held already the rows are copied, so that others
+# have room.
 MOST_HELD = 0.5
 
 
@@ -54,7 +53,7 @@ class Worker:
 
     @property
     def held(self) -> int:
-        """Bytes of rows here that are still its memory."""
+        """Bytes of its memory that readers here hold."""
         return 0 if self._arena is None else self._arena.held
 
     def see(self, headers: Iterable[Mapping[str, Any]], retired: Iterable[int]) -> None:
@@ -72,10 +71,7 @@ class Worker:
         """What was left to this reader; None: the rows were sent."""
         if lease is None or self._arena is None:
             return None
-        around = sum(size for _, size in lease["segments"].values())
-        room = MOST_HELD * self.description["arena_bytes"]
-        keep = (
-            lease["nbytes"] >= _LEAST_SHARE * around and self._arena.held + lease["nbytes"] <= room
-        )
-        segments = self._arena.lease(lease["number"], lease["nbytes"], map(int, lease["segments"]))
-        return Leased(segments, keep)
+        wanted = [int(segment) for segment in lease["segments"]]
+        held = self._arena.held + self._arena.adds(wanted)
+        keep = held <= MOST_HELD * self.description["arena_bytes"]
+        return Leased(self._arena.lease(lease["number"], wanted), keep)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -44,13 +45,20 @@ class MappedArena:
         self._pid = address.pid
         self._flags = flags[TOKEN_BYTES:].numpy()
         self._segments: dict[int, Tensor] = {}
+        self._sizes: dict[int, int] = {}
         self._lock = threading.RLock()  # finalizers run anywhere, here too
-        self._held = 0
+        self._users: Counter[int] = Counter()  # leases of each segment
 
     @property
     def held(self) -> int:
-        """Bytes of rows in leases that have not ended."""
-        return self._held
+        """Bytes of the segments in which there are leases that have not ended."""
+        with self._lock:
+            return sum(self._sizes[segment] for segment in self._users)
+
+    def adds(self, segments: Iterable[int]) -> int:
+        """By how much a lease of these segments adds to what is held."""
+        with self._lock:
+            return sum(self._sizes[one] for one in segments if one not in self._users)
 
     def update(self, segments: Mapping[int, tuple[int, int]], retired: Iterable[int]) -> None:
         """Maps segments that are not mapped yet, by (file descriptor, bytes), and forgets those
@@ -64,37 +72,34 @@ class MappedArena:
         for number, (fd, nbytes) in segments.items():
             if number not in self._segments:
                 self._segments[number] = map_shared(self._pid, fd, nbytes)
+                self._sizes[number] = nbytes
 
-    def lease(self, number: int, nbytes: int, segments: Iterable[int]) -> dict[int, Tensor]:
+    def lease(self, number: int, segments: Iterable[int]) -> dict[int, Tensor]:
         """Each segment's memory. Once none of these tensors, and nothing that shares their memory,
         is left, the lease ends.
 
         Args:
             number: the lease's.
-            nbytes: how much of its segments is its own.
             segments: those that it is for.
         """
         arrays = {segment: self._segments[segment].numpy()[:] for segment in segments}
-        left = [len(arrays)]
+        left = set(arrays)
 
-        def gone() -> None:
+        def gone(segment: int) -> None:
             with self._lock:
-                left[0] -= 1
-                if left[0]:
-                    return
-                self._held -= nbytes
-            self._flags[number] = DONE
+                left.discard(segment)
+                self._users[segment] -= 1
+                if not self._users[segment]:
+                    del self._users[segment]
+            if not left:
+                self._flags[number] = DONE
 
         with self._lock:
-            self._held += nbytes
+            self._users.update(arrays.keys())
         tensors = {}
         for segment, array in arrays.items():
-            finalizer = weakref.finalize(array, gone)
+            finalizer = weakref.finalize(array, gone, segment)
             # When the process ends there is nobody to tell.
             finalizer.atexit = False
             tensors[segment] = from_numpy(array)
         return tensors
-
-    def end(self, number: int) -> None:
-        """Ends a lease of which nothing was read."""
-        self._flags[number] = DONE

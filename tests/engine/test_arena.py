@@ -1,0 +1,271 @@
+"""Captured rows on their way to the caller: codecs, shared memory, and too little of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.engines import ALL_SITES, engine, greedy, tokens
+from helpers.own_process import python
+
+from midstream import Capture, SpecError
+from midstream.codecs import parse_codec
+from midstream.runtime import results
+
+EVERYTHING = Capture(layers="all", sites=ALL_SITES)
+PROMPTS = [list(range(3 + n, 90 + 2 * n)) for n in range(12)]
+CODECS = ["raw", "full8", "rp8:k=16,seed=3", "topk8:k=8"]
+
+
+@pytest.fixture(autouse=True)
+def _all_is_leased(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little it is."""
+    monkeypatch.setattr(results, "LEASED_BYTES", 1)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama: Path) -> Iterator[Any]:
+    with engine(tiny_llama, max_num_batched_tokens=64, max_num_seqs=8, block_size=32) as found:
+        yield found
+
+
+def run(llm: Any, prompts: list[list[int]], capture: Any = EVERYTHING, count: int = 4) -> list[Any]:
+    asked = [tokens(prompt) for prompt in prompts]
+    return llm.generate(asked, greedy(count, detokenize=False), capture=capture, use_tqdm=False)
+
+
+def arena(llm: Any) -> dict[str, int]:
+    """How much the worker has."""
+    return llm._front_end._call("check_integrity")[0]["arena"]
+
+
+@pytest.fixture(scope="module")
+def alone(llm: Any) -> list[dict[tuple[str, int], torch.Tensor]]:
+    """Every row of each prompt by itself, copied."""
+    return [
+        {tap: rows.clone() for tap, rows in run(llm, [prompt])[0].activations.items()}
+        for prompt in PROMPTS
+    ]
+
+
+def check(outputs: list[Any], alone: list[Any], prompts: list[list[int]] = PROMPTS) -> None:
+    for output, rows, prompt in zip(outputs, alone, prompts, strict=False):
+        assert output.receipt.status == "ok"
+        length = len(prompt) + len(output.outputs[0].token_ids) - 1
+        assert output.activations.positions.tolist() == list(range(length))
+        assert output.activations.token_ids[: len(prompt)].tolist() == prompt
+        for tap, wanted in rows.items():
+            torch.testing.assert_close(output.activations[tap], wanted, rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_rows_are_the_workers_memory_until_their_last_tensor_is_gone(llm, alone):
+    assert arena(llm)["leases"] == 0
+    # One chunk: its rows lie together, so nothing is copied.
+    (output,) = run(llm, [PROMPTS[0][:50]], count=1)
+    assert arena(llm)["leases"] == 1
+    rows = output.activations["resid_post", 1]
+    again = output.activations["resid_post", 1]
+    assert rows.data_ptr() == again.data_ptr()
+    other = output.activations["resid_pre", 0]
+    assert abs(rows.data_ptr() - other.data_ptr()) < 64 * 3 * 3 * 4 + 1, "they lie in one record"
+    kept = rows[10:20]
+    del output, rows, again, other
+    assert arena(llm)["leases"] == 1
+    run(llm, PROMPTS)
+    torch.testing.assert_close(kept, alone[0]["resid_post", 1][10:20], rtol=1e-4, atol=1e-4)
+    del kept
+    assert arena(llm)["leases"] == 0
+
+
+def test_what_the_caller_writes_changes_nobody_elses_rows(llm, alone):
+    outputs = run(llm, PROMPTS)
+    for rows in dict(outputs[3].activations.items()).values():
+        rows.fill_(7.0)
+    del outputs[3]
+    check(outputs[:3], alone[:3])
+    check(run(llm, PROMPTS), alone)
+
+
+def test_memory_is_used_again_and_does_not_grow(llm):
+    for _ in range(2):
+        run(llm, PROMPTS)
+    before = arena(llm)
+    for _ in range(10):
+        run(llm, PROMPTS)
+    after = arena(llm)
+    assert after == before
+    assert after["leases"] == 0
+
+
+# ---------------------------------------------------------------- codecs
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_a_codec_leaves_is_what_it_makes_of_the_rows_in_memory(llm, codec):
+    used = parse_codec(codec)
+    for prompt in PROMPTS[:3]:
+        (raw,) = run(llm, [prompt])
+        (found,) = run(llm, [prompt], Capture(layers="all", sites=ALL_SITES, codec=codec))
+        assert found.activations.codec == used
+        assert found.activations.positions.tolist() == raw.activations.positions.tolist()
+        assert found.activations.token_ids.tolist() == raw.activations.token_ids.tolist()
+        assert found.receipt.status == "ok"
+        for (site, layer), rows in raw.activations.items():
+            encoded = found.activations.encoded(site, layer)
+            # The very same forward: bit for bit.
+            assert torch.equal(encoded, used.encode(rows.contiguous()))
+            decoded = used.decode(encoded.contiguous(), 64, torch.float32)
+            assert torch.equal(found.activations[site, layer], decoded)
+
+
+def test_requests_of_different_codecs_share_a_batch(llm, alone):
+    captures = [Capture(layers="all", sites=ALL_SITES, codec=CODECS[n % 4]) for n in range(12)]
+    outputs = run(llm, PROMPTS, captures)
+    check(outputs[::4], alone[::4], PROMPTS[::4])
+    for output, rows, capture in zip(outputs, alone, captures, strict=True):
+        assert output.receipt.status == "ok"
+        codec = parse_codec(capture.codec)
+        for tap, wanted in rows.items():
+            expected = codec.decode(codec.encode(wanted), 64, torch.float32)
+            # Another batch rounds otherwise, and a value may fall to the next of 256 steps.
+            step = float((wanted.max() - wanted.min()) / 100)
+            found = output.activations[tap]
+            assert float(((found - expected).abs() > step).float().mean()) < 0.01
+
+
+def test_a_request_has_one_codec_and_one_that_fits_the_model(llm):
+    mixed = [Capture(layers=0, codec="full8"), Capture(layers=1)]
+    with pytest.raises(
+        SpecError, match=r"capture.*\[1\]\.codec: raw, and that of capture\[0\] is full8"
+    ):
+        run(llm, [PROMPTS[0]], [mixed])
+    with pytest.raises(SpecError, match=r"codec\.k: expected at most 64"):
+        run(llm, [PROMPTS[0]], Capture(layers=0, codec="topk8:k=65"))
+    with pytest.raises(SpecError, match="zip"):
+        Capture(layers=0, codec="zip")
+
+
+# ---------------------------------------------------------------- too little memory
+
+
+def small(model: Path, overflow: str, nbytes: int, **settings: Any) -> Any:
+    more = {"sites": ALL_SITES, "overflow": overflow, "arena_bytes": nbytes, **settings}
+    return engine(model, max_num_batched_tokens=64, max_num_seqs=8, block_size=32, midstream=more)
+
+
+def test_requests_wait_for_room_and_every_row_comes(tiny_llama, alone, monkeypatch):
+    with small(tiny_llama, "block", 1 << 20) as llm:
+        most = []
+        real = llm._front_end._admission._budget.fits
+        monkeypatch.setattr(
+            llm._front_end._admission._budget,
+            "fits",
+            lambda need: (most.append(llm._front_end._admission.waiting), real(need))[1],
+        )
+        held = run(llm, PROMPTS)
+        check(held, alone)
+        assert max(most) > 2, "nobody had to wait"
+        assert arena(llm)["memory_bytes"] <= 4 << 20
+        # What the caller holds does not keep others out.
+        check(run(llm, PROMPTS), alone)
+        with pytest.raises(SpecError, match=r"may take \d+ bytes, .* arena_bytes"):
+            run(llm, [[5] * 200], count=50)
+        check(held, alone)
+
+
+def test_what_has_no_room_lies_on_disk_and_every_row_comes(tiny_llama, alone, tmp_path):
+    with small(tiny_llama, "spill", 1 << 20, spill_dir=str(tmp_path)) as llm:
+        held = run(llm, PROMPTS) + run(llm, PROMPTS)
+        assert arena(llm)["disk_bytes"] > 0
+        assert arena(llm)["memory_bytes"] <= 1 << 20
+        check(held[:12], alone)
+        check(held[12:], alone)
+        assert list(tmp_path.iterdir()) == []
+        del held
+        run(llm, PROMPTS[:1])
+        assert arena(llm)["disk_bytes"] <= 1 << 20
+
+
+def test_what_has_no_room_is_dropped_counted_and_nothing_else_is_wrong(tiny_llama, alone):
+    with small(tiny_llama, "drop", 1 << 20) as llm:
+        outputs = run(llm, PROMPTS)
+        states = {output.receipt.status for output in outputs}
+        assert states == {"ok", "partial"}
+        for output, rows in zip(outputs, alone, strict=True):
+            receipt = output.receipt
+            missing = sum(one.expected - one.actual for one in receipt.captured)
+            assert receipt.dropped == missing
+            assert receipt.problems == ()
+            assert (receipt.status == "partial") == (missing > 0)
+            for (site, layer), wanted in rows.items():
+                kept = output.activations.positions_of(site, layer)
+                found = output.activations[site, layer]
+                torch.testing.assert_close(found, wanted[kept], rtol=1e-4, atol=1e-4)
+        del outputs, output, found
+        check(run(llm, PROMPTS[:1]), alone)
+
+
+# ---------------------------------------------------------------- processes
+
+KILLED = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from helpers.engines import engine, greedy, tokens
+from midstream import Capture
+
+def shared():
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Shmem:")) >> 10
+
+def work():
+    model = Path(sys.argv[1])
+    settings = {"sites": ["resid_post"]}
+    with engine(model, max_model_len=512, block_size=32, midstream=settings) as llm:
+        held = llm.generate([tokens([9 + n] * 400) for n in range(8)], greedy(1), use_tqdm=False,
+            capture=Capture(layers="all"))
+        rows = [o.activations["resid_post", 3] for o in held]
+        pid = llm._front_end._workers[0].description["arena"]["pid"]
+        leases = llm._front_end._call("check_integrity")[0]["arena"]["leases"]
+        print("READY", pid, leases, shared(), flush=True)
+        victim = sys.argv[2]
+        if victim == "front end":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
+        before = [row.sum().item() for row in rows]
+        time.sleep(1)
+        assert [row.sum().item() for row in rows] == before, "rows went with the worker"
+        print("HELD", flush=True)
+        os._exit(0)
+
+if __name__ == "__main__":
+    if sys.argv[3:] == ["child"]:
+        work()
+    names = sorted(os.listdir("/dev/shm"))
+    at_first = shared()
+    done = subprocess.run([sys.executable, *sys.argv, "child"], capture_output=True, text=True)
+    ready = [line.split() for line in done.stdout.splitlines() if line.startswith("READY")]
+    assert ready, done.stdout + done.stderr[-3000:]
+    [[_, pid, leases, inside]] = ready
+    assert int(leases) == 8
+    assert int(inside) - at_first > 100, (inside, at_first)
+    assert sys.argv[2] == "front end" or "HELD" in done.stdout
+    end = time.time() + 60
+    while Path(f"/proc/{pid}").exists() or shared() - at_first > 20:
+        assert time.time() < end, f"{shared() - at_first} MiB are left"
+        time.sleep(0.1)
+    left = {name for name in os.listdir("/dev/shm") if "midstream" in name}
+    assert not left
+"""
+
+
+@pytest.mark.parametrize("victim", ["engine", "front end"])
+def test_after_a_kill_nothing_is_left_in_shared_memory(smollm2, tmp_path, victim):
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    python(script, smollm2, victim, timeout=240, VLLM_ENABLE_V1_MULTIPROCESSING="1")
