@@ -144,13 +144,17 @@ class Batch:
     @cached_property
     def encoded(self) -> Tensor:
         """uint8 [n, row_bytes]."""
+        # NumPy's memory and not torch's: it comes in huge pages, which is twice as fast here.
+        if len(self._parts) == 1:
+            # All of the batch, in its order.
+            return torch.from_numpy(_gathered(self._parts[0]))
         width = self._parts[0].segment.shard.header.row_bytes if self._parts else 0
-        found = torch.empty(self._count, width, dtype=torch.uint8)
+        found = np.empty((self._count, width), np.uint8)
         for part in self._parts:
-            segment = part.segment
-            rows = segment.shard.gather(segment.group, segment.tap, part.rows)
-            found.numpy()[part.where] = rows
-        return found
+            first, last = int(part.where[0]), int(part.where[-1])
+            together = last - first == len(part.where) - 1
+            found[slice(first, last + 1) if together else part.where] = _gathered(part)
+        return torch.from_numpy(found)
 
     @cached_property
     def values(self) -> Tensor:
@@ -227,6 +231,12 @@ class Batch:
             for where, name in zip(part.where.tolist(), of(part), strict=False):
                 found[where] = name
         return found
+
+
+def _gathered(part: _Part) -> NDArray[np.uint8]:
+    """Its rows, uint8 [n, row_bytes]."""
+    segment = part.segment
+    return segment.shard.gather(segment.group, segment.tap, part.rows)
 
 
 def _lines(part: _Part) -> Iterator[Line]:

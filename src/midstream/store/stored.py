@@ -36,9 +36,11 @@ class StoredRows(Rows):
     def encoded(self) -> Tensor:
         """uint8 [n, bytes of a row]: a copy, which is the caller's."""
         rows = self.shard.rows(self.run.group, self.tap, self.run.start, self.run.stop)
-        found = torch.empty(rows.shape, dtype=torch.uint8)
-        found.numpy()[:] = rows
-        return found
+        if not len(rows):
+            # `from_numpy` of no rows has strides that cannot be viewed as another dtype.
+            return torch.empty(rows.shape, dtype=torch.uint8)
+        # NumPy's memory and not torch's: it comes in huge pages.
+        return torch.from_numpy(rows.copy())
 
     def decoded(self) -> Tensor:
         """[n, width], as the codec has it. Raises StoreError where the rows cannot be decoded."""
