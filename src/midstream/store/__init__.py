@@ -7,7 +7,7 @@ requests, their index and their metadata; `docs/store-format.md` has the format.
 from midstream.store.dataset import RowDataset
 from midstream.store.entry import Entry, Header, TapRows
 from midstream.store.merging import merge
-from midstream.store.pruning import Pruned, prune
+from midstream.store.pruning import Pruned, find_prunable, prune
 from midstream.store.selection import Batch, Selection
 from midstream.store.store import Store, StoredRequest, open_store
 from midstream.store.verifying import Finding, Verification, verify
@@ -26,6 +26,7 @@ __all__ = [
     "TapRows",
     "Verification",
     "Writer",
+    "find_prunable",
     "merge",
     "open_store",
     "prune",

@@ -184,21 +184,23 @@ class LocalFolder:
         finally:
             os.close(lock)
 
-    def sweep(self, older_than_s: float) -> list[str]:
-        """Removes what interrupted writes left, where nothing was written to it for so long.
-
-        Returns:
-            The names of these files.
-        """
+    def temporaries(self, older_than_s: float) -> list[str]:
+        """What interrupted writes left, and nothing was written to for so long, by name."""
         found = []
         now = time.time()
         with self._named():
             for file in os.scandir(self.root):
                 with contextlib.suppress(FileNotFoundError):
                     if is_temporary(file.name) and now - file.stat().st_mtime >= older_than_s:
-                        os.unlink(file.path)
                         found.append(file.name)
         return sorted(found)
+
+    def sweep(self, names: Iterable[str]) -> None:
+        """Removes temporaries."""
+        with self._named():
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(self.root, name))
 
     @contextlib.contextmanager
     def _named(self, name: str = "") -> Iterator[None]:

@@ -10,15 +10,14 @@ from midstream.errors import StoreError
 from midstream.spec.fields import show
 from midstream.store.draft import Draft
 from midstream.store.folders import LocalFolder, local_folder_of
-from midstream.store.rewriting import copy_requests, names_for, remove_replaced, successor
+from midstream.store.rewriting import copy_requests, names_for, successor
 from midstream.store.shard import Shard
-from midstream.store.store import Store
 from midstream.store.verifying import check_shard, look_at
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What was taken out.
+    """What was taken out, or would be.
 
     Attributes:
         temporaries: files that interrupted writes had left.
@@ -62,27 +61,78 @@ def prune(
         StoreError: there is no such store, request or tag, another merge or prune is under way, a
             shard is damaged and `damaged` was not asked for, or something cannot be written.
     """
-    for name, given in (("requests", requests), ("tags", tags)):
-        if isinstance(given, str):
-            raise StoreError(f"{name}: expected a list of them, got one `str`")
+    asked = _Asked(older_than_s, damaged, duplicates, requests, tags)
     folder = local_folder_of(root)
     folder.names()
     with folder.exclusive():
-        temporaries = folder.sweep(older_than_s)
-        bad = [each.shard for each in look_at(folder).findings] if damaged else []
-        for name in bad:
+        found = _look(folder, asked)
+        folder.sweep(found.pruned.temporaries)
+        for name in (*found.pruned.damaged, *found.pruned.replaced):
             folder.delete(name)
-        shards = Store(folder).shards
-        replaced = remove_replaced(folder, shards)
-        gone = _unwanted(shards, duplicates, set(requests), set(tags))
-        for shard, indices in gone:
+        for shard, indices in found.gone:
             _rewrite(shard, indices, folder)
+    return found.pruned
+
+
+def find_prunable(
+    root: str | os.PathLike[str],
+    *,
+    older_than_s: float = 3600.0,
+    damaged: bool = False,
+    duplicates: bool = False,
+    requests: Collection[str] = (),
+    tags: Collection[str] = (),
+) -> Pruned:
+    """What `prune` would take out of a store as it is now. Arguments and exceptions are its."""
+    folder = local_folder_of(root)
+    return _look(folder, _Asked(older_than_s, damaged, duplicates, requests, tags)).pruned
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What to take out."""
+
+    older_than_s: float
+    damaged: bool
+    duplicates: bool
+    requests: Collection[str]
+    tags: Collection[str]
+
+    def __post_init__(self) -> None:
+        for name, given in (("requests", self.requests), ("tags", self.tags)):
+            if isinstance(given, str):
+                raise StoreError(f"{name}: expected a list of them, got one `str`")
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What is to be taken out: in words, and the requests by shard and index."""
+
+    pruned: Pruned
+    gone: list[tuple[Shard, set[int]]]
+
+
+def _look(folder: LocalFolder, asked: _Asked) -> _Found:
+    names = folder.names()
+    bad = [each.shard for each in look_at(folder).findings] if asked.damaged else []
+    shards = [Shard(folder, name) for name in names if name not in bad]
+    stood_for = {name for shard in shards for name in shard.layout.replaces}
+    shards = [shard for shard in shards if shard.name not in stood_for]
+    gone = _unwanted(shards, asked.duplicates, set(asked.requests), set(asked.tags))
     dropped = [
         (shard.lines[index].request, shard.lines[index].child)
         for shard, indices in gone
         for index in sorted(indices)
     ]
-    return Pruned(tuple(temporaries), tuple(replaced), tuple(bad), tuple(dropped))
+    return _Found(
+        Pruned(
+            tuple(folder.temporaries(asked.older_than_s)),
+            tuple(name for name in names if name in stood_for and name not in bad),
+            tuple(bad),
+            tuple(dropped),
+        ),
+        gone,
+    )
 
 
 def _unwanted(
