@@ -382,7 +382,7 @@ def test_two_shards_that_stand_for_one_are_found_by_verify(tmp_path):
 # ---------------------------------------------------------------- damage
 
 
-@settings(max_examples=rounds(suite=150, nightly=20_000), deadline=None)
+@settings(max_examples=rounds(suite=60, nightly=20_000), deadline=None)
 @given(bit=st.integers(0, 8 * len(GOOD) - 1))
 @example(bit=8 * (len(GOOD) - 1))
 @example(bit=8 * (len(GOOD) - 12))
@@ -396,7 +396,7 @@ def test_a_flipped_bit_is_refused_by_name(tmp_path_factory, bit):
         everything(root)
 
 
-@settings(max_examples=rounds(suite=150, nightly=20_000), deadline=None)
+@settings(max_examples=rounds(suite=60, nightly=20_000), deadline=None)
 @given(data=st.data())
 def test_damage_of_any_kind_is_refused_or_reads_as_before(tmp_path_factory, data):
     root = tmp_path_factory.mktemp("damaged")
@@ -426,7 +426,7 @@ def test_damage_of_any_kind_is_refused_or_reads_as_before(tmp_path_factory, data
         everything(root)
 
 
-@settings(max_examples=rounds(suite=150, nightly=20_000), deadline=None)
+@settings(max_examples=rounds(suite=60, nightly=20_000), deadline=None)
 @given(data=st.data())
 def test_a_forged_shard_is_read_or_refused_but_never_anything_else(tmp_path_factory, data):
     """Checksums that fit prove nothing: what is under them may be anything."""
