@@ -21,6 +21,7 @@ PAGES = [
     "docs/guide.md",
     "docs/operations.md",
     "docs/selecting.md",
+    "docs/sinks.md",
     "docs/steering.md",
 ]
 MODEL = ".models/SmolLM2-135M-Instruct"

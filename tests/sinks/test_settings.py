@@ -16,18 +16,18 @@ from midstream.sinks.finding import make_sink
 from midstream.sinks.settings import QUEUE_BYTES, plain_sinks, read_sinks
 from midstream.spec import Capture
 
-HERE = {"filesystem": {"root": "/mnt/nas/x"}}
+HERE = {"filesystem": {"root": "/srv/acts"}}
 
 
 @pytest.mark.parametrize(
     "given",
     [
         HERE,
-        {"filesystem": {"root": Path("/mnt/nas/x")}},
-        {"filesystem": "root=/mnt/nas/x"},
-        "filesystem:root=/mnt/nas/x",
-        ["filesystem:root=/mnt/nas/x"],
-        ("filesystem:root=/mnt/nas/x",),
+        {"filesystem": {"root": Path("/srv/acts")}},
+        {"filesystem": "root=/srv/acts"},
+        "filesystem:root=/srv/acts",
+        ["filesystem:root=/srv/acts"],
+        ("filesystem:root=/srv/acts",),
     ],
 )
 def test_every_form_says_the_same(given):
@@ -35,18 +35,18 @@ def test_every_form_says_the_same(given):
 
 
 def test_a_sink_in_one_word_may_have_several_settings_numbers_among_them():
-    word = "store:root=/mnt/a,b=c/d,bytes=1048576,note=a:b,flag=true"
+    word = "store:root=/srv/a,b=c/d,bytes=1048576,note=a:b,flag=true"
     assert plain_sinks(["log", word]) == {
         "log": {},
         "store": {
-            "root": "/mnt/a",
+            "root": "/srv/a",
             "b": "c/d",
             "bytes": 1048576,
             "note": "a:b",
             "flag": True,
         },
     }
-    assert plain_sinks("store:root=/mnt/a,B/c") == {"store": {"root": "/mnt/a,B/c"}}
+    assert plain_sinks("store:root=/srv/a,B/c") == {"store": {"root": "/srv/a,B/c"}}
 
 
 @pytest.mark.parametrize(

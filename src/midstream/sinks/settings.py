@@ -1,7 +1,7 @@
 """The setting `sinks`: which sinks an engine has, in any of the forms that one may write.
 
 - `{"store": {"root": "acts"}, "log": {}}`: each sink's settings by its name;
-- `"filesystem:root=/mnt/nas/x"`, or a list of such: a sink in one word, for a command line;
+- `"filesystem:root=/srv/acts"`, or a list of such: a sink in one word, for a command line;
 - besides the sink's own settings, `capture`, a capture (or a list) of every request, and
   `queue_bytes`, how much may wait for the sink.
 """
