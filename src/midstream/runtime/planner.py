@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -19,76 +19,10 @@ from midstream.runtime.requests import (
     Request,
     Segment,
 )
+from midstream.runtime.stepplan import Ints, Load, Pieces, StepPlan
 from midstream.runtime.stepview import StepView
 
-Ints = NDArray[np.int64]
 T = TypeVar("T", bound=np.generic)
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """Runs of consecutive rows of one request within one segment; one entry per run.
-
-    Attributes:
-        row: first row in the batch.
-        length: rows.
-        position: of the first row in its request; see `exact`.
-        slot: the request's slot.
-        program, group, width, kind: what each row gets, how many vectors its record holds, and
-            what the ledger calls such records.
-        scored: 1 where the rows' scores go to the caller.
-        codec: how the rows' vectors leave; those of one codec lie together in the ring.
-        record: first row of the ring, counted from the step's first; meaningful where width > 0.
-        exact: whether the positions are known. Otherwise they are upper bounds, the device knows
-            better, and all else here is the same wherever the rows really are.
-    """
-
-    row: Ints
-    length: Ints
-    position: Ints
-    slot: Ints
-    program: Ints
-    group: Ints
-    width: Ints
-    kind: Ints
-    scored: Ints
-    codec: Ints
-    record: Ints
-    exact: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What one step asks of the device, and what it must have done afterwards.
-
-    Attributes:
-        tokens: int32 [rows, 4], for `Buffers.tokens`; records count from the step's first row.
-        num_records: rows of the ring that the step fills.
-        active: rows of the batch with a program.
-        slots, positions: of each active row (slot −1: nobody's, only watched); the latter are
-            upper bounds where `pieces` are not exact.
-        fewest, most: how many edits each active row must get; how many it may, where that
-            depends on the token's id.
-        captures: how many vectors each active row must give.
-        by_id: whether a row's program reads its token's id.
-        scored: whether a score of the step goes to a caller.
-        told: whether a row's program reads its position, which only the device knows: the column
-            in `tokens` is to be filled in there.
-        pieces: the runs that the step is made of.
-    """
-
-    tokens: NDArray[np.int32]
-    num_records: int
-    active: Ints
-    slots: Ints
-    positions: Ints
-    fewest: Ints
-    most: Ints
-    captures: Ints
-    by_id: bool
-    scored: bool
-    told: bool
-    pieces: Pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +190,7 @@ class Planner:
         ):
             return None
         self._advance(last.slot, position, position + 1)
-        position = position[last.active]
-        pieces = replace(last.plan.pieces, position=position)
-        return replace(last.plan, positions=position, pieces=pieces)
+        return last.plan.at(position[last.active])
 
     def record(self, plan: StepPlan, edits: Ints) -> None:
         """Notes what the device did for each active row."""
@@ -424,7 +356,30 @@ class Planner:
             scored=bool(pieces.scored.any()),
             told=told,
             pieces=pieces,
+            loads=self._loads(pieces),
         )
+
+    def _loads(self, pieces: Pieces) -> tuple[Load, ...]:
+        rows = pieces.length * pieces.width
+        found = []
+        first = 0
+        for codec in sorted(set(pieces.codec[rows > 0].tolist())):
+            mine = np.flatnonzero((rows > 0) & (pieces.codec == codec))
+            count = int(rows[mine].sum())
+            found.append(
+                Load(
+                    codec=codec,
+                    first=first,
+                    num_rows=count,
+                    mine=mine,
+                    serial=self._serial[pieces.slot[mine]],
+                    length=pieces.length[mine],
+                    kind=pieces.kind[mine],
+                    record=pieces.record[mine] - first,
+                )
+            )
+            first += count
+        return tuple(found)
 
 
 _EMPTY = np.zeros(0, np.int64)

@@ -19,7 +19,7 @@ from midstream.ops import layout
 from midstream.runtime.buffers import Buffers, Tap, code, upload
 from midstream.runtime.failures import Failure
 from midstream.runtime.ledger import Awaited, Block, Ledger, Scores, Stored
-from midstream.runtime.planner import Planner, StepPlan
+from midstream.runtime.planner import Planner
 from midstream.runtime.programs import Tables
 from midstream.runtime.requests import (
     Piece,
@@ -29,6 +29,7 @@ from midstream.runtime.requests import (
     idle_segment,
     release_segments,
 )
+from midstream.runtime.stepplan import Load, StepPlan
 from midstream.runtime.stepview import StepView
 from midstream.spec import ResolvedPlan
 from midstream.transport.arena import Arena, Extent
@@ -263,9 +264,11 @@ class Session:
         plan, first = current.plan, current.first
         rows = plan.tokens.shape[0]
         scored = rows if plan.scored else 0
-        parcels = self._parcels(plan, first)
         shipment = self._transport.ship(
-            [parcel for _, parcel in parcels],
+            [
+                Parcel(first + load.first, load.num_rows, self._by_codec[load.codec])
+                for load in plan.loads
+            ],
             self._buffers.tally[:rows],
             self._buffers.scores[:scored],
         )
@@ -273,8 +276,8 @@ class Session:
             # Whatever runs before the next step must not write where rows are on their way.
             self._disarm()
         self._in_flight.append(_Step(self._steps, current, shipment))
-        for (codec, parcel), extent in zip(parcels, shipment.extents, strict=True):
-            self._keep_rows(current, codec, parcel, extent, shipment)
+        for load, extent in zip(plan.loads, shipment.extents, strict=True):
+            self._keep_rows(current, load, extent, shipment)
         if plan.scored:
             self._keep_scores(current, shipment)
         if not self._checked:
@@ -325,42 +328,25 @@ class Session:
             number = self._codecs[spec] = len(self._by_codec) - 1
         return number
 
-    def _parcels(self, plan: StepPlan, first: int) -> list[tuple[int, Parcel]]:
-        """The step's rows of the ring by codec, in the order in which they lie there."""
-        if not plan.num_records:
-            return []
-        pieces = plan.pieces
-        rows = pieces.length * pieces.width
-        found = []
-        for codec in np.unique(pieces.codec[rows > 0]).tolist():
-            count = int(rows[pieces.codec == codec].sum())
-            found.append((codec, Parcel(first, count, self._by_codec[codec])))
-            first += count
-        return found
-
     def _keep_rows(
-        self, armed: _Armed, codec: int, parcel: Parcel, extent: Extent | None, shipment: Shipment
+        self, armed: _Armed, load: Load, extent: Extent | None, shipment: Shipment
     ) -> None:
         pieces = armed.plan.pieces
-        mine = (pieces.width > 0) & (pieces.codec == codec)
         if extent is None:
-            for slot, lost in zip(
-                pieces.slot[mine].tolist(),
-                (pieces.length * pieces.width)[mine].tolist(),
-                strict=True,
-            ):
+            lost = pieces.length[load.mine] * pieces.width[load.mine]
+            for slot, count in zip(pieces.slot[load.mine].tolist(), lost.tolist(), strict=True):
                 request = self._planner.by_slot(slot)
                 assert request is not None
-                request.dropped += lost
+                request.dropped += count
             return
-        row_bytes = parcel.codec.row_bytes(self._buffers.ring.shape[1], self._buffers.ring.dtype)
+        ring, codec = self._buffers.ring, self._by_codec[load.codec]
         self._ledger.note(
-            Stored(shipment, extent, row_bytes, self._arena),
-            self._planner.serials(pieces.slot[mine]),
-            _positions(armed, mine),
-            pieces.length[mine],
-            pieces.record[mine] - (parcel.first - armed.first),
-            pieces.kind[mine],
+            Stored(shipment, extent, codec.row_bytes(ring.shape[1], ring.dtype), self._arena),
+            load.serial,
+            _positions(armed, load.mine),
+            load.length,
+            load.record,
+            load.kind,
         )
 
     def _keep_scores(self, armed: _Armed, shipment: Shipment) -> None:
@@ -475,7 +461,9 @@ def _shifted(tokens: NDArray[np.int32], first: int) -> NDArray[np.int32]:
     return shifted
 
 
-def _positions(armed: _Armed, mine: NDArray[np.bool_]) -> NDArray[np.int64] | Awaited:
+def _positions(
+    armed: _Armed, mine: NDArray[np.bool_] | NDArray[np.int64]
+) -> NDArray[np.int64] | Awaited:
     """Of the first row of some of a step's runs."""
     pieces = armed.plan.pieces
     if armed.positions is None:

@@ -1,0 +1,140 @@
+"""What capturing costs the host in each step: the Python around a forward, without the forward.
+
+    python benchmarks/step_cost.py [--sequences 256] [--layers 32] [--hidden 4096] [--json FILE]
+
+A batch that generates, every sequence with a row captured at each layer; the median over steps, of
+the hook before the forward and the one after it. On a CUDA device the work is queued as in an
+engine, and rows leave while the next step is prepared. On a CPU the copy of the rows is part of it,
+so it is told as well what the step costs with vectors of one number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import machine
+
+PROMPT, STEPS = 8, 200
+
+
+def main() -> None:
+    """Measures and writes the table and the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    results: dict[str, Any] = {"benchmark": "step_cost", "machine": machine.describe()}
+    results["sequences"], results["layers"] = args.sequences, args.layers
+    for hidden in (1, args.hidden):
+        for what in ("edits", "captures"):
+            name = f"{what}, vectors of {hidden}"
+            results[name] = measure(args.sequences, args.layers, hidden, what, device)
+            before, after = results[name]["before_us"], results[name]["after_us"]
+            print(f"{name:28} before {before:7.1f} µs  after {after:7.1f} µs")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def measure(sequences: int, layers: int, hidden: int, what: str, device: str) -> dict[str, float]:
+    """Microseconds of both hooks."""
+    from midstream.runtime.stepview import StepView
+
+    session, arena = make_session(sequences, layers, hidden, device)
+    plan = make_plan(layers, hidden, what).to_bytes()
+    names = [f"r{n}" for n in range(sequences)]
+    for name in names:
+        session.add(name, name, plan)
+    scheduled = np.ones(sequences, np.int32)
+    seconds: list[tuple[float, float]] = []
+    for step in range(STEPS):
+        computed = np.full(sequences, PROMPT + step, np.int32)
+        view = StepView(names, scheduled, computed, sequences, _no_ids)
+        start = time.perf_counter()
+        session.before_forward(view)
+        between = time.perf_counter()
+        _pretend(session)
+        queued = time.perf_counter()
+        session.after_forward()
+        seconds.append((between - start, time.perf_counter() - queued))
+        if step % 50 == 49:
+            # As a front end collects: nothing piles up.
+            arena.sweep()
+    with session.taking(names):
+        pass
+    late = seconds[STEPS // 4 :]
+    return {
+        "before_us": 1e6 * statistics.median(before for before, _ in late),
+        "after_us": 1e6 * statistics.median(after for _, after in late),
+    }
+
+
+def make_session(sequences: int, layers: int, hidden: int, device: str) -> tuple[Any, Any]:
+    """A worker's session as in an engine of that shape."""
+    from midstream.runtime.buffers import Buffers, Room
+    from midstream.runtime.session import Session
+    from midstream.transport.arena import Arena, ArenaSettings
+    from midstream.transport.host import host_transport
+
+    taps = {("resid_post", layer): layer for layer in range(layers)}
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    buffers = Buffers.allocate(
+        taps=list(taps),
+        max_tokens=sequences,
+        hidden_size=hidden,
+        room=Room(4096, 2048, 65536, 16384, 16),
+        ring_rows=4 * sequences * layers,
+        dtype=dtype,
+        device=torch.device(device),
+    )
+    arena = Arena(ArenaSettings(32 << 30, 256 << 20, "drop", Path("/tmp")), device == "cuda")
+    transport = host_transport(buffers.ring, arena)
+    return Session(buffers, taps, transport, arena, 4096, True), arena
+
+
+def make_plan(layers: int, hidden: int, what: str) -> Any:
+    """Every layer of every generated token, captured or steered."""
+    from midstream import Capture, Steer
+    from midstream.spec import ModelShape, Plan, Prompt, resolve
+
+    taps = frozenset(("resid_post", layer) for layer in range(layers))
+    shape = ModelShape(num_layers=layers, hidden_size=hidden, taps=taps, reasons={})
+    if what == "captures":
+        plan = Plan.make(capture=Capture(layers="all"))
+    else:
+        plan = Plan.make(edits=[Steer([0.1] * hidden, layer=layer) for layer in range(layers)])
+    return resolve(plan, shape, Prompt(PROMPT), None, ())
+
+
+def _pretend(session: Any) -> None:
+    """What the op would have told: every tap fired, and did as planned."""
+    current = session._current
+    tally = session._buffers.tally
+    if current is not None:
+        plan = current.plan
+        rows = torch.zeros(plan.tokens.shape[0], tally.shape[1], dtype=torch.int32)
+        rows[plan.active, 0] = session._signature
+        rows[plan.active, 1] = torch.from_numpy(plan.most.astype(np.int32))
+        rows[plan.active, 2] = torch.from_numpy(plan.captures.astype(np.int32))
+        tally[: rows.shape[0]].copy_(rows)
+
+
+def _no_ids() -> torch.Tensor:
+    raise AssertionError("nothing asks for token ids")
+
+
+if __name__ == "__main__":
+    main()
