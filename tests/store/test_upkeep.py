@@ -179,6 +179,19 @@ def test_a_source_that_was_merged_itself_meanwhile_takes_the_place_of_its_parts(
     assert verify(into).ok
 
 
+def test_a_part_that_a_source_takes_the_place_of_is_not_merged_as_well(tmp_path):
+    into = tmp_path / "all"
+    write(tmp_path / "a", seeded([0]))
+    merge(tmp_path / "a", into)
+    write(into, seeded([7]))
+    write(tmp_path / "a", seeded([1]))
+    merge(tmp_path / "a", tmp_path / "a")
+    merge([into, tmp_path / "a", into], into)
+    assert ids(into) == [("r0", 0), ("r1", 0), ("r7", 0)]
+    check_values(into, [0, 1, 7])
+    assert len(names(into)) == 1
+
+
 def test_a_source_that_is_part_here_and_part_not_is_refused(tmp_path):
     into = tmp_path / "all"
     write(tmp_path / "a", seeded([0]))

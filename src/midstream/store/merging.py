@@ -58,7 +58,7 @@ def merge(sources: Path | Sequence[Path], into: Path, shard_bytes: int = SHARD_B
     """Puts what is in some stores into one, small shards together as large ones.
 
     A store that is among its own sources has its small shards merged. Other sources stay as they
-    are; they may be of the same name in several calls: what was merged is not merged again.
+    are, and may be merged again when there is more in them: what was merged is passed over.
 
     Every new shard says which shards it stands for, and readers pass those over: at whichever
     instant this is stopped, each request is there once. To call it again finishes what it began.
@@ -80,23 +80,28 @@ def merge(sources: Path | Sequence[Path], into: Path, shard_bytes: int = SHARD_B
     with target.exclusive():
         store = Store(target)
         remove_replaced(target, store.shards)
+        folders = [folder_of(each) for each in _listed(sources)]
         there = _Contents(store.shards)
-        small: list[Shard] = []
-        new: list[str] = []
-        for source in [sources] if isinstance(sources, (str, os.PathLike)) else sources:
-            folder = folder_of(source)
-            own = _is_same(folder, target)
-            for shard in store.shards if own else Store(folder).shards:
-                if not own and not there.takes(shard):
-                    continue
-                if shard.size <= shard_bytes // 2:
-                    small.append(shard)
-                elif not own:
-                    new.append(_copy(shard, target))
+        found = [
+            shard
+            for folder in folders
+            if not _is_same(folder, target)
+            for shard in Store(folder).shards
+            if there.takes(shard)
+        ]
+        new = [_copy(shard, target) for shard in found if shard.size > shard_bytes // 2]
+        if any(_is_same(folder, target) for folder in folders):
+            replaced = set(names_for(found))
+            found += [shard for shard in store.shards if shard.name not in replaced]
+        small = [shard for shard in found if shard.size <= shard_bytes // 2]
         for shards in _packs(small, shard_bytes):
             new.extend(_join(shards, target))
         remove_replaced(target, Store(target).shards)
     return new
+
+
+def _listed(sources: Path | Sequence[Path]) -> Sequence[Path]:
+    return [sources] if isinstance(sources, (str, os.PathLike)) else sources
 
 
 class _Contents:
