@@ -1,0 +1,139 @@
+"""What capturing costs, and how fast rows reach their reader.
+
+    python benchmarks/capture_cost.py [--shapes 0.6b 8b] [--rounds 3] [--json FILE]
+
+For each shape an engine in a process of its own, as vLLM runs by default, beside plain vLLM, with
+the same work: prompts with some tokens generated after each. Plain, idle, the last prompt token of
+every layer, and every token of every layer, so with each codec. In each round all variants run once,
+one after the other; figures are medians. `rows_per_s` counts bytes that were captured over the time
+of the whole call, in which the model runs as well, until every tensor is the caller's and has been
+looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# The rows cross from the engine's process to this one.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+sys.path.insert(0, str(Path(__file__).parent))
+
+import machine
+import overhead
+import shapes
+
+CODECS = ("raw", "full8", "rp8:k=512,seed=0", "topk8:k=64")
+
+
+def main() -> None:
+    """Runs every shape and writes the table and the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", default=["0.6b", "8b"], choices=list(shapes.SHAPES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--codecs", nargs="*", default=list(CODECS))
+    parser.add_argument("--memory", type=float, default=0.35)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    results: dict[str, Any] = {
+        "benchmark": "capture_cost",
+        "machine": machine.describe(),
+        "rounds": args.rounds,
+        "shapes": {},
+    }
+    overhead.over_shapes(results, args, measure)
+    for shape, measured in results["shapes"].items():
+        for work, variants in measured["work"].items():
+            print(f"{shape}, {work}")
+            for name, one in variants.items():
+                rate = f"{one['rows_per_s'] / 1e9:8.2f} GB/s" if one["row_bytes"] else ""
+                print(f"  {name:44} {one['median_s']:8.3f} s {one['added']:+7.1%}  {rate}")
+
+
+def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Every workload and variant."""
+    from midstream import Capture
+
+    taps = {"sites": ["resid_post"], "layers": "all"}
+    plain, tapped = overhead.engines(model, args.memory, taps)
+    layers = shapes.SHAPES[shape]["num_hidden_layers"]
+    hidden = shapes.SHAPES[shape]["hidden_size"]
+    codecs = [one for one in args.codecs if not one.startswith("rp8") or hidden >= 512]
+    variants: dict[str, tuple[Any, Any]] = {
+        "plain": (plain, None),
+        "plain again": (plain, None),
+        "idle": (tapped, None),
+        "last prompt token": (tapped, Capture(layers="all", positions="last_prompt")),
+        **{f"every token, {one}": (tapped, Capture(layers="all", codec=one)) for one in codecs},
+    }
+    work = {
+        f"{args.prompts} × ({args.length} + {args.tokens}) tokens": args.tokens,
+        f"prefill of {args.prompts} × {args.length} tokens": 1,
+    }
+    return {
+        "engine": tapped.info.workers[0],
+        "layers": layers,
+        "work": {name: compare(variants, args, tokens) for name, tokens in work.items()},
+    }
+
+
+def compare(
+    variants: dict[str, tuple[Any, Any]], args: argparse.Namespace, tokens: int
+) -> dict[str, dict[str, float]]:
+    """Medians per variant; the first round only warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    row_bytes = dict.fromkeys(variants, 0)
+    for nth in range(args.rounds + 1):
+        for name, (llm, capture) in variants.items():
+            took, row_bytes[name] = run(llm, capture, args, tokens)
+            if nth:
+                seconds[name].append(took)
+    base = statistics.median(seconds["plain"])
+    found = {}
+    for name, values in seconds.items():
+        median = statistics.median(values)
+        found[name] = {
+            "median_s": median,
+            "min_s": min(values),
+            "max_s": max(values),
+            "added": median / base - 1,
+            "row_bytes": row_bytes[name],
+            "rows_per_s": row_bytes[name] / median,
+        }
+    return found
+
+
+def run(llm: Any, capture: Any, args: argparse.Namespace, tokens: int) -> tuple[float, int]:
+    """Seconds of one call, until all rows have been looked at; how many bytes they are."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    draw = random.Random(0)
+    prompts = [
+        {"prompt_token_ids": [draw.randrange(3, 500) for _ in range(args.length)]}
+        for _ in range(args.prompts)
+    ]
+    asked = {} if capture is None else {"capture": capture}
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False, **asked)
+    nbytes = 0
+    if capture is not None:
+        for output in outputs:
+            for site, layer in output.activations:
+                rows = output.activations.encoded(site, layer)
+                rows[::64, 0].sum().item()
+                nbytes += rows.numel()
+    return time.perf_counter() - start, nbytes
+
+
+if __name__ == "__main__":
+    main()

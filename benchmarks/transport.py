@@ -1,0 +1,152 @@
+"""The transport alone: from the device's ring to tensors in another process, without an engine.
+
+    python benchmarks/transport.py [--step-mib 256] [--steps 40] [--json FILE]
+
+This process ships whole steps of rows into the arena, as a worker does; another maps them, looks
+at every page, and lets go. Beside it what the bus gives to a copy into pinned memory that nobody else
+sees. On a CPU both are copies in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import machine
+
+HIDDEN = 4096
+
+
+def main() -> None:
+    """Measures and writes the table and the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--step-mib", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    results: dict[str, Any] = {"benchmark": "transport", "machine": machine.describe()}
+    results["bus_gb_s"] = bus(args.step_mib << 20, args.steps)
+    for codec in ("raw", "full8", "rp8:k=512,seed=0", "topk8:k=64"):
+        results[codec] = measure(codec, args.step_mib << 20, args.steps)
+        print(
+            f"{codec:18} {results[codec]['vectors_gb_s']:7.2f} GB/s of vectors, "
+            f"{results[codec]['moved_gb_s']:7.2f} GB/s moved"
+        )
+    print(f"{'copy alone':18} {results['bus_gb_s']:7.2f} GB/s")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def bus(step: int, steps: int) -> float:
+    """GB/s of a plain copy to the host."""
+    source, _ = make_ring(step)
+    target = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
+    target.copy_(source)
+    _wait(source)
+    start = time.perf_counter()
+    for _ in range(steps):
+        target.copy_(source, non_blocking=True)
+    _wait(source)
+    return steps * step / (time.perf_counter() - start) / 1e9
+
+
+def measure(name: str, step: int, steps: int) -> dict[str, float]:
+    """GB/s from the ring until the reader has looked at the last page."""
+    from midstream.codecs import parse_codec
+    from midstream.transport.arena import Arena, ArenaSettings
+    from midstream.transport.base import Parcel
+    from midstream.transport.host import host_transport
+
+    codec = parse_codec(name)
+    ring, rows = make_ring(2 * step)
+    rows //= 2
+    width = codec.row_bytes(HIDDEN, ring.dtype)
+    # A power of two, so that a segment is a step and no more.
+    settings = ArenaSettings(8 * step, 1 << 20, "block", Path("/tmp"))
+    arena = Arena(settings, ring.is_cuda)
+    transport = host_transport(ring, arena)
+    tally = torch.zeros(1, 4, dtype=torch.int32, device=ring.device)
+    scores = torch.zeros(0, 1, device=ring.device)
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    reader = spawn.Process(target=read, args=(there, arena.leases.address))
+    reader.start()
+    here.recv()
+
+    def ship() -> Any:
+        return transport.ship([Parcel(transport.reserve(rows), rows, codec)], tally, scores)
+
+    waiting: list[Any] = []
+
+    def hand_over(shipment: Any) -> None:
+        shipment.wait()
+        (extent,) = shipment.extents
+        number = arena.lease([extent.segment])
+        here.send((number, extent.segment, arena.describe([extent.segment]), extent.offset,
+                   extent.memory.numel()))  # fmt: skip
+
+    for timed in (False, True):
+        start = time.perf_counter()
+        for _ in range(steps):
+            waiting.append(ship())
+            if len(waiting) > 2:
+                hand_over(waiting.pop(0))
+            while len(arena.leases) > 4:
+                arena.sweep()
+        while waiting:
+            hand_over(waiting.pop(0))
+        here.send("done?")
+        here.recv()
+        took = time.perf_counter() - start
+    assert timed
+    here.send(None)
+    reader.join()
+    moved = steps * rows * width
+    return {
+        "vectors_gb_s": steps * rows * HIDDEN * ring.dtype.itemsize / took / 1e9,
+        "moved_gb_s": moved / took / 1e9,
+    }
+
+
+def read(pipe: Any, address: dict[str, Any]) -> None:
+    """Maps what it is told of, and reads one byte of every page."""
+    from midstream.transport.mapping import Address, MappedArena
+
+    arena = MappedArena(Address(**address))
+    pipe.send("ready")
+    while (told := pipe.recv()) is not None:
+        if told == "done?":
+            pipe.send("done")
+            continue
+        number, segment, places, offset, nbytes = told
+        arena.update(places, [])
+        rows = arena.lease(number, [segment])[segment][offset : offset + nbytes]
+        rows[::4096].sum().item()
+        del rows
+
+
+def make_ring(nbytes: int) -> tuple[torch.Tensor, int]:
+    """A ring of random vectors, and how many."""
+    on_device = torch.cuda.is_available()
+    dtype = torch.bfloat16 if on_device else torch.float32
+    rows = nbytes // (HIDDEN * dtype.itemsize)
+    ring = torch.randn(rows, HIDDEN, device="cuda" if on_device else "cpu").to(dtype)
+    return ring, rows
+
+
+def _wait(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
