@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint
 
 import pytest
+from helpers.own_process import python
 from helpers.sinking import ORIGIN, Noting, delivery
 
 from midstream.errors import ConfigError, SpecError
@@ -12,6 +13,7 @@ from midstream.sinks import finding
 from midstream.sinks.opened import OpenSinks
 from midstream.sinks.settings import plain_sinks, read_sinks
 from midstream.spec import Capture, Plan
+from midstream.store import open_store
 
 
 class Opening(Noting):
@@ -99,3 +101,26 @@ def test_a_plan_is_refused_by_the_capture_that_is_wrong():
         sinks.check(Plan((Capture(0, sink="one", tag="full"),)))
     assert caught.value.path == "capture[0].tag"
     sinks.close()
+
+
+PROGRAM = """
+import sys, weakref
+from helpers.sinking import ORIGIN, delivery
+from midstream.sinks.opened import OpenSinks
+from midstream.sinks.settings import plain_sinks, read_sinks
+
+class Door:
+    pass
+
+door = Door()
+sinks = OpenSinks(read_sinks(plain_sinks({"store": {"root": sys.argv[1]}})), ORIGIN)
+weakref.finalize(door, sinks.close)
+for nth in range(5):
+    sinks.queue("store").put(delivery(f"r{nth}"), 1)
+"""
+
+
+def test_what_was_handed_over_is_kept_though_the_program_ends_without_waiting(tmp_path):
+    python("-c", PROGRAM, tmp_path / "store", timeout=120)
+    found = open_store(tmp_path / "store").requests
+    assert [each.request for each in found] == [f"r{nth}" for nth in range(5)]

@@ -12,6 +12,7 @@ import json
 import os
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -27,6 +28,7 @@ from midstream.sinks.beneath import FOLDER, folder_beneath, is_there
 MANIFEST = "manifest.json"
 FORMAT = "midstream.npz"
 VERSION = 1
+_AT_A_TIME = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,22 @@ class FileSink(Sink):
 
     def flush(self) -> Sequence[CaptureResult]:
         written, self._written = self._written, []
-        return [self._publish(folder) for folder in written]
+        places = [(*folder.parents, folder.part) for folder in written]
+        files = [
+            (place, name)
+            for place, folder in zip(places, written, strict=True)
+            for name in (*folder.files, ".")
+        ]
+        synced = self._sync(files)
+        moved = [
+            synced.pop(place, "") or self._move(folder)
+            for place, folder in zip(places, written, strict=True)
+        ]
+        parents = self._sync([(folder.parents, ".") for folder in written])
+        return [
+            self._result(folder, problem or parents.get(folder.parents, ""))
+            for folder, problem in zip(written, moved, strict=True)
+        ]
 
     def _fill(self, delivery: Delivery, folder: int) -> dict[str, Any]:
         """Writes the files of a delivery; returns its manifest, whose paths are names yet."""
@@ -154,24 +171,45 @@ class FileSink(Sink):
             "files": files,
         }
         with _new_file(MANIFEST, folder) as file:
-            file.write(json.dumps(manifest, indent=1).encode())
+            file.write(json.dumps(manifest).encode())
         return manifest
 
-    def _publish(self, folder: _Folder) -> CaptureResult:
-        """Has a folder reach the disk, and then be where it is looked for."""
+    def _sync(self, files: Sequence[tuple[tuple[str, ...], str]]) -> dict[tuple[str, ...], str]:
+        """Has files reach the disk, several at a time, which a disk does at the price of few.
+
+        Args:
+            files: of each the folders from the root, and its name.
+
+        Returns:
+            By folder what went wrong, if anything.
+        """
+
+        def sync(file: tuple[tuple[str, ...], str]) -> str:
+            folders, name = file
+            try:
+                with folder_beneath(self._root, folders, makes=False) as folder:
+                    _sync_file(name, folder)
+            except OSError as error:
+                return f"{type(error).__name__}: {error}"
+            return ""
+
+        distinct = list(dict.fromkeys(files))
+        with ThreadPoolExecutor(_AT_A_TIME) as pool:
+            told = zip(distinct, pool.map(sync, distinct), strict=True)
+            return {folders: problem for (folders, _), problem in told if problem}
+
+    def _move(self, folder: _Folder) -> str:
+        """Has a folder be where it is looked for; returns what went wrong, if anything."""
         try:
             with folder_beneath(self._root, folder.parents, makes=False) as parent:
-                part = os.open(folder.part, FOLDER | os.O_NOFOLLOW, dir_fd=parent)
-                try:
-                    for name in folder.files:
-                        _sync(name, part)
-                    os.fsync(part)
-                finally:
-                    os.close(part)
                 os.rename(folder.part, folder.name, src_dir_fd=parent, dst_dir_fd=parent)
-                os.fsync(parent)
         except OSError as error:
-            return CaptureResult("error", f"{type(error).__name__}: {error}")
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def _result(self, folder: _Folder, problem: str) -> CaptureResult:
+        if problem:
+            return CaptureResult("error", problem)
         path = os.path.join(self._root, *folder.parents, folder.name)
         paths = tuple(os.path.join(path, name) for name in folder.files)
         return CaptureResult(paths=paths, manifest=folder.manifest)
@@ -190,7 +228,7 @@ def _remove(name: str, folder: int, parent: int) -> None:
         os.rmdir(name, dir_fd=parent)
 
 
-def _sync(name: str, folder: int) -> None:
+def _sync_file(name: str, folder: int) -> None:
     file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     try:
         os.fsync(file)
