@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pickle
 import resource
 import struct
@@ -377,6 +378,22 @@ def test_two_shards_that_stand_for_one_are_found_by_verify(tmp_path):
     (finding,) = verify(tmp_path).findings
     assert finding.shard == "b.safetensors"
     assert finding.problem == "it stands for old.safetensors, and so does a.safetensors"
+
+
+def test_a_shard_that_stands_for_itself_is_refused(tmp_path):
+    refused(tmp_path, changed(about(replaces=NAME)), "it stands for itself")
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path):
+    (tmp_path / "a.safetensors").mkdir()
+    os.mkfifo(tmp_path / "b.safetensors")
+    (tmp_path / "c.safetensors").symlink_to(tmp_path / "nowhere")
+    problems = [finding.problem for finding in verify(tmp_path).findings]
+    assert [problem.removeprefix(f"{tmp_path}/") for problem in problems] == [
+        "not a file",
+        "not a file",
+        "No such file or directory",
+    ]
 
 
 # ---------------------------------------------------------------- damage

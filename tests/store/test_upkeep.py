@@ -312,13 +312,17 @@ def test_only_temporaries_that_are_old_are_removed(tmp_path):
     assert ids(tmp_path) == [("r0", 0)]
 
 
-def test_shards_that_are_not_right_are_removed_when_asked(tmp_path):
+def test_shards_that_are_not_right_are_set_aside_when_asked(tmp_path):
     for i in range(3):
         write(tmp_path, seeded([i]))
     bad = names(tmp_path)[1]
     damage(tmp_path, bad)
+    before = (tmp_path / bad).read_bytes()
+    with pytest.raises(StoreError, match=f"{bad}: damaged"):
+        prune(tmp_path, tags=["x"])
     found = prune(tmp_path, damaged=True)
     assert found.damaged == (bad,)
+    assert (tmp_path / f"{bad}.damaged").read_bytes() == before
     assert ids(tmp_path) == [("r0", 0), ("r2", 0)]
     assert prune(tmp_path, damaged=True).damaged == ()
 

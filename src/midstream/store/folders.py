@@ -166,6 +166,14 @@ class LocalFolder:
                 os.unlink(os.path.join(self.root, name))
                 _sync_directory(self.root)
 
+    def set_aside(self, name: str) -> None:
+        """Makes a shard a file that is none, `NAME.damaged`."""
+        with self._named(name), self._lock:
+            self._mapped.pop(name, None)
+            path = os.path.join(self.root, name)
+            os.rename(path, f"{path}.damaged")
+            _sync_directory(self.root)
+
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
         """For work that takes shards away: done by one process at a time. Writers go on.
@@ -235,7 +243,8 @@ class _Mapped:
     """A file of the local file system; see `File`."""
 
     def __init__(self, path: str) -> None:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # A pipe of this name would wait for a writer.
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             found = os.fstat(file)
             if not stat.S_ISREG(found.st_mode):

@@ -22,7 +22,7 @@ class Pruned:
     Attributes:
         temporaries: files that interrupted writes had left.
         replaced: shards that another one stands for, which an interrupted merge had left.
-        damaged: shards that were not right.
+        damaged: shards that were not right; they are files `NAME.damaged` now.
         requests: (request, child) of each completion.
     """
 
@@ -51,7 +51,8 @@ def prune(
         root: the store's directory.
         older_than_s: seconds for which nothing was written to a temporary that is removed; a
             writer that is at work writes all the time.
-        damaged: whether to remove shards in which `verify` finds something.
+        damaged: whether to set aside shards in which `verify` finds something, as
+            `NAME.damaged`: what cannot be read today, or by this version, may be right.
         duplicates: whether to keep of a completion that was stored several times only the one in
             the shard whose name is last, which is the newest.
         requests: ids of requests to remove, all of their completions.
@@ -67,7 +68,9 @@ def prune(
     with folder.exclusive():
         found = _look(folder, asked)
         folder.sweep(found.pruned.temporaries)
-        for name in (*found.pruned.damaged, *found.pruned.replaced):
+        for name in found.pruned.damaged:
+            folder.set_aside(name)
+        for name in found.pruned.replaced:
             folder.delete(name)
         for shard, indices in found.gone:
             _rewrite(shard, indices, folder)

@@ -70,6 +70,8 @@ class Shard:
             length = header_length(bytes(file.read(0, min(8, file.size))), file.size)
             head = bytes(file.read(0, 8 + length))
             self.layout = read_head(head, file.size)
+            if name in self.layout.replaces:
+                raise StoreError("replaces: it stands for itself")
             self.header: Header = self.layout.header
             self.head_bytes = len(head)
             self._places = self.layout.places()
