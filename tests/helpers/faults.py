@@ -243,4 +243,42 @@ FAULTS: tuple[Fault, ...] = (
         "    chosen = rising\n",
         ENGINE + "test_alongside_async.py::test_rows_past_a_stop_string_are_not_there",
     ),
+    Fault(
+        "A caller is told that rows are kept before they are",
+        "sinks/queue.py",
+        "        self._written.append(entry)\n",
+        "        self._tell(entry, entry.result)\n",
+        "tests/sinks/test_queue.py::test_nothing_is_told_before_the_flush",
+    ),
+    Fault(
+        "A sink without room loses rows",
+        "sinks/bound.py",
+        "            if self._used and self._used + size > self._most and not room.cancelled():\n",
+        "            if False:\n",
+        "tests/sinks/test_queue.py"
+        "::test_a_slow_sink_makes_whoever_brings_more_wait_and_loses_nothing",
+    ),
+    Fault(
+        "A sink gets rows that were asked for elsewhere",
+        RUNTIME + "delivering.py",
+        "np.flatnonzero(np.isin(there.numpy(), found[captures]))",
+        "np.arange(len(there))",
+        "tests/runtime/test_delivering.py"
+        "::test_each_place_gets_the_rows_of_its_own_captures_and_no_others",
+    ),
+    Fault(
+        "A sink that fails goes unnoticed",
+        RUNTIME + "delivering.py",
+        '            if result.status != "ok":\n',
+        "            if False:\n",
+        "tests/runtime/test_delivering.py::test_two_sinks_at_once_each_say_what_became_of_theirs",
+    ),
+    Fault(
+        "A link beneath the root leads a request's files elsewhere",
+        "sinks/beneath.py",
+        "FOLDER | os.O_NOFOLLOW",
+        "FOLDER",
+        "tests/sinks/test_files.py"
+        "::test_a_tag_that_is_a_link_is_refused_at_the_door_and_when_it_is_written",
+    ),
 )
