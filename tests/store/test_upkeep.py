@@ -212,6 +212,13 @@ def test_what_was_pruned_from_a_source_stays_where_it_was_merged(tmp_path):
     assert ids(tmp_path / "all") == [("r0", 0), ("r1", 0)]
 
 
+def test_a_source_that_is_not_there_is_refused_before_anything_is_made(tmp_path):
+    write(tmp_path / "a", seeded([0]))
+    with pytest.raises(StoreError, match="nowhere: there is no store here"):
+        merge([tmp_path / "a", tmp_path / "nowhere"], tmp_path / "all")
+    assert not (tmp_path / "all").exists()
+
+
 def test_a_damaged_shard_is_not_merged(tmp_path):
     write(tmp_path, seeded([0]))
     write(tmp_path, seeded([1]))

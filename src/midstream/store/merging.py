@@ -75,12 +75,14 @@ def merge(sources: Path | Sequence[Path], into: Path, shard_bytes: int = SHARD_B
         StoreError: there is no such store, another merge or prune of it is under way, a shard is
             damaged (nothing is made of it; see `verify` and `prune`), or one cannot be written.
     """
+    folders = [folder_of(each) for each in _listed(sources)]
+    for folder in folders:
+        folder.names()  # raises where there is none, before another one is made
     target = local_folder_of(into)
     target.make()
     with target.exclusive():
         store = Store(target)
         remove_replaced(target, store.shards)
-        folders = [folder_of(each) for each in _listed(sources)]
         there = _Contents(store.shards)
         found = [
             shard
@@ -143,7 +145,9 @@ def _ids(shards: Iterable[Shard]) -> set[tuple[str, int]]:
 
 
 def _is_same(folder: Folder, target: LocalFolder) -> bool:
-    return isinstance(folder, LocalFolder) and os.path.samefile(folder.root, target.root)
+    if not isinstance(folder, LocalFolder) or not os.path.exists(folder.root):
+        return False
+    return os.path.samefile(folder.root, target.root)
 
 
 def _packs(shards: Iterable[Shard], shard_bytes: int) -> list[list[Shard]]:
