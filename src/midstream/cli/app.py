@@ -10,7 +10,7 @@ from importlib import import_module
 
 import typer
 
-COMMANDS = ("doctor", "capture")
+COMMANDS = ("doctor", "capture", "inspect", "export", "verify", "merge", "prune")
 
 
 def make() -> typer.Typer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import threading
@@ -13,7 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from midstream.cli.output import REFUSED, print_json, read_json_option, refusals
+from midstream.cli.output import (
+    REFUSED,
+    print_json,
+    read_json_option,
+    read_positions,
+    refusals,
+)
 
 if TYPE_CHECKING:
     from midstream.capturing import Capturing
@@ -130,6 +135,7 @@ def capture(
 def _work(capturing: Capturing, as_json: bool, verbose: bool) -> int:
     """Captures, and tells what came of it; the exit status."""
     from midstream.capturing.display import Display, conclude
+    from midstream.capturing.engine import VllmEngine
     from midstream.capturing.place import errors_file
     from midstream.demo.surroundings import quiet
     from midstream.errors import MidstreamError
@@ -143,7 +149,7 @@ def _work(capturing: Capturing, as_json: bool, verbose: bool) -> int:
                 Display(console, errors_file(job)) as display,
             ):
                 display.say(f"starting vLLM with {job.model}")
-                capturing.work(watch=display, stop=stop)
+                capturing.work(VllmEngine, display, stop)
         except KeyboardInterrupt:
             problem = "stopped"
         except MidstreamError as error:
@@ -189,22 +195,5 @@ def read_layers(text: str) -> Any:
     """Layers as one writes them in a command: `all`, `10`, `10,20`."""
     try:
         return [int(part) for part in text.split(",")]
-    except ValueError:
-        return text
-
-
-def read_positions(text: str) -> Any:
-    """Positions as one writes them in a command: words or numbers with commas between them, or
-    whatever `Positions` takes, as JSON.
-    """
-    try:
-        return json.loads(text)
-    except ValueError:
-        return [_number_or_word(part.strip()) for part in text.split(",")]
-
-
-def _number_or_word(text: str) -> int | str:
-    try:
-        return int(text)
     except ValueError:
         return text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,6 +54,30 @@ def read_json_option(name: str, text: str) -> Any:
         raise typer.BadParameter(f"{name}: expected JSON: {error}") from None
 
 
-def is_terminal() -> bool:
-    """Whether somebody could be asked."""
-    return sys.stdin.isatty()
+def read_numbers(name: str, text: str) -> list[int] | None:
+    """An option that is numbers with commas between them; None: it was not given.
+
+    Raises:
+        typer.BadParameter: something else.
+    """
+    try:
+        return [int(part) for part in text.split(",")] if text else None
+    except ValueError:
+        raise typer.BadParameter(f"{name}: expected numbers, as 10,20; got {text!r}") from None
+
+
+def read_positions(text: str) -> Any:
+    """Positions as one writes them in a command: words or numbers with commas between them, or
+    whatever `Positions` takes, as JSON.
+    """
+    try:
+        return json.loads(text)
+    except ValueError:
+        return [_number_or_word(part.strip()) for part in text.split(",")]
+
+
+def _number_or_word(text: str) -> int | str:
+    try:
+        return int(text)
+    except ValueError:
+        return text

@@ -1,0 +1,76 @@
+"""`midstream inspect DIR`: what is in a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from midstream.cli.output import print_json, refusals
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from midstream.store import Store
+
+
+def inspect(
+    store: Annotated[str, typer.Argument(metavar="DIR", help="A store, or s3://….")],
+    request: Annotated[str, typer.Option(metavar="ID", help="Show this request.")] = "",
+    plot: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE", help="Draw norms by layer and by position, as a .png or .svg."
+        ),
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+) -> None:
+    """Show what a store has: requests, rows, sites and layers, codecs, models, tags.
+
+    Exit status: 0; 2 there is no such store or request, or a shard is damaged.
+    """
+    with refusals(as_json):
+        from midstream.store import open_store
+
+        opened = open_store(store)
+        if plot:
+            _draw(opened, Path(plot).expanduser())
+        plain, table = _request(opened, request) if request else _whole(opened)
+    if as_json:
+        print_json(plain)
+        return
+    from rich.console import Console
+
+    Console().print(table)
+    if plot:
+        typer.echo(f"drawn: {plot}")
+
+
+def _whole(store: Store) -> tuple[Any, RenderableType]:
+    """All that there is, as JSON values and as a table."""
+    from midstream.inspecting.overview import Overview
+    from midstream.inspecting.table import render
+
+    found = Overview.of(store)
+    return found.to_dict(), render(found)
+
+
+def _request(store: Store, request: str) -> tuple[Any, RenderableType]:
+    """One request, as JSON values and as tables."""
+    from midstream.inspecting.overview import plain_request
+    from midstream.inspecting.table import render_request
+
+    found = [each for each in store.requests if each.request == request]
+    if not found:
+        store.find(request)  # which says what is there instead
+    return [plain_request(each) for each in found], render_request(found)
+
+
+def _draw(store: Store, path: Path) -> None:
+    from midstream.inspecting.canvas import make_canvas
+    from midstream.inspecting.chart import draw
+    from midstream.inspecting.norms import Norms
+
+    make_canvas(path, 1, 1)  # a file of another kind is refused before rows are read
+    draw(Norms.of(store), path)
