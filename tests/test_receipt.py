@@ -110,6 +110,7 @@ def test_its_plain_form_is_json_with_every_field():
         "edited": {"expected": 10, "applied": 9, "tokens": 7, "cached": 0},
         "probed": [],
         "selected": [],
+        "dropped": 0,
         "problems": [],
         "kept": [],
     }

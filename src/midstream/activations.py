@@ -60,10 +60,7 @@ class Activations:
         Raises:
             KeyError: it was not captured; the message lists what was.
         """
-        tap = self._find(key)
-        if tap not in self._values:
-            self._values[tap] = self._rows[tap].decoded()
-        return self._values[tap]
+        return self._value(self._find(key))
 
     @property
     def codec(self) -> Codec:
@@ -95,7 +92,7 @@ class Activations:
 
     def items(self) -> tuple[tuple[Tap, Tensor], ...]:
         """Every ((site, layer), tensor)."""
-        return tuple((tap, self[tap]) for tap in self._rows)
+        return tuple((tap, self._value(tap)) for tap in self._rows)
 
     @property
     def positions(self) -> Tensor:
@@ -153,7 +150,7 @@ class Activations:
     def __repr__(self) -> str:
         if not self._rows:
             return "Activations(nothing captured)"
-        first = self[next(iter(self._rows))]
+        first = self._value(next(iter(self._rows)))
         rows = sorted({len(each) for each in self._rows.values()})
         shown = str(rows[0]) if len(rows) == 1 else f"{rows[0]}–{rows[-1]}"
         return (
@@ -165,11 +162,16 @@ class Activations:
         head = "<tr><th>site</th><th>layer</th><th>rows × hidden</th><th>positions</th></tr>"
         lines = [
             f"<tr><td>{html.escape(site)}</td><td>{layer}</td>"
-            f"<td>{len(rows)} × {self[site, layer].shape[1]}</td>"
+            f"<td>{len(rows)} × {self._value((site, layer)).shape[1]}</td>"
             f"<td>{_short(tuple(self._positions[site, layer].tolist()))}</td></tr>"
             for (site, layer), rows in self._rows.items()
         ]
         return f"<p>{html.escape(repr(self))}</p><table>{head}{''.join(lines)}</table>"
+
+    def _value(self, tap: Tap) -> Tensor:
+        if tap not in self._values:
+            self._values[tap] = self._rows[tap].decoded()
+        return self._values[tap]
 
     def _find(self, key: Any) -> Tap:
         if key not in self:

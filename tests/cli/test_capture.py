@@ -41,7 +41,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         started.append(job)
         return FakeEngine(job)
 
-    monkeypatch.setattr(engine, "VllmEngine", start)
+    monkeypatch.setattr(engine, "start_vllm", start)
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str):
@@ -173,7 +173,7 @@ def test_an_engine_that_cannot_start_is_a_refusal_and_one_that_breaks_is_not(
     def fails(job):
         raise ValueError("no such model")
 
-    monkeypatch.setattr(engine, "VllmEngine", fails)
+    monkeypatch.setattr(engine, "start_vllm", fails)
     refused, _ = run("--json", "--resume")
     assert refused.exit_code == 2
     assert json.loads(refused.stdout)["error"] == "ValueError: no such model"
@@ -204,7 +204,7 @@ def command(folder: Path, *arguments: str) -> multiprocessing.Process:
             file = open(name, "wb")  # noqa: SIM115
             os.dup2(file.fileno(), descriptor)
         sys.stdout, sys.stderr = (os.fdopen(number, "w") for number in (1, 2))
-        engine.VllmEngine = Slow
+        engine.start_vllm = Slow
         app(["capture", "some/model", "--layers", "0,2", "--data", "prompts.jsonl", "--out",
              "acts", "--flush-seconds", "0.01", *arguments])  # fmt: skip
 

@@ -27,10 +27,10 @@ def llm(tiny_llama):
 def broken(monkeypatch):
     """A worker on which a plan with the scale BAD cannot be taken in."""
 
-    def acquire(pieces, tables, ledger):
+    def acquire(pieces, tables, ledger, codec):
         if any(step.a == BAD for piece in pieces for edit in piece.edits for step in edit.steps):
             raise ZeroDivisionError("a fault planted by the test")
-        return acquire_segments(pieces, tables, ledger)
+        return acquire_segments(pieces, tables, ledger, codec)
 
     monkeypatch.setattr(session, "acquire_segments", acquire)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from midstream.activations import Activations
 from midstream.capturing.job import Job
@@ -13,6 +13,9 @@ from midstream.capturing.records import Failed, Record
 from midstream.config import KEY
 from midstream.receipt import Receipt
 from midstream.sinks.base import Origin
+
+if TYPE_CHECKING:
+    from midstream.llm import LLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,31 +71,40 @@ class Engine(Protocol):
         ...
 
 
+def start_vllm(job: Job) -> VllmEngine:
+    """An engine of the job's own, which taps what it captures and nothing else.
+
+    Raises:
+        Exception: of any kind: the job asks for what the model has not, or vLLM cannot start.
+    """
+    from midstream import LLM, Config
+
+    capture = job.capture
+    config = Config.parse(
+        {
+            "sites": capture.sites.names,
+            "layers": capture.layers.indices,
+            # Of a request that fails the job says so itself.
+            "on_mismatch": "warn",
+        }
+    )
+    settings: dict[str, Any] = {"disable_log_stats": True, **job.engine_args}
+    if job.revision:
+        settings["revision"] = job.revision
+    return VllmEngine(LLM(job.model, midstream=config, dtype=job.dtype, **settings), job)
+
+
 class VllmEngine:
-    """A `midstream.LLM` that taps what the job captures, and nothing else."""
+    """A `midstream.LLM` at work on a job; nobody else uses it meanwhile."""
 
-    def __init__(self, job: Job) -> None:
-        """Starts it.
-
-        Raises:
-            Exception: of any kind: the job asks for what the model has not, or vLLM cannot start.
+    def __init__(self, llm: LLM, job: Job) -> None:
+        """Args:
+        llm: taps what the job captures.
+        job: what is captured of each prompt.
         """
-        from midstream import LLM, Config, SamplingParams
+        from midstream import SamplingParams
 
-        capture = job.capture
-        config = Config.parse(
-            {
-                "sites": capture.sites.names,
-                "layers": capture.layers.indices,
-                "codec": job.codec,
-                # Of a request that fails the job says so itself.
-                "on_mismatch": "warn",
-            }
-        )
-        settings: dict[str, Any] = {"disable_log_stats": True, **job.engine_args}
-        if job.revision:
-            settings["revision"] = job.revision
-        self._llm = LLM(job.model, midstream=config, dtype=job.dtype, **settings)
+        self._llm = llm
         self._chat = job.chat
         self._plan = job.plan
         self._params: Any = SamplingParams(

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from midstream.capturing.engine import Engine, Reply, VllmEngine
+from midstream.capturing.engine import Engine, Reply, start_vllm
 from midstream.capturing.failures import Failures
 from midstream.capturing.identity import Done, Identity
 from midstream.capturing.job import Job
@@ -152,7 +152,7 @@ class Capturing:
 
     def work(
         self,
-        start: Callable[[Job], Engine] = VllmEngine,
+        start: Callable[[Job], Engine] = start_vllm,
         watch: Watch | None = None,
         stop: threading.Event | None = None,
     ) -> Summary:
@@ -252,7 +252,7 @@ class Capturing:
 
 def capture_dataset(
     job: Job,
-    start: Callable[[Job], Engine] = VllmEngine,
+    start: Callable[[Job], Engine] = start_vllm,
     watch: Watch | None = None,
     stop: threading.Event | None = None,
 ) -> Summary:

@@ -135,7 +135,7 @@ def capture(
 def _work(capturing: Capturing, as_json: bool, verbose: bool) -> int:
     """Captures, and tells what came of it; the exit status."""
     from midstream.capturing.display import Display, conclude
-    from midstream.capturing.engine import VllmEngine
+    from midstream.capturing.engine import start_vllm
     from midstream.capturing.place import errors_file
     from midstream.demo.surroundings import quiet
     from midstream.errors import MidstreamError
@@ -149,7 +149,7 @@ def _work(capturing: Capturing, as_json: bool, verbose: bool) -> int:
                 Display(console, errors_file(job)) as display,
             ):
                 display.say(f"starting vLLM with {job.model}")
-                capturing.work(VllmEngine, display, stop)
+                capturing.work(start_vllm, display, stop)
         except KeyboardInterrupt:
             problem = "stopped"
         except MidstreamError as error:
