@@ -221,6 +221,18 @@ OFFLINE_FIELDS: tuple[Fields, ...] = (
         ("VLLMUnprocessableEntityError", "VLLMValidationError"),
         "a prompt that is refused is told from an engine that is dead",
     ),
+    Fields(
+        "vllm.v1.engine.core_client",
+        "SyncMPClient",
+        ("outputs_queue", "resources", "shutdown", "utility_results"),
+        "who waits for an engine that was killed is told",
+    ),
+    Fields(
+        "vllm.v1.engine.core_client",
+        "BackgroundResources",
+        ("engine_dead",),
+        "who waits for an engine that was killed is told",
+    ),
     Fields("vllm.utils.counter", "Counter", ("counter",), "a call that fails takes its own back"),
     Fields(
         "vllm.renderers.params",
