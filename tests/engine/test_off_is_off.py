@@ -115,7 +115,8 @@ def test_beside_requests_that_are_read_and_edited_plain_ones_are_as_without_them
     llm: Any, plain: Any
 ) -> None:
     """The same batch, of which every other request asks for something here, for nothing there."""
-    given = [one for one in prompts(3) if len(one) > 1][:8]
+    # Without common beginnings: an edited request shares less of them, and batches would differ.
+    given = [one for one in prompts(3)[10:] if len(one) > 1][:8]
     params = greedy(12, logprobs=5, detokenize=False)
     wide = torch.full((tiny.HIDDEN,), 2.0)
     asked = {
