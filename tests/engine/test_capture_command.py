@@ -1,0 +1,275 @@
+"""A data set through a real engine: its rows are those of the same prompts in memory, whatever is
+killed on the way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from helpers import engines
+from helpers.nightly import rounds
+from helpers.own_process import ROOT
+
+from midstream import Capture, Positions, Role, SamplingParams, Text, open_store
+from midstream.capturing import Job, Summary, capture_dataset
+from midstream.capturing.engine import VllmEngine
+from midstream.store import verify
+
+LINES = 400
+TOO_LONG = "x" * 300
+CAPTURE = {"layers": [0, 2], "sites": ["resid_post", "mlp_out"]}
+SITES = ["resid_pre", "mlp_out", "resid_post"]
+
+
+def make_texts(count: int) -> list[str]:
+    """Prompts of 3 to 80 tokens, some of which begin alike."""
+    chance = random.Random(5)
+    words = ["the cat", " sat", " on", " a mat", ", and", " 😀", " then", " nothing"]
+    return ["".join(chance.choices(words, k=chance.randint(1, 11))) for _ in range(count)]
+
+
+TEXTS = make_texts(LINES)
+
+
+@pytest.fixture(scope="module")
+def llm(talking_llama: Path) -> Iterator[Any]:
+    """An engine in this process, for what is compared and for the jobs that need no command."""
+    settings = {"sites": SITES, "on_mismatch": "warn"}
+    with engines.engine(talking_llama, midstream=settings, max_num_seqs=16) as found:
+        yield found
+
+
+def write_lines(folder: Path, lines: list[Any]) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def run(llm: Any, folder: Path, lines: list[Any], **fields: Any) -> Summary:
+    """Captures these lines into `acts` of a folder."""
+    known: dict[str, Any] = {
+        "model": "tiny",
+        "data": str(write_lines(folder, lines)),
+        "out": str(folder / "acts"),
+        "capture": Capture(**CAPTURE, positions="last_prompt"),
+    }
+    return capture_dataset(Job(**(known | fields)), lambda job: VllmEngine(llm, job))
+
+
+def stored(folder: Path) -> dict[int, Any]:
+    """The completion that is stored of each line; each line is there once, and all is right."""
+    found = verify(folder / "acts")
+    assert found.ok, str(found)
+    requests = open_store(folder / "acts").requests
+    by_line = {each.metadata["line"]: each for each in requests}
+    assert len(by_line) == len(requests)
+    return by_line
+
+
+def assert_same(one: Any, output: Any, codec: str = "raw") -> None:
+    """Whether a completion is what the same prompt gives in memory. Positions and tokens are
+    exact; rows differ by as much as those of one prompt in different batches do.
+    """
+    found, wanted = one.activations(), output.activations
+    assert set(found) == set(wanted)
+    assert one.prompt_tokens == len(output.prompt_token_ids)
+    for tap in wanted:
+        assert torch.equal(found.positions_of(*tap), wanted.positions_of(*tap))
+        assert torch.equal(found.token_ids_of(*tap), wanted.token_ids_of(*tap))
+        # A reduced value may be rounded to the step beside.
+        close = {"rtol": 1e-5, "atol": 1e-5} if codec == "raw" else {"rtol": 0.02, "atol": 0.05}
+        torch.testing.assert_close(found[tap], wanted[tap], **close)
+
+
+def generate(llm: Any, prompts: list[str], max_tokens: int, **capture: Any) -> list[Any]:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    return llm.generate(prompts, params, capture=Capture(**capture), use_tqdm=False)
+
+
+@pytest.mark.parametrize("codec", ["raw", "full8", "rp8:k=16,seed=3", "topk8:k=8"])
+def test_rows_are_those_of_the_same_prompts_in_memory(llm, tmp_path, codec):
+    texts = TEXTS[:40]
+    what = {**CAPTURE, "positions": "all", "codec": codec}
+    summary = run(llm, tmp_path, texts, capture=Capture(**what), max_tokens=4)
+    assert (summary.status, summary.counts.stored) == (0, 40)
+    outputs = generate(llm, texts, 4, **what)
+    found = stored(tmp_path)
+    for line, output in enumerate(outputs, 1):
+        assert_same(found[line], output, codec)
+    assert summary.counts.rows == sum(
+        len(output.activations.positions_of(*tap))
+        for output in outputs
+        for tap in output.activations
+    )
+    assert open_store(tmp_path / "acts").codecs == (codec,)
+
+
+def test_lines_that_the_engine_refuses_are_named_and_the_others_captured(llm, tmp_path):
+    lines = [{"text": "fine"}, {"text": TOO_LONG}, {"text": ""}, {"text": "the cat"}, {"text": "a"}]
+    what = Capture(**CAPTURE, positions=Text("cat"))
+    summary = run(llm, tmp_path, lines, capture=what)
+    assert summary.status == 1
+    reasons = {
+        each["line"]: each["reason"]
+        for each in map(json.loads, (tmp_path / "acts/errors.jsonl").read_text().splitlines())
+    }
+    assert set(reasons) == {1, 2, 3, 5}
+    assert "maximum" in reasons[2]
+    assert "empty" in reasons[3]
+    assert "cat" in reasons[5]
+    found = stored(tmp_path)
+    assert set(found) == {4}
+    (output,) = generate(llm, ["the cat"], 1, **CAPTURE, positions=Text("cat"))
+    assert_same(found[4], output)
+
+
+def test_conversations_are_written_out_by_the_models_template(llm, tmp_path):
+    talks = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "no"},
+         {"role": "user", "content": "why?"}]
+        for text in TEXTS[:12]
+    ]  # fmt: skip
+    lines = [*({"messages": talk} for talk in talks), "alone", {"messages": [{"role": 3}]}]
+    where = Positions([Role("user", message=-1), "last_prompt"])
+    what = Capture(**CAPTURE, positions=where)
+    summary = run(llm, tmp_path, lines, capture=what, chat=True, keep_prompts=True)
+    assert (summary.counts.stored, summary.counts.failed) == (13, 1)
+    talks.append([{"role": "user", "content": "alone"}])
+    outputs = llm.chat(
+        talks, SamplingParams(temperature=0, max_tokens=1), capture=what, use_tqdm=False
+    )
+    found = stored(tmp_path)
+    for line, output in enumerate(outputs, 1):
+        assert_same(found[line], output)
+    own = found[1].metadata["midstream"]
+    assert own["prompt"].startswith("<|im_start|>user\n" + TEXTS[0])
+    assert own["receipt"]["status"] == "ok"
+
+
+def test_a_message_that_no_template_can_take_fails_its_line_alone(llm, tmp_path):
+    lines = [
+        {"messages": [{"role": "user", "content": [{"type": "video", "video": 7}]}]},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": "fine"}]},
+    ]
+    summary = run(llm, tmp_path, lines, chat=True)
+    assert 3 in stored(tmp_path)
+    assert summary.counts.stored + summary.counts.failed == 3
+    assert summary.counts.failed >= 1
+
+
+def test_a_request_that_fails_on_a_worker_fails_its_line_alone(llm, tmp_path, monkeypatch):
+    """Its plan arrives there as junk."""
+    from midstream.runtime import door
+
+    pack, packed = door.Carried.pack, []
+
+    def forge(self):
+        packed.append(self)
+        return [self.uid, b"junk", self.keys.pack()] if len(packed) == 5 else pack(self)
+
+    monkeypatch.setattr(door.Carried, "pack", forge)
+    summary = run(llm, tmp_path, TEXTS[:12])
+    assert (summary.counts.stored, summary.counts.failed) == (11, 1)
+    (line,) = set(range(1, 13)) - set(stored(tmp_path))
+    assert line == 5
+    monkeypatch.undo()
+    again = run(llm, tmp_path, TEXTS[:12], resume=True)
+    assert (again.status, again.counts.skipped, again.counts.stored) == (0, 11, 1)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def command(folder: Path, model: Path, *arguments: str) -> subprocess.Popen[str]:
+    """The command in a process of its own, with the engine in another, as by default."""
+    path = [str(ROOT / "tests"), os.environ.get("PYTHONPATH") or str(ROOT / "src")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
+    settings = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 16}
+    return subprocess.Popen(
+        [sys.executable, "-m", "midstream", "capture", str(model),
+         "--data", "prompts.jsonl", "--out", "acts", "--resume",
+         "--layers", ",".join(map(str, CAPTURE["layers"])), "--sites", ",".join(CAPTURE["sites"]),
+         "--positions", "all", "--max-tokens", "3", "--tag", "pile", "--dtype", "float32",
+         "--engine-args", json.dumps(settings), "--flush-seconds", "0.1", *arguments],
+        cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def shards(folder: Path) -> int:
+    return len(list((folder / "acts").glob("*.safetensors")))
+
+
+def wait_for_another_shard(folder: Path, process: subprocess.Popen[str]) -> None:
+    before = shards(folder)
+    for _ in range(3000):
+        if shards(folder) > before:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    raise AssertionError("nothing was written")
+
+
+def engine_process(process: subprocess.Popen[str]) -> psutil.Process:
+    """The one that computes."""
+    children = psutil.Process(process.pid).children()
+    return max(children, key=lambda child: child.memory_info().rss)
+
+
+def test_nothing_is_lost_and_nothing_there_twice_whichever_process_is_killed(
+    llm, talking_llama, tmp_path
+):
+    write_lines(tmp_path, [*TEXTS, TOO_LONG])
+    chance = random.Random(3)
+    for _ in range(rounds(suite=1, nightly=8)):
+        process = command(tmp_path, talking_llama)
+        wait_for_another_shard(tmp_path, process)
+        time.sleep(chance.uniform(0, 0.2))
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        before = set(stored(tmp_path))
+        assert 0 < len(before) < LINES
+
+    process = command(tmp_path, talking_llama, "--json")
+    wait_for_another_shard(tmp_path, process)
+    engine_process(process).kill()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 1, err
+    summary = json.loads(out)
+    assert "EngineDeadError" in summary["error"]
+    assert summary["interrupted"]
+    found = set(stored(tmp_path))
+    assert summary["skipped"] == len(before)
+    assert found > before
+    assert summary["stored"] == summary["captured"] == len(found) - len(before)
+
+    process = command(tmp_path, talking_llama, "--json")
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 1, err
+    summary = json.loads(out)
+    assert (summary["failed"], summary["total"]) == (1, LINES + 1)
+    assert summary["skipped"] == len(found)
+    assert summary["skipped"] + summary["stored"] == LINES
+    assert f"line {LINES + 1}: " in err
+    every = stored(tmp_path)
+    assert set(every) == set(range(1, LINES + 1))
+    outputs = generate(llm, TEXTS, 3, **CAPTURE, positions="all")
+    for line, output in enumerate(outputs, 1):
+        assert_same(every[line], output)
+    assert {each.tag for each in every.values()} == {"pile"}
