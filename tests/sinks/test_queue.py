@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import time
 import weakref
@@ -140,6 +141,16 @@ def test_closing_writes_and_flushes_what_is_there_and_refuses_what_comes_after(s
 
 
 def test_a_queue_that_was_never_used_closes_its_sink_too(sink, queue):
+    queue.close()
+    assert sink.calls == ["close"]
+
+
+def test_in_a_forked_process_it_is_left_to_the_parent(sink, queue):
+    child = os.fork()
+    if child == 0:
+        queue.close()
+        os._exit(len(sink.calls))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     queue.close()
     assert sink.calls == ["close"]
 

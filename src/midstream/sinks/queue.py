@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -70,6 +71,7 @@ class SinkQueue:
         self._closing = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()
 
     def put(self, delivery: Delivery, size: int) -> Future[CaptureResult]:
         """Hands over a delivery when there is room for it, and waits until there is. Others may
@@ -103,7 +105,11 @@ class SinkQueue:
             self._changed.notify()
 
     def close(self) -> None:
-        """Writes and flushes what there is, closes the sink and waits for that."""
+        """Writes and flushes what there is, closes the sink and waits for that. In a process that
+        was forked it does nothing: all of that is its parent's.
+        """
+        if os.getpid() != self._process:
+            return
         with self._changed:
             if self._closing:
                 return
