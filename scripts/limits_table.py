@@ -64,7 +64,8 @@ def settings() -> str:
     text = (inspect.getdoc(Config) or "").partition("Attributes:")[2]
     found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
     said = {name: " ".join(words.split()) for name, words in found}
-    rows = [[f"`{f.name}`", f"`{_show(getattr(Config(), f.name))}`", said[f.name]] for f in fields(Config)]
+    defaults = {f.name: getattr(Config(), f.name) for f in fields(Config)}
+    rows = [[f"`{name}`", f"`{_show(value)}`", said[name]] for name, value in defaults.items()]
     return markers.table(["setting", "default", "what it is"], rows)
 
 
