@@ -4,8 +4,8 @@
 
 For each shape an engine in a process of its own, as vLLM runs by default, beside plain vLLM, with
 the same work: prompts with some tokens generated after each. Plain, idle, the last prompt token of
-every layer, and every token of every layer, so with each codec. In each round all variants run once,
-one after the other; figures are medians. `rows_per_s` counts bytes that were captured over the time
+every layer, and every token of every layer, so with each codec. In each round all variants run
+once, one after the other; figures are medians. `rows_per_s` counts bytes that were captured over the time
 of the whole call, in which the model runs as well, until every tensor is the caller's and has been
 looked at.
 """
@@ -53,10 +53,11 @@ def main() -> None:
     overhead.over_shapes(results, args, measure)
     for shape, measured in results["shapes"].items():
         for work, variants in measured["work"].items():
-            print(f"{shape}, {work}")
+            sys.stdout.write(f"{shape}, {work}\n")
             for name, one in variants.items():
                 rate = f"{one['rows_per_s'] / 1e9:8.2f} GB/s" if one["row_bytes"] else ""
-                print(f"  {name:44} {one['median_s']:8.3f} s {one['added']:+7.1%}  {rate}")
+                line = f"  {name:44} {one['median_s']:8.3f} s {one['added']:+7.1%}  {rate}"
+                sys.stdout.write(line + "\n")
 
 
 def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]:

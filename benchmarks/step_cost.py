@@ -44,7 +44,7 @@ def main() -> None:
             name = f"{what}, vectors of {hidden}"
             results[name] = measure(args.sequences, args.layers, hidden, what, device)
             before, after = results[name]["before_us"], results[name]["after_us"]
-            print(f"{name:28} before {before:7.1f} µs  after {after:7.1f} µs")
+            sys.stdout.write(f"{name:28} before {before:7.1f} µs  after {after:7.1f} µs\n")
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
 
@@ -121,12 +121,12 @@ def make_plan(layers: int, hidden: int, what: str) -> Any:
 
 def _pretend(session: Any) -> None:
     """What the op would have told: every tap fired, and did as planned."""
-    current = session._current
-    tally = session._buffers.tally
+    current = session._current  # noqa: SLF001  (what the engine's op would see)
+    tally = session._buffers.tally  # noqa: SLF001
     if current is not None:
         plan = current.plan
         rows = torch.zeros(plan.tokens.shape[0], tally.shape[1], dtype=torch.int32)
-        rows[plan.active, 0] = session._signature
+        rows[plan.active, 0] = session._signature  # noqa: SLF001
         rows[plan.active, 1] = torch.from_numpy(plan.most.astype(np.int32))
         rows[plan.active, 2] = torch.from_numpy(plan.captures.astype(np.int32))
         tally[: rows.shape[0]].copy_(rows)

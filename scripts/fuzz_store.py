@@ -4,8 +4,8 @@ scripts/fuzz_store.py [--seconds 600] [--corpus DIR]
 
 A third of the inputs are files as they are; a third are given checksums that fit; and a third a
 header that fits as well, around requests, metadata and rows of any kind. A reader may refuse with
-StoreError or SpecError, and nothing else; it may take neither more than a minute nor 2 GiB. Exits with
-another status than 0 where it does, and leaves the input in a file `crash-…` in the current
+StoreError or SpecError, and nothing else; it may take neither more than a minute nor 2 GiB. Exits
+with another status than 0 where it does, and leaves the input in a file `crash-…` in the current
 directory.
 """
 
