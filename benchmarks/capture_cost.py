@@ -5,9 +5,9 @@
 For each shape an engine in a process of its own, as vLLM runs by default, beside plain vLLM, with
 the same work: prompts with some tokens generated after each. Plain, idle, the last prompt token of
 every layer, and every token of every layer, so with each codec. In each round all variants run
-once, one after the other; figures are medians. `rows_per_s` counts bytes that were captured over the time
-of the whole call, in which the model runs as well, until every tensor is the caller's and has been
-looked at.
+once, one after the other; figures are medians. `rows_per_s` counts bytes that were captured over
+the time of the whole call, in which the model runs as well, until every tensor is the caller's and
+has been looked at.
 """
 
 from __future__ import annotations
