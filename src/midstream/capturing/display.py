@@ -109,7 +109,7 @@ def conclude(summary: Summary) -> str:
         lines.append(f"{counts.skipped:,} of them were there before")
     if counts.failed:
         where = f": see {summary.errors}" if summary.errors else ""
-        lines.append(f"{counts.failed:,} lines failed{where}")
+        lines.append(f"{counts.failed:,} failed{where}")
     if summary.interrupted:
         lines.append("not all of the data was captured; --resume goes on")
     return "\n".join(lines)
