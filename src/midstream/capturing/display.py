@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from midstream.capturing.meter import Meter, clock
 from midstream.capturing.records import Failed
 from midstream.capturing.run import Counts, Summary
+from midstream.terminal import visible
 
 _MOST_FAILURES = 20
 _LONGEST_REASON = 300
@@ -68,7 +69,7 @@ class Display:
     def failed(self, failed: Failed) -> None:
         self._failures += 1
         if self._failures <= _MOST_FAILURES:
-            reason = " ".join(failed.reason.split())
+            reason = visible(" ".join(failed.reason.split()))
             if len(reason) > _LONGEST_REASON:
                 reason = f"{reason[:_LONGEST_REASON]}…"
             self.say(f"line {failed.line}: {reason}")

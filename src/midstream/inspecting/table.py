@@ -12,6 +12,7 @@ from rich.text import Text
 from midstream.doctor.table import runs
 from midstream.inspecting.overview import Overview
 from midstream.store import StoredRequest
+from midstream.terminal import visible
 
 _MOST_TAGS = 20
 
@@ -25,7 +26,7 @@ def render(overview: Overview) -> RenderableType:
             f"{header.model}{revision}: {header.hidden_size} wide, {header.dtype}, codec "
             f"{header.codec}; vLLM {header.vllm}, midstream {header.midstream}"
         )
-        parts.append(Text(_visible(about)))
+        parts.append(Text(visible(about)))
     if overview.prompt_tokens:
         least, middle, most = overview.prompt_tokens
         parts.append(Text(f"prompts of {least} to {most} tokens, median {middle:g}"))
@@ -44,13 +45,6 @@ def render_request(found: Sequence[StoredRequest]) -> RenderableType:
     return Group(*(part for one in found for part in _completion(one)))
 
 
-def _visible(text: str) -> str:
-    """What somebody has stored, without what would make a terminal do something."""
-    return "".join(
-        each if each.isprintable() or each == "\n" else f"\\x{ord(each):02x}" for each in text
-    )
-
-
 def _title(overview: Overview) -> str:
     return (
         f"{overview.root}: {overview.requests:,} requests, {overview.rows:,} rows, "
@@ -61,7 +55,7 @@ def _title(overview: Overview) -> str:
 def _tags(overview: Overview) -> Table:
     table = Table("tag", "requests")
     for tag, count in list(overview.tags.items())[:_MOST_TAGS]:
-        table.add_row(Text(_visible(tag) or "(none)"), f"{count:,}")
+        table.add_row(Text(visible(tag) or "(none)"), f"{count:,}")
     others = len(overview.tags) - _MOST_TAGS
     if others > 0:
         table.add_row(f"{others:,} others", "")
@@ -85,4 +79,4 @@ def _completion(one: StoredRequest) -> list[RenderableType]:
             site, runs(layers), f"{len(positions) * len(layers):,}", runs(list(positions))
         )
     metadata = json.dumps(one.metadata, indent=2, ensure_ascii=False)
-    return [Text(_visible(title), style="bold"), table, Text(_visible(metadata))]
+    return [Text(visible(title), style="bold"), table, Text(visible(metadata))]

@@ -1,0 +1,60 @@
+"""Where a job captures into, other than an empty directory."""
+
+from __future__ import annotations
+
+import pytest
+from capturing.checking import check_rows
+from capturing.fakes import FakeEngine, job, prompts, write_lines
+from helpers.object_store import bucket, object_client, object_server, s3  # noqa: F401
+
+from midstream import StoreError
+from midstream.capturing import capture_dataset
+
+
+def test_a_job_into_an_object_store_is_resumed_as_any(tmp_path, bucket):  # noqa: F811
+    out = f"s3://{bucket}/acts"
+    write_lines(tmp_path, [*prompts(6), b"?"])
+    first = capture_dataset(job(tmp_path, out=out, limit=4), FakeEngine)
+    assert (first.status, first.counts.stored) == (0, 4)
+    with pytest.raises(StoreError, match="it is not empty"):
+        capture_dataset(job(tmp_path, out=out), FakeEngine)
+    listed = tmp_path / "failures.jsonl"
+    second = capture_dataset(job(tmp_path, out=out, resume=True, errors=str(listed)), FakeEngine)
+    assert (second.counts.skipped, second.counts.stored, second.counts.failed) == (4, 2, 1)
+    assert second.errors == str(listed)
+    check_rows(out, {n + 1: each["text"] for n, each in enumerate(prompts(6))})
+    # There is no place there for a list that grows.
+    third = capture_dataset(job(tmp_path, out=out, resume=True), FakeEngine)
+    assert (third.counts.failed, third.errors) == (1, None)
+
+
+def test_a_directory_is_made_with_those_above_it(tmp_path):
+    write_lines(tmp_path, prompts(2))
+    out = tmp_path / "a" / "b" / "acts"
+    assert capture_dataset(job(tmp_path, out=str(out)), FakeEngine).counts.stored == 2
+    assert out.is_dir()
+
+
+def test_a_file_is_no_directory(tmp_path):
+    write_lines(tmp_path, prompts(2))
+    (tmp_path / "acts").write_text("a file")
+    with pytest.raises(StoreError, match="acts"):
+        capture_dataset(job(tmp_path), FakeEngine)
+
+
+def test_resuming_what_was_never_begun_is_beginning_it(tmp_path):
+    write_lines(tmp_path, prompts(2))
+    assert capture_dataset(job(tmp_path, resume=True), FakeEngine).counts.stored == 2
+
+
+def test_what_was_merged_or_pruned_since_is_resumed_as_it_is_now(tmp_path):
+    from midstream.store import merge, open_store, prune
+
+    write_lines(tmp_path, prompts(30))
+    capture_dataset(job(tmp_path, flush_seconds=0.0, limit=20), FakeEngine)
+    merge(tmp_path / "acts", tmp_path / "acts")
+    gone = open_store(tmp_path / "acts").requests[3].request
+    prune(tmp_path / "acts", requests=[gone])
+    again = capture_dataset(job(tmp_path, resume=True), FakeEngine)
+    assert (again.counts.skipped, again.counts.stored) == (19, 11)
+    check_rows(tmp_path / "acts", {n + 1: each["text"] for n, each in enumerate(prompts(30))})
