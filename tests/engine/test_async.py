@@ -119,6 +119,8 @@ def test_a_receipt_with_problems_is_raised_from_its_own_request_only(found):
 def test_calls_that_are_given_up_end_and_leave_nothing_behind(found):
     # That nothing is left was checked on the workers as well; see `check_integrity`.
     assert found["cancelled"] == ["CancelledError"] * 8
+    # While a thread was still preparing it: the helper then sees that nothing of it is left.
+    assert found["early cancel"] == "CancelledError"
 
 
 def test_an_aborted_request_keeps_the_scores_that_were_known(found):
