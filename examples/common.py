@@ -12,12 +12,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from midstream.demo.surroundings import prepare, quiet
+from midstream.demo.surroundings import ALWAYS, defaults, quiet
 from midstream.models.smollm2 import NAME, make_smollm2
 
 # vLLM reads its settings, and says much, when it is imported. What you have set yourself is kept.
-prepare(verbose=False)
-with quiet(verbose=False):
+with defaults(ALWAYS), quiet(verbose=False):
     import torch
 
     from midstream import LLM, Capture, SamplingParams
@@ -36,7 +35,7 @@ def model_from(arguments: Sequence[str] | None, description: str | None) -> Path
 
 def start(model: Path, sites: Sequence[str] = ("resid_post",)) -> LLM:
     """An engine with these sites tapped at every layer."""
-    with quiet(verbose=False):
+    with defaults(ALWAYS), quiet(verbose=False):
         return LLM(
             str(model),
             midstream={"sites": list(sites)},

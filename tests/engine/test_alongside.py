@@ -55,14 +55,14 @@ def ask(llm: Any, prompts: list[list[int]], params: Any, steers: Any = None, **m
     )
 
 
-def check(talking_oracle: Oracle, outputs: list[Any]) -> list[torch.Tensor]:
+def check(oracle: Oracle, outputs: list[Any]) -> list[torch.Tensor]:
     """Each output's rows, with the edit in every second one; returns the oracle's logits."""
     found = []
     for nth, output in enumerate(outputs):
         edits = [hooked()] if nth % 2 else []
         for completion in output.outputs:
             rows = rows_of(output.prompt_token_ids, completion.token_ids)
-            found.append(check_rows(talking_oracle, completion, rows, edits))
+            found.append(check_rows(oracle, completion, rows, edits))
     return found
 
 

@@ -29,13 +29,13 @@ def found(talking_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 def check(
-    talking_oracle: Oracle, one: dict[str, Any], rows: list[int], where: Any = lambda _: True
+    oracle: Oracle, one: dict[str, Any], rows: list[int], where: Any = lambda _: True
 ) -> torch.Tensor:
     """Holds all rows, scores and counts of what came of an EVERYTHING capture, with the edit at the
     positions for which `where` holds, against one forward over the same tokens; returns its logits.
     """
     applied = sum(map(where, range(len(rows))))
-    logits, seen = talking_oracle.run(rows, [hooked(where=where)])
+    logits, seen = oracle.run(rows, [hooked(where=where)])
     assert set(one["activations"]) == {(site, nth) for site in ALL_SITES for nth in range(3)}
     for tap, (values, positions) in one["activations"].items():
         assert positions.tolist() == list(range(len(rows)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,31 @@ async def errors(llm: Any, found: dict[str, Any]) -> None:
     await llm._front_end.check_integrity()
 
 
+async def cancel_at_the_door(llm: Any) -> str:
+    """A call that is cancelled while a thread of vLLM's is preparing it, which then goes on."""
+    front = llm._front_end
+    admit, entered, leave, left = front.admit, *(threading.Event() for _ in range(3))
+
+    def slow(*arguments: Any) -> Any:
+        entered.set()
+        # Not for ever: releases without such a thread do it in the loop.
+        leave.wait(2)
+        try:
+            return admit(*arguments)
+        finally:
+            left.set()
+
+    front.admit = slow
+    task = asyncio.create_task(ask(llm, "door", prompt(1), params(0, max_tokens=100), **plan(1)))
+    await asyncio.to_thread(entered.wait)
+    task.cancel()
+    [ended] = await asyncio.gather(task, return_exceptions=True)
+    leave.set()
+    await asyncio.to_thread(left.wait)
+    front.admit = admit
+    return type(ended).__name__
+
+
 async def aborts(llm: Any, found: dict[str, Any]) -> None:
     """Calls that end early, each in its own way."""
     long = params(0, max_tokens=100)
@@ -208,6 +234,8 @@ async def aborts(llm: Any, found: dict[str, Any]) -> None:
         task.cancel()
     ended = await asyncio.gather(*tasks, return_exceptions=True)
     found["cancelled"] = [type(one).__name__ for one in ended]
+    await llm._front_end.check_integrity()
+    found["early cancel"] = await cancel_at_the_door(llm)
     await llm._front_end.check_integrity()
     outputs = []
     async for output in llm.generate(prompt(1), long, "z", **plan(1)):

@@ -65,10 +65,9 @@ def doctor(
     if hidden % 64:
         raise typer.BadParameter(f"--hidden: expected a multiple of 64, got {hidden}")
     _check_writable(output)
-    from midstream.demo.surroundings import WHEN_QUIET, defaults, quiet
+    from midstream.demo.surroundings import defaults, quiet
 
-    environment = {**ENVIRONMENT, **({} if verbose else WHEN_QUIET)}
-    with defaults(environment), quiet(verbose=verbose) as console:
+    with defaults(ENVIRONMENT), quiet(verbose=verbose) as console:
         from midstream.doctor.examine import Options, examine
         from midstream.doctor.shrink import Size
 

@@ -28,8 +28,10 @@ STAGES = 7
 def main(arguments: list[str] | None = None) -> int:
     """The command's exit status."""
     options = _parse(arguments)
-    surroundings.prepare(verbose=options.verbose)
-    with surroundings.quiet(verbose=options.verbose) as console:
+    with (
+        surroundings.defaults(surroundings.ALWAYS),
+        surroundings.quiet(verbose=options.verbose) as console,
+    ):
         try:
             with Stages(console, STAGES) as stages:
                 result = _work(options, stages)

@@ -35,12 +35,6 @@ WHEN_QUIET = {
 TAIL_LINES = 30
 
 
-def prepare(*, verbose: bool) -> None:
-    """Set the environment. To be called before vLLM is imported."""
-    for name, value in {**ALWAYS, **({} if verbose else WHEN_QUIET)}.items():
-        os.environ.setdefault(name, value)
-
-
 @contextmanager
 def defaults(values: Mapping[str, str]) -> Iterator[None]:
     """Environment variables for a while: those that are not set, which are not set afterwards.
@@ -58,7 +52,8 @@ def defaults(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def quiet(*, verbose: bool, descriptor: int = 1) -> Iterator[Console]:
-    """A console on the real output, while everything else that is printed goes to a log.
+    """A console on the real output, while everything else that is printed goes to a log, and
+    libraries are told to print little. To be entered before vLLM is imported.
 
     When an exception leaves the block, the log's end is shown first.
 
@@ -72,6 +67,7 @@ def quiet(*, verbose: bool, descriptor: int = 1) -> Iterator[Console]:
     sys.stdout.flush()
     sys.stderr.flush()
     with (
+        defaults(WHEN_QUIET),
         tempfile.TemporaryFile("w+b") as log,
         _real_output(descriptor) as output,
         _redirected(log),

@@ -94,6 +94,11 @@ class AsyncFrontEnd(Door):
         if asked is not None:
             order.is_delta = request.sampling_params.output_kind.name == "DELTA"
             self._orders[asked.uid] = order
+            # vLLM prepares requests on a thread, which goes on when the call is cancelled. `leave`
+            # looks at what is set here after it has set this: one of the two sees the other's.
+            if order.is_over:
+                self._orders.pop(asked.uid, None)
+                self._needs.pop(asked.uid, None)
         return asked
 
     async def send(self, request: Any, deliver: Callable[[Any], Awaitable[None]]) -> None:
@@ -190,6 +195,7 @@ class AsyncFrontEnd(Door):
 
     def leave(self, order: Order) -> None:
         """A call is over. What it left behind is cleared away."""
+        order.is_over = True
         if order.asked is not None and not order.settled:
             order.settled = True
             self._spawn(self._clear_away(order, order.asked.uid))

@@ -26,6 +26,7 @@ class Order:
         deliveries: its requests that waited for room and are being sent.
         streamed: what is known so far, once there was an output.
         settled: whether the workers hold nothing of it any more.
+        is_over: whether its caller has left, which may be before the front door has looked at it.
         failure: why it could not be sent.
         session: of streaming input; None: an ordinary prompt.
     """
@@ -37,6 +38,7 @@ class Order:
     deliveries: list[asyncio.Task[None]] = field(default_factory=list)
     streamed: Streamed | None = None
     settled: bool = False
+    is_over: bool = False
     failure: BaseException | None = None
     session: InputSession | None = None
 
