@@ -11,6 +11,7 @@ from helpers.stored import unmapped
 
 from midstream.errors import FetchError
 from midstream.runtime.courier import Courier
+from midstream.runtime.results import piece_of
 
 WORKERS = [unmapped(stage) for stage in range(2)]
 DESCRIPTIONS = [worker.description for worker in WORKERS]
@@ -39,9 +40,10 @@ class Workers:
             values = [np.arange(start, stop) for start, stop in argument.values()]
             data = np.concatenate(values).astype(np.float32).tobytes()
             return [{"json": json.dumps(heads), "data": data}, {"json": "[]", "data": b""}]
-        if op == "collect":
-            uids, mapped = argument
+        if op in ("collect", "hand_over"):
+            asked, mapped = argument
             assert mapped == []
+            uids = [piece_of(uid) for uid in asked] if op == "hand_over" else asked
             head = {"requests": [], "nbytes": len(self.large), "lease": None}
             heads = json.dumps([{"uid": uid, **head} for uid in uids])
             inline = [None if self.large else b"" for _ in uids]
@@ -90,6 +92,19 @@ def test_what_comes_during_a_call_goes_in_the_next():
     ]
 
 
+def test_rows_of_requests_that_go_on_are_asked_for_together_by_id():
+    async def work(workers, courier):
+        found = await asyncio.gather(
+            courier.hand_over("u", {"0_x": 3, "1_x": 5}), courier.hand_over("v", {"y": 7})
+        )
+        return workers.calls, found
+
+    calls, found = run(work)
+    assert calls == [("hand_over", [{"u": {"0_x": 3, "1_x": 5}, "v": {"y": 7}}, []])]
+    for answers in found:
+        assert [header["worker"] for header, _ in answers] == DESCRIPTIONS
+
+
 def test_a_failed_call_fails_those_in_it_and_nobody_else():
     async def work(workers, courier):
         workers.fails = {"collect"}
@@ -122,7 +137,7 @@ def test_scores_do_not_wait_for_large_results_to_be_read(monkeypatch):
     workers, before, large = run(work)
     assert before < len(workers.calls)
     assert [data for _, data in large] == [bytes(range(45)), b""]
-    assert workers.calls[-1] == ("release", ["big"])
+    assert workers.calls[-1] == ("forget", "big")
 
 
 def test_who_gave_up_before_the_call_is_not_asked_for():

@@ -281,9 +281,8 @@ class Worker:
             return {"json": json.dumps(headers), "inline": inline, "retired": []}
         if op == "read":
             return {"data": self.outbox.read(*given)}
-        assert op == "release"
-        for uid in given:
-            self.outbox.release(uid)
+        assert op == "forget"
+        self.outbox.release(given)
         return {}
 
 

@@ -7,11 +7,11 @@ So the number of calls follows the engine's steps and not the number of requests
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from midstream.runtime import peeks
-from midstream.runtime.fetching import collecting
+from midstream.runtime.fetching import Exchange, collecting, handing_over
 from midstream.runtime.parts import Answers
 from midstream.runtime.peeks import Seen, Span
 from midstream.runtime.workers import Worker
@@ -34,6 +34,7 @@ class Courier:
         self._call = call
         self._workers = workers
         self._peeks: _Waiting = {}
+        self._pieces: _Waiting = {}
         self._collects: _Waiting = {}
         self._releases: _Waiting = {}
         self._task: asyncio.Task[None] | None = None
@@ -44,6 +45,13 @@ class Courier:
         A request may wait for one such answer at a time.
         """
         found: list[Seen] = await self._wait(self._peeks, uid, span)
+        return found
+
+    async def hand_over(self, uid: str, stops: Mapping[str, int]) -> Answers:
+        """Rows of a request that goes on, per vLLM's id those up to a position; the workers forget
+        them. A request may wait for one such answer at a time.
+        """
+        found: Answers = await self._wait(self._pieces, uid, stops)
         return found
 
     async def collect(self, uid: str) -> Answers:
@@ -71,13 +79,14 @@ class Courier:
 
     async def _run(self) -> None:
         try:
-            while self._peeks or self._collects or self._releases:
+            while self._peeks or self._pieces or self._collects or self._releases:
                 await self._do_peeks()
+                await self._do_pieces()
                 await self._do_releases()
                 await self._do_collects()
         finally:
             self._task = None
-            for waiting in (self._peeks, self._collects, self._releases):
+            for waiting in (self._peeks, self._pieces, self._collects, self._releases):
                 # Only where this task was cancelled is anybody left.
                 for _, future in waiting.values():
                     future.cancel()
@@ -98,21 +107,29 @@ class Courier:
 
         await self._answer(self._releases, work)
 
+    async def _do_pieces(self) -> None:
+        async def work(asked: dict[str, Any]) -> dict[str, Answers]:
+            return await self._carry_out(handing_over(self._workers, asked))
+
+        await self._answer(self._pieces, work)
+
     async def _do_collects(self) -> None:
         async def work(asked: dict[str, Any]) -> dict[str, Answers]:
-            exchange = collecting(self._workers, list(asked))
-            try:
-                wanted = next(exchange)
-                while True:
-                    answers = await self._call(*wanted)
-                    wanted = exchange.send(answers)
-                    # There is more to read: those who stream need not wait for all of it.
-                    await self._do_peeks()
-            except StopIteration as end:
-                found: dict[str, Answers] = end.value
-                return found
+            return await self._carry_out(collecting(self._workers, list(asked)))
 
         await self._answer(self._collects, work, _BATCH_REQUESTS)
+
+    async def _carry_out(self, exchange: Exchange[dict[str, Answers]]) -> dict[str, Answers]:
+        try:
+            wanted = next(exchange)
+            while True:
+                answers = await self._call(*wanted)
+                wanted = exchange.send(answers)
+                # There is more to read: those who stream scores need not wait for all of it.
+                await self._do_peeks()
+        except StopIteration as end:
+            found: dict[str, Answers] = end.value
+            return found
 
     async def _answer(
         self,

@@ -1,5 +1,5 @@
-"""How the results of ended requests are fetched: one exchange with the workers, for front ends that
-wait for an answer and for those that are told later.
+"""How results are fetched, at a request's end and while it runs: one exchange with the workers,
+for front ends that wait for an answer and for those that are told later.
 
 An exchange is a generator: it yields (operation, argument) and is sent the workers' answers.
 """
@@ -7,10 +7,11 @@ An exchange is a generator: it yields (operation, argument) and is sent the work
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from midstream.runtime.parts import Answers
+from midstream.runtime.results import piece_of
 from midstream.runtime.workers import Worker
 
 READ_BYTES = 64 << 20
@@ -26,9 +27,30 @@ def collecting(workers: Sequence[Worker], uids: list[str]) -> Exchange[dict[str,
         workers: each worker.
         uids: whose results.
     """
-    found: dict[str, Answers] = {uid: [] for uid in uids}
+    found = yield from _asking(workers, "collect", uids, uids)
+    return found
+
+
+def handing_over(
+    workers: Sequence[Worker], stops: Mapping[str, Mapping[str, int]]
+) -> Exchange[dict[str, Answers]]:
+    """As `collecting`, of rows of requests that go on; the workers forget those rows.
+
+    Args:
+        workers: each worker.
+        stops: per uid and vLLM's id, up to which position rows are wanted.
+    """
+    found = yield from _asking(workers, "hand_over", stops, [piece_of(uid) for uid in stops])
+    return {uid: found[piece_of(uid)] for uid in stops}
+
+
+def _asking(
+    workers: Sequence[Worker], op: str, argument: object, names: list[str]
+) -> Exchange[dict[str, Answers]]:
+    """What the workers put into their outboxes, under some names, for an operation."""
+    found: dict[str, Answers] = {name: [] for name in names}
     mapped = [worker.place for worker in workers if worker.is_mapped]
-    answers = yield "collect", [uids, mapped]
+    answers = yield op, [argument, mapped]
     large: set[str] = set()
     for worker, answer in zip(workers, answers, strict=True):
         headers = json.loads(answer["json"])
@@ -39,22 +61,22 @@ def collecting(workers: Sequence[Worker], uids: list[str]) -> Exchange[dict[str,
             leased = worker.leased(header["lease"])
             whole = {**header, "worker": worker.description, "leased": leased}
             found[header["uid"]].append((whole, data or b""))
-    for uid in large:
-        found[uid] = yield from _reading(uid, found[uid])
+    for name in large:
+        found[name] = yield from _reading(name, found[name])
     return found
 
 
-def _reading(uid: str, entries: Answers) -> Exchange[Answers]:
+def _reading(name: str, entries: Answers) -> Exchange[Answers]:
     """What was too large to come with its header, in pieces."""
     pieces: list[list[bytes]] = [[data] for _, data in entries]
     longest = max(header["nbytes"] for header, _ in entries)
     held = [not data for _, data in entries]
     for offset in range(0, longest, READ_BYTES):
-        answers = yield "read", [uid, offset, READ_BYTES]
+        answers = yield "read", [name, offset, READ_BYTES]
         for nth, answer in enumerate(answers):
             if held[nth]:
                 pieces[nth].append(answer["data"])
-    yield "release", [uid]
+    yield "forget", name
     return [(header, b"".join(parts)) for (header, _), parts in zip(entries, pieces, strict=True)]
 
 

@@ -6,6 +6,7 @@ at once, so that neither costs Python per row, per request or per layer.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -20,6 +21,7 @@ from midstream.transport.base import Copy, Shipment
 
 Ints = NDArray[np.int64]
 _Kind = tuple[tuple[int, ...], int]  # taps, codec
+_FOREVER = np.iinfo(np.int64).max // 2
 
 
 class Rows(Protocol):
@@ -69,6 +71,20 @@ class Block(Generic[R]):
             index = torch.from_numpy((self.first[here, None] + np.arange(width)).ravel())
             values[torch.from_numpy(here)] = rows[index].view(here.size, width, -1)
         return values
+
+    def since(self, position: int) -> Block[R]:
+        """The rows at that position and behind it."""
+        begin = int(np.searchsorted(self.positions, position))
+        if not begin:
+            return self
+        return Block(
+            self.taps,
+            self.codec,
+            self.positions[begin:],
+            self.sources,
+            self.source[begin:],
+            self.first[begin:],
+        )
 
     def runs(self) -> tuple[Ints, Ints, Ints]:
         """Per run of records that lie one behind the other: its source, its first row, how many
@@ -135,8 +151,13 @@ class Awaited:
 
 @dataclass(frozen=True, slots=True)
 class _Entry(Generic[R]):
-    """One step's records. Per run of rows: whose, from which position and row on, how many."""
+    """One step's records. Per run of rows: whose, from which position and row on, how many.
 
+    Attributes:
+        number: of the step; later ones have greater numbers.
+    """
+
+    number: int
     shipment: R
     serial: Ints
     position: Ints | Awaited
@@ -147,6 +168,7 @@ class _Entry(Generic[R]):
     def only(self, mask: NDArray[np.bool_]) -> _Entry[R]:
         """Some of its runs."""
         return _Entry(
+            self.number,
             self.shipment,
             self.serial[mask],
             self.position[mask],
@@ -160,14 +182,29 @@ class _Entry(Generic[R]):
         """Position of each run's first row. Waits until the host knows it."""
         return self.position.values() if isinstance(self.position, Awaited) else self.position
 
-    def within(self, start: Ints, stop: Ints, width: int) -> _Entry[R]:
-        """Its runs cut to positions [start, stop), given per run; a record is `width` rows."""
+    def within(self, start: Ints | int, stop: Ints | int, width: Ints | int) -> _Entry[R]:
+        """Its runs cut to positions [start, stop), given per run or for all; a record is `width`
+        rows.
+        """
         position = self.known
         begin = np.maximum(position, start)
         length = np.minimum(position + self.length, stop) - begin
         first = self.first + (begin - position) * width
-        cut = _Entry(self.shipment, self.serial, begin, length, first, self.kind)
+        cut = _Entry(self.number, self.shipment, self.serial, begin, length, first, self.kind)
         return cut.only(length > 0)
+
+    def joined(self, other: _Entry[R]) -> _Entry[R]:
+        """With other runs of the same step. Waits until the host knows where they are."""
+        if not other.serial.size or not self.serial.size:
+            return self if self.serial.size else other
+        pairs = (
+            (self.serial, other.serial),
+            (self.known, other.known),
+            (self.length, other.length),
+            (self.first, other.first),
+            (self.kind, other.kind),
+        )
+        return _Entry(self.number, self.shipment, *(np.concatenate(pair) for pair in pairs))
 
 
 class Ledger(Generic[R]):
@@ -178,6 +215,7 @@ class Ledger(Generic[R]):
         self._kinds: dict[_Kind, int] = {}
         self._keys: list[_Kind] = []
         self._spent: list[R] = []
+        self._noted = 0
 
     def kind(self, taps: tuple[int, ...], codec: int = 0) -> int:
         """The number by which records of these taps, so encoded, are known from now on."""
@@ -211,7 +249,15 @@ class Ledger(Generic[R]):
             kind: per run, what `kind` said of its taps.
         """
         if serial.size:
-            self._entries.append(_Entry(shipment, serial, position, length, first, kind))
+            self._entries.append(
+                _Entry(self._noted, shipment, serial, position, length, first, kind)
+            )
+            self._noted += 1
+
+    @property
+    def noted(self) -> int:
+        """How many steps were noted: the number of the next."""
+        return self._noted
 
     def take(self, serials: list[int]) -> dict[int, list[Block[R]]]:
         """Each request's blocks; what is taken is no longer held, but not freed before
@@ -233,6 +279,48 @@ class Ledger(Generic[R]):
                 entry = entry.only(~mask)
             kept.append(entry)
         self._entries = kept
+        return self._blocks(chosen, serials)
+
+    def take_until(
+        self, stops: Mapping[int, int], oldest: int
+    ) -> tuple[dict[int, list[Block[R]]], int]:
+        """As `take`, of rows at positions below a stop only.
+
+        Args:
+            stops: per request's number, the position.
+            oldest: the number of a step before which there are no rows of these requests.
+
+        Returns:
+            The blocks; and a step before which there are none any more.
+        """
+        numbers = np.array(sorted(stops), np.int64)
+        bounds = np.array([stops[number] for number in numbers.tolist()], np.int64)
+        widths = np.array([len(taps) for taps, _ in self._keys], np.int64)
+        begin = bisect_left(self._entries, oldest, key=lambda entry: entry.number)
+        entries = self._entries[begin:]
+        del self._entries[begin:]
+        chosen: list[_Entry[R]] = []
+        remains = self._noted
+        for entry in entries:
+            mask = np.isin(entry.serial, numbers)
+            if not mask.any():
+                self._entries.append(entry)
+                continue
+            mine = entry.only(mask)
+            stop, width = bounds[np.searchsorted(numbers, mine.serial)], widths[mine.kind]
+            taken, rest = mine.within(0, stop, width), mine.within(stop, _FOREVER, width)
+            if rest.serial.size:
+                remains = min(remains, entry.number)
+            if taken.serial.size:
+                chosen.append(taken)
+                entry = entry.only(~mask).joined(rest)
+            if entry.serial.size:
+                self._entries.append(entry)
+            else:
+                self._spent.append(entry.shipment)
+        return self._blocks(chosen, list(stops)), remains
+
+    def _blocks(self, chosen: list[_Entry[R]], serials: list[int]) -> dict[int, list[Block[R]]]:
         found: dict[int, list[Block[R]]] = {serial: [] for serial in serials}
         present = {kind for entry in chosen for kind in np.unique(entry.kind).tolist()}
         for kind in sorted(present):

@@ -79,6 +79,8 @@ class Request:
         prompt: what its prompt has grown to, where it came more than once: the inputs of a session,
             and what was generated between them.
         turns: how long that was each time that it came, but for the first.
+        handed: the position below which its rows have been handed over while it ran.
+        oldest: the number that the ledger has for a step before which it has no rows of this.
     """
 
     id: str
@@ -93,6 +95,8 @@ class Request:
     dropped: int = 0
     prompt: list[int] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
+    handed: int = 0
+    oldest: int = 0
     done: NDArray[np.uint16] = field(default_factory=lambda: np.zeros(0, np.uint16))
 
     def segments_within(self, start: int, stop: int) -> list[Segment]:

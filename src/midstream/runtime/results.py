@@ -151,6 +151,11 @@ class Outbox:
         }
 
 
+def piece_of(uid: str) -> str:
+    """The name under which rows of a uid are held that are handed over while it runs."""
+    return f"{uid} piece"
+
+
 def runs_of(positions: Ints) -> list[list[int]]:
     """Sorted positions as [first, length] runs."""
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 
 from midstream.codecs import Codec, Raw, parse_codec
-from midstream.errors import TapError
 from midstream.ops import layout
-from midstream.runtime.buffers import Buffers, Tap, code, upload
+from midstream.runtime.buffers import Buffers, Tap, upload
 from midstream.runtime.failures import Failure
+from midstream.runtime.firing import Firing
 from midstream.runtime.ledger import Awaited, Block, Ledger, Scores, Stored
 from midstream.runtime.planner import Planner
 from midstream.runtime.programs import Tables
@@ -40,6 +40,7 @@ _LOGGER = logging.getLogger(__name__)
 # Of a request whose plan cannot be read.
 _NOTHING = ResolvedPlan(0, (), ())
 Span = tuple[int, int]
+Stops = Mapping[str, Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +103,7 @@ class Session:
         self._score_kind = self._scores.kind((0,))
         self._armed = _NO_TOKENS
         self._admitted = 0
-        self._signature = _wrap(sum(code(tap) for tap in taps))
-        self._names = list(taps)
+        self._firing = Firing(taps)
         self._steps = 0
         self._in_flight: deque[_Step] = deque()
         self._current: _Armed | None = None
@@ -153,6 +153,7 @@ class Session:
             segments=segments,
             serial=self._admitted,
             problem=problem,
+            oldest=self._ledger.noted,
         )
         self._planner.add(request)
 
@@ -195,13 +196,48 @@ class Session:
         serials = [request.serial for request in requests]
         blocks, scores = self._ledger.take(serials), self._scores.take(serials)
         for request in requests:
-            request.blocks = blocks[request.serial]
+            # Of a position that was computed again after its row was handed over, that one stands.
+            request.blocks = _since(request.handed, blocks[request.serial])
             request.scores = scores[request.serial]
         try:
             yield taken
         finally:
             self._ledger.free_spent()
             self._scores.free_spent()
+
+    @contextmanager
+    def handing_over(self, stops: Stops) -> Iterator[dict[str, list[Request]]]:
+        """Rows of requests that go on, each once, which are forgotten here: per uid, copies of its
+        requests that have nothing but these. What nobody has a use for afterwards is free again.
+
+        Args:
+            stops: per uid and id, the position up to which rows are wanted; no token before it may
+                be a draft. Those whose forward has been queued are handed over. Who reads them
+                waits until they are there, and for nothing else.
+        """
+        self._settle(wait=False)
+        left = [request for uid in stops for request in self._left.get(uid, ())]
+        mine = [
+            request
+            for request in (*left, *self._planner.all())
+            if request.id in stops.get(request.uid, ())
+        ]
+        until = {request.serial: stops[request.uid][request.id] for request in mine}
+        oldest = min((request.oldest for request in mine), default=self._ledger.noted)
+        blocks, oldest = self._ledger.take_until(until, oldest)
+        found: dict[str, list[Request]] = {uid: [] for uid in stops}
+        nothing = np.zeros(0, np.uint16)
+        for request in mine:
+            rows = _since(request.handed, blocks[request.serial])
+            request.oldest = oldest
+            request.handed = max(
+                (request.handed, *(int(block.positions[-1]) + 1 for block in rows))
+            )
+            found[request.uid].append(replace(request, blocks=rows, scores=[], done=nothing))
+        try:
+            yield found
+        finally:
+            self._ledger.free_spent()
 
     def codec(self, number: int) -> Codec:
         """What a block's `codec` stands for."""
@@ -385,7 +421,7 @@ class Session:
         edits = tally[:, layout.EDITS].astype(np.int64)
         self._planner.record(plan, edits)
         wrong = (
-            (tally[:, layout.SIGNATURE] != self._signature)
+            (tally[:, layout.SIGNATURE] != self._firing.signature)
             | (edits < plan.fewest)
             | (edits > plan.most)
             | (tally[:, layout.CAPTURES] != plan.captures)
@@ -397,7 +433,7 @@ class Session:
             request.problem = (
                 f"position {plan.positions[nth]}: asked for {_bounds(plan, nth)} edits and "
                 f"{plan.captures[nth]} vectors, the device did {edits[nth]} and "
-                f"{tally[nth, layout.CAPTURES]}; {self._diagnose(int(tally[nth, 0]))}"
+                f"{tally[nth, layout.CAPTURES]}; {self._firing.diagnose(int(tally[nth, 0]))}"
             )
             if self._planner.runs(request):
                 position = int(plan.positions[nth])
@@ -406,32 +442,7 @@ class Session:
     def _check_first(self, plan: StepPlan, shipment: Shipment) -> None:
         self._checked = True
         tally = shipment.tally().numpy()[plan.active]
-        signatures = tally[:, layout.SIGNATURE]
-        wrong = np.flatnonzero(signatures != self._signature)
-        if wrong.size:
-            found = self._diagnose(int(signatures[wrong[0]]))
-            raise TapError(
-                "midstream's taps did not all fire once in the engine's first step, so nothing "
-                f"would be captured or edited rightly: {found}. If the model is compiled, clear "
-                "the compile cache (VLLM_CACHE_ROOT); otherwise please report the model's "
-                "architecture"
-            )
-
-    def _diagnose(self, signature: int) -> str:
-        """What a signature tells of the taps."""
-        if signature == self._signature:
-            return "every tap fired once"
-        if signature == 0:
-            return "no tap fired"
-        missing = _wrap(self._signature - signature)
-        for tap in self._names:
-            if code(tap) == missing:
-                return f"the tap {tap[0]} of layer {tap[1]} did not fire"
-            if code(tap) == _wrap(-missing):
-                return f"the tap {tap[0]} of layer {tap[1]} fired twice"
-        if _wrap(2 * self._signature) == signature:
-            return "every tap fired twice"
-        return "several taps did not fire, or fired twice"
+        self._firing.check(tally[:, layout.SIGNATURE])
 
     def check_integrity(self) -> None:
         """Invariants between steps; cheap."""
@@ -471,11 +482,12 @@ def _positions(
     return Awaited(armed.positions, pieces.row[mine])
 
 
+def _since(position: int, blocks: list[Block[Stored]]) -> list[Block[Stored]]:
+    """What of some blocks is at that position and behind it."""
+    found = [block.since(position) for block in blocks]
+    return [block for block in found if block.positions.size]
+
+
 def _bounds(plan: StepPlan, nth: int) -> str:
     fewest, most = int(plan.fewest[nth]), int(plan.most[nth])
     return str(most) if fewest == most else f"{fewest} to {most}"
-
-
-def _wrap(value: int) -> int:
-    """As a signed 32-bit integer, the way the device adds."""
-    return (value + 2**31) % 2**32 - 2**31

@@ -16,7 +16,8 @@ from midstream.runtime.adapter import Hooks
 from midstream.runtime.buffers import Buffers, Room, Tap
 from midstream.runtime.drafters import check_drafter
 from midstream.runtime.layers import Decoder, find_decoder
-from midstream.runtime.results import Outbox
+from midstream.runtime.requests import Request
+from midstream.runtime.results import Outbox, piece_of
 from midstream.runtime.session import Session
 from midstream.runtime.settings import check_settings
 from midstream.runtime.taps import tap_layer
@@ -98,6 +99,8 @@ class _Endpoint:
             return {"json": json.dumps(self._describe())}
         if op == "collect":
             return self._collect(*json.loads(argument))
+        if op == "hand_over":
+            return self._hand_over(*json.loads(argument))
         if op == "peek":
             return peeks.pack(self._session.peek(peeks.read(argument)))
         if op == "read":
@@ -109,6 +112,9 @@ class _Endpoint:
                 pass
             for uid in uids:
                 self._outbox.release(uid)
+            return {}
+        if op == "forget":
+            self._outbox.release(json.loads(argument))
             return {}
         if op == "check_integrity":
             self._session.check_integrity()
@@ -145,16 +151,30 @@ class _Endpoint:
             uids: theirs.
             mapped: the places of the workers whose arena the front end maps.
         """
-        place = [self._stage, self._tensor_rank]
         self._arena.sweep()
         with self._session.taking(uids) as taken:
-            headers = [
-                self._outbox.put(uid, requests, self._tensor_rank == 0, place in mapped)
-                for uid, requests in taken.items()
-            ]
+            return self._answer(taken, mapped)
+
+    def _hand_over(
+        self, stops: dict[str, dict[str, int]], mapped: list[list[int]]
+    ) -> dict[str, Any]:
+        """As `_collect`, of rows of requests that go on: per uid and id, those up to a position."""
+        self._arena.sweep()
+        with self._session.handing_over(stops) as found:
+            return self._answer({piece_of(uid): found[uid] for uid in stops}, mapped)
+
+    def _answer(
+        self, requests: dict[str, list[Request]], mapped: list[list[int]]
+    ) -> dict[str, Any]:
+        """Puts requests into the outbox, under the names given, and tells what is there."""
+        is_mapped = [self._stage, self._tensor_rank] in mapped
+        headers = [
+            self._outbox.put(name, found, self._tensor_rank == 0, is_mapped)
+            for name, found in requests.items()
+        ]
         return {
             "json": json.dumps(headers),
-            "inline": self._outbox.inline(uids),
+            "inline": self._outbox.inline(list(requests)),
             "retired": self._arena.take_retired(),
         }
 
