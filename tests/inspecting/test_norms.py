@@ -158,3 +158,37 @@ def test_ticks_are_a_few_whole_numbers_within(first, span):
     found = _ticks(float(first), float(first + span))
     assert 1 <= len(found) <= 10
     assert all(first <= each <= first + span and each == int(each) for each in found)
+
+
+def test_rows_that_are_not_finite_are_counted_and_not_drawn(tmp_path):
+    head = header()
+    values = torch.ones(4, 8)
+    values[1, 2], values[3, 0] = torch.nan, torch.inf
+    taps = {
+        ("resid_post", 1): rows_of(values.to(head.torch_dtype), head),
+        ("resid_post", 2): rows_of(torch.full((4, 8), torch.nan).to(head.torch_dtype), head),
+    }
+    write(tmp_path / "acts", [Entry(request="a", prompt_tokens=4, taps=taps)])
+    found = Norms.of(open_store(tmp_path / "acts"))
+    assert (found.rows, found.not_finite) == (2, 6)
+    assert found.by_layer[0].x.tolist() == [1]
+    assert found.by_position[0].x.tolist() == [0, 2]
+    draw(found, tmp_path / "a.svg")
+    words = (tmp_path / "a.svg").read_text()
+    assert "nan" not in words
+    assert "2 rows, codec raw; 6 others are not finite" in words
+
+
+def test_long_rows_have_a_norm_although_their_squares_overflow(tmp_path):
+    head = header()
+    rows = rows_of(torch.full((2, 8), 3e38).to(head.torch_dtype), head)
+    write(tmp_path / "acts", [Entry(request="a", prompt_tokens=2, taps={("resid_post", 1): rows})])
+    assert Norms.of(open_store(tmp_path / "acts")).not_finite == 0
+
+
+def test_a_store_of_nothing_finite_is_refused(tmp_path):
+    head = header()
+    rows = rows_of(torch.full((2, 8), torch.nan).to(head.torch_dtype), head)
+    write(tmp_path / "acts", [Entry(request="a", prompt_tokens=2, taps={("resid_post", 1): rows})])
+    with pytest.raises(StoreError, match="no rows that are finite to draw"):
+        Norms.of(open_store(tmp_path / "acts"))

@@ -380,3 +380,13 @@ def test_rows_that_are_not_read_are_not_looked_at(tmp_path):
 
 def test_hidden_sizes_are_those_of_the_header(store):
     assert next(store.select().batches(1)).values.shape == (1, HIDDEN)
+
+
+def test_a_close_name_is_hinted_at_and_not_looked_for_among_too_many(store, monkeypatch):
+    wrong = f"{store.requests[0].request}x"
+    with pytest.raises(StoreError, match="did you mean"):
+        store.get(wrong)
+    monkeypatch.setattr("midstream.spec.fields._HINTED", 1)
+    with pytest.raises(StoreError, match="there is no request") as error:
+        store.get(wrong)
+    assert "did you mean" not in str(error.value)

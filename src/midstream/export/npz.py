@@ -65,12 +65,14 @@ def export_npz(selection: Selection, folder: str | os.PathLike[str]) -> list[Pat
     requests = _by_request(selection)
     several = _with_several([(shard, request) for shard, request, _ in requests])
     places = [_place(Path(folder), shard, request, several) for shard, request, _ in requests]
+    seen: set[Path] = set()
     for place, (shard, request, _) in zip(places, requests, strict=True):
         name = show(shard.lines[request].request)
         if os.path.lexists(place):
             raise StoreError(f"request {name}: {place} is there already")
-        if places.count(place) > 1:
+        if place in seen:
             raise StoreError(f"request {name}: it was stored more than once; see `prune`")
+        seen.add(place)
     for place, (shard, request, parts) in zip(places, requests, strict=True):
         place.parent.mkdir(parents=True, exist_ok=True)
         unfinished = place.parent / f".{uuid.uuid4().hex}.part"

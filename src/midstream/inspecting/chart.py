@@ -56,12 +56,16 @@ def draw(norms: Norms, path: Path) -> None:
         OSError: the file cannot be written.
     """
     canvas = make_canvas(path, WIDTH, HEIGHT)
-    canvas.text((20, 26), f"Norms of {norms.rows:,} rows, codec {norms.codec}", size=16)
+    title = f"Norms of {norms.rows:,} rows, codec {norms.codec}"
+    if norms.not_finite:
+        title += f"; {norms.not_finite:,} others are not finite"
+    canvas.text((20, 26), title, size=16)
     canvas.text((20, 44), "line: median; bands: 25 to 75 and 5 to 95 percent of the rows", size=11)
     half = WIDTH / 2
     _draw_panel(canvas, 60, half - 30, norms.by_layer, "by layer", "layer")
-    title = f"by position, {norms.site}"
-    _draw_panel(canvas, half + 50, WIDTH - 40, norms.by_position, title, "position in the request")
+    if norms.by_position:
+        title, axis = f"by position, {norms.site}", "position in the request"
+        _draw_panel(canvas, half + 50, WIDTH - 40, norms.by_position, title, axis)
     canvas.save(path)
 
 

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from midstream.errors import StoreError
 from midstream.store import Selection, Store
+from midstream.store.layout import tap_order
 
 PERCENTILES = (5, 25, 50, 75, 95)
 # What is read of one site and layer; more would not change what is seen.
@@ -44,9 +46,10 @@ class Norms:
         codec: of its rows. What it reduces are norms of what is left: of `rp8` an estimate, of
             `topk8` a little less.
         by_layer: one for each site.
-        by_position: the first, middle and last layer of one site.
+        by_position: the first, middle and last layer of one site, as far as rows are finite.
         site: that site.
-        rows: how many were read.
+        rows: how many were read and are drawn.
+        not_finite: how many others were read, which have a NaN or an infinity and no norm.
     """
 
     codec: str
@@ -54,13 +57,15 @@ class Norms:
     by_position: tuple[Spread, ...]
     site: str
     rows: int
+    not_finite: int
 
     @staticmethod
     def of(store: Store, seed: int = 0) -> Norms:
         """Reads some of the rows of each site and layer, chosen by chance.
 
         Raises:
-            StoreError: there are none, they are not all of one kind, or they are damaged.
+            StoreError: there are none that are finite, they are not all of one kind, or they are
+                damaged.
         """
         if not store.sites:
             raise StoreError(f"{store.root}: there are no rows to draw")
@@ -71,31 +76,31 @@ class Norms:
             )
         chance = np.random.default_rng(seed)
         norms: dict[str, dict[int, Floats]] = {}
-        for site in store.sites:
-            for layer in store.layers:
-                found, _ = _read(_selection(store, site, layer), _MOST_ROWS, chance)
-                if len(found):
-                    norms.setdefault(site, {})[layer] = found
+        not_finite = 0
+        for site, layer in sorted(_taps(store), key=tap_order):
+            found, _, left_out = _read(store.select(site=site, layer=layer), _MOST_ROWS, chance)
+            not_finite += left_out
+            if len(found):
+                norms.setdefault(site, {})[layer] = found
         if not norms:
-            raise StoreError(f"{store.root}: there are no rows to draw")
+            which = " that are finite" if not_finite else ""
+            raise StoreError(f"{store.root}: there are no rows{which} to draw")
         site = "resid_post" if "resid_post" in norms else next(iter(norms))
         layers = sorted(norms[site])
         by_position = []
         for layer in dict.fromkeys((layers[0], layers[len(layers) // 2], layers[-1])):
-            selection = _selection(store, site, layer)
-            found, positions = _read(selection, _MOST_ROWS_BY_POSITION, chance)
-            by_position.append(_by_position(f"layer {layer}", found, positions))
+            selection = store.select(site=site, layer=layer)
+            found, positions, _ = _read(selection, _MOST_ROWS_BY_POSITION, chance)
+            if len(found):
+                by_position.append(_by_position(f"layer {layer}", found, positions))
         return Norms(
             codec=codec,
-            by_layer=tuple(_by_layer(name, of_site) for name, of_site in norms.items()),
+            by_layer=tuple(_by_layer(name, norms[name]) for name in store.sites if name in norms),
             by_position=tuple(by_position),
             site=site,
             rows=sum(len(each) for of_site in norms.values() for each in of_site.values()),
+            not_finite=not_finite,
         )
-
-
-def _selection(store: Store, site: str, layer: int) -> Selection | None:
-    return store.select(site=site, layer=layer) if (site, layer) in _taps(store) else None
 
 
 def _taps(store: Store) -> set[tuple[str, int]]:
@@ -103,19 +108,20 @@ def _taps(store: Store) -> set[tuple[str, int]]:
 
 
 def _read(
-    selection: Selection | None, most: int, chance: np.random.Generator
-) -> tuple[Floats, NDArray[np.int64]]:
-    """Norms of some rows, and their positions."""
-    count = 0 if selection is None else len(selection)
-    norms, positions = np.empty(min(count, most)), np.empty(min(count, most), np.int64)
-    if selection is not None:
-        chosen = np.sort(chance.choice(count, len(norms), replace=False))
-        for start in range(0, len(chosen), _AT_ONCE):
-            batch = selection.take(chosen[start : start + _AT_ONCE])
-            part = slice(start, start + len(batch))
-            norms[part] = batch.values.float().norm(dim=1).numpy()
-            positions[part] = batch.position.numpy()
-    return norms, positions
+    selection: Selection, most: int, chance: np.random.Generator
+) -> tuple[Floats, NDArray[np.int64], int]:
+    """Norms of some rows, their positions, and how many others were not finite."""
+    count = min(len(selection), most)
+    norms, positions = np.empty(count), np.empty(count, np.int64)
+    chosen = np.sort(chance.choice(len(selection), count, replace=False))
+    for start in range(0, count, _AT_ONCE):
+        batch = selection.take(chosen[start : start + _AT_ONCE])
+        part = slice(start, start + len(batch))
+        # In float64: squares of what is finite are.
+        norms[part] = batch.values.norm(dim=1, dtype=torch.float64).numpy()
+        positions[part] = batch.position.numpy()
+    finite = np.isfinite(norms)
+    return norms[finite], positions[finite], int(count - finite.sum())
 
 
 def _by_layer(name: str, norms: Mapping[int, Floats]) -> Spread:

@@ -23,6 +23,7 @@ INT_LIMIT = 2**31
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 _SHOWN = 60
+_HINTED = 10_000
 
 
 @contextmanager
@@ -53,8 +54,12 @@ def listed(names: Iterable[str]) -> str:
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """` (did you mean …?)`, if one of the known names is close; else nothing."""
-    close = difflib.get_close_matches(name, list(known), 1) if len(name) <= _SHOWN else []
+    """` (did you mean …?)`, if one of the known names is close; else nothing, and of thousands
+    of names nothing either: looking would take seconds.
+    """
+    names = list(known)
+    is_quick = len(name) <= _SHOWN and len(names) <= _HINTED
+    close = difflib.get_close_matches(name, names, 1) if is_quick else []
     return f" (did you mean `{close[0]}`?)" if close else ""
 
 
@@ -128,9 +133,7 @@ def read_json(text: str | bytes) -> object:
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
-        value: object = json.loads(
-            text, object_pairs_hook=_distinct, parse_constant=_refuse_constant
-        )
+        value: object = _DECODER.decode(text)
     except SpecError:
         raise
     except RecursionError:
@@ -151,3 +154,7 @@ def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _refuse_constant(name: str) -> object:
     raise SpecError("", f"{name} is not a JSON number")
+
+
+# Made once: a store has a line of JSON for each of millions of requests.
+_DECODER = json.JSONDecoder(object_pairs_hook=_distinct, parse_constant=_refuse_constant)

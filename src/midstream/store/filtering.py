@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,16 @@ from midstream.spec.items import Item, show_item
 from midstream.store.entry import Tap
 from midstream.store.shard import Shard
 
+# The names by which rows of a shard can be asked for.
+_THERE: dict[str, Callable[[Shard], Iterable[Any]]] = {
+    "site": lambda shard: (site for group in shard.groups for site, _ in group.taps),
+    "layer": lambda shard: (layer for group in shard.groups for _, layer in group.taps),
+    "request": lambda shard: (line.request for line in shard.lines),
+    "child": lambda shard: (line.child for line in shard.lines),
+    "tag": lambda shard: (line.tag for line in shard.lines),
+    "model": lambda shard: (shard.header.model,),
+    "codec": lambda shard: (shard.header.codec,),
+}
 _LISTS = (list, tuple, set, frozenset, np.ndarray)
 
 
@@ -48,6 +58,8 @@ class Filter:
 
     def requests_of(self, shard: Shard) -> NDArray[np.bool_]:
         """bool [requests]: whose rows may be meant."""
+        if self.requests is None and self.children is None and self.tags is None:
+            return np.ones(len(shard.lines), np.bool_)
         return np.fromiter(
             (
                 (self.requests is None or line.request in self.requests)
@@ -94,20 +106,12 @@ def read_filter(shards: Sequence[Shard], asked: Mapping[str, object]) -> Filter:
         StoreError: an argument of a wrong type, or a name that is not in these shards.
         SpecError: positions that are malformed.
     """
-    taps = {tap for shard in shards for group in shard.groups for tap in group.taps}
-    lines = [line for shard in shards for line in shard.lines]
-    there: dict[str, set[Any]] = {
-        "site": {site for site, _ in taps},
-        "layer": {layer for _, layer in taps},
-        "request": {line.request for line in lines},
-        "child": {line.child for line in lines},
-        "tag": {line.tag for line in lines},
-        "model": {shard.header.model for shard in shards},
-        "codec": {shard.header.codec for shard in shards},
-    }
+    # Of what is not asked for nothing is looked up: there may be millions of requests.
     found = {
-        name: None if asked[name] is None else _read(name, asked[name], known)
-        for name, known in there.items()
+        name: None
+        if asked[name] is None
+        else _read(name, asked[name], {each for shard in shards for each in names(shard)})
+        for name, names in _THERE.items()
     }
     position, token = asked["position"], asked["token"]
     return Filter(
@@ -137,7 +141,7 @@ def _read(name: str, value: object, known: Collection[Any]) -> frozenset[Any]:
     if missing:
         one = missing[0]
         there = f"; there are {_some(sorted(known))}" if known else ": it is empty"
-        close = hint(one, known) if isinstance(one, str) and len(known) <= 10_000 else ""
+        close = hint(one, known) if isinstance(one, str) else ""
         raise StoreError(f"{name}: nothing in this store has {show(one)}{close}{there}")
     return found
 

@@ -90,14 +90,14 @@ class Store:
         self._open: dict[str, Shard] = {}
         self._names: list[str] = []
         self._requests: tuple[StoredRequest, ...] | None = None
-        self._by_id: dict[tuple[str, int], list[StoredRequest]] = {}
+        self._by_id: dict[tuple[str, int], list[StoredRequest]] | None = None
         self.refresh()
 
     def refresh(self) -> None:
         """Looks for shards that have come since, and lets go of those that are gone."""
         self._names = self._folder.names()
         self._open = {name: self._open[name] for name in self._names if name in self._open}
-        self._requests = None
+        self._requests = self._by_id = None
 
     @property
     def root(self) -> str:
@@ -124,9 +124,6 @@ class Store:
         """
         if self._requests is None:
             self._requests = tuple(_listed(self.shards))
-            self._by_id = {}
-            for each in self._requests:
-                self._by_id.setdefault((each.request, each.child), []).append(each)
         return self._requests
 
     def __len__(self) -> int:
@@ -134,7 +131,7 @@ class Store:
 
     def __contains__(self, key: object) -> bool:
         """Whether a completion is stored: `"id"` is the request's first, or `("id", child)`."""
-        return len(self) > 0 and (key if isinstance(key, tuple) else (key, 0)) in self._by_id
+        return (key if isinstance(key, tuple) else (key, 0)) in self._ids()
 
     def find(self, request: str, child: int = 0, shard: str | None = None) -> StoredRequest:
         """The completion with an id.
@@ -147,12 +144,11 @@ class Store:
         Raises:
             StoreError: there is none, or more than one.
         """
-        every = self.requests
-        found = self._by_id.get((request, child), [])
+        found = self._ids().get((request, child), [])
         if shard is not None:
             found = [each for each in found if each.shard == shard]
         if not found:
-            ids = {each.request for each in every}
+            ids = {each.request for each in self.requests}
             problem = (
                 f"there is no completion {show(child)} of request {show(request)}"
                 if request in ids
@@ -253,6 +249,14 @@ class Store:
             f"{len(self.layers)} layers; {', '.join(self.codecs)}; {self.nbytes / 1e6:.1f} MB in "
             f"{len(self.shards)} shards)"
         )
+
+    def _ids(self) -> dict[tuple[str, int], list[StoredRequest]]:
+        """Every completion by its request's id and its number."""
+        if self._by_id is None:
+            self._by_id = {}
+            for each in self.requests:
+                self._by_id.setdefault((each.request, each.child), []).append(each)
+        return self._by_id
 
     def _taps(self) -> set[Tap]:
         return {tap for shard in self.shards for group in shard.groups for tap in group.taps}
