@@ -103,9 +103,7 @@ class VllmEngine:
         job: what is captured of each prompt.
         """
         from midstream import SamplingParams
-        from midstream.runtime.mortality import end_waits_with
 
-        end_waits_with(llm.llm_engine)
         self._llm = llm
         self._chat = job.chat
         self._plan = job.plan

@@ -188,7 +188,9 @@ def _engine_init(original: Callable[..., Any], engine: Any, *args: Any, **kwargs
     found = settings.from_additional_config(engine.vllm_config.additional_config)
     if found is not None:
         from midstream.runtime.frontend import FrontEnd
+        from midstream.runtime.mortality import end_waits_with
 
+        end_waits_with(engine)
         front = FrontEnd(engine)
         client = engine.engine_core
         deliver = client.add_request
