@@ -2,7 +2,7 @@
 
     python benchmarks/table.py [--check]
 
-The README has the latest overhead on each device, the page has every result.
+The README has the latest of some benchmarks on each device, the page has every result.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import markers
 
 RESULTS = markers.ROOT / "benchmarks" / "results"
+IN_README = ("against", "overhead")
 
 
 def pages(results: list[dict[str, Any]] | None = None) -> dict[str, dict[str, str]]:
     """Every block, by page; of the committed results unless others are given."""
     found = read() if results is None else results
-    latest = {one["machine"]["device"]: one for one in found if one["benchmark"] == "overhead"}
+    latest = {(one["benchmark"], one["machine"]["device"]): one for one in found}
+    shown = [one for name in IN_README for (what, _), one in latest.items() if what == name]
     return {
-        "README.md": {"benchmarks": "\n\n".join(render(one) for one in latest.values())},
+        "README.md": {"benchmarks": "\n\n".join(render(one) for one in shown)},
         "docs/benchmarks.md": {"benchmarks": "\n\n".join(render(one) for one in found)},
     }
 
@@ -50,13 +52,7 @@ def render(result: dict[str, Any]) -> str:
 
 def overhead(result: dict[str, Any]) -> str:
     """What overhead.py and flat_cost.py write: added time against plain vLLM, by workload."""
-    where = result["machine"]
-    changed = ", with uncommitted changes" if where.get("changed") else ""
-    parts = [
-        f"{where['device']}, vLLM {where['vllm']}, torch {where['torch']}, midstream "
-        f"{where['midstream']} ({where['commit']}{changed}), {where['date']}; medians of "
-        f"{result['rounds']} rounds"
-    ]
+    parts = [_where(result)]
     for shape, measured in result["shapes"].items():
         workloads = {
             name: variants
@@ -73,6 +69,108 @@ def overhead(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def against(result: dict[str, Any]) -> str:
+    """What against.py writes: every layer's vectors of every prompt token, by several means."""
+    parts = [_where(result)]
+    for shape, measured in result["shapes"].items():
+        variants = measured["variants"]
+        plain = variants["plain vLLM"]["median_s"]
+        rows = [
+            [
+                name,
+                f"{one['median_s']:.3f} s",
+                f"{one['tokens_per_s']:,.0f}",
+                f"{one['gb_s']:.2f}" if one["bytes"] else "",
+                f"{one['median_s'] / plain:.2f} ×",
+            ]
+            for name, one in variants.items()
+        ]
+        head = [
+            f"{shape}, every layer of {result['prompts']} × {result['length']} prompt tokens",
+            "time",
+            "tokens/s",
+            "GB/s to the caller",
+            "of plain",
+        ]
+        parts += [markers.table(head, rows, numbers=True), measured["agreement"]]
+    return "\n\n".join(parts)
+
+
+def capture_cost(result: dict[str, Any]) -> str:
+    """What capture_cost.py writes: time added by captures, and how fast rows came."""
+    parts = [_where(result)]
+    for shape, measured in result["shapes"].items():
+        works = list(measured["work"].items())
+        names = list(dict.fromkeys(name for _, variants in works for name in variants))
+        rows = [
+            [name, *(cell for _, variants in works for cell in _cost(variants, name))]
+            for name in names
+        ]
+        head = [f"{shape}, {measured['layers']} layers, runner {measured['engine']['runner']}"]
+        for work, _ in works:
+            head += [work, "GB/s"]
+        parts.append(markers.table(head, rows, numbers=True))
+    return "\n\n".join(parts)
+
+
+def _cost(variants: dict[str, dict[str, float]], name: str) -> tuple[str, str]:
+    one = variants[name]
+    return _cell(variants, name), f"{one['rows_per_s'] / 1e9:.2f}" if one["row_bytes"] else ""
+
+
+def transport(result: dict[str, Any]) -> str:
+    """What transport.py writes: GB/s between two processes, without an engine."""
+    codecs = {
+        name: one for name, one in result.items() if isinstance(one, dict) and "moved_gb_s" in one
+    }
+    rows = [
+        [name, f"{one['vectors_gb_s']:.1f}", f"{one['moved_gb_s']:.1f}"]
+        for name, one in codecs.items()
+    ]
+    rows.append(
+        ["a copy that nobody reads", f"{result['bus_gb_s']:.1f}", f"{result['bus_gb_s']:.1f}"]
+    )
+    head = ["transport alone", "GB/s of vectors", "GB/s moved"]
+    return f"{_where(result)}\n\n{markers.table(head, rows, numbers=True)}"
+
+
+def step_cost(result: dict[str, Any]) -> str:
+    """What step_cost.py writes: the host's time around a forward."""
+    rows = [
+        [name, f"{one['before_us']:.0f} µs", f"{one['after_us']:.0f} µs"]
+        for name, one in result.items()
+        if isinstance(one, dict) and "before_us" in one
+    ]
+    head = [
+        f"host, {result['sequences']} sequences × {result['layers']} layers",
+        "before a forward",
+        "after it",
+    ]
+    return f"{_where(result)}\n\n{markers.table(head, rows, numbers=True)}"
+
+
+def disk(result: dict[str, Any]) -> str:
+    """What disk.py writes: GB/s to a disk."""
+    plain = result["ways"]["dd"]["gb_s"]
+    rows = [
+        [way, f"{one['gb_s']:.2f}", f"{one['gb_s'] / plain:.0%}"]
+        for way, one in result["ways"].items()
+    ]
+    head = [f"to a disk, {result['gib']} GiB, {result['shape']} served", "GB/s", "of dd"]
+    return f"{_where(result)}\n\n{markers.table(head, rows, numbers=True)}"
+
+
+def _where(result: dict[str, Any]) -> str:
+    """Machine, versions, commit, and how often it was measured."""
+    where = result["machine"]
+    changed = ", with uncommitted changes" if where.get("changed") else ""
+    rounds = f"; medians of {result['rounds']} rounds" if "rounds" in result else ""
+    return (
+        f"{where['device']}, vLLM {where['vllm']}, torch {where['torch']}, midstream "
+        f"{where['midstream']} ({where['commit']}{changed}), {where['date']}{rounds}"
+    )
+
+
 def _cell(variants: dict[str, dict[str, float]], name: str) -> str:
     if name not in variants:
         return ""
@@ -84,11 +182,9 @@ def _cell(variants: dict[str, dict[str, float]], name: str) -> str:
 
 def parity(result: dict[str, Any]) -> str:
     """What benchmarks/parity.py wrote: relative errors against transformers."""
-    where = result["machine"]
     lines = [
-        f"{where['device']}, vLLM {where['vllm']}, torch {where['torch']}, midstream "
-        f"{where['midstream']} ({where['commit']}), {where['date']}; SmolLM2-135M-Instruct, every "
-        "site of every layer, prompt and 12 generated tokens",
+        f"{_where(result)}; SmolLM2-135M-Instruct, every site of every layer, prompt and 12 "
+        "generated tokens",
         "",
         "| dtype | prompt | what against what | median | worst | places within 2 % |",
         "|---|---|---|---|---|---|",
@@ -104,8 +200,13 @@ def parity(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-# Both are medians of variants by workload.
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "against": against,
+    "capture_cost": capture_cost,
+    "disk": disk,
+    "transport": transport,
+    "step_cost": step_cost,
+    # Both are medians of variants by workload.
     "overhead": overhead,
     "flat_cost": overhead,
     "parity": parity,

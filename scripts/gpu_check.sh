@@ -18,7 +18,7 @@ check() { # NAME COMMAND…
     "$(grep -E '^[0-9]+ (passed|failed)|passed|failed' "$out/$name.log" | tail -n 1)")$'\n'
 }
 
-wanted=" ${CHECKS:-kernel v2 v1 spec stale parity flat overhead} "
+wanted=" ${CHECKS:-kernel transport v2 v1 spec mix stale parity flat overhead capture against disk} "
 # A process for each engine: vLLM does not give back an engine's memory within a process.
 runner() { # NAME USE_V2 DTYPE
   check "$1-$3" env VLLM_USE_V2_MODEL_RUNNER="$2" MIDSTREAM_GPU_DTYPE="$3" \
@@ -29,6 +29,11 @@ runner() { # NAME USE_V2 DTYPE
 }
 asked() { [[ $wanted == *" $1 "* ]]; }
 asked kernel && check kernel "$python" -m pytest -q tests/gpu/test_site_triton.py
+asked transport && check transport-tests "$python" -m pytest -q tests/transport tests/gpu/test_codecs.py
+for name in transport step_cost; do
+  asked transport && check $name "$python" benchmarks/$name.py --json "$out/$name.json"
+  asked transport && grep -v -i warning "$out/$name.log"
+done
 for dtype in ${DTYPES:-float32 bfloat16}; do
   asked v2 && runner v2 1 $dtype
   asked v1 && runner v1 0 $dtype
@@ -49,5 +54,16 @@ asked flat && check flat "$python" benchmarks/flat_cost.py --json "$out/flat_cos
 asked flat && grep -v -i warning "$out/flat.log" | tail -n 60
 asked overhead && check overhead "$python" benchmarks/overhead.py --json "$out/overhead.json"
 asked overhead && cat "$out/overhead.log" | grep -v -i warning | tail -n 60
+# What captures cost, and how fast they are, in memory and on disk.
+for shape in ${SHAPES:-0.6b 8b}; do
+  asked capture && check capture-$shape "$python" benchmarks/capture_cost.py --shapes $shape \
+    --json "$out/capture_cost-$shape.json"
+  asked capture && grep -E '^( |[^ ]+,)' "$out/capture-$shape.log" | tail -n 30
+  asked against && check against-$shape "$python" benchmarks/against.py --shapes $shape \
+    --json "$out/against-$shape.json"
+  asked against && grep -E '^( |[^ ]+,)' "$out/against-$shape.log" | tail -n 12
+done
+asked disk && check disk "$python" benchmarks/disk.py --json "$out/disk.json"
+asked disk && grep 'of dd' "$out/disk.log"
 printf '\n%s' "$table"
 exit $failed
