@@ -38,7 +38,7 @@ def test_a_directory_is_made_with_those_above_it(tmp_path):
 def test_a_file_is_no_directory(tmp_path):
     write_lines(tmp_path, prompts(2))
     (tmp_path / "acts").write_text("a file")
-    with pytest.raises(StoreError, match="acts"):
+    with pytest.raises(StoreError, match="acts: expected a directory"):
         capture_dataset(job(tmp_path), FakeEngine)
 
 

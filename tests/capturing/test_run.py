@@ -167,7 +167,7 @@ def test_lines_that_failed_are_tried_again_and_listed_anew(tmp_path):
     first = capture_dataset(job(tmp_path), FakeEngine)
     assert first.counts.failed == 1
     path = tmp_path / "acts" / "errors.jsonl"
-    path.write_text("of an older job")
+    path.write_text('{"line": 2, "reason": "of an older job"}\n')
     again = capture_dataset(job(tmp_path, resume=True), FakeEngine)
     assert (again.counts.skipped, again.counts.failed, again.status) == (1, 1, 1)
     assert [json.loads(line)["line"] for line in path.read_text().splitlines()] == [1]
@@ -177,7 +177,7 @@ def test_a_list_of_failures_that_is_out_of_date_is_gone_when_all_is_well(tmp_pat
     write_lines(tmp_path, prompts(2))
     capture_dataset(job(tmp_path), FakeEngine)
     path = tmp_path / "acts" / "errors.jsonl"
-    path.write_text("of an older job")
+    path.write_text('{"line": 2, "reason": "of an older job"}\n')
     summary = capture_dataset(job(tmp_path, resume=True), FakeEngine)
     assert (summary.status, summary.errors) == (0, None)
     assert not path.exists()
@@ -191,6 +191,47 @@ def test_the_list_of_failures_may_be_elsewhere_and_is_refused_where_it_cannot_be
     assert elsewhere.read_text().count("\n") == 1
     with pytest.raises(SpecError, match="errors: cannot write"):
         capture_dataset(job(tmp_path, out=str(tmp_path / "b"), errors="/nowhere/e"), FakeEngine)
+
+
+@pytest.mark.parametrize("there", [b'{"text": "a prompt"}\n', b"\0", b'{"line": 1, "text": "a"}\n'])
+def test_what_is_no_list_of_failures_is_never_replaced_by_one(tmp_path, there):
+    write_lines(tmp_path, [b"?"])
+    path = tmp_path / "mine"
+    path.write_bytes(there)
+    with pytest.raises(SpecError, match="errors: .*mine is there and is no list of lines"):
+        capture_dataset(job(tmp_path, errors=str(path)), FakeEngine)
+    assert path.read_bytes() == there
+
+
+def test_the_data_and_devices_are_never_replaced_by_a_list_of_failures(tmp_path):
+    write_lines(tmp_path, prompts(2))
+    (tmp_path / "link").symlink_to("/dev/null")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "prompts.jsonl", tmp_path / "link", tmp_path / "pipe"):
+        with pytest.raises(SpecError, match="is no list of lines that failed"):
+            capture_dataset(job(tmp_path, errors=str(path)), FakeEngine)
+        assert os.path.lexists(path)
+
+
+@pytest.mark.parametrize("length", [0, 1, 8, 9, 12, 18, 20, 28, 31, 32, 40])
+def test_a_list_of_failures_that_was_cut_short_by_a_kill_is_replaced(tmp_path, length):
+    write_lines(tmp_path, [b"?"])
+    path = tmp_path / "failures.jsonl"
+    path.write_bytes(b'{"line": 123456789, "reason": "expected JSON"}\n'[:length])
+    summary = capture_dataset(job(tmp_path, errors=str(path)), FakeEngine)
+    assert summary.counts.failed == 1
+    assert json.loads(path.read_text())["line"] == 1
+
+
+def test_failures_that_cannot_be_listed_end_the_job_and_name_the_file(tmp_path, monkeypatch):
+    write_lines(tmp_path, [*prompts(20), b"?"])
+    asked = job(tmp_path, errors="/dev/full")
+    monkeypatch.setattr("midstream.capturing.failures._is_list", lambda path: True)
+    monkeypatch.setattr("midstream.capturing.failures.os.unlink", lambda path: None)
+    with pytest.raises(StoreError, match="/dev/full: No space left on device"):
+        capture_dataset(asked, FakeEngine)
+    # The engine had not ended all of them: these are what came of it.
+    assert lines_in(tmp_path / "acts").keys() < set(range(1, 21))
 
 
 # ---------------------------------------------------------------- resuming
@@ -244,6 +285,25 @@ def test_an_error_while_it_stops_is_that_of_an_engine_that_was_stopped_as_well(t
 
     summary = capture_dataset(job(tmp_path), start, stop=stop)
     assert summary.interrupted
+
+
+def test_rows_that_cannot_be_written_are_an_error_while_it_stops_as_well(tmp_path, monkeypatch):
+    write_lines(tmp_path, prompts(10))
+    stop = threading.Event()
+
+    def check(keeper):
+        if stop.is_set():
+            raise StoreError("the disk is full")
+
+    def start(job):
+        engine = FakeEngine(job, window=20)
+        engine.stops = stop
+        return engine
+
+    monkeypatch.setattr("midstream.capturing.keeping.Keeper.check", check)
+    monkeypatch.setattr("midstream.capturing.keeping.Keeper.close", lambda keeper: None)
+    with pytest.raises(StoreError, match="the disk is full"):
+        capture_dataset(job(tmp_path), start, stop=stop)
 
 
 def test_a_directory_that_is_not_empty_is_refused_without_resume(tmp_path):

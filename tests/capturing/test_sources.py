@@ -60,6 +60,20 @@ def test_a_limit_is_of_lines_that_have_something(tmp_path):
     assert [each.line for each in source] == [1, 3]
 
 
+def test_no_more_is_counted_than_is_read(tmp_path, monkeypatch):
+    path = write_lines(tmp_path, prompts(10))
+    read = []
+
+    class Noting(io.FileIO):
+        def __next__(self):
+            read.append(super().__next__())
+            return read[-1]
+
+    monkeypatch.setattr("midstream.capturing.sources._open", lambda _: Noting(path))
+    assert open_source(job(tmp_path, limit=3)).count() == 3
+    assert len(read) == 3
+
+
 def test_a_parquet_file_is_read_in_batches(table, tmp_path):
     source = open_source(job(tmp_path, data=str(table)))
     assert source.count() == 2500

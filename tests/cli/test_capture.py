@@ -135,7 +135,8 @@ def test_what_is_wrong_is_refused_by_name_before_an_engine_starts(run, tmp_path,
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--engine-args", "{"], ["--engine-args", "[]"], ["--limit", "0"]]
+    "arguments",
+    [["--engine-args", "{"], ["--engine-args", "[]"], ["--limit", "0"], ["--positions", "[1, "]],
 )
 def test_malformed_options_are_refused(run, tmp_path, arguments):
     write_lines(tmp_path, prompts(3))
@@ -177,6 +178,7 @@ def test_an_engine_that_cannot_start_is_a_refusal_and_one_that_breaks_is_not(
     refused, _ = run("--json", "--resume")
     assert refused.exit_code == 2
     assert json.loads(refused.stdout)["error"] == "ValueError: no such model"
+    assert "Traceback" not in broken.stderr + refused.stderr
 
 
 def test_progress_without_a_terminal_is_lines_now_and_then(run, tmp_path, monkeypatch):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,8 +14,10 @@ from midstream.activations import Activations
 from midstream.capturing.job import Job
 from midstream.capturing.records import Failed, Record
 from midstream.config import KEY
+from midstream.errors import SpecError
 from midstream.receipt import Receipt
 from midstream.sinks.base import Origin
+from midstream.spec.fields import show
 
 if TYPE_CHECKING:
     from midstream.llm import LLM
@@ -75,8 +80,11 @@ def start_vllm(job: Job) -> VllmEngine:
     """An engine of the job's own, which taps what it captures and nothing else.
 
     Raises:
+        SpecError: there is no such model or argument of engines.
         Exception: of any kind: the job asks for what the model has not, or vLLM cannot start.
     """
+    if job.model.startswith((".", "/")) and not os.path.exists(job.model):
+        raise SpecError("model", f"there is no folder {show(job.model)}")
     from midstream import LLM, Config
 
     capture = job.capture
@@ -91,7 +99,21 @@ def start_vllm(job: Job) -> VllmEngine:
     settings: dict[str, Any] = {"disable_log_stats": True, **job.engine_args}
     if job.revision:
         settings["revision"] = job.revision
-    return VllmEngine(LLM(job.model, midstream=config, dtype=job.dtype, **settings), job)
+    with _named_arguments(job):
+        llm = LLM(job.model, midstream=config, dtype=job.dtype, **settings)
+    return VllmEngine(llm, job)
+
+
+@contextmanager
+def _named_arguments(job: Job) -> Iterator[None]:
+    """An argument that vLLM does not have is raised as a SpecError of the job's field."""
+    try:
+        yield
+    except TypeError as error:
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown is None or unknown[1] not in job.engine_args:
+            raise
+        raise SpecError(f"engine_args.{unknown[1]}", "`vllm.LLM` takes no such argument") from error
 
 
 class VllmEngine:

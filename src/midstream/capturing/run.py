@@ -18,7 +18,7 @@ from midstream.capturing.keeping import Keeper
 from midstream.capturing.place import errors_file, taken
 from midstream.capturing.records import Failed, Record
 from midstream.capturing.sources import open_source
-from midstream.errors import ReceiptWarning, SpecError
+from midstream.errors import ReceiptWarning, SpecError, StoreError
 
 
 @dataclass(slots=True)
@@ -176,6 +176,8 @@ class Capturing:
         began = time.monotonic()
         try:
             self._run(began)
+        except StoreError:
+            raise
         except Exception:
             # Who stops it from a keyboard has stopped the engine's processes as well.
             if not self._stop.is_set():

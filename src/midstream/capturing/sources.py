@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import filterfalse, islice
 from typing import IO, Any, Protocol
 
 from midstream.capturing.job import Job
@@ -72,7 +72,6 @@ class Limited:
         return self.source.can_be_read_again
 
     def count(self) -> int | None:
-        # Not counted where it would only be to see that there are more.
         found = self.source.count()
         return found if found is None or self.limit is None else min(found, self.limit)
 
@@ -93,6 +92,7 @@ class Lines:
         """
         self._field, self._chat = job.column, job.chat
         self._path = path
+        self._limit = job.limit
         if path is not None:
             _open(path).close()
 
@@ -106,7 +106,8 @@ class Lines:
             return None
         assert self._path is not None
         with _open(self._path) as file:
-            return sum(1 for line in file if not line.isspace())
+            # A file may be long: no more of it is read than is asked for.
+            return sum(1 for _ in islice(filterfalse(bytes.isspace, file), self._limit))
 
     def __iter__(self) -> Iterator[Record | Failed]:
         if self._path is None:

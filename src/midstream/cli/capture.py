@@ -84,7 +84,9 @@ def capture(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a summary as JSON, and nothing else.")
     ] = False,
-    verbose: Annotated[bool, typer.Option(help="Show what vLLM logs.")] = False,
+    verbose: Annotated[
+        bool, typer.Option(help="Show what vLLM logs, and where in it an error was raised.")
+    ] = False,
 ) -> None:
     """Capture a data set's activations into a store.
 
@@ -155,7 +157,8 @@ def _work(capturing: Capturing, as_json: bool, verbose: bool) -> int:
         except MidstreamError as error:
             problem = str(error)
         except Exception as error:
-            _LOGGER.exception("the engine failed")
+            if verbose:
+                _LOGGER.exception("the engine failed")
             problem = f"{type(error).__name__}: {error}"
     summary = capturing.summary
     status = summary.status if capturing.has_begun else REFUSED

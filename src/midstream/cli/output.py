@@ -69,10 +69,15 @@ def read_numbers(name: str, text: str) -> list[int] | None:
 def read_positions(text: str) -> Any:
     """Positions as one writes them in a command: words or numbers with commas between them, or
     whatever `Positions` takes, as JSON.
+
+    Raises:
+        typer.BadParameter: it begins as JSON does, and is none.
     """
     try:
         return json.loads(text)
-    except ValueError:
+    except ValueError as error:
+        if text.lstrip().startswith(("[", "{")):
+            raise typer.BadParameter(f"positions: expected JSON: {error}; got {text}") from None
         return [_number_or_word(part.strip()) for part in text.split(",")]
 
 

@@ -136,6 +136,8 @@ class LocalFolder:
 
     def make(self) -> None:
         with self._named():
+            if os.path.lexists(self.root) and not os.path.isdir(self.root):
+                raise StoreError(f"{self.root}: expected a directory, and this is none")
             _make_directory(os.path.abspath(self.root))
             if not os.access(self.root, os.W_OK | os.X_OK):
                 raise StoreError(f"{self.root}: this directory cannot be written to")

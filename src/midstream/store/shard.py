@@ -77,7 +77,7 @@ class Shard:
             self._places = self.layout.places()
             self._sums = self._read_sums(file, head)
             self._right = np.zeros(len(self._sums), np.bool_)
-            self.lines = self._read_lines()
+            self.lines: tuple[Line, ...] = self._read_lines()
             self._runs, self._metadata = self._lay_out()
             self._owners = _owners(self._runs, len(self.groups))
 
