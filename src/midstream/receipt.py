@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from midstream.errors import ReceiptError
@@ -103,6 +103,13 @@ class CaptureResult:
             "; ".join(dict.fromkeys(one.reason for one in results if one.reason)),
             tuple(path for one in results for path in one.paths),
         )
+
+    @staticmethod
+    def of_pieces(results: Sequence[CaptureResult]) -> CaptureResult:
+        """Those of what came in pieces as one: each path once; the manifest of the last."""
+        joined = CaptureResult.joined(results)
+        paths = tuple(dict.fromkeys(joined.paths))
+        return replace(joined, paths=paths, manifest=results[-1].manifest)
 
 
 @dataclass(frozen=True, slots=True)

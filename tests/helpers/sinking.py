@@ -97,6 +97,37 @@ class Keeping(Noting):
         return super().write(delivery)
 
 
+class AsTheyCome(Keeping):
+    """Wants rows while requests run, as often as can be."""
+
+    wants = "rows"
+    piece_seconds = 0.0
+
+    def whole(self, request_id: str, completion: int = 0) -> tuple[dict[Any, Any], list[Delivery]]:
+        """What came of one completion: per tap its encoded rows, positions and token ids put
+        together; and the deliveries, of which the last is the last.
+        """
+        mine = [
+            one
+            for one in self.given
+            if (one.request_id, one.completion) == (request_id, completion)
+        ]
+        assert [one.piece for one in mine] == list(range(len(mine)))
+        assert [one.is_last for one in mine] == [False] * (len(mine) - 1) + [True]
+        rows = {
+            tap: tuple(
+                torch.cat([part(one.activations) for one in mine])
+                for part in (
+                    lambda got, tap=tap: got.encoded(*tap),
+                    lambda got, tap=tap: got.positions_of(*tap),
+                    lambda got, tap=tap: got.token_ids_of(*tap),
+                )
+            )
+            for tap in mine[-1].activations
+        }
+        return rows, mine
+
+
 class Failing(Sink):
     """Cannot write what is tagged `write`, nor flush what is tagged `flush`."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midstream.runtime.admission import Admission
-from midstream.runtime.budget import Budget, Need
+from midstream.runtime.budget import Budget, Need, RowRoom
 from midstream.runtime.buffers import Room
 
 ROWS = 10
@@ -208,3 +209,26 @@ def test_a_request_that_cannot_be_sent_gives_its_room_to_those_behind_it():
     assert door.admission.waiting == 0
     door.admission.finish(["b", "c"])
     assert not any(door.budget.used.values())
+
+
+def test_rows_that_were_fetched_while_their_request_runs_make_room_for_others():
+    budget = Budget(Room(ROWS, 100, 100, 100, 1), RowRoom(100, lambda: 0))
+    admission, sent = Admission(budget), []
+
+    def submit(uid, nbytes):
+        admission.submit(uid, replace(need(), rows=nbytes), lambda: sent.append(uid))
+
+    submit("a", 70)
+    submit("b", 50)
+    admission.give_back_rows("a", 10)
+    assert sent == ["a"]
+    admission.give_back_rows("a", 10)
+    assert sent == ["a", "b"]
+    assert budget.rows == 100
+    # A row that is computed again is fetched again, and had no room of its own.
+    admission.give_back_rows("a", 90)
+    admission.give_back_rows("never heard of", 90)
+    assert budget.rows == 50
+    admission.end(["a"])
+    admission.finish(["a", "b"])
+    assert budget.rows == 0

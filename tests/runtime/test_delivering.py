@@ -13,7 +13,7 @@ from helpers.sinking import Keeping
 
 from midstream.receipt import CaptureResult
 from midstream.runtime.assembly import assemble
-from midstream.runtime.delivering import RESULTS, send, send_soon
+from midstream.runtime.delivering import RESULTS, Finished, send, send_soon
 from midstream.runtime.door import Asked
 from midstream.runtime.routes import Route
 from midstream.sinks.queue import SinkQueue
@@ -72,13 +72,14 @@ def finished(plan, answers, **shape):
     return found
 
 
-def delivered(sinks, asked, found, how="send"):
+def delivered(sinks, asked, found, how="send", pieces=None, blocks=None):
+    whole = Finished(asked, found, VECTORS, pieces, blocks or {})
     if how == "send":
-        sent = send(sinks, asked, found, VECTORS)
+        sent = send(sinks, whole)
         sinks.drain()
         sent.settle()
     else:
-        asyncio.run(send_soon(sinks, asked, found, VECTORS))
+        asyncio.run(send_soon(sinks, whole))
 
 
 BOTH = plan_of(captures=[([PRE, POST], EVERYWHERE), ([POST], ((2, 3),))], prompt_len=3)

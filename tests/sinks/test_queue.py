@@ -20,6 +20,10 @@ from midstream.sinks.bound import Bound
 from midstream.sinks.queue import SinkQueue
 
 
+async def told_soon(queue, given, size):
+    return await asyncio.wrap_future(await queue.put_soon(given, size))
+
+
 @pytest.fixture
 def sink():
     return Noting()
@@ -173,7 +177,7 @@ def test_one_who_does_not_wait_for_room_any_more_takes_none(sink, queue):
     first = queue.put(delivery("first"), 90)
 
     async def give_up() -> None:
-        task = asyncio.create_task(queue.put_soon(delivery("never"), 90))
+        task = asyncio.create_task(told_soon(queue, delivery("never"), 90))
         await asyncio.sleep(0.1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -191,7 +195,7 @@ def test_one_who_does_not_wait_for_the_result_any_more_disturbs_nobody(sink, que
     sink.go.clear()
 
     async def give_up() -> None:
-        task = asyncio.create_task(queue.put_soon(delivery("left"), 10))
+        task = asyncio.create_task(told_soon(queue, delivery("left"), 10))
         await asyncio.sleep(0.1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -212,7 +216,7 @@ def test_many_callers_who_wait_share_a_flush(sink, queue):
     sink.group_seconds = 0.2
 
     async def ask() -> list[CaptureResult]:
-        return await asyncio.gather(*(queue.put_soon(delivery(f"r{n}"), 1) for n in range(20)))
+        return await asyncio.gather(*(told_soon(queue, delivery(f"r{n}"), 1) for n in range(20)))
 
     found = asyncio.run(ask())
     assert [one.status for one in found] == ["ok"] * 20
@@ -222,8 +226,29 @@ def test_many_callers_who_wait_share_a_flush(sink, queue):
 def test_a_single_caller_waits_no_longer_than_the_sink_would_have_others_join(sink, queue):
     sink.group_seconds = 0.1
     start = time.monotonic()
-    assert asyncio.run(queue.put_soon(delivery(), 1)).status == "ok"
+    assert asyncio.run(told_soon(queue, delivery(), 1)).status == "ok"
     assert 0.1 <= time.monotonic() - start < 5
+
+
+def test_a_piece_that_others_follow_waits_for_them_and_the_last_has_all_flushed(sink, queue):
+    async def bring():
+        first = await queue.put_soon(delivery("first", is_last=False), 1)
+        await asyncio.sleep(0.1)
+        assert not first.done()
+        return [first, await queue.put_soon(delivery("last"), 1)]
+
+    assert [one.result(10).status for one in asyncio.run(bring())] == ["ok", "ok"]
+    assert sink.calls == ["write first", "write last", "flush"]
+
+
+def test_what_has_no_rows_needs_no_room_and_keeps_its_place(sink, queue):
+    sink.go.clear()
+    told = queue.put(delivery("large"), 40)
+    queue.put_empty(delivery("end"))
+    sink.go.set()
+    queue.drain()
+    assert told.result(10).status == "ok"
+    assert sink.calls == ["write large", "write end", "flush"]
 
 
 # ---------------------------------------------------------------- room

@@ -95,6 +95,10 @@ def test_memory_takes_a_capture_and_nothing_else():
         ({"log": {"capture": [{"layers": "al"}]}}, r"sinks.log.capture\[0\].layers: "),
         ({"log": {"capture": {"layers": 1, "sink": "npz"}}}, r"log.capture.sink: leave it out"),
         (
+            {"memory": {"capture": {"layers": 1, "stream": True}}},
+            r"sinks.memory.capture.stream: leave it out; rows of every request",
+        ),
+        (
             {"log": {"capture": {"layers": 1, "request_id": "r"}}},
             r"sinks.log.capture.request_id: every request",
         ),

@@ -240,13 +240,19 @@ places = {
     "request_id": st.sampled_from(["", "r_1"]),
 }
 # Two captures that go to one place have to be described alike.
-captures = st.builds(
-    Capture,
-    layers=layers,
-    sites=sites,
-    positions=capture_positions,
-    metadata=st.just({"of": ["all", 1.5, None]}),
-    **places,
+# And only rows that are for memory are shown on the way.
+captures = st.one_of(
+    *(
+        st.builds(
+            Capture,
+            layers=layers,
+            sites=sites,
+            positions=capture_positions,
+            metadata=st.just({"of": ["all", 1.5, None]}),
+            **{**places, **more},
+        )
+        for more in ({}, {"sink": st.just("memory"), "stream": st.booleans()})
+    )
 )
 
 

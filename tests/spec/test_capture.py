@@ -54,6 +54,15 @@ def test_where_its_rows_go_is_part_of_it_and_survives_json():
     assert Capture(0).to_dict().keys() == {"layers", "sites", "positions", "phase"}
 
 
+def test_that_its_rows_are_shown_on_the_way_survives_json_and_is_no_part_of_what_is_read():
+    capture = Capture(0, stream=True)
+    assert capture.to_dict()["stream"] is True
+    assert Capture.parse(json.loads(json.dumps(capture.to_dict()))) == capture
+    assert capture != Capture(0)
+    assert capture.without_place() == Capture(0)
+    assert "stream" not in Capture(0, stream=False).to_dict()
+
+
 def test_one_field_can_be_replaced():
     assert dataclasses.replace(Capture(0, phase="prompt"), layers=2) == Capture(2, phase="prompt")
 
@@ -97,6 +106,8 @@ def test_a_phase_that_contradicts_that_of_the_positions_is_refused(phase):
         ({"sink": None}, "sink", "expected `str`, got `None`"),
         ({"tag": "../up"}, "tag", "expected 1 to 128 of A-Z.*got '../up'"),
         ({"request_id": "a/b"}, "request_id", "got 'a/b'"),
+        ({"stream": 1}, "stream", "expected `bool`, got `int`"),
+        ({"stream": True, "sink": "store"}, "stream", "the sink 'store' are on no output"),
         ({"metadata": [1]}, "metadata", "expected a dict of JSON values, got `list`"),
     ],
 )

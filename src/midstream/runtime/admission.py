@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 
 from midstream.runtime.budget import Budget, Need
 
@@ -46,6 +47,17 @@ class Admission:
         """
         self._end(uids)
         self._let_in()
+
+    def give_back_rows(self, uid: str, nbytes: int) -> None:
+        """Rows of a request that goes on have been fetched; those that waited for their room go
+        on.
+        """
+        need = self._admitted.get(uid)
+        if need is not None:
+            left = max(0, need.rows - nbytes)
+            self._budget.give_back_rows(replace(need, rows=need.rows - left))
+            self._admitted[uid] = replace(need, rows=left)
+            self._let_in()
 
     def finish(self, uids: list[str]) -> None:
         """These have ended and their rows were fetched, or they were given up; those that waited

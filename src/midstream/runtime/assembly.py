@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,13 @@ Tap = tuple[str, int]
 ATTRIBUTES = ("activations", "probes", "receipt")
 
 
-def assemble(output: Any, plan: ResolvedPlan, answers: Answers, dtype: str) -> None:
+def assemble(
+    output: Any,
+    plan: ResolvedPlan,
+    answers: Answers,
+    dtype: str,
+    before: Mapping[int, Sequence[Block]] = MappingProxyType({}),
+) -> dict[int, list[Block]]:
     """Sets `activations`, `probes` and `receipt` on each completion of a finished output, and on
     the output itself where it has but one.
 
@@ -33,27 +40,33 @@ def assemble(output: Any, plan: ResolvedPlan, answers: Answers, dtype: str) -> N
         plan: what was asked for.
         answers: (header, data) from each worker.
         dtype: name of the rows' dtype.
+        before: per completion, rows that came while it ran. Where those of a completion are bare,
+            `activations` has the others only.
+
+    Returns:
+        Per completion, the rows that came now.
     """
     children = split(answers, len(output.outputs))
     hidden = answers[0][0]["worker"]["hidden_size"]
     nothing = Rows(parse_codec(plan.codec), hidden, getattr(torch, dtype), (), ())
+    came: dict[int, list[Block]] = {}
     for completion in output.outputs:
         tokens = tokens_of(output, completion, plan)
         parts = children.get(completion.index, [])
-        completion.activations = _activations(plan, parts, tokens, nothing)
+        blocks = [block for part in parts for block in part.blocks()] if plan.captures else []
+        came[completion.index] = blocks
+        earlier = before.get(completion.index, ())
+        every = _activations(plan, [*earlier, *blocks], tokens, nothing)
+        is_bare = any(block.is_bare for block in earlier)
+        completion.activations = _activations(plan, blocks, tokens, nothing) if is_bare else every
         completion.probes = _probes(plan, parts, tokens)
         completion.receipt = make_receipt(
-            output.request_id,
-            plan,
-            parts,
-            completion,
-            tokens,
-            completion.activations,
-            completion.probes,
+            output.request_id, plan, parts, completion, tokens, every, completion.probes
         )
     if len(output.outputs) == 1:
         for name in ATTRIBUTES:
             setattr(output, name, getattr(output.outputs[0], name))
+    return came
 
 
 def tokens_of(output: Any, completion: Any, plan: ResolvedPlan) -> list[int]:
@@ -64,16 +77,39 @@ def tokens_of(output: Any, completion: Any, plan: ResolvedPlan) -> list[int]:
 
 
 def _activations(
-    plan: ResolvedPlan, parts: list[Part], tokens: list[int], nothing: Rows
+    plan: ResolvedPlan, blocks: Sequence[Block], tokens: list[int], nothing: Rows
 ) -> Activations | None:
     if not plan.captures:
         return None
-    blocks = [block for part in parts for block in part.blocks()]
+    return activations_of(
+        plan,
+        blocks,
+        lambda tap: expand(plan.capture_ranges(tap, len(tokens), tokens)),
+        torch.tensor(tokens, dtype=torch.int64),
+        nothing,
+    )
+
+
+def activations_of(
+    plan: ResolvedPlan,
+    blocks: Sequence[Block],
+    wanted: Callable[[Tap], NDArray[np.int64]],
+    tokens: Tensor,
+    nothing: Rows,
+) -> Activations:
+    """Those of some rows that a plan captures.
+
+    Args:
+        plan: what was asked for.
+        blocks: the rows; of each position and tap at most one.
+        wanted: the positions that are asked for at a tap.
+        tokens: int64, the ids of the tokens from position 0 on.
+        nothing: rows as they come, without any.
+    """
     values: dict[Tap, Rows] = {}
     positions: dict[Tap, Tensor] = {}
     for taps, found in _alike(plan, blocks):
-        wanted = expand(plan.capture_ranges(taps[0], len(tokens), tokens))
-        there, chosen = _choose([block.positions for block in found], wanted)
+        there, chosen = _choose([block.positions for block in found], wanted(taps[0]))
         shared = torch.from_numpy(there)
         for tap in taps:
             values[tap] = replace(
@@ -85,9 +121,7 @@ def _activations(
             positions[tap] = shared
     ordered = sorted(values, key=order)
     return Activations(
-        {tap: values[tap] for tap in ordered},
-        {tap: positions[tap] for tap in ordered},
-        torch.tensor(tokens, dtype=torch.int64),
+        {tap: values[tap] for tap in ordered}, {tap: positions[tap] for tap in ordered}, tokens
     )
 
 
@@ -119,7 +153,7 @@ def _joined(rows: list[Tensor], chosen: Tensor | None, nothing: Tensor) -> Tenso
     return every if chosen is None else every[chosen]
 
 
-def _alike(plan: ResolvedPlan, blocks: list[Block]) -> list[tuple[list[Tap], list[Block]]]:
+def _alike(plan: ResolvedPlan, blocks: Sequence[Block]) -> list[tuple[list[Tap], list[Block]]]:
     """The plan's taps, those together that are asked for and were found at the same positions."""
     places: dict[Tap, list[int]] = {}
     for index, block in enumerate(blocks):

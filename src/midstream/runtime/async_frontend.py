@@ -17,11 +17,13 @@ from midstream.errors import SpecError
 from midstream.runtime.assembly import assemble
 from midstream.runtime.carried import carried
 from midstream.runtime.courier import Courier
-from midstream.runtime.delivering import RESULTS, send_soon
+from midstream.runtime.delivering import RESULTS, Finished, send_soon
 from midstream.runtime.door import Asked, Door, describe, put_riding
 from midstream.runtime.mismatches import Mismatches
 from midstream.runtime.order import Order
-from midstream.runtime.sessions import InputSession, as_one_request, closing
+from midstream.runtime.passing import Passing
+from midstream.runtime.pieces import LOOK_SECONDS, Pieces
+from midstream.runtime.sessions import InputSession, as_one_request, check_session, closing
 from midstream.runtime.streaming import Streamed
 from midstream.runtime.worker import RPC
 
@@ -58,6 +60,8 @@ class AsyncFrontEnd(Door):
         self._orders: dict[str, Order] = {}
         self._sessions: dict[str, Order] = {}  # of streaming input, by vLLM's id
         self._tasks: set[asyncio.Task[None]] = set()
+        self._passing = Passing(self._courier, self.sinks, self._came)
+        self._watching: asyncio.Task[None] | None = None
 
     def admit(self, request: Any, asked_for: Any) -> Asked | None:
         if not isinstance(asked_for, Order):
@@ -74,6 +78,7 @@ class AsyncFrontEnd(Door):
             # vLLM makes it before there is any input; it finds its place when it is sent.
             put_riding(request, None)
             return None
+        check_session(order.plan)
         session.inputs.append(list(request.prompt_token_ids))
         if len(session.inputs) > 1:
             put_riding(request, session.riding)
@@ -93,6 +98,10 @@ class AsyncFrontEnd(Door):
         order.asked = asked
         if asked is not None:
             order.is_delta = request.sampling_params.output_kind.name == "DELTA"
+            if order.session is None:
+                order.pieces = Pieces.of(
+                    asked, request.request_id, request.sampling_params.n, self.sinks, self._vectors
+                )
             self._orders[asked.uid] = order
             # vLLM prepares requests on a thread, which goes on when the call is cancelled. `leave`
             # looks at what is set here after it has set this: one of the two sees the other's.
@@ -116,6 +125,9 @@ class AsyncFrontEnd(Door):
         order = ending if riding is None else self._orders.get(riding.uid)
         if order is not None and request.request_id not in order.ids:
             order.ids.append(request.request_id)
+            if order.pieces is not None:
+                order.pieces.ids.append(request.request_id)
+                self._watch()
         passes, is_late = False, False
 
         def go() -> None:
@@ -165,6 +177,9 @@ class AsyncFrontEnd(Door):
                 if span is not None:
                     order.streamed.add(await self._courier.peek(order.asked.uid, span))
             output.probes = single.probes = order.streamed.probes()
+            if order.pieces is not None and order.pieces.is_streamed:
+                shown = await self._passing.show(order, output.finished)
+                output.activations = single.activations = shown
         if order.failure is not None:
             raise order.failure
 
@@ -199,6 +214,8 @@ class AsyncFrontEnd(Door):
         if order.asked is not None and not order.settled:
             order.settled = True
             self._spawn(self._clear_away(order, order.asked.uid))
+        if order.pieces is not None:
+            self._spawn(self._passing.end(order))
 
     async def check_integrity(self) -> None:
         """Invariants of an idle engine, here and on the workers."""
@@ -227,6 +244,7 @@ class AsyncFrontEnd(Door):
             # have been before others get the room.
             await self._client.abort_requests_async(order.ids)
         self._end([uid])
+        await self._passing.stop(order)
         answers = await self._courier.collect(uid)
         order.settled = True
         self._leave([uid])
@@ -235,12 +253,14 @@ class AsyncFrontEnd(Door):
         if order.session is not None and order.streamed is not None:
             generated = order.streamed.generated
             whole, plan = as_one_request(output, generated, order, answers)
+        before = {} if order.pieces is None else order.pieces.before()
+        given = (whole, plan, answers, self.info.dtype, before)
         if sum(len(data) for _, data in answers) > _ASIDE_BYTES:
-            await asyncio.to_thread(assemble, whole, plan, answers, self.info.dtype)
+            blocks = await asyncio.to_thread(assemble, *given)
         else:
-            assemble(whole, plan, answers, self.info.dtype)
+            blocks = assemble(*given)
         asked = replace(order.asked, plan=plan)
-        await send_soon(self.sinks, asked, whole, self._vectors)
+        await send_soon(self.sinks, Finished(asked, whole, self._vectors, order.pieces, blocks))
         for mine, theirs in ((output, whole), *zip(output.outputs, whole.outputs, strict=True)):
             for name in RESULTS:
                 setattr(mine, name, getattr(theirs, name))
@@ -277,6 +297,22 @@ class AsyncFrontEnd(Door):
             for name in order.ids:
                 self._sessions.pop(name, None)
 
+    def _watch(self) -> None:
+        """Sees to it that rows are passed on as long as there are requests that want it."""
+        if self._watching is None:
+            self._watching = self._spawn(self._keep_passing_on())
+
+    async def _keep_passing_on(self) -> None:
+        try:
+            while orders := [one for one in self._orders.values() if one.pieces is not None]:
+                states = self._engine.output_processor.request_states
+                for order in orders:
+                    if self._passing.is_due(order, states):
+                        self._spawn(self._passing.pass_on(order, states))
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            self._watching = None
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
@@ -288,7 +324,7 @@ class AsyncFrontEnd(Door):
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, EngineDeadError):
             # Nobody waits for it.
-            _LOGGER.error("midstream could not clear away after a request", exc_info=error)
+            _LOGGER.error("midstream could not see to a request", exc_info=error)
 
 
 async def _call(client: Any, op: str, argument: object = None) -> list[dict[str, Any]]:

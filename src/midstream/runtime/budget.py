@@ -141,7 +141,7 @@ class Budget:
                     self._used[kind] -= size
 
     def give_back_rows(self, need: Need) -> None:
-        """A plan's rows have been fetched."""
+        """A plan's rows, or as many of them, have been fetched."""
         self._rows -= need.rows
 
     @property

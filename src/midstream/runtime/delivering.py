@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,8 @@ from midstream.receipt import CaptureResult, Receipt
 from midstream.rows import Rows
 from midstream.runtime.assembly import ATTRIBUTES, tokens_of
 from midstream.runtime.door import Asked
-from midstream.runtime.parts import expand
+from midstream.runtime.parts import Block, expand
+from midstream.runtime.pieces import Pieces
 from midstream.runtime.routes import Route
 from midstream.sinks import Delivery
 from midstream.sinks.opened import OpenSinks
@@ -43,12 +44,14 @@ class Share:
         route: whose these rows are.
         delivery: None for `memory`, which has them on the output.
         size: about how many bytes the rows take, as they came.
+        before: what becomes of the pieces that the sink was given before.
     """
 
     completion: Any
     route: Route
     delivery: Delivery | None
     size: int = 0
+    before: tuple[Future[CaptureResult], ...] = ()
 
 
 class Sent:
@@ -67,24 +70,46 @@ class Sent:
     @property
     def waits(self) -> bool:
         """Whether a sink has not told yet what became of its share."""
-        return not all(one.done() for _, one in self._told)
+        return not all(one.done() for share, last in self._told for one in (*share.before, last))
 
     def settle(self) -> None:
         """Waits for the sinks, and puts on the output what became of its rows."""
-        put_results(self.output, self._asked, [(share, one.result()) for share, one in self._told])
+        results = [
+            (share, _of_all([*(one.result() for one in share.before), last.result()]))
+            for share, last in self._told
+        ]
+        put_results(self.output, self._asked, results)
 
 
-def send(sinks: OpenSinks, asked: Asked, output: Any, vectors: Vectors) -> Sent:
-    """Hands an output's rows to its sinks. Waits while one of them has no room.
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request whose rows have been fetched.
 
-    Args:
-        sinks: the engine's.
+    Attributes:
         asked: what was asked for.
-        output: assembled; its `activations` are those for `memory` afterwards.
+        output: vLLM's RequestOutput, assembled; its `activations` are those for `memory` when they
+            have been handed to the sinks.
         vectors: width and dtype of those that were captured.
+        pieces: what came before the end; None: nothing was to.
+        blocks: per completion, what came at the end.
     """
+
+    asked: Asked
+    output: Any
+    vectors: Vectors
+    pieces: Pieces | None = None
+    blocks: Mapping[int, Sequence[Block]] = field(default_factory=dict)
+
+    def end(self, share: Share) -> None:
+        """A sink has been handed the last that it gets of a completion."""
+        if self.pieces is not None:
+            self.pieces.end(share.route, share.completion.index)
+
+
+def send(sinks: OpenSinks, finished: Finished) -> Sent:
+    """Hands an output's rows to its sinks. Waits while one of them has no room."""
     told: list[tuple[Share, Future[CaptureResult]]] = []
-    for share in shares_of(asked, output, vectors):
+    for share in shares_of(finished):
         if share.delivery is None:
             done: Future[CaptureResult] = Future()
             done.set_result(CaptureResult())
@@ -92,30 +117,43 @@ def send(sinks: OpenSinks, asked: Asked, output: Any, vectors: Vectors) -> Sent:
         else:
             queue = sinks.queue(share.route.sink)
             told.append((share, queue.put(share.delivery, share.size)))
-    return Sent(output, asked, told)
+            finished.end(share)
+    return Sent(finished.output, finished.asked, told)
 
 
-async def send_soon(sinks: OpenSinks, asked: Asked, output: Any, vectors: Vectors) -> None:
+async def send_soon(sinks: OpenSinks, finished: Finished) -> None:
     """As `send`, for an event loop; waits for the results and puts them on the output."""
 
     async def bring(share: Share) -> CaptureResult:
         if share.delivery is None:
             return CaptureResult()
-        return await sinks.queue(share.route.sink).put_soon(share.delivery, share.size)
+        last = await sinks.queue(share.route.sink).put_soon(share.delivery, share.size)
+        finished.end(share)
+        told = [await asyncio.wrap_future(one) for one in (*share.before, last)]
+        return _of_all(told)
 
-    shares = shares_of(asked, output, vectors)
+    shares = shares_of(finished)
     results = await asyncio.gather(*(bring(share) for share in shares))
-    put_results(output, asked, list(zip(shares, results, strict=True)))
+    put_results(finished.output, finished.asked, list(zip(shares, results, strict=True)))
 
 
-def shares_of(asked: Asked, output: Any, vectors: Vectors) -> list[Share]:
+def shares_of(finished: Finished) -> list[Share]:
     """What each sink gets. What is not for `memory` leaves the output."""
+    asked, output, vectors = finished.asked, finished.output, finished.vectors
+    pieces = finished.pieces
     shares: list[Share] = []
     for completion in output.outputs:
-        whole = completion.activations
+        whole, index = completion.activations, completion.index
         completion.activations = None
         tokens = tokens_of(output, completion, asked.plan)
         for route in asked.routes:
+            if pieces is not None and route in pieces.routes:
+                rows = pieces.rest(route, index, finished.blocks[index], tokens)
+                before = pieces.told(route, index)
+                delivery = _delivery(asked, output, completion, route, rows)
+                delivery = replace(delivery, piece=len(before))
+                shares.append(Share(completion, route, delivery, pieces.size_of(rows), before))
+                continue
             rows = whole if route.is_all else _only(whole, asked, route, tokens, vectors)
             if route.sink == MEMORY:
                 completion.activations = rows
@@ -220,6 +258,11 @@ def _delivery(
         receipt=receipt,
         activations=rows,
     )
+
+
+def _of_all(results: Sequence[CaptureResult]) -> CaptureResult:
+    """What became of a share: of its pieces, and of the last."""
+    return results[0] if len(results) == 1 else CaptureResult.of_pieces(results)
 
 
 def _as_far_as_came(

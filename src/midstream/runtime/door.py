@@ -157,6 +157,8 @@ class Door:
                 f"results come with the whole of a request's output, and output_kind={kind} with "
                 f"n={params.n} never shows it; use FINAL_ONLY",
             )
+        if own is not None:
+            self._check_streams(own, kind)
         need = replace(need, rows=need.rows * params.n)
         check_rows(need, self._row_room)
         uid = uuid.uuid4().hex
@@ -165,6 +167,21 @@ class Door:
         put_riding(request, Carried(asked.uid, packed, keys).pack())
         self._needs[asked.uid] = need
         return asked
+
+    def _check_streams(self, plan: Plan, kind: str) -> None:
+        """Whether rows can be shown on the way by those captures that ask for it.
+
+        Raises:
+            SpecError: they cannot.
+        """
+        if self._deltas and kind != "FINAL_ONLY":
+            return
+        why = f"with output_kind={kind} there is no output before the last; use CUMULATIVE or DELTA"
+        if not self._deltas:
+            why = "only generate() of midstream.AsyncLLM has outputs before the last"
+        for nth, capture in enumerate(plan.captures):
+            if capture.stream:
+                raise SpecError(f"capture[{nth}].stream", why)
 
     def _submit(self, request: Any, go: Callable[[], object]) -> None:
         """Lets a request go to the engine, when there is room for what it asks for.
@@ -189,6 +206,10 @@ class Door:
     def _end(self, uids: list[str]) -> None:
         """These requests have ended, and their rows are still to be fetched."""
         self._admission.end(uids)
+
+    def _came(self, uid: str, nbytes: int) -> None:
+        """Rows of a request that goes on have been fetched: others may have their room."""
+        self._admission.give_back_rows(uid, nbytes)
 
     def _leave(self, uids: list[str]) -> None:
         """These requests need their room no more: their rows were fetched, or nobody wants them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.runtime import delivering
 from midstream.runtime.assembly import assemble
-from midstream.runtime.delivering import RESULTS, Sent
+from midstream.runtime.carried import carried
+from midstream.runtime.delivering import RESULTS, Finished, Sent
 from midstream.runtime.door import Asked, Door, describe
-from midstream.runtime.fetching import carry_out, collecting
+from midstream.runtime.fetching import carry_out, collecting, handing_over
 from midstream.runtime.mismatches import Mismatches
 from midstream.runtime.parts import Answers
+from midstream.runtime.pieces import LOOK_SECONDS, Pieces
+from midstream.runtime.running import Running, lengths_of, running_of
 from midstream.runtime.worker import RPC
 
 # Finished requests are fetched together: at most so many at a time.
@@ -34,6 +38,8 @@ class FrontEnd(Door):
         self._under_way: dict[str, Asked] = {}
         self._finished: list[tuple[Asked, Any]] = []
         self._sent: list[Sent] = []
+        self._pieces: dict[str, Pieces] = {}
+        self._look_at = 0.0
 
     def check_id(self, request_id: str) -> None:
         if request_id in self._under_way:
@@ -48,6 +54,11 @@ class FrontEnd(Door):
         asked = super().admit(request, asked_for)
         if asked is not None:
             self._under_way[request.request_id] = asked
+            pieces = Pieces.of(
+                asked, request.request_id, request.sampling_params.n, self.sinks, self._vectors
+            )
+            if pieces is not None:
+                self._pieces[asked.uid] = pieces
         return asked
 
     def send(self, request: Any, deliver: Callable[[Any], object]) -> None:
@@ -57,6 +68,9 @@ class FrontEnd(Door):
             request: vLLM's EngineCoreRequest, as the engine's client is given it.
             deliver: the client's own way of sending it.
         """
+        riding = carried(request.sampling_params) if self._pieces else None
+        if riding is not None and riding.uid in self._pieces:
+            self._pieces[riding.uid].ids.append(request.request_id)
         self._submit(request, lambda: deliver(request))
 
     def after_step(self, outputs: list[Any]) -> list[Any]:
@@ -80,6 +94,8 @@ class FrontEnd(Door):
                 self._finished.append((asked, output))
                 ended.append(asked.uid)
         self._end(ended)
+        if self._pieces and time.monotonic() >= self._look_at:
+            self._hand_over()
         idle = not self._has_unfinished()
         full = len(self._finished) >= _BATCH_REQUESTS or self._admission.waiting
         if self._finished and (idle or full):
@@ -116,9 +132,8 @@ class FrontEnd(Door):
             batch = finished[start : start + _BATCH_REQUESTS]
             data = self._collect([asked.uid for asked, _ in batch])
             for asked, output in batch:
-                assemble(output, asked.plan, data[asked.uid], self.info.dtype)
                 # Here it is that a sink without room keeps the engine from its next step.
-                self._sent.append(delivering.send(self.sinks, asked, output, self._vectors))
+                self._sent.append(self._hand_to_sinks(asked, output, data[asked.uid]))
             self._leave([asked.uid for asked, _ in batch])
 
     def after_abort(self, alive: Container[str]) -> None:
@@ -144,6 +159,52 @@ class FrontEnd(Door):
         self._mismatches.forget(request_ids)
         self._release([name for name in self._under_way if name in request_ids])
 
+    def _hand_to_sinks(self, asked: Asked, output: Any, answers: Answers) -> Sent:
+        """Puts together what was fetched of a request, and hands it to the sinks."""
+        pieces = self._pieces.get(asked.uid)
+        before = {} if pieces is None else pieces.before()
+        try:
+            blocks = assemble(output, asked.plan, answers, self.info.dtype, before)
+            finished = Finished(asked, output, self._vectors, pieces, blocks)
+            return delivering.send(self.sinks, finished)
+        finally:
+            self._end_pieces(asked.uid)
+
+    def _hand_over(self) -> None:
+        """Fetches rows of requests that run, and hands them to the sinks that want them so."""
+        states = self._outputs.request_states
+        due = {
+            uid: running_of(states, pieces.ids)
+            for uid, pieces in self._pieces.items()
+            if pieces.is_due(lengths_of(states, pieces.ids))
+        }
+        try:
+            self._hand_over_of(due)
+        except BaseException:
+            # What was on its way is lost: their receipts say so.
+            for uid in due:
+                self._end_pieces(uid)
+            raise
+        self._look_at = time.monotonic() + LOOK_SECONDS
+
+    def _hand_over_of(self, due: dict[str, dict[str, Running]]) -> None:
+        if not due:
+            return
+        stops = {uid: self._pieces[uid].ask(known) for uid, known in due.items()}
+        answers = carry_out(handing_over(self._workers, stops), self._call)
+        for uid in due:
+            pieces = self._pieces[uid]
+            self._came(uid, pieces.take_in(answers.pop(uid)))
+            for route, index, delivery, size in pieces.deliveries():
+                pieces.note(route, index, self.sinks.queue(route.sink).put(delivery, size))
+
+    def _end_pieces(self, uid: str) -> None:
+        """No more pieces come of a request; where its last did not come, one says so."""
+        pieces = self._pieces.pop(uid, None)
+        if pieces is not None:
+            for route, delivery in pieces.endings():
+                self.sinks.queue(route.sink).put_empty(delivery)
+
     def _settle(self, sent: list[Sent]) -> None:
         """Waits until sinks have told of these, and puts it on their outputs."""
         for one in sent:
@@ -155,6 +216,8 @@ class FrontEnd(Door):
         """Has the workers forget these requests under way."""
         if names:
             uids = [self._under_way.pop(name).uid for name in names]
+            for uid in uids:
+                self._end_pieces(uid)
             self._call("release", uids)
             self._leave(uids)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import asyncio
-
     from midstream.runtime.door import Asked
+    from midstream.runtime.pieces import Pieces
     from midstream.runtime.sessions import InputSession
     from midstream.runtime.streaming import Streamed
     from midstream.spec import Plan
@@ -29,6 +29,8 @@ class Order:
         is_over: whether its caller has left, which may be before the front door has looked at it.
         failure: why it could not be sent.
         session: of streaming input; None: an ordinary prompt.
+        pieces: its rows that come before its end; None: none are to.
+        passing: held while some of them are fetched and passed on.
     """
 
     plan: Plan | None
@@ -41,6 +43,8 @@ class Order:
     is_over: bool = False
     failure: BaseException | None = None
     session: InputSession | None = None
+    pieces: Pieces | None = None
+    passing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __deepcopy__(self, _memo: dict[int, object]) -> Order:
         # vLLM copies a request's parameters; whoever made the order waits for what is put on it.

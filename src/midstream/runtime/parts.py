@@ -33,6 +33,15 @@ class Block(NamedTuple):
     positions: Ints
     chunks: list[Tensor]
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether it only says where rows were, which are elsewhere."""
+        return not self.chunks
+
+    def bare(self) -> Block:
+        """The same without the rows."""
+        return self._replace(chunks=[])
+
 
 class Part:
     """One worker's share of one completion.
@@ -111,9 +120,13 @@ def split(answers: Answers, num_completions: int) -> dict[int, list[Part]]:
         for entry in header["requests"]:
             part = Part(header["worker"], entry, view[offset:], header["leased"])
             offset += part.size
-            index = 0 if num_completions == 1 else int(entry["id"].split("_", 1)[0])
-            children.setdefault(index, []).append(part)
+            children.setdefault(index_of(entry["id"], num_completions), []).append(part)
     return children
+
+
+def index_of(request_id: str, num_completions: int) -> int:
+    """Which completion vLLM's id of one is for."""
+    return 0 if num_completions == 1 else int(request_id.split("_", 1)[0])
 
 
 def expand(ranges: Iterable[tuple[int, int]]) -> Ints:

@@ -11,6 +11,7 @@ from midstream.runtime.seam_types import Fields
 _SETTINGS = "settings that taps cannot live with are refused"
 _BUFFERS = "buffers are made for the largest step"
 _REQUEST = "plans are resolved for a request's prompt and ride in its sampling params"
+_RUNNING = "rows of requests that run are fetched up to the tokens that are known"
 _BLOCKS = "who shares KV with a request that failed is found"
 
 PROCESS_FIELDS: tuple[Fields, ...] = (
@@ -112,6 +113,16 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         "OutputProcessor",
         ("external_req_ids",),
         "what was aborted is found",
+    ),
+    Fields("vllm.v1.engine.output_processor", "OutputProcessor", ("request_states",), _RUNNING),
+    Fields(
+        "vllm.v1.engine.output_processor",
+        "RequestState",
+        ("detokenizer", "prompt", "prompt_token_ids"),
+        _RUNNING,
+    ),
+    Fields(
+        "vllm.v1.engine.detokenizer", "IncrementalDetokenizer", ("output_token_ids",), _RUNNING
     ),
     Fields(
         "vllm.v1.engine",
@@ -246,7 +257,7 @@ ASYNC_FIELDS: tuple[Fields, ...] = (
     Fields(
         "vllm.v1.engine.async_llm",
         "AsyncLLM",
-        ("engine_core", "input_processor", "renderer", "vllm_config"),
+        ("engine_core", "input_processor", "output_processor", "renderer", "vllm_config"),
         "an async engine of midstream's own",
     ),
     Fields(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from midstream.config import KEY
 from midstream.errors import SpecError
 from midstream.runtime.parts import Answers
-from midstream.spec import ResolvedPlan
+from midstream.spec import Plan, ResolvedPlan
 
 if TYPE_CHECKING:
     from midstream.runtime.order import Order
@@ -35,6 +35,20 @@ class InputSession:
     inputs: list[list[int]] = field(default_factory=list)
     riding: list[object] | None = None
     latest: Any = None
+
+
+def check_session(plan: Plan | None) -> None:
+    """Whether rows are to be shown on the way, which those of a session are not.
+
+    Raises:
+        SpecError: they are.
+    """
+    for nth, capture in enumerate(() if plan is None else plan.captures):
+        if capture.stream:
+            raise SpecError(
+                f"capture[{nth}].stream",
+                "rows of a session of streaming input come with its last output",
+            )
 
 
 async def with_order(

@@ -37,6 +37,11 @@ class Streamed:
         self._scores = [_Scores(probe) for probe in plan.probes if probe.name]
 
     @property
+    def tokens(self) -> Ints:
+        """int64, the ids of the tokens that are known, prompt first. They do not change."""
+        return self._tokens.values
+
+    @property
     def generated(self) -> list[int]:
         """The generated tokens."""
         tokens: list[int] = self._tokens.values[self._prompt_len :].tolist()
@@ -92,7 +97,7 @@ class _Scores:
         self.name: str = probe.name
         self._tap = [probe.site, probe.layer]
         self._slot: int = probe.slot
-        self._where = _Selection(probe.where)
+        self._where = Selection(probe.where)
         self._wanted: Ints = np.zeros(0, np.int64)
         self.values = _Growing(np.float32)
         self.positions = _Growing(np.int64)
@@ -110,7 +115,7 @@ class _Scores:
                 self.values.extend(values[:, self._slot].numpy()[mine])
 
 
-class _Selection:
+class Selection:
     """A selection, asked for a few positions at a time."""
 
     def __init__(self, where: Where) -> None:

@@ -55,12 +55,16 @@ class Delivery:
         prompt: its text; None where the prompt was given as tokens or embeddings.
         prompt_token_ids: None where it was given as embeddings.
         prompt_tokens: how many there are.
-        text: what was generated; empty without a tokenizer.
-        generated_token_ids: the last of them was sampled and never computed on, so it has no row.
-        finish_reason: vLLM's, as "stop" or "length".
+        text: what was generated; empty without a tokenizer, and while the request runs.
+        generated_token_ids: as far as they are known; the last of them was not computed on, and
+            with the last piece never will be, so it has no row.
+        finish_reason: vLLM's, as "stop" or "length"; None while the request runs.
         plan: what the request asked for itself; None: these are captures of every request.
-        receipt: what was done for the completion.
-        activations: the rows.
+        receipt: what was done for the completion. While the request runs it says how many rows have
+            come of each site and layer, up to and with this piece (as `expected` and as `actual`),
+            and nothing else.
+        activations: the rows; of a sink that wants them as they come, those of this piece. A site
+            and layer of which it has none is there with no rows.
         piece: of a sink that wants rows as they come, the how manieth piece, from 0.
         is_last: whether no other piece follows; the receipt is that of the whole then.
     """
@@ -94,13 +98,21 @@ class Sink(ABC):
 
     Attributes:
         wants: "requests": each completion's rows in one delivery, once it has ended. "rows": in
-            several, as they come.
+            pieces, as they come. Of one completion they come in order, each row once, and the last
+            says so: it ends those before it, also where the completion failed or was aborted, in
+            which case it has no rows, the finish reason "abort" and a receipt that says so. What is
+            short comes in one piece, which is the last, and what is aborted before its first piece
+            does not come at all. Pieces of several completions come mixed.
         group_seconds: how long a write may wait for others to be flushed with it, where a caller
             waits for it.
+        piece_seconds: with "rows", after how long a running completion's rows are sent for.
+        piece_bytes: with "rows", at how many bytes of them that is, if it comes first.
     """
 
     wants: ClassVar[Wants] = "requests"
     group_seconds: float = 0.0
+    piece_seconds: float = 1.0
+    piece_bytes: int = 16 << 20
 
     def open(self, origin: Origin) -> None:
         """Called once, before anything else; what it raises keeps the engine from starting."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from midstream.errors import SpecError
 from midstream.sinks.base import Origin, Sink
@@ -12,6 +13,14 @@ from midstream.sinks.settings import SinkSettings
 from midstream.spec import Capture, Plan
 from midstream.spec.destination import MEMORY
 from midstream.spec.fields import at, hint, listed, show
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How often a sink that wants rows as they come is given some; see `Sink`."""
+
+    seconds: float
+    nbytes: int
 
 
 class OpenSinks:
@@ -70,6 +79,13 @@ class OpenSinks:
     def queue(self, name: str) -> SinkQueue:
         """The way to one of them, which is not `memory`."""
         return self._queues[name]
+
+    def pace(self, name: str) -> Pace | None:
+        """How often a sink gets rows of requests that run; None: not before their end."""
+        sink = self._sinks.get(name)
+        if sink is None or sink.wants != "rows":
+            return None
+        return Pace(sink.piece_seconds, sink.piece_bytes)
 
     def drain(self) -> None:
         """Nothing else will come for now: what did is written and flushed."""

@@ -85,9 +85,9 @@ class SinkQueue:
             raise
         return self._append(_Entry(delivery, size, self._patience))
 
-    async def put_soon(self, delivery: Delivery, size: int) -> CaptureResult:
-        """As `put`, for an event loop; waits for the result, as long as the sink would have others
-        join the flush.
+    async def put_soon(self, delivery: Delivery, size: int) -> Future[CaptureResult]:
+        """As `put`, for an event loop. For the last of a completion's deliveries somebody waits:
+        others may join its flush as long as the sink says.
         """
         room = self._take(size)
         try:
@@ -95,8 +95,12 @@ class SinkQueue:
         except BaseException:
             self._withdraw(room, size)
             raise
-        told = self._append(_Entry(delivery, size, self._sink.group_seconds))
-        return await asyncio.wrap_future(told)
+        patience = self._sink.group_seconds if delivery.is_last else self._patience
+        return self._append(_Entry(delivery, size, patience))
+
+    def put_empty(self, delivery: Delivery) -> None:
+        """Hands over a delivery without rows, which needs no room; nobody is told of it."""
+        self._append(_Entry(delivery, 0, self._patience))
 
     def drain(self) -> None:
         """Has all that was put written and flushed without waiting for more."""

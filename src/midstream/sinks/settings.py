@@ -154,6 +154,10 @@ def _read_capture(name: str, place: str, value: object) -> Capture:
         raise ConfigError(f"{_PATH}.{name}.{error.under(place)}") from None
     if found.sink != name:
         raise ConfigError(f"{_PATH}.{name}.{place}.sink: leave it out; this is that of {name!r}")
+    if found.stream:
+        raise ConfigError(
+            f"{_PATH}.{name}.{place}.stream: leave it out; rows of every request come at its end"
+        )
     if found.request_id:
         raise ConfigError(
             f"{_PATH}.{name}.{place}.request_id: every request is captured so, and has its own"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from midstream.errors import SpecError
 from midstream.spec.destination import MEMORY, NO_METADATA, Metadata, read_name
-from midstream.spec.fields import at, read_fields
+from midstream.spec.fields import at, kind, read_fields, show
 from midstream.spec.positions import Positions
 from midstream.spec.selection import Layers, Sites
 
@@ -20,6 +21,7 @@ _OPTIONAL = (
     "tag",
     "request_id",
     "metadata",
+    "stream",
 )
 FIELDS = (*_REQUIRED, *_OPTIONAL)
 
@@ -39,6 +41,7 @@ class Capture:
     tag: str
     request_id: str
     metadata: Metadata
+    stream: bool
 
     def __init__(
         self,
@@ -53,6 +56,7 @@ class Capture:
         tag: object = "",
         request_id: object = "",
         metadata: object = None,
+        stream: object = False,
     ) -> None:
         """Reads each field in any of its forms.
 
@@ -70,6 +74,8 @@ class Capture:
             request_id: under which the sink keeps them, alone; empty: one is made of the request's
                 own id and of something that no other has.
             metadata: JSON values that the sink is to keep with them.
+            stream: whether outputs that come before the request's end have the rows that there are
+                by then; only of rows that go to "memory", and only with `AsyncLLM.generate`.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -89,6 +95,8 @@ class Capture:
         with at("metadata"):
             found = NO_METADATA if metadata is None else Metadata(metadata)
             object.__setattr__(self, "metadata", found)
+        with at("stream"):
+            object.__setattr__(self, "stream", _read_stream(stream, self.sink))
 
     @staticmethod
     def parse(value: object) -> Capture:
@@ -107,10 +115,10 @@ class Capture:
         return self.sink, self.tag, self.request_id
 
     def without_place(self) -> Capture:
-        """The same without a word of where its rows go."""
-        if self.place == (MEMORY, "", "") and not self.metadata:
+        """The same without a word of where its rows go, and when."""
+        if self.place == (MEMORY, "", "") and not self.metadata and not self.stream:
             return self
-        return replace(self, sink=MEMORY, tag="", request_id="", metadata=NO_METADATA)
+        return replace(self, sink=MEMORY, tag="", request_id="", metadata=NO_METADATA, stream=False)
 
     def to_dict(self) -> dict[str, object]:
         """The JSON form, which `parse` reads back; where the rows go only if it is written."""
@@ -129,7 +137,21 @@ class Capture:
             found["request_id"] = self.request_id
         if self.metadata:
             found["metadata"] = self.metadata.to_dict()
+        if self.stream:
+            found["stream"] = True
         return found
+
+
+def _read_stream(value: object, sink: str) -> bool:
+    if not isinstance(value, bool):
+        raise SpecError("", f"expected `bool`, got {kind(value)}")
+    if value and sink != MEMORY:
+        raise SpecError(
+            "",
+            f"rows that go to the sink {show(sink)} are on no output; leave it out, or capture "
+            "them for memory as well",
+        )
+    return value
 
 
 def _read_codec(value: object) -> str:
