@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 from helpers.alongside import PUSH, TOLERANCE, hooked, rows_of
-from helpers.alongside_async import LOOKED_FOR, parts_of, prompt, session_plan
+from helpers.alongside_async import (
+    LOOKED_FOR,
+    params,
+    parts_of,
+    prompt,
+    session_params,
+    session_plan,
+    turns_of,
+)
 from helpers.engines import ALL_SITES
 from helpers.oracle import Oracle, relative_error
 from helpers.own_process import python
@@ -23,7 +31,7 @@ SESSIONS = range(12)
 @pytest.fixture(scope="module")
 def found(talking_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("alongside") / "found.pt"
-    python("-m", "helpers.alongside_async", talking_llama, out, timeout=290)
+    python("-m", "helpers.alongside_async", talking_llama, out, timeout=580)
     loaded: dict[str, Any] = torch.load(out, weights_only=False)
     return loaded
 
@@ -62,7 +70,7 @@ def check(
 @pytest.mark.parametrize("kind", ["CUMULATIVE", "DELTA", "FINAL_ONLY"])
 def test_rows_past_a_stop_string_are_not_there(found, talking_oracle, kind):
     one = found["requests"][f"stop {kind}"]
-    generated = [token for turn in one["turns"] for token in turn]
+    generated = one["generated"]
     assert one["reason"] == "stop"
     assert len(generated) < 24
     check(talking_oracle, one, rows_of(prompt(0, 21), generated))
@@ -89,7 +97,7 @@ def test_each_child_of_a_fan_out_has_its_own_rows_and_receipt(
 )
 def test_short_and_urgent_requests_have_every_row(found, talking_oracle, name, given):
     one = found["requests"][name]
-    generated = [token for turn in one["turns"] for token in turn]
+    generated = one["generated"]
     logits = check(talking_oracle, one, rows_of(given, generated))
     assert generated == logits[len(given) - 1 :].argmax(-1).tolist()
 
@@ -126,12 +134,13 @@ def test_a_session_has_every_row_of_all_its_turns_once_and_each_edit_where_asked
     found, talking_oracle, nth
 ):
     one, parts = found["sessions"][nth], parts_of(nth)
-    rows = session_rows(parts, one["turns"])
+    turns = turns_of(one["generated"], session_params(nth))
+    rows = session_rows(parts, turns)
     assert one["probes"]["p"][2].tolist() == rows
     logits = check(talking_oracle, one, rows, edited(nth, rows))
     # Every token that was sampled, the dropped ones too, is what the edited model says.
     start = 0
-    for part, turn in zip(parts, one["turns"], strict=True):
+    for part, turn in zip(parts, turns, strict=True):
         start += len(part)
         assert turn == logits[start - 1 : start - 1 + len(turn)].argmax(-1).tolist()
         start += len(turn) - 1
@@ -139,8 +148,9 @@ def test_a_session_has_every_row_of_all_its_turns_once_and_each_edit_where_asked
 
 def test_the_sessions_that_were_tried_differ_in_what_matters(found):
     sessions = found["sessions"]
-    assert {len(one["turns"]) for one in sessions} == {1, 2, 3, 4}
-    assert any(len(turn) == 1 for one in sessions for turn in one["turns"][1:])
+    turns = [turns_of(one["generated"], session_params(nth)) for nth, one in enumerate(sessions)]
+    assert {len(each) for each in turns} == {1, 2, 3, 4}
+    assert any(len(turn) == 1 for each in turns for turn in each[1:])
     # Position limits reach past the first input, and ids are met on both sides.
     applied = [one["receipt"]["edited"] for one in sessions]
     assert [each is None for each in applied] == [nth % 5 == 4 for nth in SESSIONS]
@@ -154,7 +164,7 @@ def test_a_request_beside_sessions_is_right(found, talking_oracle):
 
 def test_the_last_row_of_a_session_is_that_of_its_last_turn(found, talking_oracle):
     one = found["last"]
-    rows = session_rows(parts_of(3), one["turns"])
+    rows = session_rows(parts_of(3), turns_of(one["generated"], [params(4)] * 4))
     _, seen = talking_oracle.run(rows)
     [(tap, (values, positions))] = one["activations"].items()
     assert positions.tolist() == [len(rows) - 1]
@@ -163,16 +173,17 @@ def test_the_last_row_of_a_session_is_that_of_its_last_turn(found, talking_oracl
 
 def test_sessions_end_cleanly_however_they_end(found, talking_oracle):
     ends = found["ends"]
-    assert ends["none"] == {"finished": [], "turns": []}
+    assert ends["none"] == {"finished": [], "generated": []}
     assert ends["plain"]["receipt"] is None
     assert ends["broken"] == ("ZeroDivisionError", "the caller's own")
     assert ends["aborted"] == "abort"
     assert ends["left"] == "CancelledError"
-    rows = session_rows(parts_of(3), ends["steered"]["turns"])
+    each = [params(4)] * 4
+    rows = session_rows(parts_of(3), turns_of(ends["steered"]["generated"], each))
     receipt = ends["steered"]["receipt"]
     assert receipt["edited"]["applied"] == receipt["edited"]["expected"] == len(rows)
     assert receipt["edited"]["tokens"] == len(rows)
-    assert session_rows(parts_of(3), ends["plain"]["turns"]) != rows
+    assert session_rows(parts_of(3), turns_of(ends["plain"]["generated"], each)) != rows
 
 
 def test_what_has_no_meaning_in_a_session_is_refused_by_name(found):
@@ -196,7 +207,7 @@ def test_what_has_no_meaning_in_a_session_is_refused_by_name(found):
 def test_a_session_without_room_waits_with_all_its_inputs_in_order(found, talking_oracle):
     assert found["waited"], "it found room: the test shows nothing"
     one = found["second"]
-    rows = session_rows(parts_of(3), one["turns"])
+    rows = session_rows(parts_of(3), turns_of(one["generated"], [params(5)] * 4))
     assert one["receipt"]["status"] == "ok"
     assert one["receipt"]["edited"]["applied"] == 15 * len(rows)
     _, seen = talking_oracle.run(rows, [hooked()])

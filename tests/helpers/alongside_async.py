@@ -49,25 +49,25 @@ def params(max_tokens: int, kind: str = "CUMULATIVE", **more: Any) -> Any:
     return greedy(max_tokens, output_kind=RequestOutputKind[kind], **more)
 
 
-async def ask(llm: Any, name: str, given: Any, sampling: Any, **asked: Any) -> dict[str, Any]:
-    """One call, and all that came: the tokens of each turn that ended, and the last output's
-    results.
+async def ask(
+    llm: Any, name: str, given: Any, sampling: Any, pause: float = 0, **asked: Any
+) -> dict[str, Any]:
+    """One call, and all that came: the tokens, and the last output's results.
+
+    Args:
+        pause: seconds that its reader takes over each output, while others are put together.
     """
-    turns: list[list[int]] = [[]]
-    seen, finished, output = 0, [], None
+    generated: list[int] = []
+    finished, output = [], None
     async for output in llm.generate(given, sampling, name, **asked):
-        one = output.outputs[0]
-        delta = sampling.output_kind.name == "DELTA"
-        new = list(one.token_ids) if delta else list(one.token_ids)[seen:]
-        seen += len(new)
-        turns[-1] += new
-        if one.finish_reason is not None:
-            turns.append([])
+        known = 0 if sampling.output_kind.name == "DELTA" else len(generated)
+        generated += list(output.outputs[0].token_ids)[known:]
         finished.append(output.finished)
+        await asyncio.sleep(pause)
     if output is None:
-        return {"finished": [], "turns": []}
+        return {"finished": [], "generated": []}
     return {
-        "turns": [turn for turn in turns if turn],
+        "generated": generated,
         "finished": finished,
         "prompt": list(output.prompt_token_ids),
         "outputs": [{"ids": list(one.token_ids), **results(one)} for one in output.outputs],
@@ -75,6 +75,22 @@ async def ask(llm: Any, name: str, given: Any, sampling: Any, **asked: Any) -> d
         "reason": output.outputs[0].finish_reason,
         **results(output),
     }
+
+
+def turns_of(generated: Sequence[int], each: Sequence[Any]) -> list[list[int]]:
+    """The tokens of each turn of a session, given each turn's sampling params.
+
+    The outputs do not tell: vLLM puts those together that nobody has fetched yet.
+    """
+    turns, rest = [], list(generated)
+    for sampling in each:
+        most = rest[: sampling.max_tokens]
+        stops = [nth for nth, token in enumerate(most) if token in (sampling.stop_token_ids or ())]
+        length = stops[0] + 1 if stops else sampling.max_tokens
+        turns.append(rest[:length])
+        rest = rest[length:]
+    assert not rest, "more was generated than asked for"
+    return turns
 
 
 async def refusal(call: Any) -> tuple[str, str]:
@@ -173,6 +189,16 @@ def parts_of(nth: int) -> list[list[int]]:
     return [prompt(100 + 10 * nth + k, 3 + (7 * nth + 11 * k) % 25) for k in range(1 + nth % 4)]
 
 
+def session_params(nth: int) -> list[Any]:
+    """Those of each turn."""
+    kind = ("CUMULATIVE", "DELTA")[nth % 2]
+    # Where a turn ends by a token, a step has run ahead: its row is computed anew.
+    ends = {"stop_token_ids": list(range(0, 259, 9))} if nth > 5 else {}
+    usual = params(6 + nth % 3 + (14 if ends else 0), kind, **ends)
+    own = {1: params(3, kind), 2: params(1, kind)} if nth % 3 == 1 else {}
+    return [own.get(turn, usual) for turn in range(len(parts_of(nth)))]
+
+
 def session_plan(nth: int) -> dict[str, Any]:
     """Every kind of position that a session knows."""
     where: list[Any] = [
@@ -202,13 +228,11 @@ async def sessions(llm: Any, found: dict[str, Any]) -> None:
         await asyncio.sleep(0.4)
 
     def call(nth: int) -> Any:
-        kind = ("CUMULATIVE", "DELTA")[nth % 2]
-        # Where a turn ends by a token, a step has run ahead: its row is computed anew.
-        ends = {"stop_token_ids": list(range(0, 259, 9))} if nth > 5 else {}
-        sampling = params(6 + nth % 3 + (14 if ends else 0), kind, **ends)
-        own = {1: params(3, kind), 2: params(1, kind)} if nth % 3 == 1 else {}
+        first, *others = session_params(nth)
+        own = {turn: each for turn, each in enumerate(others, 1) if each is not first}
         stream = inputs(parts_of(nth), own, (now, soon, late)[nth % 3])
-        return ask(llm, f"session {nth}", stream, sampling, **session_plan(nth))
+        pause = 0.1 if nth in (3, 8) else 0
+        return ask(llm, f"session {nth}", stream, first, pause, **session_plan(nth))
 
     done = await asyncio.gather(
         *(call(nth) for nth in range(12)),
