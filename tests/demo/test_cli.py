@@ -139,3 +139,22 @@ def test_a_user_s_own_settings_win() -> None:
     )
     own = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_LOGGING_LEVEL": "INFO"}
     assert run_python("-c", code, **own).stdout == "3 INFO\n"
+
+
+def test_what_midstream_refuses_in_a_process_of_the_engines_is_told_by_its_own_words() -> None:
+    ending = (
+        "sys.stderr.write('(Worker pid=1) ERROR midstream.errors.ConfigError: layer 99\\n')\n"
+        "    sys.stderr.write('(Worker pid=1) ERROR Exception: see above\\n')\n"
+        "    raise RuntimeError('the engine could not start')"
+    )
+    done = run_python("-c", NOISE.format(verbose=False, ending=ending))
+    assert done.stderr.splitlines()[-1] == "midstream.errors.ConfigError: layer 99"
+    assert "the engine could not start" in done.stderr
+    assert "what was logged" not in done.stdout
+
+
+def test_what_midstream_says_itself_needs_no_log() -> None:
+    ending = "raise __import__('midstream').StoreError('the disk is full')"
+    done = run_python("-c", NOISE.format(verbose=False, ending=ending))
+    assert done.stderr.splitlines()[-1] == "midstream.errors.StoreError: the disk is full"
+    assert "noise" not in done.stdout + done.stderr

@@ -8,6 +8,7 @@ fails.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,8 @@ from contextlib import contextmanager
 from typing import IO
 
 from rich.console import Console
+
+from midstream.errors import ConfigError, MidstreamError, SeamError, UnsupportedError
 
 ALWAYS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -33,6 +36,11 @@ WHEN_QUIET = {
 }
 
 TAIL_LINES = 30
+
+_REFUSALS: dict[str, type[MidstreamError]] = {
+    kind.__name__: kind for kind in (ConfigError, UnsupportedError, SeamError)
+}
+_REFUSED = re.compile(rf"midstream\.errors\.({'|'.join(_REFUSALS)}): (.+)")
 
 
 @contextmanager
@@ -55,7 +63,9 @@ def quiet(*, verbose: bool, descriptor: int = 1) -> Iterator[Console]:
     """A console on the real output, while everything else that is printed goes to a log, and
     libraries are told to print little. To be entered before vLLM is imported.
 
-    When an exception leaves the block, the log's end is shown first.
+    When an exception leaves the block, the log's end is shown first; but not where midstream says
+    itself what is wrong. What it says in a process of the engine's is only in the log: that is
+    raised again in the place of vLLM's error, which is that some process has failed.
 
     Args:
         verbose: whether there is no log, and all is printed where it would be.
@@ -74,8 +84,14 @@ def quiet(*, verbose: bool, descriptor: int = 1) -> Iterator[Console]:
     ):
         try:
             yield Console(file=output)
-        except Exception:
-            output.write(_tail(log))
+        except MidstreamError:
+            raise
+        except Exception as error:
+            logged = _read(log)
+            refusal = _refusal(logged)
+            if refusal is not None:
+                raise refusal from error
+            output.write(_tail(logged))
             raise
         finally:
             output.flush()
@@ -105,9 +121,19 @@ def _redirected(log: IO[bytes]) -> Iterator[None]:
             os.close(copy)
 
 
-def _tail(log: IO[bytes]) -> str:
+def _read(log: IO[bytes]) -> str:
     sys.stdout.flush()
     sys.stderr.flush()
     log.seek(0)
-    lines = log.read().decode("utf-8", "replace").splitlines()[-TAIL_LINES:]
+    return log.read().decode("utf-8", "replace")
+
+
+def _refusal(logged: str) -> MidstreamError | None:
+    """What a process of the engine's was refused for; None: there was nothing of the kind."""
+    found = _REFUSED.findall(logged)
+    return _REFUSALS[found[-1][0]](found[-1][1]) if found else None
+
+
+def _tail(logged: str) -> str:
+    lines = logged.splitlines()[-TAIL_LINES:]
     return "\n".join(["--- what was logged before the failure:", *lines, "---", ""])
