@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +12,9 @@ from helpers.sinking import ORIGIN, WIDTH, activations, delivery
 from midstream.activations import Activations
 from midstream.codecs import parse_codec
 from midstream.errors import StoreError
+from midstream.receipt import Captured, Receipt, Selected
 from midstream.rows import Rows
-from midstream.sinks.store import StoreSink, outline
+from midstream.sinks.store import StoreSink, brief, outline
 from midstream.spec import Capture, Plan, Probe, Steer
 from midstream.spec.vector import Vector
 from midstream.store import open_store
@@ -77,6 +78,7 @@ def test_what_midstream_knows_of_a_request_is_in_its_metadata(sink, root):
     own = open_store(root).find("r").metadata["midstream"]
     assert own["request_id"] == "7"
     assert own["receipt"]["status"] == "ok"
+    assert "request_id" not in own["receipt"], "it is said once"
     assert own["finish_reason"] == "length"
     assert own["plan"]["capture"][0]["sink"] == "store"
     assert not {"prompt", "text"} & set(own), "texts are stored on request only"
@@ -99,6 +101,29 @@ def test_a_plan_is_stored_without_the_numbers_of_its_vectors():
     assert found["edits"][0]["vector"] == {"sha256": digest}
     assert found["capture"] == plan.to_dict()["capture"]
     assert '"f32"' not in str(found)
+
+
+def test_a_receipt_is_stored_in_brief_and_says_as_much():
+    captured = [
+        *(Captured("resid_post", layer, 9, 9) for layer in (3, 0, 1, 2, 7)),
+        Captured("mlp_out", 0, 9, 9),
+        Captured("resid_post", 8, 9, 4),
+    ]
+    receipt = Receipt(
+        "7", 9, 1, tuple(captured), None, selected=(Selected("capture[0]", ((0, 9),)),)
+    )
+    assert brief(receipt) == {
+        "status": "ok",
+        "captured": [
+            {"site": "resid_post", "layers": [[0, 4], [7, 8]], "expected": 9, "actual": 9},
+            {"site": "mlp_out", "layers": [[0, 1]], "expected": 9, "actual": 9},
+            {"site": "resid_post", "layers": [[8, 9]], "expected": 9, "actual": 4},
+        ],
+        "selected": [{"what": "capture[0]", "positions": [[0, 9]]}],
+    }
+    wrong = dataclasses.replace(receipt, problems=("late",), dropped=2)
+    assert brief(wrong)["problems"] == ["late"]
+    assert (brief(wrong)["status"], brief(wrong)["dropped"]) == ("error", 2)
 
 
 def test_rows_of_several_codecs_are_in_shards_of_their_own(sink, root):
@@ -146,7 +171,7 @@ def test_a_store_that_cannot_be_written_to_keeps_the_engine_from_starting(tmp_pa
     with pytest.raises(StoreError):
         StoreSink(str(tmp_path / "file")).open(ORIGIN)
     with pytest.raises(StoreError, match="dtype"):
-        StoreSink(str(tmp_path / "s")).open(replace(ORIGIN, dtype="float8"))
+        StoreSink(str(tmp_path / "s")).open(dataclasses.replace(ORIGIN, dtype="float8"))
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import functools
 import hashlib
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from midstream.errors import StoreError
-from midstream.receipt import CaptureResult
+from midstream.receipt import CaptureResult, Receipt
 from midstream.sinks.base import Delivery, Origin, Sink
 from midstream.spec import Plan
 from midstream.store import Entry, Header, TapRows, Writer
@@ -17,6 +19,8 @@ from midstream.store.writer import SHARD_BYTES
 
 # The store's metadata of a request is the caller's, and under this name what midstream knows of it.
 OWN = "midstream"
+# Of a receipt, what is said of its request anyway.
+_SAID = ("request_id", "prompt_tokens", "generated_tokens")
 
 
 class StoreSink(Sink):
@@ -117,7 +121,7 @@ class StoreSink(Sink):
             "completions": delivery.completions,
             "generated_tokens": len(delivery.generated_token_ids),
             "finish_reason": delivery.finish_reason,
-            "receipt": delivery.receipt.to_dict(),
+            "receipt": brief(delivery.receipt),
         }
         if delivery.plan is not None:
             found["plan"] = outline(delivery.plan)
@@ -131,6 +135,32 @@ class StoreSink(Sink):
 def outline(plan: Plan) -> Any:
     """A plan's JSON form with the digests of its vectors in the place of their numbers."""
     return _without_numbers(plan.to_dict())
+
+
+def brief(receipt: Receipt) -> dict[str, Any]:
+    """A receipt's JSON form, short enough to be kept with every request: layers of which as many
+    rows came are named together, by ranges [start, stop), and what is empty is left out.
+    """
+    layers: dict[tuple[str, int, int], list[int]] = {}
+    for one in receipt.captured:
+        layers.setdefault((one.site, one.expected, one.actual), []).append(one.layer)
+    captured = [
+        {"site": site, "layers": _ranges(which), "expected": expected, "actual": actual}
+        for (site, expected, actual), which in layers.items()
+    ]
+    plain = dataclasses.replace(receipt, captured=()).to_dict() | {"captured": captured}
+    return {name: value for name, value in plain.items() if value and name not in _SAID}
+
+
+def _ranges(numbers: Iterable[int]) -> list[list[int]]:
+    """[start, stop) of each run of numbers that follow each other."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and found[-1][1] == number:
+            found[-1][1] += 1
+        else:
+            found.append([number, number + 1])
+    return found
 
 
 def _without_numbers(value: Any) -> Any:
