@@ -159,3 +159,48 @@ def test_server_wide_edits_reach_requests_without_a_plan(found):
 def test_the_engine_says_what_is_tapped_once_it_was_asked(found):
     assert "await llm.ready()" in found["early"]
     assert found["sites"] == sorted((site, layer) for site in ALL_SITES for layer in range(3))
+
+
+# ---------------------------------------------------------------- rows on the way
+
+
+STREAMED = [(site, layer) for layer in (0, 2) for site in ALL_SITES]
+
+
+@pytest.mark.parametrize("nth", range(24))
+def test_an_output_shows_the_rows_of_the_tokens_before_its_last_and_the_last_shows_all(found, nth):
+    mine, is_delta = found["streams"][nth], nth % 2
+    assert mine["receipt"]["status"] == "ok"
+    whole = mine["activations"]
+    assert len(whole) == 9
+    *partial, (_, finished, last) = mine["shown"]
+    assert finished
+    assert partial, "no output came before the last"
+    assert all(torch.equal(last[tap][0], rows) for tap, (rows, _) in whole.items())
+    begin = 0
+    for generated, _, shown in partial:
+        # The last row may be any that is the last so far: one is held back.
+        stop = rows(nth // 2) + generated - 2
+        assert sorted(shown) == sorted(STREAMED)
+        for tap, (values, positions, ids) in shown.items():
+            assert positions.tolist() == list(range(begin, stop))
+            assert torch.equal(values, whole[tap][0][begin:stop])
+            assert torch.equal(ids, last[tap][2][begin:stop])
+        begin = stop if is_delta else 0
+
+
+def test_an_aborted_request_has_the_rows_that_were_known(found):
+    mine = found["stream aborted"]
+    assert mine["reason"] == "abort"
+    (_, _, before), (_, finished, last) = mine["shown"][-2:]
+    assert finished
+    assert len(last["resid_pre", 0][1]) >= len(before["resid_pre", 0][1])
+
+
+def test_rows_on_the_way_are_refused_where_no_output_would_show_them(found):
+    final, several, session = found["stream refused"]
+    for kind, problem in (final, several):
+        assert kind == "SpecError"
+        assert problem.startswith("capture[1].stream: with output_kind=FINAL_ONLY")
+    assert session[0] == "SpecError"
+    assert session[1].startswith("capture[1].stream: rows of a session of streaming input")

@@ -10,20 +10,42 @@ from helpers.own_process import python
 
 SCRIPT = """
 import json, sys, torch
-from helpers.engines import engine, greedy, tokens, generated
+from helpers.engines import ALL_SITES, engine, greedy, tokens, generated
 from midstream import Capture, ReceiptError, Steer
-from midstream.runtime import door
+from midstream.runtime import door, frontend
+from midstream.sinks import finding
+from importlib.metadata import EntryPoint
 from pathlib import Path
+
+def in_pieces(llm, outputs):
+    "How many pieces each came in, which put together are what it has."
+    sink = llm._front_end.sinks._sinks["rows"]
+    counts = []
+    for output in outputs:
+        rows, pieces = sink.whole(output.request_id)
+        assert list(rows) == list(output.activations)
+        for tap, (encoded, positions, ids) in rows.items():
+            assert torch.equal(encoded, output.activations.encoded(*tap))
+            assert torch.equal(positions, output.activations.positions_of(*tap))
+            assert torch.equal(ids, output.activations.token_ids_of(*tap))
+        counts.append(len(pieces))
+    sink.given.clear()
+    return counts
 
 if __name__ == "__main__":
     args = json.loads(sys.argv[2])
     prompts = [tokens(list(range(3 + n, 40 + 2 * n))) for n in range(12)]
     steers = [[Steer([0.5 * n] * 64, layer=n % 3)] if n % 2 else None for n in range(12)]
     args |= {"max_num_batched_tokens": 64, "max_num_seqs": 8, "block_size": 32}
+    args["midstream"] = {"sites": ALL_SITES, "sinks": {"rows": {}}}
+    frontend.LOOK_SECONDS = 0
+    entry = EntryPoint("rows", "helpers.sinking:AsTheyCome", finding.GROUP)
+    finding.entry_points = lambda group: [entry]
     with engine(Path(sys.argv[1]), enable_prefix_caching=True, **args) as llm:
         outputs = llm.generate(prompts, greedy(6, detokenize=False), steer=steers,
-            capture=Capture(layers="all", sites=["resid_pre", "resid_mid", "resid_post"]),
+            capture=[[Capture("all", ALL_SITES, sink=sink) for sink in ("memory", "rows")]] * 12,
             use_tqdm=False)
+        pieces = in_pieces(llm, outputs)
         long = llm.generate(tokens([7] * 200), greedy(2, detokenize=False),
             capture=Capture(layers="all"), use_tqdm=False)[0]
         try:
@@ -55,6 +77,7 @@ if __name__ == "__main__":
         "tokens": [generated(o) for o in outputs],
         "rows": [dict(o.activations.items()) for o in outputs],
         "status": [o.receipt.status for o in outputs],
+        "pieces": pieces,
         "long": long.activations["resid_post", 2].shape[0],
         "refused": refused,
         "again": generated(again),
@@ -87,6 +110,7 @@ def assert_same(found: dict[str, object], expected: dict[str, object]) -> None:
     import torch
 
     assert found["status"] == ["ok"] * 12
+    assert sum(found["pieces"]) > 24, "rows did not come before the end"
     assert found["tokens"] == expected["tokens"]
     assert found["again"] == found["tokens"][0]
     assert found["long"] == 201

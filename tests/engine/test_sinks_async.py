@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.own_process import python
-from helpers.sinks_async import COUNT, prompt
+from helpers.sinks_async import COUNT, NAMES, prompt
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def assert_same(mine: dict[Any, Any], theirs: dict[Any, Any]) -> None:
 def test_each_of_many_at_once_has_its_rows_in_every_sink(found, nth):
     mine = found["many"][nth]
     assert mine["receipt"]["status"] == "ok"
-    assert mine["kept"] == dict.fromkeys(("memory", "store", "keeping"), ("ok", ""))
+    assert mine["kept"] == dict.fromkeys(NAMES, ("ok", ""))
     length = len(prompt(nth)["prompt_token_ids"])
     assert mine["generated"] == 4 + nth % 4
     for rows, positions, ids in mine["memory"].values():
@@ -39,6 +39,33 @@ def test_each_of_many_at_once_has_its_rows_in_every_sink(found, nth):
         assert ids[:length].tolist() == prompt(nth)["prompt_token_ids"]
     assert_same(mine["store"], mine["memory"])
     assert_same(mine["keeping"], mine["memory"])
+    assert_same(mine["rows"], mine["memory"])
+
+
+def test_rows_come_in_pieces_while_requests_run(found):
+    assert sum(mine["pieces"] for mine in found["many"]) > 2 * COUNT
+
+
+def test_each_of_several_completions_comes_in_its_own_pieces(found):
+    for memory, rows, pieces in found["several"]:
+        assert pieces > 1
+        assert_same(rows, memory)
+
+
+def test_a_sink_that_is_slow_to_take_pieces_keeps_its_own_requests_waiting(found):
+    assert found["slow rows is done"] == ("ok", False)
+    memory, rows = found["slow rows"]
+    assert_same(rows, memory)
+
+
+def test_what_was_begun_for_a_sink_is_ended_though_its_request_was_not(found):
+    for name in ("aborted", "left"):
+        *before, last = found["ended pieces"][name]
+        assert last == ("abort", "error", 0)
+        assert before
+        assert all(status == "ok" and count for _, status, count in before)
+    assert found["ended pieces"]["whole"][-1][:2] == ("length", "ok")
+    assert sum(count for *_, count in found["ended pieces"]["whole"]) == 7 + 100 - 1
 
 
 def test_requests_that_end_together_share_a_shard(found):
@@ -70,7 +97,10 @@ def test_of_a_request_that_did_not_end_nothing_is_kept(found):
 def test_a_session_of_streaming_input_is_kept_whole_at_its_end(found):
     memory, keeping, kept = found["session"]
     assert_same(keeping, memory)
-    assert set(kept) == {"memory", "keeping"}
+    assert set(kept) == {"memory", "keeping", "rows"}
+    rows, pieces = found["session pieces"]
+    assert_same(rows, memory)
+    assert pieces == 1
     # Of the first turn's three tokens the last was never fed.
     (positions,) = [positions for _, positions, _ in memory.values()]
     assert len(positions) == 5 + 2 + 6 + 2

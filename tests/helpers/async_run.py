@@ -214,6 +214,62 @@ async def cancel_at_the_door(llm: Any) -> str:
     return type(ended).__name__
 
 
+def taken(activations: Any) -> Any:
+    """Rows as plain values."""
+    return {
+        tap: (rows.clone(), activations.positions_of(*tap), activations.token_ids_of(*tap))
+        for tap, rows in activations.items()
+    }
+
+
+async def streams(llm: Any, found: dict[str, Any]) -> None:
+    """Rows on the outputs of requests that go on."""
+    from vllm.engine.protocol import StreamingInput
+
+    from midstream import Capture, Probe
+
+    captures = [
+        Capture([0, 2], ALL_SITES, stream=True),
+        Capture(2, positions=["last_prompt", "last"], stream=True),
+        Capture(1, ALL_SITES),
+    ]
+
+    async def watch(nth: int, kind: str, abort_at: int = 0) -> dict[str, Any]:
+        shown, generated, name = [], 0, f"watch {nth} {kind} {abort_at}"
+        sampling = params(0, max_tokens=20, kind=kind)
+        given = {"capture": captures, "probes": Probe(vector(0), 1, name="p")}
+        async for output in llm.generate(prompt(nth), sampling, name, **given):
+            count = len(output.outputs[0].token_ids)
+            generated = generated + count if kind == "DELTA" else count
+            if output.activations is not None:
+                shown.append((generated, output.finished, taken(output.activations)))
+            if len(shown) == abort_at:
+                await llm.abort(name)
+        return {"shown": shown, "reason": output.outputs[0].finish_reason, **results(output)}
+
+    found["streams"] = await asyncio.gather(
+        *(watch(nth, kind) for nth in range(12) for kind in ("CUMULATIVE", "DELTA"))
+    )
+    found["stream aborted"] = await watch(1, "CUMULATIVE", 2)
+
+    async def inputs() -> Any:
+        yield StreamingInput(prompt(0))
+
+    sampling = {kind: params(0, kind=kind) for kind in KINDS}
+    several = params(0, n=2, kind="FINAL_ONLY")
+    found["stream refused"] = [
+        await refusal(ask(llm, f"no {nth}", given, one, capture=[Capture(0), captures[0]]))
+        for nth, (given, one) in enumerate(
+            [
+                (prompt(0), sampling["FINAL_ONLY"]),
+                (prompt(0), several),
+                (inputs(), sampling["CUMULATIVE"]),
+            ]
+        )
+    ]
+    await llm._front_end.check_integrity()
+
+
 async def aborts(llm: Any, found: dict[str, Any]) -> None:
     """Calls that end early, each in its own way."""
     long = params(0, max_tokens=100)
@@ -319,6 +375,7 @@ async def main(model: str, found: dict[str, Any]) -> None:
         found["sites"] = sorted(llm.info.shape.taps)
         await mix(llm, found)
         await errors(llm, found)
+        await streams(llm, found)
         await aborts(llm, found)
         await waiting(llm, found)
         await server_wide(llm, found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import AsyncGenerator
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from helpers.engines import greedy, tokens
 
 COUNT = 24
-NAMES = ("memory", "store", "keeping")
+NAMES = ("memory", "store", "keeping", "rows")
 KINDS = ("CUMULATIVE", "DELTA", "FINAL_ONLY")
 
 
@@ -39,6 +40,14 @@ def rows_of(activations: Any) -> dict[Any, Any]:
     return {
         tap: (rows.clone(), activations.positions_of(*tap), activations.token_ids_of(*tap))
         for tap, rows in activations.items()
+    }
+
+
+def as_rows(found: dict[Any, Any]) -> dict[Any, Any]:
+    """What `AsTheyCome.whole` gives of raw float32 rows, as `rows_of` has it."""
+    return {
+        tap: (encoded.contiguous().view(torch.float32), *rest)
+        for tap, (encoded, *rest) in found.items()
     }
 
 
@@ -68,11 +77,15 @@ async def at_once(llm: Any, found: dict[str, Any]) -> None:
     keeping = llm._front_end.sinks._sinks["keeping"]
     given = {one.request_id: one for one in keeping.given}
     store = open_store(outputs[0].capture_results["store"].manifest["store"])
+    rows = llm._front_end.sinks._sinks["rows"]
+    pieces = {output.request_id: rows.whole(output.request_id) for output in outputs}
     found["many"] = [
         {
             "memory": rows_of(output.activations),
             "store": rows_of(store.get(output.capture_results["store"].manifest["request"])),
             "keeping": rows_of(given[output.request_id].activations),
+            "rows": as_rows(pieces[output.request_id][0]),
+            "pieces": len(pieces[output.request_id][1]),
             "generated": len(given[output.request_id].generated_token_ids),
             "kept": kept(output),
             "receipt": output.receipt.to_dict(),
@@ -113,27 +126,61 @@ async def problems(llm: Any, found: dict[str, Any]) -> None:
     await llm._front_end.check_integrity()
 
 
+def wait_for_end(sink: Any, name: str) -> None:
+    """Until a sink has the last piece of a request: of one that was given up nobody is told."""
+    until = time.monotonic() + 30
+    while not any(one.request_id == name and one.is_last for one in sink.given):
+        assert time.monotonic() < until, f"{name} has no end"
+        time.sleep(0.01)
+
+
+async def several(llm: Any, found: dict[str, Any]) -> None:
+    """Several completions, and a sink that is slow to take pieces."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    from midstream import Capture
+
+    captures = [Capture(1), Capture(1, sink="rows")]
+    sampling = SamplingParams(
+        n=2, seed=3, max_tokens=12, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+    sampling.detokenize = False
+    output = await ask(llm, "several", prompt(5), sampling, captures)
+    rows = llm._front_end.sinks._sinks["rows"]
+    found["several"] = []
+    for nth, completion in enumerate(output.outputs):
+        put_together, pieces = rows.whole("several", nth)
+        mine = rows_of(completion.activations)
+        found["several"].append((mine, as_rows(put_together), len(pieces)))
+    rows.go.clear()
+    slow = asyncio.create_task(ask(llm, "slow rows", prompt(5), params(0, max_tokens=30), captures))
+    quick = await ask(llm, "quick", prompt(5), params(0, max_tokens=30), Capture(1))
+    found["slow rows is done"] = (quick.receipt.status, slow.done())
+    rows.go.set()
+    output = await slow
+    found["slow rows"] = (rows_of(output.activations), as_rows(rows.whole("slow rows")[0]))
+    await llm._front_end.check_integrity()
+
+
 async def aborts(llm: Any, found: dict[str, Any]) -> None:
     """One request that is aborted, and one whose caller leaves."""
     from midstream import Capture
     from midstream.store import open_store
 
     long = params(0, max_tokens=100)
+    ended = [Capture(1, sink=sink, tag="ended") for sink in ("store", "rows")]
 
     async def abort_after(count: int) -> Any:
         last = None
-        async for output in llm.generate(
-            prompt(2), long, "aborted", capture=Capture(1, sink="store", tag="ended")
-        ):
+        async for output in llm.generate(prompt(2), long, "aborted", capture=ended):
             last, count = output, count - 1
             if not count:
                 await llm.abort("aborted")
         return last
 
     async def leave_after(count: int) -> None:
-        stream = llm.generate(
-            prompt(2), long, "left", capture=Capture(1, sink="store", tag="ended")
-        )
+        stream = llm.generate(prompt(2), long, "left", capture=ended)
         async for _ in stream:
             count -= 1
             if not count:
@@ -141,7 +188,7 @@ async def aborts(llm: Any, found: dict[str, Any]) -> None:
         await stream.aclose()
 
     aborted, _ = await asyncio.gather(abort_after(3), leave_after(3))
-    whole = await ask(llm, "whole", prompt(2), long, Capture(1, sink="store", tag="ended"))
+    whole = await ask(llm, "whole", prompt(2), long, ended)
     found["aborted"] = (aborted.outputs[0].finish_reason, aborted.capture_results)
     place = whole.capture_results["store"].manifest
     store = open_store(place["store"])
@@ -150,6 +197,16 @@ async def aborts(llm: Any, found: dict[str, Any]) -> None:
         for one in store.requests
         if one.tag == "ended"
     ]
+    rows = llm._front_end.sinks._sinks["rows"]
+    await llm._front_end.check_integrity()
+    found["ended pieces"] = {}
+    for name in ("aborted", "left", "whole"):
+        await asyncio.to_thread(wait_for_end, rows, name)
+        _, pieces = rows.whole(name)
+        found["ended pieces"][name] = [
+            (one.finish_reason, one.receipt.status, len(one.activations.positions))
+            for one in pieces
+        ]
     await llm._front_end.check_integrity()
 
 
@@ -164,12 +221,14 @@ async def session(llm: Any, found: dict[str, Any]) -> None:
             yield StreamingInput(prompt(nth))
             await asyncio.sleep(0.05)
 
-    captures = [Capture(1), Capture(1, sink="keeping")]
+    captures = [Capture(1), Capture(1, sink="keeping"), Capture(1, sink="rows")]
     output = await ask(llm, "session", inputs(), params(1, max_tokens=3), captures)
     keeping = llm._front_end.sinks._sinks["keeping"]
     found["session"] = (
         rows_of(output.activations), rows_of(keeping.given[-1].activations), kept(output)
     )  # fmt: skip
+    put_together, pieces = llm._front_end.sinks._sinks["rows"].whole("session")
+    found["session pieces"] = (as_rows(put_together), len(pieces))
 
 
 async def main(model: str, folder: Path, found: dict[str, Any]) -> None:
@@ -179,6 +238,7 @@ async def main(model: str, folder: Path, found: dict[str, Any]) -> None:
         "store": {"root": str(folder / "store"), "group_seconds": 0.2},
         "keeping": {"queue_bytes": 20_000},
         "failing": {},
+        "rows": {"queue_bytes": 20_000},
     }
     llm = AsyncLLM(
         model,
@@ -195,6 +255,7 @@ async def main(model: str, folder: Path, found: dict[str, Any]) -> None:
     try:
         await at_once(llm, found)
         await problems(llm, found)
+        await several(llm, found)
         await aborts(llm, found)
         await session(llm, found)
         keeping = llm._front_end.sinks._sinks["keeping"]
@@ -204,9 +265,11 @@ async def main(model: str, folder: Path, found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    from midstream.runtime import async_frontend
     from midstream.sinks import finding
 
-    offered = {"keeping": "Keeping", "failing": "Failing"}
+    async_frontend.LOOK_SECONDS = 0.0
+    offered = {"keeping": "Keeping", "failing": "Failing", "rows": "AsTheyCome"}
     finding.entry_points = lambda group: [  # type: ignore[assignment]
         EntryPoint(name, f"helpers.sinking:{cls}", group) for name, cls in offered.items()
     ]
