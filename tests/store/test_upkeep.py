@@ -257,6 +257,25 @@ def test_a_merge_that_ends_at_any_instant_loses_and_doubles_nothing(
     assert not replaced & set(names(tmp_path / "a"))
 
 
+def test_what_a_damaged_shard_stands_for_is_not_deleted(tmp_path, monkeypatch):
+    for i in range(2):  # so long that opening a shard does not look at its first rows
+        write(tmp_path, [entry(f"r{i}", seed=i, rows=4000)])
+    with monkeypatch.context() as patched:
+        crashing(patched, "delete", 0)
+        with pytest.raises(Crash):
+            merge(tmp_path, tmp_path)
+    (merged,) = (shard.name for shard in open_store(tmp_path).shards)
+    damage(tmp_path, merged)
+    before = names(tmp_path)
+    for upkeep in (lambda: merge(tmp_path, tmp_path), lambda: prune(tmp_path)):
+        with pytest.raises(StoreError, match=f"{merged}: damaged"):
+            upkeep()
+        assert names(tmp_path) == before
+    assert prune(tmp_path, damaged=True).damaged == (merged,)
+    assert ids(tmp_path) == [("r0", 0), ("r1", 0)]
+    assert verify(tmp_path).ok
+
+
 def test_a_reader_that_had_the_store_open_is_told_to_look_again(tmp_path):
     for i in range(3):
         write(tmp_path, seeded([i]))

@@ -11,7 +11,7 @@ from midstream.store.draft import Draft
 from midstream.store.entry import Header
 from midstream.store.folders import Folder, LocalFolder, folder_of, local_folder_of
 from midstream.store.layout import MAX_HEADER, MAX_REQUESTS
-from midstream.store.rewriting import copy_requests, names_for, remove_replaced, successor
+from midstream.store.rewriting import copy_requests, find_replaced, names_for, successor
 from midstream.store.shard import Shard
 from midstream.store.store import Store
 from midstream.store.verifying import check_shard
@@ -82,7 +82,7 @@ def merge(sources: Path | Sequence[Path], into: Path, shard_bytes: int = SHARD_B
     target.make()
     with target.exclusive():
         store = Store(target)
-        remove_replaced(target, store.shards)
+        _remove_replaced(target, store)
         there = _Contents(store.shards)
         found = [
             shard
@@ -98,8 +98,13 @@ def merge(sources: Path | Sequence[Path], into: Path, shard_bytes: int = SHARD_B
         small = [shard for shard in found if shard.size <= shard_bytes // 2]
         for shards in _packs(small, shard_bytes):
             new.extend(_join(shards, target))
-        remove_replaced(target, Store(target).shards)
+        _remove_replaced(target, Store(target))
     return new
+
+
+def _remove_replaced(target: LocalFolder, store: Store) -> None:
+    for name in find_replaced(target, store.shards):
+        target.delete(name)
 
 
 def _listed(sources: Path | Sequence[Path]) -> Sequence[Path]:

@@ -10,7 +10,7 @@ from midstream.errors import StoreError
 from midstream.spec.fields import show
 from midstream.store.draft import Draft
 from midstream.store.folders import LocalFolder, local_folder_of
-from midstream.store.rewriting import copy_requests, names_for, successor
+from midstream.store.rewriting import copy_requests, find_replaced, names_for, successor
 from midstream.store.shard import Shard
 from midstream.store.verifying import check_shard, look_at
 
@@ -119,8 +119,8 @@ def _look(folder: LocalFolder, asked: _Asked) -> _Found:
     names = folder.names()
     bad = [each.shard for each in look_at(folder).findings] if asked.damaged else []
     shards = [Shard(folder, name) for name in names if name not in bad]
-    stood_for = {name for shard in shards for name in shard.layout.replaces}
-    shards = [shard for shard in shards if shard.name not in stood_for]
+    replaced = find_replaced(folder, shards)
+    shards = [shard for shard in shards if shard.name not in replaced]
     gone = _unwanted(shards, asked.duplicates, set(asked.requests), set(asked.tags))
     dropped = [
         (shard.lines[index].request, shard.lines[index].child)
@@ -130,7 +130,7 @@ def _look(folder: LocalFolder, asked: _Asked) -> _Found:
     return _Found(
         Pruned(
             tuple(folder.temporaries(asked.older_than_s)),
-            tuple(name for name in names if name in stood_for and name not in bad),
+            tuple(name for name in replaced if name not in bad),
             tuple(bad),
             tuple(dropped),
         ),

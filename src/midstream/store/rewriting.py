@@ -9,6 +9,7 @@ from midstream.store.draft import Draft
 from midstream.store.entry_rows import IndexedRows
 from midstream.store.folders import Folder
 from midstream.store.shard import Shard
+from midstream.store.verifying import check_shard
 from midstream.store.writer import new_name
 
 _TIME = re.compile(r"\d{8}T\d{6}\.\d{6}-")
@@ -48,14 +49,17 @@ def successor(shards: Collection[Shard]) -> str:
     return time[0] + name[len(time[0]) :] if time else name
 
 
-def remove_replaced(folder: Folder, shards: Iterable[Shard]) -> list[str]:
-    """Deletes the shards that others stand for: what is left of work that was interrupted.
+def find_replaced(folder: Folder, shards: Iterable[Shard]) -> list[str]:
+    """The names of shards that others stand for: what is left of work that was interrupted.
 
-    Returns:
-        Their names.
+    Raises:
+        StoreError: one that stands for others is damaged: they may be all that there is.
     """
     there = set(folder.names())
-    found = sorted({name for shard in shards for name in shard.layout.replaces} & there)
-    for name in found:
-        folder.delete(name)
-    return found
+    found: set[str] = set()
+    for shard in shards:
+        replaced = there.intersection(shard.layout.replaces)
+        if replaced:
+            check_shard(shard)
+        found |= replaced
+    return sorted(found)
