@@ -6,6 +6,7 @@ import struct
 
 import numpy as np
 import pytest
+from helpers.nightly import rounds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models.gguf_file import ALIGN, gguf_bytes, text
@@ -168,7 +169,7 @@ def test_every_truncation_is_a_model_error() -> None:
 @given(
     flips=st.lists(st.tuples(st.integers(0, 220), st.integers(0, 255)), min_size=1, max_size=4),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=rounds(suite=150, nightly=1200), deadline=None)
 def test_damage_is_a_model_error_or_reads(flips: list[tuple[int, int]]) -> None:
     damaged = bytearray(small_file())
     for at, byte in flips:

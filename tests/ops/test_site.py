@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.nightly import rounds
 from helpers.site_cases import Step, assert_same, case, expected, random_case, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,7 +32,7 @@ def test_programs_are_carried_out_captured_and_counted_as_defined(
     assert_same(case, wanted, exact=max_steps == 0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=rounds(suite=75, nightly=600), deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     rows=st.integers(1, 9),

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from helpers.nightly import rounds
 from helpers.plans import SMALL, add, gated, plan_of, random_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,7 +55,7 @@ def _asked(plan: ResolvedPlan, position: int) -> list[object]:
 
 
 @given(st.integers(0, 10**9), st.integers(0, LENGTH - 1), st.integers(1, 16))
-@settings(max_examples=400)
+@settings(max_examples=rounds(suite=200, nightly=1600))
 def test_a_block_is_plain_exactly_where_none_of_its_tokens_is_edited(seed, start, size):
     plan = random_plan(random.Random(seed), LENGTH) or plan_of()
     asked = [_asked(plan, position) for position in range(start, start + size)]
@@ -63,7 +64,7 @@ def test_a_block_is_plain_exactly_where_none_of_its_tokens_is_edited(seed, start
 
 
 @given(st.integers(0, 10**9), st.integers(0, LENGTH - 1), st.integers(1, 16), st.data())
-@settings(max_examples=600)
+@settings(max_examples=rounds(suite=300, nightly=2400))
 def test_two_plans_share_a_block_exactly_if_they_do_the_same_to_each_of_its_tokens(
     seed, start, size, data
 ):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers.nightly import rounds
 from helpers.tokenizers import byte_level, sentencepiece_like
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,7 +65,7 @@ def test_each_message_of_a_plain_chat_is_found_even_if_another_says_the_same():
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE])
 @given(contents=st.lists(st.text("the cat😀\n <|é", max_size=8), min_size=1, max_size=4))
-@settings(max_examples=150)
+@settings(max_examples=rounds(suite=75, nightly=600))
 def test_the_tokens_of_a_message_are_all_that_have_a_character_of_its_content(tokenizer, contents):
     messages = _chat(*contents)
     text, places = "", []

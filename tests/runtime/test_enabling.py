@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+# It imports vLLM in a process of its own, which takes as long as an engine's start.
+pytestmark = pytest.mark.engine
+
 ROOT = Path(__file__).resolve().parents[2]
 PATCHED = [
     "vllm.engine.arg_utils.EngineArgs.create_engine_config",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from helpers.nightly import rounds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,7 +39,7 @@ runs = st.tuples(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=rounds(suite=100, nightly=800), deadline=None)
 @given(
     steps=st.lists(st.lists(runs, max_size=4), max_size=6),
     takes=st.lists(st.sets(st.integers(0, 3), min_size=1), max_size=3),

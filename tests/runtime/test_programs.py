@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers.fake_steps import make_buffers
+from helpers.nightly import rounds
 from helpers.plans import KINDS, SMALL, VECTORS, add, edits_of, rows
 from helpers.programs import assert_free, assert_program, edits, programs
 from hypothesis import given, settings
@@ -30,7 +31,7 @@ def numbered(count):
 # ---------------------------------------------------------------- what the device reads
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=rounds(suite=75, nightly=600), deadline=None)
 @given(programs(NUM_TAPS))
 def test_a_program_says_at_each_tap_what_its_edits_do_in_their_order(wanted):
     buffers = make_buffers()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from helpers.nightly import rounds
 from helpers.tokenizers import byte_level, sentencepiece_like
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,19 +41,19 @@ def _check(tokenizer, ids):
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 @given(texts)
-@settings(max_examples=300)
+@settings(max_examples=rounds(suite=150, nightly=1200))
 def test_the_pieces_of_a_text_are_together_the_decoded_text(tokenizer, text):
     _check(tokenizer, _encode(tokenizer, text))
 
 
 @given(st.lists(st.integers(0, len(BYTE_LEVEL) - 1), max_size=20))
-@settings(max_examples=300)
+@settings(max_examples=rounds(suite=150, nightly=1200))
 def test_any_tokens_even_no_text_at_all_have_pieces_that_are_the_decoded_text(ids):
     _check(BYTE_LEVEL, ids)
 
 
 @given(texts)
-@settings(max_examples=300)
+@settings(max_examples=rounds(suite=150, nightly=1200))
 def test_each_token_of_bytes_has_just_the_characters_that_its_bytes_are_in(text):
     # The bytes of each token are known here, so its characters are as well.
     ids = BYTE_LEVEL(text.replace("<|im_end|>", ""), add_special_tokens=False)["input_ids"]
@@ -68,7 +69,7 @@ def test_each_token_of_bytes_has_just_the_characters_that_its_bytes_are_in(text)
 
 
 @given(texts)
-@settings(max_examples=300)
+@settings(max_examples=rounds(suite=150, nightly=1200))
 def test_tokens_that_end_where_a_character_does_end_their_piece(text):
     ids = BYTE_LEVEL(text.replace("<|im_end|>", ""), add_special_tokens=False)["input_ids"]
     found = text_map(BYTE_LEVEL, ids)

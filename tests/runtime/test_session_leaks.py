@@ -6,6 +6,7 @@ import random
 
 import pytest
 from helpers.fake_steps import FakeEngine, view_of
+from helpers.nightly import rounds
 from helpers.plans import plan_of, random_plan
 
 from midstream.spec import Vector
@@ -53,7 +54,7 @@ def test_thousands_of_requests_come_and_go_and_leave_nothing_behind(lag):
     packed = many_plans(60)
     made = 0
     fates = dict.fromkeys(("ended", "aborted", "taken as it ran", "never ran"), 0)
-    while made < 5_000:
+    while made < rounds(suite=2_000, nightly=20_000):
         fate = {f"r{made + n}": "never ran" for n in range(50)}
         for name in fate:
             session.add(name, f"u{name}", draw.choice(packed))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from helpers.nightly import rounds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from spec.position_strategies import rows_of
@@ -41,7 +42,7 @@ def _positions(ranges):
 
 
 @given(plans_by_length, st.integers(1, 10), st.lists(st.integers(0, 8), min_size=1, max_size=6))
-@settings(max_examples=200)
+@settings(max_examples=rounds(suite=100, nightly=800))
 def test_what_is_selected_agrees_with_enumeration(plan, prompt_len, generated):
     # Token ids of a prompt are not known here; those of generated tokens are.
     prompt, ids = Prompt(prompt_len, (99,) * prompt_len), [99] * prompt_len + generated[:-1]

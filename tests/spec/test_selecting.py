@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers.nightly import rounds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from spec.position_strategies import (
@@ -47,7 +48,7 @@ def _is_empty_handed(positions, prompt, max_tokens):
 
 
 @given(capture_positions, prompts(), st.data())
-@settings(max_examples=600)
+@settings(max_examples=rounds(suite=300, nightly=2400))
 def test_selecting_is_asking_of_each_row_whether_it_is_meant(positions, prompt, data):
     max_tokens = data.draw(st.integers(1, 8))
     try:
@@ -73,7 +74,7 @@ def test_selecting_is_asking_of_each_row_whether_it_is_meant(positions, prompt, 
 
 
 @given(capture_positions, prompts())
-@settings(max_examples=300)
+@settings(max_examples=rounds(suite=150, nightly=1200))
 def test_without_max_tokens_the_same_is_selected_as_with_a_large_one(positions, prompt):
     endless = positions.phase != "prompt" and any(
         isinstance(item, (Span, Window)) and item.step > 1 and item.stop is None

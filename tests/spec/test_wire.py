@@ -7,6 +7,7 @@ import random
 import struct
 
 import pytest
+from helpers.nightly import rounds
 from helpers.plans import KINDS, VECTORS, add, plan_of, probe, random_plan, rows
 from helpers.programs import all_steps
 from hypothesis import given, settings
@@ -104,7 +105,7 @@ def test_the_bytes_of_a_plan_are_what_they_were():
 
 
 @given(plans_by_length, st.integers(1, 14), st.integers(1, 6))
-@settings(max_examples=150)
+@settings(max_examples=rounds(suite=75, nightly=600))
 def test_a_resolved_plan_survives_its_bytes(plan, prompt_len, max_tokens):
     try:
         resolved = resolve(plan, SHAPE, Prompt(prompt_len), max_tokens)
@@ -114,7 +115,7 @@ def test_a_resolved_plan_survives_its_bytes(plan, prompt_len, max_tokens):
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=150)
+@settings(max_examples=rounds(suite=75, nightly=600))
 def test_a_plan_with_gates_rows_and_ids_survives_its_bytes(seed):
     plan = random_plan(random.Random(seed), 20)
     if plan is not None:
@@ -122,7 +123,7 @@ def test_a_plan_with_gates_rows_and_ids_survives_its_bytes(seed):
 
 
 @given(st.lists(all_steps, min_size=1, max_size=3))
-@settings(max_examples=150)
+@settings(max_examples=rounds(suite=75, nightly=600))
 def test_instructions_of_every_kind_survive_their_bytes(several):
     edits = [
         ResolvedEdit(*POST, steps, Where(((0, 1),)), nth - 1) for nth, steps in enumerate(several)
@@ -296,7 +297,7 @@ def test_json_that_means_the_same_in_other_words_is_refused():
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=rounds(suite=100, nightly=800))
 def test_a_spoilt_header_is_read_or_refused(data):
     header = data.draw(spoilt(HEADER))
     found = reads_or_refuses(ResolvedPlan.from_bytes, _packed(header))
@@ -314,7 +315,7 @@ BUSY = plan_of(
 
 
 @given(st.integers(0, len(BUSY) - 1), st.integers(0, 255))
-@settings(max_examples=400)
+@settings(max_examples=rounds(suite=200, nightly=1600))
 def test_a_changed_byte_never_gives_another_error_than_a_refusal(index, byte):
     data = bytearray(BUSY)
     data[index] = byte
@@ -324,7 +325,7 @@ def test_a_changed_byte_never_gives_another_error_than_a_refusal(index, byte):
 
 
 @given(st.lists(st.tuples(st.integers(0, len(BUSY) - 1), st.integers(0, 7)), max_size=6))
-@settings(max_examples=300)
+@settings(max_examples=rounds(suite=150, nightly=1200))
 def test_flipped_bits_never_give_another_error_than_a_refusal(flips):
     data = bytearray(BUSY)
     for index, bit in flips:

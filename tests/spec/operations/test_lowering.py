@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 from helpers.formulas import apply, run, wide
+from helpers.nightly import rounds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from spec.strategies import edits, gates, named_edits, plain_edits
@@ -37,7 +38,7 @@ def agree(found, expected, scale):
 
 
 @given(cases(plain_edits(WIDTH) | gates(WIDTH, own=True)))
-@settings(max_examples=400)
+@settings(max_examples=rounds(suite=200, nightly=1600))
 def test_the_instructions_of_an_edit_compute_its_formula(case):
     edit, h = case
     expected = apply(edit, h)
@@ -87,7 +88,7 @@ def test_parameters_are_float32_that_json_can_hold(edit):
 
 
 @given(edits() | named_edits())
-@settings(max_examples=200)
+@settings(max_examples=rounds(suite=100, nightly=800))
 def test_an_edit_survives_json(edit):
     text = json.dumps(edit.to_dict(), allow_nan=False)
     again = parse_edit(json.loads(text))
