@@ -447,3 +447,24 @@ def test_processes_share_a_store(tmp_path, writers):
     assert ids(tmp_path) == sorted((f"{n}-{i}", 0) for n in range(writers) for i in range(30))
     assert same(store.get("1-29")[TAPS[0]], vectors(129, 3, header()))
     assert verify(tmp_path).ok
+
+
+def test_taps_that_are_made_as_they_are_read_have_each_its_own_index(tmp_path):
+    """Their tensors are gone, and others may lie where they lay."""
+    head = header()
+
+    class Made(dict):
+        def items(self):
+            for layer in range(50):
+                index = torch.arange(layer, layer + 2)
+                data = head.open_codec().encode(vectors(layer, 2, head))
+                yield ("resid_post", layer), TapRows(data, index, index + 1)
+
+        def __len__(self):
+            return 50
+
+    with Writer(tmp_path, head) as writer:
+        writer.add(Entry(request="a", prompt_tokens=99, taps=Made()))
+    found = open_store(tmp_path).get("a")
+    for layer in range(50):
+        assert found.positions_of("resid_post", layer).tolist() == [layer, layer + 1]

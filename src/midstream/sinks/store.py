@@ -10,11 +10,15 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
+
+from midstream.activations import Activations
 from midstream.errors import StoreError
 from midstream.receipt import CaptureResult, Receipt
 from midstream.sinks.base import Delivery, Origin, Sink
 from midstream.spec import Plan
 from midstream.store import Entry, Header, TapRows, Writer
+from midstream.store.entry import Tap
 from midstream.store.writer import SHARD_BYTES
 
 # The store's metadata of a request is the caller's, and under this name what midstream knows of it.
@@ -73,12 +77,7 @@ class StoreSink(Sink):
                 tag=delivery.tag,
                 prompt_tokens=delivery.prompt_tokens,
                 metadata={**delivery.metadata, OWN: self._known(delivery)},
-                taps={
-                    tap: TapRows(
-                        rows.encoded(*tap), rows.positions_of(*tap), rows.token_ids_of(*tap)
-                    )
-                    for tap in rows
-                },
+                taps=_taps(rows),
             )
         )
         place = {"request": delivery.name, "child": delivery.completion, "tag": delivery.tag}
@@ -129,6 +128,18 @@ class StoreSink(Sink):
             found["prompt"] = delivery.prompt
             found["text"] = delivery.text
         return found
+
+
+def _taps(rows: Activations) -> dict[Tap, TapRows]:
+    """Rows by site and layer; those that came at the same positions share their index."""
+    tokens: dict[int, Tensor] = {}
+    found = {}
+    for tap in rows:
+        positions = rows.positions_of(*tap)
+        if id(positions) not in tokens:
+            tokens[id(positions)] = rows.token_ids_of(*tap)
+        found[tap] = TapRows(rows.encoded(*tap), positions, tokens[id(positions)])
+    return found
 
 
 @functools.lru_cache(maxsize=64)

@@ -19,6 +19,8 @@ from midstream.store.layout import MAX_LAYER, MAX_POSITION, tap_order
 
 MAX_TAPS = 4096  # of one entry
 
+_Index = tuple[bytes, bytes]  # positions and token ids
+
 
 @dataclass(frozen=True, slots=True)
 class IndexedRows:
@@ -50,17 +52,21 @@ def read_rows(taps: object, row_bytes: int) -> list[IndexedRows]:
     if len(taps) > MAX_TAPS:
         raise StoreError(f"taps: an entry has at most {MAX_TAPS}, got {len(taps)}")
     indices = _Indices()
-    data: dict[tuple[bytes, bytes], dict[Tap, NDArray[np.uint8]]] = {}
+    data: dict[_Index, dict[Tap, NDArray[np.uint8]]] = {}
+    seen: set[Tap] = set()
     for key, rows in taps.items():
         tap = _read_tap(key)
-        where = f"taps[{tap[0]!r}, {tap[1]}]"
-        if not isinstance(rows, TapRows):
-            raise StoreError(f"{where}: expected `TapRows`, got {kind(rows)}")
-        index, count = indices.read(rows, where)
-        of_index = data.setdefault(index, {})
-        if any(tap in others for others in data.values()):
-            raise StoreError(f"{where}: given twice, by two names of the site")
-        of_index[tap] = _read_array(rows.data, f"{where}.data", torch.uint8, (count, row_bytes))
+        try:
+            if not isinstance(rows, TapRows):
+                raise StoreError(f": expected `TapRows`, got {kind(rows)}")
+            if tap in seen:
+                raise StoreError(": given twice, by two names of the site")
+            index, count = indices.read(rows)
+            array = _read_array(rows.data, ".data", torch.uint8, (count, row_bytes))
+        except StoreError as error:
+            raise StoreError(f"taps[{tap[0]!r}, {tap[1]}]{error}") from None
+        seen.add(tap)
+        data.setdefault(index, {})[tap] = array
     return [
         IndexedRows(
             *indices.arrays(index), {tap: of_index[tap] for tap in sorted(of_index, key=tap_order)}
@@ -73,22 +79,23 @@ class _Indices:
     """The different indices of an entry: mostly one, in the same tensors for all taps."""
 
     def __init__(self) -> None:
-        self._by_object: dict[tuple[int, int], tuple[bytes, bytes]] = {}
+        self._by_object: dict[tuple[int, int], _Index] = {}
+        self._held: list[TapRows] = []  # or others might come to have their ids
 
-    def read(self, rows: TapRows, where: str) -> tuple[tuple[bytes, bytes], int]:
+    def read(self, rows: TapRows) -> tuple[_Index, int]:
         """(what tells this index from others, how many rows it has)."""
         objects = id(rows.positions), id(rows.token_ids)
         index = self._by_object.get(objects)
         if index is None:
-            positions = _read_array(rows.positions, f"{where}.positions", torch.int64, (None,))
-            shape = positions.shape
-            tokens = _read_array(rows.token_ids, f"{where}.token_ids", torch.int64, shape)
-            check_positions(positions, f"{where}.positions")
+            positions = _read_array(rows.positions, ".positions", torch.int64, (None,))
+            tokens = _read_array(rows.token_ids, ".token_ids", torch.int64, positions.shape)
+            check_positions(positions, ".positions")
             index = self._by_object[objects] = positions.tobytes(), tokens.tobytes()
+            self._held.append(rows)
         return index, len(index[0]) // 8
 
     @staticmethod
-    def arrays(index: tuple[bytes, bytes]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def arrays(index: _Index) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Its positions and token ids."""
         return np.frombuffer(index[0], np.int64), np.frombuffer(index[1], np.int64)
 
@@ -123,7 +130,7 @@ def _read_array(
     """A tensor's memory as an array; None in `shape` is any length."""
     if not isinstance(tensor, torch.Tensor):
         raise StoreError(f"{where}: expected a tensor, got {kind(tensor)}")
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise StoreError(f"{where}: expected a tensor on the host, got one on {tensor.device}")
     if tensor.dtype != dtype:
         raise StoreError(f"{where}: expected {dtype}, got {tensor.dtype}")
