@@ -452,13 +452,16 @@ def test_processes_share_a_store(tmp_path, writers):
 def test_taps_that_are_made_as_they_are_read_have_each_its_own_index(tmp_path):
     """Their tensors are gone, and others may lie where they lay."""
     head = header()
+    data = rows_of(vectors(0, 2, head), head).data
 
     class Made(dict):
         def items(self):
             for layer in range(50):
-                index = torch.arange(layer, layer + 2)
-                data = head.open_codec().encode(vectors(layer, 2, head))
-                yield ("resid_post", layer), TapRows(data, index, index + 1)
+                tokens = torch.arange(2)
+                rows = TapRows(data, torch.arange(layer, layer + 2), tokens)
+                del tokens
+                yield ("resid_post", layer), rows
+                del rows
 
         def __len__(self):
             return 50
