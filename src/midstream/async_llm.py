@@ -184,10 +184,13 @@ class AsyncLLM(VllmAsyncLLM):
             scores that are known: in an output that shows n generated tokens those of the first
             P + n − 1 positions, n counting from the beginning whatever the `output_kind`; the
             score of the request's last row, where a probe asks for `"last"`, comes with the last
-            output only. The last output also has `activations`, `capture_results` and `receipt`,
+            output only. Of captures with `stream` an output before the last has `activations`, at
+            those same positions (without the last of them, where a capture of the request asks for
+            `"last"`): with `CUMULATIVE` all so far, with `DELTA` those that no output before it
+            had. The last output has `activations` of the whole, `capture_results` and `receipt`,
             exactly as `LLM.generate` returns them, once the sinks have what they were to get; on
-            the others they are None. The last output of a request that was aborted has the scores
-            that were known and nothing else.
+            the others these are None. The last output of a request that was aborted has the scores
+            that were known, and the rows as one before the last, and nothing else.
 
         Raises:
             SpecError: something asked for is malformed or impossible. Nothing was queued.

@@ -177,6 +177,7 @@ def test_an_output_shows_the_rows_of_the_tokens_before_its_last_and_the_last_sho
     assert finished
     assert partial, "no output came before the last"
     assert all(torch.equal(last[tap][0], rows) for tap, (rows, _) in whole.items())
+    assert_close(whole, found["stream plain"][nth // 2]["activations"])
     begin = 0
     for generated, _, shown in partial:
         # The last row may be any that is the last so far: one is held back.

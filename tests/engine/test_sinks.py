@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 import torch
 from helpers.engines import ALL_SITES, engine, generated, greedy, tokens
-from helpers.sinking import AsTheyCome, Keeping
+from helpers.sinking import Keeping
 
 import midstream
 from midstream import Capture, ConfigError, ReceiptError, SpecError
 from midstream.activations import Activations
 from midstream.consumers import FilesystemCaptureRequest
-from midstream.runtime import frontend
 from midstream.sinks import finding
 from midstream.sinks.store import OWN
 from midstream.store import open_store
@@ -39,12 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llm(tiny_llama: Path, folder: Path) -> Iterator[Any]:
     """One engine with every sink, and one of them for every request."""
-    offered = {
-        "keeping": "Keeping",
-        "failing": "Failing",
-        "probe": "Keeping",
-        "rows": "AsTheyCome",
-    }
+    offered = {"keeping": "Keeping", "failing": "Failing", "probe": "Keeping"}
     entries = [
         EntryPoint(name, f"helpers.sinking:{cls}", finding.GROUP) for name, cls in offered.items()
     ]
@@ -55,7 +49,6 @@ def llm(tiny_llama: Path, folder: Path) -> Iterator[Any]:
         "log": {"level": "debug"},
         "keeping": {"queue_bytes": QUEUE_BYTES},
         "failing": {},
-        "rows": {},
         "probe": {"capture": {"layers": [-1], "positions": "last_prompt", "tag": "probe"}},
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -209,180 +202,6 @@ def test_each_of_several_completions_is_kept(llm: Any) -> None:
             assert np.array_equal(file["rows"], completion.activations["resid_post", 1].numpy())
     assert output.capture_results["store"].status == "ok"
     assert len(output.capture_results["npz"].paths) == 6
-
-
-# ---------------------------------------------------------------- rows as they come
-
-
-@pytest.fixture
-def rows(llm: Any, monkeypatch: pytest.MonkeyPatch) -> AsTheyCome:
-    """The sink that wants them so, which gets them after every step."""
-    monkeypatch.setattr(frontend, "LOOK_SECONDS", 0.0)
-    found = sink_of(llm, "rows")
-    assert isinstance(found, AsTheyCome)
-    found.given.clear()
-    return found
-
-
-def assert_whole(sink: AsTheyCome, output: Any, completion: int = 0) -> list[Any]:
-    """What came in pieces of a completion is, bit by bit, what the output has; the pieces."""
-    found, pieces = sink.whole(output.request_id, completion)
-    expected = output.outputs[completion].activations
-    assert list(found) == list(expected)
-    for tap, (encoded, positions, ids) in found.items():
-        assert torch.equal(encoded, expected.encoded(*tap)), tap
-        assert torch.equal(positions, expected.positions_of(*tap))
-        assert torch.equal(ids, expected.token_ids_of(*tap))
-    last = pieces[-1]
-    assert last.receipt.captured == output.outputs[completion].receipt.captured
-    assert last.generated_token_ids == tuple(output.outputs[completion].token_ids)
-    return pieces
-
-
-def both(positions: Any = "all", codec: str = "raw") -> list[Capture]:
-    return [
-        Capture("all", ALL_SITES, positions, codec=codec, sink=sink) for sink in ("memory", "rows")
-    ]
-
-
-@pytest.mark.parametrize("codec", ["raw", "full8", "rp8:k=16", "topk8:k=8"])
-@pytest.mark.parametrize("positions", ["all", ["last_prompt", "last"], "generated"])
-def test_pieces_put_together_are_the_rows_in_memory_bit_by_bit(
-    llm: Any, rows: AsTheyCome, codec: str, positions: Any
-) -> None:
-    long = [tokens([5 + n] * (60 + 40 * n)) for n in range(3)]  # their prompts come in chunks
-    outputs = run(llm, [*PROMPTS, *long], [both(positions, codec)] * 15)
-    for output in outputs:
-        pieces = assert_whole(rows, output)
-        assert output.receipt.status == "ok"
-        assert output.capture_results["rows"].status == "ok"
-        assert len(pieces) > 1 or positions != "all"
-        for piece in pieces[:-1]:
-            assert piece.finish_reason is None
-            assert piece.receipt.status == "ok"
-            assert len(piece.activations.positions)
-    if positions == "all":
-        assert any(not one.generated_token_ids for one in rows.given), "no prompt came in chunks"
-    del outputs, output, pieces
-    rows.given.clear()
-    assert llm._front_end._call("check_integrity")[0]["arena"]["leases"] == 0
-    assert not llm._front_end._pieces
-
-
-def test_rows_that_go_nowhere_else_come_once_though_running_requests_are_reset(
-    llm: Any, rows: AsTheyCome, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step, steps = llm.llm_engine.step, 0
-    counted: list[bool] = []
-
-    def resetting() -> Any:
-        nonlocal steps
-        steps += 1
-        if steps in (6, 11, 17):
-            counted.append(llm.reset_prefix_cache(reset_running_requests=True))
-        return step()
-
-    params = greedy(20, detokenize=False)
-    monkeypatch.setattr(llm.llm_engine, "step", resetting)
-    outputs = run(llm, PROMPTS[:8], [both()] * 4 + [Capture("all", sink="rows")] * 4, params)
-    monkeypatch.undo()
-    assert counted == [True] * 3
-    plain = run(llm, PROMPTS[4:8], Capture("all"), params)
-    for output in outputs[:4]:
-        assert len(assert_whole(rows, output)) > 5
-    for output, expected in zip(outputs[4:], plain, strict=True):
-        assert output.activations is None
-        assert output.receipt.status == "ok"
-        found, pieces = rows.whole(output.request_id)
-        assert len(pieces) > 5
-        assert pieces[-1].receipt.captured == expected.receipt.captured
-        for tap, (encoded, positions, ids) in found.items():
-            assert positions.tolist() == expected.activations.positions.tolist()
-            assert ids.tolist() == expected.activations.token_ids.tolist()
-            values = encoded.contiguous().view(torch.float32)
-            torch.testing.assert_close(values, expected.activations[tap], rtol=1e-4, atol=1e-4)
-
-
-def test_each_of_several_completions_comes_in_its_own_pieces(llm: Any, rows: AsTheyCome) -> None:
-    from vllm import SamplingParams
-
-    params = SamplingParams(n=3, temperature=1.0, max_tokens=9, ignore_eos=True, seed=1)
-    params.detokenize = False
-    (output,) = run(llm, [PROMPTS[2]], [both()], params)
-    for nth in range(3):
-        pieces = assert_whole(rows, output, nth)
-        assert len(pieces) > 2
-        assert all(piece.completions == 3 for piece in pieces)
-
-
-def test_a_piece_that_a_sink_cannot_write_is_an_error_of_its_request(
-    llm: Any, rows: AsTheyCome, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = rows.write
-
-    def broken(delivery: Any) -> Any:
-        if delivery.request_id == wrong and delivery.piece == 1:
-            raise OSError("no room")
-        return write(delivery)
-
-    monkeypatch.setattr(rows, "write", broken)
-    wrong = str(llm.request_counter.counter)
-    with pytest.raises(ReceiptError, match="sink rows: OSError: no room") as caught:
-        run(llm, PROMPTS[:2], [both()] * 2)
-    first, second = caught.value.outputs
-    assert first.capture_results["rows"].status == "error"
-    assert first.receipt.problems == ("sink rows: OSError: no room",)
-    assert second.receipt.status == "ok"
-    assert_whole(rows, second)
-
-
-def test_a_call_that_is_given_up_ends_for_the_sink_that_had_some_of_it(
-    llm: Any, rows: AsTheyCome, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step, steps = llm.llm_engine.step, 0
-
-    def interrupted() -> Any:
-        nonlocal steps
-        steps += 1
-        if steps == 9:
-            raise KeyboardInterrupt
-        return step()
-
-    monkeypatch.setattr(llm.llm_engine, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(llm, PROMPTS, Capture(1, sink="rows"), greedy(8, detokenize=False))
-    monkeypatch.setattr(llm.llm_engine, "step", step)
-    run(llm, PROMPTS[:1], Capture(1, sink="rows"))
-    ended = {one.request_id: one for one in rows.given if one.is_last}
-    assert {one.request_id for one in rows.given} == set(ended), "a request has no end"
-    given_up = [one for one in ended.values() if one.finish_reason == "abort"]
-    assert len(given_up) >= 8
-    for one in given_up:
-        rows.whole(one.request_id)
-        assert one.receipt.status == "error"
-        assert len(one.activations.positions) == 0
-    assert not llm._front_end._pieces
-    llm._front_end._call("check_integrity")
-
-
-def test_without_such_a_sink_a_step_asks_the_workers_nothing(
-    llm: Any, rows: AsTheyCome, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-    call = llm._front_end._call
-    monkeypatch.setattr(
-        llm._front_end, "_call", lambda op, *rest: (calls.append(op), call(op, *rest))[1]
-    )
-    run(llm, PROMPTS, Capture("all", sink="store"))
-    assert set(calls) == {"collect"}
-    run(llm, PROMPTS, Capture("all", sink="rows"))
-    assert "hand_over" in calls
-
-
-def test_rows_on_the_way_are_for_the_async_engine(llm: Any) -> None:
-    with pytest.raises(SpecError, match="only generate.. of midstream.AsyncLLM has") as caught:
-        run(llm, PROMPTS[0], [[Capture(0), Capture(1, stream=True)]])
-    assert caught.value.path == "capture[0][1].stream"
 
 
 # ---------------------------------------------------------------- of every request

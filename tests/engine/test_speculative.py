@@ -90,3 +90,21 @@ def test_scores_that_are_shown_meanwhile_are_never_those_of_a_rejected_draft(
                     torch.testing.assert_close(values, final[here])
                     shown += len(values)
     assert shown > 50
+
+
+@pytest.mark.parametrize("way", SCRIPTED)
+def test_rows_that_come_on_the_way_are_of_no_rejected_draft(
+    ngram: dict[str, Any], expected: dict[str, Any], way: str
+) -> None:
+    found = ngram[way]["pieces"]
+    assert set(found) == set(expected)
+    compared = 0
+    for name, (pieces, status, is_alike, rows) in found.items():
+        assert (status, is_alike) == ("ok", True), name
+        assert pieces > 2 or len(expected[name]["generated"]) < 9
+        for tap, (values, positions) in (expected[name]["activations"] or {}).items():
+            mine, places = rows[tap]
+            assert places.tolist() == list(range(len(places)))
+            torch.testing.assert_close(mine[positions], values, rtol=1e-4, atol=1e-4)
+            compared += len(values)
+    assert compared > 1000

@@ -250,6 +250,13 @@ async def streams(llm: Any, found: dict[str, Any]) -> None:
     found["streams"] = await asyncio.gather(
         *(watch(nth, kind) for nth in range(12) for kind in ("CUMULATIVE", "DELTA"))
     )
+    plain = {"capture": Capture("all", ALL_SITES), "probes": Probe(vector(0), 1, name="p")}
+    found["stream plain"] = await asyncio.gather(
+        *(
+            ask(llm, f"plain {nth}", prompt(nth), params(0, max_tokens=20), **plain)
+            for nth in range(12)
+        )
+    )
     found["stream aborted"] = await watch(1, "CUMULATIVE", 2)
 
     async def inputs() -> Any:

@@ -98,8 +98,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "With n > 1 the completions share one capture",
         RUNTIME + "parts.py",
-        'index = 0 if num_completions == 1 else int(entry["id"].split("_", 1)[0])',
-        "index = 0",
+        'return 0 if num_completions == 1 else int(request_id.split("_", 1)[0])',
+        "return 0",
         ENGINE
         + "test_isolation.py::test_several_completions_of_one_prompt_each_have_their_own_rows",
     ),
@@ -223,8 +223,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "A tap that does not fire goes unnoticed",
-        RUNTIME + "session.py",
-        "        wrong = np.flatnonzero(signatures != self._signature)\n",
+        RUNTIME + "firing.py",
+        "        wrong = np.flatnonzero(signatures != self.signature)\n",
         "        wrong = np.flatnonzero(signatures != signatures)\n",
         ENGINE + "test_front_door.py"
         "::test_a_tap_that_does_not_fire_stops_the_engine_before_anything_is_returned",
@@ -272,6 +272,29 @@ FAULTS: tuple[Fault, ...] = (
         '            if result.status != "ok":\n',
         "            if False:\n",
         "tests/runtime/test_delivering.py::test_two_sinks_at_once_each_say_what_became_of_theirs",
+    ),
+    Fault(
+        "A row that was handed over while its request ran comes once more at the end",
+        RUNTIME + "session.py",
+        "            request.blocks = _since(request.handed, blocks[request.serial])\n",
+        "            request.blocks = blocks[request.serial]\n",
+        "tests/runtime/test_handing_over.py"
+        "::test_each_row_comes_once_while_its_request_runs_or_at_its_end",
+    ),
+    Fault(
+        "A row that may be of a rejected draft is handed over",
+        RUNTIME + "pieces.py",
+        "        return max(0, length - 1 - self._held_back)\n",
+        "        return length + 1\n",
+        ENGINE + "test_speculative.py::test_rows_that_come_on_the_way_are_of_no_rejected_draft",
+    ),
+    Fault(
+        "A sink that had some of a request is not told that no more comes",
+        RUNTIME + "frontend.py",
+        "                self._end_pieces(uid)\n            self._call",
+        "                self._pieces.pop(uid, None)\n            self._call",
+        ENGINE + "test_sinks_rows.py"
+        "::test_a_call_that_is_given_up_ends_for_the_sink_that_had_some_of_it",
     ),
     Fault(
         "A link beneath the root leads a request's files elsewhere",

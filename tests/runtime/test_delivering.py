@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,10 @@ from midstream.receipt import CaptureResult
 from midstream.runtime.assembly import assemble
 from midstream.runtime.delivering import RESULTS, Finished, send, send_soon
 from midstream.runtime.door import Asked
+from midstream.runtime.pieces import Pieces
 from midstream.runtime.routes import Route
+from midstream.runtime.running import Running
+from midstream.sinks.opened import Pace
 from midstream.sinks.queue import SinkQueue
 from midstream.spec import Capture, Plan
 from midstream.spec.destination import NO_METADATA, Metadata
@@ -143,6 +147,48 @@ def test_a_sink_that_keeps_only_some_is_a_problem_of_the_receipt(sinks, one):
     delivered(sinks, Asked("u", BOTH, OWN, (route("one", (0, 1), 2),)), found)
     assert found.capture_results["one"].status == "partial"
     assert found.receipt.problems == ("sink one: one of two files",)
+
+
+class AsTheyCome:
+    """As OpenSinks, of which `one` wants rows as they come."""
+
+    def pace(self, name):
+        return Pace(0.0, 1) if name == "one" else None
+
+
+def begun(asked, results):
+    """The pieces of a request of which two positions came in two pieces, and its end's answers."""
+    pieces = Pieces(asked, "x", 1, AsTheyCome(), VECTORS)
+    for position, result in enumerate(results):
+        pieces.ask({"x": Running("abc", (100, 101, 102), ())})
+        pieces.take_in([answer(("x", [], [rows([PRE, POST], [position])]))])
+        for found, index, _, _ in pieces.deliveries():
+            done = Future()
+            done.set_result(result)
+            pieces.note(found, index, done)
+    return pieces, [answer(("x", [2] * 4, [rows([PRE, POST], [2, 3])]))]
+
+
+@pytest.mark.parametrize("how", ["send", "send_soon"])
+def test_the_last_piece_has_what_is_left_and_the_result_is_that_of_all(sinks, one, how):
+    own = Plan((Capture(1, sink="one"), Capture(1)))
+    asked = Asked("u", BOTH, own, (route("one", (0, 1), 2), route("memory", (0,), 2)))
+    first, second = CaptureResult(paths=("a",)), CaptureResult("partial", "half of it", ("b", "a"))
+    pieces, answers = begun(asked, [first, second])
+    one.results = [CaptureResult(paths=("c",), manifest={"all": 3})]
+    found = output()
+    found.prompt, found.outputs[0].text = "abc", "de"
+    blocks = assemble(found, BOTH, answers, "float32", pieces.before())
+    delivered(sinks, asked, found, how, pieces, blocks)
+    (given,) = one.given
+    assert (given.piece, given.is_last, given.text) == (2, True, "de")
+    assert given.activations.positions.tolist() == [2, 3]
+    assert [each.actual for each in given.receipt.captured] == [4, 4]
+    assert found.activations.positions.tolist() == [0, 1, 2, 3]
+    assert found.capture_results["one"] == CaptureResult("partial", "half of it", ("a", "b", "c"))
+    assert found.capture_results["one"].manifest == {"all": 3}
+    assert found.receipt.problems == ("sink one: half of it",)
+    assert pieces.endings() == [], "it would be ended twice"
 
 
 @pytest.mark.parametrize("sink", ["one", "memory"])

@@ -10,7 +10,7 @@ from helpers.sinking import ORIGIN, Noting, delivery
 
 from midstream.errors import ConfigError, SpecError
 from midstream.sinks import finding
-from midstream.sinks.opened import OpenSinks
+from midstream.sinks.opened import OpenSinks, Pace
 from midstream.sinks.settings import plain_sinks, read_sinks
 from midstream.spec import Capture, Plan
 from midstream.store import open_store
@@ -55,6 +55,13 @@ def test_without_settings_there_is_memory():
     sinks.check(Plan((Capture(0),)))
     sinks.drain()
     sinks.close()
+
+
+def test_only_a_sink_that_wants_rows_as_they_come_has_a_pace(monkeypatch):
+    assert [opened("one").pace(name) for name in ("one", "memory", "nobody")] == [None] * 3
+    monkeypatch.setattr(Opening, "wants", "rows")
+    monkeypatch.setattr(Opening, "piece_bytes", 7)
+    assert opened("one").pace("one") == Pace(1.0, 7)
 
 
 def test_each_is_opened_told_where_rows_come_from_and_closed():
@@ -106,7 +113,7 @@ def test_a_plan_is_refused_by_the_capture_that_is_wrong():
 PROGRAM = """
 import sys, weakref
 from helpers.sinking import ORIGIN, delivery
-from midstream.sinks.opened import OpenSinks
+from midstream.sinks.opened import OpenSinks, Pace
 from midstream.sinks.settings import plain_sinks, read_sinks
 
 class Door:
