@@ -20,7 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from helpers.faults import FAULTS, Fault  # noqa: E402
+from helpers.fault import Fault  # noqa: E402
+from helpers.faults import FAULTS  # noqa: E402
 
 _LIMIT = 900  # seconds for one test
 

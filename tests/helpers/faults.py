@@ -5,28 +5,11 @@ Most are what another tool does, or did: an edit or a capture that is silently w
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from helpers.fault import Fault
+from helpers.faults_kept import KEPT
 
 RUNTIME = "runtime/"
 ENGINE = "tests/engine/"
-
-
-class Fault(NamedTuple):
-    """One way to break midstream.
-
-    Attributes:
-        never: what must never happen.
-        file: below src/midstream.
-        old, new: the text there, which occurs once, and what makes the fault of it.
-        test: of pytest, which must fail then.
-    """
-
-    never: str
-    file: str
-    old: str
-    new: str
-    test: str
-
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -304,4 +287,5 @@ FAULTS: tuple[Fault, ...] = (
         "tests/sinks/test_files.py"
         "::test_a_tag_that_is_a_link_is_refused_at_the_door_and_when_it_is_written",
     ),
+    *KEPT,
 )
