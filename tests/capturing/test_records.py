@@ -45,7 +45,7 @@ def test_a_line_has_its_prompt_in_a_field_or_is_the_prompt(text, column, chat, p
         (b'{"text": null}', False, "text: expected the prompt's text, `str`, got `None`"),
         (b'{"text": "\\ud800"}', False, "text: '\\ud800' has half of a surrogate pair"),
         (b'{"text": "a", "text": "b"}', False, "names the field 'text' twice"),
-        (b'{"text": []}', True, "text: expected a list of messages"),
+        (b'{"text": []}', True, "text: expected a list of messages, got an empty one"),
         (b'{"text": ["hi"]}', True, "text[0]: expected a message"),
         (b'{"text": [{"role": "user"}, {"content": "x"}]}', True, "text[1]: expected a message"),
         (b'{"text": [{"role": "user", "content": "\\udfff"}]}', True, "text[0]: "),

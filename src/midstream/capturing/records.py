@@ -86,7 +86,8 @@ def read_prompt(value: object, chat: bool) -> Prompt:
     if not chat:
         raise SpecError("", f"expected the prompt's text, `str`, got {kind(value)}")
     if not isinstance(value, list) or not value:
-        raise SpecError("", f"expected a list of messages, got {kind(value)}")
+        got = "an empty one" if value == [] else kind(value)
+        raise SpecError("", f"expected a list of messages, got {got}")
     for index, message in enumerate(value):
         with at(f"[{index}]"):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
