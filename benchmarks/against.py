@@ -79,6 +79,7 @@ def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]
     prompts = [[draw.randrange(3, 500) for _ in range(args.length)] for _ in range(args.prompts)]
     taps = {"sites": ["resid_post"], "layers": "all"}
     plain, tapped = overhead.engines(model, args.memory, taps)
+    engines = [plain, tapped]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         runs: dict[str, Run] = {
             "plain vLLM": lambda: generate(plain, prompts),
@@ -87,6 +88,7 @@ def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]
         }
         if torch.cuda.is_available():
             extracting = extractor(model, layers, args.memory, folder)
+            engines.append(extracting)
             runs["extract_hidden_states"] = lambda: extracted(extracting, prompts, folder)
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         nbytes = dict.fromkeys(runs, 0)
@@ -102,6 +104,7 @@ def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]
                 elif found:
                     first[name] = torch.stack(found[0])
                 del found
+    overhead.shut_down(*engines)
     tokens = args.prompts * args.length
     named = {name: statistics.median(values) for name, values in seconds.items()}
     fastest = min((n for n in named if n.startswith("transformers")), key=named.__getitem__)

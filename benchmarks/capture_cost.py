@@ -80,11 +80,13 @@ def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]
         f"{args.prompts} × ({args.length} + {args.tokens}) tokens": args.tokens,
         f"prefill of {args.prompts} × {args.length} tokens": 1,
     }
-    return {
+    found = {
         "engine": tapped.info.workers[0],
         "layers": layers,
         "work": {name: compare(variants, args, tokens) for name, tokens in work.items()},
     }
+    overhead.shut_down(plain, tapped)
+    return found
 
 
 def compare(
