@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -111,13 +110,15 @@ def activations_of(
     for taps, found in _alike(plan, blocks):
         there, chosen = _choose([block.positions for block in found], wanted(taps[0]))
         shared = torch.from_numpy(there)
+        chunks = tuple(chunk for block in found for chunk in block.chunks)
+        index = [{tap: nth for nth, tap in enumerate(block.taps)} for block in found]
         for tap in taps:
-            values[tap] = replace(
-                nothing,
-                chunks=tuple(chunk for block in found for chunk in block.chunks),
-                places=tuple(block.taps.index(tap) for block in found for _ in block.chunks),
-                chosen=chosen,
+            places = tuple(
+                place
+                for block, known in zip(found, index, strict=True)
+                for place in [known[tap]] * len(block.chunks)
             )
+            values[tap] = Rows(nothing.codec, nothing.hidden, nothing.dtype, chunks, places, chosen)
             positions[tap] = shared
     ordered = sorted(values, key=order)
     return Activations(
