@@ -1,0 +1,92 @@
+"""One HTTP request that asks for something: its plan on the way in, its results on the way out.
+
+The request's handler, whichever of vLLM's it is, runs in the context of whoever called it; there
+the engine finds the exchange that its calls belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from midstream.serving.wishes import Wishes
+
+CURRENT: ContextVar[Exchange | None] = ContextVar("midstream_exchange", default=None)
+
+
+@dataclass(slots=True)
+class News:
+    """What has come of one choice since it was last told.
+
+    Attributes:
+        probes: scores by name, the latest; all that are known.
+        rows: rows that came on the way, each new since the one before.
+        final: vLLM's CompletionOutput, once the choice has ended.
+        request_id: vLLM's.
+    """
+
+    probes: Any = None
+    rows: list[Any] = field(default_factory=list)
+    final: Any = None
+    request_id: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class Exchange:
+    """One HTTP request.
+
+    Attributes:
+        wishes: what it asks for.
+        client: whose it is.
+        messages, template: of a chat, its messages and what its template gets.
+        calls: how many calls of the engine it has made.
+        news: by choice, what it has not been told yet.
+        told: by choice and probe, how many scores it has been told.
+    """
+
+    wishes: Wishes
+    client: str
+    messages: Any = None
+    template: dict[str, Any] = field(default_factory=dict)
+    calls: int = 0
+    news: dict[int, News] = field(default_factory=dict)
+    told: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    def note(self, stream: AsyncGenerator[Any, None], per_call: int) -> AsyncGenerator[Any, None]:
+        """A call's outputs, of which note is taken on their way.
+
+        Args:
+            stream: the engine's.
+            per_call: how many choices the call has.
+        """
+        first = self.calls * per_call
+        self.calls += 1
+        return self._noted(stream, first)
+
+    def take(self) -> dict[int, News]:
+        """What is new, which counts as told from now on."""
+        found, self.news = self.news, {}
+        return found
+
+    async def _noted(
+        self, stream: AsyncGenerator[Any, None], first: int
+    ) -> AsyncGenerator[Any, None]:
+        try:
+            async for output in stream:
+                for completion in output.outputs:
+                    self._see(first + completion.index, output, completion)
+                yield output
+        finally:
+            await stream.aclose()
+
+    def _see(self, choice: int, output: Any, completion: Any) -> None:
+        news = self.news.setdefault(choice, News())
+        news.request_id = output.request_id
+        if completion.probes is not None:
+            news.probes = completion.probes
+        if completion.receipt is not None:
+            news.final = completion
+        elif completion.activations is not None:
+            news.rows.append(completion.activations)

@@ -1,0 +1,62 @@
+"""midstream in vLLM's server: its routes and middleware, as one of vLLM's endpoint plugins."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from fastapi import FastAPI
+
+from midstream.serving.guard import Guard
+from midstream.serving.middleware import Middleware
+from midstream.serving.routes import activations, others, status, steering, vectors
+from midstream.serving.server import Server
+from midstream.serving.settings import HttpSettings, admin_key
+
+_ROUTERS = (activations, vectors, steering, status, others)
+
+
+class Endpoints:
+    """vLLM calls `attach_router` when it builds its app, and `init_state` when the engine is there.
+
+    Attributes:
+        name, required_tasks: as vLLM's protocol has them.
+    """
+
+    name = "midstream"
+    required_tasks = ("generate",)
+
+    def __init__(self, settings: HttpSettings) -> None:
+        """Args:
+        settings: the server's limits.
+        """
+        self._server = Server(settings)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Adds routes and middleware. vLLM adds that which asks for its key later, around these."""
+        args = app.state.args
+        app.state.midstream = self._server
+        app.state.midstream_guard = Guard(
+            allowed=self._server.settings.admin,
+            admin_key=admin_key(),
+            has_key=_has_key(args),
+            # A socket of this machine's file system is no farther than loopback.
+            host="localhost" if getattr(args, "uds", None) else args.host,
+        )
+        for module in _ROUTERS:
+            app.include_router(module.router)
+        app.add_middleware(Middleware, server=self._server)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """The engine is there."""
+        template = {
+            "chat_template": getattr(args, "chat_template", None),
+            "chat_template_content_format": getattr(args, "chat_template_content_format", None),
+        }
+        await self._server.start(engine_client, template)
+
+
+def _has_key(args: Namespace) -> bool:
+    import vllm.envs
+
+    return any(args.api_key or [vllm.envs.VLLM_API_KEY])

@@ -1,0 +1,1 @@
+"""The endpoints under `/v1/midstream`, and those that others have for the same."""

@@ -1,0 +1,84 @@
+"""Captured rows that are held: fetched, listed, deleted."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Path, Request, Response
+from fastapi.responses import FileResponse
+from starlette.background import BackgroundTask
+
+from midstream.serving.answers import handle_of
+from midstream.serving.refusals import Refusal
+from midstream.serving.routes.common import Route, refused, server_of
+from midstream.serving.server import Server, client_of
+
+router = APIRouter(route_class=Route, tags=["midstream: activations"])
+Here = Annotated[Server, Depends(server_of)]
+Name = Annotated[
+    str,
+    Path(
+        alias="id",
+        pattern=r"^[A-Za-z0-9_-]{1,64}$",
+        description="As an answer's `activations` has it.",
+        examples=["Yt3-2Wc0mUAF3mGf1g5n0ZJjzv0kq2aB"],
+    ),
+]
+
+
+@router.get(
+    "/v1/midstream/activations/{id}",
+    summary="Rows that were captured, as a safetensors file",
+    description="Byte ranges are served. The file has `{site}.{layer}`, with `.positions` and "
+    "`.token_ids` beside it; of rows that a codec has reduced, its metadata name the codec.",
+    response_class=FileResponse,
+    responses={
+        200: {"content": {"application/octet-stream": {}}, "description": "The file."},
+        206: {"content": {"application/octet-stream": {}}, "description": "A range of it."},
+        416: {"description": "There is no such range."},
+        **refused(400, 401, 404, 503),
+    },
+)
+def fetch(name: Name, server: Here) -> Response:
+    held = server.holding.find(name)
+    if held is None:
+        raise _unknown(name)
+    # Its own descriptor: should the rows expire meanwhile, that number may stand for others.
+    file = os.dup(held.file)
+    return FileResponse(
+        f"/proc/self/fd/{file}",
+        media_type="application/octet-stream",
+        filename=f"{held.id}.safetensors",
+        background=BackgroundTask(os.close, file),
+    )
+
+
+@router.delete(
+    "/v1/midstream/activations/{id}",
+    status_code=204,
+    summary="Let go of captured rows",
+    responses=refused(400, 401, 404, 503),
+)
+def delete(name: Name, server: Here) -> Response:
+    if not server.holding.delete(name):
+        raise _unknown(name)
+    return Response(status_code=204)
+
+
+@router.get(
+    "/v1/midstream/captures",
+    summary="The captured rows that are held for this client, oldest first",
+    description="A client is who has one key or, on a server without keys, one address.",
+    responses=refused(401, 503),
+)
+def captures(request: Request, server: Here) -> dict[str, Any]:
+    mine = server.holding.of(client_of(request.scope))
+    return {
+        "captures": [{"request_id": held.request_id, **handle_of(held)} for held in mine],
+        "bytes": sum(held.nbytes for held in mine),
+    }
+
+
+def _unknown(name: str) -> Refusal:
+    return Refusal(404, f"no rows are held as {name!r}: they were deleted, or have expired", "id")

@@ -1,0 +1,140 @@
+"""The endpoints of a fork of vLLM that has server-wide steering, over the same state.
+
+Its three tiers are `vectors` (all tokens), `prefill_vectors` and `decode_vectors`; its modules are
+midstream's named vectors.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, ConfigDict, Field
+
+from midstream import sites
+from midstream.errors import SpecError
+from midstream.serving.routes.common import Route, admin, refused, server_of
+from midstream.serving.routes.uploads import by_value
+from midstream.serving.routes.vectors import register_name, remove_name
+from midstream.serving.server import Server
+from midstream.vectors.tiers import read_hooks
+
+router = APIRouter(route_class=Route, tags=["midstream: as elsewhere"])
+Here = Annotated[Server, Depends(server_of)]
+Changed = Annotated[Server, Depends(admin)]
+
+# Its tiers, and ours.
+_TIERS = {"vectors": "base", "prefill_vectors": "prompt", "decode_vectors": "generated"}
+_PHASES = {"base": None, "prompt": "prompt", "generated": "generated"}
+_HOOKS = (
+    '`{hook point: {layer: vector}}`; a vector is a list of numbers or `{"vector": …, "scale": …}`'
+)
+
+
+class Vectors(BaseModel):
+    """Vectors by hook point (`pre_attn`, `post_attn`, `post_block`) and layer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    vectors: Any = Field(default=None, description=f"For every token: {_HOOKS}.")
+    prefill_vectors: Any = Field(default=None, description="For the tokens of prompts.")
+    decode_vectors: Any = Field(default=None, description="For generated tokens.")
+    replace: bool = Field(default=False, description="Whether all else is cleared.")
+
+
+class Module(BaseModel):
+    """Vectors with a name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(examples=["cheerful"])
+    vectors: Any = Field(description=_HOOKS)
+
+
+class Name(BaseModel):
+    """A name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(examples=["cheerful"])
+
+
+@router.post(
+    "/v1/steering/set",
+    summary="Set vectors for every request",
+    description="Tiers that are left out stay as they are, unless `replace` is true.",
+    responses=refused(400, 401, 403, 413, 503),
+)
+def set_vectors(given: Vectors, server: Changed) -> dict[str, Any]:
+    tiers: dict[str, Any] = {}
+    for name, tier in _TIERS.items():
+        value = getattr(given, name)
+        if value is not None:
+            try:
+                tiers[tier] = [part.edit for part in read_hooks(value, _PHASES[tier])]
+            except SpecError as error:
+                raise error.under(name) from None
+        elif given.replace:
+            tiers[tier] = []
+    if not tiers:
+        raise SpecError(
+            "vectors", "nothing is given: give vectors, prefill_vectors or decode_vectors"
+        )
+    state = server.llm.steering.set(**tiers)
+    layers = {layer for edit in state.edits for layer in edit.layers.indices}
+    return {"status": "ok", "layers_updated": sorted(layers), "epoch": state.epoch}
+
+
+@router.post("/v1/steering/clear", summary="Clear all tiers", responses=refused(401, 403, 503))
+def clear(server: Changed) -> dict[str, Any]:
+    server.llm.steering.clear()
+    return {"status": "ok", "epoch": server.llm.steering.epoch}
+
+
+@router.get("/v1/steering", summary="What is steered", responses=refused(401, 503))
+def show(server: Here) -> dict[str, Any]:
+    state = server.llm.steering.show()
+    active: dict[str, dict[str, dict[str, float]]] = {}
+    for theirs, tier in _TIERS.items():
+        for edit in getattr(state, tier):
+            vector = getattr(edit, "vector", None)
+            for site in edit.sites:
+                for layer in edit.layers.indices:
+                    norms = active.setdefault(str(layer), {}).setdefault(site, {})
+                    if vector is not None:
+                        norms[theirs] = vector.norm * getattr(edit, "scale", 1.0)
+    return {"steering": active, "epoch": state.epoch}
+
+
+@router.get("/v1/steering/layers", summary="What can be steered", responses=refused(401, 503))
+def layers(server: Here) -> dict[str, Any]:
+    shape = server.llm.info.shape
+    found: dict[str, list[str]] = {}
+    for site, layer in sorted(shape.taps, key=lambda tap: (tap[1], sites.NAMES.index(tap[0]))):
+        found.setdefault(str(layer), []).append(site)
+    return {"layers": found, "hidden_size": shape.hidden_size}
+
+
+@router.get("/v1/steering/modules", summary="Named vectors", responses=refused(401, 503))
+def modules(server: Here) -> dict[str, Any]:
+    return {"modules": [one.to_dict() for one in server.llm.vectors.list()]}
+
+
+@router.post(
+    "/v1/steering/modules/register",
+    summary="Register named vectors",
+    description="Of every token: a name has no tiers of its own here.",
+    responses=refused(400, 401, 403, 413, 503),
+)
+def register(module: Module, server: Changed) -> dict[str, Any]:
+    return {"status": "ok", **register_name(server, module.name, by_value(module.vectors))}
+
+
+@router.post(
+    "/v1/steering/modules/unregister",
+    summary="Forget named vectors",
+    responses=refused(400, 401, 403, 404, 503),
+)
+def unregister(module: Name, server: Changed) -> dict[str, Any]:
+    remove_name(server, module.name)
+    return {"status": "ok", "name": module.name}

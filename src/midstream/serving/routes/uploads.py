@@ -1,0 +1,53 @@
+"""Vectors as a client sends them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.serving.refusals import Refusal
+from midstream.spec.fields import kind, read_json
+from midstream.vectors.files import LONE_KEY
+
+FILES = ("application/octet-stream", "application/safetensors", "application/x-safetensors")
+
+
+def read_upload(body: bytes, content_type: str) -> Any:
+    """What `VectorRegistry.register` takes, of a client.
+
+    Args:
+        body: JSON, or a safetensors file.
+        content_type: which of them.
+
+    Raises:
+        SpecError: it is malformed.
+        Refusal: 415, it is of another kind.
+    """
+    given = content_type.partition(";")[0].strip().lower()
+    if given in ("application/json", ""):
+        return by_value(read_json(body))
+    if given in FILES:
+        return _read_file(body)
+    raise Refusal(415, f"content-type: expected application/json or {FILES[0]}, got {given[:80]!r}")
+
+
+def by_value(vectors: object) -> object:
+    """Vectors that are no path: a registry would read that file, which is the server's.
+
+    Raises:
+        SpecError: they are.
+    """
+    if not isinstance(vectors, (dict, list)):
+        raise SpecError("vectors", f"expected an object or a list of numbers, got {kind(vectors)}")
+    return vectors
+
+
+def _read_file(body: bytes) -> Any:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        tensors = load(body)
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise SpecError("", f"expected a safetensors file: {error}") from None
+    return tensors[LONE_KEY] if set(tensors) == {LONE_KEY} else tensors

@@ -1,0 +1,116 @@
+"""Named vectors: registered, listed, shown, removed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Path, Request, Response
+
+from midstream.errors import SpecError
+from midstream.serving.refusals import Refusal
+from midstream.serving.routes.common import Route, admin, refused, server_of
+from midstream.serving.routes.uploads import read_upload
+from midstream.serving.server import Server
+
+router = APIRouter(route_class=Route, tags=["midstream: vectors"])
+Here = Annotated[Server, Depends(server_of)]
+Changed = Annotated[Server, Depends(admin)]
+Name = Annotated[
+    str,
+    Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$", examples=["cheerful"]),
+]
+
+
+@router.get(
+    "/v1/midstream/vectors",
+    summary="What is registered, without the vectors",
+    responses=refused(401, 503),
+)
+def listing(server: Here) -> dict[str, Any]:
+    return {"vectors": [one.to_dict() for one in server.llm.vectors.list()]}
+
+
+@router.get(
+    "/v1/midstream/vectors/{name}",
+    summary="One name, with its vectors",
+    responses=refused(400, 401, 404, 503),
+)
+def show(name: Name, server: Here) -> dict[str, Any]:
+    try:
+        found = server.llm.vectors.lookup(name)
+    except SpecError as error:
+        raise Refusal(404, error.problem, "name") from None
+    (about,) = (one for one in server.llm.vectors.list() if one.name == name)
+    return {**about.to_dict(), "vectors": [vector.emit() for vector in found.values()]}
+
+
+@router.put(
+    "/v1/midstream/vectors/{name}",
+    summary="Register vectors under a name, in place of what was there",
+    description="As JSON, `{layer: vector}`, `{site: {layer: vector}}` or one vector for no layer "
+    'in particular; a vector is a list of numbers, `{"f32": base64}` or `{"vector": …, "scale": …}`. '
+    "Or as a safetensors file (`application/octet-stream`) whose tensors are called "
+    "`{site}.{layer}` or `{layer}`. Requests that run keep the vectors that they were given.",
+    responses=refused(400, 401, 403, 413, 503),
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/json": {
+                    "schema": {"type": ["object", "array"]},
+                    "example": {"resid_post": {"15": [0.1, -0.2]}},
+                },
+                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+            },
+        }
+    },
+)
+async def register(name: Name, request: Request, server: Changed) -> dict[str, Any]:
+    vectors = read_upload(await request.body(), request.headers.get("content-type", ""))
+    return _register(server, name, vectors)
+
+
+@router.delete(
+    "/v1/midstream/vectors/{name}",
+    status_code=204,
+    summary="Forget a name",
+    description="Requests that were taken in with it keep their vectors.",
+    responses=refused(400, 401, 403, 404, 503),
+)
+def remove(name: Name, server: Changed) -> Response:
+    remove_name(server, name)
+    return Response(status_code=204)
+
+
+def register_name(server: Server, name: object, vectors: object) -> dict[str, Any]:
+    """Registers vectors, as far as there is room; what the registry says of them."""
+    if not isinstance(name, str):
+        raise SpecError("name", f"expected `str`, got {name!r}")
+    return _register(server, name, vectors)
+
+
+def remove_name(server: Server, name: str) -> None:
+    """Forgets a name.
+
+    Raises:
+        Refusal: 404, there is no such name.
+    """
+    try:
+        server.llm.vectors.remove(name)
+    except SpecError as error:
+        raise Refusal(404, error.problem, "name") from None
+
+
+def _register(server: Server, name: str, vectors: object) -> dict[str, Any]:
+    registry = server.llm.vectors
+    before = {one.name: 4 * one.width * len(one.taps) for one in registry.list()}
+    before.pop(name, None)
+    limit = server.settings.vector_bytes
+    # What is too much is not known before it is read; the body's own limit bounds that.
+    if sum(before.values()) + 4 * registry.shape.hidden_size > limit:
+        raise Refusal(
+            507, f"the vectors that are registered take {sum(before.values())} bytes of {limit}; "
+            "remove some"
+        )  # fmt: skip
+    about: dict[str, Any] = registry.register(name, vectors).to_dict()
+    return about

@@ -1,0 +1,117 @@
+"""One server: its engine, its limits, and what it holds."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import torch
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from midstream.config import KEY
+from midstream.runtime.chat import ChatPlan
+from midstream.serving.answers import Answers
+from midstream.serving.exchange import CURRENT, Exchange
+from midstream.serving.held import Holding
+from midstream.serving.refusals import Refusal
+from midstream.serving.settings import HttpSettings
+from midstream.serving.wishes import Wishes
+
+# Of a chat's body, what its template gets.
+_TEMPLATE = ("chat_template", "chat_template_kwargs", "add_generation_prompt",
+             "continue_final_message", "tools")  # fmt: skip
+
+
+class Server:
+    """What middleware and routes share."""
+
+    def __init__(self, settings: HttpSettings) -> None:
+        self.settings = settings
+        self.holding = Holding(settings)
+        self.started = time.time()
+        self._llm: Any = None
+        self._answers: Answers | None = None
+        self._template: dict[str, Any] = {}
+
+    async def start(self, llm: Any, template: Mapping[str, Any]) -> None:
+        """The engine is there.
+
+        Args:
+            llm: a midstream.AsyncLLM.
+            template: what the server's own settings give to chat templates.
+        """
+        await llm.ready()
+        info = llm.info
+        dtype: torch.dtype = getattr(torch, info.dtype)
+        self._answers = Answers(self.settings, self.holding, info.shape.hidden_size, dtype)
+        self._template = {name: value for name, value in template.items() if value is not None}
+        self._llm = llm
+        # An attribute of this one engine: calls that an exchange makes carry its plan.
+        generate = llm.generate
+        llm.generate = lambda *args, **named: self._generate(generate, *args, **named)
+
+    @property
+    def llm(self) -> Any:
+        """The engine.
+
+        Raises:
+            Refusal: 503, it is not there yet.
+        """
+        if self._llm is None:
+            raise Refusal(503, "the engine is not there yet")
+        return self._llm
+
+    @property
+    def answers(self) -> Answers:
+        """Makes what answers say."""
+        assert self._answers is not None, "there is an engine wherever there is an exchange"
+        return self._answers
+
+    def begin(self, scope: Scope, body: Mapping[str, Any], wishes: Wishes) -> Exchange:
+        """A request that asks for something.
+
+        Raises:
+            Refusal: 503; or there is no room to hold what it captures.
+        """
+        assert self.llm is not None
+        client = client_of(scope)
+        plan = wishes.plan
+        if plan is not None and plan.captures and wishes.activations == "handle":
+            self.holding.check(client)
+        exchange = Exchange(wishes, client)
+        messages = body.get("messages")
+        if messages is not None:
+            exchange.template = {
+                **self._template,
+                **{name: body[name] for name in _TEMPLATE if body.get(name) is not None},
+            }
+            exchange.messages = messages
+        return exchange
+
+    def _generate(
+        self, generate: Any, prompt: Any, params: Any, request_id: str, **named: Any
+    ) -> AsyncGenerator[Any, None]:
+        exchange = CURRENT.get()
+        if exchange is None:
+            stream: AsyncGenerator[Any, None] = generate(prompt, params, request_id, **named)
+            return stream
+        plan = exchange.wishes.plan
+        if plan is not None:
+            carried: Any = plan
+            if exchange.messages is not None:
+                carried = ChatPlan(plan, exchange.messages, exchange.template)
+            params = params.clone()
+            params.extra_args = {**(params.extra_args or {}), KEY: carried}
+        return exchange.note(generate(prompt, params, request_id, **named), params.n)
+
+
+def client_of(scope: Scope) -> str:
+    """Whose a request is: who has its key, or its address."""
+    key = Headers(scope=scope).get("authorization", "")
+    if key:
+        return hashlib.sha256(key.encode()).hexdigest()[:16]
+    client = scope.get("client")
+    return client[0] if client else ""
