@@ -121,9 +121,7 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         ("detokenizer", "prompt", "prompt_token_ids"),
         _RUNNING,
     ),
-    Fields(
-        "vllm.v1.engine.detokenizer", "IncrementalDetokenizer", ("output_token_ids",), _RUNNING
-    ),
+    Fields("vllm.v1.engine.detokenizer", "IncrementalDetokenizer", ("output_token_ids",), _RUNNING),
     Fields(
         "vllm.v1.engine",
         "EngineCoreRequest",
