@@ -59,6 +59,9 @@ class Outbox:
         parts: list[bytes] = []
         entries = []
         every = [block for request in requests for block in request.blocks] if with_rows else []
+        for block in every:
+            # Also those that are left where they are: whoever maps them cannot tell.
+            _wait(block)
         lease = self._lease(every) if mapped else None
         for request in requests:
             blocks = []
@@ -160,10 +163,14 @@ def runs_of(positions: Ints) -> list[list[int]]:
     return [[int(run[0]), int(run.size)] for run in np.split(positions, breaks) if run.size]
 
 
-def _copied(block: Block[Stored]) -> bytes:
-    """The rows. Waits until they are there."""
+def _wait(block: Block[Stored]) -> None:
+    """Waits until the rows are there."""
     for nth in np.unique(block.source).tolist():
         block.sources[nth].shipment.wait()
+
+
+def _copied(block: Block[Stored]) -> bytes:
+    """The rows, which are there."""
     arena, size = block.sources[0].arena, len(block.taps) * _row_bytes(block)
     places = _places(block)
     memory = {
