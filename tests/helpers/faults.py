@@ -265,6 +265,14 @@ FAULTS: tuple[Fault, ...] = (
         "::test_each_row_comes_once_while_its_request_runs_or_at_its_end",
     ),
     Fault(
+        "A row is read before it has come from the device",
+        RUNTIME + "results.py",
+        "            _wait(block)\n",
+        "            pass\n",
+        "tests/runtime/test_results.py"
+        "::test_rows_of_a_running_request_are_there_when_their_answer_is",
+    ),
+    Fault(
         "A row that may be of a rejected draft is handed over",
         RUNTIME + "pieces.py",
         "        return max(0, length - 1 - self._held_back)\n",

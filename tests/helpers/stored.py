@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,9 +29,14 @@ def make_arena(budget: int = 1 << 30, overflow: str = "block", folder: str = "/t
     return Arena(ArenaSettings(budget, SEGMENT, overflow, Path(folder)), pin=False)
 
 
+@functools.cache
+def _shared() -> Arena:
+    return make_arena()
+
+
 def stored(values: Tensor, arena: Arena | None = None) -> Stored:
-    """[rows, width] of any dtype, in an arena."""
-    arena = arena or make_arena()
+    """[rows, width] of any dtype, in an arena; a worker's are all in one."""
+    arena = arena or _shared()
     encoded = Raw().encode(values)
     extent = arena.take(encoded.numel())
     assert extent is not None

@@ -258,6 +258,28 @@ def test_large_data_does_not_keep_small_data_from_coming_with_the_header(monkeyp
     assert [data is not None for data in outbox.inline(["large", "small"])] == [False, True]
 
 
+class Arriving:
+    """A shipment that notes who waits for it."""
+
+    def __init__(self, shipment):
+        self.shipment, self.waited = shipment, 0
+
+    def wait(self):
+        self.waited += 1
+
+
+@pytest.mark.parametrize("is_leased", [False, True])
+def test_rows_of_a_running_request_are_there_when_their_answer_is(monkeypatch, is_leased):
+    monkeypatch.setattr(results, "LEASED_BYTES", 1 if is_leased else 1 << 30)
+    outbox = outbox_of(NAMES)
+    found = rows_block((0,), range(3), torch.ones(3, 1, 4), outbox._arena)
+    arriving = [Arriving(source.shipment) for source in found.sources]
+    sources = [replace(one, shipment=way) for one, way in zip(found.sources, arriving, strict=True)]
+    header = outbox.put("u", [request(replace(found, sources=sources))], True, mapped=True)
+    assert (header["lease"] is not None) == is_leased
+    assert [one.waited for one in arriving] == [1]
+
+
 # ---------------------------------------------------------------- with the front end
 
 

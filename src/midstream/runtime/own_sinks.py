@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from midstream.config import KEY
 from midstream.sinks.base import Origin
 from midstream.sinks.finding import make_sink
 from midstream.sinks.opened import OpenSinks
@@ -15,9 +16,27 @@ from midstream.version import __version__
 if TYPE_CHECKING:
     from midstream.runtime.door import EngineInfo
 
-# Not in `additional_config`, which is hashed with compiled graphs: where rows are kept makes no
-# other graph, and a new folder for each run would compile anew each time.
-_ATTRIBUTE = "midstream_sinks"
+
+class Settings(dict[str, Any]):
+    """midstream's settings for vLLM's `additional_config`, in which the sinks ride unseen: that is
+    hashed with compiled graphs, and a new folder for each run would compile anew each time.
+
+    vLLM makes new configs of an engine's for its draft models, which have no attribute that is not
+    a field; so they are not laid by there.
+
+    Attributes:
+        sinks: as `plain_sinks` gives them.
+    """
+
+    def __init__(self, plain: Mapping[str, Any]) -> None:
+        """Args:
+        plain: all settings.
+        """
+        super().__init__({name: value for name, value in plain.items() if name != "sinks"})
+        self.sinks: Mapping[str, Mapping[str, Any]] = plain["sinks"]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Settings, ({**self, "sinks": self.sinks},)
 
 
 def check_sinks(plain: Mapping[str, Mapping[str, Any]]) -> None:
@@ -34,19 +53,15 @@ def check_sinks(plain: Mapping[str, Mapping[str, Any]]) -> None:
             make_sink(settings)
 
 
-def note_sinks(vllm_config: Any, plain: Mapping[str, Mapping[str, Any]]) -> None:
-    """Lets them ride with an engine's settings."""
-    setattr(vllm_config, _ATTRIBUTE, plain)
-
-
 def open_sinks(vllm_config: Any, info: EngineInfo) -> OpenSinks:
-    """The sinks that `note_sinks` laid by, opened.
+    """The sinks of an engine's settings, opened.
 
     Raises:
         ConfigError: a setting is wrong.
         Exception: whatever one of them raises when it is opened.
     """
-    settings = read_sinks(getattr(vllm_config, _ATTRIBUTE, {}))
+    found = vllm_config.additional_config[KEY]
+    settings = read_sinks(found.sinks if isinstance(found, Settings) else {})
     return OpenSinks(settings, origin_of(vllm_config, info))
 
 

@@ -20,7 +20,7 @@ from midstream.runtime.carried import carried
 from midstream.runtime.chat import ChatPlan
 from midstream.runtime.order import Order
 from midstream.runtime.orphans import end_with_parent
-from midstream.runtime.own_sinks import check_sinks, note_sinks
+from midstream.runtime.own_sinks import Settings, check_sinks
 from midstream.runtime.settings import check_settings
 from midstream.spec import Plan
 
@@ -127,21 +127,18 @@ def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwar
     found = _settings_of(args)
     is_marked = args.worker_cls == WORKER_CLASS
     kept = args.additional_config, args.worker_cls
-    sinks: dict[str, Any] = {}
     try:
         if is_marked:
             args.worker_cls = "auto"  # the platform's own
         if found is not None:
-            plain = found.to_dict()
-            sinks = plain.pop("sinks")
-            check_sinks(sinks)
+            plain = Settings(found.to_dict())
+            check_sinks(plain.sinks)
             args.additional_config = {**(args.additional_config or {}), KEY: plain}
         config = original(args, *rest, **kwargs)
     finally:
         # Another config made of the same arguments is to be the same.
         args.additional_config, args.worker_cls = kept
     if found is not None:
-        note_sinks(config, sinks)
         # Workers check as well; here the error reaches whoever starts the engine as it is.
         check_settings(config)
     if found is not None and is_marked:

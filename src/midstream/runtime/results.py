@@ -59,6 +59,9 @@ class Outbox:
         parts: list[bytes] = []
         entries = []
         every = [block for request in requests for block in request.blocks] if with_rows else []
+        for block in every:
+            # Also those that are left where they are: whoever maps them cannot tell.
+            _wait(block)
         lease = self._lease(every) if mapped else None
         for request in requests:
             blocks = []
@@ -66,9 +69,7 @@ class Outbox:
             parts.append(request.done.tobytes())
             if with_rows:
                 for block in request.blocks:
-                    parts.append(
-                        _bytes(block.values) if lease is None else _places(block).tobytes()
-                    )
+                    parts.append(_copied(block) if lease is None else _places(block).tobytes())
                     blocks.append(
                         {
                             "taps": [list(self._taps[tap]) for tap in block.taps],
@@ -160,6 +161,25 @@ def runs_of(positions: Ints) -> list[list[int]]:
     """Sorted positions as [first, length] runs."""
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
     return [[int(run[0]), int(run.size)] for run in np.split(positions, breaks) if run.size]
+
+
+def _wait(block: Block[Stored]) -> None:
+    """Waits until the rows are there."""
+    for nth in np.unique(block.source).tolist():
+        block.sources[nth].shipment.wait()
+
+
+def _copied(block: Block[Stored]) -> bytes:
+    """The rows, which are there."""
+    arena, size = block.sources[0].arena, len(block.taps) * _row_bytes(block)
+    places = _places(block)
+    memory = {
+        segment: arena.memory_of(segment).numpy().data
+        for segment in np.unique(places[:, 0]).tolist()
+    }
+    return b"".join(
+        [memory[segment][begin : begin + size * n] for segment, begin, n in places.tolist()]
+    )
 
 
 def _places(block: Block[Stored]) -> Ints:
