@@ -21,6 +21,7 @@ from midstream.config import KEY, Config, from_additional_config
 from midstream.errors import ConfigError, MidstreamError, SpecError
 from midstream.runtime import patches, seams
 from midstream.runtime.async_frontend import AsyncFrontEnd
+from midstream.runtime.chat import ChatPlan
 from midstream.runtime.door import EngineInfo
 from midstream.runtime.order import Order
 from midstream.runtime.own_settings import with_midstream
@@ -145,6 +146,15 @@ class AsyncLLM(VllmAsyncLLM):
         """Edits of every request: set, clear, show. Raises RuntimeError before `ready()`."""
         return self._front.steering
 
+    async def usage(self) -> dict[str, Any]:
+        """What is in use: of each worker, its place and how full its arena is; here, the requests
+        that ask for something, those that wait for room, and what sinks have not written yet.
+
+        Raises:
+            RuntimeError: the workers were not asked yet: `await llm.ready()`.
+        """
+        return await self._front.usage()
+
     def sites(self) -> SiteTable:
         """Every site of every layer: tapped, not tapped (and the setting that would), or not in
         this model (and why). Raises RuntimeError before `ready()`.
@@ -241,10 +251,10 @@ class AsyncLLM(VllmAsyncLLM):
         self, prompt: Any, sampling_params: SamplingParams, asked: Asked
     ) -> tuple[Order, SamplingParams]:
         """What a call asks for, and params that carry it; the caller's are not touched."""
-        plan = asked.alone().plan()
+        plan: Plan | ChatPlan | None = asked.alone().plan()
         carried = patches.plan_of(sampling_params)
         if carried is not None:
-            assert isinstance(carried, Plan)
+            assert isinstance(carried, (Plan, ChatPlan))
             if plan is not None:
                 raise SpecError(
                     f"sampling_params.extra_args[{KEY!r}]",

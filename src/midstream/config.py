@@ -70,6 +70,8 @@ class Config:
             and the outputs are returned; those concerned have a receipt with status `error`.
         sinks: where captured rows may go besides the output of their request, by name, each with
             its settings: `{"store": {"root": "acts"}}`, or in one word `"filesystem:root=acts"`.
+        http: of `vllm serve`: what it lets clients ask for, and how much it keeps for them, see
+            `midstream.serving.settings`; False: it serves nothing of midstream's.
     """
 
     sites: tuple[str, ...] = ("resid_post",)
@@ -87,6 +89,7 @@ class Config:
     spill_dir: str | None = None
     codec: str = "raw"
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    http: bool | Mapping[str, Any] = True
 
     @staticmethod
     def parse(value: object) -> Config:
@@ -139,6 +142,10 @@ class Config:
             from midstream.sinks.settings import plain_sinks  # which imports torch
 
             given["sinks"] = plain_sinks(given["sinks"])
+        if given.get("http", True) is not True:
+            from midstream.serving.settings import plain_http, read_http
+
+            given["http"] = plain_http(read_http(given["http"]))
         if "sites" in given:
             given["sites"] = _sites(given["sites"])
         if "layers" in given:

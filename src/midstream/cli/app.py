@@ -10,7 +10,7 @@ from importlib import import_module
 
 import typer
 
-COMMANDS = ("doctor", "capture", "inspect", "export", "verify", "merge", "prune")
+COMMANDS = ("doctor", "serve", "capture", "inspect", "export", "verify", "merge", "prune")
 
 
 def make() -> typer.Typer:
@@ -25,7 +25,9 @@ def make() -> typer.Typer:
     # With a callback even a lone sub-command is called by its name.
     command.callback()(_nothing)
     for name in COMMANDS:
-        command.command(name)(getattr(import_module(f"midstream.cli.{name}"), name))
+        module = import_module(f"midstream.cli.{name}")
+        settings = getattr(module, "CONTEXT", None)
+        command.command(name, context_settings=settings)(getattr(module, name))
     return command
 
 

@@ -16,6 +16,7 @@ from midstream.config import KEY
 from midstream.errors import SpecError
 from midstream.runtime.assembly import assemble
 from midstream.runtime.carried import carried
+from midstream.runtime.chat import ChatPlan
 from midstream.runtime.courier import Courier
 from midstream.runtime.delivering import RESULTS, Finished, send_soon
 from midstream.runtime.door import Asked, Door, describe, put_riding
@@ -78,6 +79,7 @@ class AsyncFrontEnd(Door):
             # vLLM makes it before there is any input; it finds its place when it is sent.
             put_riding(request, None)
             return None
+        assert not isinstance(order.plan, ChatPlan), "a session has no messages"
         check_session(order.plan)
         session.inputs.append(list(request.prompt_token_ids))
         if len(session.inputs) > 1:
@@ -216,6 +218,14 @@ class AsyncFrontEnd(Door):
             self._spawn(self._clear_away(order, order.asked.uid))
         if order.pieces is not None:
             self._spawn(self._passing.end(order))
+
+    async def usage(self) -> dict[str, Any]:
+        """What is in use, here and on the workers."""
+        return {
+            "requests": len(self._orders),
+            "waiting": self._admission.waiting,
+            "workers": [json.loads(one["json"]) for one in await _call(self._client, "usage")],
+        }
 
     async def check_integrity(self) -> None:
         """Invariants of an idle engine, here and on the workers."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from midstream.runtime.chat import ChatPlan
     from midstream.runtime.door import Asked
     from midstream.runtime.pieces import Pieces
     from midstream.runtime.sessions import InputSession
@@ -33,7 +34,7 @@ class Order:
         passing: held while some of them are fetched and passed on.
     """
 
-    plan: Plan | None
+    plan: Plan | ChatPlan | None
     asked: Asked | None = None
     is_delta: bool = False
     ids: list[str] = field(default_factory=list)

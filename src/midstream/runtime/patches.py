@@ -15,7 +15,7 @@ from midstream import config as settings
 from midstream.act_environment import WORKER_CLASS, from_act_environment, note_return
 from midstream.config import KEY
 from midstream.errors import ConfigError, SpecError, UnsupportedError
-from midstream.runtime import core, seams
+from midstream.runtime import core, seams, served
 from midstream.runtime.carried import carried
 from midstream.runtime.chat import ChatPlan
 from midstream.runtime.order import Order
@@ -61,6 +61,7 @@ def activate() -> None:
             "update_from_output",
             core.update_from_output,
         )
+        served.install()
         for module in _KEY_MODULES:
             _wrap_function(module, "generate_block_hash_extra_keys", core.extra_keys)
         _active = True
@@ -124,7 +125,7 @@ def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwar
     """Fills in defaults and the version, so that all of it is in the hash of compiled graphs, and
     refuses engine settings that cannot be served.
     """
-    found = _settings_of(args)
+    found = settings_of(args)
     is_marked = args.worker_cls == WORKER_CLASS
     kept = args.additional_config, args.worker_cls
     try:
@@ -146,7 +147,7 @@ def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwar
     return config
 
 
-def _settings_of(args: Any) -> settings.Config | None:
+def settings_of(args: Any) -> settings.Config | None:
     """midstream's settings for an engine of these arguments; None: it is not enabled."""
     given = args.additional_config
     found = settings.from_additional_config(given)

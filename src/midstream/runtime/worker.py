@@ -116,6 +116,9 @@ class _Endpoint:
         if op == "forget":
             self._outbox.release(json.loads(argument))
             return {}
+        if op == "usage":
+            self._arena.sweep()
+            return {"json": json.dumps(self._usage())}
         if op == "check_integrity":
             self._session.check_integrity()
             self._arena.sweep()
@@ -142,6 +145,14 @@ class _Endpoint:
             "arena": self._arena.leases.address,
             "arena_bytes": self._arena.budget,
             "device": str(self._buffers.ring.device.type),
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        """How full it is."""
+        return {
+            "stage": self._stage,
+            "tensor_rank": self._tensor_rank,
+            "arena": {**self._arena.used, "budget_bytes": self._arena.budget},
         }
 
     def _collect(self, uids: list[str], mapped: list[list[int]]) -> dict[str, Any]:

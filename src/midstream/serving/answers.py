@@ -83,7 +83,7 @@ class Answers:
             raise Refusal(
                 413,
                 f"midstream.activations: {size} bytes are more than the "
-                f"{self._settings.inline_bytes} that an answer may have; ask for \"handle\" and "
+                f'{self._settings.inline_bytes} that an answer may have; ask for "handle" and '
                 "fetch them, or capture less",
                 "midstream.activations",
             )

@@ -11,6 +11,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from midstream.config import KEY
+from midstream.errors import SpecError
 from midstream.serving.wishes import Wishes
 
 CURRENT: ContextVar[Exchange | None] = ContextVar("midstream_exchange", default=None)
@@ -42,6 +44,7 @@ class Exchange:
         client: whose it is.
         messages, template: of a chat, its messages and what its template gets.
         calls: how many calls of the engine it has made.
+        per_call: how many choices each of them has.
         news: by choice, what it has not been told yet.
         told: by choice and probe, how many scores it has been told.
     """
@@ -51,6 +54,7 @@ class Exchange:
     messages: Any = None
     template: dict[str, Any] = field(default_factory=dict)
     calls: int = 0
+    per_call: int = 1
     news: dict[int, News] = field(default_factory=dict)
     told: dict[tuple[int, str], int] = field(default_factory=dict)
 
@@ -63,7 +67,13 @@ class Exchange:
         """
         first = self.calls * per_call
         self.calls += 1
+        self.per_call = per_call
         return self._noted(stream, first)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the answer has one choice only."""
+        return self.calls * self.per_call == 1
 
     def take(self) -> dict[int, News]:
         """What is new, which counts as told from now on."""
@@ -78,6 +88,8 @@ class Exchange:
                 for completion in output.outputs:
                     self._see(first + completion.index, output, completion)
                 yield output
+        except SpecError as error:
+            raise error.under(KEY) from None
         finally:
             await stream.aclose()
 

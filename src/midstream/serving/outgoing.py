@@ -70,13 +70,13 @@ class Outgoing:
             choice: await self._server.answers.tell(self._exchange, choice, news)
             for choice, news in sorted(self._exchange.take().items())
         }
-        for choice in value.get("choices", ()):
-            if choice.get("index") in told:
-                choice[KEY] = told[choice["index"]]
-        if len(told) == 1:
-            (value[KEY],) = told.values()
-        elif told and "choices" not in value:
-            value[KEY] = {"turns": list(told.values())}
+        if told and "choices" not in value:
+            value[KEY] = _of_response(list(told.values()))
+        elif self._exchange.is_single:
+            value |= {KEY: one for one in told.values()}
+        else:
+            for choice in value["choices"]:
+                choice |= {KEY: told[nth] for nth in (choice["index"],) if nth in told}
         return json.dumps(value, ensure_ascii=False).encode()
 
     # -- as a stream -----------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class Outgoing:
         if value.get("type") in _LAST_OF_RESPONSES:
             told = await self._all()
             if told:
-                value[KEY] = told[0] if len(told) == 1 else {"turns": told}
+                value[KEY] = _of_response(told)
             return [event.saying(value)]
         changed = False
         for choice in value.get("choices") or ():
@@ -145,7 +145,8 @@ class Outgoing:
             del self._exchange.news[index]
             told_of = await self._server.answers.tell(self._exchange, index, news)
             if told_of:
-                choice[KEY], changed = told_of, True
+                holder = value if self._exchange.is_single else choice
+                holder[KEY], changed = told_of, True
         return [event.saying(value) if changed else event]
 
     async def _left(self) -> list[Event]:
@@ -153,13 +154,22 @@ class Outgoing:
         for choice, news in sorted(self._exchange.take().items()):
             told = await self._server.answers.tell(self._exchange, choice, news)
             if told:
-                value: dict[str, Any] = {"object": KEY, "choices": [{"index": choice, KEY: told}]}
+                value: dict[str, Any] = {"object": KEY, "choices": []}
+                if self._exchange.is_single:
+                    value[KEY] = told
+                else:
+                    value["choices"] = [{"index": choice, KEY: told}]
                 found.append(Event(b"", b"").saying(value))
         return found
 
     async def _all(self) -> list[dict[str, Any]]:
         taken = sorted(self._exchange.take().items())
         return [await self._server.answers.tell(self._exchange, nth, news) for nth, news in taken]
+
+
+def _of_response(told: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a Response says, which has no choices: it may have called the engine several times."""
+    return told[0] if len(told) == 1 else {"turns": told}
 
 
 _LAST_OF_RESPONSES = ("response.completed", "response.incomplete", "response.failed")

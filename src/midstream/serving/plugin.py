@@ -7,11 +7,12 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from midstream.runtime import patches
 from midstream.serving.guard import Guard
 from midstream.serving.middleware import Middleware
 from midstream.serving.routes import activations, others, status, steering, vectors
 from midstream.serving.server import Server
-from midstream.serving.settings import HttpSettings, admin_key
+from midstream.serving.settings import HttpSettings, admin_key, read_http
 
 _ROUTERS = (activations, vectors, steering, status, others)
 
@@ -26,18 +27,20 @@ class Endpoints:
     name = "midstream"
     required_tasks = ("generate",)
 
-    def __init__(self, settings: HttpSettings) -> None:
-        """Args:
-        settings: the server's limits.
-        """
-        self._server = Server(settings)
+    def __init__(self) -> None:
+        self._server: Server | None = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Adds routes and middleware. vLLM adds that which asks for its key later, around these."""
+        """Adds routes and middleware, if the server enables midstream. vLLM adds that which asks
+        for its key later, around these.
+        """
         args = app.state.args
-        app.state.midstream = self._server
+        settings = _settings(args)
+        if settings is None:
+            return
+        self._server = app.state.midstream = Server(settings)
         app.state.midstream_guard = Guard(
-            allowed=self._server.settings.admin,
+            allowed=settings.admin,
             admin_key=admin_key(),
             has_key=_has_key(args),
             # A socket of this machine's file system is no farther than loopback.
@@ -49,11 +52,19 @@ class Endpoints:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """The engine is there."""
+        if self._server is None:
+            return
         template = {
             "chat_template": getattr(args, "chat_template", None),
             "chat_template_content_format": getattr(args, "chat_template_content_format", None),
         }
         await self._server.start(engine_client, template)
+
+
+def _settings(args: Namespace) -> HttpSettings | None:
+    """The server's limits; None: midstream is not enabled, or not over HTTP."""
+    found = patches.settings_of(args)
+    return None if found is None else read_http(found.http)
 
 
 def _has_key(args: Namespace) -> bool:

@@ -48,7 +48,8 @@ def show(name: Name, server: Here) -> dict[str, Any]:
     "/v1/midstream/vectors/{name}",
     summary="Register vectors under a name, in place of what was there",
     description="As JSON, `{layer: vector}`, `{site: {layer: vector}}` or one vector for no layer "
-    'in particular; a vector is a list of numbers, `{"f32": base64}` or `{"vector": …, "scale": …}`. '
+    'in particular; a vector is a list of numbers, `{"f32": base64}` or '
+    '`{"vector": …, "scale": …}`. '
     "Or as a safetensors file (`application/octet-stream`) whose tensors are called "
     "`{site}.{layer}` or `{layer}`. Requests that run keep the vectors that they were given.",
     responses=refused(400, 401, 403, 413, 503),
