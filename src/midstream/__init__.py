@@ -55,6 +55,7 @@ from midstream.version import __version__
 if TYPE_CHECKING:
     from midstream.activations import Activations
     from midstream.async_llm import AsyncLLM
+    from midstream.client import AsyncClient, Client, extra_body
     from midstream.features import SAE
     from midstream.llm import LLM
     from midstream.runtime.patches import activate
@@ -67,9 +68,11 @@ __all__ = [
     "Ablate",
     "Activations",
     "Affine",
+    "AsyncClient",
     "AsyncLLM",
     "Capture",
     "Clamp",
+    "Client",
     "CodecError",
     "Config",
     "ConfigError",
@@ -106,6 +109,7 @@ __all__ = [
     "Vector",
     "Window",
     "activate",
+    "extra_body",
     "open_store",
     "__version__",
 ]
@@ -114,9 +118,12 @@ _LAZY = {
     "LLM": "midstream.llm",
     "SAE": "midstream.features",
     "Activations": "midstream.activations",
+    "AsyncClient": "midstream.client",
     "AsyncLLM": "midstream.async_llm",
+    "Client": "midstream.client",
     "SamplingParams": "midstream.sampling",
     "activate": "midstream.runtime.patches",
+    "extra_body": "midstream.client",
     "open_store": "midstream.store",
 }
 

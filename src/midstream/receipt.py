@@ -176,6 +176,28 @@ class Receipt:
             ],
         }
 
+    @staticmethod
+    def from_dict(plain: Mapping[str, Any]) -> Receipt:
+        """The receipt that `to_dict` gave; without the manifests of sinks."""
+        return Receipt(
+            request_id=plain["request_id"],
+            prompt_tokens=plain["prompt_tokens"],
+            generated_tokens=plain["generated_tokens"],
+            captured=tuple(Captured(**one) for one in plain["captured"]),
+            edited=None if plain["edited"] is None else Edited(**plain["edited"]),
+            probed=tuple(Probed(**one) for one in plain["probed"]),
+            selected=tuple(
+                Selected(one["what"], tuple((start, stop) for start, stop in one["positions"]))
+                for one in plain["selected"]
+            ),
+            dropped=plain["dropped"],
+            problems=tuple(plain["problems"]),
+            kept=tuple(
+                (one["sink"], CaptureResult(one["status"], one["reason"], tuple(one["paths"])))
+                for one in plain["kept"]
+            ),
+        )
+
     def __str__(self) -> str:
         lines = [
             f"request {self.request_id}: {self.status}; {self.prompt_tokens} prompt and "

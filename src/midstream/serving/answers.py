@@ -20,6 +20,7 @@ from midstream.spec.destination import MEMORY
 
 HELD_PATH = "/v1/midstream/activations"
 _FORMAT = "safetensors"
+_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 class Answers:
@@ -118,8 +119,8 @@ def _new_scores(exchange: Exchange, choice: int, probes: Probes) -> dict[str, An
         exchange.told[choice, name] = told + len(scores)
         if scores or not told:
             found[name] = {
-                # JSON has no other numbers.
-                "scores": [score if math.isfinite(score) else None for score in scores],
+                # JSON has no other numbers; their names are those of JavaScript.
+                "scores": [each if math.isfinite(each) else _NAMES[str(each)] for each in scores],
                 "positions": probes.positions_of(name)[told:].tolist(),
                 "token_ids": probes.token_ids_of(name)[told:].tolist(),
             }

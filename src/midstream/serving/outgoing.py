@@ -72,11 +72,10 @@ class Outgoing:
         }
         if told and "choices" not in value:
             value[KEY] = _of_response(list(told.values()))
-        elif self._exchange.is_single:
-            value |= {KEY: one for one in told.values()}
-        else:
-            for choice in value["choices"]:
-                choice |= {KEY: told[nth] for nth in (choice["index"],) if nth in told}
+        for choice in value.get("choices", ()):
+            if choice["index"] in told:
+                holder = value if self._exchange.is_single else choice
+                holder[KEY] = told[choice["index"]]
         return json.dumps(value, ensure_ascii=False).encode()
 
     # -- as a stream -----------------------------------------------------------------------------
