@@ -19,7 +19,7 @@ from vllm.v1.executor.abstract import Executor
 from midstream.arguments import Asked
 from midstream.config import KEY, Config, from_additional_config
 from midstream.errors import ConfigError, MidstreamError, SpecError
-from midstream.runtime import patches, seams
+from midstream.runtime import patches, seams, spans
 from midstream.runtime.async_frontend import AsyncFrontEnd
 from midstream.runtime.chat import ChatPlan
 from midstream.runtime.door import EngineInfo
@@ -125,6 +125,7 @@ class AsyncLLM(VllmAsyncLLM):
                 # An attribute of this one client, as of the engine's other classes.
                 client.add_request_async = lambda request: front.send(request, deliver)
                 patches.open_door(self, front)
+                spans.hold(self.output_processor, front.order_of)
                 self._front_end = front
 
     @property
@@ -147,8 +148,9 @@ class AsyncLLM(VllmAsyncLLM):
         return self._front.steering
 
     async def usage(self) -> dict[str, Any]:
-        """What is in use: of each worker, its place and how full its arena is; here, the requests
-        that ask for something, those that wait for room, and what sinks have not written yet.
+        """What is in use: of each worker, its place, how full its arena is and what its steps came
+        to; here, the requests that ask for something, those that wait for room, bytes that sinks
+        have not written yet, and totals over all requests that have ended.
 
         Raises:
             RuntimeError: the workers were not asked yet: `await llm.ready()`.

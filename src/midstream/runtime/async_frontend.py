@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from midstream.codecs import parse_codec
 from midstream.config import KEY
 from midstream.errors import SpecError
 from midstream.runtime.assembly import assemble
@@ -26,6 +27,7 @@ from midstream.runtime.passing import Passing
 from midstream.runtime.pieces import LOOK_SECONDS, Pieces
 from midstream.runtime.sessions import InputSession, as_one_request, check_session, closing
 from midstream.runtime.streaming import Streamed
+from midstream.runtime.tally import Tally
 from midstream.runtime.worker import RPC
 
 # Results larger than this are put together beside the event loop.
@@ -63,6 +65,7 @@ class AsyncFrontEnd(Door):
         self._tasks: set[asyncio.Task[None]] = set()
         self._passing = Passing(self._courier, self.sinks, self._came)
         self._watching: asyncio.Task[None] | None = None
+        self._tally = Tally()
 
     def admit(self, request: Any, asked_for: Any) -> Asked | None:
         if not isinstance(asked_for, Order):
@@ -213,17 +216,27 @@ class AsyncFrontEnd(Door):
     def leave(self, order: Order) -> None:
         """A call is over. What it left behind is cleared away."""
         order.is_over = True
+        for span in order.spans:
+            span.tell(None)
+        order.spans.clear()
         if order.asked is not None and not order.settled:
             order.settled = True
+            self._tally.aborted += 1
             self._spawn(self._clear_away(order, order.asked.uid))
         if order.pieces is not None:
             self._spawn(self._passing.end(order))
 
+    def order_of(self, request_id: str) -> Order | None:
+        """The call that one of vLLM's requests belongs to, if it asks for something."""
+        return next((one for one in self._orders.values() if request_id in one.ids), None)
+
     async def usage(self) -> dict[str, Any]:
-        """What is in use, here and on the workers."""
+        """What is in use, here and on the workers, and what it came to so far."""
         return {
             "requests": len(self._orders),
             "waiting": self._admission.waiting,
+            "sinks": self.sinks.unwritten,
+            "totals": self._tally.to_dict(),
             "workers": [json.loads(one["json"]) for one in await _call(self._client, "usage")],
         }
 
@@ -274,9 +287,19 @@ class AsyncFrontEnd(Door):
         for mine, theirs in ((output, whole), *zip(output.outputs, whole.outputs, strict=True)):
             for name in RESULTS:
                 setattr(mine, name, getattr(theirs, name))
+        self._count(order, output)
         mismatches = Mismatches(self._config)
         mismatches.add(output)
         mismatches.report([output])
+
+    def _count(self, order: Order, output: Any) -> None:
+        """Takes a call's receipts into the totals, and into vLLM's spans of it."""
+        assert order.asked is not None
+        receipts = [one.receipt for one in output.outputs]
+        self._tally.add(receipts, parse_codec(order.asked.plan.codec).row_bytes(*self._vectors))
+        for span in order.spans:
+            span.tell(receipts[span.completion])
+        order.spans.clear()
 
     async def _deliver(
         self, order: Order, deliver: Callable[[Any], Awaitable[None]], request: Any

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from midstream.runtime.door import Asked
     from midstream.runtime.pieces import Pieces
     from midstream.runtime.sessions import InputSession
+    from midstream.runtime.spans import HeldSpan
     from midstream.runtime.streaming import Streamed
     from midstream.spec import Plan
 
@@ -32,6 +33,7 @@ class Order:
         session: of streaming input; None: an ordinary prompt.
         pieces: its rows that come before its end; None: none are to.
         passing: held while some of them are fetched and passed on.
+        spans: of its requests, in vLLM's tracing, until the receipts are there.
     """
 
     plan: Plan | ChatPlan | None
@@ -46,6 +48,7 @@ class Order:
     session: InputSession | None = None
     pieces: Pieces | None = None
     passing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    spans: list[HeldSpan] = field(default_factory=list)
 
     def __deepcopy__(self, _memo: dict[int, object]) -> Order:
         # vLLM copies a request's parameters; whoever made the order waits for what is put on it.

@@ -15,7 +15,7 @@ from midstream import config as settings
 from midstream.act_environment import WORKER_CLASS, from_act_environment, note_return
 from midstream.config import KEY
 from midstream.errors import ConfigError, SpecError, UnsupportedError
-from midstream.runtime import core, seams, served
+from midstream.runtime import core, seams, served, spans
 from midstream.runtime.carried import carried
 from midstream.runtime.chat import ChatPlan
 from midstream.runtime.order import Order
@@ -26,6 +26,7 @@ from midstream.spec import Plan
 
 # Where vLLM's function for the extra keys of a block is looked up.
 _KEY_MODULES = ("vllm.v1.core.kv_cache_utils", "vllm.v1.core.block_pool")
+_PROCESSOR = ("vllm.v1.engine.output_processor", "OutputProcessor")
 _LOCK = threading.Lock()
 _ATTRIBUTE = "midstream_front_end"
 _active = False
@@ -62,6 +63,8 @@ def activate() -> None:
             core.update_from_output,
         )
         served.install()
+        _wrap(*_PROCESSOR, "do_tracing", spans.do_tracing)
+        _wrap_function(_PROCESSOR[0], "instrument_manual", spans.instrument_manual)
         for module in _KEY_MODULES:
             _wrap_function(module, "generate_block_hash_extra_keys", core.extra_keys)
         _active = True

@@ -259,6 +259,12 @@ ASYNC_FIELDS: tuple[Fields, ...] = (
         "an async engine of midstream's own",
     ),
     Fields(
+        "vllm.v1.engine.output_processor",
+        "RequestState",
+        ("request_id", "request_index"),
+        "spans say what receipts say",
+    ),
+    Fields(
         "vllm.v1.engine.exceptions", "", ("EngineDeadError",), "a dead engine is told from others"
     ),
     Fields(

@@ -140,6 +140,18 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         ("request",),
         "requests wait for room",
     ),
+    Seam(
+        "vllm.v1.engine.output_processor",
+        "OutputProcessor.do_tracing",
+        ("engine_core_output", "req_state", "iteration_stats"),
+        "spans wait for receipts",
+    ),
+    Seam(
+        "vllm.v1.engine.output_processor",
+        "instrument_manual",
+        ("span_name", "start_time", "end_time", "attributes"),
+        "spans say what receipts say",
+    ),
     Seam("vllm.v1.worker.worker_base", "WorkerBase.load_model", (), "the loaded model is tapped"),
     Seam(
         "vllm.v1.outputs",

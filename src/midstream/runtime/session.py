@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from midstream.runtime.requests import (
     idle_segment,
     release_segments,
 )
+from midstream.runtime.step_counts import StepCounts
 from midstream.runtime.stepplan import Load, StepPlan
 from midstream.runtime.stepview import StepView
 from midstream.spec import ResolvedPlan
@@ -104,7 +106,7 @@ class Session:
         self._armed = _NO_TOKENS
         self._admitted = 0
         self._firing = Firing(taps)
-        self._steps = 0
+        self.counts = StepCounts()
         self._in_flight: deque[_Step] = deque()
         self._current: _Armed | None = None
         self._leaving: deque[tuple[int, Request]] = deque()
@@ -178,7 +180,7 @@ class Session:
         release_segments(request.segments, self._tables)
         self._failures.pop(request_id, None)
         self._planner.retire(request)
-        self._leaving.append((self._steps, request))
+        self._leaving.append((self.counts.steps, request))
         self._let_go()
 
     @contextmanager
@@ -275,11 +277,14 @@ class Session:
 
     def before_forward(self, view: StepView) -> None:
         """Arms the buffers for the step that is queued next."""
-        self._steps += 1
+        began = time.perf_counter_ns()
         plan = self._planner.plan(view, watch=not self._checked)
+        self.counts.steps += 1
+        self.counts.planner_ns += time.perf_counter_ns() - began
         if plan is None:
             self._disarm()
             return
+        self.counts.take(plan.num_records)
         first = self._transport.reserve(plan.num_records)
         self._buffers.tally[: plan.tokens.shape[0]].zero_()
         self._arm(_shifted(plan.tokens, first))
@@ -311,7 +316,7 @@ class Session:
         if plan.num_records:
             # Whatever runs before the next step must not write where rows are on their way.
             self._disarm()
-        self._in_flight.append(_Step(self._steps, current, shipment))
+        self._in_flight.append(_Step(self.counts.steps, current, shipment))
         for load, extent in zip(plan.loads, shipment.extents, strict=True):
             self._keep_rows(current, load, extent, shipment)
         if plan.scored:
@@ -405,7 +410,7 @@ class Session:
 
     def _let_go(self) -> None:
         """Forgets finished requests once every step that they were in has been verified."""
-        oldest = self._in_flight[0].number if self._in_flight else self._steps + 1
+        oldest = self._in_flight[0].number if self._in_flight else self.counts.steps + 1
         while self._leaving and self._leaving[0][0] < oldest:
             _, request = self._leaving.popleft()
             self._planner.forget(request)

@@ -153,6 +153,8 @@ class _Endpoint:
             "stage": self._stage,
             "tensor_rank": self._tensor_rank,
             "arena": {**self._arena.used, "budget_bytes": self._arena.budget},
+            "ring_rows": self._buffers.ring.shape[0],
+            "steps": asdict(self._session.counts),
         }
 
     def _collect(self, uids: list[str], mapped: list[list[int]]) -> dict[str, Any]:

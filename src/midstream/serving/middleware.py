@@ -4,6 +4,7 @@ what came of it on their answers.
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -16,6 +17,7 @@ from midstream.serving.exchange import CURRENT, Exchange
 from midstream.serving.outgoing import Outgoing
 from midstream.serving.refusals import Refusal
 from midstream.serving.server import Server
+from midstream.serving.watched import Watched
 from midstream.serving.wishes import take_wishes
 from midstream.spec.fields import read_json
 
@@ -24,6 +26,7 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _MARK = f'"{KEY}"'.encode()
 _ESCAPE = b"\\u00"
 _OWN = ("/v1/midstream", "/v1/steering")
+_METRICS = "/metrics"
 
 
 class Middleware:
@@ -34,20 +37,35 @@ class Middleware:
         self._server = server
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
+        if scope["type"] == "lifespan":
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._server.close()
+            return
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        path = path_of(scope)
+        refused = functools.partial(self._server.refused, scope)
+        watched = Watched(send, refused)
+        passed = watched if path.startswith(_OWN) else send
+        if scope["method"] not in ("POST", "PUT", "PATCH"):
+            if path.rstrip("/") == _METRICS:
+                await self._server.refresh_metrics()
+            await self._app(scope, receive, passed)
             return
         try:
             body = await self._read(scope, receive)
             exchange, body = self._exchange(scope, body)
         except (Refusal, MidstreamError) as error:
-            await refuse(Refusal.of(error), send)
+            await refuse(Refusal.of(error), watched)
             return
         replayed = _Replay(body, receive)
         if exchange is None:
-            await self._app(_with_length(scope, body), replayed, send)
+            await self._app(_with_length(scope, body), replayed, passed)
             return
-        outgoing = Outgoing(exchange, self._server, send)
+        outgoing = Outgoing(exchange, self._server, watched, refused)
         token = CURRENT.set(exchange)
         try:
             await self._app(_with_length(scope, body), replayed, outgoing)
@@ -74,7 +92,7 @@ class Middleware:
 
     def _exchange(self, scope: Scope, body: bytes) -> tuple[Exchange | None, bytes]:
         """What a request asks of midstream, and its body without that; None: nothing."""
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = path_of(scope)
         # Most requests do not have the word, which may be written with escapes: not looked into.
         if (_MARK not in body and _ESCAPE not in body) or path.startswith(_OWN):
             return None, body
@@ -94,6 +112,12 @@ class Middleware:
             raise Refusal(400, "midstream: not with background, which has no answer", KEY)
         exchange = self._server.begin(scope, value, wishes)
         return exchange, json.dumps(value).encode()
+
+
+def path_of(scope: Scope) -> str:
+    """A request's path, as the app has it."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 class _Replay:

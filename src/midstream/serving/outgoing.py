@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,12 +22,26 @@ if TYPE_CHECKING:
 class Outgoing:
     """Takes the place of an application's `send`."""
 
-    def __init__(self, exchange: Exchange, server: Server, send: Send) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        server: Server,
+        send: Send,
+        refused: Callable[[int, str | None], None],
+    ) -> None:
+        """Args:
+        exchange: the request's.
+        server: makes what answers say.
+        send: where messages go.
+        refused: is told of a refusal in a stream that has begun, whose status is not seen.
+        """
+        self._refused = refused
         self._exchange = exchange
         self._server = server
         self._send = send
         self._start: Message | None = None  # held until it is known how it goes on
         self._streams = False
+        self._is_first = True  # no event but comments has come yet
         self._events = Events()
         self._parts: list[bytes] = []
         self._over = False
@@ -83,12 +98,15 @@ class Outgoing:
     async def _stream(self, message: Message) -> None:
         out = []
         for event in self._events.feed(message.get("body", b"")):
-            if self._start is not None and await self._refuse_at_once(event):
+            if self._is_first and await self._refuse_at_once(event):
                 return
+            self._is_first = self._is_first and not event.data
             try:
                 out += await self._with_news(event)
             except (Refusal, MidstreamError) as error:
-                out += [Event(b"", Refusal.of(error).content), Event(b"", DONE)]
+                refusal = Refusal.of(error)
+                self._refused(refusal.status, refusal.param)
+                out += [Event(b"", refusal.content), Event(b"", DONE)]
                 self._over = True
                 break
         more = message.get("more_body", False) and not self._over

@@ -38,14 +38,14 @@ class Endpoints:
         settings = _settings(args)
         if settings is None:
             return
-        self._server = app.state.midstream = Server(settings)
-        app.state.midstream_guard = Guard(
+        guard = app.state.midstream_guard = Guard(
             allowed=settings.admin,
             admin_key=admin_key(),
             has_key=_has_key(args),
             # A socket of this machine's file system is no farther than loopback.
             host="localhost" if getattr(args, "uds", None) else args.host,
         )
+        self._server = app.state.midstream = Server(settings, admin=guard.is_open)
         for module in _ROUTERS:
             app.include_router(module.router)
         app.add_middleware(Middleware, server=self._server)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import time
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,12 +15,15 @@ from starlette.types import Scope
 
 from midstream.config import KEY
 from midstream.runtime.chat import ChatPlan
+from midstream.serving import events, metrics
 from midstream.serving.answers import Answers
 from midstream.serving.exchange import CURRENT, Exchange
 from midstream.serving.held import Holding
 from midstream.serving.refusals import Refusal
 from midstream.serving.settings import HttpSettings
 from midstream.serving.wishes import Wishes
+from midstream.steering import TIERS
+from midstream.version import __version__
 
 # Of a chat's body, what its template gets.
 _TEMPLATE = ("chat_template", "chat_template_kwargs", "add_generation_prompt",
@@ -28,8 +33,14 @@ _TEMPLATE = ("chat_template", "chat_template_kwargs", "add_generation_prompt",
 class Server:
     """What middleware and routes share."""
 
-    def __init__(self, settings: HttpSettings) -> None:
+    def __init__(self, settings: HttpSettings, *, admin: bool) -> None:
+        """Args:
+        settings: its limits.
+        admin: whether anybody may change vectors and steering.
+        """
         self.settings = settings
+        self.metrics = metrics.of_process()
+        self._admin = admin
         self.holding = Holding(settings)
         self.started = time.time()
         self._llm: Any = None
@@ -49,6 +60,8 @@ class Server:
         self._answers = Answers(self.settings, self.holding, info.shape.hidden_size, dtype)
         self._template = {name: value for name, value in template.items() if value is not None}
         self._llm = llm
+        events.show()
+        events.note("midstream.ready", version=__version__, taps=len(info.shape.taps))
         # An attribute of this one engine: calls that an exchange makes carry its plan.
         generate = llm.generate
         llm.generate = lambda *args, **named: self._generate(generate, *args, **named)
@@ -90,6 +103,59 @@ class Server:
             }
             exchange.messages = messages
         return exchange
+
+    async def state(self) -> dict[str, Any]:
+        """What it is, what is in use, and what it came to so far, as JSON values.
+
+        Raises:
+            Refusal: 503, the engine is not there yet.
+        """
+        llm = self.llm
+        info = llm.info
+        return {
+            "midstream": __version__,
+            "vllm": importlib.import_module("vllm").__version__,
+            "model": llm.vllm_config.model_config.model,
+            "dtype": info.dtype,
+            "codec": info.codec,
+            "taps": len(info.shape.taps),
+            "runner": info.workers[0]["runner"],
+            "uptime_seconds": time.time() - self.started,
+            "admin": self._admin,
+            "steering": {"epoch": llm.steering.epoch, "digest": llm.steering.digest},
+            "vectors": len(llm.vectors),
+            "held": {"captures": len(self.holding), "bytes": self.holding.nbytes},
+            "limits": asdict(self.settings),
+            **await llm.usage(),
+        }
+
+    async def refresh_metrics(self) -> None:
+        """Brings the metrics up to date, if the engine is there."""
+        if self._llm is not None and not self._llm.errored:
+            await self.metrics.refresh(self.state)
+
+    def refused(self, scope: Scope, status: int, param: str | None) -> None:
+        """Takes note of a request that was refused."""
+        self.metrics.refused(status)
+        events.note(
+            "request.refused",
+            status=status,
+            method=scope["method"],
+            path=scope["path"],
+            client=client_of(scope),
+            param=param,
+        )
+
+    def steered(self) -> None:
+        """Takes note of a change of server-wide steering."""
+        state = self.llm.steering.show()
+        edits = {tier: len(getattr(state, tier)) for tier in TIERS}
+        events.note("steering.changed", epoch=state.epoch, digest=state.digest, **edits)
+
+    def close(self) -> None:
+        """Lets go of all that is held for clients. The engine closes its sinks itself."""
+        events.note("midstream.closing", held_captures=len(self.holding))
+        self.holding.close()
 
     def _generate(
         self, generate: Any, prompt: Any, params: Any, request_id: str, **named: Any

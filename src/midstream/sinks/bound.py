@@ -23,6 +23,11 @@ class Bound:
         """Whether somebody waits for room."""
         return bool(self._waiting)
 
+    @property
+    def used(self) -> int:
+        """Bytes that are taken."""
+        return self._used
+
     def take(self, size: int) -> Future[None]:
         """Is done once there is room; until then whoever waits may cancel it."""
         room: Future[None] = Future()

@@ -87,6 +87,11 @@ class OpenSinks:
             return None
         return Pace(sink.piece_seconds, sink.piece_bytes)
 
+    @property
+    def unwritten(self) -> dict[str, int]:
+        """By sink, how many bytes it was given that are not there for good."""
+        return {name: queue.unwritten for name, queue in self._queues.items()}
+
     def drain(self) -> None:
         """Nothing else will come for now: what did is written and flushed."""
         for queue in self._queues.values():

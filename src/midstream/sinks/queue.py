@@ -102,6 +102,11 @@ class SinkQueue:
         """Hands over a delivery without rows, which needs no room; nobody is told of it."""
         self._append(_Entry(delivery, 0, self._patience))
 
+    @property
+    def unwritten(self) -> int:
+        """Bytes of deliveries whose caller was not told of them yet."""
+        return self._bound.used
+
     def drain(self) -> None:
         """Has all that was put written and flushed without waiting for more."""
         with self._changed:

@@ -80,6 +80,7 @@ class Arena:
         self._filled = 0
         self._numbers = 0
         self._made = 0  # bytes of memory in segments that are not on disk
+        self._spills = 0
         self._retired: list[int] = []
         self._leases = Leases()
         # Pinning takes time: one segment is made while another is being filled.
@@ -164,7 +165,9 @@ class Arena:
 
     @property
     def used(self) -> dict[str, int]:
-        """How much there is: bytes in memory, on disk and free, leases, segments."""
+        """How much there is: bytes in memory, on disk and free, leases, segments; and how many
+        segments ever went to disk.
+        """
         return {
             "memory_bytes": self._made,
             "free_bytes": sum(segment.memory.nbytes for segment in self._free),
@@ -173,6 +176,7 @@ class Arena:
             ),
             "leases": len(self._leases),
             "segments": len(self._segments),
+            "spills": self._spills,
         }
 
     def close(self) -> None:
@@ -209,6 +213,7 @@ class Arena:
             return self._add(self._make(size), on_disk=False)
         if self._settings.overflow == "spill":
             memory = SharedMemory.on_disk(size, self._settings.spill_folder)
+            self._spills += 1
             return self._add(memory, on_disk=True)
         return None
 

@@ -81,6 +81,7 @@ def set_vectors(given: Vectors, server: Changed) -> dict[str, Any]:
             "vectors", "nothing is given: give vectors, prefill_vectors or decode_vectors"
         )
     state = server.llm.steering.set(**tiers)
+    server.steered()
     layers = {layer for edit in state.edits for layer in edit.layers.indices}
     return {"status": "ok", "layers_updated": sorted(layers), "epoch": state.epoch}
 
@@ -88,6 +89,7 @@ def set_vectors(given: Vectors, server: Changed) -> dict[str, Any]:
 @router.post("/v1/steering/clear", summary="Clear all tiers", responses=refused(401, 403, 503))
 def clear(server: Changed) -> dict[str, Any]:
     server.llm.steering.clear()
+    server.steered()
     return {"status": "ok", "epoch": server.llm.steering.epoch}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -10,7 +9,6 @@ from fastapi import APIRouter, Depends
 
 from midstream.serving.routes.common import Route, refused, server_of
 from midstream.serving.server import Server
-from midstream.version import __version__
 
 router = APIRouter(route_class=Route, tags=["midstream: status"])
 Here = Annotated[Server, Depends(server_of)]
@@ -37,14 +35,4 @@ def sites(server: Here) -> dict[str, Any]:
     responses=refused(401, 503),
 )
 async def status(server: Here) -> dict[str, Any]:
-    llm = server.llm
-    return {
-        "midstream": __version__,
-        "dtype": llm.info.dtype,
-        "uptime_seconds": time.time() - server.started,
-        "steering": {"epoch": llm.steering.epoch, "digest": llm.steering.digest},
-        "vectors": len(llm.vectors),
-        "held": {"captures": len(server.holding), "bytes": server.holding.nbytes},
-        "limits": asdict(server.settings),
-        **await llm.usage(),
-    }
+    return await server.state()

@@ -60,6 +60,7 @@ def show(server: Here) -> State:
 def change(tiers: Tiers, server: Changed) -> State:
     given = {tier: getattr(tiers, tier) for tier in TIERS if tier in tiers.model_fields_set}
     server.llm.steering.set(**given)
+    server.steered()
     return _state(server)
 
 
@@ -68,6 +69,7 @@ def change(tiers: Tiers, server: Changed) -> State:
 )
 def clear(server: Changed) -> State:
     server.llm.steering.clear()
+    server.steered()
     return _state(server)
 
 

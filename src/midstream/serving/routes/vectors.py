@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Path, Request, Response
 
 from midstream.errors import SpecError
+from midstream.serving import events
 from midstream.serving.refusals import Refusal
 from midstream.serving.routes.common import Route, admin, refused, server_of
 from midstream.serving.routes.uploads import read_upload
@@ -100,6 +101,7 @@ def remove_name(server: Server, name: str) -> None:
         server.llm.vectors.remove(name)
     except SpecError as error:
         raise Refusal(404, error.problem, "name") from None
+    events.note("vectors.removed", name=name)
 
 
 def _register(server: Server, name: str, vectors: object) -> dict[str, Any]:
@@ -114,4 +116,5 @@ def _register(server: Server, name: str, vectors: object) -> dict[str, Any]:
             "remove some"
         )  # fmt: skip
     about: dict[str, Any] = registry.register(name, vectors).to_dict()
+    events.note("vectors.registered", name=name, taps=len(about["taps"]), width=about["width"])
     return about
