@@ -122,9 +122,9 @@ class Steering:
                 read[tier] = tuple(edit for part in parts for edit in self._bind(part))
         return self._change(read)
 
-    def clear(self) -> None:
-        """Empties all tiers."""
-        self._change(dict.fromkeys(TIERS, ()))
+    def clear(self) -> SteeringState:
+        """Empties all tiers; what is in force now."""
+        return self._change(dict.fromkeys(TIERS, ()))
 
     def show(self) -> SteeringState:
         """What is in force; prints as a table."""

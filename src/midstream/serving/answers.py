@@ -72,9 +72,25 @@ class Answers:
     ) -> dict[str, Any]:
         if exchange.wishes.activations == "inline":
             return await self._inline(rows)
-        packed = await asyncio.to_thread(pack, rows, *self._vectors)
-        held = self._holding.hold(packed, exchange.client, request_id, _about(rows))
+        work = asyncio.ensure_future(
+            asyncio.to_thread(self._hold, exchange.client, request_id, rows)
+        )
+        try:
+            held = await asyncio.shield(work)
+        except asyncio.CancelledError:
+            # The thread goes on; nobody will be told of what it holds.
+            work.add_done_callback(self._let_go)
+            raise
+        exchange.untold.append(held.id)
         return handle_of(held)
+
+    def _hold(self, client: str, request_id: str, rows: Activations) -> Held:
+        packed = pack(rows, *self._vectors)
+        return self._holding.hold(packed, client, request_id, _about(rows))
+
+    def _let_go(self, work: asyncio.Future[Held]) -> None:
+        if not work.cancelled() and work.exception() is None:
+            self._holding.delete(work.result().id)
 
     async def _inline(self, rows: Activations) -> dict[str, Any]:
         # What it comes to is known before anything is copied.

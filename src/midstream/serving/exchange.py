@@ -13,6 +13,7 @@ from typing import Any
 
 from midstream.config import KEY
 from midstream.errors import SpecError
+from midstream.serving.held import Holding
 from midstream.serving.wishes import Wishes
 
 CURRENT: ContextVar[Exchange | None] = ContextVar("midstream_exchange", default=None)
@@ -47,6 +48,7 @@ class Exchange:
         per_call: how many choices each of them has.
         news: by choice, what it has not been told yet.
         told: by choice and probe, how many scores it has been told.
+        untold: ids of rows that are held, of which the client knows nothing yet.
     """
 
     wishes: Wishes
@@ -57,6 +59,7 @@ class Exchange:
     per_call: int = 1
     news: dict[int, News] = field(default_factory=dict)
     told: dict[tuple[int, str], int] = field(default_factory=dict)
+    untold: list[str] = field(default_factory=list)
 
     def note(self, stream: AsyncGenerator[Any, None], per_call: int) -> AsyncGenerator[Any, None]:
         """A call's outputs, of which note is taken on their way.
@@ -79,6 +82,11 @@ class Exchange:
         """What is new, which counts as told from now on."""
         found, self.news = self.news, {}
         return found
+
+    def let_go(self, holding: Holding) -> None:
+        """Nobody will be told of what is untold."""
+        while self.untold:
+            holding.delete(self.untold.pop())
 
     async def _noted(
         self, stream: AsyncGenerator[Any, None], first: int

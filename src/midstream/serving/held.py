@@ -37,11 +37,6 @@ class Held:
     expires_at: float
     about: Mapping[str, Any]
 
-    @property
-    def path(self) -> str:
-        """By which this process opens the file."""
-        return f"/proc/self/fd/{self.file}"
-
 
 class Holding:
     """What one server holds. For any thread."""
@@ -56,10 +51,13 @@ class Holding:
     def nbytes(self) -> int:
         """Bytes that are held."""
         with self._lock:
+            self._expire()
             return sum(one.nbytes for one in self._held.values())
 
     def __len__(self) -> int:
-        return len(self._held)
+        with self._lock:
+            self._expire()
+            return len(self._held)
 
     def check(self, client: str) -> None:
         """Whether there is any room, before a request is begun.
@@ -78,24 +76,36 @@ class Holding:
         """
         with self._lock:
             self._check(client, len(data))
-            file = _file_of(data)
-            held = Held(
-                secrets.token_urlsafe(24),
-                client,
-                request_id,
-                file,
-                len(data),
-                self._clock() + self._settings.held_seconds,
-                about,
-            )
-            self._held[held.id] = held
-            return held
+        # Others go on while it is copied; whether there is room still is looked at after that.
+        file = _file_of(data)
+        try:
+            with self._lock:
+                self._check(client, len(data))
+                held = Held(
+                    secrets.token_urlsafe(24),
+                    client,
+                    request_id,
+                    file,
+                    len(data),
+                    self._clock() + self._settings.held_seconds,
+                    about,
+                )
+                self._held[held.id] = held
+        except Refusal:
+            os.close(file)
+            raise
+        return held
 
-    def find(self, name: str) -> Held | None:
-        """What is held under an id; None: nothing, or it has expired."""
+    def open(self, name: str) -> tuple[Held, int] | None:
+        """What is held under an id, and a descriptor of its file that is the caller's to close;
+        None: nothing, or it has expired.
+        """
         with self._lock:
             self._expire()
-            return self._held.get(name)
+            held = self._held.get(name)
+            # A descriptor of its own: should the rows go meanwhile, their number may stand for
+            # others.
+            return None if held is None else (held, os.dup(held.file))
 
     def of(self, client: str) -> list[Held]:
         """What is held for a client, oldest first."""
@@ -139,6 +149,12 @@ class Holding:
                 429,
                 f"{sum(mine)} bytes of captures are held for this client, and {nbytes} more pass "
                 f"the limit of {limits.client_bytes}; fetch and delete some, or capture less",
+            )
+        if len(self._held) >= limits.held_captures:
+            raise Refusal(
+                507,
+                f"this server holds {len(self._held)} captures, and no more may be; try again "
+                "later",
             )
         total = sum(one.nbytes for one in self._held.values())
         if total + nbytes > limits.held_bytes:

@@ -16,15 +16,15 @@ from midstream.errors import MidstreamError
 from midstream.serving.exchange import CURRENT, Exchange
 from midstream.serving.outgoing import Outgoing
 from midstream.serving.refusals import Refusal
-from midstream.serving.server import Server
+from midstream.serving.server import PATHS, Server
 from midstream.serving.watched import Watched
 from midstream.serving.wishes import take_wishes
 from midstream.spec.fields import read_json
 
-# vLLM's endpoints whose answers can carry results.
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _MARK = f'"{KEY}"'.encode()
 _ESCAPE = b"\\u00"
+_WIDE = b"\0"  # of UTF-16 and UTF-32, which JSON's readers take as well
+_DIGITS = 18  # of a length that there can be
 _OWN = ("/v1/midstream", "/v1/steering")
 _METRICS = "/metrics"
 
@@ -71,11 +71,12 @@ class Middleware:
             await self._app(_with_length(scope, body), replayed, outgoing)
         finally:
             CURRENT.reset(token)
+            exchange.let_go(self._server.holding)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
         limit = self._server.settings.max_body_bytes
         length = Headers(scope=scope).get("content-length", "0")
-        if length.isdecimal() and int(length) > limit:
+        if length.isdecimal() and (len(length) > _DIGITS or int(length) > limit):
             raise _too_long(limit)
         parts, size = [], 0
         while True:
@@ -94,7 +95,7 @@ class Middleware:
         """What a request asks of midstream, and its body without that; None: nothing."""
         path = path_of(scope)
         # Most requests do not have the word, which may be written with escapes: not looked into.
-        if (_MARK not in body and _ESCAPE not in body) or path.startswith(_OWN):
+        if path.startswith(_OWN) or not any(each in body for each in (_MARK, _ESCAPE, _WIDE)):
             return None, body
         value = _asking(body)
         if value is None:
@@ -111,7 +112,10 @@ class Middleware:
         if value.get("background"):
             raise Refusal(400, "midstream: not with background, which has no answer", KEY)
         exchange = self._server.begin(scope, value, wishes)
-        return exchange, json.dumps(value).encode()
+        try:
+            return exchange, json.dumps(value).encode()
+        except RecursionError:
+            raise Refusal(400, "the JSON is nested too deeply") from None
 
 
 def path_of(scope: Scope) -> str:

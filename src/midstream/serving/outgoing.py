@@ -78,6 +78,8 @@ class Outgoing:
         MutableHeaders(raw=start["headers"])["content-length"] = str(len(body))
         await self._send(start)
         await self._send({"type": "http.response.body", "body": body})
+        if start["status"] == 200:
+            self._exchange.untold.clear()
 
     async def _with_results(self, body: bytes) -> bytes:
         value = json.loads(body)
@@ -91,14 +93,14 @@ class Outgoing:
             if choice["index"] in told:
                 holder = value if self._exchange.is_single else choice
                 holder[KEY] = told[choice["index"]]
-        return json.dumps(value, ensure_ascii=False).encode()
+        return json.dumps(value).encode()
 
     # -- as a stream -----------------------------------------------------------------------------
 
     async def _stream(self, message: Message) -> None:
         out = []
         for event in self._events.feed(message.get("body", b"")):
-            if self._is_first and await self._refuse_at_once(event):
+            if self._start and self._is_first and await self._refuse_at_once(event):
                 return
             self._is_first = self._is_first and not event.data
             try:
@@ -116,6 +118,8 @@ class Outgoing:
             await self._begin()
             body = b"".join(event.written for event in out)
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
+            if not self._over:
+                self._exchange.untold.clear()
 
     async def _begin(self) -> None:
         start, self._start = self._start, None

@@ -38,14 +38,15 @@ class Endpoints:
         settings = _settings(args)
         if settings is None:
             return
+        has_key = _has_key(args)
         guard = app.state.midstream_guard = Guard(
             allowed=settings.admin,
             admin_key=admin_key(),
-            has_key=_has_key(args),
+            has_key=has_key,
             # A socket of this machine's file system is no farther than loopback.
             host="localhost" if getattr(args, "uds", None) else args.host,
         )
-        self._server = app.state.midstream = Server(settings, admin=guard.is_open)
+        self._server = app.state.midstream = Server(settings, admin=guard.is_open, has_key=has_key)
         for module in _ROUTERS:
             app.include_router(module.router)
         app.add_middleware(Middleware, server=self._server)

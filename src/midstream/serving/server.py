@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from midstream.config import KEY
+from midstream.errors import SpecError
 from midstream.runtime.chat import ChatPlan
 from midstream.serving import events, metrics
 from midstream.serving.answers import Answers
@@ -25,6 +26,8 @@ from midstream.serving.wishes import Wishes
 from midstream.steering import TIERS
 from midstream.version import __version__
 
+# vLLM's endpoints whose answers can carry results.
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 # Of a chat's body, what its template gets.
 _TEMPLATE = ("chat_template", "chat_template_kwargs", "add_generation_prompt",
              "continue_final_message", "tools")  # fmt: skip
@@ -33,12 +36,14 @@ _TEMPLATE = ("chat_template", "chat_template_kwargs", "add_generation_prompt",
 class Server:
     """What middleware and routes share."""
 
-    def __init__(self, settings: HttpSettings, *, admin: bool) -> None:
+    def __init__(self, settings: HttpSettings, *, admin: bool, has_key: bool) -> None:
         """Args:
         settings: its limits.
         admin: whether anybody may change vectors and steering.
+        has_key: whether requests come here only with a key of the server's.
         """
         self.settings = settings
+        self._has_key = has_key
         self.metrics = metrics.of_process()
         self._admin = admin
         self.holding = Holding(settings)
@@ -83,14 +88,23 @@ class Server:
         assert self._answers is not None, "there is an engine wherever there is an exchange"
         return self._answers
 
+    def client_of(self, scope: Scope) -> str:
+        """Whose a request is: who has its key or, on a server without keys, one address."""
+        if self._has_key:
+            # The word before the key may be written in several ways.
+            _, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+            return hashlib.sha256(key.encode()).hexdigest()[:16]
+        client = scope.get("client")
+        return client[0] if client else ""
+
     def begin(self, scope: Scope, body: Mapping[str, Any], wishes: Wishes) -> Exchange:
         """A request that asks for something.
 
         Raises:
             Refusal: 503; or there is no room to hold what it captures.
         """
-        assert self.llm is not None
-        client = client_of(scope)
+        _ = self.llm  # refuses while there is none
+        client = self.client_of(scope)
         plan = wishes.plan
         if plan is not None and plan.captures and wishes.activations == "handle":
             self.holding.check(client)
@@ -142,7 +156,7 @@ class Server:
             status=status,
             method=scope["method"],
             path=scope["path"],
-            client=client_of(scope),
+            client=self.client_of(scope),
             param=param,
         )
 
@@ -162,6 +176,12 @@ class Server:
     ) -> AsyncGenerator[Any, None]:
         exchange = CURRENT.get()
         if exchange is None:
+            if KEY in (getattr(params, "extra_args", None) or {}):
+                raise SpecError(
+                    f"extra_args.{KEY}",
+                    f"this endpoint cannot answer with results; use {', '.join(PATHS)}, and the "
+                    f"body's field {KEY}",
+                )
             stream: AsyncGenerator[Any, None] = generate(prompt, params, request_id, **named)
             return stream
         plan = exchange.wishes.plan
@@ -172,12 +192,3 @@ class Server:
             params = params.clone()
             params.extra_args = {**(params.extra_args or {}), KEY: carried}
         return exchange.note(generate(prompt, params, request_id, **named), params.n)
-
-
-def client_of(scope: Scope) -> str:
-    """Whose a request is: who has its key, or its address."""
-    key = Headers(scope=scope).get("authorization", "")
-    if key:
-        return hashlib.sha256(key.encode()).hexdigest()[:16]
-    client = scope.get("client")
-    return client[0] if client else ""

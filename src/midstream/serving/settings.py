@@ -24,8 +24,8 @@ class HttpSettings:
         max_body_bytes: how long the body of a request may be.
         inline_bytes: how many bytes of tensors one answer may have.
         held_bytes: how many bytes of captured rows are held for clients to fetch, in all.
-        client_bytes: of these, for one client.
-        client_captures: how many captures are held for one client.
+        held_captures: how many captures are held, in all; each takes a file descriptor.
+        client_bytes, client_captures: of these, for one client.
         held_seconds: how long they are held.
         vector_bytes: how many bytes of registered vectors there may be.
     """
@@ -34,6 +34,7 @@ class HttpSettings:
     max_body_bytes: int = 64 << 20
     inline_bytes: int = 16 << 20
     held_bytes: int = 4 << 30
+    held_captures: int = 8192
     client_bytes: int = 1 << 30
     client_captures: int = 1024
     held_seconds: int = 600

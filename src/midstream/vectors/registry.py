@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from midstream.errors import SpecError
+from midstream.errors import NoRoomError, SpecError
 from midstream.spec.binding import Registered, Tap
 from midstream.spec.fields import at, kind, listed, show
 from midstream.spec.named import read_name
@@ -33,6 +33,10 @@ class _Entry:
 
     vectors: Registered
     description: Description
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * self.description.width * len(self.description.taps)
 
 
 class VectorRegistry:
@@ -57,7 +61,7 @@ class VectorRegistry:
         """The model whose vectors these are."""
         return self._shape
 
-    def register(self, name: str, vectors: object) -> Description:
+    def register(self, name: str, vectors: object, room: int | None = None) -> Description:
         """Registers vectors under a name, in place of what was there.
 
         Args:
@@ -67,8 +71,10 @@ class VectorRegistry:
                 particular, so that its layer is given where it is used; or the path of a
                 `.safetensors`, `.npz` or `.gguf` file (`midstream.vectors.files`). A scale within
                 is multiplied into its vector.
+            room: how many bytes the vectors of all names may take together; None: any number.
 
         Raises:
+            NoRoomError: they would take more, or there are as many names as there may be.
             SpecError: the name or the vectors are malformed; a vector is not as wide as the model;
                 there is no such layer; or the site is not tapped there. Nothing is changed then.
         """
@@ -79,9 +85,11 @@ class VectorRegistry:
         with self._lock:
             before = self._entries.get(name)
             if before is None and len(self._entries) >= MAX_NAMES:
-                raise SpecError("name", f"{MAX_NAMES} names are registered; remove one first")
+                raise NoRoomError("name", f"{MAX_NAMES} names are registered; remove one first")
             count = 1 if before is None else before.description.registered + 1
             entry = _Entry(found, _describe(name, found, count))
+            if room is not None:
+                self._check_room(name, entry, room)
             self._entries[name] = entry
         return entry.description
 
@@ -109,10 +117,18 @@ class VectorRegistry:
         Raises:
             SpecError: there is no such name; its path is empty.
         """
+        return self.show(name)[1]
+
+    def show(self, name: str) -> tuple[Description, Registered]:
+        """What `list` and `lookup` have of a name, at one moment.
+
+        Raises:
+            SpecError: there is no such name; its path is empty.
+        """
         entry = self._entries.get(name)
         if entry is None:
             raise self._unknown(name)
-        return entry.vectors
+        return entry.description, entry.vectors
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -128,6 +144,15 @@ class VectorRegistry:
 
     def _repr_html_(self) -> str:
         return self.list()._repr_html_()
+
+    def _check_room(self, name: str, entry: _Entry, room: int) -> None:
+        others = sum(one.nbytes for other, one in self._entries.items() if other != name)
+        if others + entry.nbytes > room:
+            raise NoRoomError(
+                "vectors",
+                f"{entry.nbytes} bytes are more than there is room for beside the {others} that "
+                f"are registered, of {room}; remove some",
+            )
 
     def _unknown(self, name: object) -> SpecError:
         if not isinstance(name, str):

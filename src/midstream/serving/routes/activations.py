@@ -7,12 +7,13 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Request, Response
 from fastapi.responses import FileResponse
-from starlette.background import BackgroundTask
+from starlette.types import Receive, Scope, Send
 
 from midstream.serving.answers import handle_of
+from midstream.serving.held import Held
 from midstream.serving.refusals import Refusal
-from midstream.serving.routes.common import Route, refused, server_of
-from midstream.serving.server import Server, client_of
+from midstream.serving.routes.common import REFUSED, Route, refused, server_of
+from midstream.serving.server import Server
 
 router = APIRouter(route_class=Route, tags=["midstream: activations"])
 Here = Annotated[Server, Depends(server_of)]
@@ -36,22 +37,16 @@ Name = Annotated[
     responses={
         200: {"content": {"application/octet-stream": {}}, "description": "The file."},
         206: {"content": {"application/octet-stream": {}}, "description": "A range of it."},
-        416: {"description": "There is no such range."},
         **refused(400, 401, 404, 503),
+        400: {**REFUSED[400], "content": {"text/plain": {}}},
+        416: {"content": {"text/plain": {}}, "description": "There is no such range."},
     },
 )
-def fetch(name: Name, server: Here) -> Response:
-    held = server.holding.find(name)
-    if held is None:
+async def fetch(name: Name, server: Here) -> Response:
+    found = server.holding.open(name)
+    if found is None:
         raise _unknown(name)
-    # Its own descriptor: should the rows expire meanwhile, that number may stand for others.
-    file = os.dup(held.file)
-    return FileResponse(
-        f"/proc/self/fd/{file}",
-        media_type="application/octet-stream",
-        filename=f"{held.id}.safetensors",
-        background=BackgroundTask(os.close, file),
-    )
+    return _Rows(*found)
 
 
 @router.delete(
@@ -73,11 +68,31 @@ def delete(name: Name, server: Here) -> Response:
     responses=refused(401, 503),
 )
 def captures(request: Request, server: Here) -> dict[str, Any]:
-    mine = server.holding.of(client_of(request.scope))
+    mine = server.holding.of(server.client_of(request.scope))
     return {
         "captures": [{"request_id": held.request_id, **handle_of(held)} for held in mine],
         "bytes": sum(held.nbytes for held in mine),
     }
+
+
+class _Rows(FileResponse):
+    """A file by its descriptor, which is closed whatever becomes of the answer."""
+
+    def __init__(self, held: Held, file: int) -> None:
+        self._file = file
+        super().__init__(
+            f"/proc/self/fd/{file}",
+            # Who may have them depends on more than the address, and they are soon gone.
+            headers={"cache-control": "no-store"},
+            media_type="application/octet-stream",
+            filename=f"{held.id}.safetensors",
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            os.close(self._file)
 
 
 def _unknown(name: str) -> Refusal:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import numpy as np
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,6 +18,9 @@ from midstream.serving.routes.common import Route, admin, refused, server_of
 from midstream.serving.routes.uploads import by_value
 from midstream.serving.routes.vectors import register_name, remove_name
 from midstream.serving.server import Server
+from midstream.spec.operations import Edit, Steer
+from midstream.spec.tapping import find_taps
+from midstream.spec.vector import Vector
 from midstream.vectors.tiers import read_hooks
 
 router = APIRouter(route_class=Route, tags=["midstream: as elsewhere"])
@@ -82,30 +86,48 @@ def set_vectors(given: Vectors, server: Changed) -> dict[str, Any]:
         )
     state = server.llm.steering.set(**tiers)
     server.steered()
-    layers = {layer for edit in state.edits for layer in edit.layers.indices}
-    return {"status": "ok", "layers_updated": sorted(layers), "epoch": state.epoch}
+    changed = {
+        layer for tier in tiers for edit in getattr(state, tier) for _, layer in _taps(edit, server)
+    }
+    return {"status": "ok", "layers_updated": sorted(changed), "epoch": state.epoch}
 
 
 @router.post("/v1/steering/clear", summary="Clear all tiers", responses=refused(401, 403, 503))
 def clear(server: Changed) -> dict[str, Any]:
-    server.llm.steering.clear()
+    state = server.llm.steering.clear()
     server.steered()
-    return {"status": "ok", "epoch": server.llm.steering.epoch}
+    return {"status": "ok", "epoch": state.epoch}
 
 
-@router.get("/v1/steering", summary="What is steered", responses=refused(401, 503))
+@router.get(
+    "/v1/steering",
+    summary="What is steered",
+    description="The norm of what is added, by layer, site and tier. Edits that do more than add a "
+    "vector are shown by `/v1/midstream/steering` alone.",
+    responses=refused(401, 503),
+)
 def show(server: Here) -> dict[str, Any]:
     state = server.llm.steering.show()
-    active: dict[str, dict[str, dict[str, float]]] = {}
+    added: dict[tuple[int, str, str], Any] = {}
     for theirs, tier in _TIERS.items():
         for edit in getattr(state, tier):
-            vector = getattr(edit, "vector", None)
-            for site in edit.sites:
-                for layer in edit.layers.indices:
-                    norms = active.setdefault(str(layer), {}).setdefault(site, {})
-                    if vector is not None:
-                        norms[theirs] = vector.norm * getattr(edit, "scale", 1.0)
+            if not isinstance(edit, Steer) or edit.norm is not None:
+                continue
+            # In force are edits by value.
+            assert isinstance(edit.vector, Vector)
+            vector = edit.vector.numpy().astype("f8") * edit.scale
+            for site, layer in _taps(edit, server):
+                place = (layer, site, theirs)
+                added[place] = added.get(place, 0.0) + vector
+    active: dict[str, dict[str, dict[str, float]]] = {}
+    for (layer, site, theirs), vector in added.items():
+        norms = active.setdefault(str(layer), {}).setdefault(site, {})
+        norms[theirs] = float(np.linalg.norm(vector))
     return {"steering": active, "epoch": state.epoch}
+
+
+def _taps(edit: Edit, server: Server) -> tuple[tuple[str, int], ...]:
+    return find_taps(edit.layers, edit.sites, server.llm.info.shape, "layer", "site")
 
 
 @router.get("/v1/steering/layers", summary="What can be steered", responses=refused(401, 503))
@@ -126,7 +148,7 @@ def modules(server: Here) -> dict[str, Any]:
     "/v1/steering/modules/register",
     summary="Register named vectors",
     description="Of every token: a name has no tiers of its own here.",
-    responses=refused(400, 401, 403, 413, 503),
+    responses=refused(400, 401, 403, 413, 503, 507),
 )
 def register(module: Module, server: Changed) -> dict[str, Any]:
     return {"status": "ok", **register_name(server, module.name, by_value(module.vectors))}

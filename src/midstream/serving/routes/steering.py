@@ -47,7 +47,7 @@ class State(BaseModel):
 
 @router.get("/v1/midstream/steering", summary="What is in force", responses=refused(401, 503))
 def show(server: Here) -> State:
-    return _state(server)
+    return State(**server.llm.steering.show().to_dict())
 
 
 @router.put(
@@ -59,19 +59,15 @@ def show(server: Here) -> State:
 )
 def change(tiers: Tiers, server: Changed) -> State:
     given = {tier: getattr(tiers, tier) for tier in TIERS if tier in tiers.model_fields_set}
-    server.llm.steering.set(**given)
+    state = server.llm.steering.set(**given)
     server.steered()
-    return _state(server)
+    return State(**state.to_dict())
 
 
 @router.delete(
     "/v1/midstream/steering", summary="Empty all tiers", responses=refused(401, 403, 503)
 )
 def clear(server: Changed) -> State:
-    server.llm.steering.clear()
+    state = server.llm.steering.clear()
     server.steered()
-    return _state(server)
-
-
-def _state(server: Server) -> State:
-    return State(**server.llm.steering.show().to_dict())
+    return State(**state.to_dict())

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Request, Response
+from fastapi.concurrency import run_in_threadpool
 
-from midstream.errors import SpecError
+from midstream.errors import NoRoomError, SpecError
 from midstream.serving import events
 from midstream.serving.refusals import Refusal
 from midstream.serving.routes.common import Route, admin, refused, server_of
@@ -18,7 +19,7 @@ Here = Annotated[Server, Depends(server_of)]
 Changed = Annotated[Server, Depends(admin)]
 Name = Annotated[
     str,
-    Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$", examples=["cheerful"]),
+    Path(pattern=r"^[A-Za-z0-9_:-][A-Za-z0-9_.:/-]{0,127}$", examples=["cheerful"]),
 ]
 
 
@@ -32,28 +33,27 @@ def listing(server: Here) -> dict[str, Any]:
 
 
 @router.get(
-    "/v1/midstream/vectors/{name}",
+    "/v1/midstream/vectors/{name:path}",
     summary="One name, with its vectors",
     responses=refused(400, 401, 404, 503),
 )
 def show(name: Name, server: Here) -> dict[str, Any]:
     try:
-        found = server.llm.vectors.lookup(name)
+        about, found = server.llm.vectors.show(name)
     except SpecError as error:
         raise Refusal(404, error.problem, "name") from None
-    (about,) = (one for one in server.llm.vectors.list() if one.name == name)
     return {**about.to_dict(), "vectors": [vector.emit() for vector in found.values()]}
 
 
 @router.put(
-    "/v1/midstream/vectors/{name}",
+    "/v1/midstream/vectors/{name:path}",
     summary="Register vectors under a name, in place of what was there",
     description="As JSON, `{layer: vector}`, `{site: {layer: vector}}` or one vector for no layer "
     'in particular; a vector is a list of numbers, `{"f32": base64}` or '
     '`{"vector": …, "scale": …}`. '
     "Or as a safetensors file (`application/octet-stream`) whose tensors are called "
     "`{site}.{layer}` or `{layer}`. Requests that run keep the vectors that they were given.",
-    responses=refused(400, 401, 403, 413, 503),
+    responses=refused(400, 401, 403, 413, 415, 503, 507),
     openapi_extra={
         "requestBody": {
             "required": True,
@@ -68,12 +68,13 @@ def show(name: Name, server: Here) -> dict[str, Any]:
     },
 )
 async def register(name: Name, request: Request, server: Changed) -> dict[str, Any]:
-    vectors = read_upload(await request.body(), request.headers.get("content-type", ""))
-    return _register(server, name, vectors)
+    body, content_type = await request.body(), request.headers.get("content-type", "")
+    # Megabytes of numbers take their time; other requests go on meanwhile.
+    return await run_in_threadpool(lambda: _register(server, name, read_upload(body, content_type)))
 
 
 @router.delete(
-    "/v1/midstream/vectors/{name}",
+    "/v1/midstream/vectors/{name:path}",
     status_code=204,
     summary="Forget a name",
     description="Requests that were taken in with it keep their vectors.",
@@ -106,15 +107,11 @@ def remove_name(server: Server, name: str) -> None:
 
 def _register(server: Server, name: str, vectors: object) -> dict[str, Any]:
     registry = server.llm.vectors
-    before = {one.name: 4 * one.width * len(one.taps) for one in registry.list()}
-    before.pop(name, None)
-    limit = server.settings.vector_bytes
-    # What is too much is not known before it is read; the body's own limit bounds that.
-    if sum(before.values()) + 4 * registry.shape.hidden_size > limit:
-        raise Refusal(
-            507, f"the vectors that are registered take {sum(before.values())} bytes of {limit}; "
-            "remove some"
-        )  # fmt: skip
-    about: dict[str, Any] = registry.register(name, vectors).to_dict()
+    try:
+        # What is too much is not known before it is read; the body's own limit bounds that.
+        found = registry.register(name, vectors, server.settings.vector_bytes)
+    except NoRoomError as error:
+        raise Refusal(507, str(error), error.path) from None
+    about: dict[str, Any] = found.to_dict()
     events.note("vectors.registered", name=name, taps=len(about["taps"]), width=about["width"])
     return about
