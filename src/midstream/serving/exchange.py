@@ -11,7 +11,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from midstream.config import KEY
 from midstream.errors import SpecError
 from midstream.serving.held import Holding
 from midstream.serving.wishes import Wishes
@@ -97,7 +96,7 @@ class Exchange:
                     self._see(first + completion.index, output, completion)
                 yield output
         except SpecError as error:
-            raise error.under(KEY) from None
+            raise self.wishes.explain(error) from None
         finally:
             await stream.aclose()
 

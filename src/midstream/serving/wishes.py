@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from midstream.arguments import One
+from midstream.arguments import Asked
 from midstream.config import KEY
 from midstream.errors import SpecError
 from midstream.spec import Plan
-from midstream.spec.fields import at, kind, read_fields
+from midstream.spec.fields import at, kind, read_fields, read_json
 
 Return = Literal["handle", "inline", "none"]
 RETURNS: tuple[Return, ...] = ("handle", "inline", "none")
@@ -25,10 +24,16 @@ class Wishes:
         plan: what to capture, edit and probe; None: nothing of its own.
         activations: how captured rows come that go to no sink. "handle": they are held, and the
             answer says where to fetch them; "inline": they are in the answer; "none": not at all.
+        asked: what the plan was made of, as it was written.
     """
 
     plan: Plan | None
     activations: Return
+    asked: Asked = Asked()
+
+    def explain(self, error: SpecError) -> SpecError:
+        """An error of the plan, at the field of the body that is wrong."""
+        return self.asked.explain(error).under(KEY)
 
 
 def read_wishes(value: object) -> Wishes:
@@ -51,7 +56,11 @@ def read_wishes(value: object) -> Wishes:
         for name, part in given.items():
             if part is None:
                 raise SpecError(name, "expected a dict or a list, got null; leave it out")
-        return Wishes(One(**given).plan(), returned)
+        asked = Asked(**given)
+        try:
+            return Wishes(asked.alone().plan(), returned, asked)
+        except SpecError as error:
+            raise asked.explain(error) from None
 
 
 def take_wishes(body: dict[str, Any]) -> Wishes | None:
@@ -70,9 +79,7 @@ def take_wishes(body: dict[str, Any]) -> Wishes | None:
     assert isinstance(xargs, Mapping)
     if not isinstance(inner, str):
         raise SpecError(f"vllm_xargs.{KEY}", f"expected JSON as text, got {kind(inner)}")
-    try:
-        value = json.loads(inner)
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"vllm_xargs.{KEY}", f"expected JSON as text: {error}") from None
+    with at(f"vllm_xargs.{KEY}"):
+        value = read_json(inner)
     body["vllm_xargs"] = {name: each for name, each in xargs.items() if name != KEY}
     return read_wishes(value)
