@@ -1,4 +1,4 @@
-"""Writes the tables of docs/limits.md and docs/guide.md that state midstream's own data.
+"""Writes the tables of docs/limits.md, guide.md and serving.md that state midstream's own data.
 
 scripts/limits_table.py [--check]
 """
@@ -17,6 +17,8 @@ import markers
 
 from midstream.config import Config
 from midstream.runtime.settings import RULES
+from midstream.serving.metrics import COUNTERS, GAUGES
+from midstream.serving.settings import HttpSettings
 from midstream.sites import SITES
 from midstream.spec import fields as spec_fields
 from midstream.spec import items, matrix, selecting, vector
@@ -27,7 +29,8 @@ def pages() -> dict[str, dict[str, str]]:
     """Every block, by page."""
     return {
         "docs/limits.md": {"engine settings": engine_settings(), "sizes": sizes()},
-        "docs/guide.md": {"sites": sites(), "settings": settings()},
+        "docs/guide.md": {"sites": sites(), "settings": settings(Config)},
+        "docs/serving.md": {"http settings": settings(HttpSettings), "metrics": metrics()},
     }
 
 
@@ -59,12 +62,22 @@ def sites() -> str:
     return markers.table(["site", "also accepted", "what it is"], rows)
 
 
-def settings() -> str:
-    """midstream's settings, their defaults, and what the class's docstring says of them."""
-    text = (inspect.getdoc(Config) or "").partition("Attributes:")[2]
-    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
-    said = {name: " ".join(words.split()) for name, words in found}
-    defaults = {f.name: getattr(Config(), f.name) for f in fields(Config)}
+def metrics() -> str:
+    """What `/metrics` has of midstream's."""
+    counters = [(f"{name}_total", text, labels) for name, text, labels in COUNTERS]
+    rows = [
+        [f"`midstream:{name}`", ", ".join(f"`{label}`" for label in labels), text]
+        for name, text, labels in (*counters, *GAUGES)
+    ]
+    return markers.table(["metric", "labels", "what it is"], rows)
+
+
+def settings(cls: type) -> str:
+    """Settings, their defaults, and what their class's docstring says of them."""
+    text = (inspect.getdoc(cls) or "").partition("Attributes:")[2]
+    found = re.findall(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
+    said = {name: " ".join(words.split()) for names, words in found for name in names.split(", ")}
+    defaults = {f.name: getattr(cls(), f.name) for f in fields(cls)}
     rows = [[f"`{name}`", f"`{_show(value)}`", said[name]] for name, value in defaults.items()]
     return markers.table(["setting", "default", "what it is"], rows)
 
