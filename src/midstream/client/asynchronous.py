@@ -58,6 +58,12 @@ class AsyncClient:
         if not stream.is_over:
             raise ServerError(500, "the stream ended before it was over")
 
+    async def read(self, answer: Any) -> ServedOutput:
+        """What this client would have returned of an answer that another one got."""
+        value = made.plain(answer)
+        reader = Reader()
+        return reader.read(value, await self._follow(reader, value))
+
     async def sites(self) -> dict[str, Any]:
         """What can be read and edited."""
         found: dict[str, Any] = await self.call("GET", made.SITES)

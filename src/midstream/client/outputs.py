@@ -115,6 +115,8 @@ class Reader:
             one.text += _text(choice)
             one.finish_reason = choice.get("finish_reason") or one.finish_reason
             self._take(one, choice.get(KEY), fetched)
+        if value.get("object") == "response":
+            self._choice(0).text = _text_of_response(value)
         if value.get(KEY) is not None:
             self._take(self._choice(0), value[KEY], fetched)
         return self.output
@@ -174,6 +176,17 @@ class Reader:
             },
             tokens,
         )
+
+
+def _text_of_response(value: Mapping[str, Any]) -> str:
+    """Of an answer of `/v1/responses`, which has no choices."""
+    return "".join(
+        part["text"]
+        for item in value.get("output") or ()
+        if item.get("type") == "message"
+        for part in item.get("content") or ()
+        if part.get("type") == "output_text"
+    )
 
 
 def _text(choice: Mapping[str, Any]) -> str:

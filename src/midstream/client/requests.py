@@ -43,6 +43,12 @@ def body_of(given: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     return {**body, **extra_body(**asked)} if asked else body
 
 
+def plain(answer: Any) -> dict[str, Any]:
+    """The JSON of an answer that another client got."""
+    found: dict[str, Any] = answer.model_dump() if hasattr(answer, "model_dump") else dict(answer)
+    return found
+
+
 def upload_of(vectors: Any) -> Any:
     """Vectors as the server takes them.
 

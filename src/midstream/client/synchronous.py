@@ -75,6 +75,16 @@ class Client:
         if not stream.is_over:
             raise ServerError(500, "the stream ended before it was over")
 
+    def read(self, answer: Any) -> ServedOutput:
+        """What this client would have returned of an answer that another one got, as `openai`'s.
+
+        Args:
+            answer: its JSON, or an object with `model_dump`. Of a stream, none of its events.
+        """
+        value = made.plain(answer)
+        reader = Reader()
+        return reader.read(value, self._follow(reader, value))
+
     def sites(self) -> dict[str, Any]:
         """What can be read and edited, and why the rest cannot."""
         found: dict[str, Any] = self.call("GET", made.SITES)

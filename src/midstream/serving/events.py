@@ -1,8 +1,9 @@
 """What operators are told: one line of the log for each refusal and each change.
 
-The line is `name field=value …`, values as JSON, so that nothing of a client's breaks it; the
-record's attribute `midstream` has the same as a dict, for formatters that write JSON. No line has
-a key, a vector, a prompt or what a client wrote in a wrong field: its answer tells it that.
+The line is `midstream event field=value …`, values as JSON, so that nothing of a client's breaks
+it; the record's attribute `midstream` has the same as a dict, for formatters that write JSON. No
+line has a key, a vector, a prompt or what a client wrote in a wrong field: its answer tells it
+that.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def note(event: str, **fields: Any) -> None:
     """
     told = {name: value for name, value in fields.items() if value is not None}
     line = " ".join(f"{name}={json.dumps(value)}" for name, value in told.items())
-    _LOGGER.info("%s %s", event, line, extra={"midstream": {"event": event, **told}})
+    _LOGGER.info("midstream %s %s", event, line, extra={"midstream": {"event": event, **told}})
 
 
 def show() -> None:

@@ -18,7 +18,7 @@ _WORKER = ("worker",)
 _EVERY_SECONDS = 1.0
 
 # (name, help, labels)
-_COUNTERS = (
+COUNTERS = (
     ("completions", "Completions that asked for something, by the status of their receipt.",
      ("status",)),
     ("aborted", "Calls that asked for something and ended without a receipt.", ()),
@@ -36,7 +36,7 @@ _COUNTERS = (
     ("planner_seconds", "Time in which the planner laid out the steps.", _WORKER),
     ("spills", "Segments of the arena that went to disk for want of memory.", _WORKER),
 )  # fmt: skip
-_GAUGES = (
+GAUGES = (
     ("requests_running", "Calls under way that ask for something, with those that wait.", ()),
     ("requests_waiting", "Of these, those that wait for room.", ()),
     ("arena_bytes", "Shared memory that the arena has taken.", _WORKER),
@@ -68,13 +68,13 @@ class Metrics:
         registry = REGISTRY if registry is None else registry
         self._counters = {
             name: Counter(f"midstream:{name}", text, labels, registry=registry)
-            for name, text, labels in _COUNTERS
+            for name, text, labels in COUNTERS
         }
         self._gauges = {
             name: Gauge(
                 f"midstream:{name}", text, labels, registry=registry, multiprocess_mode="mostrecent"
             )
-            for name, text, labels in _GAUGES
+            for name, text, labels in GAUGES
         }
         self._known: dict[tuple[str, ...], float] = {}
         self._asking = asyncio.Lock()

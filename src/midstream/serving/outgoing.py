@@ -90,7 +90,7 @@ class Outgoing:
         if told and "choices" not in value:
             value[KEY] = _of_response(list(told.values()))
         for choice in value.get("choices", ()):
-            if choice["index"] in told:
+            if told.get(choice["index"]):
                 holder = value if self._exchange.is_single else choice
                 holder[KEY] = told[choice["index"]]
         return json.dumps(value).encode()

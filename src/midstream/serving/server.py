@@ -66,7 +66,7 @@ class Server:
         self._template = {name: value for name, value in template.items() if value is not None}
         self._llm = llm
         events.show()
-        events.note("midstream.ready", version=__version__, taps=len(info.shape.taps))
+        events.note("ready", version=__version__, taps=len(info.shape.taps))
         # An attribute of this one engine: calls that an exchange makes carry its plan.
         generate = llm.generate
         llm.generate = lambda *args, **named: self._generate(generate, *args, **named)
@@ -168,7 +168,7 @@ class Server:
 
     def close(self) -> None:
         """Lets go of all that is held for clients. The engine closes its sinks itself."""
-        events.note("midstream.closing", held_captures=len(self.holding))
+        events.note("closing", held_captures=len(self.holding))
         self.holding.close()
 
     def _generate(
