@@ -48,6 +48,7 @@ class Exchange:
         news: by choice, what it has not been told yet.
         told: by choice and probe, how many scores it has been told.
         untold: ids of rows that are held, of which the client knows nothing yet.
+        wrong: the field that the engine has refused; empty: none.
     """
 
     wishes: Wishes
@@ -59,6 +60,7 @@ class Exchange:
     news: dict[int, News] = field(default_factory=dict)
     told: dict[tuple[int, str], int] = field(default_factory=dict)
     untold: list[str] = field(default_factory=list)
+    wrong: str = ""
 
     def note(self, stream: AsyncGenerator[Any, None], per_call: int) -> AsyncGenerator[Any, None]:
         """A call's outputs, of which note is taken on their way.
@@ -96,7 +98,9 @@ class Exchange:
                     self._see(first + completion.index, output, completion)
                 yield output
         except SpecError as error:
-            raise self.wishes.explain(error) from None
+            explained = self.wishes.explain(error)
+            self.wrong = explained.path
+            raise explained from None
         finally:
             await stream.aclose()
 

@@ -12,7 +12,7 @@ from starlette.types import Message, Send
 from midstream.config import KEY
 from midstream.errors import MidstreamError
 from midstream.serving.exchange import Exchange
-from midstream.serving.refusals import Refusal
+from midstream.serving.refusals import Refusal, read_error
 from midstream.serving.sse import DONE, Event, Events
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ class Outgoing:
                 refusal = Refusal.of(error)
                 body = refusal.content
                 start = {**start, "status": refusal.status}
+        else:
+            body = self._naming(body)
         start = {**start, "headers": list(start["headers"])}
         MutableHeaders(raw=start["headers"])["content-length"] = str(len(body))
         await self._send(start)
@@ -93,6 +95,15 @@ class Outgoing:
             if told.get(choice["index"]):
                 holder = value if self._exchange.is_single else choice
                 holder[KEY] = told[choice["index"]]
+        return json.dumps(value).encode()
+
+    def _naming(self, body: bytes) -> bytes:
+        """An error that vLLM makes of ours, with the field that is wrong."""
+        wrong = self._exchange.wrong
+        value = read_error(body) if wrong else None
+        if value is None or value["error"].get("param") is not None:
+            return body
+        value["error"]["param"] = wrong
         return json.dumps(value).encode()
 
     # -- as a stream -----------------------------------------------------------------------------
@@ -134,7 +145,7 @@ class Outgoing:
         if not isinstance(status, int) or not 400 <= status < 600:
             return False
         self._over = True
-        body = event.data
+        body = self._naming(event.data)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),

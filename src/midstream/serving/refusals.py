@@ -9,6 +9,16 @@ from typing import Any
 from midstream.errors import ReceiptError, SpecError
 
 
+def read_error(body: bytes) -> dict[str, Any] | None:
+    """An OpenAI error's JSON, whose `error` is a dict; None: it is none."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    is_error = isinstance(value, dict) and isinstance(value.get("error"), dict)
+    return value if is_error else None
+
+
 class Refusal(Exception):
     """A request that is refused.
 

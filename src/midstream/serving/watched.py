@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 from starlette.types import Message, Send
+
+from midstream.serving.refusals import read_error
 
 # A refusal's body is longer only where it repeats what a client wrote.
 _MOST = 1 << 16
@@ -36,10 +37,6 @@ class Watched:
 
 def _param(body: bytes) -> str | None:
     """The field that an OpenAI error names."""
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-    error = value.get("error") if isinstance(value, dict) else None
-    param = error.get("param") if isinstance(error, dict) else None
+    value = read_error(body)
+    param = None if value is None else value["error"].get("param")
     return param[:200] if isinstance(param, str) else None
