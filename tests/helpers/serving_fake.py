@@ -10,10 +10,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import torch
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from midstream.activations import Activations
@@ -182,19 +183,14 @@ class Site:
         return httpx.AsyncClient(transport=transport, base_url="http://test", **more)
 
 
-async def make(
-    monkeypatch: Any = None, *, host: str | None = "127.0.0.1", has_key: bool = False, **http: Any
-) -> Site:
+async def make(*, host: str | None = "127.0.0.1", has_key: bool = False, **http: Any) -> Site:
     """An app whose engine is there.
 
     Args:
-        monkeypatch: pytest's, for `has_key`.
         host: what the server is bound to.
         has_key: whether vLLM asks for a key, which it does in front of this app.
         **http: midstream's settings `http`.
     """
-    if has_key:
-        monkeypatch.setattr(plugin, "_has_key", lambda args: True)
     app, engine = FastAPI(), FakeEngine()
     app.state.args = Namespace(
         api_key=None,
@@ -206,18 +202,56 @@ async def make(
     site = Site(app, engine)
     _add_endpoints(site)
     endpoints = Endpoints()
-    endpoints.attach_router(app)
+    # It imports vLLM, which takes seconds.
+    with patch.object(plugin, "_has_key", lambda args: has_key):
+        endpoints.attach_router(app)
     await endpoints.init_state(engine, app.state, app.state.args)
     return site
 
 
 @asynccontextmanager
-async def serving(*args: Any, **settings: Any) -> AsyncIterator[tuple[Site, httpx.AsyncClient]]:
+async def serving(**settings: Any) -> AsyncIterator[tuple[Site, httpx.AsyncClient]]:
     """An app, and a client of it."""
-    site = await make(*args, **settings)
+    site = await make(**settings)
     async with site.client() as client:
         yield site, client
     site.server.close()
+
+
+async def refused(answer: Any, status: int, problem: str = "") -> dict[str, Any]:
+    """The error of an answer that refuses, once it is there."""
+    found = await answer
+    assert found.status_code == status, found.text
+    error: dict[str, Any] = found.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == status
+    assert problem in error["message"]
+    return error
+
+
+def scope_of(length: str | None = None) -> dict[str, Any]:
+    """A request for a completion, as an ASGI server has it.
+
+    Args:
+        length: what its header says of its body; None: nothing.
+    """
+    headers = [(b"content-type", b"application/json")]
+    if length is not None:
+        headers.append((b"content-length", length.encode()))
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/v1/completions",
+        "raw_path": b"/v1/completions",
+        "root_path": "",
+        "query_string": b"",
+        "headers": headers,
+        "client": ("127.0.0.1", 5000),
+        "server": ("test", 80),
+        "scheme": "http",
+    }
 
 
 def _add_endpoints(site: Site) -> None:
@@ -257,7 +291,11 @@ def _add_endpoints(site: Site) -> None:
 
 
 async def _seen(site: Site, request: Request) -> Any:
-    body = await request.json()
+    try:
+        body = await request.json()
+    except (ValueError, RecursionError):
+        # As FastAPI has it.
+        raise HTTPException(400, "There was an error parsing the body") from None
     site.seen.append(body)
     return body
 
@@ -273,7 +311,10 @@ async def _answer(site: Site, body: dict[str, Any], what: str) -> Any:
         for nth, prompt in enumerate(prompts)
     ]
     if body.get("stream"):
-        return StreamingResponse(_events(calls, count), media_type="text/event-stream")
+        return StreamingResponse(
+            _events(calls, count, body.get("events_of", 0), body.get("comment", "")),
+            media_type="text/event-stream",
+        )
     choices = []
     for nth, call in enumerate(calls):
         texts = [""] * count
@@ -290,14 +331,15 @@ async def _answer(site: Site, body: dict[str, Any], what: str) -> Any:
     return JSONResponse({"id": "cmpl", "object": "text_completion", "choices": choices})
 
 
-async def _events(calls: list[Any], count: int) -> AsyncIterator[str]:
-    yield ": begin\n\n"
+async def _events(calls: list[Any], count: int, first: int, comment: str) -> AsyncIterator[str]:
+    if comment:
+        yield f": {comment}\n\n"
     try:
         for nth, call in enumerate(calls):
             async for output in call:
                 for one in output.outputs:
                     choice = {
-                        "index": nth * count + one.index,
+                        "index": first + nth * count + one.index,
                         "text": one.text,
                         "finish_reason": one.finish_reason,
                     }

@@ -145,7 +145,6 @@ def test_what_is_malformed_is_refused_with_its_place(body, path, problem):
     assert caught.value.path.startswith(path)
 
 
-
 FIELDS = st.sampled_from(["capture", "edits", "steer", "probes", "activations"])
 
 

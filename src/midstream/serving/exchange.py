@@ -47,6 +47,7 @@ class Exchange:
         per_call: how many choices each of them has.
         news: by choice, what it has not been told yet.
         told: by choice and probe, how many scores it has been told.
+        streams: outputs of its calls, which are closed with it.
         untold: ids of rows that are held, of which the client knows nothing yet.
         wrong: the field that the engine has refused; empty: none.
     """
@@ -59,6 +60,7 @@ class Exchange:
     per_call: int = 1
     news: dict[int, News] = field(default_factory=dict)
     told: dict[tuple[int, str], int] = field(default_factory=dict)
+    streams: list[AsyncGenerator[Any, None]] = field(default_factory=list)
     untold: list[str] = field(default_factory=list)
     wrong: str = ""
 
@@ -72,7 +74,9 @@ class Exchange:
         first = self.calls * per_call
         self.calls += 1
         self.per_call = per_call
-        return self._noted(stream, first)
+        noted = self._noted(stream, first)
+        self.streams.append(noted)
+        return noted
 
     @property
     def is_single(self) -> bool:
@@ -84,8 +88,16 @@ class Exchange:
         found, self.news = self.news, {}
         return found
 
-    def let_go(self, holding: Holding) -> None:
-        """Nobody will be told of what is untold."""
+    async def close(self, holding: Holding) -> None:
+        """The answer is over: of a client that has left, its calls end, and what is untold goes.
+
+        Args:
+            holding: has what is untold.
+        """
+        for stream in self.streams:
+            # A response that was cancelled while it sent may keep it for long.
+            if not stream.ag_running:
+                await stream.aclose()
         while self.untold:
             holding.delete(self.untold.pop())
 

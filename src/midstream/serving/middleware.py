@@ -71,7 +71,7 @@ class Middleware:
             await self._app(_with_length(scope, body), replayed, outgoing)
         finally:
             CURRENT.reset(token)
-            exchange.let_go(self._server.holding)
+            await exchange.close(self._server.holding)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
         limit = self._server.settings.max_body_bytes

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from midstream.runtime import patches
+from midstream.runtime import patches, served
 from midstream.serving.guard import Guard
 from midstream.serving.middleware import Middleware
 from midstream.serving.routes import activations, others, status, steering, vectors
@@ -69,6 +69,4 @@ def _settings(args: Namespace) -> HttpSettings | None:
 
 
 def _has_key(args: Namespace) -> bool:
-    import vllm.envs
-
-    return any(args.api_key or [vllm.envs.VLLM_API_KEY])
+    return any(args.api_key or [served.key_of_environment()])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from starlette.types import Scope
 from midstream.config import KEY
 from midstream.errors import SpecError
 from midstream.runtime.chat import ChatPlan
+from midstream.runtime.own_sinks import origin_of
 from midstream.serving import events, metrics
 from midstream.serving.answers import Answers
 from midstream.serving.exchange import CURRENT, Exchange
@@ -127,10 +127,7 @@ class Server:
         llm = self.llm
         info = llm.info
         return {
-            "midstream": __version__,
-            "vllm": importlib.import_module("vllm").__version__,
-            "model": llm.vllm_config.model_config.model,
-            "dtype": info.dtype,
+            **asdict(origin_of(llm.vllm_config, info)),
             "codec": info.codec,
             "taps": len(info.shape.taps),
             "runner": info.workers[0]["runner"],
