@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from midstream import sites
 from midstream.activations import Activations
-from midstream.codecs import Raw, parse_codec
+from midstream.codecs import Codec, Raw, parse_codec
 from midstream.errors import SpecError
 from midstream.rows import Rows
+from midstream.spec.fields import INT_LIMIT, show
 from midstream.spec.tapping import order
 
 FORMAT = "midstream.activations"
 VERSION = "1"
+# Far above any context; bounds what a file can make its reader hold.
+MAX_POSITION = 1 << 26
 _POSITIONS, _TOKENS = "positions", "token_ids"
+_TAP = re.compile(
+    r"(?P<site>[a-z_]+)\.(?P<layer>0|[1-9][0-9]{0,5})(\.(?P<what>positions|token_ids))?"
+)
+_NUMBER = re.compile("[1-9][0-9]{0,8}")
 
 
 def pack(activations: Activations, hidden: int, dtype: torch.dtype) -> bytes:
@@ -71,41 +79,68 @@ def unpack(data: bytes) -> Activations:
     except (SafetensorError, ValueError, KeyError, struct.error) as error:
         raise SpecError("", f"expected a safetensors file of captured rows: {error}") from None
     if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
-        raise SpecError("", f"expected a file of {FORMAT}, version {VERSION}, got {metadata}")
+        raise SpecError(
+            "", f"expected a file of {FORMAT}, version {VERSION}, got {show(str(metadata))}"
+        )
     codec = parse_codec(metadata.get("codec", "raw"))
     dtype = getattr(torch, metadata.get("dtype", ""), None)
     hidden = metadata.get("hidden", "")
-    if not isinstance(dtype, torch.dtype) or not hidden.isdecimal():
-        raise SpecError("", f"dtype or hidden of the file is none: {metadata}")
+    if not isinstance(dtype, torch.dtype) or not _NUMBER.fullmatch(hidden):
+        raise SpecError("", f"dtype or hidden of the file is none: {show(str(metadata))}")
+    vectors = _Vectors(codec, int(hidden), dtype)
     values: dict[tuple[str, int], Tensor | Rows] = {}
     positions: dict[tuple[str, int], Tensor] = {}
-    length = 0
-    for name, rows in tensors.items():
-        site, _, layer = name.partition(".")
-        if site in sites.NAMES and layer.isdecimal():
-            tap = (site, int(layer))
-            positions[tap] = _indices(tensors, name, _POSITIONS, len(rows))
-            if len(rows):
-                length = max(length, int(positions[tap].max()) + 1)
-            values[tap] = (
-                rows
-                if isinstance(codec, Raw)
-                else Rows(codec, int(hidden), dtype, (rows[:, None],), (0,))
-            )
-    tokens = torch.zeros(length, dtype=torch.int64)
-    for (site, layer), there in positions.items():
-        tokens[there] = _indices(tensors, f"{site}.{layer}", _TOKENS, len(there))
-    ordered = sorted(values, key=order)
-    return Activations(
-        {tap: values[tap] for tap in ordered}, {tap: positions[tap] for tap in ordered}, tokens
-    )
+    tokens = torch.zeros(0, dtype=torch.int64)
+    for tap in sorted(_taps(tensors), key=order):
+        name = f"{tap[0]}.{tap[1]}"
+        values[tap] = vectors.rows(name, tensors[name])
+        positions[tap] = _indices(tensors, name, _POSITIONS, len(tensors[name]), MAX_POSITION)
+        ids = _indices(tensors, name, _TOKENS, len(tensors[name]), INT_LIMIT)
+        length = int(positions[tap].max()) + 1 if len(ids) else 0
+        if length > len(tokens):
+            tokens = torch.cat([tokens, tokens.new_zeros(length - len(tokens))])
+        tokens[positions[tap]] = ids
+    return Activations(values, positions, tokens)
 
 
-def _indices(tensors: dict[str, Tensor], name: str, what: str, rows: int) -> Tensor:
+class _Vectors(NamedTuple):
+    """What a file says of the vectors that were captured."""
+
+    codec: Codec
+    hidden: int
+    dtype: torch.dtype
+
+    def rows(self, name: str, found: Tensor) -> Tensor | Rows:
+        """One of the file's tensors, as `Activations` takes it."""
+        is_raw = isinstance(self.codec, Raw)
+        width = self.hidden if is_raw else self.codec.row_bytes(self.hidden, self.dtype)
+        dtype = self.dtype if is_raw else torch.uint8
+        if found.dtype != dtype or found.ndim != 2 or found.shape[1] != width:
+            raise SpecError("", f"{name}: expected {dtype} [rows, {width}]")
+        if is_raw:
+            return found
+        return Rows(self.codec, self.hidden, self.dtype, (found[:, None],), (0,))
+
+
+def _taps(tensors: dict[str, Tensor]) -> list[tuple[str, int]]:
+    """Those that a file has rows of."""
+    found = []
+    for name in tensors:
+        match = _TAP.fullmatch(name)
+        if match is None or match["site"] not in sites.NAMES:
+            raise SpecError("", f"{show(name)} names no rows")
+        if match["what"] is None:
+            found.append((match["site"], int(match["layer"])))
+        elif name.rpartition(".")[0] not in tensors:
+            raise SpecError("", f"{show(name)} is without rows")
+    return found
+
+
+def _indices(tensors: dict[str, Tensor], name: str, what: str, rows: int, limit: int) -> Tensor:
     found = tensors.get(f"{name}.{what}")
     if found is None or found.dtype != torch.int64 or found.shape != (rows,):
         raise SpecError("", f"{name}.{what}: expected int64 [{rows}]")
-    if rows and (int(found.min()) < 0 or int(found.max()) > 1 << 31):
+    if rows and (int(found.min()) < 0 or int(found.max()) > limit):
         raise SpecError("", f"{name}.{what}: out of range")
     return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import AsyncGeneratorType
 from typing import Any
 
 from midstream.errors import SpecError
@@ -60,7 +61,7 @@ class Exchange:
     per_call: int = 1
     news: dict[int, News] = field(default_factory=dict)
     told: dict[tuple[int, str], int] = field(default_factory=dict)
-    streams: list[AsyncGenerator[Any, None]] = field(default_factory=list)
+    streams: list[AsyncGeneratorType[Any, None]] = field(default_factory=list)
     untold: list[str] = field(default_factory=list)
     wrong: str = ""
 
@@ -75,6 +76,7 @@ class Exchange:
         self.calls += 1
         self.per_call = per_call
         noted = self._noted(stream, first)
+        assert isinstance(noted, AsyncGeneratorType)
         self.streams.append(noted)
         return noted
 
