@@ -26,7 +26,6 @@ from midstream.spec import Plan
 
 # Where vLLM's function for the extra keys of a block is looked up.
 _KEY_MODULES = ("vllm.v1.core.kv_cache_utils", "vllm.v1.core.block_pool")
-_PROCESSOR = ("vllm.v1.engine.output_processor", "OutputProcessor")
 _LOCK = threading.Lock()
 _ATTRIBUTE = "midstream_front_end"
 _active = False
@@ -63,8 +62,10 @@ def activate() -> None:
             core.update_from_output,
         )
         served.install()
-        _wrap(*_PROCESSOR, "do_tracing", spans.do_tracing)
-        _wrap_function(_PROCESSOR[0], "instrument_manual", spans.instrument_manual)
+        _wrap("vllm.v1.engine.output_processor", "OutputProcessor", "do_tracing", spans.do_tracing)
+        _wrap_function(
+            "vllm.v1.engine.output_processor", "instrument_manual", spans.instrument_manual
+        )
         for module in _KEY_MODULES:
             _wrap_function(module, "generate_block_hash_extra_keys", core.extra_keys)
         _active = True

@@ -160,6 +160,19 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "what went wrong is told in the output that this one gives",
     ),
     Seam("vllm.plugins", "load_general_plugins", (), "midstream is loaded in each process"),
+    Seam(
+        "vllm.plugins",
+        "load_endpoint_plugins",
+        ("supported_tasks",),
+        "the server gets midstream's endpoints",
+    ),
+    Seam(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.from_vllm_config",
+        ("vllm_config",),
+        "the server's engine is midstream's",
+        named=("client_count",),
+    ),
     Seam("vllm.engine.arg_utils", "EngineArgs.__post_init__", (), "midstream is loaded from here"),
     Seam(
         "vllm.v1.engine.core",

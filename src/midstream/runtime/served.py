@@ -39,6 +39,12 @@ def install() -> None:
     plugins.load_endpoint_plugins = load_endpoint_plugins
 
 
+def key_of_environment() -> str | None:
+    """The server's key where no option gives one."""
+    key: str | None = importlib.import_module("vllm.envs").VLLM_API_KEY
+    return key
+
+
 def _check_clients(count: int) -> None:
     if count > 1:
         raise UnsupportedError(
