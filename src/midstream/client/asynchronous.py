@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import Any
 
 from midstream.client import requests as made
-from midstream.client.errors import ServerError
 from midstream.client.outputs import Reader, ServedOutput
 
 
@@ -28,6 +27,7 @@ class AsyncClient:
         """
         import httpx
 
+        made.check_http(http, api_key, admin_key)
         self._http = http or httpx.AsyncClient(
             base_url=base_url, headers=made.headers_of(api_key, admin_key), timeout=timeout
         )
@@ -55,8 +55,7 @@ class AsyncClient:
             async for data in response.aiter_bytes():
                 for value in stream.feed(data):
                     yield reader.read(value, await self._follow(reader, value))
-        if not stream.is_over:
-            raise ServerError(500, "the stream ended before it was over")
+        stream.end()
 
     async def read(self, answer: Any) -> ServedOutput:
         """What this client would have returned of an answer that another one got."""
@@ -119,7 +118,7 @@ class AsyncVectors:
     async def register(self, name: str, vectors: Any) -> dict[str, Any]:
         """Registers vectors under a name."""
         found: dict[str, Any] = await self._client.call(
-            "PUT", f"{made.VECTORS}/{name}", made.upload_of(vectors)
+            "PUT", made.path_of(name), made.upload_of(vectors)
         )
         return found
 
@@ -131,7 +130,7 @@ class AsyncVectors:
 
     async def remove(self, name: str) -> None:
         """Forgets a name."""
-        await self._client.call("DELETE", f"{made.VECTORS}/{name}")
+        await self._client.call("DELETE", made.path_of(name))
 
 
 class AsyncSteering:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from midstream.activations import Activations
+from midstream.client.errors import ServerError
 from midstream.config import KEY
 from midstream.packed import unpack
 from midstream.receipt import CaptureResult, Receipt
@@ -81,8 +83,7 @@ class ServedOutput:
         return getattr(self.outputs[0], name) if len(self.outputs) == 1 else None
 
 
-# Gives the bytes that are held under a path of the server.
-Fetch = Callable[[str], bytes]
+_HELD = re.compile("/v1/midstream/activations/[A-Za-z0-9_-]{1,64}")
 
 
 class Reader:
@@ -93,13 +94,22 @@ class Reader:
         self._scores: dict[tuple[int, str], dict[str, list[Any]]] = {}
 
     def handles(self, value: Mapping[str, Any]) -> list[str]:
-        """Where the rows are that an answer does not have itself."""
-        told = [value.get(KEY), *(choice.get(KEY) for choice in value.get("choices", ()))]
-        return [
+        """Where the rows are that an answer does not have itself.
+
+        Raises:
+            ServerError: they are said to be elsewhere than on the server.
+        """
+        told = [value.get(KEY), *(choice.get(KEY) for choice in value.get("choices") or ())]
+        urls = [
             one["activations"]["url"]
             for one in told
             if one and "url" in (one.get("activations") or {})
         ]
+        for url in urls:
+            # Keys go where it leads.
+            if not _HELD.fullmatch(url):
+                raise ServerError(500, f"the server says that rows are at {url[:200]!r}")
+        return urls
 
     def read(self, value: dict[str, Any], fetched: Mapping[str, bytes]) -> ServedOutput:
         """Takes in an answer, or an event of a stream.

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import quote
 
 from midstream.client.asking import extra_body
 from midstream.client.errors import ServerError
+from midstream.errors import ConfigError
 from midstream.serving.guard import ADMIN_HEADER
 from midstream.serving.sse import DONE, Event, Events
+from midstream.spec.fields import at
+from midstream.spec.named import read_name
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 VECTORS, STEERING = "/v1/midstream/vectors", "/v1/midstream/steering"
@@ -49,6 +53,28 @@ def plain(answer: Any) -> dict[str, Any]:
     return found
 
 
+def check_http(http: Any, *keys: str | None) -> None:
+    """Whether a caller's own connections can be used as asked.
+
+    Raises:
+        ConfigError: there are keys besides, which they would not send.
+    """
+    if http is not None and any(key is not None for key in keys):
+        raise ConfigError(
+            "http: give the keys in its own headers; api_key and admin_key are not used"
+        )
+
+
+def path_of(name: str) -> str:
+    """Where vectors are.
+
+    Raises:
+        SpecError: no vectors can be called so.
+    """
+    with at("name"):
+        return f"{VECTORS}/{quote(read_name(name))}"
+
+
 def upload_of(vectors: Any) -> Any:
     """Vectors as the server takes them.
 
@@ -84,7 +110,7 @@ def check(status: int, content: bytes) -> Any:
     """
     try:
         value = json.loads(content) if content else None
-    except ValueError:
+    except (ValueError, RecursionError):
         value = content.decode("utf-8", "replace")
     if status >= 400:
         raise ServerError.of(status, value)
@@ -98,18 +124,25 @@ class Stream:
         self._events = Events()
         self.is_over = False
 
-    def feed(self, data: bytes) -> list[dict[str, Any]]:
+    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
         """What is whole now.
 
         Raises:
-            ServerError: the server says that something went wrong.
+            ServerError: the server says that something went wrong, after what it said before.
         """
-        found = []
         for event in self._events.feed(data):
             value = self._value(event)
             if value is not None:
-                found.append(value)
-        return found
+                yield value
+
+    def end(self) -> None:
+        """No more comes.
+
+        Raises:
+            ServerError: it was not over.
+        """
+        if not self.is_over:
+            raise ServerError(500, "the stream ended before it was over")
 
     def _value(self, event: Event) -> dict[str, Any] | None:
         if event.data == DONE:

@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import Any
 
 from midstream.client import requests as made
-from midstream.client.errors import ServerError
 from midstream.client.outputs import Reader, ServedOutput
 
 
@@ -31,10 +30,15 @@ class Client:
         api_key: the server's key.
         admin_key: for what changes the server: vectors and steering.
         timeout: seconds that one answer may take.
-        http: an httpx.Client to use instead of one of its own.
+        http: an httpx.Client to use instead of one of its own, with its own base URL, keys and
+            timeout.
+
+        Raises:
+            ConfigError: keys besides `http`.
         """
         import httpx
 
+        made.check_http(http, api_key, admin_key)
         self._http = http or httpx.Client(
             base_url=base_url, headers=made.headers_of(api_key, admin_key), timeout=timeout
         )
@@ -52,6 +56,7 @@ class Client:
         Raises:
             SpecError: what is asked for is malformed.
             ServerError: the server refused it.
+            httpx.HTTPError: the server cannot be reached, or the connection broke.
         """
         return self._ask(made.COMPLETIONS, made.body_of(given, prompt=prompt))
 
@@ -72,8 +77,7 @@ class Client:
             for data in response.iter_bytes():
                 for value in stream.feed(data):
                     yield reader.read(value, self._follow(reader, value))
-        if not stream.is_over:
-            raise ServerError(500, "the stream ended before it was over")
+        stream.end()
 
     def read(self, answer: Any) -> ServedOutput:
         """What this client would have returned of an answer that another one got, as `openai`'s.
@@ -145,7 +149,7 @@ class Vectors:
     def register(self, name: str, vectors: Any) -> dict[str, Any]:
         """Registers vectors under a name; what `VectorRegistry.register` takes, but no path."""
         found: dict[str, Any] = self._client.call(
-            "PUT", f"{made.VECTORS}/{name}", made.upload_of(vectors)
+            "PUT", made.path_of(name), made.upload_of(vectors)
         )
         return found
 
@@ -156,7 +160,7 @@ class Vectors:
 
     def remove(self, name: str) -> None:
         """Forgets a name."""
-        self._client.call("DELETE", f"{made.VECTORS}/{name}")
+        self._client.call("DELETE", made.path_of(name))
 
 
 class SteeringOfServer:
