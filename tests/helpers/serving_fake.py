@@ -16,6 +16,7 @@ import httpx
 import torch
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette import exceptions
 
 from midstream.activations import Activations
 from midstream.receipt import Captured, Receipt
@@ -79,7 +80,10 @@ class FakeEngine:
         self.info = SimpleNamespace(
             shape=SHAPE, dtype="float32", codec="raw", workers=({"runner": "fake"},)
         )
-        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="fake"))
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(model="fake", revision=None),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        )
         self.errored = False
         self.calls: list[tuple[Any, Params, str]] = []
         self.running = 0
@@ -255,6 +259,12 @@ def scope_of(length: str | None = None) -> dict[str, Any]:
 
 
 def _add_endpoints(site: Site) -> None:
+    async def failed(request: Request, error: Any) -> Any:
+        content = {"message": str(error.detail), "type": "", "param": None}
+        return JSONResponse({"error": {**content, "code": error.status_code}}, error.status_code)
+
+    site.app.add_exception_handler(exceptions.HTTPException, failed)
+
     async def completions(request: Request) -> Any:
         return await _answer(site, await _seen(site, request), "prompt")
 

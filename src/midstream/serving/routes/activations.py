@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from midstream.serving.answers import handle_of
 from midstream.serving.held import Held
 from midstream.serving.refusals import Refusal
-from midstream.serving.routes.common import REFUSED, Route, refused, server_of
+from midstream.serving.routes.common import REFUSED, Route, answered, refused, server_of
 from midstream.serving.server import Server
 
 router = APIRouter(route_class=Route, tags=["midstream: activations"])
@@ -26,6 +26,17 @@ Name = Annotated[
         examples=["Yt3-2Wc0mUAF3mGf1g5n0ZJjzv0kq2aB"],
     ),
 ]
+
+_HANDLE = {
+    "request_id": "cmpl-8f4c",
+    "format": "safetensors",
+    "codec": "raw",
+    "rows": {"resid_post.15": 5},
+    "id": "Yt3-2Wc0mUAF3mGf1g5n0ZJjzv0kq2aB",
+    "url": "/v1/midstream/activations/Yt3-2Wc0mUAF3mGf1g5n0ZJjzv0kq2aB",
+    "bytes": 11768,
+    "expires_at": 1700000600.0,
+}
 
 
 @router.get(
@@ -65,7 +76,7 @@ def delete(name: Name, server: Here) -> Response:
     "/v1/midstream/captures",
     summary="The captured rows that are held for this client, oldest first",
     description="A client is who has one key or, on a server without keys, one address.",
-    responses=refused(401, 503),
+    responses={**answered({"captures": [_HANDLE], "bytes": 11768}), **refused(401, 503)},
 )
 def captures(request: Request, server: Here) -> dict[str, Any]:
     mine = server.holding.of(server.client_of(request.scope))

@@ -59,6 +59,11 @@ def refused(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return found
 
 
+def answered(example: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """The answer of an endpoint that serves, by an example."""
+    return {200: {"content": {"application/json": {"example": example}}}}
+
+
 class _Strict(Request):
     """A request whose JSON is read as all of midstream's: no field twice, no NaN."""
 

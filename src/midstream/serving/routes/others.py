@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from midstream import sites
 from midstream.errors import SpecError
-from midstream.serving.routes.common import Route, admin, refused, server_of
+from midstream.serving.routes.common import Route, admin, answered, refused, server_of
 from midstream.serving.routes.uploads import by_value
-from midstream.serving.routes.vectors import register_name, remove_name
+from midstream.serving.routes.vectors import ABOUT, register_name, remove_name
 from midstream.serving.server import Server
 from midstream.spec.operations import Edit, Steer
 from midstream.spec.tapping import find_taps
@@ -40,7 +40,11 @@ class Vectors(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    vectors: Any = Field(default=None, description=f"For every token: {_HOOKS}.")
+    vectors: Any = Field(
+        default=None,
+        description=f"For every token: {_HOOKS}.",
+        examples=[{"post_block": {"15": [0.1, -0.2]}}],
+    )
     prefill_vectors: Any = Field(default=None, description="For the tokens of prompts.")
     decode_vectors: Any = Field(default=None, description="For generated tokens.")
     replace: bool = Field(default=False, description="Whether all else is cleared.")
@@ -52,7 +56,7 @@ class Module(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     name: str = Field(examples=["cheerful"])
-    vectors: Any = Field(description=_HOOKS)
+    vectors: Any = Field(description=_HOOKS, examples=[{"post_block": {"15": [0.1, -0.2]}}])
 
 
 class Name(BaseModel):
@@ -67,7 +71,10 @@ class Name(BaseModel):
     "/v1/steering/set",
     summary="Set vectors for every request",
     description="Tiers that are left out stay as they are, unless `replace` is true.",
-    responses=refused(400, 401, 403, 413, 503),
+    responses={
+        **answered({"status": "ok", "layers_updated": [15], "epoch": 3}),
+        **refused(400, 401, 403, 413, 503),
+    },
 )
 def set_vectors(given: Vectors, server: Changed) -> dict[str, Any]:
     tiers: dict[str, Any] = {}
@@ -92,7 +99,11 @@ def set_vectors(given: Vectors, server: Changed) -> dict[str, Any]:
     return {"status": "ok", "layers_updated": sorted(changed), "epoch": state.epoch}
 
 
-@router.post("/v1/steering/clear", summary="Clear all tiers", responses=refused(401, 403, 503))
+@router.post(
+    "/v1/steering/clear",
+    summary="Clear all tiers",
+    responses={**answered({"status": "ok", "epoch": 4}), **refused(401, 403, 503)},
+)
 def clear(server: Changed) -> dict[str, Any]:
     state = server.llm.steering.clear()
     server.steered()
@@ -104,7 +115,10 @@ def clear(server: Changed) -> dict[str, Any]:
     summary="What is steered",
     description="The norm of what is added, by layer, site and tier. Edits that do more than add a "
     "vector are shown by `/v1/midstream/steering` alone.",
-    responses=refused(401, 503),
+    responses={
+        **answered({"steering": {"15": {"resid_post": {"vectors": 3.0}}}, "epoch": 3}),
+        **refused(401, 503),
+    },
 )
 def show(server: Here) -> dict[str, Any]:
     state = server.llm.steering.show()
@@ -130,7 +144,14 @@ def _taps(edit: Edit, server: Server) -> tuple[tuple[str, int], ...]:
     return find_taps(edit.layers, edit.sites, server.llm.info.shape, "layer", "site")
 
 
-@router.get("/v1/steering/layers", summary="What can be steered", responses=refused(401, 503))
+@router.get(
+    "/v1/steering/layers",
+    summary="What can be steered",
+    responses={
+        **answered({"layers": {"15": ["resid_post"]}, "hidden_size": 576}),
+        **refused(401, 503),
+    },
+)
 def layers(server: Here) -> dict[str, Any]:
     shape = server.llm.info.shape
     found: dict[str, list[str]] = {}
@@ -139,7 +160,11 @@ def layers(server: Here) -> dict[str, Any]:
     return {"layers": found, "hidden_size": shape.hidden_size}
 
 
-@router.get("/v1/steering/modules", summary="Named vectors", responses=refused(401, 503))
+@router.get(
+    "/v1/steering/modules",
+    summary="Named vectors",
+    responses={**answered({"modules": [ABOUT]}), **refused(401, 503)},
+)
 def modules(server: Here) -> dict[str, Any]:
     return {"modules": [one.to_dict() for one in server.llm.vectors.list()]}
 
@@ -148,7 +173,7 @@ def modules(server: Here) -> dict[str, Any]:
     "/v1/steering/modules/register",
     summary="Register named vectors",
     description="Of every token: a name has no tiers of its own here.",
-    responses=refused(400, 401, 403, 413, 503, 507),
+    responses={**answered({"status": "ok", **ABOUT}), **refused(400, 401, 403, 413, 503, 507)},
 )
 def register(module: Module, server: Changed) -> dict[str, Any]:
     return {"status": "ok", **register_name(server, module.name, by_value(module.vectors))}
@@ -157,7 +182,10 @@ def register(module: Module, server: Changed) -> dict[str, Any]:
 @router.post(
     "/v1/steering/modules/unregister",
     summary="Forget named vectors",
-    responses=refused(400, 401, 403, 404, 503),
+    responses={
+        **answered({"status": "ok", "name": "cheerful"}),
+        **refused(400, 401, 403, 404, 413, 503),
+    },
 )
 def unregister(module: Name, server: Changed) -> dict[str, Any]:
     remove_name(server, module.name)

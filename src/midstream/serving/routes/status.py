@@ -7,17 +7,40 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
 
-from midstream.serving.routes.common import Route, refused, server_of
+from midstream.serving.routes.common import Route, answered, refused, server_of
 from midstream.serving.server import Server
 
 router = APIRouter(route_class=Route, tags=["midstream: status"])
 Here = Annotated[Server, Depends(server_of)]
 
+_SITE = {"site": "resid_post", "layer": 0, "tapped": True, "reason": ""}
+_STATUS = {
+    "midstream": "0.1.0",
+    "vllm": "0.32.0",
+    "model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "dtype": "bfloat16",
+    "codec": "raw",
+    "taps": 30,
+    "uptime_seconds": 12.5,
+    "admin": True,
+    "steering": {
+        "epoch": 0,
+        "digest": "4f53cda18c2baa0c0354bb5f9a3ecbe5ed12ab4d8e11ba873c2f11161202b945",
+    },
+    "vectors": 0,
+    "held": {"captures": 0, "bytes": 0},
+    "requests": 0,
+    "waiting": 0,
+}
+
 
 @router.get(
     "/v1/midstream/sites",
     summary="Every site of every layer: tapped, or why not",
-    responses=refused(401, 503),
+    responses={
+        **answered({"num_layers": 30, "hidden_size": 576, "sites": [_SITE]}),
+        **refused(401, 503),
+    },
 )
 def sites(server: Here) -> dict[str, Any]:
     table = server.llm.sites()
@@ -32,7 +55,7 @@ def sites(server: Here) -> dict[str, Any]:
 @router.get(
     "/v1/midstream/status",
     summary="Versions, settings, and what is in use",
-    responses=refused(401, 503),
+    responses={**answered(_STATUS), **refused(401, 503)},
 )
 async def status(server: Here) -> dict[str, Any]:
     return await server.state()

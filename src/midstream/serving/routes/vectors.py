@@ -10,7 +10,7 @@ from fastapi.concurrency import run_in_threadpool
 from midstream.errors import NoRoomError, SpecError
 from midstream.serving import events
 from midstream.serving.refusals import Refusal
-from midstream.serving.routes.common import Route, admin, refused, server_of
+from midstream.serving.routes.common import Route, admin, answered, refused, server_of
 from midstream.serving.routes.uploads import read_upload
 from midstream.serving.server import Server
 
@@ -22,11 +22,21 @@ Name = Annotated[
     Path(pattern=r"^[A-Za-z0-9_:-][A-Za-z0-9_.:/-]{0,127}$", examples=["cheerful"]),
 ]
 
+# What is told of a name, in the schema.
+ABOUT = {
+    "name": "cheerful",
+    "taps": [["resid_post", 15]],
+    "norms": [3.0],
+    "width": 576,
+    "digest": "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0bb822cd15d6c15b0f00a0",
+    "registered": 1,
+}
+
 
 @router.get(
     "/v1/midstream/vectors",
     summary="What is registered, without the vectors",
-    responses=refused(401, 503),
+    responses={**answered({"vectors": [ABOUT]}), **refused(401, 503)},
 )
 def listing(server: Here) -> dict[str, Any]:
     return {"vectors": [one.to_dict() for one in server.llm.vectors.list()]}
@@ -35,7 +45,10 @@ def listing(server: Here) -> dict[str, Any]:
 @router.get(
     "/v1/midstream/vectors/{name:path}",
     summary="One name, with its vectors",
-    responses=refused(400, 401, 404, 503),
+    responses={
+        **answered({**ABOUT, "vectors": [{"f32": "AACAPw=="}]}),
+        **refused(400, 401, 404, 503),
+    },
 )
 def show(name: Name, server: Here) -> dict[str, Any]:
     try:
@@ -53,7 +66,7 @@ def show(name: Name, server: Here) -> dict[str, Any]:
     '`{"vector": …, "scale": …}`. '
     "Or as a safetensors file (`application/octet-stream`) whose tensors are called "
     "`{site}.{layer}` or `{layer}`. Requests that run keep the vectors that they were given.",
-    responses=refused(400, 401, 403, 413, 415, 503, 507),
+    responses={**answered(ABOUT), **refused(400, 401, 403, 413, 415, 503, 507)},
     openapi_extra={
         "requestBody": {
             "required": True,
