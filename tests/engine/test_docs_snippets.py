@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     "README.md",
+    "docs/coming-from.md",
     "docs/dataset-capture.md",
     "docs/guide.md",
     "docs/operations.md",

@@ -48,6 +48,7 @@ def activate() -> None:
         _wrap("vllm.v1.engine.llm_engine", "LLMEngine", "__init__", _engine_init)
         _wrap("vllm.v1.engine.llm_engine", "LLMEngine", "step", _engine_step)
         _wrap("vllm.v1.engine.llm_engine", "LLMEngine", "abort_request", _engine_abort)
+        _wrap("vllm.v1.engine.core", "EngineCore", "_initialize_kv_caches", _core_init)
         _wrap("vllm.v1.engine.core", "EngineCore", "preprocess_add_request", _core_add)
         _wrap(
             "vllm.v1.core.kv_cache_manager",
@@ -214,10 +215,19 @@ def _engine_abort(original: Callable[..., Any], engine: Any, *args: Any, **kwarg
     return out
 
 
+def _core_init(original: Callable[..., Any], engine: Any, vllm_config: Any) -> Any:
+    """The engine is being made: whether or not there is ever a request, it ends with its parent.
+
+    Its constructor, which loads midstream in a process of its own, cannot be wrapped from within.
+    """
+    if settings.from_additional_config(vllm_config.additional_config) is not None:
+        end_with_parent()
+    return original(engine, vllm_config)
+
+
 def _core_add(original: Callable[..., Any], engine: Any, request: Any, *rest: Any) -> Any:
     """Refuses, as that request's own failure, what went past the front door."""
     if settings.from_additional_config(engine.vllm_config.additional_config) is not None:
-        end_with_parent()
         carried(request.sampling_params)
     return original(engine, request, *rest)
 

@@ -42,6 +42,7 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         "vllm.config",
         "ParallelConfig",
         (
+            "_api_process_count",
             "data_parallel_size",
             "pipeline_parallel_size",
             "prefill_context_parallel_size",

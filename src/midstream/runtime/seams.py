@@ -64,6 +64,12 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "vllm.v1.engine.core",
+        "EngineCore._initialize_kv_caches",
+        ("vllm_config",),
+        "an engine ends with the process that started it",
+    ),
+    Seam(
+        "vllm.v1.engine.core",
         "EngineCore.preprocess_add_request",
         ("request",),
         "what went past the front door is refused",

@@ -93,6 +93,12 @@ RULES: tuple[Rule, ...] = (
         "results are fetched from one engine only as yet; run one engine per process instead",
     ),
     Rule(
+        "--api-server-count > 1",
+        lambda c: getattr(c.parallel_config, "_api_process_count", 1) > 1,
+        "each server process would have vectors and steering of its own; start with "
+        "--api-server-count 1",
+    ),
+    Rule(
         "an encoder-decoder model",
         lambda c: bool(getattr(c.model_config, "is_encoder_decoder", False)),
         "an encoder's rows are not a request's tokens",

@@ -1,0 +1,106 @@
+"""What the guide to serving shows runs, in order, against the server that it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import serving
+from helpers.serving import ROOT, Running
+
+PAGE = ROOT / "docs" / "serving.md"
+ADDRESS = "127.0.0.1:8000"
+# What the page does not say, and what makes a start short.
+QUICK = ("--enforce-eager", "--dtype=float32", "--max-model-len=256", "--max-num-seqs=8")
+
+
+def snippets() -> list[tuple[int, str, str]]:
+    """(line, language, text) of each block of Python or of a shell."""
+    found: list[tuple[int, str, str]] = []
+    start, language = 0, ""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
+        if start and line == "```":
+            found.append((start, language, "\n".join(lines[start : number - 1])))
+            start = 0
+        elif line in ("```python", "```bash"):
+            start, language = number, line[3:]
+    return found
+
+
+def starts(word: str) -> list[str]:
+    """The words of the page's command that starts a server."""
+    [text] = [text for _, _, text in snippets() if text.startswith(f"{word} serve ")]
+    return shlex.split(text)
+
+
+@pytest.fixture(scope="module")
+def folder(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("docs")
+    (found / ".models").mkdir()
+    (found / ".models" / smollm2.name).symlink_to(smollm2)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:
+    words = starts("midstream")
+    at = words.index("--port")
+    assert words[at + 1] == ADDRESS.partition(":")[2]
+    words = [*words[:at], *words[at + 2 :]]
+    with serving.running([sys.executable, "-m", *words, *QUICK], folder) as found:
+        yield found
+
+
+def test_what_midstream_serve_comes_to_is_the_vllm_serve_that_the_page_shows(monkeypatch):
+    from midstream.cli import serve
+    from midstream.cli.app import app
+
+    run: list[list[str]] = []
+
+    def note(_: str, words: list[str]) -> None:
+        run.append(words)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execv", note)
+    monkeypatch.setattr(serve, "_server", lambda model: ["vllm", "serve", model])
+    with pytest.raises(SystemExit):
+        app(starts("midstream")[1:])
+    mine, theirs = run[0][2:], starts("vllm")
+    assert mine[:-1] == theirs[:-1]
+    assert json.loads(mine[-1]) == json.loads(theirs[-1])
+
+
+def test_the_snippets_of_the_page_run_one_after_the_other(server, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    address = server.url.removeprefix("http://")
+    bin_folder = str(Path(sys.executable).parent)
+    environment = serving.environment(PATH=f"{bin_folder}{os.pathsep}{os.environ['PATH']}")
+    namespace = {"__name__": "__main__"}
+    ran = []
+    for line, language, text in snippets():
+        if text.startswith(("midstream serve ", "vllm serve ")):
+            continue
+        said = text.replace(ADDRESS, address)
+        if language == "python":
+            exec(compile("\n" * line + said, str(PAGE), "exec"), namespace)
+        else:
+            done = subprocess.run(
+                ["bash", "-euc", said], env=environment, capture_output=True, text=True,
+                timeout=120, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, f"line {line}: {done.stdout}{done.stderr}"
+            ran.append(done.stdout)
+    assert '"base64"' in ran[0]
+    assert '"status":"ok"' in ran[1].replace(" ", "")
+    assert "base64" not in ran[1]
+    status = server.status()
+    assert status["held"]["captures"] == 0
+    assert status["steering"]["epoch"] == 4
+    assert status["vectors"] == 0

@@ -1,0 +1,159 @@
+"""How a server ends, and how it does not start: nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from helpers import serving
+from helpers.serving import NAME, Running
+
+from midstream import Capture, Client, extra_body
+from midstream.store import open_store
+
+# vLLM's command, which asks for the version of a distribution that builds for the CPU lack.
+VLLM = """
+from importlib import metadata
+version = metadata.version
+metadata.version = lambda name: "0" if name == "vllm" else version(name)
+from vllm.entrypoints.cli.main import main
+main()
+"""
+LONG = {"model": NAME, "prompt": "abcdefgh", "max_tokens": 400, "ignore_eos": True}
+
+
+def shared() -> int:
+    """MiB of shared memory that the machine has in use."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Shmem:")) >> 10
+
+
+@contextmanager
+def nothing_left() -> Iterator[Callable[[Running], None]]:
+    """Whatever becomes of the servers that are noted in the block, it all goes with them."""
+    names, before = set(os.listdir("/dev/shm")), shared()
+    processes: list[psutil.Process] = []
+    yield lambda server: processes.extend(server.tree)
+    assert processes
+    end = time.monotonic() + 60
+    while left := [one for one in processes if one.is_running() and one.status() != "zombie"]:
+        assert time.monotonic() < end, f"processes are left: {left}"
+        time.sleep(0.2)
+    while shared() - before > 30:
+        assert time.monotonic() < end, f"{shared() - before} MiB are left in shared memory"
+        time.sleep(0.2)
+    assert not [name for name in set(os.listdir("/dev/shm")) - names if "midstream" in name]
+
+
+@contextmanager
+def holding_a_stream(server: Running) -> Iterator[Iterator[bytes]]:
+    """A request in mid-stream, with rows on the workers, and others' rows held for a client."""
+    with Client(server.url) as client:
+        body = {**LONG, "max_tokens": 2, **extra_body(capture=Capture([1]))}
+        client.call("POST", "/v1/completions", body)
+    asked = {**LONG, "stream": True, **extra_body(capture=Capture("all"))}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=60) as answer:
+        events = answer.iter_bytes()
+        next(events)
+        yield events
+
+
+def rest_of(events: Iterator[bytes]) -> bytes:
+    """What still comes."""
+    got = b""
+    try:
+        for part in events:
+            got += part
+    except httpx.TransportError:
+        pass
+    return got
+
+
+def start(model: Path, folder: Path, **settings: object) -> AbstractContextManager[Running]:
+    options = ["--sites=resid_post", serving.settings(**settings)] if settings else []
+    return serving.running(serving.command(model, *options), folder)
+
+
+def test_a_killed_server_takes_its_engine_and_all_memory_with_it(talking_llama, tmp_path):
+    with nothing_left() as note, start(talking_llama, tmp_path) as server:
+        note(server)
+        with holding_a_stream(server) as events:
+            os.kill(server.process.pid, signal.SIGKILL)
+            assert b'"receipt"' not in rest_of(events), "the stream ended as if all were well"
+
+
+def test_a_killed_engine_ends_its_requests_and_the_server(talking_llama, tmp_path):
+    with nothing_left() as note, start(talking_llama, tmp_path) as server:
+        note(server)
+        with holding_a_stream(server) as events:
+            os.kill(server.engine, signal.SIGKILL)
+            assert b'"receipt"' not in rest_of(events), "the stream ended as if all were well"
+        server.process.wait(60)
+
+
+def test_a_server_that_is_told_to_end_has_written_all_and_leaves_nothing(talking_llama, tmp_path):
+    store = tmp_path / "store"
+    with (
+        nothing_left() as note,
+        start(talking_llama, tmp_path, sinks={"store": {"root": str(store)}}) as server,
+    ):
+        note(server)
+        with Client(server.url) as client:
+            for nth in range(3):
+                kept = Capture([1], sink="store", tag="t", request_id=f"r{nth}")
+                client.complete(**{**LONG, "max_tokens": 3}, capture=kept)
+        with holding_a_stream(server) as events:
+            server.process.send_signal(signal.SIGTERM)
+            assert b'"receipt"' not in rest_of(events), "the stream ended as if all were well"
+        assert server.stop() == 0, server.log[-3000:]
+        assert "midstream closing held_captures=1" in server.log
+    found = open_store(store)
+    assert [one.request for one in found.requests] == ["r0", "r1", "r2"]
+    assert len(found.get("r0")["resid_post", 1]) == 8 + 3 - 1
+
+
+def test_several_api_servers_are_refused(talking_llama, tmp_path):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", VLLM, "serve", str(talking_llama)),
+            *(*serving.OPTIONS, "--api-server-count=2", f"--port={serving.free_port()}"),
+            '--additional-config={"midstream": {}}',
+        ],
+        cwd=tmp_path,
+        env=serving.environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "start with --api-server-count 1" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ('--settings={"http": {"inline_bites": 1}}', "midstream.http.inline_bites"),
+        ("--sites=resid_past", "resid_past"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_starts(tmp_path, option, said):
+    done = subprocess.run(
+        serving.command(tmp_path / "no-model", option),
+        env=serving.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert said in done.stderr

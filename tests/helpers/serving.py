@@ -1,0 +1,176 @@
+"""A server in processes of its own, started by `midstream serve`, and ended by its id."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "served"
+START_SECONDS = 420
+# What makes rows comparable bit by bit with those of an offline engine, and a start short.
+OPTIONS = (
+    "--enforce-eager", "--dtype=float32", "--max-model-len=512", "--block-size=32",
+    "--max-num-seqs=64", "--no-enable-prefix-caching", "--seed=0",
+    f"--served-model-name={NAME}", "--host=127.0.0.1",
+)  # fmt: skip
+
+
+class Running:
+    """One server.
+
+    Attributes:
+        url: where it answers, without `/v1`.
+        process: the one that was started: the API server's.
+    """
+
+    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.url = url
+        self.process = process
+        self._log = log
+
+    @property
+    def log(self) -> str:
+        """All that its processes have said."""
+        return self._log.read_text(errors="replace")
+
+    @property
+    def engine(self) -> int:
+        """The id of the engine's process."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        [pid] = [one.pid for one in children if "EngineCore" in one.name() or _is_core(one)]
+        return pid
+
+    @property
+    def tree(self) -> list[psutil.Process]:
+        """All of its processes."""
+        first = psutil.Process(self.process.pid)
+        return [first, *first.children(recursive=True)]
+
+    def rss(self) -> int:
+        """Bytes of memory that its processes have, shared ones counted in each."""
+        return sum(one.memory_info().rss for one in self.tree)
+
+    def get(self, path: str) -> Any:
+        """The JSON at a path."""
+        return httpx.get(self.url + path, timeout=60).raise_for_status().json()
+
+    def status(self) -> dict[str, Any]:
+        """What `/v1/midstream/status` says."""
+        found: dict[str, Any] = self.get("/v1/midstream/status")
+        return found
+
+    def wait_until_idle(self, seconds: float = 60) -> dict[str, Any]:
+        """Its status once nothing runs, waits or is leased; the last one, if that never comes."""
+        end = time.monotonic() + seconds
+        while True:
+            status = self.status()
+            leases = sum(one["arena"]["leases"] for one in status["workers"])
+            if not status["requests"] + status["waiting"] + leases or time.monotonic() > end:
+                return status
+            time.sleep(0.1)
+
+    def stop(self, seconds: float = 90) -> int:
+        """Ends it as an operator would; its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(seconds)
+        finally:
+            if self.process.poll() is None:
+                for one in self.tree:
+                    one.kill()
+
+
+def _is_core(process: psutil.Process) -> bool:
+    # vLLM gives its processes titles where setproctitle is installed.
+    return any("EngineCore" in word for word in process.cmdline())
+
+
+def command(model: Path, *options: str) -> list[str]:
+    """What starts a server with midstream."""
+    return [sys.executable, "-m", "midstream", "serve", str(model), *OPTIONS, *options]
+
+
+def plain_command(model: Path, *options: str) -> list[str]:
+    """What starts one without."""
+    server = "vllm.entrypoints.openai.api_server"
+    return [sys.executable, "-m", server, "--model", str(model), *OPTIONS, *options]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """In which a server is started."""
+    given = os.environ.get("PYTHONPATH") or str(ROOT / "src")
+    # It runs elsewhere.
+    path = os.pathsep.join(os.path.abspath(each) for each in given.split(os.pathsep))
+    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    own["VLLM_LOGGING_LEVEL"] = "INFO"
+    return {**os.environ, **own, "PYTHONPATH": path, **more}
+
+
+@contextmanager
+def running(
+    arguments: list[str], folder: Path, *, port: int | None = None, **env: str
+) -> Iterator[Running]:
+    """A server that answers, until the block ends.
+
+    Args:
+        arguments: as `command` gives them.
+        folder: where it runs, and where its log is.
+        port: None: any that is free.
+        **env: environment variables besides.
+    """
+    port = port or free_port()
+    log = folder / f"server-{port}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [*arguments, f"--port={port}"],
+            cwd=folder,
+            env=environment(**env),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    server = Running(f"http://127.0.0.1:{port}", process, log)
+    try:
+        _wait(server)
+        yield server
+    finally:
+        server.stop()
+
+
+def _wait(server: Running) -> None:
+    end = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        assert server.process.poll() is None, f"it ended: {server.log[-6000:]}"
+        assert time.monotonic() < end, f"it does not answer: {server.log[-6000:]}"
+        time.sleep(0.25)
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def settings(**given: Any) -> str:
+    """midstream's settings as an option."""
+    return f"--settings={json.dumps(given)}"
