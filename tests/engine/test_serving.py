@@ -54,8 +54,7 @@ def spans() -> Iterator[Spans]:
 
 
 @pytest.fixture(scope="module")
-def server(smollm2: Path, folder: Path, spans: Spans, offline: dict[str, Any]) -> Iterator[Running]:
-    # After the offline engine: two at a time would share the processor.
+def server(smollm2: Path, folder: Path, spans: Spans) -> Iterator[Running]:
     options = (
         "--sites=resid_post",
         serving.settings(sinks={"store": {"root": str(folder / "store")}}),
@@ -64,6 +63,13 @@ def server(smollm2: Path, folder: Path, spans: Spans, offline: dict[str, Any]) -
     command = serving.command(smollm2, *options)
     protocol = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
     with serving.running(command, folder, **protocol, OTEL_BSP_SCHEDULE_DELAY="200") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def without(smollm2: Path, folder: Path) -> Iterator[Running]:
+    """A server without midstream."""
+    with serving.running(serving.plain_command(smollm2), folder) as found:
         yield found
 
 
@@ -143,6 +149,45 @@ def test_a_response_has_the_rows_of_its_conversation(client, openai, offline):
     assert event.type in ("response.completed", "response.incomplete")
     assert event.midstream["receipt"]["status"] == "ok"
     assert event.midstream["probes"]["p"]["scores"] == found.probes["p"].tolist()
+
+
+# ---------------------------------------------------------------- as without
+
+
+PLAIN = {
+    "completions": {"prompt": "The capital of France is", "logprobs": 2},
+    "several": {"prompt": ["One two", "Seven"], "n": 2, "seed": 3, "temperature": 1.0},
+    "chat/completions": {"messages": CASES["chat"].prompt, "logprobs": True},
+    "refused": {"prompt": "x", "max_tokens": -1},
+}
+
+
+def answered(server: Running, name: str, stream: bool) -> Any:
+    """All that a server answers, but for what is another each time."""
+    path = name if "completions" in name else "completions"
+    body = {"model": NAME, "temperature": 0, "max_tokens": TOKENS, "stream": stream, **PLAIN[name]}
+    answer = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=120)
+    kind = answer.headers["content-type"]
+    if kind.startswith("text/event-stream"):
+        texts = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+        assert texts.pop() == "[DONE]"
+    else:
+        texts = [answer.text]
+    values = [json.loads(text) for text in texts]
+    for value in values:
+        for changing in ("id", "created"):
+            value.pop(changing, None)
+    # Which of several choices comes first is a matter of time.
+    values.sort(key=lambda value: [one["index"] for one in value.get("choices", ())])
+    return answer.status_code, kind, values
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", PLAIN)
+def test_who_asks_for_nothing_is_answered_as_by_a_server_without_midstream(
+    server, without, name, stream
+):
+    assert answered(server, name, stream) == answered(without, name, stream)
 
 
 # ---------------------------------------------------------------- streams

@@ -91,6 +91,12 @@ def test_a_killed_server_takes_its_engine_and_all_memory_with_it(talking_llama, 
             assert b'"receipt"' not in rest_of(events), "the stream ended as if all were well"
 
 
+def test_a_server_that_is_killed_before_its_first_request_leaves_no_engine(talking_llama, tmp_path):
+    with nothing_left() as note, start(talking_llama, tmp_path) as server:
+        note(server)
+        os.kill(server.process.pid, signal.SIGKILL)
+
+
 def test_a_killed_engine_ends_its_requests_and_the_server(talking_llama, tmp_path):
     with nothing_left() as note, start(talking_llama, tmp_path) as server:
         note(server)
