@@ -22,6 +22,7 @@ from helpers.own_process import python
 from helpers.serving import NAME, Running
 from helpers.serving_load import load
 from helpers.serving_offline import CASES, TOKENS, VECTOR, Case, assert_equal, plain
+from helpers.serving_plain import PLAIN, answered
 from helpers.spans import Spans, collecting
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
@@ -152,34 +153,6 @@ def test_a_response_has_the_rows_of_its_conversation(client, openai, offline):
 
 
 # ---------------------------------------------------------------- as without
-
-
-PLAIN = {
-    "completions": {"prompt": "The capital of France is", "logprobs": 2},
-    "several": {"prompt": ["One two", "Seven"], "n": 2, "seed": 3, "temperature": 1.0},
-    "chat/completions": {"messages": CASES["chat"].prompt, "logprobs": True},
-    "refused": {"prompt": "x", "max_tokens": -1},
-}
-
-
-def answered(server: Running, name: str, stream: bool) -> Any:
-    """All that a server answers, but for what is another each time."""
-    path = name if "completions" in name else "completions"
-    body = {"model": NAME, "temperature": 0, "max_tokens": TOKENS, "stream": stream, **PLAIN[name]}
-    answer = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=120)
-    kind = answer.headers["content-type"]
-    if kind.startswith("text/event-stream"):
-        texts = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
-        assert texts.pop() == "[DONE]"
-    else:
-        texts = [answer.text]
-    values = [json.loads(text) for text in texts]
-    for value in values:
-        for changing in ("id", "created"):
-            value.pop(changing, None)
-    # Which of several choices comes first is a matter of time.
-    values.sort(key=lambda value: [one["index"] for one in value.get("choices", ())])
-    return answer.status_code, kind, values
 
 
 @pytest.mark.parametrize("stream", [False, True])
