@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream.errors import SpecError
+from midstream.errors import NoRoomError, SpecError
 from midstream.spec import ModelShape, Plan, Steer, Vector
 from midstream.spec.named import Named
 from midstream.vectors import VectorRegistry
@@ -243,3 +243,25 @@ def test_html_is_escaped():
         "<table><thead><tr><th>&lt;b&gt;</th></tr></thead>"
         "<tbody><tr><td>a &amp; &lt;i&gt;</td></tr></tbody></table>"
     )
+
+
+def test_vectors_take_no_more_room_than_there_is_and_a_name_makes_room_for_itself(registry):
+    registry.register("a", {1: V, 2: V}, 36)
+    for vectors in ({1: V, 2: V}, {1: V, 2: V, 3: V}):
+        with pytest.raises(NoRoomError, match="beside the 24 that are registered, of 36"):
+            registry.register("b", vectors, 36)
+    assert "b" not in registry
+    registry.register("b", V, 36)
+    registry.register("a", {2: W, 3: W}, 36)
+    registry.remove("b")
+    registry.register("a", {1: V, 2: V, 3: V}, 36)
+    registry.register("c", {1: V, 2: V, 3: V})
+
+
+def test_a_name_is_shown_as_it_is_at_one_moment(registry):
+    registry.register("x", {1: V})
+    description, vectors = registry.show("x")
+    assert (description,) == registry.list()
+    assert vectors == registry.lookup("x")
+    with pytest.raises(SpecError, match="no vectors are registered as 'y'"):
+        registry.show("y")
