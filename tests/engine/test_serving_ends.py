@@ -24,7 +24,14 @@ from midstream.store import open_store
 VLLM = """
 from importlib import metadata
 version = metadata.version
-metadata.version = lambda name: "0" if name == "vllm" else version(name)
+def named(name):
+    try:
+        return version(name)
+    except metadata.PackageNotFoundError:
+        if name == "vllm":
+            return "0+cpu"
+        raise
+metadata.version = named
 from vllm.entrypoints.cli.main import main
 main()
 """

@@ -177,7 +177,6 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "AsyncLLM.from_vllm_config",
         ("vllm_config",),
         "the server's engine is midstream's",
-        named=("client_count",),
     ),
     Seam("vllm.engine.arg_utils", "EngineArgs.__post_init__", (), "midstream is loaded from here"),
     Seam(

@@ -7,8 +7,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from midstream.config import KEY, from_additional_config
-from midstream.errors import UnsupportedError
+from midstream.config import from_additional_config
 
 
 def install() -> None:
@@ -20,7 +19,6 @@ def install() -> None:
     def from_vllm_config(cls: Any, vllm_config: Any, *args: Any, **named: Any) -> Any:
         is_enabled = from_additional_config(vllm_config.additional_config) is not None
         if cls is engine and is_enabled:
-            _check_clients(named.get("client_count", 1))
             from midstream.async_llm import AsyncLLM as cls
         return make(cls, vllm_config, *args, **named)
 
@@ -43,11 +41,3 @@ def key_of_environment() -> str | None:
     """The server's key where no option gives one."""
     key: str | None = importlib.import_module("vllm.envs").VLLM_API_KEY
     return key
-
-
-def _check_clients(count: int) -> None:
-    if count > 1:
-        raise UnsupportedError(
-            f"{KEY}: {count} API server processes would each have vectors and steering of their "
-            "own; start with --api-server-count 1"
-        )
