@@ -31,7 +31,8 @@ def answered(server: Running, name: str, stream: bool) -> Any:
         texts = [answer.text]
     values = [json.loads(text) for text in texts]
     for value in values:
-        for changing in ("id", "created"):
+        # The fingerprint is of the engine's settings, which midstream's are among.
+        for changing in ("id", "created", "system_fingerprint"):
             value.pop(changing, None)
     # Which of several choices comes first is a matter of time.
     values.sort(key=lambda value: [one["index"] for one in value.get("choices", ())])
