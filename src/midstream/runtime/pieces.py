@@ -75,8 +75,9 @@ class Pieces:
         """Those of a request; None where nobody is to get rows before its end. Arguments as of the
         constructor.
         """
-        found = Pieces(asked, request_id, num_completions, sinks, vectors)
-        return found if found.routes or found.is_streamed else None
+        if not _streamed(asked) and all(sinks.pace(route.sink) is None for route in asked.routes):
+            return None
+        return Pieces(asked, request_id, num_completions, sinks, vectors)
 
     def __init__(
         self,
@@ -103,6 +104,7 @@ class Pieces:
         self._streamed = _streamed(asked)
         self._nothing = Rows(parse_codec(asked.plan.codec), *vectors, (), ())
         self._width = self._nothing.codec.row_bytes(*vectors)
+        self._most = self._width * len(asked.plan.captures_by_tap())  # bytes of a position
         self._is_kept = len(self._paces) < len(asked.routes)
         # The last row may be any until it is known that there is no other.
         self._held_back = any(one.where.last_from is not None for one in asked.plan.captures)
@@ -145,7 +147,7 @@ class Pieces:
             new = self.stop(prompt + generated) - self._completions[self.index_of(request_id)].asked
             waiting |= new > 0
             if generated:
-                nbytes = max(nbytes, new * self._width * len(self._asked.plan.captures_by_tap()))
+                nbytes = max(nbytes, new * self._most)
         elapsed = time.monotonic() - self._latest
         return waiting and any(
             elapsed >= pace.seconds or nbytes >= pace.nbytes for pace in self._paces.values()
