@@ -203,8 +203,8 @@ def _signals(capturing: Capturing, stop: threading.Event) -> Iterator[list[int]]
     finally:
         if signal.SIGALRM in before:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for which, handler in before.items():
+            signal.signal(which, handler)
 
 
 def read_layers(text: str) -> Any:
