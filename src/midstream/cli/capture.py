@@ -31,7 +31,7 @@ ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def capture(
-    model: Annotated[str, typer.Argument(help="Folder or name of the model.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Its folder or name.")],
     data: Annotated[
         str,
         typer.Option(
