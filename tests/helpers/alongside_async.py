@@ -151,12 +151,12 @@ async def aborts(llm: Any, found: dict[str, Any]) -> None:
     ]
     calls = [
         asyncio.create_task(
-            ask(llm, f"aborted {n}", tokens(prompt(30 + n, 60)), params(60), **ASKED)
+            ask(llm, f"aborted {n}", tokens(prompt(30 + n, 60)), params(180), **ASKED)
         )
         for n in range(3)
     ]
     several = asyncio.create_task(
-        ask(llm, "aborted n", tokens(prompt(33, 40)), _sampled(60, n=3), **ASKED)
+        ask(llm, "aborted n", tokens(prompt(33, 40)), _sampled(180, n=3), **ASKED)
     )
     for n in range(3):
         await asyncio.sleep(0.05)
