@@ -86,6 +86,7 @@ def turns_of(generated: Sequence[int], each: Sequence[Any]) -> list[list[int]]:
     for sampling in each:
         most = rest[: sampling.max_tokens]
         stops = [nth for nth, token in enumerate(most) if token in (sampling.stop_token_ids or ())]
+        assert stops or len(most) == sampling.max_tokens, f"turn {len(turns)} is not whole"
         length = stops[0] + 1 if stops else sampling.max_tokens
         turns.append(rest[:length])
         rest = rest[length:]
