@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,7 +16,6 @@ from midstream.runtime.requests import APPLIED_0, CACHED, UNSEEN
 from midstream.scores import Probes
 from midstream.spec import ResolvedPlan
 from midstream.spec.ranges import clip, merge
-from midstream.spec.tapping import order
 
 Ints = NDArray[np.int64]
 Final = tuple[tuple[int, int], ...]
@@ -54,12 +54,12 @@ def make_receipt(
     captured = []
     dropped = sum(part.dropped for part in parts)
     missing: list[str] = []
-    rows = plan.expected_rows(length, tokens)
-    for tap in sorted(rows, key=order):
-        actual = 0 if activations is None else len(activations.positions_of(*tap))
-        captured.append(Captured(*tap, rows[tap], actual))
-        if actual != rows[tap]:
-            missing.append(f"{tap[0]} of layer {tap[1]}: {actual} rows came, expected {rows[tap]}")
+    came = {} if activations is None else activations.counts()
+    for (site, layer), expected in plan.expected_rows(length, tokens).items():
+        actual = came.get((site, layer), 0)
+        captured.append(_captured(site, layer, expected, actual))
+        if actual != expected:
+            missing.append(f"{site} of layer {layer}: {actual} rows came, expected {expected}")
     lost = sum(max(0, one.expected - one.actual) for one in captured)
     # A row that found no room may have been computed, and kept, another time.
     if lost > dropped or any(one.actual > one.expected for one in captured):
@@ -88,6 +88,10 @@ def make_receipt(
         dropped=min(lost, dropped),
         problems=tuple(problems),
     )
+
+
+# Of many requests these are the same.
+_captured = functools.lru_cache(maxsize=4096)(Captured)
 
 
 def _edited(

@@ -21,7 +21,9 @@ from midstream.runtime.pieces import LOOK_SECONDS, Pieces
 from midstream.runtime.running import Running, lengths_of, running_of
 from midstream.runtime.worker import RPC
 
-# Finished requests are fetched together: at most so many at a time.
+# Finished requests are fetched together: so many while the engine runs, which goes on meanwhile,
+# and at most so many at a time.
+_FETCH_REQUESTS = 16
 _BATCH_REQUESTS = 64
 
 
@@ -97,7 +99,7 @@ class FrontEnd(Door):
         if self._pieces and time.monotonic() >= self._look_at:
             self._hand_over()
         idle = not self._has_unfinished()
-        full = len(self._finished) >= _BATCH_REQUESTS or self._admission.waiting
+        full = len(self._finished) >= _FETCH_REQUESTS or self._admission.waiting
         if self._finished and (idle or full):
             self.fetch()
         if idle:

@@ -104,7 +104,7 @@ class Pieces:
         self._streamed = _streamed(asked)
         self._nothing = Rows(parse_codec(asked.plan.codec), *vectors, (), ())
         self._width = self._nothing.codec.row_bytes(*vectors)
-        self._most = self._width * len(asked.plan.captures_by_tap())  # bytes of a position
+        self._most = self._width * len(asked.plan.taps)  # bytes of a position
         self._is_kept = len(self._paces) < len(asked.routes)
         # The last row may be any until it is known that there is no other.
         self._held_back = any(one.where.last_from is not None for one in asked.plan.captures)
@@ -173,7 +173,7 @@ class Pieces:
         for index, parts in split(answers, self._count).items():
             mine = self._completions[index]
             for block in (block for part in parts for block in part.blocks()):
-                nbytes += sum(chunk.numel() for chunk in block.chunks)
+                nbytes += self._width * len(block.taps) * block.positions.size
                 mine.before.append(block if self._is_kept else block.bare())
                 if self._streamed:
                     mine.fresh.append(block)
@@ -249,11 +249,10 @@ class Pieces:
         plan = _only(self._asked.plan, route.captures)
         every = [*self._completions[index].pending, *blocks]
 
-        def wanted(tap: Tap) -> Ints:
-            return expand(plan.capture_ranges(tap, len(tokens), tokens))
+        def wanted(named: tuple[int, ...]) -> Ints:
+            return expand(plan.ranges_of(named, len(tokens), tokens))
 
-        shared = torch.tensor(tokens, dtype=torch.int64)
-        return activations_of(plan, every, wanted, shared, self._nothing)
+        return activations_of(plan, every, wanted, tokens, self._nothing)
 
     def endings(self) -> list[tuple[Route, Delivery]]:
         """The last pieces of a request that has no end of its own, for sinks that had others and
@@ -286,17 +285,10 @@ class Pieces:
         start = max(start, min((int(block.positions[0]) for block in blocks), default=0))
         stop = max((int(block.positions[-1]) + 1 for block in blocks), default=0)
         stop = max(start, min(stop, len(tokens)))
-        naming = plan.captures_by_tap()
-        found: dict[tuple[int, ...], Ints] = {}
 
-        def wanted(tap: Tap) -> Ints:
-            mine = naming[tap]
-            if mine not in found:
-                parts = [
-                    self._selections[captures[nth]].within(start, stop, tokens) for nth in mine
-                ]
-                found[mine] = np.unique(np.concatenate(parts))
-            return found[mine]
+        def wanted(named: tuple[int, ...]) -> Ints:
+            parts = [self._selections[captures[nth]].within(start, stop, tokens) for nth in named]
+            return np.unique(np.concatenate(parts))
 
         return activations_of(plan, blocks, wanted, torch.from_numpy(tokens), self._nothing)
 

@@ -19,7 +19,6 @@ from torch import Tensor, uint8
 
 from midstream.codecs import Codec
 from midstream.errors import FetchError
-from midstream.runtime.buffers import Tap
 from midstream.runtime.ledger import Block, Ints, Stored
 from midstream.runtime.requests import Request
 from midstream.transport.arena import Arena
@@ -33,13 +32,11 @@ LEASED_BYTES = 1 << 20
 class Outbox:
     """Owner of the data between `put` and `release`."""
 
-    def __init__(self, taps: list[Tap], arena: Arena, codec: Callable[[int], Codec]) -> None:
+    def __init__(self, arena: Arena, codec: Callable[[int], Codec]) -> None:
         """Args:
-        taps: the rank's.
         arena: where rows lie.
         codec: what the number of a codec stands for.
         """
-        self._taps = taps
         self._arena = arena
         self._codec = codec
         self._data: dict[str, bytes] = {}
@@ -72,7 +69,7 @@ class Outbox:
                     parts.append(_copied(block) if lease is None else _places(block).tobytes())
                     blocks.append(
                         {
-                            "taps": [list(self._taps[tap]) for tap in block.taps],
+                            "taps": list(block.taps),
                             "codec": self._codec(block.codec).spec,
                             "runs": runs_of(block.positions),
                             "nbytes": len(parts[-1]),

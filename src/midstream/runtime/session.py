@@ -107,7 +107,7 @@ class Session:
         self._steps = 0
         self._in_flight: deque[_Step] = deque()
         self._current: _Armed | None = None
-        self._leaving: deque[tuple[int, Request]] = deque()
+        self._leaving: list[tuple[int, Request]] = []
         self._left: dict[str, list[Request]] = {}
         self._checked = False
         self._failures: dict[str, Failure] = {}
@@ -133,7 +133,7 @@ class Session:
             if known.uid == uid:
                 return
             # An id that is used again while its first bearer is still being settled.
-            self._settle(wait=True)
+            self._settle_until(self._last_step_of([known]))
         problem = ""
         resolved, segments = _NOTHING, [idle_segment()]
         try:
@@ -178,19 +178,21 @@ class Session:
         release_segments(request.segments, self._tables)
         self._failures.pop(request_id, None)
         self._planner.retire(request)
-        self._leaving.append((self._steps, request))
+        self._leaving.append((self._last_step_of([request]), request))
         self._let_go()
 
     @contextmanager
     def taking(self, uids: list[str]) -> Iterator[dict[str, list[Request]]]:
         """The requests of those uids, finished or not, with their rows; they are forgotten here.
 
-        Waits for what is still under way. What nobody has a use for afterwards is free again.
+        Waits for the steps that they were in, and for no later one: the device does not run dry
+        meanwhile. What nobody has a use for afterwards is free again.
         """
-        self._settle(wait=True)
-        for uid in uids:
-            for request in self._planner.with_uid(uid):
-                self.finish(request.id)
+        wanted = set(uids)
+        mine = [request for request in self._planner.all() if request.uid in wanted]
+        self._settle_until(self._last_step_of(mine))
+        for request in mine:
+            self.finish(request.id)
         taken = {uid: self._left.pop(uid, []) for uid in uids}
         requests = [request for found in taken.values() for request in found]
         serials = [request.serial for request in requests]
@@ -215,7 +217,7 @@ class Session:
                 be a draft. Those whose forward has been queued are handed over. Who reads them
                 waits until they are there, and for nothing else.
         """
-        self._settle(wait=False)
+        self._settle()
         left = [request for uid in stops for request in self._left.get(uid, ())]
         mine = [
             request
@@ -250,7 +252,7 @@ class Session:
             spans: per uid, [start, stop) of positions whose forward has been queued. Waits until
                 their scores are there, and for nothing else.
         """
-        self._settle(wait=False)
+        self._settle()
         left = [request for uid in spans for request in self._left.get(uid, ())]
         requests = {
             request.serial: request
@@ -318,7 +320,7 @@ class Session:
             self._keep_scores(current, shipment)
         if not self._checked:
             self._check_first(plan, shipment)
-        self._settle(wait=False)
+        self._settle()
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -397,19 +399,36 @@ class Session:
             np.full(int(mine.sum()), self._score_kind),
         )
 
-    def _settle(self, wait: bool) -> None:
-        while self._in_flight and (wait or self._in_flight[0].shipment.ready()):
-            step = self._in_flight.popleft()
-            self._verify(step)
+    def _settle(self) -> None:
+        """Takes in the steps whose results have arrived."""
+        while self._in_flight and self._in_flight[0].shipment.ready():
+            self._verify(self._in_flight.popleft())
         self._let_go()
+
+    def _settle_until(self, number: int) -> None:
+        """Takes in the steps up to this one, for which it waits, and others that have arrived."""
+        while self._in_flight and self._in_flight[0].number <= number:
+            self._verify(self._in_flight.popleft())
+        self._settle()
+
+    def _last_step_of(self, requests: Sequence[Request]) -> int:
+        """The latest step under way in which any of these asked for something; 0: there is none."""
+        slots = [request.slot for request in requests]
+        for step in reversed(self._in_flight):
+            if np.isin(step.armed.plan.pieces.slot, slots).any():
+                return step.number
+        return 0
 
     def _let_go(self) -> None:
         """Forgets finished requests once every step that they were in has been verified."""
         oldest = self._in_flight[0].number if self._in_flight else self._steps + 1
-        while self._leaving and self._leaving[0][0] < oldest:
-            _, request = self._leaving.popleft()
-            self._planner.forget(request)
-            self._left.setdefault(request.uid, []).append(request)
+        leaving, self._leaving = self._leaving, []
+        for number, request in leaving:
+            if number < oldest:
+                self._planner.forget(request)
+                self._left.setdefault(request.uid, []).append(request)
+            else:
+                self._leaving.append((number, request))
 
     def _verify(self, step: _Step) -> None:
         """Holds what the device did against what it was to do, token by token."""
