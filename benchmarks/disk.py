@@ -129,7 +129,7 @@ def by_store(target: Path, nbytes: int) -> int:
     count = nbytes // rows.numel()
     with Writer(target, header) as writer:
         for nth in range(count):
-            writer.add(Entry(str(nth), prompt_tokens=TOKENS, metadata={}, taps=taps))
+            writer.add(Entry(request=str(nth), prompt_tokens=TOKENS, metadata={}, taps=taps))
     return count * rows.numel()
 
 

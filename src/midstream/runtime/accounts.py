@@ -19,6 +19,7 @@ from midstream.spec.ranges import clip, merge
 
 Ints = NDArray[np.int64]
 Final = tuple[tuple[int, int], ...]
+Tap = tuple[str, int]
 
 
 def make_receipt(
@@ -51,19 +52,20 @@ def make_receipt(
     ]
     if not parts:
         problems.append("the workers know nothing of it")
-    captured = []
     dropped = sum(part.dropped for part in parts)
-    missing: list[str] = []
     came = {} if activations is None else activations.counts()
-    for (site, layer), expected in plan.expected_rows(length, tokens).items():
-        actual = came.get((site, layer), 0)
-        captured.append(_captured(site, layer, expected, actual))
-        if actual != expected:
-            missing.append(f"{site} of layer {layer}: {actual} rows came, expected {expected}")
-    lost = sum(max(0, one.expected - one.actual) for one in captured)
-    # A row that found no room may have been computed, and kept, another time.
-    if lost > dropped or any(one.actual > one.expected for one in captured):
-        problems += missing
+    rows = plan.expected_rows(length, tokens)
+    captured = _captured(plan.taps, tuple(rows.values()), tuple(map(came.get, plan.taps)))
+    lost = 0
+    if came != rows:
+        lost = sum(max(0, one.expected - one.actual) for one in captured)
+        # A row that found no room may have been computed, and kept, another time.
+        if lost > dropped or any(one.actual > one.expected for one in captured):
+            problems += [
+                f"{one.site} of layer {one.layer}: {one.actual} rows came, expected {one.expected}"
+                for one in captured
+                if one.actual != one.expected
+            ]
     probed = []
     for probe in plan.probes:
         if probe.name:
@@ -81,7 +83,7 @@ def make_receipt(
         request_id=request_id,
         prompt_tokens=plan.prompt_len,
         generated_tokens=len(completion.token_ids),
-        captured=tuple(captured),
+        captured=captured,
         edited=edited,
         probed=tuple(probed),
         selected=_selected(plan, length, tokens),
@@ -91,7 +93,14 @@ def make_receipt(
 
 
 # Of many requests these are the same.
-_captured = functools.lru_cache(maxsize=4096)(Captured)
+@functools.lru_cache(maxsize=256)
+def _captured(
+    taps: tuple[Tap, ...], expected: tuple[int, ...], actual: tuple[int | None, ...]
+) -> tuple[Captured, ...]:
+    return tuple(
+        Captured(*tap, wanted, there or 0)
+        for tap, wanted, there in zip(taps, expected, actual, strict=True)
+    )
 
 
 def _edited(
