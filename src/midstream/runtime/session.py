@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from midstream.codecs import Codec, Raw, parse_codec
 from midstream.ops import layout
+from midstream.runtime.armed import Armed, Step, bounds, positions_of, shifted
 from midstream.runtime.buffers import Buffers, Tap, upload
 from midstream.runtime.failures import Failure
 from midstream.runtime.firing import Firing
-from midstream.runtime.ledger import Awaited, Block, Ledger, Scores, Stored
+from midstream.runtime.ledger import Block, Ledger, Scores, Stored
 from midstream.runtime.planner import Planner
 from midstream.runtime.programs import Tables
 from midstream.runtime.requests import (
@@ -41,27 +42,6 @@ _LOGGER = logging.getLogger(__name__)
 _NOTHING = ResolvedPlan(0, (), ())
 Span = tuple[int, int]
 Stops = Mapping[str, Mapping[str, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Armed:
-    """A step whose forward is queued next.
-
-    Attributes:
-        first: the ring's first row for its records, from which the plan's count.
-        positions: each row's position, on its way; None where the plan knows them.
-    """
-
-    plan: StepPlan
-    first: int
-    positions: Copy | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    number: int
-    armed: _Armed
-    shipment: Shipment
 
 
 class Session:
@@ -105,8 +85,8 @@ class Session:
         self._admitted = 0
         self._firing = Firing(taps)
         self._steps = 0
-        self._in_flight: deque[_Step] = deque()
-        self._current: _Armed | None = None
+        self._in_flight: deque[Step] = deque()
+        self._current: Armed | None = None
         self._leaving: list[tuple[int, Request]] = []
         self._left: dict[str, list[Request]] = {}
         self._checked = False
@@ -284,11 +264,11 @@ class Session:
             return
         first = self._transport.reserve(plan.num_records)
         self._buffers.tally[: plan.tokens.shape[0]].zero_()
-        self._arm(_shifted(plan.tokens, first))
+        self._arm(shifted(plan.tokens, first))
         if plan.by_id:
             ids = view.token_ids()
             self._buffers.ids[: ids.shape[0]].copy_(ids)
-        self._current = _Armed(plan, first, self._await_positions(plan, view))
+        self._current = Armed(plan, first, self._await_positions(plan, view))
 
     def after_forward(self) -> None:
         """Sends captured rows on their way, and takes in what has arrived.
@@ -313,7 +293,7 @@ class Session:
         if plan.num_records:
             # Whatever runs before the next step must not write where rows are on their way.
             self._disarm()
-        self._in_flight.append(_Step(self._steps, current, shipment))
+        self._in_flight.append(Step(self._steps, current, shipment))
         for load, extent in zip(plan.loads, shipment.extents, strict=True):
             self._keep_rows(current, load, extent, shipment)
         if plan.scored:
@@ -367,7 +347,7 @@ class Session:
         return number
 
     def _keep_rows(
-        self, armed: _Armed, load: Load, extent: Extent | None, shipment: Shipment
+        self, armed: Armed, load: Load, extent: Extent | None, shipment: Shipment
     ) -> None:
         pieces = armed.plan.pieces
         if extent is None:
@@ -381,19 +361,19 @@ class Session:
         self._ledger.note(
             Stored(shipment, extent, codec.row_bytes(ring.shape[1], ring.dtype), self._arena),
             load.serial,
-            _positions(armed, load.mine),
+            positions_of(armed, load.mine),
             load.length,
             load.record,
             load.kind,
         )
 
-    def _keep_scores(self, armed: _Armed, shipment: Shipment) -> None:
+    def _keep_scores(self, armed: Armed, shipment: Shipment) -> None:
         pieces = armed.plan.pieces
         mine = pieces.scored > 0
         self._scores.note(
             Scores(shipment),
             self._planner.serials(pieces.slot[mine]),
-            _positions(armed, mine),
+            positions_of(armed, mine),
             pieces.length[mine],
             pieces.row[mine],
             np.full(int(mine.sum()), self._score_kind),
@@ -430,7 +410,7 @@ class Session:
             else:
                 self._leaving.append((number, request))
 
-    def _verify(self, step: _Step) -> None:
+    def _verify(self, step: Step) -> None:
         """Holds what the device did against what it was to do, token by token."""
         plan = step.armed.plan
         if step.armed.positions is not None:
@@ -450,7 +430,7 @@ class Session:
             if request is None or request.problem:
                 continue
             request.problem = (
-                f"position {plan.positions[nth]}: asked for {_bounds(plan, nth)} edits and "
+                f"position {plan.positions[nth]}: asked for {bounds(plan, nth)} edits and "
                 f"{plan.captures[nth]} vectors, the device did {edits[nth]} and "
                 f"{tally[nth, layout.CAPTURES]}; {self._firing.diagnose(int(tally[nth, 0]))}"
             )
@@ -481,32 +461,7 @@ class Session:
 _NO_TOKENS = np.zeros((0, layout.TOKEN_COLUMNS), np.int32)
 
 
-def _shifted(tokens: NDArray[np.int32], first: int) -> NDArray[np.int32]:
-    """With records that begin at a row of the ring."""
-    if not first:
-        return tokens
-    shifted: NDArray[np.int32] = tokens.copy()
-    records = shifted[:, layout.RECORD]
-    records[records > 0] += first
-    return shifted
-
-
-def _positions(
-    armed: _Armed, mine: NDArray[np.bool_] | NDArray[np.int64]
-) -> NDArray[np.int64] | Awaited:
-    """Of the first row of some of a step's runs."""
-    pieces = armed.plan.pieces
-    if armed.positions is None:
-        return pieces.position[mine]
-    return Awaited(armed.positions, pieces.row[mine])
-
-
 def _since(position: int, blocks: list[Block[Stored]]) -> list[Block[Stored]]:
     """What of some blocks is at that position and behind it."""
     found = [block.since(position) for block in blocks]
     return [block for block in found if block.positions.size]
-
-
-def _bounds(plan: StepPlan, nth: int) -> str:
-    fewest, most = int(plan.fewest[nth]), int(plan.most[nth])
-    return str(most) if fewest == most else f"{fewest} to {most}"
