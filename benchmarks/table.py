@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import markers
 
 RESULTS = markers.ROOT / "benchmarks" / "results"
-IN_README = ("against", "overhead")
+IN_README = ("against", "capture_cost", "transport", "overhead")
 
 
 def pages(results: list[dict[str, Any]] | None = None) -> dict[str, dict[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Container, Iterator
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -165,13 +166,17 @@ class FrontEnd(Door):
         fetch = self._fetch
         if fetch is None or not (wait or fetch.answers.done()):
             return
+        # Who is interrupted here waits for them again: `drop` does.
+        wait_for([fetch.answers])
         self._fetch = None
-        self._settle([one for one in self._sent if not one.waits])
-        data = carry_on(fetch.exchange, fetch.answers.result(), self._call)
-        for asked, output in fetch.batch:
-            # Here it is that a sink without room keeps the engine from its next step.
-            self._sent.append(self._hand_to_sinks(asked, output, data[asked.uid]))
-        self._leave([asked.uid for asked, _ in fetch.batch])
+        try:
+            self._settle([one for one in self._sent if not one.waits])
+            data = carry_on(fetch.exchange, fetch.answers.result(), self._call)
+            for asked, output in fetch.batch:
+                # Here it is that a sink without room keeps the engine from its next step.
+                self._sent.append(self._hand_to_sinks(asked, output, data[asked.uid]))
+        finally:
+            self._leave([asked.uid for asked, _ in fetch.batch])
 
     def after_abort(self, alive: Container[str]) -> None:
         """Lets go of the requests under way whose ids are no longer among those alive."""
