@@ -61,7 +61,7 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     nbytes = args.gib << 30
     # In memory, so that dd waits for the disk only.
     source = Path(tempfile.mkstemp(dir="/dev/shm")[1])
-    source.write_bytes(random.Random(0).randbytes(SHARD_BYTES))
+    source.write_bytes(torch.randint(256, (SHARD_BYTES,), dtype=torch.uint8).numpy().tobytes())
     config = shapes.SHAPES[args.shape]
     per_prompt = args.length * config["num_hidden_layers"] * config["hidden_size"] * 2
     prompts = max(1, nbytes // per_prompt)
@@ -129,7 +129,7 @@ def by_store(target: Path, nbytes: int) -> int:
     count = nbytes // rows.numel()
     with Writer(target, header) as writer:
         for nth in range(count):
-            writer.add(Entry(str(nth), prompt_tokens=TOKENS, metadata={}, taps=taps))
+            writer.add(Entry(request=str(nth), prompt_tokens=TOKENS, metadata={}, taps=taps))
     return count * rows.numel()
 
 

@@ -8,6 +8,9 @@ import platform
 import subprocess
 from typing import Any
 
+# The commit of the tree that was sent; with a "+" where something in it was not committed.
+COMMIT = os.environ.get("COMMIT", "")
+
 
 def describe() -> dict[str, Any]:
     """Machine, versions and commit."""
@@ -32,10 +35,12 @@ def describe() -> dict[str, Any]:
         "vllm": vllm.__version__,
         "midstream": midstream.__version__,
         # A copy of the tree on a GPU host may have no git, or an old one: whoever sends it says.
-        "commit": os.environ.get("COMMIT")
+        "commit": COMMIT.removesuffix("+")
         or _output(["git", "rev-parse", "--short", "HEAD"])
         or "unknown",
-        "changed": bool(_output(["git", "status", "--porcelain", "--untracked-files=no"])),
+        "changed": COMMIT.endswith("+")
+        if COMMIT
+        else bool(_output(["git", "status", "--porcelain", "--untracked-files=no"])),
     }
 
 

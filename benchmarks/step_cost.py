@@ -53,7 +53,7 @@ def measure(sequences: int, layers: int, hidden: int, what: str, device: str) ->
     """Microseconds of both hooks."""
     from midstream.runtime.stepview import StepView
 
-    session, arena = make_session(sequences, layers, hidden, device)
+    session = make_session(sequences, layers, hidden, device)
     plan = make_plan(layers, hidden, what).to_bytes()
     names = [f"r{n}" for n in range(sequences)]
     for name in names:
@@ -70,9 +70,11 @@ def measure(sequences: int, layers: int, hidden: int, what: str, device: str) ->
         queued = time.perf_counter()
         session.after_forward()
         seconds.append((between - start, time.perf_counter() - queued))
-        if step % 50 == 49:
+        if step % 10 == 9:
             # As a front end collects: nothing piles up.
-            arena.sweep()
+            reached = PROMPT + step
+            with session.handing_over({name: {name: reached} for name in names}):
+                pass
     with session.taking(names):
         pass
     late = seconds[STEPS // 4 :]
@@ -82,7 +84,7 @@ def measure(sequences: int, layers: int, hidden: int, what: str, device: str) ->
     }
 
 
-def make_session(sequences: int, layers: int, hidden: int, device: str) -> tuple[Any, Any]:
+def make_session(sequences: int, layers: int, hidden: int, device: str) -> Any:
     """A worker's session as in an engine of that shape."""
     from midstream.runtime.buffers import Buffers, Room
     from midstream.runtime.session import Session
@@ -102,7 +104,7 @@ def make_session(sequences: int, layers: int, hidden: int, device: str) -> tuple
     )
     arena = Arena(ArenaSettings(32 << 30, 256 << 20, "drop", Path("/tmp")), device == "cuda")
     transport = host_transport(buffers.ring, arena)
-    return Session(buffers, taps, transport, arena, 4096, True), arena
+    return Session(buffers, taps, transport, arena, 4096, True)
 
 
 def make_plan(layers: int, hidden: int, what: str) -> Any:
@@ -126,7 +128,7 @@ def _pretend(session: Any) -> None:
     if current is not None:
         plan = current.plan
         rows = torch.zeros(plan.tokens.shape[0], tally.shape[1], dtype=torch.int32)
-        rows[plan.active, 0] = session._signature  # noqa: SLF001
+        rows[plan.active, 0] = session._firing.signature  # noqa: SLF001
         rows[plan.active, 1] = torch.from_numpy(plan.most.astype(np.int32))
         rows[plan.active, 2] = torch.from_numpy(plan.captures.astype(np.int32))
         tally[: rows.shape[0]].copy_(rows)

@@ -38,6 +38,7 @@ def test_by_default_all_layers_of_every_request_go_to_files_as_sketches_of_512()
     ("variables", "codec"),
     [
         ({"VLLM_ACT_MODE": "rp8", "VLLM_ACT_RP_K": "256"}, "rp8:k=256,seed=0"),
+        ({"VLLM_ACT_RP_K": "16384"}, "rp8:k=16384,seed=0"),
         ({"VLLM_ACT_MODE": "full8", "VLLM_ACT_RP_K": "256"}, "full8"),
         ({"VLLM_ACT_MODE": "topk8"}, "topk8:k=64"),
         ({"VLLM_ACT_MODE": "raw", "VLLM_ACT_RETURN": "gathered"}, "raw"),

@@ -340,7 +340,7 @@ def activations(**by_layer):
     taps = {("resid_post", int(name[1:])): found for name, found in by_layer.items()}
     return Activations(
         {
-            tap: torch.tensor([[tap[1], p] for p in found]).view(-1, 2)
+            tap: torch.tensor([[float(tap[1]), p] for p in found]).view(-1, 2)
             for tap, found in taps.items()
         },
         {tap: torch.tensor(found, dtype=torch.int64) for tap, found in taps.items()},

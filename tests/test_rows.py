@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from midstream.activations import Activations
 from midstream.codecs import Codec, Raw, parse_codec
-from midstream.rows import Rows, rows_of
+from midstream.rows import Rows, Scattered, rows_of
 
 HIDDEN = 16
 CODECS = ["raw", "full8", "rp8:k=4,seed=0", "topk8:k=3"]
@@ -91,3 +92,50 @@ def test_activations_decode_what_is_looked_at_once():
 def test_rows_of_a_tensor_are_its_bytes():
     values = torch.randn(3, HIDDEN)
     assert torch.equal(rows_of(values).decoded(), values)
+
+
+@given(st.lists(st.integers(0, 60), max_size=8), st.integers(1, 3), st.integers(1, 5), st.data())
+def test_scattered_records_are_read_from_where_they_lie(offsets, taps, width, data):
+    memory = torch.randint(256, (80,), dtype=torch.uint8)
+    records = Scattered(memory, np.array(offsets, np.int64), taps, width)
+    expected = [memory[start : start + taps * width].view(taps, width) for start in offsets]
+    nothing = torch.zeros(0, taps, width, dtype=torch.uint8)
+    whole = torch.stack(expected) if expected else nothing
+    place = data.draw(st.integers(0, taps - 1))
+    assert len(records) == len(offsets)
+    assert torch.equal(records.records(), whole)
+    assert torch.equal(records.of(place), whole[:, place])
+    # They are copies: what lies there is the worker's again one day.
+    memory.zero_()
+    assert torch.equal(records.of(place), torch.zeros_like(whole[:, place]))
+
+
+@pytest.mark.parametrize("offset", [-1, 75])
+def test_records_that_would_lie_outside_of_their_memory_are_refused(offset):
+    memory = torch.zeros(80, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="outside of a memory of 80 bytes"):
+        Scattered(memory, np.array([0, offset]), 2, 3)
+
+
+def test_scattered_rows_and_those_in_one_piece_are_rows_in_order():
+    values = torch.randn(5, 2, HIDDEN)
+    encoded = Raw().encode(values.reshape(-1, HIDDEN)).view(5, 2, -1)
+    memory, size = encoded.flatten(), encoded[0].numel()
+    chunks = (encoded[:2], Scattered(memory, np.array([4, 2, 3]) * size, 2, size // 2))
+    rows = Rows(Raw(), HIDDEN, torch.float32, chunks, (1, 1))
+    assert len(rows) == 5
+    assert torch.equal(rows.decoded(), values[[0, 1, 4, 2, 3], 1])
+
+
+def test_activations_say_how_many_rows_each_tap_has():
+    few, many = torch.arange(2), torch.arange(5)
+    taps = [("resid_pre", 0), ("resid_post", 0), ("resid_post", 3)]
+    values = {
+        tap: torch.zeros(len(each), HIDDEN)
+        for tap, each in zip(taps, (few, many, many), strict=True)
+    }
+    found = Activations(values, dict(zip(taps, (few, many, many), strict=True)), [1, 2, 3, 4, 5])
+    assert found.counts() == dict(zip(taps, (2, 5, 5), strict=True))
+    assert found.sites == ("resid_pre", "resid_post")
+    assert found.layers == (0, 3)
+    assert found.token_ids_of("resid_post", 3).tolist() == [1, 2, 3, 4, 5]

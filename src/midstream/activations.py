@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,27 +32,24 @@ class Activations:
     Attributes:
         positions: int64 [rows], index of each row's token in its request, prompt first.
         token_ids: int64 [rows], the tokens at those positions.
-        sites: the sites captured, in the order in which a layer reaches them.
-        layers: the layers captured, ascending.
     """
 
     def __init__(
-        self, values: Mapping[Tap, Tensor | Rows], positions: Mapping[Tap, Tensor], tokens: Tensor
+        self,
+        values: Mapping[Tap, Tensor | Rows],
+        positions: Mapping[Tap, Tensor],
+        tokens: Tensor | Sequence[int],
     ) -> None:
         """Args:
-        values: per (site, layer), [rows, hidden], or these rows as they came.
+        values: per (site, layer), [rows, hidden], or these rows as they came. Not copied, and
+            looked at when they are asked for.
         positions: per (site, layer), int64 [rows], ascending.
-        tokens: int64, the tokens of the whole request that were computed, from position 0.
+        tokens: the tokens of the whole request that were computed, from position 0.
         """
-        self._rows = {
-            tap: value if isinstance(value, Rows) else rows_of(value)
-            for tap, value in values.items()
-        }
-        self._values = {tap: value for tap, value in values.items() if not isinstance(value, Rows)}
-        self._positions = dict(positions)
-        self._tokens = tokens
-        self.sites = tuple(name for name in sites.NAMES if any(s == name for s, _ in self._rows))
-        self.layers = tuple(sorted({layer for _, layer in self._rows}))
+        self._given = values
+        self._values: dict[Tap, Tensor] = {}
+        self._positions = positions
+        self._given_tokens = tokens
 
     def __getitem__(self, key: tuple[str, int]) -> Tensor:
         """[rows, hidden] of a site (or alias) and layer.
@@ -65,7 +62,7 @@ class Activations:
     @property
     def codec(self) -> Codec:
         """How the rows came from the device."""
-        return next((rows.codec for rows in self._rows.values()), Raw())
+        return next((self._rows(tap).codec for tap in self._given), Raw())
 
     def encoded(self, site: str, layer: int) -> Tensor:
         """uint8 [rows, bytes of a row]: the rows of one site and layer as they came.
@@ -73,26 +70,37 @@ class Activations:
         Raises:
             KeyError: it was not captured.
         """
-        return self._rows[self._find((site, layer))].encoded()
+        return self._rows(self._find((site, layer))).encoded()
 
     def __contains__(self, key: object) -> bool:
         if not isinstance(key, tuple) or len(key) != 2 or not isinstance(key[0], str):
             return False
-        return (sites.canonical(key[0]), key[1]) in self._rows
+        return (sites.canonical(key[0]), key[1]) in self._given
 
     def __iter__(self) -> Iterator[Tap]:
-        return iter(self._rows)
+        return iter(self._given)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._given)
 
     def keys(self) -> tuple[Tap, ...]:
         """Every (site, layer) captured."""
-        return tuple(self._rows)
+        return tuple(self._given)
 
     def items(self) -> tuple[tuple[Tap, Tensor], ...]:
         """Every ((site, layer), tensor)."""
-        return tuple((tap, self._value(tap)) for tap in self._rows)
+        return tuple((tap, self._value(tap)) for tap in self._given)
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The sites captured, in the order in which a layer reaches them."""
+        found = {site for site, _ in self._given}
+        return tuple(name for name in sites.NAMES if name in found)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers captured, ascending."""
+        return tuple(sorted({layer for _, layer in self._given}))
 
     @property
     def positions(self) -> Tensor:
@@ -102,7 +110,9 @@ class Activations:
             ValueError: they differ between sites or layers; see `positions_of`.
         """
         every = list(self._positions.values()) or [self._tokens[:0]]
-        if any(len(one) != len(every[0]) or bool((one != every[0]).any()) for one in every[1:]):
+        # Mostly they share one tensor.
+        others = {id(one): one for one in every[1:] if one is not every[0]}.values()
+        if any(len(one) != len(every[0]) or bool((one != every[0]).any()) for one in others):
             raise ValueError(
                 "sites or layers were captured at different positions; "
                 "use positions_of(site, layer) and token_ids_of(site, layer)"
@@ -121,6 +131,17 @@ class Activations:
     def token_ids_of(self, site: str, layer: int) -> Tensor:
         """int64 [rows] of one site and layer; raises KeyError where it was not captured."""
         return self._tokens[self.positions_of(site, layer)]
+
+    def counts(self) -> dict[Tap, int]:
+        """How many rows each site and layer has."""
+        sizes: dict[int, int] = {}  # of the tensors that many of them share
+        found = {}
+        for tap, positions in self._positions.items():
+            key = id(positions)
+            if key not in sizes:
+                sizes[key] = positions.shape[0]
+            found[tap] = sizes[key]
+        return found
 
     def numpy(self) -> dict[Tap, NDArray[np.generic]]:
         """Per (site, layer) an array [rows, hidden]; bfloat16, which NumPy lacks, as float32."""
@@ -148,10 +169,10 @@ class Activations:
         return target
 
     def __repr__(self) -> str:
-        if not self._rows:
+        if not self._given:
             return "Activations(nothing captured)"
-        first = self._value(next(iter(self._rows)))
-        rows = sorted({len(each) for each in self._rows.values()})
+        first = self._value(next(iter(self._given)))
+        rows = sorted(set(self.counts().values()))
         shown = str(rows[0]) if len(rows) == 1 else f"{rows[0]}–{rows[-1]}"
         return (
             f"Activations({', '.join(self.sites)}; layers {_short(self.layers)}; {shown} rows of "
@@ -162,18 +183,33 @@ class Activations:
         head = "<tr><th>site</th><th>layer</th><th>rows × hidden</th><th>positions</th></tr>"
         lines = [
             f"<tr><td>{html.escape(site)}</td><td>{layer}</td>"
-            f"<td>{len(rows)} × {self._value((site, layer)).shape[1]}</td>"
+            f"<td>{rows} × {self._value((site, layer)).shape[1]}</td>"
             f"<td>{_short(tuple(self._positions[site, layer].tolist()))}</td></tr>"
-            for (site, layer), rows in self._rows.items()
+            for (site, layer), rows in self.counts().items()
         ]
         return f"<p>{html.escape(repr(self))}</p><table>{head}{''.join(lines)}</table>"
 
+    @property
+    def _tokens(self) -> Tensor:
+        import torch
+
+        if not isinstance(self._given_tokens, torch.Tensor):
+            self._given_tokens = torch.tensor(self._given_tokens, dtype=torch.int64)
+        return self._given_tokens
+
+    def _rows(self, tap: Tap) -> Rows:
+        given = self._given[tap]
+        return given if isinstance(given, Rows) else rows_of(given)
+
     def _value(self, tap: Tap) -> Tensor:
         if tap not in self._values:
-            self._values[tap] = self._rows[tap].decoded()
+            given = self._given[tap]
+            self._values[tap] = given.decoded() if isinstance(given, Rows) else given
         return self._values[tap]
 
     def _find(self, key: Any) -> Tap:
+        if isinstance(key, tuple) and key in self._given:
+            return key
         if key not in self:
             raise KeyError(f"{key!r} was not captured; there is {repr(self)[12:-1]}")
         name = sites.canonical(key[0])

@@ -203,10 +203,16 @@ def from_environment() -> Config | None:
 
 def from_additional_config(additional_config: object) -> Config | None:
     """The settings in vLLM's `additional_config`; None where midstream is not enabled."""
-    if not isinstance(additional_config, Mapping) or KEY not in additional_config:
+    if not is_enabled(additional_config):
         return None
-    value = additional_config[KEY]
-    return None if value is None or value is False else Config.parse(value)
+    assert isinstance(additional_config, Mapping)
+    return Config.parse(additional_config[KEY])
+
+
+def is_enabled(additional_config: object) -> bool:
+    """Whether vLLM's `additional_config` enables midstream. As fast as each request needs it."""
+    value = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+    return value is not None and value is not False
 
 
 def is_complete(additional_config: Mapping[str, Any]) -> bool:

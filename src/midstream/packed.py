@@ -15,8 +15,8 @@ from midstream.activations import Activations
 from midstream.codecs import Codec, Raw, parse_codec
 from midstream.errors import SpecError
 from midstream.rows import Rows
+from midstream.sites import order
 from midstream.spec.fields import INT_LIMIT, show
-from midstream.spec.tapping import order
 
 FORMAT = "midstream.activations"
 VERSION = "1"

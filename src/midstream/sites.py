@@ -60,3 +60,8 @@ def canonical(name: str) -> str | None:
     """The canonical form of a site's name or alias; None for an unknown name."""
     site = BY_NAME.get(name)
     return site.name if site else None
+
+
+def order(tap: tuple[str, int]) -> tuple[int, int]:
+    """Sorts (canonical site, layer) in the order in which a forward pass reaches them."""
+    return tap[1], BY_NAME[tap[0]].order

@@ -105,6 +105,13 @@ def test_a_file_that_is_not_there_is_no_data_sets_name(tmp_path, monkeypatch, na
         open_source(job(tmp_path, data=name))
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl.gz", "A.ZST"])
+def test_a_file_of_another_kind_is_refused_before_each_of_its_lines_fails(tmp_path, name):
+    (tmp_path / name).write_bytes(b"text\nhello\n")
+    with pytest.raises(SpecError, match="expected JSON lines or a Parquet file"):
+        open_source(job(tmp_path, data=str(tmp_path / name)))
+
+
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     if not os.getuid():
         pytest.skip("root may read everything")

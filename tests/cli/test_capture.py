@@ -4,6 +4,7 @@ nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 
 from midstream import open_store
 from midstream.capturing import engine
+from midstream.cli import capture
 from midstream.cli.app import app
 
 _CONTEXT = multiprocessing.get_context("fork")
@@ -197,7 +199,18 @@ def test_progress_without_a_terminal_is_lines_now_and_then(run, tmp_path, monkey
 # ---------------------------------------------------------------- signals
 
 
-def command(folder: Path, *arguments: str) -> multiprocessing.Process:
+class Deaf(Slow):
+    """Its start waits for long, and loses the first interrupts."""
+
+    def __init__(self, job):
+        Path("starting").touch()
+        for _ in range(3):
+            with contextlib.suppress(KeyboardInterrupt):
+                time.sleep(60)
+        super().__init__(job)
+
+
+def command(folder: Path, *arguments: str, start: type[Slow] = Slow) -> multiprocessing.Process:
     """The command in a process of its own; what it prints is in `out` and `err`."""
 
     def work() -> None:
@@ -206,7 +219,8 @@ def command(folder: Path, *arguments: str) -> multiprocessing.Process:
             file = open(name, "wb")  # noqa: SIM115
             os.dup2(file.fileno(), descriptor)
         sys.stdout, sys.stderr = (os.fdopen(number, "w") for number in (1, 2))
-        engine.start_vllm = Slow
+        engine.start_vllm = start
+        capture._AGAIN = 0.2
         app(["capture", "some/model", "--layers", "0,2", "--data", "prompts.jsonl", "--out",
              "acts", "--flush-seconds", "0.01", *arguments])  # fmt: skip
 
@@ -240,3 +254,20 @@ def test_a_signal_ends_it_in_good_order_and_resume_goes_on(tmp_path, number, sta
     assert resumed.exitcode == 0, (tmp_path / "err").read_text()
     texts = {n + 1: each["text"] for n, each in enumerate(prompts(summary["stored"] + 40))}
     check_rows(tmp_path / "acts", texts)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_is_heard_although_the_start_of_the_engine_loses_interrupts(
+    tmp_path, number, status
+):
+    write_lines(tmp_path, prompts(400))
+    process = command(tmp_path, "--json", start=Deaf)
+    for _ in range(600):
+        if (tmp_path / "starting").exists():
+            break
+        time.sleep(0.05)
+    os.kill(process.pid, number)
+    process.join(20)
+    assert process.exitcode == status, (tmp_path / "err").read_text()
+    assert json.loads((tmp_path / "out").read_text())["stored"] == 0
+    assert "Traceback" not in (tmp_path / "err").read_text()

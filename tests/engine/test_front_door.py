@@ -236,6 +236,33 @@ def test_a_call_that_is_given_up_takes_its_requests_with_it(
     llm._front_end._call("check_integrity")
 
 
+def test_a_call_that_is_given_up_while_it_waits_for_its_results_leaves_nothing(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = []
+
+    def interrupted(futures: Any) -> None:
+        waited.append(futures)
+        if len(waited) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("midstream.runtime.frontend.wait_for", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([tokens(PROMPT)] * 6, greedy(2), capture=Capture(layers=[0]), use_tqdm=False)
+    monkeypatch.undo()
+    assert len(waited) == 2
+    front = llm._front_end
+    assert front._fetch is None
+    left = (front._sent, front._finished, front._under_way, front._needs)
+    assert not any(left)
+    output = llm.generate(
+        tokens([9, 8]), greedy(2, detokenize=False), capture=Capture(layers=[0]), use_tqdm=False
+    )[0]
+    assert output.prompt_token_ids == [9, 8]
+    assert output.receipt.status == "ok"
+    front._call("check_integrity")
+
+
 def test_a_plan_that_went_past_the_front_door_is_refused_and_the_engine_goes_on(llm: Any) -> None:
     from vllm.v1.engine import EngineCoreRequest
 

@@ -128,9 +128,17 @@ def test_what_is_there_is_not_overwritten_and_a_failure_leaves_nothing(
         raise OSError("gone")
 
     monkeypatch.setattr("midstream.export.arrow._record_batch", broken)
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(StoreError, match="rows: gone"):
         export(selection, path)
     assert list(path.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("export", [export_parquet, export_arrow])
+def test_a_file_that_cannot_be_written_is_named_as_it_was_asked_for(tmp_path, export):
+    wanted = tmp_path / "nowhere" / "rows"
+    with pytest.raises(StoreError) as error:
+        export(selected(tmp_path), wanted)
+    assert str(error.value) == f"{wanted}: No such file or directory"
 
 
 def test_an_empty_selection_is_refused(tmp_path):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,18 @@ def gpu_llm(smollm2: Path) -> Iterator[Any]:
     """
     from helpers.engines import ALL_SITES, engine
 
-    with engine(
-        smollm2,
-        dtype=os.environ.get("MIDSTREAM_GPU_DTYPE", "float32"),
-        enforce_eager=False,
-        max_model_len=1024,
-        max_num_batched_tokens=256,
-        gpu_memory_utilization=0.2,
-        midstream={"sites": ALL_SITES},
-    ) as found:
-        yield found
+    from midstream.sinks import finding
+
+    entry = EntryPoint("rows", "helpers.sinking:AsTheyCome", finding.GROUP)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finding, "entry_points", lambda group: [entry])
+        with engine(
+            smollm2,
+            dtype=os.environ.get("MIDSTREAM_GPU_DTYPE", "float32"),
+            enforce_eager=False,
+            max_model_len=1024,
+            max_num_batched_tokens=256,
+            gpu_memory_utilization=0.2,
+            midstream={"sites": ALL_SITES, "sinks": "rows"},
+        ) as found:
+            yield found

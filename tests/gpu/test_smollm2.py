@@ -19,6 +19,7 @@ from helpers.oracle import HookEdit, Oracle, relative_error
 from torch import Tensor
 
 from midstream import Capture, Steer
+from midstream.runtime import frontend
 
 EXACT = 2e-3  # float32, with the GPU's own order of summation
 BFLOAT16 = 0.02
@@ -238,3 +239,34 @@ def test_rows_of_many_sequences_and_steps_arrive_whole(
     for output in outputs[::21]:
         ids = [*output.prompt_token_ids, *generated(output)][:-1]
         assert_near(dict(output.activations.items()), ids, [], oracles, is_exact(gpu_llm))
+
+
+def test_rows_that_come_on_the_way_are_those_of_the_end(
+    gpu_llm: Any,
+    prompts: dict[str, list[int]],
+    oracles: dict[str, Oracle],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(frontend, "LOOK_SECONDS", 0.0)
+    both = [Capture("all", ALL_SITES, sink=sink) for sink in ("memory", "rows")]
+    outputs = gpu_llm.generate(
+        # Prompts of several chunks among others.
+        [tokens((prompts[LONG] * 40)[: 5 + 60 * (nth % 9)]) for nth in range(24)],
+        greedy(30),
+        capture=[both] * 24,
+        use_tqdm=False,
+    )
+    sink = gpu_llm._front_end.sinks._sinks["rows"]
+    for nth, output in enumerate(outputs):
+        found, pieces = sink.whole(output.request_id)
+        assert output.receipt.status == "ok"
+        assert len(pieces) > 3
+        for tap, (encoded, positions, ids) in found.items():
+            assert torch.equal(encoded, output.activations.encoded(*tap))
+            assert positions.tolist() == list(range(len(output.prompt_token_ids) + 29))
+            assert torch.equal(ids, output.activations.token_ids_of(*tap))
+        if nth % 8 == 1:
+            whole = [*output.prompt_token_ids, *generated(output)][:-1]
+            assert_near(dict(output.activations.items()), whole, [], oracles, is_exact(gpu_llm))
+    sink.given.clear()
+    gpu_llm._front_end._call("check_integrity")

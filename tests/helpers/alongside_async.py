@@ -86,6 +86,7 @@ def turns_of(generated: Sequence[int], each: Sequence[Any]) -> list[list[int]]:
     for sampling in each:
         most = rest[: sampling.max_tokens]
         stops = [nth for nth, token in enumerate(most) if token in (sampling.stop_token_ids or ())]
+        assert stops or len(most) == sampling.max_tokens, f"turn {len(turns)} is not whole"
         length = stops[0] + 1 if stops else sampling.max_tokens
         turns.append(rest[:length])
         rest = rest[length:]
@@ -151,12 +152,12 @@ async def aborts(llm: Any, found: dict[str, Any]) -> None:
     ]
     calls = [
         asyncio.create_task(
-            ask(llm, f"aborted {n}", tokens(prompt(30 + n, 60)), params(60), **ASKED)
+            ask(llm, f"aborted {n}", tokens(prompt(30 + n, 60)), params(180), **ASKED)
         )
         for n in range(3)
     ]
     several = asyncio.create_task(
-        ask(llm, "aborted n", tokens(prompt(33, 40)), _sampled(60, n=3), **ASKED)
+        ask(llm, "aborted n", tokens(prompt(33, 40)), _sampled(180, n=3), **ASKED)
     )
     for n in range(3):
         await asyncio.sleep(0.05)

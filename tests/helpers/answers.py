@@ -73,7 +73,7 @@ def answer(*requests, stage=0, tensor_rank=0, taps=(), scores=(), dtype="float32
             for first, table in scores
         ]
         kept.append(request)
-    outbox = Outbox(names, make_arena(), lambda _: Raw())
+    outbox = Outbox(make_arena(), lambda _: Raw())
     header = outbox.put("u", kept, True, mapped=False)
     worker = {
         "stage": stage,

@@ -210,7 +210,7 @@ async def cancel_at_the_door(llm: Any) -> str:
     [ended] = await asyncio.gather(task, return_exceptions=True)
     leave.set()
     await asyncio.to_thread(left.wait)
-    front.admit = admit
+    del front.admit
     return type(ended).__name__
 
 

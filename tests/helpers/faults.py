@@ -89,9 +89,9 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "Ten or more prompts come back in the order of their ids as text",
         RUNTIME + "frontend.py",
-        "            for asked, output in batch:\n",
-        "            names = sorted(batch, key=lambda one: one[1].request_id)\n"
-        "            for (_, output), (asked, _) in zip(batch, names):\n",
+        "        for asked, output in fetch.batch:\n",
+        "        names = sorted(fetch.batch, key=lambda one: one[1].request_id)\n"
+        "        for (_, output), (asked, _) in zip(fetch.batch, names):\n",
         ENGINE
         + "test_isolation.py::test_more_than_ten_prompts_come_back_in_order_each_with_its_own_rows",
     ),
@@ -155,9 +155,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "A request's results are found by the beginning of its id",
-        RUNTIME + "planner.py",
-        "        return [request for request in self._requests.values() if request.uid == uid]\n",
-        "        return [r for r in self._requests.values() if r.uid.startswith(uid[:1])]\n",
+        RUNTIME + "session.py",
+        "        wanted = set(uids)\n",
+        "        wanted = {r.uid for r in self._planner.all() for u in uids if r.uid[:1] == u[:1]}\n",
         ENGINE + "test_adversarial.py::test_every_request_of_a_random_mix_gets_what_it_gets_alone",
     ),
     Fault(
@@ -244,7 +244,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A sink gets rows that were asked for elsewhere",
         RUNTIME + "delivering.py",
-        "np.flatnonzero(np.isin(there.numpy(), found[captures]))",
+        "np.flatnonzero(np.isin(there.numpy(), wanted))",
         "np.arange(len(there))",
         "tests/runtime/test_delivering.py"
         "::test_each_place_gets_the_rows_of_its_own_captures_and_no_others",
@@ -267,7 +267,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A row is read before it has come from the device",
         RUNTIME + "results.py",
-        "            _wait(block)\n",
+        "            stored.shipment.wait()\n",
         "            pass\n",
         "tests/runtime/test_results.py"
         "::test_rows_of_a_running_request_are_there_when_their_answer_is",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -19,17 +20,34 @@ VARIABLES = {
 }
 
 
+_SERVER = """
+import logging, sys
+from moto.server import ThreadedMotoServer
+
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+host, port = server.get_host_and_port()
+print(f"http://{host}:{port}", flush=True)
+sys.stdin.read()
+server.stop()
+"""
+
+
 @pytest.fixture(scope="session")
 def object_server() -> Iterator[str]:
-    """The URL of a server of the test run's own."""
-    from moto.server import ThreadedMotoServer
+    """The URL of a server of the test run's own.
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    It is in a process of its own: vLLM looks at every variable of every module when it starts on a
+    CPU, and some of those of the server's libraries may not be looked at.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        # It ends with its input.
+        process.communicate(timeout=30)
 
 
 @pytest.fixture(scope="session")

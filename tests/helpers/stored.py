@@ -65,9 +65,9 @@ def unmapped(stage: int = 0, tensor_rank: int = 0) -> Worker:
     return Worker({"stage": stage, "tensor_rank": tensor_rank, "arena": arena})
 
 
-def outbox_of(taps) -> Outbox:
+def outbox_of() -> Outbox:
     """An outbox of raw rows."""
-    return Outbox(taps, make_arena(), lambda _: Raw())
+    return Outbox(make_arena(), lambda _: Raw())
 
 
 def _block(taps, positions, source):

@@ -47,7 +47,7 @@ def unpack(entry, data, dtype=torch.float32):
         piece = bytearray(data[size : size + block["nbytes"]])
         size += block["nbytes"]
         positions = [p for first, n in block["runs"] for p in range(first, first + n)]
-        taps = tuple(tuple(tap) for tap in block["taps"])
+        taps = tuple(NAMES[tap] for tap in block["taps"])
         values = torch.frombuffer(piece, dtype=dtype).view(len(positions), len(taps), 4)
         assert taps not in blocks
         blocks[taps] = (positions, values.float().tolist())
@@ -55,7 +55,7 @@ def unpack(entry, data, dtype=torch.float32):
 
 
 def test_the_header_says_how_to_cut_the_data():
-    outbox = outbox_of(NAMES)
+    outbox = outbox_of()
     header = outbox.put(
         "u", [request(block(range(4), (0, 2), 7), done=[1] * 4)], True, mapped=False
     )
@@ -71,7 +71,7 @@ def test_the_header_says_how_to_cut_the_data():
 
 
 def test_blocks_follow_each_other_and_gaps_between_positions_are_runs():
-    outbox = outbox_of(NAMES)
+    outbox = outbox_of()
     found = request(block([0, 1, 3, 7, 8], (0,), 1), block([2], (0, 1), 2))
     header = outbox.put("u", [found], True, mapped=False)
     assert [one["runs"] for one in header["requests"][0]["blocks"]] == [
@@ -84,7 +84,7 @@ def test_blocks_follow_each_other_and_gaps_between_positions_are_runs():
 
 
 def test_rows_that_are_a_view_of_others_are_packed_by_themselves():
-    outbox = outbox_of(NAMES)
+    outbox = outbox_of()
     whole = block(range(6), (0, 1, 2), 4)
     some = slice(4, 6)
     part = replace(
@@ -102,7 +102,7 @@ def test_rows_that_are_a_view_of_others_are_packed_by_themselves():
 
 
 def test_scores_follow_the_rows_of_a_request_as_wide_as_its_plan_has_probes():
-    outbox = outbox_of(NAMES)
+    outbox = outbox_of()
     values = torch.arange(24.0).view(3, 1, 8)
     found = request(
         block(range(2), (0,), 7),
@@ -122,7 +122,7 @@ def test_scores_follow_the_rows_of_a_request_as_wide_as_its_plan_has_probes():
 
 
 def test_a_rank_that_does_not_send_rows_sends_its_states_and_problems():
-    outbox = outbox_of(NAMES)
+    outbox = outbox_of()
     header = outbox.put(
         "u",
         [
@@ -145,7 +145,7 @@ def test_a_rank_that_does_not_send_rows_sends_its_states_and_problems():
 
 
 def test_the_requests_of_one_uid_follow_each_other():
-    outbox = outbox_of(NAMES)
+    outbox = outbox_of()
     header = outbox.put(
         "u",
         [
@@ -171,7 +171,7 @@ def test_the_requests_of_one_uid_follow_each_other():
 
 
 def test_bfloat16_rows_keep_their_bytes():
-    outbox = outbox_of(NAMES)
+    outbox = outbox_of()
     header = outbox.put(
         "u", [request(block(range(0, 2), (0, 1), 3, torch.bfloat16))], True, mapped=False
     )
@@ -192,7 +192,7 @@ def test_what_a_session_kept_comes_out_of_the_outbox():
         engine.step([(fake, count)])
     taken = engine.take("a")
     kept = captured(taken[0])
-    outbox = outbox_of(NAMES)
+    outbox = outbox_of()
     header = outbox.put("a", taken, True, mapped=False)
     data = outbox.read("a", 0, 10**6)
     states, blocks, size = unpack(header["requests"][0], data)
@@ -214,7 +214,7 @@ def test_what_a_session_kept_comes_out_of_the_outbox():
 
 
 def test_data_is_read_in_pieces_until_it_is_released():
-    outbox = outbox_of(NAMES)
+    outbox = outbox_of()
     header = outbox.put(
         "u", [request(block(range(0, 9), (0, 1), 3), done=[1] * 9)], True, mapped=False
     )
@@ -231,7 +231,7 @@ def test_data_is_read_in_pieces_until_it_is_released():
 
 def test_small_data_comes_with_the_header_and_is_not_held(monkeypatch):
     monkeypatch.setattr(results, "INLINE_BYTES", 100)
-    outbox = outbox_of(NAMES)
+    outbox = outbox_of()
     outbox.put("small", [request(done=[1] * 50)], True, mapped=False)
     outbox.put("large", [request(done=[1] * 51)], True, mapped=False)
     small, large = outbox.inline(["small", "large"])
@@ -243,7 +243,7 @@ def test_small_data_comes_with_the_header_and_is_not_held(monkeypatch):
 
 def test_data_that_is_small_one_by_one_may_be_too_much_together(monkeypatch):
     monkeypatch.setattr(results, "INLINE_TOTAL", 250)
-    outbox = outbox_of(NAMES)
+    outbox = outbox_of()
     for name in "abc":
         outbox.put(name, [request(done=[1] * 50)], True, mapped=False)
     assert [data is not None for data in outbox.inline(list("abc"))] == [True, True, False]
@@ -252,7 +252,7 @@ def test_data_that_is_small_one_by_one_may_be_too_much_together(monkeypatch):
 def test_large_data_does_not_keep_small_data_from_coming_with_the_header(monkeypatch):
     monkeypatch.setattr(results, "INLINE_BYTES", 100)
     monkeypatch.setattr(results, "INLINE_TOTAL", 250)
-    outbox = outbox_of(NAMES)
+    outbox = outbox_of()
     outbox.put("large", [request(done=[1] * 500)], True, mapped=False)
     outbox.put("small", [request(done=[1] * 50)], True, mapped=False)
     assert [data is not None for data in outbox.inline(["large", "small"])] == [False, True]
@@ -271,7 +271,7 @@ class Arriving:
 @pytest.mark.parametrize("is_leased", [False, True])
 def test_rows_of_a_running_request_are_there_when_their_answer_is(monkeypatch, is_leased):
     monkeypatch.setattr(results, "LEASED_BYTES", 1 if is_leased else 1 << 30)
-    outbox = outbox_of(NAMES)
+    outbox = outbox_of()
     found = rows_block((0,), range(3), torch.ones(3, 1, 4), outbox._arena)
     arriving = [Arriving(source.shipment) for source in found.sources]
     sources = [replace(one, shipment=way) for one, way in zip(found.sources, arriving, strict=True)]
@@ -287,7 +287,7 @@ class Worker:
     """A worker's answers to the front end, from a real outbox."""
 
     def __init__(self, stage, tensor_rank, requests, with_rows):
-        self.outbox = outbox_of(NAMES)
+        self.outbox = outbox_of()
         self.requests, self.with_rows = requests, with_rows
         self.reader = unmapped(stage, tensor_rank)
 

@@ -6,7 +6,15 @@ import random
 
 import pytest
 import torch
-from helpers.fake_steps import TAPS, Fake, FakeEngine, captured, check_taken, view_of
+from helpers.fake_steps import (
+    TAPS,
+    Fake,
+    FakeEngine,
+    SlowShipment,
+    captured,
+    check_taken,
+    view_of,
+)
 from helpers.plans import VECTORS, plan_of, random_plan
 
 from midstream.errors import TapError
@@ -165,6 +173,25 @@ def test_a_request_may_be_taken_while_it_runs():
     check_taken(engine.take("a"), [fake])
     engine.session.check_integrity()
     engine.session.finish("a")  # the scheduler says so afterwards; it is unknown by now
+
+
+def test_who_takes_a_request_waits_for_its_own_steps_and_for_no_later_one(monkeypatch):
+    waited: list[int] = []
+    wait = SlowShipment.tally
+    monkeypatch.setattr(SlowShipment, "tally", lambda self: waited.append(self.due) or wait(self))
+    engine, first, second = FakeEngine(lag=9), Fake("a", READ), Fake("b", READ)
+    for fake in (first, second):
+        engine.add(fake)
+    engine.step([(first, 3), (second, 2)])
+    engine.step([(first, 1)])
+    engine.step([(second, 1)])
+    engine.step([(second, 1)])
+    waited.clear()
+    check_taken(engine.take("a"), [first])
+    assert len(waited) == 2
+    check_taken(engine.take("b"), [second])
+    assert len(waited) == 4
+    engine.session.check_integrity()
 
 
 def test_the_children_of_one_prompt_are_taken_together():

@@ -10,7 +10,7 @@ from spec.strategies import plans_by_length
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags
-from midstream.sites import NAMES
+from midstream.sites import NAMES, order
 from midstream.spec import (
     Capture,
     Gate,
@@ -59,8 +59,12 @@ def test_what_is_selected_agrees_with_enumeration(plan, prompt_len, generated):
             captured.setdefault(tap, set()).update(rows)
     found = resolved.expected_rows(length, ids)
     assert found == {tap: len(rows) for tap, rows in captured.items()}
-    for tap, rows in captured.items():
-        assert _positions(resolved.capture_ranges(tap, length, ids)) == sorted(rows)
+    assert list(found) == list(resolved.taps) == sorted(captured, key=order)
+    assert sorted(tap for _, taps in resolved.alike for tap in taps) == sorted(captured)
+    for captures, taps in resolved.alike:
+        for tap in taps:
+            ranges = resolved.ranges_of(captures, length, ids)
+            assert _positions(ranges) == sorted(captured[tap])
     for source, edit in enumerate(plan.edits):
         wanted = sorted(rows_of(edit.positions, prompt, ids))
         per_tap: dict[tuple[str, int], list[tuple[int, int]]] = {}
@@ -81,10 +85,9 @@ def test_what_is_selected_agrees_with_enumeration(plan, prompt_len, generated):
 def test_overlapping_captures_are_a_union_at_each_tap():
     plan = _resolved([Capture(0, positions=slice(0, 4)), Capture([0, 1], positions=[3, "last"])])
     tokens = [0] * 14
-    assert plan.captures_by_tap() == {("resid_post", 0): (0, 1), ("resid_post", 1): (1,)}
+    assert plan.alike == (((0, 1), (("resid_post", 0),)), ((1,), (("resid_post", 1),)))
     assert plan.expected_rows(14, tokens) == {("resid_post", 0): 5, ("resid_post", 1): 2}
-    assert plan.capture_ranges(TAP, 14, tokens) == ((0, 4), (13, 14))
-    assert plan.capture_ranges(("resid_post", 3), 14, tokens) == ()
+    assert plan.ranges_of((0, 1), 14, tokens) == ((0, 4), (13, 14))
 
 
 def test_the_last_row_is_where_the_request_ended():
@@ -108,7 +111,7 @@ def test_rows_by_token_id_are_counted_when_the_tokens_are_known():
     plan = _resolved(Capture(0, positions={"tokens": [4]}, phase="generated"))
     assert plan.captures[0].where == Where((), (Match(((10, None),), (4,)),))
     assert plan.expected_rows(13, [0] * 10 + [4, 5, 4]) == {TAP: 2}
-    assert plan.capture_ranges(TAP, 13, [0] * 10 + [4, 5, 4]) == ((10, 11), (12, 13))
+    assert plan.ranges_of((0,), 13, [0] * 10 + [4, 5, 4]) == ((10, 11), (12, 13))
     assert plan.expected_rows(12, [4] * 10 + [5, 5]) == {TAP: 0}
 
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midstream.errors import SpecError
-from midstream.sites import NAMES
+from midstream.sites import NAMES, order
 from midstream.spec import Layers, ModelShape, Sites
-from midstream.spec.tapping import check_tapped, find_layer, find_taps, order
+from midstream.spec.tapping import check_tapped, find_layer, find_taps
 
 EVERY = [(site, layer) for layer in range(4) for site in NAMES]
 SHAPE = ModelShape(4, 3, EVERY)

@@ -19,7 +19,8 @@ STDIN = "-"
 _ROWS_AT_ONCE = 1024
 # A data set's name at Hugging Face: never one of a file of lines.
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_FILES = (".jsonl", ".json", ".ndjson", ".txt", ".csv", ".parquet", ".gz", ".zst")
+_OTHERS = (".csv", ".tsv", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip")
+_FILES = (".jsonl", ".json", ".ndjson", ".txt", ".parquet", *_OTHERS)
 
 
 class Source(Protocol):
@@ -43,7 +44,7 @@ def open_source(job: Job) -> Source:
     """The source of a job's data. It is there, and can be read as what it is taken for.
 
     Raises:
-        SpecError: there is no such file or column.
+        SpecError: there is no such file or column, or the file is of another kind.
         UnsupportedError: a library is missing that would read it.
     """
     name = job.data
@@ -53,6 +54,8 @@ def open_source(job: Job) -> Source:
     if os.path.isdir(path):
         return Limited(HubRows(job, path), job.limit)
     if os.path.exists(path):
+        if path.lower().endswith(_OTHERS):
+            raise SpecError("data", f"{show(name)}: expected JSON lines or a Parquet file")
         is_table = path.lower().endswith(".parquet")
         return Limited(ParquetRows(job, path) if is_table else Lines(job, path), job.limit)
     if name.lower().endswith(_FILES) or not _NAME.fullmatch(name):

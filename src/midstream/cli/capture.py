@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_AGAIN = 5.0  # seconds
 # Defaults that a user's own settings override.
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def capture(
-    model: Annotated[str, typer.Argument(help="Folder or name of the model.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Its folder or name.")],
     data: Annotated[
         str,
         typer.Option(
@@ -153,6 +154,7 @@ def _work(capturing: Capturing, as_json: bool, verbose: bool) -> int:
                 display.say(f"starting vLLM with {job.model}")
                 capturing.work(start_vllm, display, stop)
         except KeyboardInterrupt:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             problem = "stopped"
         except MidstreamError as error:
             problem = str(error)
@@ -179,19 +181,30 @@ def _signals(capturing: Capturing, stop: threading.Event) -> Iterator[list[int]]
     good order; another one interrupts whatever goes on.
     """
     found: list[int] = []
+    before: dict[int, Any] = {}
 
-    def note(number: int, _frame: FrameType | None) -> None:
+    def note(number: int, frame: FrameType | None) -> None:
         found.append(number)
         if stop.is_set() or not capturing.has_begun:
-            raise KeyboardInterrupt
+            stop.set()
+            # Again after a while: an exception that is raised in a callback is lost.
+            before.setdefault(signal.SIGALRM, signal.signal(signal.SIGALRM, interrupt))
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN, _AGAIN)
+            interrupt(number, frame)
         stop.set()
 
-    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
     try:
+        for number in _SIGNALS:
+            before[number] = signal.signal(number, note)
         yield found
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if signal.SIGALRM in before:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for which, handler in before.items():
+            signal.signal(which, handler)
 
 
 def read_layers(text: str) -> Any:

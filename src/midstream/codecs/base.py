@@ -142,7 +142,7 @@ def reread(data: Tensor, dtype: torch.dtype) -> Tensor:
         dtype: of any size.
     """
     offsets = (data.storage_offset(), data.stride(0))
-    if not data.is_contiguous() or any(offset % dtype.itemsize for offset in offsets):
+    if data.stride(1) != 1 or any(offset % dtype.itemsize for offset in offsets):
         data = data.clone(memory_format=torch.contiguous_format)
     return data.view(dtype)
 

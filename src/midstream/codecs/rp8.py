@@ -11,7 +11,7 @@ from midstream.codecs.affine import HEADER_BYTES, check_affine, decode_affine, e
 from midstream.codecs.base import check_parameter, check_shape, checked_rows
 from midstream.codecs.projection import projection
 
-MAX_K = 4096
+MAX_K = 16384
 MAX_SEED = 2**64 - 1
 
 
@@ -30,7 +30,7 @@ class Rp8:
     `sketches` for what can be asked of decoded rows.
 
     Attributes:
-        k: width of the sketch, 1 to 4096. The device holds 4 · k · hidden bytes for the matrix.
+        k: width of the sketch, 1 to 16384. The device holds 4 · k · hidden bytes for the matrix.
         seed: which projection, 0 ≤ seed < 2**64.
     """
 

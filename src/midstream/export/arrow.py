@@ -6,7 +6,7 @@ import json
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,7 @@ def export_parquet(selection: Selection, path: str | os.PathLike[str]) -> Path:
     `datasets.Dataset.from_parquet(path)` and wherever else Parquet does.
 
     Raises:
-        StoreError: as `record_batches`; or there is a file already.
-        OSError: it cannot be written.
+        StoreError: as `record_batches`; or there is a file already, or it cannot be written.
     """
     reader = record_batches(selection)
     from pyarrow import parquet
@@ -65,8 +64,7 @@ def export_arrow(selection: Selection, path: str | os.PathLike[str]) -> Path:
     `datasets.Dataset.from_file(path)` reads only what is asked for.
 
     Raises:
-        StoreError: as `record_batches`; or there is a file already.
-        OSError: it cannot be written.
+        StoreError: as `record_batches`; or there is a file already, or it cannot be written.
     """
     reader = record_batches(selection)
     from pyarrow import ipc
@@ -137,7 +135,11 @@ def _record_batch(batch: Batch, schema: Any) -> Any:
 
 @contextmanager
 def _unfinished(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Another file's path, which becomes this one if nothing is raised."""
+    """Another file's path, which becomes this one if nothing is raised.
+
+    Raises:
+        StoreError: there is a file already, or it cannot be written.
+    """
     target = Path(path)
     if os.path.lexists(target):
         raise StoreError(f"{target} is there already")
@@ -145,5 +147,10 @@ def _unfinished(path: str | os.PathLike[str]) -> Iterator[str]:
     try:
         yield str(part)
         part.rename(target)
+    except OSError as error:
+        # By the name that was asked for.
+        problem = os.strerror(error.errno) if error.errno else error
+        raise StoreError(f"{target}: {problem}") from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)

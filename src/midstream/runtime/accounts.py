@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,10 +16,10 @@ from midstream.runtime.requests import APPLIED_0, CACHED, UNSEEN
 from midstream.scores import Probes
 from midstream.spec import ResolvedPlan
 from midstream.spec.ranges import clip, merge
-from midstream.spec.tapping import order
 
 Ints = NDArray[np.int64]
 Final = tuple[tuple[int, int], ...]
+Tap = tuple[str, int]
 
 
 def make_receipt(
@@ -51,19 +52,20 @@ def make_receipt(
     ]
     if not parts:
         problems.append("the workers know nothing of it")
-    captured = []
     dropped = sum(part.dropped for part in parts)
-    missing: list[str] = []
+    came = {} if activations is None else activations.counts()
     rows = plan.expected_rows(length, tokens)
-    for tap in sorted(rows, key=order):
-        actual = 0 if activations is None else len(activations.positions_of(*tap))
-        captured.append(Captured(*tap, rows[tap], actual))
-        if actual != rows[tap]:
-            missing.append(f"{tap[0]} of layer {tap[1]}: {actual} rows came, expected {rows[tap]}")
-    lost = sum(max(0, one.expected - one.actual) for one in captured)
-    # A row that found no room may have been computed, and kept, another time.
-    if lost > dropped or any(one.actual > one.expected for one in captured):
-        problems += missing
+    captured = _captured(plan.taps, tuple(rows.values()), tuple(map(came.get, plan.taps)))
+    lost = 0
+    if came != rows:
+        lost = sum(max(0, one.expected - one.actual) for one in captured)
+        # A row that found no room may have been computed, and kept, another time.
+        if lost > dropped or any(one.actual > one.expected for one in captured):
+            problems += [
+                f"{one.site} of layer {one.layer}: {one.actual} rows came, expected {one.expected}"
+                for one in captured
+                if one.actual != one.expected
+            ]
     probed = []
     for probe in plan.probes:
         if probe.name:
@@ -81,12 +83,23 @@ def make_receipt(
         request_id=request_id,
         prompt_tokens=plan.prompt_len,
         generated_tokens=len(completion.token_ids),
-        captured=tuple(captured),
+        captured=captured,
         edited=edited,
         probed=tuple(probed),
         selected=_selected(plan, length, tokens),
         dropped=min(lost, dropped),
         problems=tuple(problems),
+    )
+
+
+# Of many requests these are the same.
+@functools.lru_cache(maxsize=256)
+def _captured(
+    taps: tuple[Tap, ...], expected: tuple[int, ...], actual: tuple[int | None, ...]
+) -> tuple[Captured, ...]:
+    return tuple(
+        Captured(*tap, wanted, there or 0)
+        for tap, wanted, there in zip(taps, expected, actual, strict=True)
     )
 
 

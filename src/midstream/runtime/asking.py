@@ -18,11 +18,12 @@ from midstream.runtime.cache_keys import CacheKeys, cache_keys
 from midstream.runtime.chat import ChatPlan
 from midstream.runtime.prompt_text import text_map
 from midstream.runtime.row_room import most_rows
+from midstream.sites import order
 from midstream.spec import Capture, Plan, Prompt, ResolvedPlan, Vector, resolve
 from midstream.spec.fields import at
 from midstream.spec.growing import check_growing
 from midstream.spec.operations import Edit
-from midstream.spec.tapping import find_taps, order
+from midstream.spec.tapping import find_taps
 
 if TYPE_CHECKING:
     from midstream.runtime.door import EngineInfo

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -13,12 +14,11 @@ from torch import Tensor
 
 from midstream.activations import Activations
 from midstream.codecs import parse_codec
-from midstream.rows import Rows
+from midstream.rows import Chunk, Rows
 from midstream.runtime.accounts import make_receipt
 from midstream.runtime.parts import Answers, Block, Part, expand, split
 from midstream.scores import Probes
 from midstream.spec import ResolvedPlan
-from midstream.spec.tapping import order
 
 Tap = tuple[str, int]
 ATTRIBUTES = ("activations", "probes", "receipt")
@@ -83,8 +83,8 @@ def _activations(
     return activations_of(
         plan,
         blocks,
-        lambda tap: expand(plan.capture_ranges(tap, len(tokens), tokens)),
-        torch.tensor(tokens, dtype=torch.int64),
+        lambda captures: expand(plan.ranges_of(captures, len(tokens), tokens)),
+        tokens,
         nothing,
     )
 
@@ -92,8 +92,8 @@ def _activations(
 def activations_of(
     plan: ResolvedPlan,
     blocks: Sequence[Block],
-    wanted: Callable[[Tap], NDArray[np.int64]],
-    tokens: Tensor,
+    wanted: Callable[[tuple[int, ...]], NDArray[np.int64]],
+    tokens: Tensor | Sequence[int],
     nothing: Rows,
 ) -> Activations:
     """Those of some rows that a plan captures.
@@ -101,29 +101,71 @@ def activations_of(
     Args:
         plan: what was asked for.
         blocks: the rows; of each position and tap at most one.
-        wanted: the positions that are asked for at a tap.
-        tokens: int64, the ids of the tokens from position 0 on.
+        wanted: the positions that some of the plan's captures ask for.
+        tokens: the ids of the tokens from position 0 on.
         nothing: rows as they come, without any.
     """
-    values: dict[Tap, Rows] = {}
-    positions: dict[Tap, Tensor] = {}
-    for taps, found in _alike(plan, blocks):
-        there, chosen = _choose([block.positions for block in found], wanted(taps[0]))
-        shared = torch.from_numpy(there)
-        chunks = tuple(chunk for block in found for chunk in block.chunks)
-        index = [{tap: nth for nth, tap in enumerate(block.taps)} for block in found]
-        for tap in taps:
-            places = tuple(
-                place
-                for block, known in zip(found, index, strict=True)
-                for place in [known[tap]] * len(block.chunks)
-            )
-            values[tap] = Rows(nothing.codec, nothing.hidden, nothing.dtype, chunks, places, chosen)
-            positions[tap] = shared
-    ordered = sorted(values, key=order)
-    return Activations(
-        {tap: values[tap] for tap in ordered}, {tap: positions[tap] for tap in ordered}, tokens
-    )
+    groups: dict[Tap, _Group] = dict.fromkeys(plan.taps, _NO_GROUP)
+    positions: dict[Tap, Tensor] = dict.fromkeys(plan.taps, _NO_GROUP.positions)
+    for captures, taps in plan.alike:
+        asked = wanted(captures)
+        for together, found in _found_together(taps, blocks):
+            there, chosen = _choose([block.positions for block in found], asked)
+            group = _Group(found, torch.from_numpy(there), chosen)
+            groups.update(dict.fromkeys(together, group))
+            positions.update(dict.fromkeys(together, group.positions))
+    return Activations(_Gathered(groups, nothing), positions, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What taps have that were found at the same positions.
+
+    Attributes:
+        blocks: that have them.
+        positions: int64 [rows], ascending.
+        chosen: which of the blocks' rows these are; None: all of them as they are.
+    """
+
+    blocks: Sequence[Block]
+    positions: Tensor
+    chosen: Tensor | None
+
+
+_NO_GROUP = _Group((), torch.zeros(0, dtype=torch.int64), None)
+
+
+class _Gathered(Mapping[Tap, Rows]):
+    """Each tap's rows, made when they are asked for: few callers ask for those of all layers."""
+
+    def __init__(self, groups: dict[Tap, _Group], nothing: Rows) -> None:
+        self._groups = groups
+        self._nothing = nothing
+
+    def __getitem__(self, tap: Tap) -> Rows:
+        group, nothing = self._groups[tap], self._nothing
+        chunks: list[Chunk] = []
+        places: list[int] = []
+        for block in group.blocks:
+            chunks += block.chunks
+            places += [block.taps.index(tap)] * len(block.chunks)
+        return Rows(
+            nothing.codec,
+            nothing.hidden,
+            nothing.dtype,
+            tuple(chunks),
+            tuple(places),
+            group.chosen,
+        )
+
+    def __contains__(self, tap: object) -> bool:
+        return tap in self._groups
+
+    def __iter__(self) -> Iterator[Tap]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
 
 
 def _probes(plan: ResolvedPlan, parts: list[Part], tokens: Sequence[int]) -> Probes | None:
@@ -154,17 +196,18 @@ def _joined(rows: list[Tensor], chosen: Tensor | None, nothing: Tensor) -> Tenso
     return every if chosen is None else every[chosen]
 
 
-def _alike(plan: ResolvedPlan, blocks: Sequence[Block]) -> list[tuple[list[Tap], list[Block]]]:
-    """The plan's taps, those together that are asked for and were found at the same positions."""
-    places: dict[Tap, list[int]] = {}
-    for index, block in enumerate(blocks):
-        for tap in block.taps:
-            places.setdefault(tap, []).append(index)
-    alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Tap]] = {}
-    for tap, indices in plan.captures_by_tap().items():
-        key = (indices, tuple(places.get(tap, ())))
-        alike.setdefault(key, []).append(tap)
-    return [(taps, [blocks[nth] for nth in found]) for (_, found), taps in alike.items()]
+def _found_together(
+    taps: Sequence[Tap], blocks: Sequence[Block]
+) -> list[tuple[list[Tap], list[Block]]]:
+    """The taps, those together that were found in the same blocks."""
+    present = [set(block.taps) for block in blocks]
+    if all(there.issuperset(taps) for there in present):
+        return [(list(taps), list(blocks))]
+    together: dict[tuple[int, ...], list[Tap]] = {}
+    for tap in taps:
+        key = tuple([nth for nth, there in enumerate(present) if tap in there])
+        together.setdefault(key, []).append(tap)
+    return [(each, [blocks[nth] for nth in found]) for found, each in together.items()]
 
 
 def _choose(
@@ -175,6 +218,8 @@ def _choose(
     """
     if not found:
         return np.zeros(0, np.int64), None
+    if len(found) == 1 and np.array_equal(found[0], wanted):
+        return found[0], None
     positions = np.concatenate(found)
     rising = np.argsort(positions, kind="stable")
     chosen = rising[np.isin(positions[rising], wanted)]

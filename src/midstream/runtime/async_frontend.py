@@ -111,7 +111,7 @@ class AsyncFrontEnd(Door):
             # vLLM prepares requests on a thread, which goes on when the call is cancelled. `leave`
             # looks at what is set here after it has set this: one of the two sees the other's.
             if order.is_over:
-                self._orders.pop(asked.uid, None)
+                self._forget(order, asked.uid)
                 self._needs.pop(asked.uid, None)
         return asked
 

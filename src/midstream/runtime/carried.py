@@ -35,6 +35,23 @@ def carried(sampling_params: Any) -> Carried | None:
     Raises:
         SpecError: it did not come through the front door.
     """
+    riding = _riding(sampling_params)
+    if riding is None:
+        return None
+    uid, plan, packed = riding
+    try:
+        return Carried(uid, bytes(plan), CacheKeys.unpack(packed))
+    except ValueError:
+        raise _refused() from None
+
+
+def uid_of(sampling_params: Any) -> str | None:
+    """As `carried`, of the uid alone."""
+    riding = _riding(sampling_params)
+    return None if riding is None else riding[0]
+
+
+def _riding(sampling_params: Any) -> tuple[str, Any, Any] | None:
     extra_args = getattr(sampling_params, "extra_args", None)
     value = extra_args.get(KEY) if extra_args else None
     if value is None:
@@ -42,13 +59,12 @@ def carried(sampling_params: Any) -> Carried | None:
     if isinstance(value, (list, tuple)) and len(value) == 3:
         uid, plan, packed = value
         if isinstance(uid, str) and isinstance(plan, (bytes, bytearray, memoryview)):
-            try:
-                keys = CacheKeys.unpack(packed)
-            except ValueError:
-                pass
-            else:
-                return Carried(uid, bytes(plan), keys)
-    raise SpecError(
+            return uid, plan, packed
+    raise _refused()
+
+
+def _refused() -> SpecError:
+    return SpecError(
         f"extra_args[{KEY!r}]",
         "reached a worker without having been checked: the front end that took the request in "
         "does not have midstream loaded",

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from midstream.activations import Activations
 from midstream.receipt import CaptureResult, Receipt
@@ -24,13 +23,15 @@ from midstream.sinks import Delivery
 from midstream.sinks.opened import OpenSinks
 from midstream.spec import ResolvedPlan
 from midstream.spec.destination import MEMORY
-from midstream.spec.tapping import order
 
 Tap = tuple[str, int]
 Vectors = tuple[int, torch.dtype]
 
 # All that midstream puts on an output.
 RESULTS = (*ATTRIBUTES, "capture_results", "activation_manifest")
+# What becomes of rows that are on the output.
+_THERE: Future[CaptureResult] = Future()
+_THERE.set_result(CaptureResult())
 # The sink whose manifest is also that of the output.
 _MANIFEST_SINK = "npz"
 
@@ -111,9 +112,7 @@ def send(sinks: OpenSinks, finished: Finished) -> Sent:
     told: list[tuple[Share, Future[CaptureResult]]] = []
     for share in shares_of(finished):
         if share.delivery is None:
-            done: Future[CaptureResult] = Future()
-            done.set_result(CaptureResult())
-            told.append((share, done))
+            told.append((share, _THERE))
         else:
             queue = sinks.queue(share.route.sink)
             told.append((share, queue.put(share.delivery, share.size)))
@@ -218,21 +217,18 @@ def _only(
     plan = replace(asked.plan, captures=tuple(asked.plan.captures[nth] for nth in route.captures))
     values: dict[Tap, Rows] = {}
     positions: dict[Tap, torch.Tensor] = {}
-    # Taps that are in the same captures have the same positions.
-    found: dict[tuple[int, ...], NDArray[np.int64]] = {}
-    for tap, captures in plan.captures_by_tap().items():
-        if captures not in found:
-            found[captures] = expand(plan.capture_ranges(tap, len(tokens), tokens))
-        there = rows.positions_of(*tap)
-        chosen = torch.from_numpy(np.flatnonzero(np.isin(there.numpy(), found[captures])))
-        encoded = rows.encoded(*tap)[:, None]
-        values[tap] = Rows(rows.codec, *vectors, (encoded,), (0,), chosen)
-        positions[tap] = there[chosen]
-    ordered = sorted(values, key=order)
+    for captures, taps in plan.alike:
+        wanted = expand(plan.ranges_of(captures, len(tokens), tokens))
+        for tap in taps:
+            there = rows.positions_of(*tap)
+            chosen = torch.from_numpy(np.flatnonzero(np.isin(there.numpy(), wanted)))
+            encoded = rows.encoded(*tap)[:, None]
+            values[tap] = Rows(rows.codec, *vectors, (encoded,), (0,), chosen)
+            positions[tap] = there[chosen]
     return Activations(
-        {tap: values[tap] for tap in ordered},
-        {tap: positions[tap] for tap in ordered},
-        torch.tensor(tokens, dtype=torch.int64),
+        {tap: values[tap] for tap in plan.taps},
+        {tap: positions[tap] for tap in plan.taps},
+        tokens,
     )
 
 

@@ -22,7 +22,7 @@ from midstream.runtime.admission import Admission
 from midstream.runtime.asking import Asking, Ready
 from midstream.runtime.budget import Budget, Need
 from midstream.runtime.buffers import Room
-from midstream.runtime.carried import Carried, carried
+from midstream.runtime.carried import Carried, uid_of
 from midstream.runtime.chat import ChatPlan
 from midstream.runtime.own_sinks import open_sinks
 from midstream.runtime.routes import Route, routes_of
@@ -189,12 +189,12 @@ class Door:
         Raises:
             SpecError: it is not under way any more.
         """
-        riding = carried(request.sampling_params)
-        if riding is None:
+        uid = uid_of(request.sampling_params)
+        if uid is None:
             go()
             return
         # With n > 1 the children carry their parent's uid, and it is by that that they share.
-        self._queue(riding.uid, request, go)
+        self._queue(uid, request, go)
 
     def _queue(self, uid: str, request: Any, go: Callable[[], object]) -> None:
         """As `_submit`, for a request that shares the room of this uid."""

@@ -82,10 +82,18 @@ def _reading(name: str, entries: Answers) -> Exchange[Answers]:
 
 def carry_out(exchange: Exchange[T], call: Callable[[str, object], list[dict[str, Any]]]) -> T:
     """The result of an exchange, by a call that waits for the answers."""
+    return carry_on(exchange, call(*next(exchange)), call)
+
+
+def carry_on(
+    exchange: Exchange[T],
+    answers: list[dict[str, Any]],
+    call: Callable[[str, object], list[dict[str, Any]]],
+) -> T:
+    """As `carry_out`, when the first call has been answered."""
     try:
-        wanted = next(exchange)
         while True:
-            wanted = exchange.send(call(*wanted))
+            answers = call(*exchange.send(answers))
     except StopIteration as end:
         result: T = end.value
         return result

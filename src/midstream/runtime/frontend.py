@@ -5,24 +5,44 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Container, Iterator
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from midstream.errors import SpecError
 from midstream.runtime import delivering
 from midstream.runtime.assembly import assemble
-from midstream.runtime.carried import carried
+from midstream.runtime.carried import uid_of
 from midstream.runtime.delivering import RESULTS, Finished, Sent
 from midstream.runtime.door import Asked, Door, describe
-from midstream.runtime.fetching import carry_out, collecting, handing_over
+from midstream.runtime.fetching import Exchange, carry_on, carry_out, collecting, handing_over
 from midstream.runtime.mismatches import Mismatches
 from midstream.runtime.parts import Answers
 from midstream.runtime.pieces import LOOK_SECONDS, Pieces
 from midstream.runtime.running import Running, lengths_of, running_of
+from midstream.runtime.starting import Started, starter
 from midstream.runtime.worker import RPC
 
-# Finished requests are fetched together: at most so many at a time.
+# Finished requests are fetched together: so many while the engine runs, which goes on meanwhile,
+# and at most so many at a time.
+_FETCH_REQUESTS = 16
 _BATCH_REQUESTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    """Results on their way.
+
+    Attributes:
+        batch: whose they are: what each asked for, and its output.
+        exchange: what has been asked, see `fetching`.
+        answers: the workers' first.
+    """
+
+    batch: list[tuple[Asked, Any]]
+    exchange: Exchange[dict[str, Answers]]
+    answers: Started
 
 
 class FrontEnd(Door):
@@ -37,6 +57,8 @@ class FrontEnd(Door):
         self._outputs = engine.output_processor
         self._under_way: dict[str, Asked] = {}
         self._finished: list[tuple[Asked, Any]] = []
+        self._start = starter(engine)
+        self._fetch: _Fetch | None = None
         self._sent: list[Sent] = []
         self._pieces: dict[str, Pieces] = {}
         self._look_at = 0.0
@@ -68,16 +90,17 @@ class FrontEnd(Door):
             request: vLLM's EngineCoreRequest, as the engine's client is given it.
             deliver: the client's own way of sending it.
         """
-        riding = carried(request.sampling_params) if self._pieces else None
-        if riding is not None and riding.uid in self._pieces:
-            self._pieces[riding.uid].ids.append(request.request_id)
+        uid = uid_of(request.sampling_params) if self._pieces else None
+        if uid in self._pieces:
+            self._pieces[uid].ids.append(request.request_id)
         self._submit(request, lambda: deliver(request))
 
     def after_step(self, outputs: list[Any]) -> list[Any]:
         """The outputs of one engine step; results of finished requests are put on them.
 
         What finished a moment ago may get its results a few steps later, in one fetch with
-        others, but never later than the engine's last step. That one waits for the sinks.
+        others, but never later than the engine's last step. That one waits for them, and for the
+        sinks.
 
         Raises:
             ReceiptError: what was done for a request is not what it asked for. Raised once the
@@ -97,10 +120,14 @@ class FrontEnd(Door):
         if self._pieces and time.monotonic() >= self._look_at:
             self._hand_over()
         idle = not self._has_unfinished()
-        full = len(self._finished) >= _BATCH_REQUESTS or self._admission.waiting
-        if self._finished and (idle or full):
-            self.fetch()
+        full = len(self._finished) >= _FETCH_REQUESTS or self._admission.waiting
+        self._take_in(wait=False)
+        if self._finished and full:
+            self._begin_fetch()
         if idle:
+            while self._finished or self._fetch is not None:
+                self._begin_fetch()
+                self._take_in(wait=True)
             self.sinks.drain()
             self._settle(list(self._sent))
             self.let_go()
@@ -124,17 +151,32 @@ class FrontEnd(Door):
             self._reports = True
         self._mismatches.report(outputs)
 
-    def fetch(self) -> None:
-        """Fetches the results of all finished requests, and hands them to the sinks."""
-        self._settle([one for one in self._sent if not one.waits])
-        finished, self._finished = self._finished, []
-        for start in range(0, len(finished), _BATCH_REQUESTS):
-            batch = finished[start : start + _BATCH_REQUESTS]
-            data = self._collect([asked.uid for asked, _ in batch])
-            for asked, output in batch:
+    def _begin_fetch(self) -> None:
+        """Asks for the results of finished requests, unless those of others are on their way."""
+        if self._fetch is not None or not self._finished:
+            return
+        batch, self._finished = self._finished[:_BATCH_REQUESTS], self._finished[_BATCH_REQUESTS:]
+        exchange = collecting(self._workers, [asked.uid for asked, _ in batch])
+        op, argument = next(exchange)
+        answers = self._start(RPC, (op, json.dumps(argument)))
+        self._fetch = _Fetch(batch, exchange, answers)
+
+    def _take_in(self, wait: bool) -> None:
+        """Takes in the results that were asked for and are here, and hands them to the sinks."""
+        fetch = self._fetch
+        if fetch is None or not (wait or fetch.answers.done()):
+            return
+        # Who is interrupted here waits for them again: `drop` does.
+        wait_for([fetch.answers])
+        self._fetch = None
+        try:
+            self._settle([one for one in self._sent if not one.waits])
+            data = carry_on(fetch.exchange, fetch.answers.result(), self._call)
+            for asked, output in fetch.batch:
                 # Here it is that a sink without room keeps the engine from its next step.
                 self._sent.append(self._hand_to_sinks(asked, output, data[asked.uid]))
-            self._leave([asked.uid for asked, _ in batch])
+        finally:
+            self._leave([asked.uid for asked, _ in fetch.batch])
 
     def after_abort(self, alive: Container[str]) -> None:
         """Lets go of the requests under way whose ids are no longer among those alive."""
@@ -148,6 +190,7 @@ class FrontEnd(Door):
         """Lets go of some requests, results that wait to be fetched included: the call that made
         them was given up.
         """
+        self._take_in(wait=True)
         finished, self._finished = self._finished, []
         for asked, output in finished:
             if output.request_id in request_ids:
@@ -220,9 +263,6 @@ class FrontEnd(Door):
                 self._end_pieces(uid)
             self._call("release", uids)
             self._leave(uids)
-
-    def _collect(self, uids: list[str]) -> dict[str, Answers]:
-        return carry_out(collecting(self._workers, uids), self._call)
 
     def _call(self, op: str, argument: object = None) -> list[dict[str, Any]]:
         return self._rpc(RPC, args=(op, json.dumps(argument)))

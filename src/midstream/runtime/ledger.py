@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -86,17 +87,15 @@ class Block(Generic[R]):
             self.first[begin:],
         )
 
-    def runs(self) -> tuple[Ints, Ints, Ints]:
+    def runs(self) -> list[tuple[int, int, int]]:
         """Per run of records that lie one behind the other: its source, its first row, how many
         records.
         """
-        begins = np.flatnonzero(
-            np.append(
-                True,
-                (np.diff(self.source) != 0) | (np.diff(self.first) != len(self.taps)),
-            )
-        )
-        return self.source[begins], self.first[begins], np.diff(np.append(begins, self.first.size))
+        source, first, size = self.source, self.first, self.first.size
+        breaks = (source[1:] != source[:-1]) | (first[1:] - first[:-1] != len(self.taps))
+        begins = [0, *(np.flatnonzero(breaks) + 1).tolist()]
+        lengths = [stop - start for start, stop in pairwise([*begins, size])]
+        return list(zip(source[begins].tolist(), first[begins].tolist(), lengths, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +265,7 @@ class Ledger(Generic[R]):
         A position that was computed twice, for a draft that was rejected say, counts once, with the
         row that came last.
         """
-        wanted = np.sort(np.array(serials, np.int64))
+        wanted = np.array(serials, np.int64)
         chosen: list[_Entry[R]] = []
         kept: list[_Entry[R]] = []
         for entry in self._entries:

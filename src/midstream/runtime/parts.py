@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.codecs import Codec, parse_codec
+from midstream.rows import Chunk, Scattered
 from midstream.runtime.workers import Leased
 
 Tap = tuple[str, int]
@@ -25,13 +26,13 @@ class Block(NamedTuple):
         taps: in the order in which a record has them.
         codec: how the rows are encoded.
         positions: int64 [n], ascending.
-        chunks: uint8 [positions, taps, bytes of a row] each, one after the other.
+        chunks: [positions, taps, bytes of a row] each, one after the other.
     """
 
     taps: list[Tap]
     codec: Codec
     positions: Ints
-    chunks: list[Tensor]
+    chunks: list[Chunk]
 
     @property
     def is_bare(self) -> bool:
@@ -78,26 +79,19 @@ class Part:
     def blocks(self) -> list[Block]:
         """The captured rows."""
         hidden, dtype = self.worker["hidden_size"], getattr(torch, self.worker["dtype"])
+        names = self.worker["taps"]
         found = []
         for header, data in self._blocks:
             positions = expand((first, first + length) for first, length in header["runs"])
-            taps = [(site, layer) for site, layer in header["taps"]]
+            taps = [(site, layer) for site, layer in map(names.__getitem__, header["taps"])]
             codec = parse_codec(header["codec"])
             width = codec.row_bytes(hidden, dtype)
             if self._leased is None:
                 rows = _tensor(data, torch.uint8)
-                chunks = [rows.view(positions.size, len(taps), width)]
+                chunks: list[Chunk] = [rows.view(positions.size, len(taps), width)]
             else:
-                places = np.frombuffer(data, np.int64).reshape(-1, 3).tolist()
-                segments = self._leased.segments
-                chunks = [
-                    segments[segment][offset : offset + records * len(taps) * width].view(
-                        records, len(taps), width
-                    )
-                    for segment, offset, records in places
-                ]
-                if not self._leased.keep:
-                    chunks = [torch.cat(chunks)]
+                places = np.frombuffer(data, np.int64).reshape(-1, 3)
+                chunks = _leased_chunks(places, self._leased, len(taps), width)
             found.append(Block(taps, codec, positions, chunks))
         return found
 
@@ -133,6 +127,32 @@ def expand(ranges: Iterable[tuple[int, int]]) -> Ints:
     """The positions in [start, stop) ranges."""
     runs = [np.arange(start, stop) for start, stop in ranges]
     return np.concatenate(runs) if runs else np.zeros(0, np.int64)
+
+
+def _leased_chunks(places: Ints, leased: Leased, taps: int, width: int) -> list[Chunk]:
+    """Records where they lie, those together that lie in one segment.
+
+    Args:
+        places: int64 [runs, 3]: segment, offset in it, how many records.
+        leased: the segments.
+        taps: rows of a record.
+        width: bytes of a row.
+    """
+    breaks = np.flatnonzero(np.diff(places[:, 0])) + 1
+    chunks: list[Chunk] = []
+    for runs in np.split(places, breaks):
+        memory = leased.segments[int(runs[0, 0])]
+        begins, lengths = runs[:, 1], runs[:, 2]
+        if len(runs) == 1 and leased.keep:
+            start, records = int(begins[0]), int(lengths[0])
+            whole = memory[start : start + records * taps * width]
+            chunks.append(whole.view(records, taps, width))
+            continue
+        within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        offsets = np.repeat(begins, lengths) + within * (taps * width)
+        found = Scattered(memory, offsets, taps, width)
+        chunks.append(found if leased.keep else found.records())
+    return chunks
 
 
 def _tensor(data: memoryview, dtype: torch.dtype) -> Tensor:

@@ -45,8 +45,9 @@ class Passing:
         """
         pieces = order.pieces
         assert pieces is not None
-        known = running_of(states, pieces.ids)
         async with order.passing:
+            # Only now: while others were at it, more may have come.
+            known = running_of(states, pieces.ids)
             if pieces.is_over or not known:
                 return
             await self._fetch(order, pieces.ask(known))

@@ -227,7 +227,7 @@ def _core_init(original: Callable[..., Any], engine: Any, vllm_config: Any) -> A
 
 def _core_add(original: Callable[..., Any], engine: Any, request: Any, *rest: Any) -> Any:
     """Refuses, as that request's own failure, what went past the front door."""
-    if settings.from_additional_config(engine.vllm_config.additional_config) is not None:
+    if settings.is_enabled(engine.vllm_config.additional_config):
         carried(request.sampling_params)
     return original(engine, request, *rest)
 
@@ -248,12 +248,12 @@ def _process(
             front.check_id(request_id)
         return original(processor, request_id, prompt, params, *args, **kwargs)
     if front is None:
-        enabled = settings.from_additional_config(processor.vllm_config.additional_config)
+        enabled = settings.is_enabled(processor.vllm_config.additional_config)
         raise SpecError(
             f"extra_args[{KEY!r}]",
             "this engine does not have midstream enabled: make it with midstream.LLM, or with "
             f'additional_config={{"{KEY}": {{}}}}'
-            if enabled is None
+            if not enabled
             else "this front end cannot return results: use midstream.LLM, vllm.LLM or "
             "midstream.AsyncLLM",
         )

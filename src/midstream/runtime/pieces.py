@@ -75,8 +75,9 @@ class Pieces:
         """Those of a request; None where nobody is to get rows before its end. Arguments as of the
         constructor.
         """
-        found = Pieces(asked, request_id, num_completions, sinks, vectors)
-        return found if found.routes or found.is_streamed else None
+        if not _streamed(asked) and all(sinks.pace(route.sink) is None for route in asked.routes):
+            return None
+        return Pieces(asked, request_id, num_completions, sinks, vectors)
 
     def __init__(
         self,
@@ -103,6 +104,7 @@ class Pieces:
         self._streamed = _streamed(asked)
         self._nothing = Rows(parse_codec(asked.plan.codec), *vectors, (), ())
         self._width = self._nothing.codec.row_bytes(*vectors)
+        self._most = self._width * len(asked.plan.taps)  # bytes of a position
         self._is_kept = len(self._paces) < len(asked.routes)
         # The last row may be any until it is known that there is no other.
         self._held_back = any(one.where.last_from is not None for one in asked.plan.captures)
@@ -145,7 +147,7 @@ class Pieces:
             new = self.stop(prompt + generated) - self._completions[self.index_of(request_id)].asked
             waiting |= new > 0
             if generated:
-                nbytes = max(nbytes, new * self._width * len(self._asked.plan.captures_by_tap()))
+                nbytes = max(nbytes, new * self._most)
         elapsed = time.monotonic() - self._latest
         return waiting and any(
             elapsed >= pace.seconds or nbytes >= pace.nbytes for pace in self._paces.values()
@@ -171,7 +173,7 @@ class Pieces:
         for index, parts in split(answers, self._count).items():
             mine = self._completions[index]
             for block in (block for part in parts for block in part.blocks()):
-                nbytes += sum(chunk.numel() for chunk in block.chunks)
+                nbytes += self._width * len(block.taps) * block.positions.size
                 mine.before.append(block if self._is_kept else block.bare())
                 if self._streamed:
                     mine.fresh.append(block)
@@ -247,11 +249,10 @@ class Pieces:
         plan = _only(self._asked.plan, route.captures)
         every = [*self._completions[index].pending, *blocks]
 
-        def wanted(tap: Tap) -> Ints:
-            return expand(plan.capture_ranges(tap, len(tokens), tokens))
+        def wanted(named: tuple[int, ...]) -> Ints:
+            return expand(plan.ranges_of(named, len(tokens), tokens))
 
-        shared = torch.tensor(tokens, dtype=torch.int64)
-        return activations_of(plan, every, wanted, shared, self._nothing)
+        return activations_of(plan, every, wanted, tokens, self._nothing)
 
     def endings(self) -> list[tuple[Route, Delivery]]:
         """The last pieces of a request that has no end of its own, for sinks that had others and
@@ -284,17 +285,10 @@ class Pieces:
         start = max(start, min((int(block.positions[0]) for block in blocks), default=0))
         stop = max((int(block.positions[-1]) + 1 for block in blocks), default=0)
         stop = max(start, min(stop, len(tokens)))
-        naming = plan.captures_by_tap()
-        found: dict[tuple[int, ...], Ints] = {}
 
-        def wanted(tap: Tap) -> Ints:
-            mine = naming[tap]
-            if mine not in found:
-                parts = [
-                    self._selections[captures[nth]].within(start, stop, tokens) for nth in mine
-                ]
-                found[mine] = np.unique(np.concatenate(parts))
-            return found[mine]
+        def wanted(named: tuple[int, ...]) -> Ints:
+            parts = [self._selections[captures[nth]].within(start, stop, tokens) for nth in named]
+            return np.unique(np.concatenate(parts))
 
         return activations_of(plan, blocks, wanted, torch.from_numpy(tokens), self._nothing)
 

@@ -73,10 +73,6 @@ class Planner:
         """The request of that id, if it asks for something and is not forgotten."""
         return self._requests.get(request_id)
 
-    def with_uid(self, uid: str) -> list[Request]:
-        """The requests of that uid: several where one prompt has several completions."""
-        return [request for request in self._requests.values() if request.uid == uid]
-
     def all(self) -> Iterable[Request]:
         """Every request that is not forgotten."""
         return self._requests.values()

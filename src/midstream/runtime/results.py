@@ -11,7 +11,7 @@ lie, int64 [runs, 3]: segment, offset in it, records. All such rows of a uid are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,14 @@ from torch import Tensor, uint8
 
 from midstream.codecs import Codec
 from midstream.errors import FetchError
-from midstream.runtime.buffers import Tap
 from midstream.runtime.ledger import Block, Ints, Stored
 from midstream.runtime.requests import Request
 from midstream.transport.arena import Arena
 
 INLINE_BYTES = 4 << 20
 INLINE_TOTAL = 32 << 20
+# Per run of records: its segment, where in that it begins, how many records.
+Places = list[tuple[int, int, int]]
 # Less than this is copied: a lease holds on to what lies beside it as well.
 LEASED_BYTES = 1 << 20
 
@@ -33,13 +34,11 @@ LEASED_BYTES = 1 << 20
 class Outbox:
     """Owner of the data between `put` and `release`."""
 
-    def __init__(self, taps: list[Tap], arena: Arena, codec: Callable[[int], Codec]) -> None:
+    def __init__(self, arena: Arena, codec: Callable[[int], Codec]) -> None:
         """Args:
-        taps: the rank's.
         arena: where rows lie.
         codec: what the number of a codec stands for.
         """
-        self._taps = taps
         self._arena = arena
         self._codec = codec
         self._data: dict[str, bytes] = {}
@@ -59,20 +58,23 @@ class Outbox:
         parts: list[bytes] = []
         entries = []
         every = [block for request in requests for block in request.blocks] if with_rows else []
-        for block in every:
-            # Also those that are left where they are: whoever maps them cannot tell.
-            _wait(block)
-        lease = self._lease(every) if mapped else None
+        places = {id(block): _places(block) for block in every}
+        lease = self._lease(every, places.values()) if mapped else None
         for request in requests:
             blocks = []
             scores = []
             parts.append(request.done.tobytes())
             if with_rows:
                 for block in request.blocks:
-                    parts.append(_copied(block) if lease is None else _places(block).tobytes())
+                    where = places[id(block)]
+                    parts.append(
+                        _copied(block, where)
+                        if lease is None
+                        else np.array(where, np.int64).tobytes()
+                    )
                     blocks.append(
                         {
-                            "taps": [list(self._taps[tap]) for tap in block.taps],
+                            "taps": list(block.taps),
                             "codec": self._codec(block.codec).spec,
                             "runs": runs_of(block.positions),
                             "nbytes": len(parts[-1]),
@@ -129,26 +131,22 @@ class Outbox:
         self._data.pop(uid, None)
         self._inlined.discard(uid)
 
-    def _lease(self, blocks: list[Block[Stored]]) -> dict[str, Any] | None:
+    def _lease(
+        self, blocks: list[Block[Stored]], places: Iterable[Places]
+    ) -> dict[str, Any] | None:
         """Leaves the rows where they are, if they are many; what the reader maps them by."""
         nbytes = sum(block.positions.size * len(block.taps) * _row_bytes(block) for block in blocks)
         if nbytes < LEASED_BYTES:
             return None
-        segments = sorted(
-            {
-                block.sources[nth].extent.segment
-                for block in blocks
-                for nth in np.unique(block.source).tolist()
-            }
-        )
+        segments = sorted({segment for found in places for segment, _, _ in found})
         number = self._arena.lease(segments)
         if number is None:
             return None
         self._arena.use(segments)
-        places = self._arena.describe(segments)
+        known = self._arena.describe(segments)
         return {
             "number": number,
-            "segments": {str(segment): list(place) for segment, place in places.items()},
+            "segments": {str(segment): list(place) for segment, place in known.items()},
         }
 
 
@@ -159,37 +157,35 @@ def piece_of(uid: str) -> str:
 
 def runs_of(positions: Ints) -> list[list[int]]:
     """Sorted positions as [first, length] runs."""
+    if positions.size and positions[-1] - positions[0] == positions.size - 1:
+        return [[int(positions[0]), positions.size]]
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
     return [[int(run[0]), int(run.size)] for run in np.split(positions, breaks) if run.size]
 
 
-def _wait(block: Block[Stored]) -> None:
-    """Waits until the rows are there."""
-    for nth in np.unique(block.source).tolist():
-        block.sources[nth].shipment.wait()
-
-
-def _copied(block: Block[Stored]) -> bytes:
+def _copied(block: Block[Stored], places: Places) -> bytes:
     """The rows, which are there."""
     arena, size = block.sources[0].arena, len(block.taps) * _row_bytes(block)
-    places = _places(block)
     memory = {
         segment: arena.memory_of(segment).numpy().data
-        for segment in np.unique(places[:, 0]).tolist()
+        for segment in {segment for segment, _, _ in places}
     }
-    return b"".join(
-        [memory[segment][begin : begin + size * n] for segment, begin, n in places.tolist()]
-    )
+    return b"".join([memory[segment][begin : begin + size * n] for segment, begin, n in places])
 
 
-def _places(block: Block[Stored]) -> Ints:
-    """int64 [runs, 3]: segment, offset in it, how many records."""
-    source, first, records = block.runs()
-    extents = [stored.extent for stored in block.sources]
-    segments = np.array([extent.segment for extent in extents], np.int64)
-    offsets = np.array([extent.offset for extent in extents], np.int64)
-    begins = offsets[source] + first * _row_bytes(block)
-    return np.column_stack((segments[source], begins, records))
+def _places(block: Block[Stored]) -> Places:
+    """Where the rows are. Waits until they are there: whoever maps them could not tell."""
+    width = _row_bytes(block)
+    places = []
+    waited = None
+    for nth, first, records in block.runs():
+        stored = block.sources[nth]
+        if nth != waited:
+            stored.shipment.wait()
+            waited = nth
+        extent = stored.extent
+        places.append((extent.segment, extent.offset + first * width, records))
+    return places
 
 
 def _row_bytes(block: Block[Stored]) -> int:

@@ -16,7 +16,7 @@ from midstream.errors import SpecError
 from midstream.runtime.budget import Need, RowRoom
 from midstream.runtime.workers import MOST_HELD, Worker
 from midstream.spec import ResolvedPlan
-from midstream.spec.ranges import clip, count, merge
+from midstream.spec.ranges import count, merge
 
 
 def row_room(workers: Sequence[Worker], config: Config) -> RowRoom:
@@ -43,13 +43,10 @@ def most_rows(plan: ResolvedPlan, hidden: int, dtype: torch.dtype, length: int) 
         return 0
     width = parse_codec(plan.codec).row_bytes(hidden, dtype)
     possible = [capture.where.possible for capture in plan.captures]
-    by_captures: dict[tuple[int, ...], int] = {}
     rows = 0
-    for indices in plan.captures_by_tap().values():
-        if indices not in by_captures:
-            union = merge(each for index in indices for each in possible[index])
-            by_captures[indices] = count(clip(union, length), length)
-        rows += by_captures[indices]
+    for captures, taps in plan.alike:
+        union = merge(each for index in captures for each in possible[index])
+        rows += len(taps) * count(union, length)
     return rows * width
 
 

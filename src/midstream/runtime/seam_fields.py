@@ -235,7 +235,10 @@ OFFLINE_FIELDS: tuple[Fields, ...] = (
         "vllm.v1.engine.core_client",
         "SyncMPClient",
         ("outputs_queue", "resources", "shutdown", "utility_results"),
-        "who waits for an engine that was killed is told",
+        "who waits for an engine that was killed is told; a call that is not waited for",
+    ),
+    Fields(
+        "vllm.v1.engine", "EngineCoreRequestType", ("UTILITY",), "a call that is not waited for"
     ),
     Fields(
         "vllm.v1.engine.core_client",

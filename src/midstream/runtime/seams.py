@@ -57,6 +57,18 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "results are fetched from the workers",
     ),
     Seam(
+        "vllm.v1.engine.core_client",
+        "SyncMPClient._send_input",
+        ("request_type", "request"),
+        "results are fetched while the engine goes on",
+    ),
+    Seam(
+        "vllm.v1.engine.core_client",
+        "SyncMPClient.call_utility",
+        ("method",),
+        "results are fetched while the engine goes on: calls are made as this makes them",
+    ),
+    Seam(
         "vllm.v1.engine.llm_engine",
         "LLMEngine.abort_request",
         ("request_ids",),

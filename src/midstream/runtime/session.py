@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from midstream.codecs import Codec, Raw, parse_codec
 from midstream.ops import layout
+from midstream.runtime.armed import Armed, Step, bounds, positions_of, shifted
 from midstream.runtime.buffers import Buffers, Tap, upload
 from midstream.runtime.failures import Failure
 from midstream.runtime.firing import Firing
-from midstream.runtime.ledger import Awaited, Block, Ledger, Scores, Stored
+from midstream.runtime.ledger import Block, Ledger, Scores, Stored
 from midstream.runtime.planner import Planner
 from midstream.runtime.programs import Tables
 from midstream.runtime.requests import (
@@ -43,27 +44,6 @@ _LOGGER = logging.getLogger(__name__)
 _NOTHING = ResolvedPlan(0, (), ())
 Span = tuple[int, int]
 Stops = Mapping[str, Mapping[str, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Armed:
-    """A step whose forward is queued next.
-
-    Attributes:
-        first: the ring's first row for its records, from which the plan's count.
-        positions: each row's position, on its way; None where the plan knows them.
-    """
-
-    plan: StepPlan
-    first: int
-    positions: Copy | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    number: int
-    armed: _Armed
-    shipment: Shipment
 
 
 class Session:
@@ -107,9 +87,9 @@ class Session:
         self._admitted = 0
         self._firing = Firing(taps)
         self.counts = StepCounts()
-        self._in_flight: deque[_Step] = deque()
-        self._current: _Armed | None = None
-        self._leaving: deque[tuple[int, Request]] = deque()
+        self._in_flight: deque[Step] = deque()
+        self._current: Armed | None = None
+        self._leaving: list[tuple[int, Request]] = []
         self._left: dict[str, list[Request]] = {}
         self._checked = False
         self._failures: dict[str, Failure] = {}
@@ -135,7 +115,7 @@ class Session:
             if known.uid == uid:
                 return
             # An id that is used again while its first bearer is still being settled.
-            self._settle(wait=True)
+            self._settle_until(self._last_step_of([known]))
         problem = ""
         resolved, segments = _NOTHING, [idle_segment()]
         try:
@@ -180,19 +160,21 @@ class Session:
         release_segments(request.segments, self._tables)
         self._failures.pop(request_id, None)
         self._planner.retire(request)
-        self._leaving.append((self.counts.steps, request))
+        self._leaving.append((self._last_step_of([request]), request))
         self._let_go()
 
     @contextmanager
     def taking(self, uids: list[str]) -> Iterator[dict[str, list[Request]]]:
         """The requests of those uids, finished or not, with their rows; they are forgotten here.
 
-        Waits for what is still under way. What nobody has a use for afterwards is free again.
+        Waits for the steps that they were in, and for no later one: the device does not run dry
+        meanwhile. What nobody has a use for afterwards is free again.
         """
-        self._settle(wait=True)
-        for uid in uids:
-            for request in self._planner.with_uid(uid):
-                self.finish(request.id)
+        wanted = set(uids)
+        mine = [request for request in self._planner.all() if request.uid in wanted]
+        self._settle_until(self._last_step_of(mine))
+        for request in mine:
+            self.finish(request.id)
         taken = {uid: self._left.pop(uid, []) for uid in uids}
         requests = [request for found in taken.values() for request in found]
         serials = [request.serial for request in requests]
@@ -217,7 +199,7 @@ class Session:
                 be a draft. Those whose forward has been queued are handed over. Who reads them
                 waits until they are there, and for nothing else.
         """
-        self._settle(wait=False)
+        self._settle()
         left = [request for uid in stops for request in self._left.get(uid, ())]
         mine = [
             request
@@ -252,7 +234,7 @@ class Session:
             spans: per uid, [start, stop) of positions whose forward has been queued. Waits until
                 their scores are there, and for nothing else.
         """
-        self._settle(wait=False)
+        self._settle()
         left = [request for uid in spans for request in self._left.get(uid, ())]
         requests = {
             request.serial: request
@@ -287,11 +269,11 @@ class Session:
         self.counts.take(plan.num_records)
         first = self._transport.reserve(plan.num_records)
         self._buffers.tally[: plan.tokens.shape[0]].zero_()
-        self._arm(_shifted(plan.tokens, first))
+        self._arm(shifted(plan.tokens, first))
         if plan.by_id:
             ids = view.token_ids()
             self._buffers.ids[: ids.shape[0]].copy_(ids)
-        self._current = _Armed(plan, first, self._await_positions(plan, view))
+        self._current = Armed(plan, first, self._await_positions(plan, view))
 
     def after_forward(self) -> None:
         """Sends captured rows on their way, and takes in what has arrived.
@@ -316,14 +298,14 @@ class Session:
         if plan.num_records:
             # Whatever runs before the next step must not write where rows are on their way.
             self._disarm()
-        self._in_flight.append(_Step(self.counts.steps, current, shipment))
+        self._in_flight.append(Step(self.counts.steps, current, shipment))
         for load, extent in zip(plan.loads, shipment.extents, strict=True):
             self._keep_rows(current, load, extent, shipment)
         if plan.scored:
             self._keep_scores(current, shipment)
         if not self._checked:
             self._check_first(plan, shipment)
-        self._settle(wait=False)
+        self._settle()
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -370,7 +352,7 @@ class Session:
         return number
 
     def _keep_rows(
-        self, armed: _Armed, load: Load, extent: Extent | None, shipment: Shipment
+        self, armed: Armed, load: Load, extent: Extent | None, shipment: Shipment
     ) -> None:
         pieces = armed.plan.pieces
         if extent is None:
@@ -384,39 +366,56 @@ class Session:
         self._ledger.note(
             Stored(shipment, extent, codec.row_bytes(ring.shape[1], ring.dtype), self._arena),
             load.serial,
-            _positions(armed, load.mine),
+            positions_of(armed, load.mine),
             load.length,
             load.record,
             load.kind,
         )
 
-    def _keep_scores(self, armed: _Armed, shipment: Shipment) -> None:
+    def _keep_scores(self, armed: Armed, shipment: Shipment) -> None:
         pieces = armed.plan.pieces
         mine = pieces.scored > 0
         self._scores.note(
             Scores(shipment),
             self._planner.serials(pieces.slot[mine]),
-            _positions(armed, mine),
+            positions_of(armed, mine),
             pieces.length[mine],
             pieces.row[mine],
             np.full(int(mine.sum()), self._score_kind),
         )
 
-    def _settle(self, wait: bool) -> None:
-        while self._in_flight and (wait or self._in_flight[0].shipment.ready()):
-            step = self._in_flight.popleft()
-            self._verify(step)
+    def _settle(self) -> None:
+        """Takes in the steps whose results have arrived."""
+        while self._in_flight and self._in_flight[0].shipment.ready():
+            self._verify(self._in_flight.popleft())
         self._let_go()
+
+    def _settle_until(self, number: int) -> None:
+        """Takes in the steps up to this one, for which it waits, and others that have arrived."""
+        while self._in_flight and self._in_flight[0].number <= number:
+            self._verify(self._in_flight.popleft())
+        self._settle()
+
+    def _last_step_of(self, requests: Sequence[Request]) -> int:
+        """The latest step under way in which any of these asked for something; 0: there is none."""
+        slots = [request.slot for request in requests]
+        for step in reversed(self._in_flight):
+            if np.isin(step.armed.plan.pieces.slot, slots).any():
+                return step.number
+        return 0
 
     def _let_go(self) -> None:
         """Forgets finished requests once every step that they were in has been verified."""
         oldest = self._in_flight[0].number if self._in_flight else self.counts.steps + 1
-        while self._leaving and self._leaving[0][0] < oldest:
-            _, request = self._leaving.popleft()
-            self._planner.forget(request)
-            self._left.setdefault(request.uid, []).append(request)
+        leaving, self._leaving = self._leaving, []
+        for number, request in leaving:
+            if number < oldest:
+                self._planner.forget(request)
+                self._left.setdefault(request.uid, []).append(request)
+            else:
+                self._leaving.append((number, request))
 
-    def _verify(self, step: _Step) -> None:
+    def _verify(self, step: Step) -> None:
         """Holds what the device did against what it was to do, token by token."""
         plan = step.armed.plan
         if step.armed.positions is not None:
@@ -436,7 +435,7 @@ class Session:
             if request is None or request.problem:
                 continue
             request.problem = (
-                f"position {plan.positions[nth]}: asked for {_bounds(plan, nth)} edits and "
+                f"position {plan.positions[nth]}: asked for {bounds(plan, nth)} edits and "
                 f"{plan.captures[nth]} vectors, the device did {edits[nth]} and "
                 f"{tally[nth, layout.CAPTURES]}; {self._firing.diagnose(int(tally[nth, 0]))}"
             )
@@ -467,32 +466,7 @@ class Session:
 _NO_TOKENS = np.zeros((0, layout.TOKEN_COLUMNS), np.int32)
 
 
-def _shifted(tokens: NDArray[np.int32], first: int) -> NDArray[np.int32]:
-    """With records that begin at a row of the ring."""
-    if not first:
-        return tokens
-    shifted: NDArray[np.int32] = tokens.copy()
-    records = shifted[:, layout.RECORD]
-    records[records > 0] += first
-    return shifted
-
-
-def _positions(
-    armed: _Armed, mine: NDArray[np.bool_] | NDArray[np.int64]
-) -> NDArray[np.int64] | Awaited:
-    """Of the first row of some of a step's runs."""
-    pieces = armed.plan.pieces
-    if armed.positions is None:
-        return pieces.position[mine]
-    return Awaited(armed.positions, pieces.row[mine])
-
-
 def _since(position: int, blocks: list[Block[Stored]]) -> list[Block[Stored]]:
     """What of some blocks is at that position and behind it."""
     found = [block.since(position) for block in blocks]
     return [block for block in found if block.positions.size]
-
-
-def _bounds(plan: StepPlan, nth: int) -> str:
-    fewest, most = int(plan.fewest[nth]), int(plan.most[nth])
-    return str(most) if fewest == most else f"{fewest} to {most}"

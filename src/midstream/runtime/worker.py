@@ -82,7 +82,7 @@ class _Endpoint:
             vllm_config.model_config.max_model_len,
             captures,
         )
-        self._outbox = Outbox(list(self._taps), self._arena, self._session.codec)
+        self._outbox = Outbox(self._arena, self._session.codec)
         hooks = Hooks(self._session, _ahead(vllm_config))
         is_v2 = seams.is_v2_runner(runner)
         seams.check_runner(runner, is_v2)
@@ -230,7 +230,9 @@ def _allocate(taps: dict[Tap, int], runner: Any, vllm_config: Any, config: Confi
     max_tokens = _largest_step(runner, vllm_config)
     hidden_size = model_config.get_hidden_size()
     row_bytes = hidden_size * model_config.dtype.itemsize
-    rows_needed = max_tokens * max(1, len(taps))
+    # Twice: what a step captured is on its way while the next one captures.
+    at_once = 2 if runner.device.type == "cuda" else 1
+    rows_needed = at_once * max_tokens * max(1, len(taps))
     ring_rows = min(rows_needed, _staging_bytes(runner.device, config) // row_bytes)
     if ring_rows < max_tokens:
         raise UnsupportedError(

@@ -106,7 +106,8 @@ class Sink(ABC):
         group_seconds: how long a write may wait for others to be flushed with it, where a caller
             waits for it.
         piece_seconds: with "rows", after how long a running completion's rows are sent for.
-        piece_bytes: with "rows", at how many bytes of them that is, if it comes first.
+        piece_bytes: with "rows", at how many bytes of them that is, if it comes first. How much of
+            a prompt has been computed is known only with the first token.
     """
 
     wants: ClassVar[Wants] = "requests"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from midstream.errors import NothingSelectedError, SpecError
 from midstream.ops.layout import Flags, Op
+from midstream.sites import order
 from midstream.spec.capture import Capture
 from midstream.spec.fields import at
 from midstream.spec.instructions import Instruction
@@ -25,7 +26,7 @@ from midstream.spec.resolved import (
 )
 from midstream.spec.selecting import MAX_RANGES, select
 from midstream.spec.shape import ModelShape
-from midstream.spec.tapping import check_tapped, find_layer, find_taps, order
+from midstream.spec.tapping import check_tapped, find_layer, find_taps
 from midstream.spec.where import Where
 
 

@@ -6,9 +6,11 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from midstream.sites import order
 from midstream.spec.instructions import Instruction
-from midstream.spec.ranges import clip, count, merge
+from midstream.spec.ranges import clip, merge
 from midstream.spec.where import Where
 
 Tap = tuple[str, int]  # (canonical site, layer from 0)
@@ -111,6 +113,18 @@ class ResolvedCapture:
     source: int = 0
 
 
+class Alike(NamedTuple):
+    """Taps that the same captures name.
+
+    Attributes:
+        captures: which of the plan's.
+        taps: in the order in which a forward pass reaches them.
+    """
+
+    captures: tuple[int, ...]
+    taps: tuple[Tap, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class ResolvedPlan:
     """A plan for one model and one prompt.
@@ -124,6 +138,8 @@ class ResolvedPlan:
         captures: where two overlap, a row is captured once.
         probes: each sees the vector after the edits at its tap.
         codec: how captured vectors leave the device.
+        taps: all that are captured, in the order in which a forward pass reaches them.
+        alike: the same, those together that the same captures name: they have the same rows.
     """
 
     prompt_len: int
@@ -131,29 +147,37 @@ class ResolvedPlan:
     captures: tuple[ResolvedCapture, ...]
     probes: tuple[ResolvedProbe, ...] = ()
     codec: str = "raw"
+    # Many requests share a plan: what they all need is worked out once.
+    taps: tuple[Tap, ...] = field(init=False, compare=False, repr=False)
+    alike: tuple[Alike, ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        naming: dict[Tap, list[int]] = {}
+        for index, capture in enumerate(self.captures):
+            for tap in capture.taps:
+                naming.setdefault(tap, []).append(index)
+        taps = tuple(sorted(naming, key=order))
+        alike: dict[tuple[int, ...], list[Tap]] = {}
+        for tap in taps:
+            alike.setdefault(tuple(naming[tap]), []).append(tap)
+        found = tuple(Alike(captures, tuple(each)) for captures, each in alike.items())
+        object.__setattr__(self, "taps", taps)
+        object.__setattr__(self, "alike", found)
+
+    def ranges_of(self, captures: tuple[int, ...], length: int, tokens: Sequence[int]) -> Final:
+        """The positions that any of these captures has."""
+        found = [
+            each for index in captures for each in self.captures[index].where.final(length, tokens)
+        ]
+        return clip(merge(found), length)
 
     def expected_rows(self, length: int, tokens: Sequence[int]) -> dict[Tap, int]:
         """How many rows each tap's capture has, for every tap that a capture names."""
-        finals = [capture.where.final(length, tokens) for capture in self.captures]
-        found: dict[Tap, int] = {}
-        # Taps that are in the same captures have the same rows.
-        by_captures: dict[tuple[int, ...], int] = {}
-        for tap, indices in self.captures_by_tap().items():
-            if indices not in by_captures:
-                union = merge(each for index in indices for each in finals[index])
-                by_captures[indices] = count(union, length)
-            found[tap] = by_captures[indices]
+        found = dict.fromkeys(self.taps, 0)
+        for captures, taps in self.alike:
+            ranges = self.ranges_of(captures, length, tokens)
+            found.update(dict.fromkeys(taps, sum(stop - start for start, stop in ranges)))
         return found
-
-    def capture_ranges(self, tap: Tap, length: int, tokens: Sequence[int]) -> Final:
-        """The positions captured at one tap, as ranges; none if nothing is captured there."""
-        found = [
-            each
-            for capture in self.captures
-            if tap in capture.taps
-            for each in capture.where.final(length, tokens)
-        ]
-        return clip(merge(found), length)
 
     @property
     def slots(self) -> int:
@@ -178,11 +202,3 @@ class ResolvedPlan:
         from midstream.spec.wire import from_bytes
 
         return from_bytes(data)
-
-    def captures_by_tap(self) -> dict[Tap, tuple[int, ...]]:
-        """Per tap, which captures name it."""
-        found: dict[Tap, list[int]] = {}
-        for index, capture in enumerate(self.captures):
-            for tap in capture.taps:
-                found.setdefault(tap, []).append(index)
-        return {tap: tuple(indices) for tap, indices in found.items()}

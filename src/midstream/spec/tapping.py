@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from midstream.errors import SpecError
-from midstream.sites import BY_NAME
+from midstream.sites import order
 from midstream.spec.fields import at
 from midstream.spec.resolved import Tap
 from midstream.spec.selection import Layers, Sites
 from midstream.spec.shape import ModelShape
-
-
-def order(tap: Tap) -> tuple[int, int]:
-    """Sorts taps in the order in which a forward pass reaches them."""
-    return tap[1], BY_NAME[tap[0]].order
 
 
 def find_taps(

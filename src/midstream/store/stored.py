@@ -71,6 +71,7 @@ def read_activations(shard: Shard, request: int) -> Activations:
         StoreError: its index is damaged.
     """
     header = shard.header
+    codec, dtype = header.open_codec(), header.torch_dtype
     values: dict[Tap, Tensor | Rows] = {}
     positions: dict[Tap, Tensor] = {}
     places = []
@@ -85,9 +86,9 @@ def read_activations(shard: Shard, request: int) -> Activations:
         for tap in shard.groups[run.group].taps:
             positions[tap] = shared
             values[tap] = StoredRows(
-                codec=header.open_codec(),
+                codec=codec,
                 hidden=header.hidden_size,
-                dtype=header.torch_dtype,
+                dtype=dtype,
                 chunks=(),
                 places=(),
                 shard=shard,

@@ -6,13 +6,11 @@ when nobody needs anything in it: not the ledger, and no reader.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from midstream.transport.leases import Leases
@@ -223,7 +221,7 @@ class Arena:
             memory = ahead.result()
             if memory.nbytes >= size:
                 return memory
-            _discard(memory, self._pin)
+            memory.close()
         return _new(size, self._pin)
 
     def _look_ahead(self, segment: _Segment) -> None:
@@ -251,7 +249,7 @@ class Arena:
         self._retired.append(segment.number)
         if not segment.on_disk:
             self._made -= segment.memory.nbytes
-        _discard(segment.memory, self._pin and not segment.on_disk)
+        segment.memory.close()
 
 
 def _size(least: int, nbytes: int) -> int:
@@ -265,21 +263,5 @@ def _size(least: int, nbytes: int) -> int:
 def _new(size: int, pin: bool) -> SharedMemory:
     memory = SharedMemory.create(size)
     if pin:
-        _cuda("cudaHostRegister")(memory.tensor.data_ptr(), size, 0)
+        memory.pin()
     return memory
-
-
-def _discard(memory: SharedMemory, pinned: bool) -> None:
-    if pinned:
-        _cuda("cudaHostUnregister")(memory.tensor.data_ptr())
-    memory.close()
-
-
-def _cuda(name: str) -> Callable[..., None]:
-    call = getattr(torch.cuda.cudart(), name)
-
-    @functools.wraps(call)
-    def checked(*arguments: int) -> None:
-        torch.cuda.check_error(int(call(*arguments)))
-
-    return checked

@@ -5,9 +5,11 @@ The kernel frees it when the last process that maps it has ended, however it end
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -28,7 +30,7 @@ class SharedMemory:
         nbytes: how large it is to be.
         """
         self.fd = fd
-        self.close = weakref.finalize(self, os.close, fd)
+        self._ends = [weakref.finalize(self, os.close, fd)]
         os.ftruncate(fd, nbytes)
         self.tensor = _mapped(fd, nbytes)
 
@@ -59,6 +61,24 @@ class SharedMemory:
         """Its size."""
         return self.tensor.numel()
 
+    def pin(self) -> None:
+        """Keeps it where it is, so that a CUDA device writes into it by itself.
+
+        Raises:
+            torch.cuda.CudaError: the driver refuses.
+        """
+        address = self.tensor.data_ptr()
+        _cuda("cudaHostRegister")(address, self.nbytes, 0)
+        # The driver must not think that of addresses at which there is something else by then.
+        unpin = weakref.finalize(self, _cuda("cudaHostUnregister"), address)
+        unpin.atexit = False
+        self._ends.append(unpin)
+
+    def close(self) -> None:
+        """Nobody can map it any more; who has it mapped keeps it."""
+        for end in reversed(self._ends):
+            end()
+
 
 def map_shared(pid: int, fd: int, nbytes: int) -> Tensor:
     """uint8 [nbytes], the memory that another process of this machine (or this one) made.
@@ -71,6 +91,16 @@ def map_shared(pid: int, fd: int, nbytes: int) -> Tensor:
         return _mapped(found, nbytes)
     finally:
         os.close(found)
+
+
+def _cuda(name: str) -> Callable[..., None]:
+    call = getattr(torch.cuda.cudart(), name)
+
+    @functools.wraps(call)
+    def checked(*arguments: int) -> None:
+        torch.cuda.check_error(int(call(*arguments)))
+
+    return checked
 
 
 def _mapped(fd: int, nbytes: int) -> Tensor:

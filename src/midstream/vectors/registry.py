@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from midstream.errors import NoRoomError, SpecError
+from midstream.sites import order
 from midstream.spec.binding import Registered, Tap
 from midstream.spec.fields import at, kind, listed, show
 from midstream.spec.named import read_name
 from midstream.spec.shape import ModelShape
-from midstream.spec.tapping import check_tapped, find_layer, order
+from midstream.spec.tapping import check_tapped, find_layer
 from midstream.spec.vector import Vector
 from midstream.vectors.files import read_file
 from midstream.vectors.listing import Description, Listing
