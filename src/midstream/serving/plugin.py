@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from midstream.runtime import patches, served
 from midstream.serving.guard import Guard
 from midstream.serving.middleware import Middleware
+from midstream.serving.openapi import add_fields
 from midstream.serving.routes import activations, others, status, steering, vectors
 from midstream.serving.server import Server
 from midstream.serving.settings import HttpSettings, admin_key, read_http
@@ -50,6 +51,7 @@ class Endpoints:
         for module in _ROUTERS:
             app.include_router(module.router)
         app.add_middleware(Middleware, server=self._server)
+        add_fields(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """The engine is there."""
