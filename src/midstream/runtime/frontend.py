@@ -120,14 +120,13 @@ class FrontEnd(Door):
         if self._pieces and time.monotonic() >= self._look_at:
             self._hand_over()
         idle = not self._has_unfinished()
-        full = len(self._finished) >= _FETCH_REQUESTS or self._admission.waiting
         self._take_in(wait=False)
-        if self._finished and full:
+        # Those who wait for room may be all that is left, and then no further step would end.
+        if idle or self._admission.waiting:
+            self._fetch_all()
+        elif len(self._finished) >= _FETCH_REQUESTS:
             self._begin_fetch()
         if idle:
-            while self._finished or self._fetch is not None:
-                self._begin_fetch()
-                self._take_in(wait=True)
             self.sinks.drain()
             self._settle(list(self._sent))
             self.let_go()
@@ -160,6 +159,12 @@ class FrontEnd(Door):
         op, argument = next(exchange)
         answers = self._start(RPC, (op, json.dumps(argument)))
         self._fetch = _Fetch(batch, exchange, answers)
+
+    def _fetch_all(self) -> None:
+        """Fetches the results of all finished requests."""
+        while self._finished or self._fetch is not None:
+            self._begin_fetch()
+            self._take_in(wait=True)
 
     def _take_in(self, wait: bool) -> None:
         """Takes in the results that were asked for and are here, and hands them to the sinks."""
