@@ -54,8 +54,9 @@ class Config:
             earlier site. Each takes 4 bytes on the device for each token of a step.
         token_ids: how many token ids may be in use together in lists of such to edit at.
         staging_bytes: size of the ring on the device through which captured vectors leave. None:
-            enough for every token of the largest step at every tapped site, but no more than
-            1/16 of the device's memory (2 GiB on a CPU).
+            enough for every token of the largest step at every tapped site, on a GPU twice that
+            (rows leave while the next step fills it), but no more than 1/16 of the device's
+            memory (2 GiB on a CPU).
         arena_bytes: how much memory of the machine captured rows may take, on each worker, until
             they are read or let go. None: a quarter of what is free, and no more than 64 GiB, over
             all workers.

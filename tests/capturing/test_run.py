@@ -454,8 +454,10 @@ def test_rows_that_do_not_exist_are_a_line_that_is_done(tmp_path):
     class Short(FakeEngine):
         def _end(self, record):
             reply = super()._end(record)
-            rows = {tap: dataclasses.replace(one, chunks=(), places=()) for tap, one in
-                    reply.activations._rows.items()}  # fmt: skip
+            found = reply.activations
+            rows = {
+                tap: dataclasses.replace(found._rows(tap), chunks=(), places=()) for tap in found
+            }
             nowhere = dict.fromkeys(rows, torch.zeros(0, dtype=torch.int64))
             activations = type(reply.activations)(rows, nowhere, torch.zeros(0, dtype=torch.int64))
             return dataclasses.replace(reply, activations=activations)

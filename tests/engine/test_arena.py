@@ -213,6 +213,46 @@ def test_what_has_no_room_is_dropped_counted_and_nothing_else_is_wrong(tiny_llam
 
 # ---------------------------------------------------------------- processes
 
+WAITED = """
+import sys
+from pathlib import Path
+from helpers.engines import ALL_SITES, engine, greedy, tokens
+from midstream import Capture
+
+PROMPTS = [list(range(3 + n % 40, 40 + n)) for n in range(48)]
+
+def run(llm, prompts):
+    return llm.generate([tokens(one) for one in prompts], greedy(3, detokenize=False),
+        capture=Capture(layers="all", sites=ALL_SITES), use_tqdm=False)
+
+if __name__ == "__main__":
+    more = {"sites": ALL_SITES, "overflow": "block", "arena_bytes": 1 << 20}
+    with engine(Path(sys.argv[1]), max_num_batched_tokens=64, max_num_seqs=8, block_size=32,
+            midstream=more) as llm:
+        admission, waited = llm._front_end._admission, []
+        fits = admission._budget.fits
+        admission._budget.fits = lambda need: (waited.append(admission.waiting), fits(need))[1]
+        found = run(llm, PROMPTS)
+        assert max(waited) > 2, "nobody had to wait"
+        for n in (0, 17, 47):
+            [alone] = run(llm, [PROMPTS[n]])
+            for tap, rows in alone.activations.items():
+                assert (found[n].activations[tap] - rows).abs().max() < 1e-4
+        for one, prompt in zip(found, PROMPTS, strict=True):
+            assert one.receipt.status == "ok"
+            assert one.activations.positions.tolist() == list(range(len(prompt) + 2))
+            assert one.activations.token_ids[: len(prompt)].tolist() == prompt
+        print("DONE")
+"""
+
+
+def test_requests_wait_for_room_in_an_engine_process_of_its_own(tiny_llama, tmp_path):
+    script = tmp_path / "waited.py"
+    script.write_text(WAITED)
+    done = python(script, tiny_llama, timeout=200, VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    assert "DONE" in done
+
+
 KILLED = """
 import os, signal, subprocess, sys, time
 from pathlib import Path

@@ -202,9 +202,11 @@ def test_without_such_a_sink_a_step_asks_the_workers_nothing(
     llm: Any, rows: AsTheyCome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    call = llm._front_end._call
+    front = llm._front_end
+    call, start = front._call, front._start
+    monkeypatch.setattr(front, "_call", lambda op, *rest: (calls.append(op), call(op, *rest))[1])
     monkeypatch.setattr(
-        llm._front_end, "_call", lambda op, *rest: (calls.append(op), call(op, *rest))[1]
+        front, "_start", lambda rpc, asked: (calls.append(asked[0]), start(rpc, asked))[1]
     )
     run(llm, PROMPTS, Capture("all", sink="keeping"))
     assert set(calls) == {"collect"}

@@ -55,7 +55,8 @@ def make_receipt(
     dropped = sum(part.dropped for part in parts)
     came = {} if activations is None else activations.counts()
     rows = plan.expected_rows(length, tokens)
-    captured = _captured(plan.taps, tuple(rows.values()), tuple(map(came.get, plan.taps)))
+    there = tuple(came.get(tap, 0) for tap in plan.taps)
+    captured = _captured(plan.taps, tuple(rows.values()), there)
     lost = 0
     if came != rows:
         lost = sum(max(0, one.expected - one.actual) for one in captured)
@@ -95,10 +96,10 @@ def make_receipt(
 # Of many requests these are the same.
 @functools.lru_cache(maxsize=256)
 def _captured(
-    taps: tuple[Tap, ...], expected: tuple[int, ...], actual: tuple[int | None, ...]
+    taps: tuple[Tap, ...], expected: tuple[int, ...], actual: tuple[int, ...]
 ) -> tuple[Captured, ...]:
     return tuple(
-        Captured(*tap, wanted, there or 0)
+        Captured(*tap, wanted, there)
         for tap, wanted, there in zip(taps, expected, actual, strict=True)
     )
 

@@ -105,15 +105,15 @@ def activations_of(
         tokens: the ids of the tokens from position 0 on.
         nothing: rows as they come, without any.
     """
-    groups: dict[Tap, _Group] = dict.fromkeys(plan.taps, _NO_GROUP)
-    positions: dict[Tap, Tensor] = dict.fromkeys(plan.taps, _NO_GROUP.positions)
+    found: dict[Tap, _Group] = {}
     for captures, taps in plan.alike:
         asked = wanted(captures)
-        for together, found in _found_together(taps, blocks):
-            there, chosen = _choose([block.positions for block in found], asked)
-            group = _Group(found, torch.from_numpy(there), chosen)
-            groups.update(dict.fromkeys(together, group))
-            positions.update(dict.fromkeys(together, group.positions))
+        for together, mine in _found_together(taps, blocks):
+            there, chosen = _choose([block.positions for block in mine], asked)
+            group = _Group(mine, torch.from_numpy(there), chosen)
+            found.update(dict.fromkeys(together, group))
+    groups = {tap: found[tap] for tap in plan.taps}
+    positions = {tap: group.positions for tap, group in groups.items()}
     return Activations(_Gathered(groups, nothing), positions, tokens)
 
 
@@ -130,9 +130,6 @@ class _Group:
     blocks: Sequence[Block]
     positions: Tensor
     chosen: Tensor | None
-
-
-_NO_GROUP = _Group((), torch.zeros(0, dtype=torch.int64), None)
 
 
 class _Gathered(Mapping[Tap, Rows]):

@@ -16,7 +16,7 @@ from midstream.codecs import parse_codec
 from midstream.config import KEY
 from midstream.errors import SpecError
 from midstream.runtime.assembly import assemble
-from midstream.runtime.carried import carried
+from midstream.runtime.carried import uid_of
 from midstream.runtime.chat import ChatPlan
 from midstream.runtime.courier import Courier
 from midstream.runtime.delivering import RESULTS, Finished, send_soon
@@ -124,10 +124,10 @@ class AsyncFrontEnd(Door):
             request: vLLM's EngineCoreRequest, as the engine's client is given it.
             deliver: the client's own way of sending it.
         """
-        riding = carried(request.sampling_params)
+        uid = uid_of(request.sampling_params)
         # A session's end carries nothing, and must not overtake its inputs.
-        ending = self._sessions.get(request.request_id) if riding is None else None
-        order = ending if riding is None else self._orders.get(riding.uid)
+        ending = self._sessions.get(request.request_id) if uid is None else None
+        order = ending if uid is None else self._orders.get(uid)
         if order is not None and request.request_id not in order.ids:
             order.ids.append(request.request_id)
             if order.pieces is not None:

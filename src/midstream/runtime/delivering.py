@@ -159,7 +159,7 @@ def shares_of(finished: Finished) -> list[Share]:
                 shares.append(Share(completion, route, None))
                 continue
             width = rows.codec.row_bytes(*vectors)
-            size = sum(len(rows.positions_of(*tap)) * width for tap in rows)
+            size = width * sum(rows.counts().values())
             delivery = _delivery(asked, output, completion, route, rows)
             shares.append(Share(completion, route, delivery, size))
     return shares

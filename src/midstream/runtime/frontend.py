@@ -120,14 +120,14 @@ class FrontEnd(Door):
         if self._pieces and time.monotonic() >= self._look_at:
             self._hand_over()
         idle = not self._has_unfinished()
-        full = len(self._finished) >= _FETCH_REQUESTS or self._admission.waiting
-        self._take_in(wait=False)
-        if self._finished and full:
+        if self._fetch is not None and self._fetch.answers.done():
+            self._take_in()
+        # Those who wait for room may be all that is left, and then no further step would end.
+        if idle or self._admission.waiting:
+            self._fetch_all()
+        elif len(self._finished) >= _FETCH_REQUESTS:
             self._begin_fetch()
         if idle:
-            while self._finished or self._fetch is not None:
-                self._begin_fetch()
-                self._take_in(wait=True)
             self.sinks.drain()
             self._settle(list(self._sent))
             self.let_go()
@@ -161,10 +161,16 @@ class FrontEnd(Door):
         answers = self._start(RPC, (op, json.dumps(argument)))
         self._fetch = _Fetch(batch, exchange, answers)
 
-    def _take_in(self, wait: bool) -> None:
-        """Takes in the results that were asked for and are here, and hands them to the sinks."""
+    def _fetch_all(self) -> None:
+        """Fetches the results of all finished requests."""
+        while self._finished or self._fetch is not None:
+            self._begin_fetch()
+            self._take_in()
+
+    def _take_in(self) -> None:
+        """Waits for the results that were asked for, if any were, and hands them to the sinks."""
         fetch = self._fetch
-        if fetch is None or not (wait or fetch.answers.done()):
+        if fetch is None:
             return
         # Who is interrupted here waits for them again: `drop` does.
         wait_for([fetch.answers])
@@ -190,7 +196,7 @@ class FrontEnd(Door):
         """Lets go of some requests, results that wait to be fetched included: the call that made
         them was given up.
         """
-        self._take_in(wait=True)
+        self._take_in()
         finished, self._finished = self._finished, []
         for asked, output in finished:
             if output.request_id in request_ids:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from midstream.runtime.run_rows import within_runs
 from midstream.transport.arena import Arena, Extent
 from midstream.transport.base import Copy, Shipment
 
@@ -379,7 +380,7 @@ def _sort_out(chosen: list[_Entry[R]], key: _Kind, kind: int) -> list[tuple[int,
     for nth, entry in enumerate(chosen):
         mine = entry.kind == kind
         length = entry.length[mine]
-        within = np.arange(int(length.sum())) - np.repeat(np.cumsum(length) - length, length)
+        within = within_runs(length)
         steps.append(np.full(within.size, nth))
         serials.append(np.repeat(entry.serial[mine], length))
         positions.append(np.repeat(entry.known[mine], length) + within)

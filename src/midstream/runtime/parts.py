@@ -12,6 +12,7 @@ from torch import Tensor
 
 from midstream.codecs import Codec, parse_codec
 from midstream.rows import Chunk, Scattered
+from midstream.runtime.run_rows import within_runs
 from midstream.runtime.workers import Leased
 
 Tap = tuple[str, int]
@@ -148,8 +149,7 @@ def _leased_chunks(places: Ints, leased: Leased, taps: int, width: int) -> list[
             whole = memory[start : start + records * taps * width]
             chunks.append(whole.view(records, taps, width))
             continue
-        within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        offsets = np.repeat(begins, lengths) + within * (taps * width)
+        offsets = np.repeat(begins, lengths) + within_runs(lengths) * (taps * width)
         found = Scattered(memory, offsets, taps, width)
         chunks.append(found if leased.keep else found.records())
     return chunks

@@ -273,7 +273,7 @@ class Pieces:
 
     def size_of(self, rows: Activations) -> int:
         """How many bytes some rows take."""
-        return self._width * sum(len(rows.positions_of(*tap)) for tap in rows)
+        return self._width * sum(rows.counts().values())
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -298,9 +298,7 @@ class Pieces:
         return np.array((*prompt, *known.generated)[:-1], np.int64)
 
     def _count_in(self, mine: _Completion, route: Route, rows: Activations) -> None:
-        counts = mine.counts.setdefault(route, Counter())
-        for tap in rows:
-            counts[tap] += len(rows.positions_of(*tap))
+        mine.counts.setdefault(route, Counter()).update(rows.counts())
 
     def _receipt(self, mine: _Completion, route: Route, known: Running) -> Receipt:
         """How many rows have come."""

@@ -19,6 +19,7 @@ from midstream.runtime.requests import (
     Request,
     Segment,
 )
+from midstream.runtime.run_rows import within_runs
 from midstream.runtime.stepplan import Ints, Load, Pieces, StepPlan
 from midstream.runtime.stepview import StepView
 
@@ -312,8 +313,7 @@ class Planner:
 
     def _lay_out(self, pieces: Pieces, num_tokens: int, watch: bool) -> StepPlan:
         length = pieces.length
-        total = int(length.sum())
-        within = np.arange(total) - np.repeat(np.cumsum(length) - length, length)
+        within = within_runs(length)
         active = np.repeat(pieces.row, length) + within
         width = np.repeat(pieces.width, length)
         records = np.repeat(pieces.record, length) + within * width + 1
