@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 from helpers import releases
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
+# How long an example takes says nothing here: a first one imports what it needs.
+settings.register_profile("midstream", deadline=None)
+settings.load_profile("midstream")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Two engines at a time: the threads of one must not wait for those of the other. PyTorch reads
     # this when it is imported.

@@ -5,6 +5,6 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
-    "midstream", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
+    "midstream", max_examples=60, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("midstream")

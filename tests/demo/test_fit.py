@@ -101,7 +101,7 @@ def test_classes_that_coincide_give_zeros_not_nan() -> None:
 
 
 @given(seed=st.integers(0, 1000), folds=st.integers(2, 9), pairs=st.integers(9, 12))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_scores_are_in_range_and_repeatable(seed: int, folds: int, pairs: int) -> None:
     positive, negative = random(seed, pairs, 2, 5), random(seed + 1, pairs, 2, 5)
     scores = fit(positive, negative, folds, seed).scores

@@ -134,7 +134,7 @@ def small_file() -> bytes:
 
 @pytest.mark.parametrize("kind", sorted(LAYOUTS), ids=lambda kind: LAYOUTS[kind].name)
 @given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 5))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_block_format_unpacks_as_ggml_does(kind: int, seed: int, count: int) -> None:
     blocks = random_blocks(kind, seed, count)
     got = Tensor(kind, (count, LAYOUTS[kind].num_values), blocks.reshape(-1)).dequantize()
@@ -169,7 +169,7 @@ def test_every_truncation_is_a_model_error() -> None:
 @given(
     flips=st.lists(st.tuples(st.integers(0, 220), st.integers(0, 255)), min_size=1, max_size=4),
 )
-@settings(max_examples=rounds(suite=150, nightly=1200), deadline=None)
+@settings(max_examples=rounds(suite=150, nightly=1200))
 def test_damage_is_a_model_error_or_reads(flips: list[tuple[int, int]]) -> None:
     damaged = bytearray(small_file())
     for at, byte in flips:

@@ -32,7 +32,7 @@ def test_programs_are_carried_out_captured_and_counted_as_defined(
     assert_same(case, wanted, exact=max_steps == 0)
 
 
-@settings(max_examples=rounds(suite=75, nightly=600), deadline=None)
+@settings(max_examples=rounds(suite=75, nightly=600))
 @given(
     seed=st.integers(0, 2**32 - 1),
     rows=st.integers(1, 9),

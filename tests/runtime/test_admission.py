@@ -122,7 +122,7 @@ def test_one_that_ended_may_come_again():
     assert door.budget.used["bank_rows"] == 0
 
 
-@settings(max_examples=rounds(suite=100, nightly=800), deadline=None)
+@settings(max_examples=rounds(suite=100, nightly=800))
 @given(st.integers(0, 2**32))
 def test_any_sequence_is_that_of_a_simple_queue(seed):
     draw = random.Random(seed)

@@ -165,7 +165,7 @@ class Worker:
         release_segments(self.running.pop(name), self.tables)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 2**32),
     st.sampled_from([[list(TAPS)], STAGES]),

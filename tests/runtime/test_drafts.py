@@ -116,7 +116,7 @@ def test_of_random_drafts_only_what_was_accepted_remains(seed, lag, late):
     assert run.peeks > 10
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     drafts=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=9),
     bounds=st.lists(st.integers(0, 40), min_size=2, max_size=6, unique=True),

@@ -157,7 +157,7 @@ class Given:
 runs = st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(1, 4), st.sampled_from([0, 1]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     steps=st.lists(st.lists(runs, min_size=1, max_size=4), max_size=6),
     stops=st.lists(st.dictionaries(st.integers(0, 2), st.integers(0, 14)), max_size=4),

@@ -39,7 +39,7 @@ runs = st.tuples(
 )
 
 
-@settings(max_examples=rounds(suite=100, nightly=800), deadline=None)
+@settings(max_examples=rounds(suite=100, nightly=800))
 @given(
     steps=st.lists(st.lists(runs, max_size=4), max_size=6),
     takes=st.lists(st.sets(st.integers(0, 3), min_size=1), max_size=3),

@@ -45,7 +45,7 @@ def requests(draw: st.DrawFn, name: str) -> Request:
     return found
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data(), st.permutations(range(11)))
 def test_what_goes_into_an_outbox_comes_out_of_its_parts(data, order):
     sent = [data.draw(requests(f"{n}_x")) for n in order[: data.draw(st.integers(1, 4))]]

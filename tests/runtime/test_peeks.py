@@ -117,7 +117,7 @@ def test_a_look_waits_for_the_steps_that_it_needs_and_no_other():
     assert len(ledger) == 6
 
 
-@settings(max_examples=rounds(suite=100, nightly=800), deadline=None)
+@settings(max_examples=rounds(suite=100, nightly=800))
 @given(
     positions=st.lists(st.tuples(st.integers(7, 8), st.integers(0, 6)), max_size=20),
     spans=st.fixed_dictionaries({}, optional={s: st.tuples(st.integers(0, 6), st.integers(0, 7))

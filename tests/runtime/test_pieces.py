@@ -95,7 +95,7 @@ def told(activations):
     }
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     wheres=st.lists(st.sampled_from(WHERES), min_size=2, max_size=2),
     steps=st.lists(st.integers(0, 3), min_size=1, max_size=6),
@@ -139,7 +139,7 @@ def test_pieces_and_the_rest_are_what_the_end_alone_would_have_shown(wheres, ste
         assert told(whole.activations) == told(alone.activations)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     wheres=st.lists(st.sampled_from(WHERES), min_size=2, max_size=2),
     steps=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=6),

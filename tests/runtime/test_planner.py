@@ -64,7 +64,7 @@ def wanted_edits(plan, position):
     return tuple(found)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     plans=st.lists(st.one_of(st.none(), plans), min_size=1, max_size=5),
     chunks=st.lists(st.lists(st.integers(0, 7), min_size=5, max_size=5), min_size=1, max_size=6),

@@ -15,7 +15,7 @@ from midstream.runtime.pool import Pool
 LENGTHS = {"a": 1, "b": 2, "c": 3, "d": 5, "e": 8}
 
 
-@settings(max_examples=rounds(suite=150, nightly=1200), deadline=None)
+@settings(max_examples=rounds(suite=150, nightly=1200))
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from(sorted(LENGTHS))), max_size=40))
 def test_what_is_held_is_apart_and_stays_in_place_until_its_last_user_has_gone(steps):
     pool = Pool(12)

@@ -31,7 +31,7 @@ def numbered(count):
 # ---------------------------------------------------------------- what the device reads
 
 
-@settings(max_examples=rounds(suite=75, nightly=600), deadline=None)
+@settings(max_examples=rounds(suite=75, nightly=600))
 @given(programs(NUM_TAPS))
 def test_a_program_says_at_each_tap_what_its_edits_do_in_their_order(wanted):
     buffers = make_buffers()
@@ -266,7 +266,7 @@ def test_use_is_counted_across_a_move():
     assert_free(tables)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.integers(0, 9), st.one_of(st.none(), programs(NUM_TAPS))),

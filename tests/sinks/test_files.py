@@ -277,7 +277,7 @@ def test_the_root_itself_may_be_a_link(tmp_path):
     assert (tmp_path / "real" / "r" / "manifest.json").exists()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", fullmatch=True),
     st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", fullmatch=True),

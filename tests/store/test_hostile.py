@@ -399,7 +399,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
 # ---------------------------------------------------------------- damage
 
 
-@settings(max_examples=rounds(suite=60, nightly=20_000), deadline=None)
+@settings(max_examples=rounds(suite=60, nightly=20_000))
 @given(bit=st.integers(0, 8 * len(GOOD) - 1))
 @example(bit=8 * (len(GOOD) - 1))
 @example(bit=8 * (len(GOOD) - 12))
@@ -413,7 +413,7 @@ def test_a_flipped_bit_is_refused_by_name(tmp_path_factory, bit):
         everything(root)
 
 
-@settings(max_examples=rounds(suite=60, nightly=20_000), deadline=None)
+@settings(max_examples=rounds(suite=60, nightly=20_000))
 @given(data=st.data())
 def test_damage_of_any_kind_is_refused_or_reads_as_before(tmp_path_factory, data):
     root = tmp_path_factory.mktemp("damaged")
@@ -443,7 +443,7 @@ def test_damage_of_any_kind_is_refused_or_reads_as_before(tmp_path_factory, data
         everything(root)
 
 
-@settings(max_examples=rounds(suite=60, nightly=20_000), deadline=None)
+@settings(max_examples=rounds(suite=60, nightly=20_000))
 @given(data=st.data())
 def test_a_forged_shard_is_read_or_refused_but_never_anything_else(tmp_path_factory, data):
     """Checksums that fit prove nothing: what is under them may be anything."""

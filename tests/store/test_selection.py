@@ -240,7 +240,7 @@ def test_positions_and_tokens_that_are_not_there_choose_nothing(store):
     assert len(store.select(token=5)) == 0
 
 
-@settings(max_examples=rounds(suite=25, nightly=1000), deadline=None)
+@settings(max_examples=rounds(suite=25, nightly=1000))
 @given(data=st.data())
 def test_any_filter_chooses_what_it_says_of_any_store(tmp_path_factory, data):
     root = tmp_path_factory.mktemp("any")

@@ -105,7 +105,7 @@ def test_free_segments_that_are_too_small_make_room_for_a_large_one():
     assert arena.take_retired()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 10**6), st.sampled_from(["block", "spill"]))
 def test_whatever_is_held_keeps_its_bytes(seed, overflow):
     draw = random.Random(seed)

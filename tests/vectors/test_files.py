@@ -287,9 +287,7 @@ def whole(ending: str) -> bytes:
 
 @pytest.mark.parametrize("ending", ["safetensors", "npz", "gguf"])
 @given(data=st.data())
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damage_is_a_spec_error_or_reads(tmp_path, ending, data):
     damaged = bytearray(whole(ending))
     for place, byte in data.draw(
