@@ -18,7 +18,7 @@ check() { # NAME COMMAND…
     "$(grep -E '^[0-9]+ (passed|failed)|passed|failed' "$out/$name.log" | tail -n 1)")$'\n'
 }
 
-wanted=" ${CHECKS:-kernel transport v2 v1 spec mix stale parity flat overhead capture against disk} "
+wanted=" ${CHECKS:-kernel transport v2 v1 spec mix serve stale parity flat overhead capture against disk} "
 # A process for each engine: vLLM does not give back an engine's memory within a process.
 runner() { # NAME USE_V2 DTYPE
   check "$1-$3" env VLLM_USE_V2_MODEL_RUNNER="$2" MIDSTREAM_GPU_DTYPE="$3" \
@@ -47,6 +47,9 @@ asked mix && for runner in 1 0; do
     "$python" -m pytest -q -s tests/gpu/test_adversarial.py
   grep -aE -A14 '^v[12], seed' "$out/mix-v$((runner + 1)).log"
 done
+# A server with graphs on, end to end, and how it ends.
+asked serve && check serve "$python" -m pytest -q --durations=8 tests/engine/test_serving.py \
+  tests/engine/test_serving_ends.py
 asked stale && check stale "$python" -m pytest -q tests/gpu/test_stale_graph.py
 asked parity && check parity "$python" benchmarks/parity.py --json "$out/parity.json"
 asked parity && grep -E '^(float32|bfloat16)' "$out/parity.log"

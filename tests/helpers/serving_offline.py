@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from helpers.serving import ENGINE
 from midstream import Ablate, Capture, Probe, Steer
 
 TOKENS = 6
@@ -95,10 +96,7 @@ def assert_equal(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
 def main(model: str, out: str) -> None:
     from midstream import LLM, SamplingParams
 
-    llm = LLM(
-        model, dtype="float32", enforce_eager=True, max_model_len=512, block_size=32,
-        max_num_seqs=64, enable_prefix_caching=False, seed=0, midstream={"sites": ["resid_post"]},
-    )  # fmt: skip
+    llm = LLM(model, **ENGINE, midstream={"sites": ["resid_post"]})
     params = SamplingParams(max_tokens=TOKENS, temperature=0)
     found = {}
     for name, case in CASES.items():
