@@ -18,7 +18,6 @@ import httpx
 import psutil
 import torch
 
-
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "served"
 START_SECONDS = 420
