@@ -102,6 +102,27 @@ def against(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def serving(result: dict[str, Any]) -> str:
+    """What serving.py writes: latencies of requests that ask for nothing."""
+    rows = [
+        [
+            name,
+            f"{one['median_ms']:.2f} ms",
+            f"{one['p95_ms']:.2f} ms",
+            f"{one['others_per_s']:.1f}" if one["others_per_s"] else "",
+        ]
+        for name, one in result["variants"].items()
+    ]
+    head = [
+        f"{result['model']}, {result['words']} + {result['tokens']} tokens, "
+        f"{result['clients']} others",
+        "median latency",
+        "95 of 100",
+        "others' requests/s",
+    ]
+    return "\n\n".join([_where(result), markers.table(head, rows, numbers=True)])
+
+
 def capture_cost(result: dict[str, Any]) -> str:
     """What capture_cost.py writes: time added by captures, and how fast rows came."""
     parts = [_where(result)]
@@ -215,6 +236,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "against": against,
     "capture_cost": capture_cost,
     "disk": disk,
+    "serving": serving,
     "transport": transport,
     "step_cost": step_cost,
     # Both are medians of variants by workload.

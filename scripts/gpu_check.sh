@@ -18,7 +18,7 @@ check() { # NAME COMMAND…
     "$(grep -E '^[0-9]+ (passed|failed)|passed|failed' "$out/$name.log" | tail -n 1)")$'\n'
 }
 
-wanted=" ${CHECKS:-kernel transport v2 v1 spec mix serve stale parity flat overhead capture against disk} "
+wanted=" ${CHECKS:-kernel transport v2 v1 spec mix serve serving stale parity flat overhead capture against disk} "
 # A process for each engine: vLLM does not give back an engine's memory within a process.
 runner() { # NAME USE_V2 DTYPE
   check "$1-$3" env VLLM_USE_V2_MODEL_RUNNER="$2" MIDSTREAM_GPU_DTYPE="$3" \
@@ -50,6 +50,10 @@ done
 # A server with graphs on, end to end, and how it ends.
 asked serve && check serve "$python" -m pytest -q --durations=8 tests/engine/test_serving.py \
   tests/engine/test_serving_ends.py
+models=${MIDSTREAM_MODELS:-.models}
+asked serving && check serving "$python" benchmarks/serving.py --json "$out/serving.json" \
+  --model "$models/SmolLM2-135M-Instruct" -- --gpu-memory-utilization=0.3 --max-model-len=2048
+asked serving && grep -E '^  with' "$out/serving.log"
 asked stale && check stale "$python" -m pytest -q tests/gpu/test_stale_graph.py
 asked parity && check parity "$python" benchmarks/parity.py --json "$out/parity.json"
 asked parity && grep -E '^(float32|bfloat16)' "$out/parity.log"
