@@ -72,6 +72,26 @@ def test_without_anything_asked_it_is_a_plain_request(both, site):
     assert site.seen == [{"prompt": "abc", "max_tokens": 2}]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "asked", [{"capture": Capture([1])}, {"probes": PROBE}, {"steer": Steer(V, 1)}]
+)
+def test_a_server_that_does_not_know_of_midstream_is_an_error(kind, asked):
+    whole = {"id": "1", "choices": [{"index": 0, "text": "t"}]}
+
+    def answer(request):
+        if json.loads(request.content).get("stream"):
+            return httpx.Response(200, text=f"data: {json.dumps(whole)}\n\ndata: [DONE]\n\n")
+        return httpx.Response(200, json=whole)
+
+    both = over(kind, answer)
+    assert both.call("complete", "abc").text == "t"
+    with pytest.raises(ServerError, match="as if nothing had been asked"):
+        both.call("complete", "abc", **asked)
+    with pytest.raises(ServerError, match="as if nothing had been asked"):
+        both.stream(lambda output: output.text, "abc", **asked)
+
+
 def test_several_choices_have_each_their_own(both):
     output = both.call("complete", ["abc", "abcd"], n=2, capture=Capture([1]))
     assert [one.index for one in output.outputs] == [0, 1, 2, 3]

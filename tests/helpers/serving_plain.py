@@ -34,6 +34,24 @@ def answered(server: Running, name: str, stream: bool) -> Any:
         # The fingerprint is of the engine's settings, which midstream's are among.
         for changing in ("id", "created", "system_fingerprint"):
             value.pop(changing, None)
-    # Which of several choices comes first is a matter of time.
-    values.sort(key=lambda value: [one["index"] for one in value.get("choices", ())])
-    return answer.status_code, kind, values
+    return answer.status_code, kind, joined(values) if stream else values
+
+
+def joined(events: list[dict[str, Any]]) -> list[Any]:
+    """Events of a stream, those of a choice as one: how many there are is a matter of time."""
+    whole: dict[Any, Any] = {}
+    for event in events:
+        index = event["choices"][0]["index"] if event.get("choices") else None
+        whole[index] = add(whole[index], event) if index in whole else event
+    return [whole[index] for index in sorted(whole, key=str)]
+
+
+def add(one: Any, other: Any, name: str = "") -> Any:
+    """What two values of a field come to, of an event and of the one after it."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return {key: add(one.get(key), other.get(key), key) for key in {**one, **other}}
+    if name == "choices":
+        return [add(mine, theirs) for mine, theirs in zip(one, other, strict=True)]
+    if isinstance(one, list) and isinstance(other, list) or name in ("text", "content"):
+        return (one or other) if None in (one, other) else one + other
+    return one if other is None else other

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Annotated
 
 import typer
@@ -14,6 +14,8 @@ from midstream.cli.output import read_json_option
 from midstream.config import KEY, Config
 from midstream.errors import ConfigError
 
+# Where vLLM looks for plugins, and the variable that says which of them it takes.
+GROUP, PLUGINS = "vllm.general_plugins", "VLLM_PLUGINS"
 CONTEXT = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
@@ -51,8 +53,25 @@ def serve(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     rest = _with_config(list(context.args), given)
+    _have_vllm_load_it()
     # The server takes this process's place: signals and the exit status are its own.
     os.execv(sys.executable, [sys.executable, "-m", *_server(model), *rest])
+
+
+def _have_vllm_load_it() -> None:
+    """Sees that the server will know of midstream: it finds plugins by what is installed, and takes
+    those alone that `VLLM_PLUGINS` names, where that is set.
+    """
+    if not entry_points(group=GROUP, name=KEY):
+        typer.echo(
+            "error: midstream is not installed as a package, so vLLM would not load it: "
+            "pip install it in the environment of vLLM",
+            err=True,
+        )
+        raise typer.Exit(2)
+    named = os.environ.get(PLUGINS)
+    if named is not None and KEY not in named.split(","):
+        os.environ[PLUGINS] = ",".join(filter(None, [*named.split(","), KEY]))
 
 
 def _server(model: str) -> list[str]:

@@ -56,6 +56,7 @@ class AsyncClient:
                 for value in stream.feed(data):
                     yield reader.read(value, await self._follow(reader, value))
         stream.end()
+        made.check_told(body, reader.output)
 
     async def read(self, answer: Any) -> ServedOutput:
         """What this client would have returned of an answer that another one got."""
@@ -96,7 +97,7 @@ class AsyncClient:
     async def _ask(self, path: str, body: dict[str, Any]) -> ServedOutput:
         reader = Reader()
         value = await self.call("POST", path, body)
-        return reader.read(value, await self._follow(reader, value))
+        return made.check_told(body, reader.read(value, await self._follow(reader, value)))
 
     async def _follow(self, reader: Reader, value: dict[str, Any]) -> dict[str, bytes]:
         found = {}

@@ -9,6 +9,8 @@ from urllib.parse import quote
 
 from midstream.client.asking import extra_body
 from midstream.client.errors import ServerError
+from midstream.client.outputs import ServedOutput
+from midstream.config import KEY
 from midstream.errors import ConfigError
 from midstream.serving.guard import ADMIN_HEADER
 from midstream.serving.sse import DONE, Event, Events
@@ -45,6 +47,23 @@ def body_of(given: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     body = {name: value for name, value in given.items() if name not in ASKED}
     body |= {name: value for name, value in more.items() if value is not None}
     return {**body, **extra_body(**asked)} if asked else body
+
+
+def check_told(body: Mapping[str, Any], output: ServedOutput) -> ServedOutput:
+    """What came of a request, if it tells of all that was asked of midstream.
+
+    Raises:
+        ServerError: it does not: nothing on that server knows of midstream.
+    """
+    asked = body.get(KEY, {}).keys() & {"capture", "edits", "probes"}
+    if asked and any(one.receipt is None for one in output.outputs):
+        raise ServerError(
+            500,
+            "the server answered as if nothing had been asked of midstream: it is not enabled "
+            "there. Start it with `midstream serve`, or see that VLLM_PLUGINS, where it is set, "
+            "names midstream, and that --additional-config does",
+        )
+    return output
 
 
 def plain(answer: Any) -> dict[str, Any]:

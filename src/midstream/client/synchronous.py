@@ -55,7 +55,7 @@ class Client:
 
         Raises:
             SpecError: what is asked for is malformed.
-            ServerError: the server refused it.
+            ServerError: the server refused it, or does not know of midstream.
             httpx.HTTPError: the server cannot be reached, or the connection broke.
         """
         return self._ask(made.COMPLETIONS, made.body_of(given, prompt=prompt))
@@ -78,6 +78,7 @@ class Client:
                 for value in stream.feed(data):
                     yield reader.read(value, self._follow(reader, value))
         stream.end()
+        made.check_told(body, reader.output)
 
     def read(self, answer: Any) -> ServedOutput:
         """What this client would have returned of an answer that another one got, as `openai`'s.
@@ -126,7 +127,7 @@ class Client:
     def _ask(self, path: str, body: dict[str, Any]) -> ServedOutput:
         reader = Reader()
         value = self.call("POST", path, body)
-        return reader.read(value, self._follow(reader, value))
+        return made.check_told(body, reader.read(value, self._follow(reader, value)))
 
     def _follow(self, reader: Reader, value: dict[str, Any]) -> dict[str, bytes]:
         """Fetches the rows that the server holds, and has it let go of them."""
