@@ -180,11 +180,11 @@ FAULTS: tuple[Fault, ...] = (
         "A name that is registered anew still stands for its old vector",
         "vectors/registry.py",
         "        entry = self._entries.get(name)\n        if entry is None:\n"
-        "            raise self._unknown(name)\n        return entry.vectors\n",
+        "            raise self._unknown(name)\n        return entry.description, entry.vectors\n",
         "        entry = self.__dict__.setdefault('_old', {}).setdefault(\n"
         "            name, self._entries.get(name)\n        )\n"
         "        if entry is None:\n            raise self._unknown(name)\n"
-        "        return entry.vectors\n",
+        "        return entry.description, entry.vectors\n",
         ENGINE + "test_poisoning.py::test_a_name_that_is_registered_anew_stands_for_its_new_vector",
     ),
     Fault(

@@ -95,7 +95,7 @@ class Answers:
     async def _inline(self, rows: Activations) -> dict[str, Any]:
         # What it comes to is known before anything is copied.
         width = rows.codec.row_bytes(*self._vectors)
-        size = sum(len(rows.positions_of(*tap)) * (width + 16) for tap in rows)
+        size = (width + 16) * sum(rows.counts().values())
         if size > self._settings.inline_bytes:
             raise Refusal(
                 413,
@@ -123,7 +123,7 @@ def _about(rows: Activations) -> dict[str, Any]:
     return {
         "format": _FORMAT,
         "codec": rows.codec.spec,
-        "rows": {f"{site}.{layer}": len(rows.positions_of(site, layer)) for site, layer in rows},
+        "rows": {f"{site}.{layer}": count for (site, layer), count in rows.counts().items()},
     }
 
 
