@@ -56,6 +56,7 @@ REFUSED = {
     },
     "kv_transfer_config": {"kv_transfer_config": SimpleNamespace(kv_connector="x")},
     "data_parallel_size > 1": {"parallel_config__data_parallel_size": 2},
+    "--api-server-count > 1": {"parallel_config___api_process_count": 2},
     "an encoder-decoder model": {"model_config__is_encoder_decoder": True},
     "cpu_offload_gb with UVA switched off": {"offload_config__uva__cpu_offload_gb": 4},
 }
