@@ -8,5 +8,6 @@ bin=${MIDSTREAM_VENV:-.venv}/bin
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/mypy"
-# Two files at a time: most of an engine test is Python on one core.
-exec "$bin/python" -m pytest -n 2 --dist loadfile "$@"
+# Two files at a time: most of an engine test is Python on one core. tests/conftest.py has the long
+# ones come first.
+exec "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

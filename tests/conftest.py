@@ -21,6 +21,27 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
+# Those that take minutes, the longest first: begun last, they would keep one process busy while the
+# other has nothing left to do.
+LONG = (
+    "engine/test_parity.py", "engine/test_serving.py", "engine/test_stale_graph.py",
+    "engine/test_processes.py", "engine/test_arena.py", "engine/test_serving_ends.py",
+    "engine/test_speculative.py", "engine/test_capture_command.py", "examples/test_examples.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+
+    def when(item: pytest.Item) -> int:
+        name = item.path.relative_to(here).as_posix() if here in item.path.parents else ""
+        if name in LONG:
+            return LONG.index(name)
+        return len(LONG) + (not name.startswith(("engine/", "examples/", "demo/")))
+
+    items.sort(key=when)
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct, made when absent (a download of 90 MB)."""

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 from helpers import engines
-from helpers.nightly import rounds
+from helpers.nightly import NIGHTLY, rounds
 from helpers.own_process import ROOT
 
 from midstream import Capture, Positions, Role, SamplingParams, Text, open_store
@@ -193,13 +193,22 @@ def test_a_request_that_fails_on_a_worker_fails_its_line_alone(llm, tmp_path, mo
 # ---------------------------------------------------------------- the command
 
 
-def command(folder: Path, model: Path, *arguments: str) -> subprocess.Popen[str]:
-    """The command in a process of its own, with the engine in another, as by default."""
+def command(
+    folder: Path, model: Path, *arguments: str, separate: bool = True
+) -> subprocess.Popen[str]:
+    """The command in a process of its own.
+
+    Args:
+        folder: where it runs.
+        model: the model.
+        arguments: more of the command's.
+        separate: whether the engine is in another process, as by default, which takes longer.
+    """
     path = [str(ROOT / "tests"), os.environ.get("PYTHONPATH") or str(ROOT / "src")]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(separate)),
     }
     settings = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 16}
     return subprocess.Popen(
@@ -238,7 +247,7 @@ def test_nothing_is_lost_and_nothing_there_twice_whichever_process_is_killed(
     write_lines(tmp_path, [*TEXTS, TOO_LONG])
     chance = random.Random(3)
     for _ in range(rounds(suite=1, nightly=8)):
-        process = command(tmp_path, talking_llama)
+        process = command(tmp_path, talking_llama, separate=NIGHTLY)
         wait_for_another_shard(tmp_path, process)
         time.sleep(chance.uniform(0, 0.2))
         os.kill(process.pid, signal.SIGKILL)
@@ -259,7 +268,7 @@ def test_nothing_is_lost_and_nothing_there_twice_whichever_process_is_killed(
     assert found > before
     assert summary["stored"] == summary["captured"] == len(found) - len(before)
 
-    process = command(tmp_path, talking_llama, "--json")
+    process = command(tmp_path, talking_llama, "--json", separate=NIGHTLY)
     out, err = process.communicate(timeout=240)
     assert process.returncode == 1, err
     summary = json.loads(out)

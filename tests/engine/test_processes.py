@@ -130,15 +130,9 @@ def assert_same(found: dict[str, object], expected: dict[str, object]) -> None:
 def test_a_separate_engine_process_gives_what_the_same_process_gives(
     tiny_llama: Path, tmp_path: Path, in_process: dict[str, object]
 ) -> None:
-    for method in ("spawn", "fork"):
-        found = run(
-            tiny_llama,
-            tmp_path / f"{method}.pt",
-            {},
-            VLLM_ENABLE_V1_MULTIPROCESSING="1",
-            VLLM_WORKER_MULTIPROC_METHOD=method,
-        )
-        assert_same(found, in_process)
+    # Started by `spawn`, as vLLM does wherever it has to, and on a CPU always.
+    found = run(tiny_llama, tmp_path / "own.pt", {}, VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    assert_same(found, in_process)
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,16 @@ pytestmark = pytest.mark.engine
 ROOT = Path(__file__).resolve().parents[2]
 PATCHED = [
     "vllm.engine.arg_utils.EngineArgs.create_engine_config",
+    "vllm.plugins.load_endpoint_plugins",
+    "vllm.v1.engine.async_llm.AsyncLLM.from_vllm_config",
+    "vllm.v1.engine.core.EngineCore._initialize_kv_caches",
     "vllm.v1.engine.core.EngineCore.preprocess_add_request",
     "vllm.v1.engine.input_processor.InputProcessor.process_inputs",
     "vllm.v1.engine.llm_engine.LLMEngine.__init__",
     "vllm.v1.engine.llm_engine.LLMEngine.abort_request",
     "vllm.v1.engine.llm_engine.LLMEngine.step",
+    "vllm.v1.engine.output_processor.OutputProcessor.do_tracing",
+    "vllm.v1.engine.output_processor.instrument_manual",
     "vllm.v1.worker.worker_base.WorkerWrapperBase.init_device",
 ]
 ENABLING = [
