@@ -376,25 +376,37 @@ def test_rows_of_a_client_that_is_killed_in_mid_stream_are_let_go(server):
     assert after["totals"]["completions"] == before["totals"]["completions"]
 
 
-def test_sixty_four_clients_with_different_plans_each_get_what_they_asked_for(
-    server, record_property
-):
+def test_sixty_four_clients_with_different_plans_each_get_what_they_asked_for(server):
     before = server.wait_until_idle()["totals"]["completions"].get("ok", 0)
-    seconds, least = (120, 3) if NIGHTLY else (0, 2)
-    report = asyncio.run(load(server.url, 64, seconds, least, server.rss))
+    report = asyncio.run(load(server.url, 64, 0, 2, server.memory))
     assert report.wrong == []
-    assert report.completions >= 64 * least
+    assert report.completions >= 64 * 2
     status = server.wait_until_idle()
     assert status["totals"]["completions"] == {"ok": before + report.completions}
     assert status["requests"] == status["waiting"] == status["held"]["captures"] == 0
     assert status["workers"][0]["arena"]["leases"] == 0
-    times = sorted(report.plain_seconds)
-    record_property("plain_median_seconds", times[len(times) // 2])
-    record_property("completions", report.completions)
-    if NIGHTLY:
-        # What is used again is there after a while; then nothing is added.
-        early = report.memory[len(report.memory) // 3][1]
-        assert report.memory[-1][1] < early + (128 << 20), report.memory[::10]
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not NIGHTLY, reason="takes minutes")
+def test_sixty_four_clients_for_two_minutes_take_no_more_memory_than_without_midstream(
+    client, server, without, record_property
+):
+    # Memory of the staging ring is taken as rows first go round.
+    rows, long = server.status()["workers"][0]["ring_rows"], 480
+    for _ in range(rows // (30 * long) + 2):
+        ask(client, Case(" two" * long, {"capture": Capture("all")}), activations="none")
+    report = asyncio.run(load(server.url, 64, 120, 3, server.memory))
+    assert report.wrong == []
+    plain = asyncio.run(load(without.url, 64, 120, 3, without.memory, asks=False))
+    for name, one in (("with", report), ("without", plain)):
+        record_property(f"{name}: seconds of a plain request, median", one.plain_median)
+        record_property(f"{name}: completions", one.completions)
+        record_property(f"{name}: growth by process", one.growth())
+    # On a CPU the allocator of vLLM's worker keeps growing for a while, asked or not.
+    *others, worker = report.growth()
+    assert max(others) < 32 << 20
+    assert worker < max(0, plain.growth()[-1]) + (64 << 20)
 
 
 # ---------------------------------------------------------------- operations

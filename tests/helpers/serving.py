@@ -73,9 +73,10 @@ class Running:
         first = psutil.Process(self.process.pid)
         return [first, *first.children(recursive=True)]
 
-    def rss(self) -> int:
-        """Bytes of memory that its processes have, shared ones counted in each."""
-        return sum(one.memory_info().rss for one in self.tree)
+    def memory(self) -> list[int]:
+        """Bytes of memory that each of its processes has for itself, by their ids."""
+        tree = sorted(self.tree, key=lambda one: one.pid)
+        return [one.memory_full_info().uss for one in tree]
 
     def get(self, path: str) -> Any:
         """The JSON at a path."""

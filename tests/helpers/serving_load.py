@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,13 +29,25 @@ class Report:
         completions: that asked for something, and were what they should be.
         wrong: what was not, in words.
         plain_seconds: how long each of the plain requests took.
-        memory: (seconds since the start, bytes of the server's processes) now and then.
+        memory: (seconds since the start, bytes of each of the server's processes) now and then.
     """
 
     completions: int = 0
     wrong: list[str] = field(default_factory=list)
     plain_seconds: list[float] = field(default_factory=list)
-    memory: list[tuple[float, int]] = field(default_factory=list)
+    memory: list[tuple[float, list[int]]] = field(default_factory=list)
+
+    @property
+    def plain_median(self) -> float:
+        """Of the plain requests, in seconds."""
+        return sorted(self.plain_seconds)[len(self.plain_seconds) // 2]
+
+    def growth(self) -> list[int]:
+        """By how many bytes each of the processes grew since a third of the time, when what is
+        used again and again is there.
+        """
+        early = self.memory[len(self.memory) // 3][1]
+        return [last - first for first, last in zip(early, self.memory[-1][1], strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +78,25 @@ class Wanted:
         )
 
     @property
-    def given(self) -> dict[str, Any]:
-        """The arguments of the call."""
-        asked: dict[str, Any] = {"capture": Capture(self.layers, codec=self.codec)}
-        if self.steered:
-            asked["steer"] = Steer(VECTOR, self.layers[0], 0.01 * self.words)
-        if self.probed:
-            asked["probes"] = Probe(VECTOR, self.layers[-1], name="p")
+    def bare(self) -> dict[str, Any]:
+        """The arguments of the call that are vLLM's."""
         return {
             "model": NAME,
             "prompt": " two" * self.words,
             "max_tokens": self.tokens,
             "ignore_eos": True,
             "temperature": 0,
-            "activations": self.how,
-            **asked,
         }
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """All of them."""
+        asked: dict[str, Any] = {"capture": Capture(self.layers, codec=self.codec)}
+        if self.steered:
+            asked["steer"] = Steer(VECTOR, self.layers[0], 0.01 * self.words)
+        if self.probed:
+            asked["probes"] = Probe(VECTOR, self.layers[-1], name="p")
+        return {**self.bare, "activations": self.how, **asked}
 
     def complaints(self, found: ServedOutput) -> list[str]:
         """What of an answer is not as it should be."""
@@ -111,7 +127,14 @@ class Wanted:
         return wrong
 
 
-async def load(url: str, clients: int, seconds: float, least: int, memory: Any) -> Report:
+async def load(
+    url: str,
+    clients: int,
+    seconds: float,
+    least: int,
+    memory: Callable[[], list[int]],
+    asks: bool = True,
+) -> Report:
     """Has many clients ask at once.
 
     Args:
@@ -119,7 +142,8 @@ async def load(url: str, clients: int, seconds: float, least: int, memory: Any) 
         clients: how many; besides them one asks for nothing.
         seconds: for how long.
         least: how many requests each makes at least.
-        memory: gives the bytes of the server's processes.
+        memory: gives the bytes of each of the server's processes.
+        asks: whether they ask for anything of midstream's.
     """
     report, began = Report(), time.monotonic()
     over = asyncio.Event()
@@ -128,12 +152,13 @@ async def load(url: str, clients: int, seconds: float, least: int, memory: Any) 
         rng, made = random.Random(number), 0
         while made < least or time.monotonic() - began < seconds:
             wanted = Wanted.draw(rng)
+            given = wanted.given if asks else wanted.bare
             if wanted.streams:
-                async for each in http.stream(**wanted.given):
+                async for each in http.stream(**given):
                     found = each
             else:
-                found = await http.complete(**wanted.given)
-            wrong = wanted.complaints(found)
+                found = await http.complete(**given)
+            wrong = wanted.complaints(found) if asks else []
             report.wrong += wrong
             report.completions += not wrong
             made += 1
