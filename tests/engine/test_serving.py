@@ -403,7 +403,6 @@ def test_sixty_four_clients_for_two_minutes_take_no_more_memory_than_without_mid
         record_property(f"{name}: seconds of a plain request, median", one.plain_median)
         record_property(f"{name}: completions", one.completions)
         record_property(f"{name}: growth by process", one.growth())
-    # On a CPU the allocator of vLLM's worker keeps growing for a while, asked or not.
     *others, worker = report.growth()
     assert max(others) < 32 << 20
     assert worker < max(0, plain.growth()[-1]) + (64 << 20)

@@ -74,9 +74,11 @@ class Running:
         return [first, *first.children(recursive=True)]
 
     def memory(self) -> list[int]:
-        """Bytes of memory that each of its processes has for itself, by their ids."""
-        tree = sorted(self.tree, key=lambda one: one.pid)
-        return [one.memory_full_info().uss for one in tree]
+        """Bytes of memory that each of its processes has for itself, by their ids. The arena is not
+        among them: it is shared, and has a budget.
+        """
+        found = (one.memory_info() for one in sorted(self.tree, key=lambda one: one.pid))
+        return [one.rss - one.shared for one in found]
 
     def get(self, path: str) -> Any:
         """The JSON at a path."""
@@ -132,6 +134,9 @@ def environment(**more: str) -> dict[str, str]:
     path = os.pathsep.join(os.path.abspath(each) for each in given.split(os.pathsep))
     own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     own["VLLM_LOGGING_LEVEL"] = "INFO"
+    # Otherwise glibc takes large tensors from its heap as well, which then grows with any load for
+    # minutes and tells nothing of what is kept.
+    own["MALLOC_MMAP_THRESHOLD_"] = str(128 << 10)
     return {**os.environ, **own, "PYTHONPATH": path, **more}
 
 
