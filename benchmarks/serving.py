@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import signal
 import socket
 import statistics
@@ -97,7 +96,7 @@ def server(name: str, model: Path, options: list[str], folder: Path) -> Iterator
     common = [f"--served-model-name={NAME}", "--host=127.0.0.1", f"--port={port}", *options]
     command = [sys.executable, "-m", *words, *common]
     with (folder / f"{name}.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
         url = f"http://127.0.0.1:{port}"
         end = time.monotonic() + START_SECONDS

@@ -117,7 +117,7 @@ class Config:
         known = {each.name for each in fields(Config)}
         for name in given:
             if name not in known:
-                raise ConfigError(f"{KEY}.{name}: no such setting{_hint(name, known)}")
+                raise ConfigError(f"{KEY}.{name}: no such setting{hint(name, known)}")
         for name, least in _LEAST.items():
             if name in given:
                 given[name] = _count(name, given[name], least)
@@ -268,7 +268,8 @@ def _layers(value: object) -> tuple[int, ...] | str:
     return tuple(value)
 
 
-def _hint(name: object, known: set[str]) -> str:
+def hint(name: object, known: set[str]) -> str:
+    """What a setting may have been meant to be, for the end of a message."""
     close = difflib.get_close_matches(str(name), known, n=1)
     listed = ", ".join(sorted(known))
     return f"; did you mean {close[0]}?" if close else f"; there are {listed}"

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers as hf
 from helpers import engines
+from helpers.pages import blocks
 from helpers.tokenizers import byte_level
 from safetensors.torch import save_file
 
@@ -45,15 +46,7 @@ def snippets(page: str) -> list[tuple[int, str]]:
     """(line, text) of each block of Python that is more than values, for which there is a test
     without an engine.
     """
-    found: list[tuple[int, str]] = []
-    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
-    start = 0
-    for number, line in enumerate(lines, 1):
-        if start and line == "```":
-            found.append((start, "\n".join(lines[start : number - 1])))
-            start = 0
-        elif line == "```python":
-            start = number
+    found = [(line, text) for line, _, text in blocks(page, ["python"])]
     return [each for each in found if not each[1].startswith("# needs no engine")]
 
 

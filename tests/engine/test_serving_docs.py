@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from helpers import serving
-from helpers.serving import ROOT, Running
+from helpers.pages import blocks
+from helpers.serving import Running
 
-PAGE = ROOT / "docs" / "serving.md"
+PAGE = "docs/serving.md"
 ADDRESS = "127.0.0.1:8000"
 # What the page does not say, and what makes a start short.
 QUICK = ("--enforce-eager", "--dtype=float32", "--max-model-len=256", "--max-num-seqs=8")
@@ -22,16 +23,7 @@ QUICK = ("--enforce-eager", "--dtype=float32", "--max-model-len=256", "--max-num
 
 def snippets() -> list[tuple[int, str, str]]:
     """(line, language, text) of each block of Python or of a shell."""
-    found: list[tuple[int, str, str]] = []
-    start, language = 0, ""
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, 1):
-        if start and line == "```":
-            found.append((start, language, "\n".join(lines[start : number - 1])))
-            start = 0
-        elif line in ("```python", "```bash"):
-            start, language = number, line[3:]
-    return found
+    return blocks(PAGE, ["python", "bash"])
 
 
 def starts(word: str) -> list[str]:
@@ -89,7 +81,7 @@ def test_the_snippets_of_the_page_run_one_after_the_other(server, folder, monkey
             continue
         said = text.replace(ADDRESS, address)
         if language == "python":
-            exec(compile("\n" * line + said, str(PAGE), "exec"), namespace)
+            exec(compile("\n" * line + said, PAGE, "exec"), namespace)
         else:
             done = subprocess.run(
                 ["bash", "-euc", said], env=environment, capture_output=True, text=True,

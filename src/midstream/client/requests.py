@@ -20,7 +20,8 @@ from midstream.spec.named import read_name
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 VECTORS, STEERING = "/v1/midstream/vectors", "/v1/midstream/steering"
 SITES, STATUS = "/v1/midstream/sites", "/v1/midstream/status"
-ASKED = ("capture", "steer", "edits", "probes", "activations")
+PLAN = ("capture", "steer", "edits", "probes")
+ASKED = (*PLAN, "activations")
 
 
 def headers_of(api_key: str | None, admin_key: str | None) -> dict[str, str]:
@@ -55,7 +56,7 @@ def check_told(body: Mapping[str, Any], output: ServedOutput) -> ServedOutput:
     Raises:
         ServerError: it does not: nothing on that server knows of midstream.
     """
-    asked = body.get(KEY, {}).keys() & {"capture", "edits", "probes"}
+    asked = body.get(KEY, {}).keys() & set(PLAN)
     if asked and any(one.receipt is None for one in output.outputs):
         raise ServerError(
             500,

@@ -220,7 +220,7 @@ def _core_init(original: Callable[..., Any], engine: Any, vllm_config: Any) -> A
 
     Its constructor, which loads midstream in a process of its own, cannot be wrapped from within.
     """
-    if settings.from_additional_config(vllm_config.additional_config) is not None:
+    if settings.is_enabled(vllm_config.additional_config):
         end_with_parent()
     return original(engine, vllm_config)
 

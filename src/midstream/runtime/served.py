@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from midstream.config import from_additional_config
+from midstream.config import is_enabled
 
 
 def install() -> None:
@@ -17,8 +17,7 @@ def install() -> None:
 
     @functools.wraps(make)
     def from_vllm_config(cls: Any, vllm_config: Any, *args: Any, **named: Any) -> Any:
-        is_enabled = from_additional_config(vllm_config.additional_config) is not None
-        if cls is engine and is_enabled:
+        if cls is engine and is_enabled(vllm_config.additional_config):
             from midstream.async_llm import AsyncLLM as cls
         return make(cls, vllm_config, *args, **named)
 

@@ -104,8 +104,10 @@ class Answers:
                 "fetch them, or capture less",
                 "midstream.activations",
             )
-        packed = await asyncio.to_thread(pack, rows, *self._vectors)
-        return {**_about(rows), "base64": base64.b64encode(packed).decode("ascii")}
+        return {**_about(rows), "base64": await asyncio.to_thread(self._encoded, rows)}
+
+    def _encoded(self, rows: Activations) -> str:
+        return base64.b64encode(pack(rows, *self._vectors)).decode("ascii")
 
 
 def handle_of(held: Held) -> dict[str, Any]:

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Any
+from typing import Any, TypeGuard
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from midstream.config import KEY
-from midstream.errors import MidstreamError
+from midstream.errors import MidstreamError, SpecError
 from midstream.serving.exchange import CURRENT, Exchange
 from midstream.serving.outgoing import Outgoing
 from midstream.serving.refusals import Refusal
@@ -143,16 +143,28 @@ def _asking(body: bytes) -> dict[str, Any] | None:
         SpecError: it does, and has a field twice or a number that JSON has not.
     """
     try:
-        value = json.loads(body)
+        value = read_json(body)
+    except SpecError:
+        if _speaks(_loosely(body)):
+            raise
+        return None
+    return value if _speaks(value) else None
+
+
+def _speaks(value: object) -> TypeGuard[dict[str, Any]]:
+    """Whether a body's JSON has the field, be it in `vllm_xargs`."""
+    if not isinstance(value, dict):
+        return False
+    xargs = value.get("vllm_xargs")
+    return KEY in value or isinstance(xargs, dict) and KEY in xargs
+
+
+def _loosely(body: bytes) -> object:
+    """As vLLM reads it; None: it cannot."""
+    try:
+        found: object = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(value, dict):
-        return None
-    xargs = value.get("vllm_xargs")
-    if KEY not in value and not (isinstance(xargs, dict) and KEY in xargs):
-        return None
-    found = read_json(body)
-    assert isinstance(found, dict)
     return found
 
 

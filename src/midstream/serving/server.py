@@ -23,7 +23,7 @@ from midstream.serving.held import Holding
 from midstream.serving.refusals import Refusal
 from midstream.serving.settings import HttpSettings
 from midstream.serving.wishes import Wishes
-from midstream.steering import TIERS
+from midstream.steering import TIERS, SteeringState
 from midstream.version import __version__
 
 # vLLM's endpoints whose answers can carry results.
@@ -157,9 +157,8 @@ class Server:
             param=param,
         )
 
-    def steered(self) -> None:
-        """Takes note of a change of server-wide steering."""
-        state = self.llm.steering.show()
+    def steered(self, state: SteeringState) -> None:
+        """Takes note of what a change of server-wide steering has put in force."""
         edits = {tier: len(getattr(state, tier)) for tier in TIERS}
         events.note("steering.changed", epoch=state.epoch, digest=state.digest, **edits)
 

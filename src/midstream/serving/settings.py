@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from midstream.config import hint
 from midstream.errors import ConfigError
 
 ADMIN_KEY_VARIABLE = "MIDSTREAM_ADMIN_KEY"
@@ -62,9 +62,7 @@ def read_http(value: object) -> HttpSettings | None:
     known = {each.name for each in fields(HttpSettings)}
     for name, given in value.items():
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(known))}"
-            raise ConfigError(f"{_PATH}.{name}: no such setting; {hint}")
+            raise ConfigError(f"{_PATH}.{name}: no such setting{hint(name, known)}")
         if name == "admin":
             if not isinstance(given, bool | None):
                 raise ConfigError(f"{_PATH}.admin: expected true or false, got {given!r}")

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Path, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
 from midstream.serving.answers import handle_of
 from midstream.serving.held import Held
 from midstream.serving.refusals import Refusal
-from midstream.serving.routes.common import REFUSED, Route, answered, refused, server_of
-from midstream.serving.server import Server
+from midstream.serving.routes.common import REFUSED, Here, Route, answered, refused
 
 router = APIRouter(route_class=Route, tags=["midstream: activations"])
-Here = Annotated[Server, Depends(server_of)]
 Name = Annotated[
     str,
     Path(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import HTTPException, Request, Response
+from fastapi import Depends, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field
@@ -115,3 +115,8 @@ def admin(request: Request) -> Server:
     """
     request.app.state.midstream_guard.check(request.headers)
     return server_of(request)
+
+
+# The server, of who may ask it and of who may change it.
+Here = Annotated[Server, Depends(server_of)]
+Changed = Annotated[Server, Depends(admin)]

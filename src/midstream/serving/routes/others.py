@@ -6,26 +6,24 @@ midstream's named vectors.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from midstream import sites
 from midstream.errors import SpecError
-from midstream.serving.routes.common import Route, admin, answered, refused, server_of
+from midstream.serving.routes.common import Changed, Here, Route, answered, refused
 from midstream.serving.routes.uploads import by_value
 from midstream.serving.routes.vectors import ABOUT, register_name, remove_name
 from midstream.serving.server import Server
+from midstream.sites import order
 from midstream.spec.operations import Edit, Steer
 from midstream.spec.tapping import find_taps
 from midstream.spec.vector import Vector
 from midstream.vectors.tiers import read_hooks
 
 router = APIRouter(route_class=Route, tags=["midstream: as elsewhere"])
-Here = Annotated[Server, Depends(server_of)]
-Changed = Annotated[Server, Depends(admin)]
 
 # Its tiers, and ours.
 _TIERS = {"vectors": "base", "prefill_vectors": "prompt", "decode_vectors": "generated"}
@@ -92,7 +90,7 @@ def set_vectors(given: Vectors, server: Changed) -> dict[str, Any]:
             "vectors", "nothing is given: give vectors, prefill_vectors or decode_vectors"
         )
     state = server.llm.steering.set(**tiers)
-    server.steered()
+    server.steered(state)
     changed = {
         layer for tier in tiers for edit in getattr(state, tier) for _, layer in _taps(edit, server)
     }
@@ -106,7 +104,7 @@ def set_vectors(given: Vectors, server: Changed) -> dict[str, Any]:
 )
 def clear(server: Changed) -> dict[str, Any]:
     state = server.llm.steering.clear()
-    server.steered()
+    server.steered(state)
     return {"status": "ok", "epoch": state.epoch}
 
 
@@ -155,7 +153,7 @@ def _taps(edit: Edit, server: Server) -> tuple[tuple[str, int], ...]:
 def layers(server: Here) -> dict[str, Any]:
     shape = server.llm.info.shape
     found: dict[str, list[str]] = {}
-    for site, layer in sorted(shape.taps, key=lambda tap: (tap[1], sites.NAMES.index(tap[0]))):
+    for site, layer in sorted(shape.taps, key=order):
         found.setdefault(str(layer), []).append(site)
     return {"layers": found, "hidden_size": shape.hidden_size}
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 
-from midstream.serving.routes.common import Route, answered, refused, server_of
-from midstream.serving.server import Server
+from midstream.serving.routes.common import Here, Route, answered, refused
 
 router = APIRouter(route_class=Route, tags=["midstream: status"])
-Here = Annotated[Server, Depends(server_of)]
 
 _SITE = {"site": "resid_post", "layer": 0, "tapped": True, "reason": ""}
 _STATUS = {

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from midstream.serving.routes.common import Route, admin, refused, server_of
-from midstream.serving.server import Server
+from midstream.serving.routes.common import Changed, Here, Route, refused
 from midstream.steering import TIERS
 
 router = APIRouter(route_class=Route, tags=["midstream: steering"])
-Here = Annotated[Server, Depends(server_of)]
-Changed = Annotated[Server, Depends(admin)]
 
 _TIER = (
     "An edit, the name of registered vectors, `[name, scale]`, `{site: {layer: vector}}`, or a "
@@ -60,7 +57,7 @@ def show(server: Here) -> State:
 def change(tiers: Tiers, server: Changed) -> State:
     given = {tier: getattr(tiers, tier) for tier in TIERS if tier in tiers.model_fields_set}
     state = server.llm.steering.set(**given)
-    server.steered()
+    server.steered(state)
     return State(**state.to_dict())
 
 
@@ -69,5 +66,5 @@ def change(tiers: Tiers, server: Changed) -> State:
 )
 def clear(server: Changed) -> State:
     state = server.llm.steering.clear()
-    server.steered()
+    server.steered(state)
     return State(**state.to_dict())

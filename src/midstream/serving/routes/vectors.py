@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Path, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from midstream.errors import NoRoomError, SpecError
 from midstream.serving import events
 from midstream.serving.refusals import Refusal
-from midstream.serving.routes.common import Route, admin, answered, refused, server_of
+from midstream.serving.routes.common import Changed, Here, Route, answered, refused
 from midstream.serving.routes.uploads import read_upload
 from midstream.serving.server import Server
 
 router = APIRouter(route_class=Route, tags=["midstream: vectors"])
-Here = Annotated[Server, Depends(server_of)]
-Changed = Annotated[Server, Depends(admin)]
 Name = Annotated[
     str,
     Path(pattern=r"^[A-Za-z0-9_:-][A-Za-z0-9_.:/-]{0,127}$", examples=["cheerful"]),
