@@ -1,6 +1,6 @@
 """What midstream costs: plain vLLM against the same engine tapped, idle and at work.
 
-    python benchmarks/overhead.py [--shapes 0.6b 8b] [--rounds 5] [--json FILE]
+    python benchmarks/overhead.py [--shapes 0.6b 8b] [--rounds 5] [--tp 2] [--json FILE]
 
 Every figure is a median over rounds; in each round all variants run once, one after the other, so
 that drift of the machine falls on all alike. Plain vLLM runs with its own defaults: torch.compile
@@ -27,7 +27,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+# Over several GPUs the engine and its workers are processes of their own, as vLLM has them.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", str(int("--tp" in sys.argv)))
+os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -52,10 +54,12 @@ def main() -> None:
     parser.add_argument(
         "--memory", type=float, default=0.3, help="share of device memory an engine may use"
     )
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = {
-        "benchmark": "overhead",
+        "benchmark": "overhead" if args.tp == 1 else "overhead_tp",
+        "tensor_parallel_size": args.tp,
         "machine": machine.describe(),
         "rounds": args.rounds,
         "shapes": {},
@@ -84,7 +88,8 @@ def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]
     """Medians of every workload and variant, in seconds."""
     from midstream import Capture, Steer
 
-    plain, tapped = engines(model, args.memory, {"sites": ["resid_post"], "layers": "all"})
+    tapping = {"sites": ["resid_post"], "layers": "all"}
+    plain, tapped = engines(model, args.memory, tapping, tensor_parallel_size=args.tp)
     config = shapes.SHAPES[shape]
     vector = [random.Random(0).gauss(0, 0.01) for _ in range(config["hidden_size"])]
     one = [Steer(vector, layer=config["num_hidden_layers"] // 2)]
@@ -100,6 +105,10 @@ def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]
         "capture last prompt token, every layer": (tapped, {"capture": last}),
         "capture every token, one layer": (tapped, {"capture": Capture(layers=[middle])}),
     }
+    if args.tp > 1:
+        for way in ("gathered", "sharded"):
+            every_row = Capture(layers="all", return_=way)
+            variants[f"capture every token, every layer, {way}"] = tapped, {"capture": every_row}
     out: dict[str, Any] = {"graphs": graphs(tapped), "engine": tapped.info.workers[0]}
     for batch in args.batches:
         out[f"decode, {batch} sequences"] = compare(
@@ -110,10 +119,12 @@ def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]
         args.rounds,
         lambda llm, kw: timed(llm, kw, args.prefill_prompts, args.prefill_length, 1),
     )
+    if args.tp > 1:
+        shut_down(plain, tapped)
     return out
 
 
-def engines(model: Path, memory: float, midstream: dict[str, Any]) -> tuple[Any, Any]:
+def engines(model: Path, memory: float, midstream: dict[str, Any], **more: Any) -> tuple[Any, Any]:
     """Plain vLLM, and the same engine with midstream."""
     import torch
     from vllm import LLM as Plain
@@ -131,6 +142,7 @@ def engines(model: Path, memory: float, midstream: dict[str, Any]) -> tuple[Any,
         # Every run must compute its prompts: the cache would turn prefill into nothing.
         "enable_prefix_caching": False,
         "seed": 0,
+        **more,
     }
     return Plain(str(model), **settings), LLM(str(model), **settings, midstream=midstream)
 
@@ -207,7 +219,9 @@ def write_table(results: dict[str, Any]) -> None:
     where = results["machine"]
     write(f"\n{where['device']}, vLLM {where['vllm']}, torch {where['torch']}, {where['date']}\n")
     for shape, workloads in results["shapes"].items():
-        write(f"\n{shape}: {workloads['graphs']}, runner {workloads['engine']['runner']}\n")
+        runner = workloads["engine"]["runner"]
+        ranks = results.get("tensor_parallel_size", 1)
+        write(f"\n{shape}: {workloads['graphs']}, runner {runner}, TP {ranks}\n")
         for workload, variants in workloads.items():
             if not isinstance(variants, dict) or "plain" not in variants:
                 continue

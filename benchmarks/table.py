@@ -68,6 +68,8 @@ def overhead(result: dict[str, Any]) -> str:
         if not workloads:
             continue
         runner = measured["engine"]["runner"]
+        ranks = result.get("tensor_parallel_size", 1)
+        runner += f", TP {ranks}" if ranks > 1 else ""
         variants = list(dict.fromkeys(name for each in workloads.values() for name in each))
         rows = [[name, *(_cell(each, name) for each in workloads.values())] for name in variants]
         head = [f"{shape}, runner {runner}", *workloads]
@@ -241,6 +243,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "step_cost": step_cost,
     # Both are medians of variants by workload.
     "overhead": overhead,
+    "overhead_tp": overhead,
     "flat_cost": overhead,
     "parity": parity,
 }

@@ -18,7 +18,10 @@ check() { # NAME COMMAND…
     "$(grep -E '^[0-9]+ (passed|failed)|passed|failed' "$out/$name.log" | tail -n 1)")$'\n'
 }
 
-wanted=" ${CHECKS:-kernel transport v2 v1 spec mix serve serving stale parity flat overhead capture against disk} "
+every="kernel transport v2 v1 spec mix serve serving stale parity flat overhead capture against disk"
+# With two GPUs (four for some) also what is over several of them.
+[ "$(nvidia-smi -L 2>/dev/null | wc -l)" -gt 1 ] && every+=" ranks overhead-tp"
+wanted=" ${CHECKS:-$every} "
 # A process for each engine: vLLM does not give back an engine's memory within a process.
 runner() { # NAME USE_V2 DTYPE
   check "$1-$3" env VLLM_USE_V2_MODEL_RUNNER="$2" MIDSTREAM_GPU_DTYPE="$3" \
@@ -54,6 +57,10 @@ models=${MIDSTREAM_MODELS:-.models}
 asked serving && check serving "$python" benchmarks/serving.py --json "$out/serving.json" \
   --model "$models/SmolLM2-135M-Instruct" -- --gpu-memory-utilization=0.3 --max-model-len=2048
 asked serving && grep -E '^  with' "$out/serving.log"
+asked ranks && check ranks "$python" -m pytest -q --durations=12 tests/engine/test_ranks.py
+asked overhead-tp && check overhead-tp "$python" benchmarks/overhead.py --tp 2 --shapes 8b \
+  --json "$out/overhead-tp.json"
+asked overhead-tp && grep -v -i warning "$out/overhead-tp.log" | tail -n 40
 asked stale && check stale "$python" -m pytest -q tests/gpu/test_stale_graph.py
 asked parity && check parity "$python" benchmarks/parity.py --json "$out/parity.json"
 asked parity && grep -E '^(float32|bfloat16)' "$out/parity.log"

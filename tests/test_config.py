@@ -77,7 +77,14 @@ def test_all_layers_may_be_written_as_a_word_or_a_list_of_it(value):
     [
         ({"site": ["resid_post"]}, "midstream.site: no such setting; did you mean sites?"),
         ({"bank_row": 20}, "midstream.bank_row: no such setting; did you mean bank_rows?"),
-        ({"zzz": 1}, "midstream.zzz: no such setting; there are arena_bytes, bank_rows, codec"),
+        (
+            {"zzz": 1},
+            "midstream.zzz: no such setting; there are arena_bytes, bank_rows, check_ranks, codec",
+        ),
+        ({"return": "both"}, "midstream.return: expected one of gathered, sharded, got 'both'"),
+        ({"return": True}, "midstream.return: expected one of gathered, sharded, got True"),
+        ({"return_": "sharded"}, "midstream.return_: no such setting; did you mean return?"),
+        ({"check_ranks": 1}, "midstream.check_ranks: expected true or false, got 1"),
         ({"probe": 1}, "midstream.probe: no such setting; did you mean probes?"),
         ({"token_id": 1}, "midstream.token_id: no such setting; did you mean token_ids?"),
         ({1: 2}, "midstream.1: no such setting"),
@@ -254,3 +261,10 @@ def test_sinks_are_kept_in_their_plain_form_and_survive_json():
 def test_sinks_that_are_none_are_refused_by_name(value):
     with pytest.raises(ConfigError, match=r"^midstream\.sinks"):
         Config.parse({"sinks": value})
+
+
+def test_a_setting_that_is_a_word_of_pythons_survives_a_dict():
+    config = Config(return_="sharded")
+    assert config.to_dict()["return"] == "sharded"
+    assert Config.parse(config.to_dict()) == config == Config.parse({"return": "sharded"})
+    assert Config.parse(config) == config

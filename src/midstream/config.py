@@ -17,6 +17,7 @@ from typing import Any
 
 from midstream import sites
 from midstream.errors import ConfigError
+from midstream.returning import GATHERED, RETURNS
 from midstream.version import __version__
 
 KEY = "midstream"
@@ -66,6 +67,12 @@ class Config:
         spill_dir: a folder; None: the system's for temporary files.
         codec: how captured vectors leave the device where a request does not say: "raw", or
             reduced, see `midstream.codecs`.
+        return_: through which ranks of a tensor-parallel group they leave where a request does not
+            say: "gathered", the first, or "sharded", each moves its share; see `Capture`. In a dict
+            the setting is `return`.
+        check_ranks: for tests and for looking into a fault: every worker keeps a checksum over what
+            requests asked for and over each step, and the front end holds them against each other
+            whenever it fetches results. A difference is a `RankError`.
         on_mismatch: what happens when a request's receipt shows that not all was done as asked.
             "raise": `ReceiptError`, which has the outputs of the call. "warn": a `ReceiptWarning`,
             and the outputs are returned; those concerned have a receipt with status `error`.
@@ -89,6 +96,8 @@ class Config:
     overflow: str = "block"
     spill_dir: str | None = None
     codec: str = "raw"
+    return_: str = GATHERED
+    check_ranks: bool = False
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     http: bool | Mapping[str, Any] = True
 
@@ -101,7 +110,7 @@ class Config:
         """
         if isinstance(value, Config):
             # Made directly, it may hold anything: it is read like a dict.
-            value = {each.name: getattr(value, each.name) for each in fields(Config)}
+            value = {_said(each.name): getattr(value, each.name) for each in fields(Config)}
         if not isinstance(value, Mapping):
             raise ConfigError(
                 f"{KEY}: expected a dict of settings, got `{type(value).__name__}` {value!r}; "
@@ -114,7 +123,7 @@ class Config:
                 f"{KEY}.stamp: this process runs midstream {STAMP}, the engine was configured by "
                 f"{stamp}; install the same version everywhere"
             )
-        known = {each.name for each in fields(Config)}
+        known = {_said(each.name) for each in fields(Config)}
         for name in given:
             if name not in known:
                 raise ConfigError(f"{KEY}.{name}: no such setting{hint(name, known)}")
@@ -135,6 +144,14 @@ class Config:
             )
         if given.get("codec", "raw") != "raw":
             given["codec"] = _codec(given["codec"])
+        if given.get("return", GATHERED) not in RETURNS:
+            raise ConfigError(
+                f"{KEY}.return: expected one of {', '.join(RETURNS)}, got {given['return']!r}"
+            )
+        if not isinstance(given.get("check_ranks", False), bool):
+            raise ConfigError(
+                f"{KEY}.check_ranks: expected true or false, got {given['check_ranks']!r}"
+            )
         if given.get("on_mismatch", "raise") not in ("raise", "warn"):
             raise ConfigError(
                 f'{KEY}.on_mismatch: expected "raise" or "warn", got {given["on_mismatch"]!r}'
@@ -151,11 +168,11 @@ class Config:
             given["sites"] = _sites(given["sites"])
         if "layers" in given:
             given["layers"] = _layers(given["layers"])
-        return Config(**given)
+        return Config(**{f"{name}_" if name == "return" else name: given[name] for name in given})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, stamped with the version; `Config.parse` reads them back."""
-        plain = asdict(self)
+        plain = {_said(name): value for name, value in asdict(self).items()}
         plain["sites"] = list(self.sites)
         plain["layers"] = self.layers if isinstance(self.layers, str) else list(self.layers)
         return {**plain, "stamp": dict(STAMP)}
@@ -180,6 +197,11 @@ class Config:
                 raise ConfigError(f"{KEY}.layers: layer {index} is named twice")
             resolved.append(index)
         return tuple(sorted(resolved))
+
+
+def _said(name: str) -> str:
+    """A field as it is written in a dict: one of them is a word of Python's own."""
+    return name.removesuffix("_")
 
 
 def from_environment() -> Config | None:

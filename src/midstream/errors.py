@@ -86,6 +86,10 @@ class TapError(MidstreamError, RuntimeError):
     """A tap did not fire in a forward pass, or fired more than once."""
 
 
+class RankError(MidstreamError, RuntimeError):
+    """Two workers were told, or did, different things; looked for with `check_ranks`."""
+
+
 class ReceiptError(MidstreamError, RuntimeError):
     """What was done for one or more requests differs from what they asked for.
 

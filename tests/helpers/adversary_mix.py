@@ -232,7 +232,9 @@ class Mix:
             "logprobs": 2,
             "detokenize": False,
         }
-        if self.shape.sampled and (params["n"] > 1 or draw.random() < 0.25):
+        if not self.shape.sampled:
+            params["n"] = 1  # several are sampled, or alike
+        elif params["n"] > 1 or draw.random() < 0.25:
             params |= {"temperature": draw.choice((0.7, 1.3)), "seed": draw.randrange(1 << 30)}
         if self.shape.stops and draw.random() < 0.25:
             params |= {

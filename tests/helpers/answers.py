@@ -47,7 +47,7 @@ def rows(taps, positions, version=0, dtype=torch.float32):
     return taps, list(positions)[0], stored(values.to(dtype))
 
 
-def answer(*requests, stage=0, tensor_rank=0, taps=(), scores=(), dtype="float32"):
+def answer(*requests, stage=0, tensor_rank=0, tensor_ranks=1, taps=(), scores=(), dtype="float32"):
     """One worker's answer for (id, done, [rows(…)], problem?), through its ledger and outbox.
 
     Args:
@@ -74,10 +74,11 @@ def answer(*requests, stage=0, tensor_rank=0, taps=(), scores=(), dtype="float32
         ]
         kept.append(request)
     outbox = Outbox(make_arena(), lambda _: Raw())
-    header = outbox.put("u", kept, True, mapped=False)
+    header = outbox.put("u", kept, mapped=False)
     worker = {
         "stage": stage,
         "tensor_rank": tensor_rank,
+        "tensor_ranks": tensor_ranks,
         "hidden_size": WIDTH,
         "dtype": dtype,
         "taps": [list(name) for name in names],

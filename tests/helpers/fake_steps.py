@@ -18,7 +18,7 @@ from helpers import formulas
 from helpers.stored import make_arena
 from midstream.ops import layout
 from midstream.runtime.buffers import Buffers, Room, Tap
-from midstream.runtime.requests import APPLIED_0, CACHED, UNSEEN, Request
+from midstream.runtime.requests import APPLIED_0, CACHED, UNSEEN, WHOLE, Request
 from midstream.runtime.session import Session
 from midstream.runtime.stepview import StepView
 from midstream.spec import Instruction, ResolvedPlan, Where
@@ -170,9 +170,7 @@ class FakeEngine:
             if lag is None
             else SlowTransport(self.buffers.ring, lag, self.arena)
         )
-        self.session = Session(
-            self.buffers, TAPS, self.transport, self.arena, max_model_len, captures=True
-        )
+        self.session = Session(self.buffers, TAPS, self.transport, self.arena, max_model_len, WHOLE)
         self._draw = torch.Generator().manual_seed(seed)
 
     def add(self, fake: Fake) -> None:

@@ -43,6 +43,7 @@ PLACES = {
         "model.layers", "post_attention_layernorm", ">pre_feedforward_layernorm", ">mlp",
         "post_feedforward_layernorm",
     ),
+    "mixtral": Places("model.layers", "self_attn", ">post_attention_layernorm", ">mlp", "mlp"),
     "gpt2": Places("transformer.h", "attn", ">ln_2", ">mlp", "mlp"),
 }  # fmt: skip
 

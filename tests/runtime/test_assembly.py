@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.answers import DEEP, POST, PRE, WIDTH, answer, assembled, output, rows, vector
@@ -199,10 +201,56 @@ def test_edits_are_counted_position_by_position():
 
 def test_tensor_parallel_ranks_do_the_same_and_are_counted_once():
     answers = [
-        answer(("x", [0, 3, 3, 3], []), tensor_rank=0),
-        answer(("x", [0, 3, 3, 3], []), tensor_rank=1),
+        answer(("x", [0, 3, 3, 3], []), tensor_rank=rank, tensor_ranks=2) for rank in range(2)
     ]
-    assert assembled(STEER, answers).receipt.edited.applied == 3
+    receipt = assembled(STEER, answers).receipt
+    assert receipt.edited.applied == 3
+    assert not receipt.problems
+
+
+def test_a_rank_that_did_other_edits_than_the_first_is_a_problem():
+    answers = [
+        answer(("x", [0, 3, 3, 3], []), tensor_rank=0, tensor_ranks=2),
+        answer(("x", [0, 3, 2, 2], []), tensor_rank=1, tensor_ranks=2),
+    ]
+    assert assembled(STEER, answers).receipt.problems == (
+        "2 positions were not edited alike on workers 0.0 and 0.1; the first is 2",
+    )
+
+
+def test_a_rank_that_knows_nothing_of_a_request_is_a_problem():
+    answers = [
+        answer(("x", [0, 3, 3, 3], []), tensor_rank=0, tensor_ranks=2),
+        answer(tensor_rank=1, tensor_ranks=2),
+    ]
+    assert assembled(STEER, answers).receipt.problems == ("worker 0.1 knows nothing of it",)
+
+
+def test_rows_that_ranks_share_come_together():
+    plan = replace(plan_of(captures=[([PRE, POST, DEEP], EVERYWHERE)], prompt_len=3), sharded=True)
+    answers = [
+        answer(("x", [2] * 4, [rows([PRE, DEEP], range(4))]), tensor_rank=0, tensor_ranks=2),
+        answer(("x", [2] * 4, [rows([POST], range(4))]), tensor_rank=1, tensor_ranks=2),
+    ]
+    found = assembled(plan, answers)
+    assert not found.receipt.problems
+    assert list(found.activations) == [PRE, POST, DEEP]
+    for tap in (PRE, POST, DEEP):
+        assert found.activations.positions_of(*tap).tolist() == [0, 1, 2, 3]
+        assert found.activations[tap].tolist() == [vector(tap, p) for p in range(4)]
+
+
+def test_rows_that_ranks_share_otherwise_from_one_position_to_the_next_come_in_order():
+    captures = [([PRE], ((0, 2),)), ([PRE, POST], ((2, None),))]
+    plan = replace(plan_of(captures=captures, prompt_len=3), sharded=True)
+    answers = [
+        answer(("x", [2] * 4, [rows([PRE], range(2)), rows([PRE], range(2, 4))]), tensor_ranks=2),
+        answer(("x", [2] * 4, [rows([POST], range(2, 4))]), tensor_rank=1, tensor_ranks=2),
+    ]
+    found = assembled(plan, answers)
+    assert not found.receipt.problems
+    assert found.activations[PRE].tolist() == [vector(PRE, p) for p in range(4)]
+    assert found.activations[POST].tolist() == [vector(POST, p) for p in range(2, 4)]
 
 
 @pytest.mark.parametrize(
@@ -277,9 +325,9 @@ def test_a_request_that_the_workers_do_not_know_has_nothing_and_says_so():
 def test_a_workers_own_problem_is_told_with_the_workers_place():
     answers = [
         answer(("x", [2] * 4, [rows([PRE, POST], range(4))]), stage=0),
-        answer(("x", [], [], "no tap fired"), stage=1, tensor_rank=1),
+        answer(("x", [], [], "no tap fired"), stage=1),
     ]
-    assert assembled(READ, answers).receipt.problems == ("no tap fired (worker 1.1)",)
+    assert assembled(READ, answers).receipt.problems == ("no tap fired (worker 1.0)",)
 
 
 # ---------------------------------------------------------------- what was not computed

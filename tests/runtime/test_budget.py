@@ -16,7 +16,7 @@ from midstream.runtime.budget import Budget, all_taps, need_of
 from midstream.runtime.buffers import Room
 from midstream.runtime.ledger import Ledger
 from midstream.runtime.programs import Tables
-from midstream.runtime.requests import acquire_segments, cut, release_segments
+from midstream.runtime.requests import WHOLE, acquire_segments, cut, release_segments
 from midstream.spec import Match, Where
 
 EVERYWHERE = ((0, None),)
@@ -158,7 +158,7 @@ class Worker:
         self.running = {}
 
     def start(self, name, plan):
-        pieces = cut(plan, self.taps, captures=True)
+        pieces = cut(plan, self.taps, WHOLE)
         self.running[name] = acquire_segments(pieces, self.tables, self.ledger)
 
     def stop(self, name):

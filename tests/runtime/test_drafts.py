@@ -17,7 +17,7 @@ from midstream.ops import layout
 from midstream.runtime.ledger import Ledger
 from midstream.runtime.planner import Planner
 from midstream.runtime.programs import Tables
-from midstream.runtime.requests import Request, acquire_segments, cut
+from midstream.runtime.requests import WHOLE, Request, acquire_segments, cut
 from midstream.runtime.stepview import Late
 from midstream.spec import Match, Where
 
@@ -194,7 +194,7 @@ def test_an_edit_by_token_id_is_counted_for_the_true_token_not_the_guess(late):
 def planner_with(plan):
     tables = Tables(make_buffers())
     planner = Planner(tables, max_model_len=100)
-    segments = acquire_segments(cut(plan, TAPS, True), tables, Ledger())
+    segments = acquire_segments(cut(plan, TAPS, WHOLE), tables, Ledger())
     planner.add(Request("a", "u", plan, planner.new_slot(), segments))
     return planner
 

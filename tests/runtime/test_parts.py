@@ -17,6 +17,7 @@ TAPS = [("resid_pre", 0), ("resid_mid", 0), ("resid_post", 1)]
 WORKER = {
     "stage": 0,
     "tensor_rank": 0,
+    "tensor_ranks": 1,
     "hidden_size": 3,
     "dtype": "float32",
     "taps": [list(tap) for tap in TAPS],
@@ -50,7 +51,7 @@ def requests(draw: st.DrawFn, name: str) -> Request:
 def test_what_goes_into_an_outbox_comes_out_of_its_parts(data, order):
     sent = [data.draw(requests(f"{n}_x")) for n in order[: data.draw(st.integers(1, 4))]]
     outbox = outbox_of()
-    header = outbox.put("u", sent, True, mapped=False)
+    header = outbox.put("u", sent, mapped=False)
     answers = [({**header, "worker": WORKER, "leased": None}, outbox.read("u", 0, 10**9))]
     found = split(answers, num_completions=12)
     assert set(found) == {int(request.id.split("_")[0]) for request in sent}
@@ -78,7 +79,7 @@ def test_every_worker_gives_each_completion_a_part():
     for stage in range(2):
         outbox = outbox_of()
         sent = [Request(f"{n}_x", "u", plan_of(), 0, [], problem=f"{stage}.{n}") for n in (1, 0)]
-        header = outbox.put("u", sent, True, mapped=False)
+        header = outbox.put("u", sent, mapped=False)
         answers.append(
             ({**header, "worker": {"stage": stage}, "leased": None}, outbox.read("u", 0, 9))
         )
@@ -91,7 +92,7 @@ def test_every_worker_gives_each_completion_a_part():
 @pytest.mark.parametrize("name", ["x", "7_x", "no-number_x", "_"])
 def test_a_lone_completion_has_all_whatever_its_request_is_called(name):
     outbox = outbox_of()
-    header = outbox.put("u", [Request(name, "u", plan_of(), 0, [])], True, mapped=False)
+    header = outbox.put("u", [Request(name, "u", plan_of(), 0, [])], mapped=False)
     assert list(split([({**header, "worker": WORKER, "leased": None}, b"")], 1)) == [0]
 
 
@@ -99,7 +100,7 @@ def test_rows_may_be_written_to_without_touching_what_was_sent():
     outbox = outbox_of()
     request = Request("x", "u", plan_of(), 0, [])
     request.blocks = [rows_block((0,), [4], torch.ones(1, 1, WIDTH))]
-    header = outbox.put("u", [request], True, mapped=False)
+    header = outbox.put("u", [request], mapped=False)
     data = outbox.read("u", 0, 99)
     (part,) = split([({**header, "worker": WORKER, "leased": None}, data)], 1)[0]
     part.blocks()[0].chunks[0].zero_()

@@ -21,6 +21,7 @@ from midstream.runtime.requests import (
     APPLIED_0,
     CACHED,
     UNSEEN,
+    WHOLE,
     Request,
     acquire_segments,
     cut,
@@ -38,7 +39,7 @@ plans = st.integers(0, 2**32).map(
 
 def request_of(name, plan, tables, planner):
     """A request on its way, in the planner."""
-    segments = acquire_segments(cut(plan, TAPS, True), tables, Ledger())
+    segments = acquire_segments(cut(plan, TAPS, WHOLE), tables, Ledger())
     request = Request(name, "u", plan, planner.new_slot(), segments)
     planner.add(request)
     return request

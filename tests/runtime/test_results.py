@@ -56,9 +56,7 @@ def unpack(entry, data, dtype=torch.float32):
 
 def test_the_header_says_how_to_cut_the_data():
     outbox = outbox_of()
-    header = outbox.put(
-        "u", [request(block(range(4), (0, 2), 7), done=[1] * 4)], True, mapped=False
-    )
+    header = outbox.put("u", [request(block(range(4), (0, 2), 7), done=[1] * 4)], mapped=False)
     data = outbox.read("u", 0, 10**6)
     assert len(data) == header["nbytes"]
     states, blocks, size = unpack(header["requests"][0], data)
@@ -73,7 +71,7 @@ def test_the_header_says_how_to_cut_the_data():
 def test_blocks_follow_each_other_and_gaps_between_positions_are_runs():
     outbox = outbox_of()
     found = request(block([0, 1, 3, 7, 8], (0,), 1), block([2], (0, 1), 2))
-    header = outbox.put("u", [found], True, mapped=False)
+    header = outbox.put("u", [found], mapped=False)
     assert [one["runs"] for one in header["requests"][0]["blocks"]] == [
         [[0, 2], [3, 1], [7, 2]],
         [[2, 1]],
@@ -93,7 +91,7 @@ def test_rows_that_are_a_view_of_others_are_packed_by_themselves():
         source=whole.source[some],
         first=whole.first[some],
     )
-    header = outbox.put("u", [request(part)], True, mapped=False)
+    header = outbox.put("u", [request(part)], mapped=False)
     _, blocks, _ = unpack(header["requests"][0], outbox.read("u", 0, 10**6))
     assert blocks[tuple(NAMES[:3])] == (
         [4, 5],
@@ -109,7 +107,7 @@ def test_scores_follow_the_rows_of_a_request_as_wide_as_its_plan_has_probes():
         done=[1] * 3,
         scores=[scores_block([0, 1, 5], values[:, 0])],
     )
-    header = outbox.put("u", [found, request(done=[9], name="next")], True, mapped=False)
+    header = outbox.put("u", [found, request(done=[9], name="next")], mapped=False)
     first, second = header["requests"]
     data = outbox.read("u", 0, 10**6)
     _, _, size = unpack(first, data)
@@ -121,19 +119,11 @@ def test_scores_follow_the_rows_of_a_request_as_wide_as_its_plan_has_probes():
     assert json.loads(json.dumps(header)) == header
 
 
-def test_a_rank_that_does_not_send_rows_sends_its_states_and_problems():
+def test_a_rank_through_which_no_rows_leave_sends_its_states_and_problems():
     outbox = outbox_of()
     header = outbox.put(
         "u",
-        [
-            request(
-                block(range(0, 2), (0,), 1),
-                done=[1, 2],
-                problem="bad",
-                scores=[scores_block([0], torch.zeros(1, 8))],
-            )
-        ],
-        False,
+        [request(done=[1, 2], problem="bad")],
         mapped=False,
     )
     entry = header["requests"][0]
@@ -153,7 +143,6 @@ def test_the_requests_of_one_uid_follow_each_other():
             request(name="1_x"),
             request(block(range(1, 3), (1,), 6), done=[0xFFFF, 1, 1], name="2_x"),
         ],
-        True,
         mapped=False,
     )
     data, offset, found = outbox.read("u", 0, 10**6), 0, {}
@@ -172,9 +161,7 @@ def test_the_requests_of_one_uid_follow_each_other():
 
 def test_bfloat16_rows_keep_their_bytes():
     outbox = outbox_of()
-    header = outbox.put(
-        "u", [request(block(range(0, 2), (0, 1), 3, torch.bfloat16))], True, mapped=False
-    )
+    header = outbox.put("u", [request(block(range(0, 2), (0, 1), 3, torch.bfloat16))], mapped=False)
     assert header["nbytes"] == 2 * 2 * 4 * 2
     _, blocks, _ = unpack(header["requests"][0], outbox.read("u", 0, 999), torch.bfloat16)
     assert blocks[NAMES[0], NAMES[1]][1][1] == [[3, 1, 0, 0.5], [3, 1, 1, 0.5]]
@@ -193,7 +180,7 @@ def test_what_a_session_kept_comes_out_of_the_outbox():
     taken = engine.take("a")
     kept = captured(taken[0])
     outbox = outbox_of()
-    header = outbox.put("a", taken, True, mapped=False)
+    header = outbox.put("a", taken, mapped=False)
     data = outbox.read("a", 0, 10**6)
     states, blocks, size = unpack(header["requests"][0], data)
     assert states == fake.done
@@ -215,9 +202,7 @@ def test_what_a_session_kept_comes_out_of_the_outbox():
 
 def test_data_is_read_in_pieces_until_it_is_released():
     outbox = outbox_of()
-    header = outbox.put(
-        "u", [request(block(range(0, 9), (0, 1), 3), done=[1] * 9)], True, mapped=False
-    )
+    header = outbox.put("u", [request(block(range(0, 9), (0, 1), 3), done=[1] * 9)], mapped=False)
     whole = outbox.read("u", 0, header["nbytes"])
     pieces = [outbox.read("u", offset, 7) for offset in range(0, header["nbytes"], 7)]
     assert b"".join(pieces) == whole
@@ -232,8 +217,8 @@ def test_data_is_read_in_pieces_until_it_is_released():
 def test_small_data_comes_with_the_header_and_is_not_held(monkeypatch):
     monkeypatch.setattr(results, "INLINE_BYTES", 100)
     outbox = outbox_of()
-    outbox.put("small", [request(done=[1] * 50)], True, mapped=False)
-    outbox.put("large", [request(done=[1] * 51)], True, mapped=False)
+    outbox.put("small", [request(done=[1] * 50)], mapped=False)
+    outbox.put("large", [request(done=[1] * 51)], mapped=False)
     small, large = outbox.inline(["small", "large"])
     assert small == np.ones(50, np.uint16).tobytes()
     assert large is None
@@ -245,7 +230,7 @@ def test_data_that_is_small_one_by_one_may_be_too_much_together(monkeypatch):
     monkeypatch.setattr(results, "INLINE_TOTAL", 250)
     outbox = outbox_of()
     for name in "abc":
-        outbox.put(name, [request(done=[1] * 50)], True, mapped=False)
+        outbox.put(name, [request(done=[1] * 50)], mapped=False)
     assert [data is not None for data in outbox.inline(list("abc"))] == [True, True, False]
 
 
@@ -253,8 +238,8 @@ def test_large_data_does_not_keep_small_data_from_coming_with_the_header(monkeyp
     monkeypatch.setattr(results, "INLINE_BYTES", 100)
     monkeypatch.setattr(results, "INLINE_TOTAL", 250)
     outbox = outbox_of()
-    outbox.put("large", [request(done=[1] * 500)], True, mapped=False)
-    outbox.put("small", [request(done=[1] * 50)], True, mapped=False)
+    outbox.put("large", [request(done=[1] * 500)], mapped=False)
+    outbox.put("small", [request(done=[1] * 50)], mapped=False)
     assert [data is not None for data in outbox.inline(["large", "small"])] == [False, True]
 
 
@@ -275,7 +260,7 @@ def test_rows_of_a_running_request_are_there_when_their_answer_is(monkeypatch, i
     found = rows_block((0,), range(3), torch.ones(3, 1, 4), outbox._arena)
     arriving = [Arriving(source.shipment) for source in found.sources]
     sources = [replace(one, shipment=way) for one, way in zip(found.sources, arriving, strict=True)]
-    header = outbox.put("u", [request(replace(found, sources=sources))], True, mapped=True)
+    header = outbox.put("u", [request(replace(found, sources=sources))], mapped=True)
     assert (header["lease"] is not None) == is_leased
     assert [one.waited for one in arriving] == [1]
 
@@ -286,19 +271,16 @@ def test_rows_of_a_running_request_are_there_when_their_answer_is(monkeypatch, i
 class Worker:
     """A worker's answers to the front end, from a real outbox."""
 
-    def __init__(self, stage, tensor_rank, requests, with_rows):
+    def __init__(self, stage, tensor_rank, requests):
         self.outbox = outbox_of()
-        self.requests, self.with_rows = requests, with_rows
+        self.requests = requests
         self.reader = unmapped(stage, tensor_rank)
 
     def answer(self, op, argument):
         given = json.loads(json.dumps(argument))
         if op == "collect":
             uids, mapped = given
-            headers = [
-                self.outbox.put(uid, self.requests, self.with_rows, mapped=bool(mapped))
-                for uid in uids
-            ]
+            headers = [self.outbox.put(uid, self.requests, mapped=bool(mapped)) for uid in uids]
             inline = self.outbox.inline(uids)
             return {"json": json.dumps(headers), "inline": inline, "retired": []}
         if op == "read":
@@ -321,7 +303,7 @@ def collect(monkeypatch, workers, uids):
 
 def test_large_results_are_read_in_pieces_and_put_together(monkeypatch):
     monkeypatch.setattr(results, "INLINE_BYTES", 10)
-    worker = Worker(0, 0, [request(block(range(0, 9), (0, 1), 3), done=[1] * 9)], True)
+    worker = Worker(0, 0, [request(block(range(0, 9), (0, 1), 3), done=[1] * 9)])
     [(header, data)] = collect(monkeypatch, [worker], ["u"])["u"]
     assert len(data) == header["nbytes"] > 16
     _, blocks, _ = unpack(header["requests"][0], data)
@@ -331,10 +313,10 @@ def test_large_results_are_read_in_pieces_and_put_together(monkeypatch):
 
 @pytest.mark.parametrize("done", [[], [1] * 3], ids=["empty", "small"])
 def test_large_results_of_one_rank_are_read_beside_small_ones_of_another(monkeypatch, done):
-    # Ranks of a tensor-parallel group after the first send states only; a stage may have no taps.
+    # Ranks after the first may have states only; a stage may have no taps.
     monkeypatch.setattr(results, "INLINE_BYTES", 10)
-    large = Worker(0, 0, [request(block(range(0, 9), (0, 1), 3), done=[1] * 3)], True)
-    small = Worker(0, 1, [request(done=done)], False)
+    large = Worker(0, 0, [request(block(range(0, 9), (0, 1), 3), done=[1] * 3)])
+    small = Worker(0, 1, [request(done=done)])
     found = collect(monkeypatch, [large, small], ["u"])["u"]
     assert [len(data) for _, data in found] == [header["nbytes"] for header, _ in found]
     assert len(found[0][1]) > 16

@@ -35,10 +35,21 @@ def need(rows: int) -> Need:
 def test_the_most_that_a_plan_can_capture_is_counted_once_for_each_tap_and_position():
     plan = plan_of(captures=[([PRE, POST], ((0, 4),)), ([POST], ((2, None),))])
     # PRE: positions 0–3; POST: 0–9, although two captures name 2 and 3.
-    assert most_rows(plan, 8, torch.bfloat16, 10) == (4 + 10) * 16
-    assert most_rows(plan, 8, torch.float32, 3) == (3 + 3) * 32
-    assert most_rows(replace(plan, codec="full8"), 8, torch.float32, 10) == 14 * (8 + 8)
-    assert most_rows(plan_of(), 8, torch.float32, 10) == 0
+    assert most_rows(plan, 8, torch.bfloat16, 10, 1) == (4 + 10) * 16
+    assert most_rows(plan, 8, torch.float32, 3, 1) == (3 + 3) * 32
+    assert most_rows(replace(plan, codec="full8"), 8, torch.float32, 10, 1) == 14 * (8 + 8)
+    assert most_rows(plan_of(), 8, torch.float32, 10, 1) == 0
+
+
+def test_of_what_ranks_share_the_part_of_the_first_is_counted_and_of_the_rest_all():
+    three = [("resid_pre", layer) for layer in range(3)]
+    plan = plan_of(captures=[(three, ((0, 4),)), ([POST], ((2, None),))])
+    assert most_rows(plan, 8, torch.float32, 10, 2) == (3 * 4 + 8) * 32
+    shared = replace(plan, sharded=True)
+    # Of two ranks the first moves 2 of 3 vectors at positions 0 and 1, 2 of 4 at 2 and 3, then 1.
+    assert most_rows(shared, 8, torch.float32, 10, 2) == (2 * 2 + 2 * 2 + 6) * 32
+    assert most_rows(shared, 8, torch.float32, 10, 4) == (2 + 2 + 6) * 32
+    assert most_rows(shared, 8, torch.float32, 10, 1) == most_rows(plan, 8, torch.float32, 10, 1)
 
 
 def test_all_workers_that_capture_have_room_and_one_request_half_of_it():

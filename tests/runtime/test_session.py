@@ -20,7 +20,7 @@ from helpers.plans import VECTORS, plan_of, random_plan
 from midstream.errors import TapError
 from midstream.ops import layout
 from midstream.runtime.buffers import code
-from midstream.runtime.requests import APPLIED_0, CACHED
+from midstream.runtime.requests import APPLIED_0, CACHED, Share
 from midstream.runtime.session import Session
 from midstream.spec import ResolvedPlan
 
@@ -246,9 +246,7 @@ def test_programs_of_a_finished_request_are_free_while_its_steps_are_under_way()
 
 def test_a_rank_that_does_not_capture_edits_all_the_same():
     engine, fake = FakeEngine(), Fake("a", BOTH)
-    engine.session = Session(
-        engine.buffers, TAPS, engine.transport, engine.arena, 64, captures=False
-    )
+    engine.session = Session(engine.buffers, TAPS, engine.transport, engine.arena, 64, Share(1, 2))
     engine.add(fake)
     engine.step([(fake, 4)])
     request = engine.take("a")[0]

@@ -15,7 +15,7 @@ from helpers.plans import KINDS, SMALL, VECTORS, add, gated, plan_of, probe, row
 
 from midstream.ops import layout
 from midstream.runtime import session as sessions
-from midstream.runtime.requests import APPLIED_0
+from midstream.runtime.requests import APPLIED_0, Share
 from midstream.runtime.session import Session
 from midstream.spec import Match, ResolvedPlan, ResolvedProbe, Steps, Where
 
@@ -180,9 +180,7 @@ def test_scores_that_only_a_gate_reads_stay_on_the_device():
 
 def test_a_rank_that_does_not_capture_ships_no_scores():
     engine, fake = FakeEngine(lag=0), Fake("a", SCORE)
-    engine.session = Session(
-        engine.buffers, TAPS, engine.transport, engine.arena, 64, captures=False
-    )
+    engine.session = Session(engine.buffers, TAPS, engine.transport, engine.arena, 64, Share(1, 2))
     shipped = []
     real = engine.transport.ship
     engine.transport.ship = lambda parcels, tally, scores: (

@@ -19,6 +19,8 @@ def config(**changes):
             prefill_context_parallel_size=1,
             use_sequence_parallel_moe=False,
             data_parallel_size=1,
+            distributed_executor_backend="mp",
+            enable_elastic_ep=False,
         ),
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
@@ -56,6 +58,11 @@ REFUSED = {
     },
     "kv_transfer_config": {"kv_transfer_config": SimpleNamespace(kv_connector="x")},
     "data_parallel_size > 1": {"parallel_config__data_parallel_size": 2},
+    'distributed_executor_backend other than "uni", "mp", and "ray" as vLLM has it by default '
+    "(VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1)": {
+        "parallel_config__distributed_executor_backend": "external_launcher"
+    },
+    "enable_elastic_ep": {"parallel_config__enable_elastic_ep": True},
     "--api-server-count > 1": {"parallel_config___api_process_count": 2},
     "an encoder-decoder model": {"model_config__is_encoder_decoder": True},
     "cpu_offload_gb with UVA switched off": {"offload_config__uva__cpu_offload_gb": 4},
@@ -107,6 +114,7 @@ def test_all_that_is_wrong_is_named_at_once():
         ("parallel_config", "use_ubatching"),
         ("parallel_config", "prefill_context_parallel_size"),
         ("parallel_config", "use_sequence_parallel_moe"),
+        ("parallel_config", "enable_elastic_ep"),
         ("cache_config", "kv_sharing_fast_prefill"),
         ("compilation_config.pass_config", "enable_sp"),
         ("model_config", "is_encoder_decoder"),
@@ -121,6 +129,22 @@ def test_a_release_that_has_not_got_a_setting_yet_passes(path, name):
         holder = getattr(holder, one)
     delattr(holder, name)
     check_settings(given)
+
+
+@pytest.mark.parametrize("backend", [None, "uni", "mp", "ray"])
+def test_executors_that_answer_calls_between_steps_pass(backend):
+    check_settings(config(parallel_config__distributed_executor_backend=backend))
+
+
+def test_rays_first_executor_and_those_of_ones_own_are_refused(envs):
+    class Own:
+        pass
+
+    with pytest.raises(UnsupportedError, match="during a step"):
+        check_settings(config(parallel_config__distributed_executor_backend=Own))
+    envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND = False
+    with pytest.raises(UnsupportedError, match="VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1"):
+        check_settings(config(parallel_config__distributed_executor_backend="ray"))
 
 
 @pytest.mark.parametrize("method", SPECULATION)

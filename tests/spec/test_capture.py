@@ -135,3 +135,29 @@ def test_a_contradiction_with_given_positions_names_the_item():
 def test_what_is_no_capture_is_refused(value, problem):
     with pytest.raises(SpecError, match=problem):
         Capture.parse(value)
+
+
+def test_by_which_ranks_its_rows_leave_survives_json():
+    capture = Capture(0, return_="sharded")
+    assert capture.return_ == "sharded"
+    form = json.loads(json.dumps(capture.to_dict()))
+    assert form["return"] == "sharded"
+    assert Capture.parse(form) == capture
+    assert dataclasses.replace(capture, layers=1).return_ == "sharded"
+    assert Capture.parse({"layers": 0}).return_ == ""
+    assert "return" not in Capture(0).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("both", r"^return: expected one of gathered, sharded, got 'both'$"),
+        (True, r"^return: expected `str`, got `bool`$"),
+        (["sharded"], r"^return: expected `str`, got `list`$"),
+    ],
+)
+def test_other_ways_to_leave_are_refused(value, message):
+    with pytest.raises(SpecError, match=message):
+        Capture(0, return_=value)
+    with pytest.raises(SpecError, match=message):
+        Capture.parse({"layers": 0, "return": value})

@@ -53,6 +53,7 @@ EVERYWHERE = [[[0, None]], [], None]
 HEADER = {
     "prompt_len": 10,
     "codec": "raw",
+    "sharded": False,
     "vectors": [3, 3],
     "steps": [
         [[0, -1, [0], [1.0, 0.0, 0.0, 0.0], 8, -1, 0]],
@@ -86,7 +87,7 @@ BODY = struct.pack("<6f", 1, 2, 3, 0, 0, 1)
 
 def _packed(header=HEADER, body=BODY):
     text = json.dumps(header, separators=(",", ":")).encode()
-    return b"MSP2" + struct.pack("<I", len(text)) + text + body
+    return b"MSP3" + struct.pack("<I", len(text)) + text + body
 
 
 def _survives(plan):
@@ -165,12 +166,12 @@ def test_a_vector_or_instructions_used_often_are_sent_once():
     ("data", "problem"),
     [
         (b"", "at least 8 bytes, got 0"),
-        (b"MSP2\0\0\0", "at least 8 bytes, got 7"),
-        (b"MSP1" + _packed()[4:], "starts with b'MSP2', got b'MSP1'"),
-        (b"\x80\x04" + _packed(), "starts with b'MSP2'"),
+        (b"MSP3\0\0\0", "at least 8 bytes, got 7"),
+        (b"MSP2" + _packed()[4:], "starts with b'MSP3', got b'MSP2'"),
+        (b"\x80\x04" + _packed(), "starts with b'MSP3'"),
         (_packed()[:50], "the header is cut off: 42 of"),
-        (b"MSP2\xff\xff\xff\xff", "the header is cut off: 0 of 4294967295 bytes"),
-        (b"MSP2\0\0\0\0", "expected JSON"),
+        (b"MSP3\xff\xff\xff\xff", "the header is cut off: 0 of 4294967295 bytes"),
+        (b"MSP3\0\0\0\0", "expected JSON"),
         (_packed()[:-1], r"vectors\[1\]: the vector is cut off at 23 of 24 bytes"),
         (_packed() + b"\0", "vectors: expected 24 bytes of vectors, got 25"),
         (
@@ -180,10 +181,10 @@ def test_a_vector_or_instructions_used_often_are_sent_once():
         (_packed(body=BODY[:12] * 2), "not in the form in which plans are written"),
         (_packed({**HEADER, "vectors": [3]}, BODY[:12]), "there is no vector 1, of 1"),
         (_packed({**HEADER, "vectors": [3, 3, 3]}, BODY * 2)[:-12], "not in the form"),
-        (b"MSP2\x02\0\0\0[]", "expected a dict"),
-        (b"MSP2\x05\0\0\0" + b"[" * 5, "expected JSON"),
-        (b"MSP2\xa0\x86\x01\0" + b"[" * 100_000, "nested too deeply|expected JSON"),
-        ("MSP2", "expected `bytes`, got `str`"),
+        (b"MSP3\x02\0\0\0[]", "expected a dict"),
+        (b"MSP3\x05\0\0\0" + b"[" * 5, "expected JSON"),
+        (b"MSP3\xa0\x86\x01\0" + b"[" * 100_000, "nested too deeply|expected JSON"),
+        ("MSP3", "expected `bytes`, got `str`"),
         (None, "expected `bytes`, got `None`"),
     ],
 )
@@ -291,7 +292,7 @@ def test_a_header_with_something_wrong_is_refused(path, value, problem):
 
 def test_json_that_means_the_same_in_other_words_is_refused():
     text = json.dumps(HEADER).encode()  # with spaces
-    data = b"MSP2" + struct.pack("<I", len(text)) + text + BODY
+    data = b"MSP3" + struct.pack("<I", len(text)) + text + BODY
     with pytest.raises(SpecError, match="not in the form in which plans are written"):
         ResolvedPlan.from_bytes(data)
 

@@ -52,6 +52,7 @@ def make_receipt(
     ]
     if not parts:
         problems.append("the workers know nothing of it")
+    problems += _missing(parts)
     dropped = sum(part.dropped for part in parts)
     came = {} if activations is None else activations.counts()
     rows = plan.expected_rows(length, tokens)
@@ -117,14 +118,24 @@ def _edited(
     # What the cache served was computed for another request that asked for the same there: the
     # blocks' keys say so.
     cached = np.full(length, bool(parts))
-    for part in parts:
-        if part.worker["tensor_rank"] == 0:
-            states = np.full(length, UNSEEN, np.int64)
-            known = part.done[:length]
-            states[: known.size] = known
-            done += np.maximum(states - APPLIED_0, 0)
-            cached &= states == CACHED
     problems = []
+    first_ranks: dict[int, Ints] = {}
+    for part in sorted(parts, key=lambda part: part.worker["tensor_rank"]):
+        stage, rank = part.worker["stage"], part.worker["tensor_rank"]
+        states = np.full(length, UNSEEN, np.int64)
+        known = part.done[:length]
+        states[: known.size] = known
+        edited = np.maximum(states - APPLIED_0, 0)
+        if stage not in first_ranks:
+            first_ranks[stage] = edited
+            done += edited
+            cached &= states == CACHED
+        elif (apart := np.flatnonzero(edited != first_ranks[stage])).size:
+            # Each rank edits its own copy of the stream: one that did not has made it another.
+            problems.append(
+                f"{apart.size} positions were not edited alike on workers {stage}.0 and "
+                f"{stage}.{rank}; the first is {apart[0]}"
+            )
     wrong = np.flatnonzero((done != expected) & ~cached)
     if wrong.size:
         first = int(wrong[0])
@@ -140,6 +151,19 @@ def _edited(
         cached=int(edits[cached].sum()),
     )
     return counts, problems
+
+
+def _missing(parts: list[Part]) -> list[str]:
+    """Ranks that know nothing of what another one of their stage has done: they did no edit."""
+    ranks: dict[int, set[int]] = {}
+    for part in parts:
+        ranks.setdefault(part.worker["stage"], set()).add(part.worker["tensor_rank"])
+    every = set(range(parts[0].worker["tensor_ranks"])) if parts else set()
+    return [
+        f"worker {stage}.{rank} knows nothing of it"
+        for stage, there in ranks.items()
+        for rank in sorted(every - there)
+    ]
 
 
 def _add_up(finals: Iterable[Final], length: int) -> Ints:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from midstream.codecs import parse_codec
 from midstream.config import KEY
 from midstream.errors import ConfigError, SpecError
 from midstream.ops.layout import Op
+from midstream.returning import SHARDED
 from midstream.runtime.budget import Need, all_taps, need_of
 from midstream.runtime.cache_keys import CacheKeys, cache_keys
 from midstream.runtime.chat import ChatPlan
@@ -124,7 +125,10 @@ class Asking:
         if resolved.captures:
             # Those of every request come as the request's own do, where it has any.
             own = () if plan is None else plan.captures
-            resolved = replace(resolved, codec=self._codec(own or self._also))
+            decisive = own or self._also
+            resolved = replace(
+                resolved, codec=self._codec(decisive), sharded=self._return(decisive) == SHARDED
+            )
         first = self._info.workers[0]
         need = need_of(resolved, self._taps, self._info.room, first["edits_per_site"])
         need = replace(need, rows=self._most_rows(resolved, prompt.length, max_tokens))
@@ -137,22 +141,20 @@ class Asking:
         if max_tokens is not None:
             length = min(length, prompt_len + max_tokens)
         dtype = getattr(torch, self._info.dtype)
-        return most_rows(plan, self._info.shape.hidden_size, dtype, length)
+        ranks = self._info.workers[0]["tensor_ranks"]
+        return most_rows(plan, self._info.shape.hidden_size, dtype, length, ranks)
 
     def _codec(self, captures: tuple[Capture, ...]) -> str:
         """The one codec of all of these captures."""
-        specs = [capture.codec or self._info.codec for capture in captures]
-        for nth, spec in enumerate(specs):
-            with at(f"capture[{nth}]"):
-                if spec != specs[0]:
-                    raise SpecError(
-                        "codec",
-                        f"{spec}, and that of capture[0] is {specs[0]}; all captures of a request "
-                        "have one codec",
-                    )
-                dtype = getattr(torch, self._info.dtype)
-                parse_codec(spec).row_bytes(self._info.shape.hidden_size, dtype)
-        return specs[0]
+        spec = _common("codec", [capture.codec or self._info.codec for capture in captures])
+        with at("capture[0]"):
+            dtype = getattr(torch, self._info.dtype)
+            parse_codec(spec).row_bytes(self._info.shape.hidden_size, dtype)
+        return spec
+
+    def _return(self, captures: tuple[Capture, ...]) -> str:
+        """Through which ranks the rows of all of these captures leave."""
+        return _common("return", [capture.return_ or self._info.return_ for capture in captures])
 
     def _prompt(self, request: Any, chat: ChatPlan | None) -> Prompt:
         ids = request.prompt_token_ids
@@ -186,6 +188,8 @@ class Asking:
         for worker in self._info.workers:
             # Under pipeline parallelism each stage captures its own layers.
             at_once = sum((site, layer) in wanted for site, layer in worker["taps"])
+            if plan.sharded:
+                at_once = -(-at_once // worker["tensor_ranks"])
             if at_once > worker["capture_limit"]:
                 raise SpecError(
                     "capture",
@@ -220,6 +224,22 @@ class Asking:
                         f"the gate reads {site} of layer {layer}, which is on another pipeline "
                         f"stage than layer {edit.layer}; read a layer of the same stage",
                     )
+
+
+def _common(name: str, values: Sequence[str]) -> str:
+    """The one value that a field has in all captures of a request.
+
+    Raises:
+        SpecError: it has several.
+    """
+    for nth, value in enumerate(values):
+        if value != values[0]:
+            raise SpecError(
+                f"capture[{nth}].{name}",
+                f"{value}, and that of capture[0] is {values[0]}; all captures of a request have "
+                f"one {name}",
+            )
+    return values[0]
 
 
 def _prompt_len(request: Any) -> int:

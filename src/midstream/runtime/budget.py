@@ -10,7 +10,7 @@ from midstream.errors import SpecError
 from midstream.ops import layout
 from midstream.runtime.buffers import Room, Tap
 from midstream.runtime.programs import vectors_of
-from midstream.runtime.requests import Piece, cut
+from midstream.runtime.requests import WHOLE, Piece, cut
 from midstream.spec import ResolvedPlan
 
 # Per kind of room: the setting, what it counts.
@@ -29,7 +29,8 @@ class Need:
 
     Attributes:
         kinds: by kind of room, how much for each distinct thing.
-        rows: bytes of captured rows, at most, until they are fetched.
+        rows: bytes of captured rows, at most, until they are fetched; where ranks share them, those
+            of one rank.
     """
 
     kinds: dict[str, dict[Hashable, int]]
@@ -68,7 +69,7 @@ def need_of(plan: ResolvedPlan, taps: dict[Tap, int], room: Room, edits_per_site
     Raises:
         SpecError: the plan is beyond a limit even with nothing else running; with the figures.
     """
-    pieces = cut(plan, taps, captures=True)
+    pieces = cut(plan, taps, WHOLE)
     kinds: dict[str, dict[Hashable, int]] = {kind: {} for kind in _KINDS}
     for piece in pieces:
         _check_sites(piece, list(taps), edits_per_site)

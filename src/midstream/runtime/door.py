@@ -58,6 +58,7 @@ class EngineInfo:
         shape: for resolving plans.
         dtype: name of the model's dtype.
         codec: how captured vectors leave the device where a request does not say.
+        return_: through which ranks.
         room: how much the running requests can hold together.
         workers: each worker's own description.
     """
@@ -65,6 +66,7 @@ class EngineInfo:
     shape: ModelShape
     dtype: str
     codec: str
+    return_: str
     room: Room
     workers: tuple[dict[str, Any], ...]
 
@@ -252,4 +254,5 @@ def describe(answers: list[dict[str, Any]]) -> EngineInfo:
         taps=taps,
         reasons=MappingProxyType(lacking),
     )
-    return EngineInfo(shape, first["dtype"], first["codec"], Room(**first["room"]), workers)
+    room = Room(**first["room"])
+    return EngineInfo(shape, first["dtype"], first["codec"], first["return"], room, workers)

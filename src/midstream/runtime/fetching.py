@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from midstream.runtime.parts import Answers
 from midstream.runtime.results import piece_of
+from midstream.runtime.traced import check_traces
 from midstream.runtime.workers import Worker
 
 READ_BYTES = 64 << 20
@@ -51,6 +52,7 @@ def _asking(
     found: dict[str, Answers] = {name: [] for name in names}
     mapped = [worker.place for worker in workers if worker.is_mapped]
     answers = yield op, [argument, mapped]
+    check_traces([worker.description for worker in workers], answers)
     large: set[str] = set()
     for worker, answer in zip(workers, answers, strict=True):
         headers = json.loads(answer["json"])

@@ -168,12 +168,17 @@ class Pieces:
     # -- what has come ----------------------------------------------------------------------
 
     def take_in(self, answers: Answers) -> int:
-        """Takes in what the workers handed over; how many bytes of rows that are."""
+        """Takes in what the workers handed over; how many bytes of rows that are, of those that one
+        rank moved where ranks share them.
+        """
         nbytes = 0
         for index, parts in split(answers, self._count).items():
             mine = self._completions[index]
-            for block in (block for part in parts for block in part.blocks()):
-                nbytes += self._width * len(block.taps) * block.positions.size
+            for rank, block in (
+                (part.worker["tensor_rank"], block) for part in parts for block in part.blocks()
+            ):
+                if rank == 0:
+                    nbytes += self._width * len(block.taps) * block.positions.size
                 mine.before.append(block if self._is_kept else block.bare())
                 if self._streamed:
                     mine.fresh.append(block)

@@ -95,6 +95,11 @@ class Tables:
             self._free_programs.append(program.index)
             self._release_content(edits)
 
+    def edits_of(self, index: int) -> Edits:
+        """Those of a program in use. Looks through all of them."""
+        found = [edits for edits, program in self._programs.items() if program.index == index]
+        return found[0] if found else ()
+
     def acquire_group(self, taps: tuple[int, ...]) -> int:
         """The index of the group that captures these taps, in the order of its record.
 

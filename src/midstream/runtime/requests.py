@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,31 @@ UNSEEN = 0
 CACHED = 1
 APPLIED_0 = 2
 MOST_APPLIED = 0xFFFF
+
+
+T = TypeVar("T")
+
+
+class Share(NamedTuple):
+    """Which part of what is captured leaves through one rank of a tensor-parallel group.
+
+    Attributes:
+        rank: its number in the group.
+        ranks: how many there are.
+    """
+
+    rank: int
+    ranks: int
+
+    def of(self, taps: tuple[T, ...], sharded: bool) -> tuple[T, ...]:
+        """The rank's of some taps that are captured together."""
+        if sharded:
+            # What it is depends on these taps alone: alike for all who capture them.
+            return taps[self.rank :: self.ranks]
+        return () if self.rank else taps
+
+
+WHOLE = Share(0, 1)
 
 
 class Piece(NamedTuple):
@@ -129,28 +154,28 @@ class _Part:
     scored: bool = False
 
 
-def cut(plan: ResolvedPlan, taps: dict[Tap, int], captures: bool) -> list[Piece]:
+def cut(plan: ResolvedPlan, taps: dict[Tap, int], share: Share) -> list[Piece]:
     """A plan as pieces over [0, FOREVER), for the taps of this rank.
 
     Args:
         plan: what the request asks for.
         taps: this rank's taps and their indices.
-        captures: whether this rank captures (one rank of a tensor-parallel group does).
+        share: which part of its vectors leaves through this rank.
     """
-    parts = _parts(plan, taps, captures)
+    parts = _parts(plan, taps, share)
     pieces = []
     for start, stop, indices in overlay([part.ranges for part in parts]):
         here = [parts[nth] for nth in indices]
         edits = tuple(part.edit for part in here if part.edit is not None)
-        places = {tap for part in here for tap in part.taps}
+        places = tuple(sorted({tap for part in here for tap in part.taps}))
         scored = any(part.scored for part in here)
         end = FOREVER if stop is None else stop
-        pieces.append(Piece(start, end, edits, tuple(sorted(places)), scored))
+        pieces.append(Piece(start, end, edits, share.of(places, plan.sharded), scored))
     return pieces
 
 
-def _parts(plan: ResolvedPlan, taps: dict[Tap, int], captures: bool) -> list[_Part]:
-    """What is asked for of this rank, in the order in which it applies at a tap."""
+def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: Share) -> list[_Part]:
+    """What is asked for at these taps, in the order in which it applies at each."""
     parts = []
     for edit in plan.edits:
         index = taps.get((edit.site, edit.layer))
@@ -165,10 +190,11 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], captures: bool) -> list[_Pa
         index = taps.get((probe.site, probe.layer))
         if index is not None:
             read = Edit(index, probe.steps.instructions, probe.steps.digest)
-            scored = captures and bool(probe.name)
+            # Scores are few: the first rank has them all.
+            scored = share.rank == 0 and bool(probe.name)
             # Of a probe's scores the front end keeps those that are asked for.
             parts.append(_Part(probe.where.possible, read, scored=scored))
-    for capture in plan.captures if captures else ():
+    for capture in plan.captures:
         places = tuple(taps[tap] for tap in capture.taps if tap in taps)
         if places:
             parts.append(_Part(capture.where.possible, taps=places))

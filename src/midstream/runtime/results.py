@@ -44,45 +44,39 @@ class Outbox:
         self._data: dict[str, bytes] = {}
         self._inlined: set[str] = set()  # of the latest `inline`
 
-    def put(
-        self, uid: str, requests: list[Request], with_rows: bool, mapped: bool
-    ) -> dict[str, Any]:
+    def put(self, uid: str, requests: list[Request], mapped: bool) -> dict[str, Any]:
         """Takes in the finished requests of a uid; returns their header.
 
         Args:
             uid: theirs.
             requests: with their blocks, whose rows are copied or leased here.
-            with_rows: whether this rank's rows are the ones that are wanted.
             mapped: whether the front end maps the arena.
         """
         parts: list[bytes] = []
         entries = []
-        every = [block for request in requests for block in request.blocks] if with_rows else []
+        every = [block for request in requests for block in request.blocks]
         places = {id(block): _places(block) for block in every}
         lease = self._lease(every, places.values()) if mapped else None
         for request in requests:
             blocks = []
             scores = []
             parts.append(request.done.tobytes())
-            if with_rows:
-                for block in request.blocks:
-                    where = places[id(block)]
-                    parts.append(
-                        _copied(block, where)
-                        if lease is None
-                        else np.array(where, np.int64).tobytes()
-                    )
-                    blocks.append(
-                        {
-                            "taps": list(block.taps),
-                            "codec": self._codec(block.codec).spec,
-                            "runs": runs_of(block.positions),
-                            "nbytes": len(parts[-1]),
-                        }
-                    )
-                for read in request.scores:
-                    parts.append(_bytes(read.values[:, 0, : request.plan.slots]))
-                    scores.append({"runs": runs_of(read.positions), "nbytes": len(parts[-1])})
+            for block in request.blocks:
+                where = places[id(block)]
+                parts.append(
+                    _copied(block, where) if lease is None else np.array(where, np.int64).tobytes()
+                )
+                blocks.append(
+                    {
+                        "taps": list(block.taps),
+                        "codec": self._codec(block.codec).spec,
+                        "runs": runs_of(block.positions),
+                        "nbytes": len(parts[-1]),
+                    }
+                )
+            for read in request.scores:
+                parts.append(_bytes(read.values[:, 0, : request.plan.slots]))
+                scores.append({"runs": runs_of(read.positions), "nbytes": len(parts[-1])})
             entries.append(
                 {
                     "id": request.id,

@@ -14,13 +14,16 @@ from midstream.codecs import parse_codec
 from midstream.config import Config
 from midstream.errors import SpecError
 from midstream.runtime.budget import Need, RowRoom
+from midstream.runtime.requests import Share
 from midstream.runtime.workers import MOST_HELD, Worker
 from midstream.spec import ResolvedPlan
-from midstream.spec.ranges import count, merge
+from midstream.spec.range_algebra import overlay
 
 
 def row_room(workers: Sequence[Worker], config: Config) -> RowRoom:
-    """The room of an engine, over all workers that capture."""
+    """The room of an engine, over all pipeline stages. Of the ranks of a stage the first counts: no
+    other moves more.
+    """
     capturing = [worker for worker in workers if worker.description["tensor_rank"] == 0]
     if config.overflow != "block":
         return RowRoom(None, lambda: 0)
@@ -30,23 +33,25 @@ def row_room(workers: Sequence[Worker], config: Config) -> RowRoom:
     )
 
 
-def most_rows(plan: ResolvedPlan, hidden: int, dtype: torch.dtype, length: int) -> int:
-    """Bytes of the rows that a plan can capture.
+def most_rows(plan: ResolvedPlan, hidden: int, dtype: torch.dtype, length: int, ranks: int) -> int:
+    """Bytes of the rows that a plan can capture; where ranks share them, those of the first.
 
     Args:
         plan: what one completion asks for.
         hidden: width of the model.
         dtype: the dtype that it computes in.
         length: how many tokens the request can have.
+        ranks: how many there are in a tensor-parallel group.
     """
     if not plan.captures:
         return 0
     width = parse_codec(plan.codec).row_bytes(hidden, dtype)
-    possible = [capture.where.possible for capture in plan.captures]
+    first = Share(0, ranks)
     rows = 0
-    for captures, taps in plan.alike:
-        union = merge(each for index in captures for each in possible[index])
-        rows += len(taps) * count(union, length)
+    for start, stop, indices in overlay([each.where.possible for each in plan.captures]):
+        taps = tuple({tap for nth in indices for tap in plan.captures[nth].taps})
+        positions = max(0, (length if stop is None else min(stop, length)) - start)
+        rows += len(first.of(taps, plan.sharded)) * positions
     return rows * width
 
 

@@ -44,6 +44,8 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         (
             "_api_process_count",
             "data_parallel_size",
+            "distributed_executor_backend",
+            "enable_elastic_ep",
             "pipeline_parallel_size",
             "prefill_context_parallel_size",
             "tensor_parallel_size",

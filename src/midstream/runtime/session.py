@@ -26,6 +26,7 @@ from midstream.runtime.programs import Tables
 from midstream.runtime.requests import (
     Piece,
     Request,
+    Share,
     acquire_segments,
     cut,
     idle_segment,
@@ -34,6 +35,7 @@ from midstream.runtime.requests import (
 from midstream.runtime.step_counts import StepCounts
 from midstream.runtime.stepplan import Load, StepPlan
 from midstream.runtime.stepview import StepView
+from midstream.runtime.traced import Trace
 from midstream.spec import ResolvedPlan
 from midstream.transport.arena import Arena, Extent
 from midstream.transport.base import Copy, Parcel, Shipment, Transport
@@ -60,7 +62,8 @@ class Session:
         transport: Transport,
         arena: Arena,
         max_model_len: int,
-        captures: bool,
+        share: Share,
+        trace: Trace | None = None,
     ) -> None:
         """Args:
         buffers: the rank's.
@@ -68,13 +71,15 @@ class Session:
         transport: owner of `buffers.ring`.
         arena: where it brings the rows.
         max_model_len: most positions that a request can have.
-        captures: whether this rank captures.
+        share: which part of the vectors leaves through this rank.
+        trace: keeps checksums; None: nobody asks for them.
         """
         self._buffers = buffers
         self._taps = taps
         self._transport = transport
         self._arena = arena
-        self._captures = captures
+        self._share = share
+        self._trace = trace
         self._tables = Tables(buffers)
         self._planner = Planner(self._tables, max_model_len)
         self._codecs: dict[str, int] = {Raw().spec: 0}
@@ -110,6 +115,8 @@ class Session:
             plan: what it asks for, packed.
             computed: how many of its tokens need not be computed.
         """
+        if self._trace is not None:
+            self._trace.asked(request_id, uid, plan, computed)
         known = self._planner.get(request_id)
         if known is not None:
             if known.uid == uid:
@@ -263,6 +270,8 @@ class Session:
         plan = self._planner.plan(view, watch=not self._checked)
         self.counts.steps += 1
         self.counts.planner_ns += time.perf_counter_ns() - began
+        if self._trace is not None:
+            self._trace.step(view, plan, self._tables)
         if plan is None:
             self._disarm()
             return
@@ -328,7 +337,7 @@ class Session:
 
     def _parse_and_cut(self, plan: bytes) -> tuple[ResolvedPlan, list[Piece]]:
         resolved = ResolvedPlan.from_bytes(plan)
-        return resolved, cut(resolved, self._taps, self._captures)
+        return resolved, cut(resolved, self._taps, self._share)
 
     def _await_positions(self, plan: StepPlan, view: StepView) -> Copy | None:
         """Has the device say where the rows are, if the host does not know."""

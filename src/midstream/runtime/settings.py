@@ -93,6 +93,18 @@ RULES: tuple[Rule, ...] = (
         "results are fetched from one engine only as yet; run one engine per process instead",
     ),
     Rule(
+        'distributed_executor_backend other than "uni", "mp", and "ray" as vLLM has it by default '
+        "(VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1)",
+        lambda c: _is_other_executor(c.parallel_config.distributed_executor_backend),
+        "results are fetched by calls that all workers answer between two steps; others answer "
+        "them during a step, or each rank hears of itself only",
+    ),
+    Rule(
+        "enable_elastic_ep",
+        lambda c: bool(getattr(c.parallel_config, "enable_elastic_ep", False)),
+        "workers come and go while requests run",
+    ),
+    Rule(
         "--api-server-count > 1",
         lambda c: getattr(c.parallel_config, "_api_process_count", 1) > 1,
         "each server process would have vectors and steering of its own; start with "
@@ -123,6 +135,14 @@ def check_settings(vllm_config: Any) -> None:
             "midstream is enabled, and cannot be right with these engine settings; change them, "
             "or leave `midstream` out of additional_config.\n  " + "\n  ".join(refused)
         )
+
+
+def _is_other_executor(backend: object) -> bool:
+    import vllm.envs as envs
+
+    if backend == "ray":
+        return not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+    return backend not in (None, "uni", "mp")
 
 
 def _offloads_without_uva(vllm_config: Any) -> bool:

@@ -16,11 +16,12 @@ from midstream.runtime.adapter import Hooks
 from midstream.runtime.buffers import Buffers, Room, Tap
 from midstream.runtime.drafters import check_drafter
 from midstream.runtime.layers import Decoder, find_decoder
-from midstream.runtime.requests import Request
+from midstream.runtime.requests import Request, Share
 from midstream.runtime.results import Outbox, piece_of
 from midstream.runtime.session import Session
 from midstream.runtime.settings import check_settings
 from midstream.runtime.taps import tap_layer
+from midstream.runtime.traced import Trace
 from midstream.transport.arena import Arena
 from midstream.transport.host import host_transport
 from midstream.transport.room import arena_settings
@@ -64,23 +65,24 @@ class _Endpoint:
         self._taps = _choose_taps(self._decoder, config)
         self._buffers = _allocate(self._taps, runner, vllm_config, config)
         self._room, self._edits_per_site = _room(config), config.edits_per_site
-        self._default_codec = config.codec
+        self._default_codec, self._default_return = config.codec, config.return_
+        self._tensor_ranks: int = parallel.tensor_parallel_size
         for layer in self._decoder.layers:
             tap_layer(layer, self._taps, self._buffers)
         check_drafter(runner)
         _count_memory(runner, self._buffers)
-        # The residual stream is the same on all ranks of a tensor-parallel group: one captures.
-        captures = self._tensor_rank == 0
         self._max_tokens = self._buffers.tokens.shape[0]
         device = self._buffers.ring.device.type
         self._arena = Arena(arena_settings(config, parallel.world_size), device == "cuda")
+        self._trace = Trace() if config.check_ranks else None
         self._session = Session(
             self._buffers,
             self._taps,
             host_transport(self._buffers.ring, self._arena),
             self._arena,
             vllm_config.model_config.max_model_len,
-            captures,
+            Share(self._tensor_rank, self._tensor_ranks),
+            self._trace,
         )
         self._outbox = Outbox(self._arena, self._session.codec)
         hooks = Hooks(self._session, _ahead(vllm_config))
@@ -130,6 +132,7 @@ class _Endpoint:
         return {
             "stage": self._stage,
             "tensor_rank": self._tensor_rank,
+            "tensor_ranks": self._tensor_ranks,
             "num_layers": self._decoder.num_layers,
             "hidden_size": self._buffers.bank.shape[1],
             "taps": [list(tap) for tap in self._taps],
@@ -142,6 +145,7 @@ class _Endpoint:
             "edits_per_site": self._edits_per_site,
             "runner": self._runner_name,
             "codec": self._default_codec,
+            "return": self._default_return,
             "arena": self._arena.leases.address,
             "arena_bytes": self._arena.budget,
             "device": str(self._buffers.ring.device.type),
@@ -181,14 +185,12 @@ class _Endpoint:
     ) -> dict[str, Any]:
         """Puts requests into the outbox, under the names given, and tells what is there."""
         is_mapped = [self._stage, self._tensor_rank] in mapped
-        headers = [
-            self._outbox.put(name, found, self._tensor_rank == 0, is_mapped)
-            for name, found in requests.items()
-        ]
+        headers = [self._outbox.put(name, found, is_mapped) for name, found in requests.items()]
         return {
             "json": json.dumps(headers),
             "inline": self._outbox.inline(list(requests)),
             "retired": self._arena.take_retired(),
+            "trace": [] if self._trace is None else self._trace.marks,
         }
 
 

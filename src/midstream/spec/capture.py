@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from midstream.errors import SpecError
+from midstream.returning import RETURNS
 from midstream.spec.destination import MEMORY, NO_METADATA, Metadata, read_name
 from midstream.spec.fields import at, kind, read_fields, show
 from midstream.spec.positions import Positions
@@ -17,6 +18,7 @@ _OPTIONAL = (
     "phase",
     "exclude",
     "codec",
+    "return",
     "sink",
     "tag",
     "request_id",
@@ -37,6 +39,7 @@ class Capture:
     sites: Sites
     positions: Positions
     codec: str
+    return_: str
     sink: str
     tag: str
     request_id: str
@@ -52,6 +55,7 @@ class Capture:
         exclude: object = None,
         *,
         codec: object = None,
+        return_: object = None,
         sink: object = MEMORY,
         tag: object = "",
         request_id: object = "",
@@ -68,6 +72,11 @@ class Capture:
             exclude: positions to leave out.
             codec: how the rows leave the device, the same for all captures of a request: "raw", or
                 reduced, see `midstream.codecs`. None: as midstream's setting of that name says.
+            return_: through which of the ranks of a tensor-parallel group, all of which have the
+                same vectors, they leave; the same for all captures of a request. "gathered": the
+                first; "sharded": of n ranks each moves every n-th tap of a token, so that each has
+                1/n of the bytes. What comes back is the same. None: as midstream's setting `return`
+                says. In a dict the field is `return`.
             sink: where the rows go: "memory" (they come back on the output), or the name of a sink
                 that the engine was started with.
             tag: under which the sink keeps them, with others; 1 to 128 of A-Z a-z 0-9 _ . -
@@ -86,6 +95,9 @@ class Capture:
             object.__setattr__(self, "sites", Sites.parse(sites))
         object.__setattr__(self, "positions", Positions.within(positions, phase, exclude))
         object.__setattr__(self, "codec", "" if codec in (None, "") else _read_codec(codec))
+        with at("return"):
+            found = "" if return_ in (None, "") else _read_return(return_)
+            object.__setattr__(self, "return_", found)
         with at("sink"):
             object.__setattr__(self, "sink", read_name(sink, may_be_empty=False))
         with at("tag"):
@@ -93,21 +105,23 @@ class Capture:
         with at("request_id"):
             object.__setattr__(self, "request_id", read_name(request_id))
         with at("metadata"):
-            found = NO_METADATA if metadata is None else Metadata(metadata)
-            object.__setattr__(self, "metadata", found)
+            kept = NO_METADATA if metadata is None else Metadata(metadata)
+            object.__setattr__(self, "metadata", kept)
         with at("stream"):
             object.__setattr__(self, "stream", _read_stream(stream, self.sink))
 
     @staticmethod
     def parse(value: object) -> Capture:
-        """A Capture, or a dict of the constructor's arguments.
+        """A Capture, or a dict of the constructor's arguments, where `return_` is `return`.
 
         Raises:
             SpecError: a field is unknown, missing or malformed.
         """
         if isinstance(value, Capture):
             return value
-        return Capture(**read_fields(value, _REQUIRED, _OPTIONAL))
+        given = read_fields(value, _REQUIRED, _OPTIONAL)
+        by_rank = given.pop("return", None)
+        return Capture(**given, return_=by_rank)
 
     @property
     def place(self) -> tuple[str, str, str]:
@@ -129,6 +143,8 @@ class Capture:
         }
         if self.codec:
             found["codec"] = self.codec
+        if self.return_:
+            found["return"] = self.return_
         if self.sink != MEMORY:
             found["sink"] = self.sink
         if self.tag:
@@ -151,6 +167,14 @@ def _read_stream(value: object, sink: str) -> bool:
             f"rows that go to the sink {show(sink)} are on no output; leave it out, or capture "
             "them for memory as well",
         )
+    return value
+
+
+def _read_return(value: object) -> str:
+    if not isinstance(value, str):
+        raise SpecError("", f"expected `str`, got {kind(value)}")
+    if value not in RETURNS:
+        raise SpecError("", f"expected one of {', '.join(RETURNS)}, got {show(value)}")
     return value
 
 

@@ -138,6 +138,8 @@ class ResolvedPlan:
         captures: where two overlap, a row is captured once.
         probes: each sees the vector after the edits at its tap.
         codec: how captured vectors leave the device.
+        sharded: whether the ranks of a tensor-parallel group share that; otherwise the first of
+            them moves all.
         taps: all that are captured, in the order in which a forward pass reaches them.
         alike: the same, those together that the same captures name: they have the same rows.
     """
@@ -147,6 +149,7 @@ class ResolvedPlan:
     captures: tuple[ResolvedCapture, ...]
     probes: tuple[ResolvedProbe, ...] = ()
     codec: str = "raw"
+    sharded: bool = False
     # Many requests share a plan: what they all need is worked out once.
     taps: tuple[Tap, ...] = field(init=False, compare=False, repr=False)
     alike: tuple[Alike, ...] = field(init=False, compare=False, repr=False)

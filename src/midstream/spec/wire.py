@@ -1,6 +1,6 @@
 """The form in which a resolved plan travels to the workers. Never pickle.
 
-- 4 bytes: `MSP2`.
+- 4 bytes: `MSP3`.
 - 4 bytes: H, the header's length in bytes, unsigned, little-endian.
 - H bytes: the header, JSON: `prompt_len`; `vectors`, the size of each; `steps`, lists of
   instructions, in which vectors are indices into `vectors`; `edits`, `captures` and `probes`, as
@@ -41,7 +41,7 @@ from midstream.spec.resolved import (
 from midstream.spec.vector import Vector
 from midstream.spec.where import Match, Where
 
-MAGIC = b"MSP2"
+MAGIC = b"MSP3"
 
 _START = struct.Struct("<4sI")
 _NONE = -1
@@ -61,6 +61,7 @@ def to_bytes(plan: ResolvedPlan) -> bytes:
     header = {
         "prompt_len": plan.prompt_len,
         "codec": plan.codec,
+        "sharded": plan.sharded,
         "vectors": [vector.size for vector in vectors],
         "steps": packed,
         "edits": [
@@ -109,7 +110,7 @@ def from_bytes(data: bytes) -> ResolvedPlan:
     text = data[_START.size : _START.size + length]
     if len(text) < length:
         raise SpecError("", f"the header is cut off: {len(text)} of {length} bytes")
-    names = ("prompt_len", "codec", "vectors", "steps", "edits", "captures", "probes")
+    names = ("prompt_len", "codec", "sharded", "vectors", "steps", "edits", "captures", "probes")
     header = read_fields(read_json(text), names)
     with at("prompt_len"):
         prompt_len = _natural(header["prompt_len"], at_least=1)
@@ -130,7 +131,16 @@ def from_bytes(data: bytes) -> ResolvedPlan:
             probes.append(_read_probe(value, steps))
     if not isinstance(header["codec"], str):
         raise SpecError("codec", f"expected `str`, got {kind(header['codec'])}")
-    plan = ResolvedPlan(prompt_len, tuple(edits), tuple(captures), tuple(probes), header["codec"])
+    if not isinstance(header["sharded"], bool):
+        raise SpecError("sharded", f"expected `bool`, got {kind(header['sharded'])}")
+    plan = ResolvedPlan(
+        prompt_len,
+        tuple(edits),
+        tuple(captures),
+        tuple(probes),
+        header["codec"],
+        header["sharded"],
+    )
     if to_bytes(plan) != data:
         raise SpecError("", "the plan is not in the form in which plans are written")
     return plan
