@@ -7,8 +7,8 @@ does it. store: a `midstream.store.Writer` that is given rows of an 8B model's l
 takes them. served: `LLM.generate` with the sink `store`, every layer of every prompt token, until
 all of it is durable; the model runs in that time as well. They take turns; figures are medians.
 
-With `--shape none` there is no engine and nothing is served. A FOLDER in memory (/dev/shm) then tells
-what the writer itself takes: checksums, copies, calls of the system.
+With `--shape none` there is no engine and nothing is served. A FOLDER in memory (/dev/shm) then
+tells what the writer itself takes: checksums, copies, calls of the system.
 """
 
 from __future__ import annotations
