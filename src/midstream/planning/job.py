@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from midstream.errors import SpecError
 from midstream.planning.shape import ModelSize
-from midstream.spec.fields import is_int, listed, show
+from midstream.spec.fields import at, is_int, listed, show
 from midstream.spec.resolved import Tap
 from midstream.spec.selection import Layers, Sites
 from midstream.spec.shape import ModelShape
@@ -142,10 +142,13 @@ class PlannedJob:
             raise SpecError(
                 "pp", f"expected at most the {size.num_layers} layers of the model, got {fleet.pp}"
             )
-        names = Sites.parse(sites)
+        with at("sites"):
+            names = Sites.parse(sites)
+        with at("layers"):
+            chosen = Layers.parse(layers)
         every = [(site, layer) for site in names.names for layer in range(size.num_layers)]
         shape = ModelShape(size.num_layers, size.hidden_size, every)
-        taps = find_taps(Layers.parse(layers), names, shape, "layers", "sites")
+        taps = find_taps(chosen, names, shape, "layers", "sites")
         return PlannedJob(size, taps, tokens, request_tokens, fraction, step_tokens, fleet)
 
     def taps_of_stages(self) -> list[int]:

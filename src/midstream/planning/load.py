@@ -226,7 +226,9 @@ def stored_bytes(job: PlannedJob, codec: Codec) -> float:
         vllm="0.00.0",
         midstream=__version__,
     )
-    kept = job.request_tokens * job.fraction
+    # Where fewer than one token of a request is kept, on average, only some requests are stored.
+    some = min(1.0, job.request_tokens * job.fraction)
+    kept = job.request_tokens * job.fraction / some
     line = Line(
         "000000000-0123456789abcdef", 0, "", job.request_tokens, ((0, int(kept)),), METADATA_BYTES
     )
@@ -236,7 +238,7 @@ def stored_bytes(job: PlannedJob, codec: Codec) -> float:
     group = Group(job.taps, int(requests * kept))
     head = len(Layout(header, (group,), 1 << 16, 1 << 20).head())
     shard = requests * request * (1 + 4 / BLOCK) + head
-    return shard / requests / job.request_tokens
+    return shard / requests / job.request_tokens * some
 
 
 @dataclass(frozen=True, slots=True)
