@@ -8,7 +8,7 @@ from typing import Any
 
 from midstream.planning.advice import PACE, Advice
 from midstream.planning.job import PlannedJob
-from midstream.planning.load import Load, Resource
+from midstream.planning.load import BUS, NETWORK, STORE, WRITER, Load, Resource
 from midstream.planning.rates import Figure, Rates
 from midstream.terminal import visible
 
@@ -21,6 +21,9 @@ def render(job: PlannedJob, loads: Sequence[Load], advice: Advice, rates: Rates)
     parts = [
         _head(job),
         _columns(_codec_rows(loads), "<<" + ">" * 5 + "<"),
+        "needed for as many tokens as the model computes alone, "
+        f"{chosen.model_rate:,.0f} a second in all:",
+        _columns(_needs_rows(loads), "<<>>>>"),
         _per_token(chosen),
         _columns(_resource_rows(chosen), "<<>>>< "),
         _advice(advice),
@@ -99,8 +102,7 @@ def _per_token(load: Load) -> str:
     return (
         f"with {load.codec}, {load.returned}: {load.rows:g} rows a token, "
         f"{load.token_bytes:,.0f} bytes, {load.stored_bytes:,.0f} stored, {busiest:,.0f} through "
-        f"the busiest rank;\nneeded for as many tokens as the model computes alone, "
-        f"{load.model_rate:,.0f} a second in all:"
+        f"the busiest rank:"
     )
 
 
@@ -131,6 +133,18 @@ def _codec_rows(loads: Sequence[Load]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def _needs_rows(loads: Sequence[Load]) -> list[list[str]]:
+    """Bandwidths, of each codec and layout."""
+    head = ["codec", "return", "bus, busiest rank", "writer, engine", "network, machine", "store"]
+    names = (BUS, WRITER, NETWORK, STORE)
+    every = [[one.resource(name) for name in names] for one in loads]
+    rows = [
+        [one.codec, one.returned, *(_needed(each)[0] for each in found)]
+        for one, found in zip(loads, every, strict=True)
+    ]
+    return [head, *rows, ["there is", "", *(_needed(each)[1] for each in every[0])]]
 
 
 def _resource_rows(load: Load) -> list[list[str]]:
