@@ -111,3 +111,12 @@ def test_it_imports_no_vllm_and_no_transformers():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_its_help_names_every_model_that_is_built_in():
+    from midstream.planning import NAMED
+
+    said = " ".join(
+        CliRunner(env={"COLUMNS": "300"}).invoke(app, ["plan", "--help"]).output.split()
+    )
+    assert all(name in said for name in NAMED)

@@ -201,6 +201,22 @@ def test_a_machine_with_more_engines_has_all_of_their_rows_to_send():
     assert shares[1] == pytest.approx(8 * shares[0])
 
 
+def test_the_front_end_reads_every_row_and_answers_every_request():
+    planned = job("llama-8b", tokens=10**6, request_tokens=100)
+    one = load_of(planned, parse_codec("raw"), "gathered", RATES)
+    seconds = RATES.request.value / 100 + one.token_bytes / RATES.reader.value
+    assert one.resource("front end").share == pytest.approx(seconds * one.model_rate)
+
+
+def test_the_stage_with_most_of_the_taps_is_the_busiest():
+    planned = job("llama-8b", [1, 20, 24, 28], pp=2)
+    one = load_of(planned, parse_codec("raw"), "gathered", RATES)
+    assert one.rank_bytes == ((8192,), (3 * 8192,))
+    bus = one.resource("bus to the host")
+    assert bus.needed == pytest.approx(3 * 8192 * one.model_rate)
+    assert one.ring_bytes == 3 * 8192 * planned.step_tokens
+
+
 def test_speeds_that_cannot_be_told_must_be_given():
     size = read_config({"hidden_size": 64, "num_hidden_layers": 2}, "odd", "", "auto")
     planned = replace(job(), size=size, taps=(("resid_post", 0),))
