@@ -1,11 +1,14 @@
 """How fast captured rows get to a disk, beside what `dd` writes to it.
 
-    python benchmarks/disk.py [FOLDER] [--gib 2] [--rounds 3] [--shape 0.6b] [--json FILE]
+    python benchmarks/disk.py [FOLDER] [--gib 2] [--rounds 3] [--shape 0.6b|none] [--json FILE]
 
 dd: as many bytes of random data, in files as large as a shard, each followed by fsync, as the store
 does it. store: a `midstream.store.Writer` that is given rows of an 8B model's layers as fast as it
 takes them. served: `LLM.generate` with the sink `store`, every layer of every prompt token, until
 all of it is durable; the model runs in that time as well. They take turns; figures are medians.
+
+With `--shape none` there is no engine and nothing is served. A FOLDER in memory (/dev/shm) then
+tells what the writer itself takes: checksums, copies, calls of the system.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ import machine
 import shapes
 
 HIDDEN, LAYERS, TOKENS = 4096, 32, 64
+NO_ENGINE = "none"
 
 
 def main() -> None:
@@ -40,7 +44,7 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", type=Path, help="on the disk to measure")
     parser.add_argument("--gib", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--shape", choices=list(shapes.SHAPES), default="0.6b")
+    parser.add_argument("--shape", choices=[*shapes.SHAPES, NO_ENGINE], default="0.6b")
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--memory", type=float, default=0.3)
     parser.add_argument("--json", type=Path)
@@ -62,15 +66,16 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     # In memory, so that dd waits for the disk only.
     source = Path(tempfile.mkstemp(dir="/dev/shm")[1])
     source.write_bytes(torch.randint(256, (SHARD_BYTES,), dtype=torch.uint8).numpy().tobytes())
-    config = shapes.SHAPES[args.shape]
-    per_prompt = args.length * config["num_hidden_layers"] * config["hidden_size"] * 2
-    prompts = max(1, nbytes // per_prompt)
-    llm = make_engine(shapes.write(args.shape, folder), folder / "served", args.memory)
     ways: dict[str, Callable[[], int]] = {
         "dd": lambda: by_dd(source, folder / "dd", nbytes // SHARD_BYTES),
         "store": lambda: by_store(folder / "store", nbytes),
-        "served": lambda: served(llm, prompts, args.length),
     }
+    if args.shape != NO_ENGINE:
+        config = shapes.SHAPES[args.shape]
+        per_prompt = args.length * config["num_hidden_layers"] * config["hidden_size"] * 2
+        prompts = max(1, nbytes // per_prompt)
+        llm = make_engine(shapes.write(args.shape, folder), folder / "served", args.memory)
+        ways["served"] = lambda: served(llm, prompts, args.length)
     rates: dict[str, list[float]] = {way: [] for way in ways}
     try:
         for nth in range(args.rounds + 1):
@@ -91,6 +96,8 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "rounds": args.rounds,
         "gib": args.gib,
         "shape": args.shape,
+        "cores": os.cpu_count(),
+        "folder": "memory" if str(folder).startswith("/dev/shm") else "disk",
         "ways": {
             way: {"gb_s": statistics.median(all_), "min": min(all_), "max": max(all_)}
             for way, all_ in rates.items()

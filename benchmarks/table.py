@@ -190,7 +190,10 @@ def disk(result: dict[str, Any]) -> str:
         [way, f"{one['gb_s']:.2f}", f"{one['gb_s'] / plain:.0%}"]
         for way, one in result["ways"].items()
     ]
-    head = [f"to a disk, {result['gib']} GiB, {result['shape']} served", "GB/s", "of dd"]
+    target = result.get("folder", "disk")
+    served = "" if result["shape"] == "none" else f", {result['shape']} served"
+    cores = f", {result['cores']} cores" if "cores" in result else ""
+    head = [f"to {target}, {result['gib']} GiB{cores}{served}", "GB/s", "of dd"]
     return f"{_where(result)}\n\n{markers.table(head, rows, numbers=True)}"
 
 

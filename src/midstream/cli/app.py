@@ -10,7 +10,7 @@ from importlib import import_module
 
 import typer
 
-COMMANDS = ("doctor", "serve", "capture", "inspect", "export", "verify", "merge", "prune")
+COMMANDS = ("doctor", "serve", "plan", "capture", "inspect", "export", "verify", "merge", "prune")
 
 
 def make() -> typer.Typer:

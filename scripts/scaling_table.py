@@ -1,0 +1,134 @@
+"""Writes what docs/scaling.md shows of `midstream plan`: what rows cost, and the plans themselves.
+
+scripts/scaling_table.py [--check]
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import markers
+import torch
+from typer.testing import CliRunner
+
+from midstream.cli.app import app
+from midstream.codecs import parse_codec
+from midstream.planning.advice import USUAL
+from midstream.planning.rates import NARROW, WIDE, Workload, encoder_rate, known_rates, row_seconds
+from midstream.planning.shape import NAMED, read_model
+
+# By the name of the block.
+PLANS = {
+    "70b": "--model llama-70b --tp 8 --tokens 1000000000",
+    "70b fast writer": "--model llama-70b --tp 8 --tokens 1000000000 --writer 60 --network 100",
+    "405b": "--model llama-405b --tp 8 --pp 2 --tokens 1000000000",
+    "64 nodes": "--model llama-70b --tp 8 --nodes 64 --tokens 10000000000",
+    "64 nodes, three layers": "--model llama-70b --layers 20,40,60 --tp 8 --nodes 64 "
+    "--tokens 10000000000 --writer 3",
+}
+
+
+def pages() -> dict[str, dict[str, str]]:
+    """Every block, by page."""
+    # What they were reckoned from is nearly the same in all of them: the first shows it.
+    shown = {name: plan(text, nth == 0) for nth, (name, text) in enumerate(PLANS.items())}
+    made = {"row costs": row_costs(), "rates": rates(), "named shapes": named_shapes()}
+    return {"docs/scaling.md": made | shown}
+
+
+def row_costs() -> str:
+    """What one row costs, by codec, at the two widths that were measured."""
+    rows = []
+    for spec in USUAL:
+        codec = parse_codec(spec)
+        name = spec.partition(":")[0]
+        encoder = encoder_rate(name)
+        moved = "" if encoder is None else f"{WIDE.vector_bytes / encoder.value * 1e9:.0f} ns"
+        rows.append(
+            [
+                f"`{spec}`",
+                *(
+                    _cost(codec.row_bytes(_width(one), torch.bfloat16), name, one)
+                    for one in (NARROW, WIDE)
+                ),
+                moved,
+            ]
+        )
+    head = [
+        "codec",
+        f"{_width(NARROW):,} wide, {NARROW.layers} layers",
+        f"{_width(WIDE):,} wide, {WIDE.layers} layers",
+        "encoding alone, at the latter",
+    ]
+    return markers.table(head, rows, numbers=True)
+
+
+def rates() -> str:
+    """What else plans reckon with."""
+    known = known_rates()
+    rows = [
+        ["a GPU's prompts", f"{known.gpu_flops.value / 1e12:,.0f} TFLOP/s", known.gpu_flops],
+        ["copies from a GPU to the host", _gb(known.bus.value), known.bus],
+        ["the host around a step", f"{known.step.value * 1e6:,.0f} µs", known.step],
+        ["the front end, for a request", f"{known.request.value * 1e3:.2f} ms", known.request],
+        ["the front end, reading rows", _gb(known.reader.value), known.reader],
+        ["an engine's store writer", _gb(known.writer.value), known.writer],
+        ["the network of a machine", _gb(known.network.value), known.network],
+        ["the store, in all", _gb(known.store.value), known.store],
+        [
+            "of its speed, what a GPU keeps in an engine of several",
+            f"{known.efficiency.value:.0%}",
+            known.efficiency,
+        ],
+        ["a GPU's memory", f"{known.gpu_memory.value / 1e9:.0f} GB", known.gpu_memory],
+    ]
+    table = [[str(what), str(value), one.basis, one.source] for what, value, one in rows]
+    return markers.table(["what", "", "", "from"], table)
+
+
+def named_shapes() -> str:
+    """The models that need no configuration."""
+    rows = []
+    for name in NAMED:
+        size = read_model(name)
+        assert size.weights is not None
+        rows.append(
+            [
+                f"`{name}`",
+                f"{size.num_layers}",
+                f"{size.hidden_size:,}",
+                f"{size.weights.total / 1e9:.3g} B",
+                f"{size.weights.met / 1e9:.3g} B",
+            ]
+        )
+    head = ["name", "layers", "width", "weights", "met by a token, embeddings beside"]
+    return markers.table(head, rows, numbers=True)
+
+
+def plan(arguments: str, is_whole: bool) -> str:
+    """A plan's command, and what it prints; with or without what it was reckoned from."""
+    done = CliRunner().invoke(app, ["plan", *shlex.split(arguments)])
+    if done.exit_code:
+        raise RuntimeError(f"midstream plan {arguments}: {done.output}")
+    text = done.output if is_whole else done.output.partition("reckoned from:")[0]
+    return f"```bash\nmidstream plan {arguments}\n```\n\n```text\n{text.rstrip()}\n```"
+
+
+def _cost(row_bytes: int, codec: str, work: Workload) -> str:
+    return f"{row_bytes:,} B, {row_seconds(codec, work.vector_bytes).value * 1e9:.0f} ns"
+
+
+def _width(work: Workload) -> int:
+    return work.vector_bytes // 2  # bfloat16
+
+
+def _gb(value: float) -> str:
+    return f"{value / 1e9:.3g} GB/s"
+
+
+if __name__ == "__main__":
+    sys.exit(markers.main(pages(), __doc__))

@@ -1,0 +1,129 @@
+"""`midstream plan --model … --tokens …`: what a capture will take, before it is run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from midstream.cli.capture import read_layers
+from midstream.cli.output import print_json, refusals
+
+GB = 1e9
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|DIR|FILE",
+            help="llama-8b, llama-70b, llama-405b, qwen3-0.6b, qwen3-30b-a3b, smollm2-135m; a "
+            "folder with a config.json; or such a file.",
+        ),
+    ],
+    tokens: Annotated[int, typer.Option(help="How many are computed, all told.")],
+    layers: Annotated[str, typer.Option(help="As 10,20 or -1; or all.")] = "all",
+    sites: Annotated[str, typer.Option(help="As resid_post,mlp_out.")] = "resid_post",
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(help="Reckon with this one only.", show_default="the usual ones"),
+    ] = None,
+    returned: Annotated[
+        str,
+        typer.Option(
+            "--return",
+            metavar="gathered|sharded",
+            help="Which ranks move rows: the first, or each its part.",
+            show_default="both",
+        ),
+    ] = "",
+    request_tokens: Annotated[int, typer.Option(help="Tokens of one request.")] = 512,
+    fraction: Annotated[
+        float, typer.Option(help="Of the tokens, the share whose rows are kept.")
+    ] = 1.0,
+    tp: Annotated[int, typer.Option(help="GPUs that share each layer.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    dp: Annotated[
+        int | None, typer.Option(help="Engines.", show_default="as many as the machines hold")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(help="Machines.", show_default="as few as hold the engines")
+    ] = None,
+    gpus_per_node: Annotated[int, typer.Option(help="Of one machine.")] = 8,
+    dtype: Annotated[str, typer.Option(help="The engine's.")] = "auto",
+    step_tokens: Annotated[
+        int, typer.Option(help="Of a full step: max_num_batched_tokens.")
+    ] = 8192,
+    tokens_per_second: Annotated[
+        float | None,
+        typer.Option(help="Of one engine, nothing captured.", show_default="by its FLOP/s"),
+    ] = None,
+    tflops: Annotated[
+        float | None, typer.Option(help="TFLOP/s of one GPU.", show_default="measured: 8B, H200")
+    ] = None,
+    efficiency: Annotated[
+        float | None,
+        typer.Option(help="What several GPUs keep of it as one engine.", show_default="0.8"),
+    ] = None,
+    bus: Annotated[
+        float | None, typer.Option(help="GB/s of one GPU to the host.", show_default="measured")
+    ] = None,
+    writer: Annotated[
+        float | None,
+        typer.Option(help="GB/s of one engine's store writer.", show_default="measured"),
+    ] = None,
+    network: Annotated[
+        float | None, typer.Option(help="GB/s out of one machine.", show_default="25")
+    ] = None,
+    store: Annotated[
+        float | None, typer.Option(help="GB/s into the store, in all.", show_default="100")
+    ] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="GB of one GPU.", show_default="141")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+) -> None:
+    """Reckon what a capture takes: bytes, bandwidths, time, what saturates first, which codec and
+    layout to choose.
+
+    Nothing is downloaded or run. Each rate is shown with what it is from: measured, derived from
+    what was measured, assumed, or given. Exit status: 0; 2 it was refused.
+    """
+    with refusals(as_json):
+        # Here, as codecs and the store's layout import torch.
+        from midstream.planning import Fleet, PlannedJob, advise, read_model
+        from midstream.planning.advice import loads_of
+        from midstream.planning.job import read_return
+        from midstream.planning.rates import known_rates
+        from midstream.planning.table import render, to_dict
+
+        rates = known_rates().with_given(
+            engine=tokens_per_second,
+            gpu_flops=_scaled(tflops, 1e12),
+            efficiency=efficiency,
+            bus=_scaled(bus, GB),
+            writer=_scaled(writer, GB),
+            network=_scaled(network, GB),
+            store=_scaled(store, GB),
+            gpu_memory=_scaled(gpu_memory, GB),
+        )
+        job = PlannedJob.of(
+            read_model(model, dtype),
+            read_layers(layers),
+            [name.strip() for name in sites.split(",")],
+            tokens,
+            Fleet.of(tp, pp, gpus_per_node, nodes, dp),
+            request_tokens=request_tokens,
+            fraction=fraction,
+            step_tokens=step_tokens,
+        )
+        loads = loads_of(job, codec or (), read_return(returned, tp), rates)
+        found = advise(job, loads, rates)
+    if as_json:
+        print_json(to_dict(job, loads, found, rates))
+    else:
+        typer.echo(render(job, loads, found, rates), nl=False)
+
+
+def _scaled(value: float | None, unit: float) -> float | None:
+    return None if value is None else value * unit
