@@ -270,7 +270,7 @@ def work():
         held = llm.generate([tokens([9 + n] * 400) for n in range(8)], greedy(1), use_tqdm=False,
             capture=Capture(layers="all"))
         rows = [o.activations["resid_post", 3] for o in held]
-        pid = llm._front_end._workers[0].description["arena"]["pid"]
+        pid = llm._front_end._workers[0][0].description["arena"]["pid"]
         leases = llm._front_end._call("check_integrity")[0]["arena"]["leases"]
         print("READY", pid, leases, shared(), flush=True)
         victim = sys.argv[2]

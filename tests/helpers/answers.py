@@ -76,6 +76,7 @@ def answer(*requests, stage=0, tensor_rank=0, taps=(), scores=(), dtype="float32
     outbox = Outbox(make_arena(), lambda _: Raw())
     header = outbox.put("u", kept, True, mapped=False)
     worker = {
+        "replica": 0,
         "stage": stage,
         "tensor_rank": tensor_rank,
         "hidden_size": WIDTH,

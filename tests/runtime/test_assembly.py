@@ -279,7 +279,7 @@ def test_a_workers_own_problem_is_told_with_the_workers_place():
         answer(("x", [2] * 4, [rows([PRE, POST], range(4))]), stage=0),
         answer(("x", [], [], "no tap fired"), stage=1, tensor_rank=1),
     ]
-    assert assembled(READ, answers).receipt.problems == ("no tap fired (worker 1.1)",)
+    assert assembled(READ, answers).receipt.problems == ("no tap fired (worker 0.1.1)",)
 
 
 # ---------------------------------------------------------------- what was not computed

@@ -13,6 +13,7 @@ from midstream.activations import Activations
 from midstream.receipt import Captured, Edited, Probed, Receipt, Selected
 from midstream.runtime.parts import Part
 from midstream.runtime.requests import APPLIED_0, CACHED, UNSEEN
+from midstream.runtime.workers import place_of
 from midstream.scores import Probes
 from midstream.spec import ResolvedPlan
 from midstream.spec.ranges import clip, merge
@@ -46,9 +47,7 @@ def make_receipt(
     if completion.finish_reason == "error":
         problems.append(str(completion.stop_reason or "the engine ended it with an error"))
     problems += [
-        f"{part.problem} (worker {part.worker['stage']}.{part.worker['tensor_rank']})"
-        for part in parts
-        if part.problem
+        f"{part.problem} (worker {place_of(part.worker)})" for part in parts if part.problem
     ]
     if not parts:
         problems.append("the workers know nothing of it")
