@@ -75,8 +75,8 @@ def _have_vllm_load_it() -> None:
 
 
 def _one_front_end(given: list[str]) -> list[str]:
-    """How many processes answer, for a server with replicas: midstream needs one, and vLLM starts as
-    many as there are replicas where it is not told.
+    """How many processes answer, for a server with replicas: midstream needs one, and vLLM starts
+    as many as there are replicas where it is not told.
     """
     named = {word.partition("=")[0].replace("_", "-") for word in given}
     has_replicas = named & {"--data-parallel-size", "-dp"}
