@@ -117,3 +117,19 @@ def test_an_offline_engine_of_several_replicas_is_refused_with_what_to_use_inste
     check_offline(1)
     with pytest.raises(UnsupportedError, match=r"data_parallel_size=2: .*midstream\.AsyncLLM"):
         check_offline(2)
+
+
+def test_any_offline_engine_is_refused_before_it_starts_anything():
+    patches = pytest.importorskip("midstream.runtime.patches")
+    started = []
+    config = SimpleNamespace(
+        additional_config={"midstream": {}},
+        parallel_config=SimpleNamespace(data_parallel_size=2),
+    )
+    with pytest.raises(UnsupportedError, match="data_parallel_size=2"):
+        patches._engine_init(lambda *_: started.append(1), SimpleNamespace(), config, object, False)
+    assert not started
+    # One that does not name midstream is vLLM's own affair.
+    config.additional_config = {}
+    patches._engine_init(lambda *_: started.append(1), SimpleNamespace(), config, object, False)
+    assert started == [1]
