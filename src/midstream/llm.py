@@ -18,6 +18,7 @@ from midstream.runtime.chat import ChatPlan, template_arguments
 from midstream.runtime.door import EngineInfo
 from midstream.runtime.own_settings import with_midstream
 from midstream.runtime.prompts import conversations, count_prompts
+from midstream.runtime.settings import check_offline
 from midstream.site_table import SiteTable
 from midstream.spec import Plan, Positions
 from midstream.steering import Steering
@@ -72,6 +73,7 @@ class LLM(VllmLLM):
             )
         patches.activate()
         seams.check_offline()
+        check_offline(vllm_args.get("data_parallel_size", 1))
         super().__init__(model, additional_config=given, **vllm_args)
         self._front_end = patches.front_end(self.llm_engine)
 

@@ -74,6 +74,26 @@ def test_what_is_not_midstreams_is_passed_on_with_the_settings_among_it(started)
 
 
 @pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        (["--port", "8001"], 0),
+        (["--data-parallel-size", "2"], 1),
+        (["--data_parallel_size=2"], 1),
+        (["-dp", "2"], 1),
+        (["-dp", "2", "--api-server-count=2"], 0),
+        (["-dp", "2", "--headless"], 0),
+    ],
+)
+def test_with_replicas_one_server_is_started_unless_another_number_is_asked_for(
+    started, words, count
+):
+    assert run("m", *words).exit_code == 0
+    [(given, _)] = started
+    at = given.index("--additional-config") + 2
+    assert given[at:] == ["--api-server-count", "1"] * count
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--settings", "[1]"], "--settings"),

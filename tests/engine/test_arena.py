@@ -162,9 +162,9 @@ def small(model: Path, overflow: str, nbytes: int, **settings: Any) -> Any:
 def test_requests_wait_for_room_and_every_row_comes(tiny_llama, alone, monkeypatch):
     with small(tiny_llama, "block", 1 << 20) as llm:
         most = []
-        real = llm._front_end._admission._budget.fits
+        real = llm._front_end._admission._budgets[0].fits
         monkeypatch.setattr(
-            llm._front_end._admission._budget,
+            llm._front_end._admission._budgets[0],
             "fits",
             lambda need: (most.append(llm._front_end._admission.waiting), real(need))[1],
         )
@@ -230,8 +230,8 @@ if __name__ == "__main__":
     with engine(Path(sys.argv[1]), max_num_batched_tokens=64, max_num_seqs=8, block_size=32,
             midstream=more) as llm:
         admission, waited = llm._front_end._admission, []
-        fits = admission._budget.fits
-        admission._budget.fits = lambda need: (waited.append(admission.waiting), fits(need))[1]
+        fits = admission._budgets[0].fits
+        admission._budgets[0].fits = lambda need: (waited.append(admission.waiting), fits(need))[1]
         found = run(llm, PROMPTS)
         assert max(waited) > 2, "nobody had to wait"
         for n in (0, 17, 47):
@@ -270,7 +270,7 @@ def work():
         held = llm.generate([tokens([9 + n] * 400) for n in range(8)], greedy(1), use_tqdm=False,
             capture=Capture(layers="all"))
         rows = [o.activations["resid_post", 3] for o in held]
-        pid = llm._front_end._workers[0].description["arena"]["pid"]
+        pid = llm._front_end._workers[0][0].description["arena"]["pid"]
         leases = llm._front_end._call("check_integrity")[0]["arena"]["leases"]
         print("READY", pid, leases, shared(), flush=True)
         victim = sys.argv[2]

@@ -93,7 +93,7 @@ def integrity(llm: Any) -> None:
 
 
 def used(llm: Any) -> dict[str, int]:
-    return dict(llm._front_end._admission._budget.used)
+    return dict(llm._front_end._admission._budgets[0].used)
 
 
 def assert_nothing_is_left(llm: Any) -> None:

@@ -27,7 +27,7 @@ from helpers.adversary_mix import Mix, Shape
 from helpers.adversary_run import assert_idle_and_clean
 from helpers.engines import engine, greedy, tokens
 from helpers.oracle_edits import PLACES, SIX, EditOracle
-from helpers.ranks import GPUS, MEASURE, PIPELINE, ranks, usage
+from helpers.ranks import GPUS, HOOKED, MEASURE, PIPELINE, ranks, usage
 
 from midstream import Capture, Gate, SamplingParams, SpecError, Steer
 from midstream.spec.operations import KINDS_BY_OP
@@ -116,7 +116,7 @@ def run_the_mix(model: Model, llm: Any, folder: Path) -> None:
     drawn = {edit.op for edit in mix.catalogue.edits}
     assert drawn == set(KINDS_BY_OP), f"the mix has {drawn}"
     totals = Totals()
-    Bench(llm, model.single, model.hooks, MEASURE, CHUNK, folder).run(mix, totals)
+    Bench(llm, model.single, model.hooks, MEASURE, CHUNK, folder, HOOKED).run(mix, totals)
     assert totals.requests == REQUESTS
     for name, share in {
         "edited": 2, "captured": 3, "probed": 8, "given_up": 40, "chunked": 5, "hits": 10,
@@ -169,7 +169,13 @@ def test_shards_make_up_what_the_first_rank_gathers(model: Model, tensor: Any, c
     assert len(list(gathered)) == len(SIX) * tiny.LAYERS
     for tap in gathered:
         assert gathered.positions_of(*tap).tolist() == list(range(23))
-        assert torch.equal(gathered.encoded(*tap), sharded.encoded(*tap))
+        mine, theirs = gathered.encoded(*tap), sharded.encoded(*tap)
+        if codec.startswith("rp8") and GPUS:
+            # The product with the projection is rounded by how many rows it has.
+            mine, theirs = gathered[tap], sharded[tap]
+            assert MEASURE.error(mine, theirs) < MEASURE.rows
+        else:
+            assert torch.equal(mine, theirs)
 
 
 def test_shards_of_captures_that_differ_by_position_come_together(

@@ -127,7 +127,7 @@ def assert_idle_and_clean(llm: Any) -> None:
     assert not front._finished
     assert not front._needs
     assert front._admission.waiting == 0
-    assert not any(front._admission._budget.used.values())
+    assert not any(front._admission._budgets[0].used.values())
 
 
 def counter(llm: Any, name: str) -> float:

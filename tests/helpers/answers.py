@@ -76,6 +76,7 @@ def answer(*requests, stage=0, tensor_rank=0, tensor_ranks=1, taps=(), scores=()
     outbox = Outbox(make_arena(), lambda _: Raw())
     header = outbox.put("u", kept, mapped=False)
     worker = {
+        "replica": 0,
         "stage": stage,
         "tensor_rank": tensor_rank,
         "tensor_ranks": tensor_ranks,

@@ -120,7 +120,7 @@ async def ask(llm: Any, name: str, given: Any, sampling: Any, **asked: Any) -> d
 
 async def mix(llm: Any, found: dict[str, Any]) -> None:
     """Twenty requests at once, and what is asked of the workers meanwhile."""
-    courier = llm._front_end._courier
+    courier = llm._front_end._replicas[0].courier
     call, calls, running = courier._call, [], 0
 
     async def counted(op: str, argument: object) -> Any:

@@ -288,6 +288,20 @@ FAULTS: tuple[Fault, ...] = (
         "::test_a_call_that_is_given_up_ends_for_the_sink_that_had_some_of_it",
     ),
     Fault(
+        "All results are fetched from the first of several replicas",
+        RUNTIME + "replicas.py",
+        "engine=client.core_engines[number]\n",
+        "engine=client.core_engines[0]\n",
+        ENGINE + "test_replicas.py::test_each_of_many_at_once_gets_what_one_engine_gives",
+    ),
+    Fault(
+        "A request that one replica has room for is sent to another",
+        RUNTIME + "async_frontend.py",
+        "            request.data_parallel_rank = order.replica.number\n",
+        "            pass\n",
+        ENGINE + "test_replicas.py::test_each_of_many_at_once_gets_what_one_engine_gives",
+    ),
+    Fault(
         "A link beneath the root leads a request's files elsewhere",
         "sinks/beneath.py",
         "FOLDER | os.O_NOFOLLOW",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ GPUS = torch.cuda.device_count()
 MEASURE = (
     Measure(rows=4e-2, tie=0.2, splits=True, error=relative_error) if GPUS else Measure(splits=True)
 )
+# Further from transformers, which has TF32 nowhere: by up to 4.1e-2 where it was seen.
+HOOKED = replace(MEASURE, rows=8e-2, tie=0.4) if GPUS else MEASURE
 PIPELINE = {"pipeline_parallel_size": 2} | (
     {} if GPUS else {"enforce_eager": False, "async_scheduling": False}
 )

@@ -28,7 +28,7 @@ class Door:
 
     def __init__(self):
         self.budget = Budget(Room(ROWS, 100, 100, 100, 1))
-        self.admission = Admission(self.budget)
+        self.admission = Admission([self.budget])
         self.sent = []
 
     def submit(self, uid, wanted, child=0):
@@ -214,7 +214,7 @@ def test_a_request_that_cannot_be_sent_gives_its_room_to_those_behind_it():
 
 def test_rows_that_were_fetched_while_their_request_runs_make_room_for_others():
     budget = Budget(Room(ROWS, 100, 100, 100, 1), RowRoom(100, lambda: 0))
-    admission, sent = Admission(budget), []
+    admission, sent = Admission([budget]), []
 
     def submit(uid, nbytes):
         admission.submit(uid, replace(need(), rows=nbytes), lambda: sent.append(uid))

@@ -214,7 +214,7 @@ def test_a_rank_that_did_other_edits_than_the_first_is_a_problem():
         answer(("x", [0, 3, 2, 2], []), tensor_rank=1, tensor_ranks=2),
     ]
     assert assembled(STEER, answers).receipt.problems == (
-        "2 positions were not edited alike on workers 0.0 and 0.1; the first is 2",
+        "2 positions were not edited alike on workers 0.0.0 and 0.0.1; the first is 2",
     )
 
 
@@ -223,7 +223,7 @@ def test_a_rank_that_knows_nothing_of_a_request_is_a_problem():
         answer(("x", [0, 3, 3, 3], []), tensor_rank=0, tensor_ranks=2),
         answer(tensor_rank=1, tensor_ranks=2),
     ]
-    assert assembled(STEER, answers).receipt.problems == ("worker 0.1 knows nothing of it",)
+    assert assembled(STEER, answers).receipt.problems == ("worker 0.0.1 knows nothing of it",)
 
 
 def test_rows_that_ranks_share_come_together():
@@ -327,7 +327,7 @@ def test_a_workers_own_problem_is_told_with_the_workers_place():
         answer(("x", [2] * 4, [rows([PRE, POST], range(4))]), stage=0),
         answer(("x", [], [], "no tap fired"), stage=1),
     ]
-    assert assembled(READ, answers).receipt.problems == ("no tap fired (worker 1.0)",)
+    assert assembled(READ, answers).receipt.problems == ("no tap fired (worker 0.1.0)",)
 
 
 # ---------------------------------------------------------------- what was not computed

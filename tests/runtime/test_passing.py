@@ -15,6 +15,7 @@ from midstream.runtime.door import Asked
 from midstream.runtime.order import Order
 from midstream.runtime.passing import Passing
 from midstream.runtime.pieces import Pieces
+from midstream.runtime.replicas import Replica
 from midstream.runtime.routes import Route
 from midstream.runtime.streaming import Streamed
 from midstream.sinks.opened import Pace
@@ -86,6 +87,7 @@ class Running:
         own = Plan((Capture(1, stream=True), Capture(1, sink="rows")))
         self.sinks, self.courier, self.came = Sinks(), Courier(), []
         self.order = Order(None, asked=Asked("u", plan, own, routes))
+        self.order.replica = Replica(0, self.courier)
         vectors = (WIDTH, torch.float32)
         self.order.pieces = Pieces(self.order.asked, "x", 1, self.sinks, vectors)
         self.order.pieces.ids.append("x")
@@ -93,7 +95,7 @@ class Running:
         self.tokens: list[int] = []
         known = SimpleNamespace(output_token_ids=self.tokens)
         self.states = {"x": SimpleNamespace(prompt="p", prompt_token_ids=PROMPT, detokenizer=known)}
-        self.passing = Passing(self.courier, self.sinks, lambda *each: self.came.append(each))
+        self.passing = Passing(self.sinks, lambda *each: self.came.append(each))
 
     def see(self, count):
         """So many more tokens are known, and shown."""

@@ -72,7 +72,7 @@ def test_where_rows_may_go_elsewhere_nobody_waits(overflow):
 
 def test_rows_are_in_the_way_until_they_are_fetched_and_what_readers_hold_until_they_let_go():
     held = [0]
-    admission = Admission(Budget(ROOM, RowRoom(100, lambda: held[0])))
+    admission = Admission([Budget(ROOM, RowRoom(100, lambda: held[0]))])
     sent: list[str] = []
     for name in "abc":
         admission.submit(name, need(50), lambda name=name: sent.append(name))
@@ -86,13 +86,13 @@ def test_rows_are_in_the_way_until_they_are_fetched_and_what_readers_hold_until_
     admission.finish(["nobody"])
     assert sent == ["a", "b", "c"]
     admission.finish(["b", "c"])
-    assert admission._budget.rows == 0
+    assert admission._budgets[0].rows == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60), st.booleans()), max_size=40))
 def test_no_more_than_there_is_room_for_is_ever_inside(steps):
     budget = Budget(ROOM, RowRoom(100, lambda: 0))
-    admission, inside = Admission(budget), {}
+    admission, inside = Admission([budget]), {}
     for name, rows, ends in steps:
         uid = str(name)
         if ends or uid in inside or admission.is_waiting(uid):

@@ -18,7 +18,6 @@ def config(**changes):
             use_ubatching=False,
             prefill_context_parallel_size=1,
             use_sequence_parallel_moe=False,
-            data_parallel_size=1,
             distributed_executor_backend="mp",
             enable_elastic_ep=False,
         ),
@@ -57,7 +56,6 @@ REFUSED = {
         "speculative_config": SimpleNamespace(method="eagle", enable_adaptive_verification=True)
     },
     "kv_transfer_config": {"kv_transfer_config": SimpleNamespace(kv_connector="x")},
-    "data_parallel_size > 1": {"parallel_config__data_parallel_size": 2},
     'distributed_executor_backend other than "uni", "mp", and "ray" as vLLM has it by default '
     "(VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1)": {
         "parallel_config__distributed_executor_backend": "external_launcher"

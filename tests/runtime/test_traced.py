@@ -16,7 +16,7 @@ from midstream.runtime.traced import Trace, check_traces
 (PRE, POST), EVERYWHERE = (list(TAPS)[0], list(TAPS)[-1]), ((0, None),)
 STEER = plan_of(edits=[(POST, VECTORS[0], 2.0, EVERYWHERE)], captures=[([PRE, POST], EVERYWHERE)])
 OTHER = plan_of(edits=[(POST, VECTORS[1], 2.0, EVERYWHERE)], captures=[([PRE, POST], EVERYWHERE)])
-WORKERS = [{"stage": 0, "tensor_rank": rank} for rank in range(2)]
+WORKERS = [{"replica": 0, "stage": 0, "tensor_rank": rank} for rank in range(2)]
 
 
 class Rank:
@@ -72,7 +72,7 @@ def test_another_plan_is_found_even_before_a_row_of_it_is_computed():
     first.step((fakes[0], 2))
     second.step((fakes[1], 2))
     with pytest.raises(
-        RankError, match=r"by step 1 worker 0\.1 was told something else than .*0\.0"
+        RankError, match=r"by step 1 worker 0\.0\.1 was told something else than .*0\.0\.0"
     ):
         check(first, second)
 
@@ -100,7 +100,7 @@ def test_a_rank_that_leaves_out_an_edit_is_found_though_it_was_told_the_same():
         if rank is second:
             rank.engine.session._tables.edits_of = lambda index: ()
         rank.step((fake, 2))
-    with pytest.raises(RankError, match=r"worker 0\.1 did something else than worker 0\.0"):
+    with pytest.raises(RankError, match=r"worker 0\.0\.1 did something else than worker 0\.0\.0"):
         check(first, second)
 
 
@@ -110,7 +110,11 @@ def test_stages_of_a_pipeline_do_different_things_and_are_told_the_same():
     for rank in (first, second):
         rank.step((rank.add("a"), 2))
     assert first.trace.marks[-1][2] != second.trace.marks[-1][2]
-    check(first, second, workers=[{"stage": stage, "tensor_rank": 0} for stage in range(2)])
+    check(
+        first,
+        second,
+        workers=[{"replica": 0, "stage": stage, "tensor_rank": 0} for stage in range(2)],
+    )
 
 
 def test_a_rank_that_is_some_steps_ahead_is_compared_where_both_have_been():
@@ -122,7 +126,7 @@ def test_a_rank_that_is_some_steps_ahead_is_compared_where_both_have_been():
     check(first, second)
     for _ in range(300):
         first.step((fake, 1))
-    with pytest.raises(RankError, match=r"worker 0\.0 is more than 256 steps ahead"):
+    with pytest.raises(RankError, match=r"worker 0\.0\.0 is more than 256 steps ahead"):
         check(first, second)
 
 

@@ -31,6 +31,7 @@ STATE: dict[str, Any] = {
     "steering": {"epoch": 11, "digest": "d"},
     "workers": [
         {
+            "replica": 3,
             "stage": stage,
             "tensor_rank": 0,
             "arena": {
@@ -87,9 +88,9 @@ def test_counters_and_gauges_are_what_the_status_says(metrics, registry):
     assert value(registry, "completions_total", status="ok") == 5
     assert value(registry, "receipt_mismatches_total") == 2
     assert value(registry, "captured_bytes_total") == 4000
-    assert value(registry, "planner_seconds_total", worker="1.0") == 2.5
-    assert value(registry, "arena_bytes", worker="1.0") == 1001
-    assert value(registry, "steps_total", worker="0.0") == 50
+    assert value(registry, "planner_seconds_total", worker="3.1.0") == 2.5
+    assert value(registry, "arena_bytes", worker="3.1.0") == 1001
+    assert value(registry, "steps_total", worker="3.0.0") == 50
     assert value(registry, "sink_unwritten_bytes", sink="store") == 70
     assert value(registry, "requests_running") == 3
     assert value(registry, "held_bytes") == 300

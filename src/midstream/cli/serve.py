@@ -52,7 +52,7 @@ def serve(
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
-    rest = _with_config(list(context.args), given)
+    rest = [*_with_config(list(context.args), given), *_one_front_end(context.args)]
     _have_vllm_load_it()
     # The server takes this process's place: signals and the exit status are its own.
     os.execv(sys.executable, [sys.executable, "-m", *_server(model), *rest])
@@ -72,6 +72,16 @@ def _have_vllm_load_it() -> None:
     named = os.environ.get(PLUGINS)
     if named is not None and KEY not in named.split(","):
         os.environ[PLUGINS] = ",".join(filter(None, [*named.split(","), KEY]))
+
+
+def _one_front_end(given: list[str]) -> list[str]:
+    """How many processes answer, for a server with replicas: midstream needs one, and vLLM starts
+    as many as there are replicas where it is not told.
+    """
+    named = {word.partition("=")[0].replace("_", "-") for word in given}
+    has_replicas = named & {"--data-parallel-size", "-dp"}
+    is_told = named & {"--api-server-count", "-asc", "--headless"}
+    return ["--api-server-count", "1"] if has_replicas and not is_told else []
 
 
 def _server(model: str) -> list[str]:

@@ -13,6 +13,7 @@ from midstream.activations import Activations
 from midstream.receipt import Captured, Edited, Probed, Receipt, Selected
 from midstream.runtime.parts import Part
 from midstream.runtime.requests import APPLIED_0, CACHED, UNSEEN
+from midstream.runtime.workers import place_of
 from midstream.scores import Probes
 from midstream.spec import ResolvedPlan
 from midstream.spec.ranges import clip, merge
@@ -46,9 +47,7 @@ def make_receipt(
     if completion.finish_reason == "error":
         problems.append(str(completion.stop_reason or "the engine ended it with an error"))
     problems += [
-        f"{part.problem} (worker {part.worker['stage']}.{part.worker['tensor_rank']})"
-        for part in parts
-        if part.problem
+        f"{part.problem} (worker {place_of(part.worker)})" for part in parts if part.problem
     ]
     if not parts:
         problems.append("the workers know nothing of it")
@@ -119,22 +118,25 @@ def _edited(
     # blocks' keys say so.
     cached = np.full(length, bool(parts))
     problems = []
-    first_ranks: dict[int, Ints] = {}
+    first_ranks: dict[int, tuple[Part, Ints]] = {}
     for part in sorted(parts, key=lambda part: part.worker["tensor_rank"]):
-        stage, rank = part.worker["stage"], part.worker["tensor_rank"]
+        stage = part.worker["stage"]
         states = np.full(length, UNSEEN, np.int64)
         known = part.done[:length]
         states[: known.size] = known
         edited = np.maximum(states - APPLIED_0, 0)
         if stage not in first_ranks:
-            first_ranks[stage] = edited
+            first_ranks[stage] = part, edited
             done += edited
             cached &= states == CACHED
-        elif (apart := np.flatnonzero(edited != first_ranks[stage])).size:
+            continue
+        leader, theirs = first_ranks[stage]
+        apart = np.flatnonzero(edited != theirs)
+        if apart.size:
             # Each rank edits its own copy of the stream: one that did not has made it another.
             problems.append(
-                f"{apart.size} positions were not edited alike on workers {stage}.0 and "
-                f"{stage}.{rank}; the first is {apart[0]}"
+                f"{apart.size} positions were not edited alike on workers "
+                f"{place_of(leader.worker)} and {place_of(part.worker)}; the first is {apart[0]}"
             )
     wrong = np.flatnonzero((done != expected) & ~cached)
     if wrong.size:
@@ -159,11 +161,12 @@ def _missing(parts: list[Part]) -> list[str]:
     for part in parts:
         ranks.setdefault(part.worker["stage"], set()).add(part.worker["tensor_rank"])
     every = set(range(parts[0].worker["tensor_ranks"])) if parts else set()
-    return [
-        f"worker {stage}.{rank} knows nothing of it"
+    absent = [
+        {**parts[0].worker, "stage": stage, "tensor_rank": rank}
         for stage, there in ranks.items()
         for rank in sorted(every - there)
     ]
+    return [f"worker {place_of(worker)} knows nothing of it" for worker in absent]
 
 
 def _add_up(finals: Iterable[Final], length: int) -> Ints:

@@ -18,17 +18,16 @@ from midstream.errors import SpecError
 from midstream.runtime.assembly import assemble
 from midstream.runtime.carried import uid_of
 from midstream.runtime.chat import ChatPlan
-from midstream.runtime.courier import Courier
 from midstream.runtime.delivering import RESULTS, Finished, send_soon
 from midstream.runtime.door import Asked, Door, describe, put_riding
 from midstream.runtime.mismatches import Mismatches
 from midstream.runtime.order import Order
 from midstream.runtime.passing import Passing
 from midstream.runtime.pieces import LOOK_SECONDS, Pieces
+from midstream.runtime.replicas import busy, call_all, replicas_of
 from midstream.runtime.sessions import InputSession, as_one_request, check_session, closing
 from midstream.runtime.streaming import Streamed
 from midstream.runtime.tally import Tally
-from midstream.runtime.worker import RPC
 
 # Results larger than this are put together beside the event loop.
 _ASIDE_BYTES = 1 << 20
@@ -46,24 +45,23 @@ class AsyncFrontEnd(Door):
         Args:
             engine: gives the tokenizer and the renderer, and aborts requests. What is kept of it
                 should not keep it alive: the client's own tasks hold on to this front end.
-            client: the engine's client of the engine core.
+            client: the engine's client of the engine core, or of several.
         """
-        answers = await _call(client, "describe")
-        return cls(answers, engine, client)
+        return cls(await call_all(client, "describe"), engine, client)
 
-    def __init__(self, answers: list[dict[str, Any]], engine: Any, client: Any) -> None:
+    def __init__(self, answers: list[list[dict[str, Any]]], engine: Any, client: Any) -> None:
         """Args:
-        answers: the workers', to `describe`.
+        answers: per replica the workers', to `describe`.
         engine, client: as for `start`.
         """
-        super().__init__(describe(answers), engine, deltas=True)
+        super().__init__(describe(answers), engine, deltas=True, busy=lambda: busy(client))
         self._engine = engine
         self._client = client
-        self._courier = Courier(lambda op, given: _call(client, op, given), self._workers)
+        self._replicas = replicas_of(client, self._workers)
         self._orders: dict[str, Order] = {}
         self._sessions: dict[str, Order] = {}  # of streaming input, by vLLM's id
         self._tasks: set[asyncio.Task[None]] = set()
-        self._passing = Passing(self._courier, self.sinks, self._came)
+        self._passing = Passing(self.sinks, self._came)
         self._watching: asyncio.Task[None] | None = None
         self._tally = Tally()
 
@@ -137,6 +135,8 @@ class AsyncFrontEnd(Door):
 
         def go() -> None:
             nonlocal passes
+            if order is not None:
+                self._place(order, request)
             if is_late and order is not None:
                 delivery = self._deliver(order, deliver, request)
                 order.deliveries.append(self._spawn(delivery))
@@ -150,6 +150,13 @@ class AsyncFrontEnd(Door):
         is_late = True
         if passes:
             await deliver(request)
+
+    def _place(self, order: Order, request: Any) -> None:
+        """Has a request go to the replica on which there is room for its call."""
+        assert order.asked is not None
+        order.replica = self._replicas[self._admission.replica_of(order.asked.uid)]
+        if len(self._replicas) > 1:
+            request.data_parallel_rank = order.replica.number
 
     async def complete(self, order: Order, output: Any) -> None:
         """Puts on an output what there is of its results.
@@ -180,7 +187,8 @@ class AsyncFrontEnd(Door):
             if not output.finished:
                 span = order.streamed.next_span()
                 if span is not None:
-                    order.streamed.add(await self._courier.peek(order.asked.uid, span))
+                    assert order.replica is not None
+                    order.streamed.add(await order.replica.courier.peek(order.asked.uid, span))
             output.probes = single.probes = order.streamed.probes()
             if order.pieces is not None and order.pieces.is_streamed:
                 shown = await self._passing.show(order, output.finished)
@@ -237,7 +245,11 @@ class AsyncFrontEnd(Door):
             "waiting": self._admission.waiting,
             "sinks": self.sinks.unwritten,
             "totals": self._tally.to_dict(),
-            "workers": [json.loads(one["json"]) for one in await _call(self._client, "usage")],
+            "workers": [
+                {"replica": number, **json.loads(one["json"])}
+                for number, answers in enumerate(await call_all(self._client, "usage"))
+                for one in answers
+            ],
         }
 
     async def check_integrity(self) -> None:
@@ -248,11 +260,12 @@ class AsyncFrontEnd(Door):
         assert not self._sessions
         assert not self._needs
         assert not self._admission.waiting
-        await _call(self._client, "check_integrity")
+        await call_all(self._client, "check_integrity")
 
     def close(self) -> None:
         """Stops whatever is being done, but for what the sinks were given. For any thread."""
-        self._courier.close()
+        for replica in self._replicas:
+            replica.courier.close()
         for task in list(self._tasks):
             if not task.get_loop().is_closed():
                 task.get_loop().call_soon_threadsafe(task.cancel)
@@ -261,6 +274,7 @@ class AsyncFrontEnd(Door):
     async def _finish(self, order: Order, output: Any) -> None:
         """Fetches a call's results, and waits for the sinks that get some of them."""
         assert order.asked is not None
+        assert order.replica is not None
         uid, plan = order.asked.uid, order.asked.plan
         if any(isinstance(one.stop_reason, str) for one in output.outputs):
             # The stop string was found here, and the engine goes on until it is told. It must
@@ -268,7 +282,7 @@ class AsyncFrontEnd(Door):
             await self._client.abort_requests_async(order.ids)
         self._end([uid])
         await self._passing.stop(order)
-        answers = await self._courier.collect(uid)
+        answers = await order.replica.courier.collect(uid)
         order.settled = True
         self._leave([uid])
         self._forget(order, uid)
@@ -321,8 +335,8 @@ class AsyncFrontEnd(Door):
             await self._client.abort_requests_async(order.ids)
         self._forget(order, uid)
         self._leave([uid])
-        if not waits:
-            await self._courier.release(uid)
+        if order.replica is not None:
+            await order.replica.courier.release(uid)
 
     def _forget(self, order: Order, uid: str) -> None:
         self._orders.pop(uid, None)
@@ -358,12 +372,6 @@ class AsyncFrontEnd(Door):
         if error is not None and not isinstance(error, EngineDeadError):
             # Nobody waits for it.
             _LOGGER.error("midstream could not see to a request", exc_info=error)
-
-
-async def _call(client: Any, op: str, argument: object = None) -> list[dict[str, Any]]:
-    arguments = (op, json.dumps(argument))
-    answers: list[dict[str, Any]] = await client.collective_rpc_async(RPC, None, arguments, None)
-    return answers
 
 
 def _see(order: Order, output: Any) -> None:

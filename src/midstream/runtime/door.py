@@ -9,7 +9,7 @@ import copy
 import json
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -60,7 +60,7 @@ class EngineInfo:
         codec: how captured vectors leave the device where a request does not say.
         return_: through which ranks.
         room: how much the running requests can hold together.
-        workers: each worker's own description.
+        workers: each worker's own description, with the number of its replica.
     """
 
     shape: ModelShape
@@ -74,19 +74,29 @@ class EngineInfo:
 class Door:
     """One engine's front door."""
 
-    def __init__(self, info: EngineInfo, engine: Any, deltas: bool) -> None:
+    def __init__(
+        self,
+        info: EngineInfo,
+        engine: Any,
+        deltas: bool,
+        busy: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
         """Args:
         info: what the workers said of themselves.
         engine: gives the settings, the tokenizer and the renderer.
         deltas: whether outputs may show only what is new; whoever returns results puts them
             together then.
+        busy: how many requests each replica has, see `Admission`.
         """
         found = from_additional_config(engine.vllm_config.additional_config)
         assert found is not None
         self._config = found
         self.info = info
         self._vectors = (info.shape.hidden_size, getattr(torch, info.dtype))
-        self._workers = [Worker(description) for description in info.workers]
+        replicas = 1 + max(description["replica"] for description in info.workers)
+        self._workers: list[list[Worker]] = [[] for _ in range(replicas)]  # of each replica
+        for description in info.workers:
+            self._workers[description["replica"]].append(Worker(description))
         self.vectors = VectorRegistry(info.shape)
         self.steering = Steering(self.vectors)
         self.sinks = open_sinks(engine.vllm_config, info)
@@ -94,8 +104,9 @@ class Door:
         self._asking = Asking(info, engine, self.sinks.captures)
         self._asking.check_also()
         self._deltas = deltas
-        self._row_room = row_room(self._workers, found)
-        self._admission = Admission(Budget(info.room, self._row_room))
+        self._row_rooms = [row_room(workers, found) for workers in self._workers]
+        budgets = [Budget(info.room, rows) for rows in self._row_rooms]
+        self._admission = Admission(budgets, busy)
         self._needs: dict[str, Need] = {}
 
     def concerns(self, params: Any) -> bool:
@@ -162,7 +173,9 @@ class Door:
         if own is not None:
             self._check_streams(own, kind)
         need = replace(need, rows=need.rows * params.n)
-        check_rows(need, self._row_room)
+        only = self._only(request)
+        rooms = self._row_rooms if only is None else [self._row_rooms[only]]
+        check_rows(need, max(rooms, key=lambda room: room.limit or 0))
         uid = uuid.uuid4().hex
         routes = routes_of(resolved, own, self.sinks.captures, request.request_id, uid)
         asked = Asked(uid, resolved, own, routes)
@@ -203,7 +216,11 @@ class Door:
         need = self._needs.get(uid)
         if need is None:
             raise SpecError("", f"request {request.request_id!r} is not under way any more")
-        self._admission.submit(uid, need, go)
+        self._admission.submit(uid, need, go, self._only(request))
+
+    def _only(self, request: Any) -> int | None:
+        """The replica that a request's caller chose; None: none, or there is but one."""
+        return None if len(self._workers) == 1 else request.data_parallel_rank
 
     def _end(self, uids: list[str]) -> None:
         """These requests have ended, and their rows are still to be fetched."""
@@ -236,13 +253,20 @@ def put_riding(request: Any, riding: list[object] | None) -> None:
     request.sampling_params = params
 
 
-def describe(answers: list[dict[str, Any]]) -> EngineInfo:
+def describe(answers: Sequence[Sequence[dict[str, Any]]]) -> EngineInfo:
     """The engine, from its workers' answers to `describe`.
+
+    Args:
+        answers: per replica, those of its workers.
 
     Raises:
         UnsupportedError: nothing is tapped.
     """
-    workers = tuple(json.loads(answer["json"]) for answer in answers)
+    workers = tuple(
+        {**json.loads(answer["json"]), "replica": number}
+        for number, replica in enumerate(answers)
+        for answer in replica
+    )
     lacking = {(site, layer): why for worker in workers for site, layer, why in worker["lacking"]}
     taps = frozenset((site, layer) for worker in workers for site, layer in worker["taps"])
     if not taps:

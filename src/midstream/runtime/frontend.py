@@ -51,7 +51,7 @@ class FrontEnd(Door):
     def __init__(self, engine: Any) -> None:
         self._rpc: Callable[..., list[dict[str, Any]]] = engine.collective_rpc
         self._has_unfinished: Callable[[], bool] = engine.has_unfinished_requests
-        super().__init__(describe(self._call("describe")), engine, deltas=False)
+        super().__init__(describe([self._call("describe")]), engine, deltas=False)
         self._mismatches = Mismatches(self._config)
         self._reports = True
         self._outputs = engine.output_processor
@@ -156,7 +156,7 @@ class FrontEnd(Door):
         if self._fetch is not None or not self._finished:
             return
         batch, self._finished = self._finished[:_BATCH_REQUESTS], self._finished[_BATCH_REQUESTS:]
-        exchange = collecting(self._workers, [asked.uid for asked, _ in batch])
+        exchange = collecting(self._workers[0], [asked.uid for asked, _ in batch])
         op, argument = next(exchange)
         answers = self._start(RPC, (op, json.dumps(argument)))
         self._fetch = _Fetch(batch, exchange, answers)
@@ -240,7 +240,7 @@ class FrontEnd(Door):
         if not due:
             return
         stops = {uid: self._pieces[uid].ask(known) for uid, known in due.items()}
-        answers = carry_out(handing_over(self._workers, stops), self._call)
+        answers = carry_out(handing_over(self._workers[0], stops), self._call)
         for uid in due:
             pieces = self._pieces[uid]
             self._came(uid, pieces.take_in(answers.pop(uid)))

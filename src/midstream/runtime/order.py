@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from midstream.runtime.chat import ChatPlan
     from midstream.runtime.door import Asked
     from midstream.runtime.pieces import Pieces
+    from midstream.runtime.replicas import Replica
     from midstream.runtime.sessions import InputSession
     from midstream.runtime.spans import HeldSpan
     from midstream.runtime.streaming import Streamed
@@ -25,6 +26,7 @@ class Order:
         asked: what the front door made of it; None before that, and where it comes to nothing.
         is_delta: whether each output has only the tokens since the one before.
         ids: the ids by which the engine knows its requests: several with n > 1.
+        replica: the engine that its requests are on; None: none has been sent yet.
         deliveries: its requests that waited for room and are being sent.
         streamed: what is known so far, once there was an output.
         settled: whether the workers hold nothing of it any more.
@@ -40,6 +42,7 @@ class Order:
     asked: Asked | None = None
     is_delta: bool = False
     ids: list[str] = field(default_factory=list)
+    replica: Replica | None = None
     deliveries: list[asyncio.Task[None]] = field(default_factory=list)
     streamed: Streamed | None = None
     settled: bool = False

@@ -26,17 +26,21 @@ class Settings(dict[str, Any]):
 
     Attributes:
         sinks: as `plain_sinks` gives them.
+        replicas: how many engines of this front end share this machine; known once vLLM's own
+            settings are. An engine is not told by vLLM.
     """
 
-    def __init__(self, plain: Mapping[str, Any]) -> None:
+    def __init__(self, plain: Mapping[str, Any], replicas: int = 1) -> None:
         """Args:
         plain: all settings.
+        replicas: see above.
         """
         super().__init__({name: value for name, value in plain.items() if name != "sinks"})
         self.sinks: Mapping[str, Mapping[str, Any]] = plain["sinks"]
+        self.replicas = replicas
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Settings, ({**self, "sinks": self.sinks},)
+        return Settings, ({**self, "sinks": self.sinks}, self.replicas)
 
 
 def check_sinks(plain: Mapping[str, Mapping[str, Any]]) -> None:
@@ -51,6 +55,12 @@ def check_sinks(plain: Mapping[str, Mapping[str, Any]]) -> None:
     for settings in read_sinks(plain):
         if settings.name != MEMORY:
             make_sink(settings)
+
+
+def replicas_of(vllm_config: Any) -> int:
+    """How many engines of one front end share this machine, see `Settings`."""
+    found = vllm_config.additional_config[KEY]
+    return found.replicas if isinstance(found, Settings) else 1
 
 
 def open_sinks(vllm_config: Any, info: EngineInfo) -> OpenSinks:

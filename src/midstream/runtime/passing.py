@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from midstream.activations import Activations
-from midstream.runtime.courier import Courier
 from midstream.runtime.order import Order
 from midstream.runtime.running import lengths_of, running_of
 from midstream.sinks.opened import OpenSinks
@@ -17,22 +16,18 @@ class Passing:
     pieces.
     """
 
-    def __init__(
-        self, courier: Courier, sinks: OpenSinks, came: Callable[[str, int], None]
-    ) -> None:
+    def __init__(self, sinks: OpenSinks, came: Callable[[str, int], None]) -> None:
         """Args:
-        courier: brings the rows.
         sinks: the engine's.
         came: told of the bytes of rows that were fetched for a uid.
         """
-        self._courier = courier
         self._sinks = sinks
         self._came = came
 
     def is_due(self, order: Order, states: Mapping[str, Any]) -> bool:
         """Whether a sink is to get rows of a call, and none are on their way to it."""
         assert order.pieces is not None
-        if order.passing.locked() or order.pieces.is_over:
+        if order.replica is None or order.passing.locked() or order.pieces.is_over:
             return False
         return order.pieces.is_due(lengths_of(states, order.pieces.ids))
 
@@ -84,5 +79,7 @@ class Passing:
     async def _fetch(self, order: Order, stops: dict[str, int]) -> None:
         assert order.asked is not None
         assert order.pieces is not None
+        assert order.replica is not None
         uid = order.asked.uid
-        self._came(uid, order.pieces.take_in(await self._courier.hand_over(uid, stops)))
+        answers = await order.replica.courier.hand_over(uid, stops)
+        self._came(uid, order.pieces.take_in(answers))

@@ -21,7 +21,7 @@ from midstream.runtime.chat import ChatPlan
 from midstream.runtime.order import Order
 from midstream.runtime.orphans import end_with_parent
 from midstream.runtime.own_sinks import Settings, check_sinks
-from midstream.runtime.settings import check_settings
+from midstream.runtime.settings import check_offline, check_settings
 from midstream.spec import Plan
 
 # Where vLLM's function for the extra keys of a block is looked up.
@@ -147,6 +147,7 @@ def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwar
     if found is not None:
         # Workers check as well; here the error reaches whoever starts the engine as it is.
         check_settings(config)
+        plain.replicas = config.parallel_config.data_parallel_size_local
     if found is not None and is_marked:
         note_return(config.parallel_config.tensor_parallel_size)
     return config
@@ -186,10 +187,14 @@ def _init_device(original: Callable[..., Any], wrapper: Any, *args: Any, **kwarg
     return out
 
 
-def _engine_init(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> None:
-    original(engine, *args, **kwargs)
-    found = settings.from_additional_config(engine.vllm_config.additional_config)
-    if found is not None:
+def _engine_init(
+    original: Callable[..., Any], engine: Any, vllm_config: Any, *args: Any, **kwargs: Any
+) -> None:
+    is_enabled = settings.is_enabled(vllm_config.additional_config)
+    if is_enabled:
+        check_offline(vllm_config.parallel_config.data_parallel_size)
+    original(engine, vllm_config, *args, **kwargs)
+    if is_enabled:
         from midstream.runtime.frontend import FrontEnd
         from midstream.runtime.mortality import end_waits_with
 

@@ -44,6 +44,7 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         (
             "_api_process_count",
             "data_parallel_size",
+            "data_parallel_size_local",
             "distributed_executor_backend",
             "enable_elastic_ep",
             "pipeline_parallel_size",
@@ -129,6 +130,7 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         "vllm.v1.engine",
         "EngineCoreRequest",
         (
+            "data_parallel_rank",
             "prompt_embeds",
             "prompt_is_token_ids",
             "prompt_token_ids",
@@ -263,6 +265,18 @@ ASYNC_FIELDS: tuple[Fields, ...] = (
         "AsyncLLM",
         ("engine_core", "input_processor", "output_processor", "renderer", "vllm_config"),
         "an async engine of midstream's own",
+    ),
+    Fields(
+        "vllm.v1.engine.core_client",
+        "AsyncMPClient",
+        ("core_engines",),
+        "results are fetched from the workers of one engine",
+    ),
+    Fields(
+        "vllm.v1.engine.core_client",
+        "DPAsyncMPClient",
+        ("lb_engines",),
+        "requests go to the replica that is least busy",
     ),
     Fields(
         "vllm.v1.engine.output_processor",

@@ -289,9 +289,22 @@ ASYNC_SEAMS: tuple[Seam, ...] = (
     Seam("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", ("timeout",), "what runs is stopped"),
     Seam(
         "vllm.v1.engine.core_client",
-        "AsyncMPClient.collective_rpc_async",
+        "AsyncMPClient._call_utility_async",
+        ("method",),
+        "results are fetched from the workers of one engine",
+        named=("engine",),
+    ),
+    Seam(
+        "vllm.v1.engine.core",
+        "EngineCore.collective_rpc",
         ("method", "timeout", "args", "kwargs"),
         "results are fetched from the workers",
+    ),
+    Seam(
+        "vllm.v1.engine.core_client",
+        "DPLBAsyncMPClient.get_core_engine_for_request",
+        ("request",),
+        "requests go to the replica that has room",
     ),
     Seam(
         "vllm.v1.engine.core_client",

@@ -88,9 +88,9 @@ RULES: tuple[Rule, ...] = (
         "KV that another engine or store wrote may have been computed under other edits",
     ),
     Rule(
-        "data_parallel_size > 1",
-        lambda c: c.parallel_config.data_parallel_size > 1,
-        "results are fetched from one engine only as yet; run one engine per process instead",
+        "enable_elastic_ep",
+        lambda c: bool(getattr(c.parallel_config, "enable_elastic_ep", False)),
+        "workers and replicas come and go while requests run",
     ),
     Rule(
         'distributed_executor_backend other than "uni", "mp", and "ray" as vLLM has it by default '
@@ -100,15 +100,10 @@ RULES: tuple[Rule, ...] = (
         "them during a step, or each rank hears of itself only",
     ),
     Rule(
-        "enable_elastic_ep",
-        lambda c: bool(getattr(c.parallel_config, "enable_elastic_ep", False)),
-        "workers come and go while requests run",
-    ),
-    Rule(
         "--api-server-count > 1",
         lambda c: getattr(c.parallel_config, "_api_process_count", 1) > 1,
         "each server process would have vectors and steering of its own; start with "
-        "--api-server-count 1",
+        "--api-server-count 1 (with data parallelism vLLM starts several where that is not given)",
     ),
     Rule(
         "an encoder-decoder model",
@@ -134,6 +129,19 @@ def check_settings(vllm_config: Any) -> None:
         raise UnsupportedError(
             "midstream is enabled, and cannot be right with these engine settings; change them, "
             "or leave `midstream` out of additional_config.\n  " + "\n  ".join(refused)
+        )
+
+
+def check_offline(data_parallel_size: int) -> None:
+    """Refuses what an engine that runs as it is stepped, such as that of `LLM`, does not have.
+
+    Raises:
+        UnsupportedError: it is to be one of several replicas.
+    """
+    if data_parallel_size > 1:
+        raise UnsupportedError(
+            f"data_parallel_size={data_parallel_size}: an offline engine has no replicas; use "
+            "midstream.AsyncLLM, or a server, or an LLM without it in each of several processes"
         )
 
 

@@ -17,6 +17,7 @@ from midstream.errors import RankError
 from midstream.runtime.programs import Tables
 from midstream.runtime.stepplan import StepPlan
 from midstream.runtime.stepview import StepView
+from midstream.runtime.workers import place_of
 
 # So many steps apart may ranks be when they are asked.
 _KEPT = 256
@@ -100,16 +101,12 @@ def check_traces(
     for nth, (worker, trace) in enumerate(zip(workers, traces, strict=True)):
         if last not in trace:
             raise RankError(
-                f"worker {_place(worker)} is more than {_KEPT} steps ahead of another one"
+                f"worker {place_of(worker)} is more than {_KEPT} steps ahead of another one"
             )
         other = first_of_stage.setdefault(worker["stage"], nth)
         for what, which, against in (("was told", 0, 0), ("did", 1, other)):
             if trace[last][which] != traces[against][last][which]:
                 raise RankError(
-                    f"by step {last} worker {_place(worker)} {what} something else than worker "
-                    f"{_place(workers[against])}"
+                    f"by step {last} worker {place_of(worker)} {what} something else than worker "
+                    f"{place_of(workers[against])}"
                 )
-
-
-def _place(worker: Mapping[str, Any]) -> str:
-    return f"{worker['stage']}.{worker['tensor_rank']}"

@@ -16,6 +16,7 @@ from midstream.runtime.adapter import Hooks
 from midstream.runtime.buffers import Buffers, Room, Tap
 from midstream.runtime.drafters import check_drafter
 from midstream.runtime.layers import Decoder, find_decoder
+from midstream.runtime.own_sinks import replicas_of
 from midstream.runtime.requests import Request, Share
 from midstream.runtime.results import Outbox, piece_of
 from midstream.runtime.session import Session
@@ -73,7 +74,8 @@ class _Endpoint:
         _count_memory(runner, self._buffers)
         self._max_tokens = self._buffers.tokens.shape[0]
         device = self._buffers.ring.device.type
-        self._arena = Arena(arena_settings(config, parallel.world_size), device == "cuda")
+        workers = parallel.world_size * replicas_of(vllm_config)
+        self._arena = Arena(arena_settings(config, workers), device == "cuda")
         self._trace = Trace() if config.check_ranks else None
         self._session = Session(
             self._buffers,

@@ -28,12 +28,21 @@ class Leased:
     keep: bool
 
 
+def place_of(worker: Mapping[str, Any]) -> str:
+    """A worker's place, for people: its replica, its pipeline stage, its tensor-parallel rank.
+
+    Args:
+        worker: what it said of itself, or of its use.
+    """
+    return f"{worker['replica']}.{worker['stage']}.{worker['tensor_rank']}"
+
+
 class Worker:
     """One worker.
 
     Attributes:
         description: what it said of itself.
-        place: its pipeline stage, and its rank in the tensor-parallel group.
+        place: its pipeline stage, and its rank in the tensor-parallel group, within its replica.
     """
 
     def __init__(self, description: dict[str, Any]) -> None:

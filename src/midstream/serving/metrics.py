@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from midstream.runtime.workers import place_of
+
 # A worker's place, as in receipts' problems.
 _WORKER = ("worker",)
 # How often the engine is asked at most: whoever reaches /metrics needs no key.
@@ -123,7 +125,7 @@ class Metrics:
         self._set("vectors", state["vectors"])
         self._set("steering_epoch", state["steering"]["epoch"])
         for worker in state["workers"]:
-            self._take_worker(worker, f"{worker['stage']}.{worker['tensor_rank']}")
+            self._take_worker(worker, place_of(worker))
 
     def _take_worker(self, worker: Mapping[str, Any], place: str) -> None:
         arena, steps = worker["arena"], worker["steps"]

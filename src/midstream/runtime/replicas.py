@@ -1,0 +1,78 @@
+"""The engines behind one front end: one, or with data parallelism several, each with workers of its
+own.
+
+vLLM's own call of all workers goes to every engine and returns the first one's answer. Here each
+engine is called by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from midstream.runtime.courier import Courier
+from midstream.runtime.worker import RPC
+from midstream.runtime.workers import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One engine.
+
+    Attributes:
+        number: its place among the engines of this front end, by which vLLM sends it requests.
+        courier: brings what its workers have.
+    """
+
+    number: int
+    courier: Courier
+
+
+def replicas_of(client: Any, workers: Sequence[Sequence[Worker]]) -> list[Replica]:
+    """The engines of a client.
+
+    Args:
+        client: vLLM's client of its engine cores.
+        workers: those of each engine.
+    """
+    return [
+        Replica(number, Courier(partial(call, client, number), mine))
+        for number, mine in enumerate(workers)
+    ]
+
+
+async def call(client: Any, number: int, op: str, argument: object = None) -> list[dict[str, Any]]:
+    """The answers of one engine's workers to an operation.
+
+    Args:
+        client: vLLM's client of its engine cores.
+        number: which engine.
+        op, argument: see `worker`.
+    """
+    arguments = ("collective_rpc", RPC, None, (op, json.dumps(argument)), None)
+    answers: list[dict[str, Any]] = await client._call_utility_async(  # noqa: SLF001
+        *arguments, engine=client.core_engines[number]
+    )
+    return answers
+
+
+async def call_all(client: Any, op: str) -> list[list[dict[str, Any]]]:
+    """As `call`, of each engine."""
+    numbers = range(len(client.core_engines))
+    return list(await asyncio.gather(*(call(client, number, op) for number in numbers)))
+
+
+def busy(client: Any) -> list[int]:
+    """How many requests each engine has, as vLLM's load balancer was last told: ten times a second.
+
+    Args:
+        client: vLLM's client of its engine cores.
+    """
+    if len(client.core_engines) == 1:
+        return [0]
+    # Waiting, running, and in later releases how full the KV cache is.
+    return [int(waiting + running) for waiting, running, *_ in client.lb_engines]

@@ -1,0 +1,237 @@
+"""Data-parallel replicas: each request has what one engine alone gives it, wherever it ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import serving
+from helpers.engines import ALL_SITES
+from helpers.own_process import python
+from helpers.replicas_run import COUNT, SEVERAL, STREAMED, plan, prompt
+from helpers.serving import NAME, Running
+
+from midstream import Client
+from midstream.errors import UnsupportedError
+
+NOBIND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+@pytest.fixture(scope="module")
+def found(talking_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("replicas") / "found.pt"
+    python("-m", "helpers.replicas_run", talking_llama, out, timeout=580, **NOBIND)
+    loaded: dict[str, Any] = torch.load(out)
+    return loaded
+
+
+def rows(nth: int) -> int:
+    return len(prompt(nth)["prompt_token_ids"])
+
+
+def assert_close(mine: Any, theirs: Any) -> None:
+    """(values, positions, …) per tap or probe."""
+    assert (mine is None) == (theirs is None)
+    if mine is None:
+        return
+    assert set(mine) == set(theirs)
+    for name, (values, *rest) in theirs.items():
+        torch.testing.assert_close(mine[name][0], values, rtol=1e-4, atol=1e-4)
+        for ours, other in zip(mine[name][1:], rest, strict=True):
+            assert torch.equal(ours, other)
+
+
+# ---------------------------------------------------------------- one request as another
+
+
+@pytest.mark.parametrize("nth", range(COUNT))
+def test_each_of_many_at_once_gets_what_one_engine_gives(found, nth):
+    mine, theirs = found["mix"][nth], found["single"][nth]
+    assert mine["generated"] == theirs["generated"]
+    assert mine["receipt"] == theirs["receipt"]
+    assert (mine["receipt"] is None) == (not plan(nth))
+    if mine["receipt"] is not None:
+        assert mine["receipt"]["status"] == "ok"
+    assert_close(mine["activations"], theirs["activations"])
+    assert_close(mine["probes"], theirs["probes"])
+
+
+def test_both_replicas_ran_some_of_each_kind(found):
+    assert [len(sent) for sent in found["sent"]] == [1] * COUNT
+    by_kind: dict[int, set[int]] = {}
+    for nth, [where] in enumerate(found["sent"]):
+        by_kind.setdefault(nth % 12, set()).add(where)
+    assert sum(len(where) == 2 for where in by_kind.values()) >= 8
+    counts = [sum(where == [number] for where in found["sent"]) for number in range(2)]
+    assert min(counts) >= COUNT // 4
+
+
+def test_the_status_has_the_workers_of_each_replica(found):
+    assert [number for number, _ in found["workers"]] == [0, 1]
+    assert len({pid for _, pid in found["workers"]}) == 2
+    workers = found["usage"]["workers"]
+    assert [worker["replica"] for worker in workers] == [0, 1]
+    assert all(worker["steps"]["active"] > 0 for worker in workers)
+    assert found["usage"]["totals"]["completions"] == {"ok": COUNT - COUNT // 12}
+
+
+def test_replicas_share_the_memory_of_their_machine(found):
+    budgets = [one["arena"]["budget_bytes"] for one in found["usage"]["workers"]]
+    # Each is a share of what was free when it started.
+    assert sum(budgets) < 1.2 * found["memory"]
+
+
+def test_of_what_is_too_much_for_all_replicas_together_some_waits(found):
+    assert found["waited"] > 0
+
+
+@pytest.mark.parametrize("nth", range(SEVERAL))
+def test_each_of_several_completions_is_as_with_one_engine(found, nth):
+    mine, theirs = found["several"][nth]["outputs"], found["single several"][nth]
+    assert len(mine) == len(theirs) == 3
+    for one, other in zip(mine, theirs, strict=True):
+        assert one["receipt"] == other["receipt"]
+        assert one["receipt"]["status"] == "ok"
+        assert_close(one["activations"], other["activations"])
+        assert_close(one["probes"], other["probes"])
+
+
+def test_all_completions_of_a_call_run_on_the_replica_that_has_room_for_it(found):
+    assert [len(sent) for sent in found["several sent"]] == [3] * SEVERAL
+    assert all(len(set(sent)) == 1 for sent in found["several sent"])
+    assert {sent[0] for sent in found["several sent"]} == {0, 1}
+
+
+def test_all_inputs_of_a_session_go_to_one_replica_and_count_on(found):
+    for nth, session in enumerate(found["sessions"]):
+        sent = found["session sent"][nth]
+        assert len(set(sent)) == 1
+        assert session["receipt"]["status"] == "ok"
+        assert len(session["rows"]) == 9
+        assert_close(session["rows"], found["single sessions"][nth])
+    assert {sent[0] for sent in found["session sent"]} == {0, 1}
+
+
+# ---------------------------------------------------------------- room
+
+
+def test_a_request_for_one_replica_waits_for_that_one_while_others_go_to_the_other(found):
+    assert found["pinned waits"] == 1
+    assert found["rooms"] == ["ok"] * 4
+    sent = {name: where[0] for name, where in found["rooms sent"].items()}
+    assert (sent["on1"], sent["behind"], sent["any"], sent["late"]) == (1, 1, 0, 0)
+    assert found["rooms order"] == ["any", "late", "on1", "behind"]
+
+
+def test_a_replica_that_there_is_not_is_refused(found):
+    kind, message = found["no such replica"]
+    assert "data_parallel_rank 2 is out of range" in message
+
+
+# ---------------------------------------------------------------- on the way
+
+
+@pytest.mark.parametrize("nth", range(8))
+def test_rows_and_scores_on_the_way_are_those_of_the_end(found, nth):
+    mine, theirs = found["streams"][nth], found["single streams"][nth]
+    assert mine["receipt"]["status"] == "ok"
+    assert_close(mine["probes"], theirs["probes"])
+    *partial, (_, finished, last, scores) = mine["shown"]
+    assert finished
+    assert partial, "no output came before the last"
+    whole = {tap: theirs["activations"][tap] for tap in STREAMED}
+    assert_close({tap: each[:2] for tap, each in last.items()}, whole)
+    begin = 0
+    for generated, _, shown, known in partial:
+        stop = rows(nth) + generated - 1
+        assert torch.equal(known, scores[:stop])
+        for tap, (values, positions, _) in shown.items():
+            assert positions.tolist() == list(range(begin, stop))
+            assert torch.equal(values, last[tap][0][begin:stop])
+        begin = stop if nth % 2 else 0
+
+
+@pytest.mark.parametrize("nth", range(8))
+def test_rows_come_to_a_sink_in_pieces_and_whole(found, nth):
+    count, values = found["pieces"][nth]
+    assert count > 1
+    assert len(values) == 9
+    for tap, (expected, _) in found["single streams"][nth]["activations"].items():
+        torch.testing.assert_close(values[tap], expected, rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------- ends
+
+
+def test_calls_that_are_given_up_leave_nothing_behind_on_any_replica(found):
+    # That nothing is left was checked on all workers; see `check_integrity`.
+    assert found["cancelled"] == ["CancelledError"] * 12
+    assert all(reason == "abort" and count for reason, count in found["aborted"])
+
+
+def test_server_wide_edits_by_name_reach_requests_on_each_replica(found):
+    for nth, mine in enumerate(found["steered"]):
+        edited = mine["receipt"]["edited"]
+        assert edited["applied"] == edited["expected"] == rows(nth) + len(mine["generated"]) - 1
+    assert {where for [where] in found["steered sent"]} == {0, 1}
+    assert found["unsteered"]["receipt"] is None
+    assert found["unsteered"]["generated"] == found["single"][0]["generated"]
+
+
+def test_when_one_replica_dies_every_call_ends_with_an_error(found):
+    assert found["lost"] == ["EngineDeadError"] * 4
+
+
+def test_an_offline_engine_of_several_replicas_is_refused_by_name(talking_llama):
+    from midstream import LLM
+
+    with pytest.raises(UnsupportedError, match=r"data_parallel_size=2: .*midstream\.AsyncLLM"):
+        LLM(str(talking_llama), data_parallel_size=2)
+
+
+# ---------------------------------------------------------------- a server
+
+
+@pytest.fixture(scope="module")
+def server(talking_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("served")
+    options = (f"--sites={','.join(ALL_SITES)}", "--data-parallel-size=2", "--max-num-seqs=16")
+    with serving.running(serving.command(talking_llama, *options), folder, **NOBIND) as running:
+        yield running
+
+
+def test_a_server_of_two_replicas_answers_each_request_as_one_engine_does(found, server):
+    def ask(nth: int) -> Any:
+        asked = plan(nth)
+        with Client(server.url) as client:
+            return client.complete(
+                prompt(nth)["prompt_token_ids"],
+                model=NAME,
+                temperature=0,
+                max_tokens=5 + nth % 7,
+                ignore_eos=True,
+                **asked,
+            )
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(ask, range(24)))
+    for nth, answer in enumerate(answers):
+        [mine], theirs = answer.outputs, found["single"][nth]
+        if theirs["receipt"] is None:
+            assert mine.receipt is None
+            continue
+        assert {**mine.receipt.to_dict(), "request_id": ""} == theirs["receipt"]
+        if theirs["activations"] is not None:
+            got = mine.activations
+            rows_of = {tap: (got[tap], got.positions_of(*tap)) for tap in got}
+            assert_close(rows_of, theirs["activations"])
+    workers = server.wait_until_idle()["workers"]
+    assert [worker["replica"] for worker in workers] == [0, 1]
+    assert all(worker["steps"]["active"] > 0 for worker in workers)
+    metrics = serving.httpx.get(server.url + "/metrics").text
+    for place in ("0.0.0", "1.0.0"):
+        assert f'midstream:active_steps_total{{worker="{place}"}}' in metrics
