@@ -11,7 +11,9 @@ MidstreamError
 │   └── SeamError                   vLLM's own interfaces are not the ones midstream was built on
 ├── TapError (RuntimeError)         a tap did not fire, or fired twice: results would be wrong
 ├── ReceiptError (RuntimeError)     what was done for a request is not what it asked for
-└── FetchError (RuntimeError)       the workers no longer hold what a request captured
+├── RankError (RuntimeError)        two workers were told, or did, different things
+├── FetchError (RuntimeError)       the workers no longer hold what a request captured
+└── EngineError (RuntimeError)      an engine elsewhere cannot start, or breaks again and again
 
 ReceiptWarning (UserWarning)        instead of ReceiptError, where the setting `on_mismatch` says so
 """
@@ -111,3 +113,9 @@ class ReceiptWarning(UserWarning):
 
 class FetchError(MidstreamError, RuntimeError):
     """The workers do not hold what a request captured."""
+
+
+class EngineError(MidstreamError, RuntimeError):
+    """An engine that works for this process in another one, or elsewhere, cannot start, or breaks
+    again and again. What it raised was of a kind that this process need not have, and is in words.
+    """

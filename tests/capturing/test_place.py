@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
+
 import pytest
 from capturing.checking import check_rows
 from capturing.fakes import FakeEngine, job, prompts, write_lines
 from helpers.object_store import bucket, object_client, object_server, s3  # noqa: F401
 
 from midstream import StoreError
-from midstream.capturing import capture_dataset
+from midstream.capturing import capture_dataset, place
+from midstream.capturing.place import join_writers
 
 
 def test_a_job_into_an_object_store_is_resumed_as_any(tmp_path, bucket):  # noqa: F811
@@ -58,3 +62,60 @@ def test_what_was_merged_or_pruned_since_is_resumed_as_it_is_now(tmp_path):
     again = capture_dataset(job(tmp_path, resume=True), FakeEngine)
     assert (again.counts.skipped, again.counts.stored) == (19, 11)
     check_rows(tmp_path / "acts", {n + 1: each["text"] for n, each in enumerate(prompts(30))})
+
+
+# ---------------------------------------------------------------- writers of a job elsewhere
+
+_CONTEXT = multiprocessing.get_context("fork")
+
+
+def _write_on(asked, word, joined, end) -> None:
+    join_writers(asked, word)
+    joined.set()
+    end.wait(30)
+
+
+def test_a_job_waits_for_what_a_killed_one_has_left_and_reads_the_store_then(tmp_path):
+    write_lines(tmp_path, prompts(3))
+    asked = job(tmp_path, resume=True)
+    with place.taken(asked):
+        word = place.mark(asked)
+    joined, end = _CONTEXT.Event(), _CONTEXT.Event()
+    writer = _CONTEXT.Process(target=_write_on, args=(asked, word, joined, end))
+    writer.start()
+    assert joined.wait(30)
+    threading.Timer(0.5, end.set).start()
+    with place.taken(asked):
+        writer.join(0)
+        assert end.is_set(), "it did not wait"
+    writer.join()
+
+
+def test_a_job_is_refused_while_others_write_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(place, "PATIENCE", 0.2)
+    write_lines(tmp_path, prompts(3))
+    asked = job(tmp_path, resume=True)
+    with place.taken(asked):
+        word = place.mark(asked)
+    joined, end = _CONTEXT.Event(), _CONTEXT.Event()
+    writer = _CONTEXT.Process(target=_write_on, args=(asked, word, joined, end))
+    writer.start()
+    assert joined.wait(30)
+    with pytest.raises(StoreError, match="processes of a job that has ended still write"):
+        capture_dataset(asked, FakeEngine)
+    end.set()
+    writer.join()
+    assert capture_dataset(asked, FakeEngine).counts.stored == 3
+
+
+@pytest.mark.parametrize("there", [None, b"", b"0" * 32])
+def test_a_writer_that_sees_another_directory_is_refused(tmp_path, there):
+    asked = job(tmp_path, resume=True)
+    with place.taken(asked):
+        word = place.mark(asked)
+        path = tmp_path / "acts" / place.WRITERS
+        path.unlink()
+        if there is not None:
+            path.write_bytes(there)
+        with pytest.raises(StoreError, match="another directory than where the job runs"):
+            join_writers(asked, word)

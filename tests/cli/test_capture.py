@@ -271,3 +271,61 @@ def test_a_signal_is_heard_although_the_start_of_the_engine_loses_interrupts(
     assert process.exitcode == status, (tmp_path / "err").read_text()
     assert json.loads((tmp_path / "out").read_text())["stored"] == 0
     assert "Traceback" not in (tmp_path / "err").read_text()
+
+
+# ---------------------------------------------------------------- on Ray
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        (["m", "--ray"], ["m", "--ray", "auto"]),
+        (["--ray", "m"], ["--ray", "auto", "m"]),
+        (["--ray", "--json", "m"], ["--ray", "auto", "--json", "m"]),
+        (["--ray", "10.0.0.1:6379", "m"], ["--ray", "10.0.0.1:6379", "m"]),
+        (["--ray", "head.cluster:6379"], ["--ray", "head.cluster:6379"]),
+        (["--ray", "[::1]:6379"], ["--ray", "[::1]:6379"]),
+        (["--ray", "local", "m"], ["--ray", "local", "m"]),
+        (["--ray=local", "m"], ["--ray=local", "m"]),
+        (["--ray", ".models/M"], ["--ray", "auto", ".models/M"]),
+        (["--ray", "org/model"], ["--ray", "auto", "org/model"]),
+        (["--out", "a", "--", "--ray"], ["--out", "a", "--", "--ray"]),
+        ([], []),
+    ],
+)
+def test_ray_may_go_without_an_address(given, read):
+    assert capture.with_address(given) == read
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fields"),
+    [
+        (["--ray"], {"address": "auto", "engines": None, "cpus": 1, "gpus": None}),
+        (["--ray", "h:1", "--ray-engines", "3", "--ray-cpus", "4", "--ray-gpus", "0.5"],
+         {"address": "h:1", "engines": 3, "cpus": 4, "gpus": 0.5}),
+    ],
+)  # fmt: skip
+def test_options_of_ray_reach_the_job_that_is_spread(run, tmp_path, monkeypatch, arguments, fields):
+    import midstream.ray
+    from midstream.capturing import Capturing
+
+    spreads = []
+
+    class Spreading(Capturing):
+        def __init__(self, job, spread):
+            super().__init__(job)
+            spreads.append(spread)
+
+    monkeypatch.setattr(midstream.ray, "Spreading", Spreading)
+    write_lines(tmp_path, prompts(3))
+    result, _ = run(*arguments)
+    assert result.exit_code == 0, result.output
+    (spread,) = spreads
+    assert {name: getattr(spread, name) for name in fields} == fields
+
+
+def test_options_of_ray_alone_are_refused(run, tmp_path):
+    write_lines(tmp_path, prompts(3))
+    result, started = run("--ray-engines", "2")
+    assert (result.exit_code, started) == (2, [])
+    assert "go with --ray" in result.stderr

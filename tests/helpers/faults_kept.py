@@ -87,4 +87,35 @@ KEPT: tuple[Fault, ...] = (
         "        if False:\n",
         "tests/capturing/test_run.py::test_other_data_is_refused_before_an_engine_is_started",
     ),
+    Fault(
+        "What a killed engine had stored is captured a second time",
+        "ray/worker.py",
+        "        if turn.attempt > 1:\n",
+        "        if False:\n",
+        "tests/ray/test_worker.py"
+        "::test_what_an_earlier_try_has_stored_is_found_and_not_captured_again",
+    ),
+    Fault(
+        "A chunk is done before its rows are in the store",
+        "ray/worker.py",
+        "        return not self.open and max(self.put.values(), default=0) <= stored\n",
+        "        return not self.open\n",
+        "tests/ray/test_worker.py"
+        "::test_chunks_that_come_together_end_each_with_all_their_lines_in_the_store",
+    ),
+    Fault(
+        "A job goes on while what a killed one has left writes into its store",
+        "capturing/place.py",
+        "            _wait_for_writers(folder.root)\n",
+        "            pass\n",
+        "tests/capturing/test_place.py::test_a_job_is_refused_while_others_write_on",
+    ),
+    Fault(
+        "A line that ends each engine is run for ever",
+        "ray/desk.py",
+        "            chunk.given_up[chunk.alone] = (\n",
+        "            _ = (\n",
+        "tests/ray/test_desk.py"
+        "::test_a_line_with_which_an_engine_ended_that_had_nothing_else_is_given_up",
+    ),
 )

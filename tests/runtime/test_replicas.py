@@ -93,7 +93,7 @@ def test_one_engine_has_no_load_balancer_to_ask():
 def test_workers_are_told_apart_by_their_replica():
     one = {
         "num_layers": 2, "hidden_size": 8, "lacking": [], "taps": [["resid_post", 0]],
-        "dtype": "float32", "codec": "raw", "stage": 0, "tensor_rank": 0,
+        "dtype": "float32", "codec": "raw", "return": "gathered", "stage": 0, "tensor_rank": 0,
         "room": {"bank_rows": 1, "programs": 1, "max_edits": 1, "token_ids": 1, "probes": 1},
     }  # fmt: skip
     answers = [[{"json": json.dumps({**one, "stage": s})} for s in range(2)] for _ in range(2)]

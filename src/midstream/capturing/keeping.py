@@ -24,6 +24,7 @@ class Keeper:
 
     Attributes:
         stored: how many are in the store for good.
+        row_bytes: that a row takes, encoded.
     """
 
     def __init__(self, job: Job, origin: Origin) -> None:
@@ -40,7 +41,7 @@ class Keeper:
         self._told: deque[Future[CaptureResult]] = deque()
         self._tag, self._plan, self._terms = job.tag, job.plan, job.terms
         dtype: torch.dtype = getattr(torch, origin.dtype)
-        self._row_bytes = parse_codec(job.codec).row_bytes(origin.hidden_size, dtype)
+        self.row_bytes = parse_codec(job.codec).row_bytes(origin.hidden_size, dtype)
         self.stored = 0
 
     def put(self, request: str, reply: Reply) -> tuple[int, int]:
@@ -55,7 +56,7 @@ class Keeper:
         """
         rows = reply.activations
         count = sum(rows.counts().values())
-        nbytes = count * self._row_bytes
+        nbytes = count * self.row_bytes
         delivery = Delivery(
             name=request,
             tag=self._tag,
@@ -87,6 +88,10 @@ class Keeper:
             if result.status != "ok":
                 raise StoreError(result.reason.removeprefix("StoreError: "))
             self.stored += 1
+
+    def drain(self) -> None:
+        """Has what there is written without waiting for more."""
+        self._queue.drain()
 
     def close(self) -> None:
         """Writes what there is, and waits for that. Raises as `check` does."""

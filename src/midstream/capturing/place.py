@@ -1,9 +1,17 @@
-"""The directory that a job captures into: it is one job's at a time."""
+"""The directory that a job captures into: it is one job's at a time.
+
+A job holds a lock of the directory. Where other processes write for it, on this machine or
+elsewhere, each of them shares a second lock for as long as it lives. Of a job that was killed these
+may outlive it by a moment, and what they wrote then the next job would not have seen: it waits for
+that lock first.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,7 +21,11 @@ from midstream.store import Store, open_store
 from midstream.store.folders import LocalFolder, folder_of
 
 LOCK = ".capture.lock"
+WRITERS = ".capture.writers"
 ERRORS = "errors.jsonl"
+# For how long a job waits for what a killed one has left: these processes find out, and end.
+PATIENCE = 30.0  # seconds
+_BETWEEN_LOOKS = 0.1
 
 
 @contextmanager
@@ -21,14 +33,16 @@ def taken(job: Job) -> Iterator[Store]:
     """The store that a job captures into, made if it is missing.
 
     Raises:
-        StoreError: it is not empty and the job does not resume, another job captures into it, or
-            it cannot be written to.
+        StoreError: it is not empty and the job does not resume, another job captures into it or
+            what one has left behind does, or it cannot be written to.
     """
     folder = folder_of(job.out)
     folder.make()
     # In an object store nobody can be kept out.
     lock = _lock(folder.root) if isinstance(folder, LocalFolder) else None
     try:
+        if isinstance(folder, LocalFolder):
+            _wait_for_writers(folder.root)
         if not job.resume:
             there = _contents(folder.root) if isinstance(folder, LocalFolder) else folder.names()
             if there:
@@ -48,6 +62,88 @@ def errors_file(job: Job) -> str | None:
         return job.errors
     folder = folder_of(job.out)
     return os.path.join(folder.root, ERRORS) if isinstance(folder, LocalFolder) else None
+
+
+def mark(job: Job) -> str:
+    """Writes a word into the directory that a job has taken, by which its writers know it; empty in
+    an object store, which is the same everywhere.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    folder = folder_of(job.out)
+    if not isinstance(folder, LocalFolder):
+        return ""
+    word = secrets.token_hex(16)
+    path = os.path.join(folder.root, WRITERS)
+    try:
+        with open(path, "wb") as file:
+            file.write(word.encode())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}") from None
+    return word
+
+
+def join_writers(job: Job, word: str) -> None:
+    """Makes this process one of those that write for a job, until it ends. To be called once.
+
+    Args:
+        job: which; it runs.
+        word: what `mark` gave where it runs.
+
+    Raises:
+        StoreError: this is not the directory that the job has taken, or it cannot be locked.
+    """
+    folder = folder_of(job.out)
+    if not isinstance(folder, LocalFolder):
+        return
+    path = os.path.join(folder.root, WRITERS)
+    try:
+        # Never closed: that would end the lock.
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        there = b""
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}") from None
+    else:
+        there = os.pread(file, 1024, 0)
+    if there != word.encode():
+        raise StoreError(
+            f"{job.out}: on {os.uname().nodename} this is another directory than where the job "
+            "runs; name one that all machines share, or s3://…"
+        )
+    try:
+        fcntl.lockf(file, fcntl.LOCK_SH)
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}") from None
+
+
+def _wait_for_writers(root: str) -> None:
+    """Returns when nobody writes any more for a job that has ended."""
+    path = os.path.join(root, WRITERS)
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}") from None
+    give_up = time.monotonic() + PATIENCE
+    try:
+        while True:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                if time.monotonic() > give_up:
+                    raise StoreError(
+                        f"{root}: processes of a job that has ended still write into it; end these "
+                        "first"
+                    ) from None
+            time.sleep(_BETWEEN_LOOKS)
+    finally:
+        os.close(file)
 
 
 def _lock(root: str) -> int:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from midstream.capturing.engine import Engine, Reply, start_vllm
+from midstream.capturing.engine import Engine, start_vllm
+from midstream.capturing.executor import Captured, Executor, LocalExecutor
 from midstream.capturing.failures import Failures
 from midstream.capturing.identity import Done, Identity
 from midstream.capturing.job import Job
-from midstream.capturing.keeping import Keeper
 from midstream.capturing.place import errors_file, taken
 from midstream.capturing.records import Failed, Record
 from midstream.capturing.sources import open_source
-from midstream.errors import ReceiptWarning, SpecError, StoreError
+from midstream.errors import SpecError, StoreError
 
 
 @dataclass(slots=True)
@@ -110,7 +109,10 @@ class Capturing:
         job: what to do.
         counts: how far it is.
         has_begun: whether the engine has started.
+        engines: what captures, in words.
     """
+
+    engines = "vLLM"
 
     def __init__(self, job: Job) -> None:
         """Checks all that can be known before an engine is started.
@@ -125,7 +127,7 @@ class Capturing:
         self.has_begun = False
         self.job = job
         self._identity = Identity(job)
-        self._ids: dict[int, str] = {}  # of what the engine has
+        self._given: set[int] = set()  # lines that the executor has
         self._at_end = False  # of the data
         self._source = open_source(job)
         with ExitStack() as stack:
@@ -144,10 +146,15 @@ class Capturing:
         self._stack.close()
 
     @property
+    def stored_before(self) -> int:
+        """How many lines the store had when this began."""
+        return len(self._done)
+
+    @property
     def summary(self) -> Summary:
         """What it has done so far."""
         errors = self._failures.path if self._failures.count else None
-        is_whole = self._at_end and not self._ids
+        is_whole = self._at_end and not self._given
         return Summary(self.job.out, self.counts, errors, interrupted=not is_whole)
 
     def work(
@@ -167,11 +174,28 @@ class Capturing:
             StoreError: rows cannot be written; or this is not the data that is in the store.
             Exception: whatever the engine raises when it cannot start, or breaks.
         """
+        return self.work_on(lambda job: LocalExecutor(job, start(job)), watch, stop)
+
+    def work_on(
+        self,
+        executor: Callable[[Job], Executor],
+        watch: Watch | None = None,
+        stop: threading.Event | None = None,
+    ) -> Summary:
+        """As `work`, on whatever captures: an engine here, or many elsewhere.
+
+        Args:
+            executor: makes it, and returns when it can work.
+            watch, stop: as of `work`.
+        """
         self._watch = watch or _Silent()
         self._stop = stop or threading.Event()
-        self._engine = start(self.job)
-        self._keeper = Keeper(self.job, self._engine.origin)
-        self._failures.begin()
+        self._executor = executor(self.job)
+        try:
+            self._failures.begin()
+        except BaseException:
+            self._executor.close()
+            raise
         self.has_begun = True
         began = time.monotonic()
         try:
@@ -184,38 +208,33 @@ class Capturing:
                 raise
         finally:
             try:
-                self._keeper.close()
+                self._take(self._executor.close())
             finally:
-                self.counts.stored = self._keeper.stored
+                self.counts.stored = self._executor.stored
                 self.counts.seconds = time.monotonic() - began
         self._moved()
         return self.summary
 
     def _run(self, began: float) -> None:
         records = self._missing()
-        # The job reads the receipts; warnings of them would say the same again.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ReceiptWarning)
-            while self._fill(records):
-                for reply in self._engine.step():
-                    self._take(reply)
-                self._keeper.check()
-                self.counts.seconds = time.monotonic() - began
-                self._moved()
+        while self._fill(records):
+            self._take(self._executor.step())
+            self.counts.seconds = time.monotonic() - began
+            self._moved()
 
     def _fill(self, records: Iterator[Record]) -> bool:
-        """Hands the engine as many prompts as it should have; False: there is nothing to do."""
-        while len(self._ids) < self._engine.window and not self._stop.is_set():
+        """Hands on as many prompts as there should be; False: there is nothing to do."""
+        while len(self._given) < self._executor.window and not self._stop.is_set():
             record = next(records, None)
             if record is None:
                 break
             try:
-                self._engine.add(record)
+                self._executor.add(self._identity.id(record), record)
             except SpecError as error:
                 self._fail(Failed(record.line, str(error)))
             else:
-                self._ids[record.line] = self._identity.id(record)
-        return bool(self._ids) and not self._stop.is_set()
+                self._given.add(record.line)
+        return bool(self._given) and not self._stop.is_set()
 
     def _missing(self) -> Iterator[Record]:
         """The prompts that the store has not."""
@@ -231,15 +250,15 @@ class Capturing:
                 return
         self._at_end = True
 
-    def _take(self, reply: Reply | Failed) -> None:
-        request = self._ids.pop(reply.line)
-        if isinstance(reply, Failed):
-            self._fail(reply)
-            return
-        rows, nbytes = self._keeper.put(request, reply)
-        self.counts.captured += 1
-        self.counts.rows += rows
-        self.counts.nbytes += nbytes
+    def _take(self, ended: Sequence[Captured | Failed]) -> None:
+        for one in ended:
+            self._given.remove(one.line)
+            if isinstance(one, Failed):
+                self._fail(one)
+            else:
+                self.counts.captured += 1
+                self.counts.rows += one.rows
+                self.counts.nbytes += one.nbytes
 
     def _fail(self, failed: Failed) -> None:
         self.counts.failed += 1
@@ -248,7 +267,7 @@ class Capturing:
         self._moved()
 
     def _moved(self) -> None:
-        self.counts.stored = self._keeper.stored
+        self.counts.stored = self._executor.stored
         self._watch.moved(self.counts)
 
 

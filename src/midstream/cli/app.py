@@ -27,7 +27,8 @@ def make() -> typer.Typer:
     for name in COMMANDS:
         module = import_module(f"midstream.cli.{name}")
         settings = getattr(module, "CONTEXT", None)
-        command.command(name, context_settings=settings)(getattr(module, name))
+        kind = getattr(module, "CommandClass", None)
+        command.command(name, cls=kind, context_settings=settings)(getattr(module, name))
     return command
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from midstream.cli.output import (
     REFUSED,
@@ -23,7 +25,17 @@ from midstream.cli.output import (
 if TYPE_CHECKING:
     from midstream.capturing import Capturing
 
+
+class CommandClass(TyperCommand):
+    """The command, with `--ray` as an option that may go without its value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, with_address(args))
+
+
 _LOGGER = logging.getLogger(__name__)
+# What is an address of Ray's: all else after `--ray` is an argument of its own.
+_ADDRESS = re.compile(r"auto|local|\w+://.*|\[?[\w.:-]+\]?:\d+")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _AGAIN = 5.0  # seconds
 # Defaults that a user's own settings override.
@@ -82,6 +94,25 @@ def capture(
     flush_seconds: Annotated[
         float, typer.Option(help="What came is on disk after so long: what a kill costs.")
     ] = 30.0,
+    ray: Annotated[
+        str,
+        typer.Option(
+            metavar="[ADDRESS]",
+            help="Spread over a Ray cluster: the one at host:port; without an address that of "
+            "RAY_ADDRESS or of this machine, or with none there, as with local, a new one of this "
+            "machine's.",
+        ),
+    ] = "",
+    ray_engines: Annotated[
+        int | None, typer.Option(min=1, help="Engines.", show_default="as many as there is room")
+    ] = None,
+    ray_cpus: Annotated[
+        float, typer.Option(min=0, help="CPU cores for each engine; on a CPU, its threads.")
+    ] = 1,
+    ray_gpus: Annotated[
+        float | None,
+        typer.Option(min=0, help="GPUs for each engine.", show_default="one for each rank"),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a summary as JSON, and nothing else.")
     ] = False,
@@ -97,6 +128,8 @@ def capture(
     """
     from midstream.demo.surroundings import WHEN_QUIET, defaults
 
+    if not ray and (ray_engines, ray_cpus, ray_gpus) != (None, 1, None):
+        raise typer.BadParameter("--ray-engines, --ray-cpus and --ray-gpus go with --ray")
     arguments = read_json_option("--engine-args", engine_args)
     if not isinstance(arguments, dict):
         raise typer.BadParameter(f"--engine-args: expected a JSON object, got {engine_args}")
@@ -130,7 +163,16 @@ def capture(
             errors=errors,
             flush_seconds=flush_seconds,
         )
-        with Capturing(job) as capturing:
+        if ray:
+            from midstream.ray import Spread, Spreading
+
+            capturing: Capturing = Spreading(
+                job,
+                Spread(address=ray, engines=ray_engines, cpus=ray_cpus, gpus=ray_gpus, log=verbose),
+            )
+        else:
+            capturing = Capturing(job)
+        with capturing:
             status = _work(capturing, as_json, verbose)
     raise typer.Exit(status)
 
@@ -151,7 +193,7 @@ def _work(capturing: Capturing, as_json: bool, verbose: bool) -> int:
                 quiet(verbose=verbose, descriptor=2) as console,
                 Display(console, errors_file(job)) as display,
             ):
-                display.say(f"starting vLLM with {job.model}")
+                display.say(f"starting {capturing.engines} with {job.model}")
                 capturing.work(start_vllm, display, stop)
         except KeyboardInterrupt:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -213,3 +255,16 @@ def read_layers(text: str) -> Any:
         return [int(part) for part in text.split(",")]
     except ValueError:
         return text
+
+
+def with_address(arguments: Sequence[str]) -> list[str]:
+    """Arguments of the command in which each `--ray` has its value: `auto`, where no address
+    follows. What comes after `--` are no options.
+    """
+    found: list[str] = []
+    left = list(arguments)
+    while left and left[0] != "--":
+        found.append(left.pop(0))
+        if found[-1] == "--ray" and not (left and _ADDRESS.fullmatch(left[0])):
+            found.append("auto")
+    return found + left

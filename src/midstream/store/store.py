@@ -62,17 +62,19 @@ class StoredRequest:
         return f"StoredRequest({self.request!r}, child={self.child}{tag}, {len(self.taps)} taps)"
 
 
-def open_store(root: str | os.PathLike[str]) -> Store:
+def open_store(root: str | os.PathLike[str], since: str = "") -> Store:
     """Opens a store for reading. Nothing is read yet but the names of its shards.
 
     Args:
         root: its directory, or `s3://bucket/prefix`. It may be empty: a store that nothing was
             written to yet.
+        since: a shard's name, as `midstream.store.writer.new_name` makes them of the time: those
+            whose names sort before it are left out.
 
     Raises:
         StoreError: there is no such directory.
     """
-    return Store(folder_of(root))
+    return Store(folder_of(root), since)
 
 
 class Store:
@@ -85,8 +87,9 @@ class Store:
     What is written while a store is open is seen after `refresh`.
     """
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, since: str = "") -> None:
         self._folder = folder
+        self._since = since
         self._open: dict[str, Shard] = {}
         self._names: list[str] = []
         self._requests: tuple[StoredRequest, ...] | None = None
@@ -95,7 +98,7 @@ class Store:
 
     def refresh(self) -> None:
         """Looks for shards that have come since, and lets go of those that are gone."""
-        self._names = self._folder.names()
+        self._names = [name for name in self._folder.names() if name >= self._since]
         self._open = {name: self._open[name] for name in self._names if name in self._open}
         self._requests = self._by_id = None
 
