@@ -28,7 +28,7 @@ PLANS = {
     "405b": "--model llama-405b --tp 8 --pp 2 --tokens 1000000000",
     "64 nodes": "--model llama-70b --tp 8 --nodes 64 --tokens 10000000000",
     "64 nodes, three layers": "--model llama-70b --layers 20,40,60 --tp 8 --nodes 64 "
-    "--tokens 10000000000 --writer 3",
+    "--tokens 10000000000",
 }
 
 

@@ -25,9 +25,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # other has nothing left to do. Before them, one that makes models in transformers: where vLLM has
 # run one by transformers' code, as it does Phi, that class is vLLM's for good in the process.
 LONG = (
-    "doctor/test_reference.py",
+    "doctor/test_reference.py", "engine/test_ranks.py", "engine/test_ray.py",
     "engine/test_parity.py", "engine/test_serving.py", "engine/test_stale_graph.py",
     "engine/test_processes.py", "engine/test_arena.py", "engine/test_serving_ends.py",
+    "engine/test_replicas.py", "ray/test_spreading.py", "ray/test_alone.py",
     "engine/test_speculative.py", "engine/test_capture_command.py", "examples/test_examples.py",
 )  # fmt: skip
 

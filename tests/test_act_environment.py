@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
-from midstream.act_environment import WORKER_CLASS, from_act_environment, note_return
+from midstream.act_environment import WORKER_CLASS, from_act_environment
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.sinks.settings import read_sinks
 from midstream.spec import Capture
@@ -79,14 +77,11 @@ def test_the_environment_is_read_when_it_is_asked_for(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "given", "says"),
-    [(1, {}, False), (2, {}, True), (2, {"VLLM_ACT_RETURN": "gathered"}, False)],
+    ("variables", "expected"),
+    [({}, "sharded"), ({"VLLM_ACT_RETURN": "gathered"}, "gathered")],
 )
-def test_shards_that_come_as_a_whole_are_told_of(caplog, ranks, given, says):
-    with caplog.at_level(logging.WARNING):
-        note_return(ranks, given)
-    assert bool(caplog.records) == says
-    assert not says or "as with `gathered`" in caplog.text
+def test_through_which_ranks_rows_leave_is_the_setting(variables, expected):
+    assert from_act_environment({**ON, **variables}).return_ == expected
 
 
 def test_the_worker_class_is_a_name_that_the_front_end_replaces():

@@ -12,23 +12,20 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Mapping
 
 from midstream.config import Config
 from midstream.errors import ConfigError
+from midstream.returning import GATHERED, SHARDED
 
 WORKER_CLASS = "midstream.worker.CaptureWorker"
 MODES = ("rp8", "full8", "topk8", "raw")
-RETURNS = ("sharded", "gathered")
 MAX_WIDTH = 16384
 # As files, of every request, all that it computes.
 SINK = "npz"
 CAPTURE = {"layers": "all", "sites": "resid_post", "positions": "all"}
-
-_LOGGER = logging.getLogger(__name__)
 
 
 def from_act_environment(environment: Mapping[str, str] = os.environ) -> Config | None:
@@ -41,31 +38,17 @@ def from_act_environment(environment: Mapping[str, str] = os.environ) -> Config 
         return None
     mode = _word(environment, "VLLM_ACT_MODE", MODES)
     width = environment.get("VLLM_ACT_RP_K", "").strip() or "512"
-    _word(environment, "VLLM_ACT_RETURN", RETURNS)
     folder = environment.get("VLLM_ACT_OUTDIR", "").strip() or "/tmp/vllm_activations"
     if not re.fullmatch(r"[1-9][0-9]{0,4}", width) or int(width) > MAX_WIDTH:
         raise ConfigError(f"VLLM_ACT_RP_K: expected 1 to {MAX_WIDTH}, got {width!r}")
     return Config.parse(
         {
             "sites": [CAPTURE["sites"]],
+            "return": _word(environment, "VLLM_ACT_RETURN", (SHARDED, GATHERED)),
             "codec": f"rp8:k={width}" if mode == "rp8" else mode,
             "sinks": {SINK: {"root": folder, "capture": CAPTURE}},
         }
     )
-
-
-def note_return(ranks: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Says so where `VLLM_ACT_RETURN` asks for what comes otherwise.
-
-    Args:
-        ranks: of the engine's tensor-parallel group.
-    """
-    if ranks > 1 and _word(environment, "VLLM_ACT_RETURN", RETURNS) == "sharded":
-        _LOGGER.warning(
-            "VLLM_ACT_RETURN=sharded: the residual stream is the same on all %d ranks, and one of "
-            "them gives all of it, as with `gathered`",
-            ranks,
-        )
 
 
 def _word(environment: Mapping[str, str], name: str, known: tuple[str, ...]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from midstream import sites
 from midstream.errors import ConfigError
-from midstream.returning import GATHERED, RETURNS
+from midstream.returning import RETURNS, SHARDED
 from midstream.version import __version__
 
 KEY = "midstream"
@@ -68,8 +68,8 @@ class Config:
         codec: how captured vectors leave the device where a request does not say: "raw", or
             reduced, see `midstream.codecs`.
         return_: through which ranks of a tensor-parallel group they leave where a request does not
-            say: "gathered", the first, or "sharded", each moves its share; see `Capture`. In a dict
-            the setting is `return`.
+            say: "sharded", each moves its share, or "gathered", the first moves all; see `Capture`.
+            In a dict the setting is `return`.
         check_ranks: for tests and for looking into a fault: every worker keeps a checksum over what
             requests asked for and over each step, and the front end holds them against each other
             whenever it fetches results. A difference is a `RankError`.
@@ -96,7 +96,7 @@ class Config:
     overflow: str = "block"
     spill_dir: str | None = None
     codec: str = "raw"
-    return_: str = GATHERED
+    return_: str = SHARDED
     check_ranks: bool = False
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     http: bool | Mapping[str, Any] = True
@@ -144,7 +144,7 @@ class Config:
             )
         if given.get("codec", "raw") != "raw":
             given["codec"] = _codec(given["codec"])
-        if given.get("return", GATHERED) not in RETURNS:
+        if given.get("return", SHARDED) not in RETURNS:
             raise ConfigError(
                 f"{KEY}.return: expected one of {', '.join(RETURNS)}, got {given['return']!r}"
             )

@@ -28,7 +28,7 @@ def test_it_says_bytes_time_what_saturates_first_and_what_to_choose():
     assert "raw gathered 16,384 1.31 MB 1.31 PB" in said
     assert "topk8:k=64 sharded 200 16.0 kB" in said
     assert said.count("saturates first") >= 2
-    assert "choose topk8:k=64, sharded" in said
+    assert "choose rp8:k=512,seed=0, sharded" in said
     for basis in ("measured", "derived", "assumed"):
         assert basis in said
     assert "given" not in said

@@ -11,6 +11,7 @@ checksums over what they are told and do, which are held against each other.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -32,7 +33,7 @@ from helpers.ranks import GPUS, HOOKED, MEASURE, PIPELINE, ranks, usage
 from midstream import Capture, Gate, SamplingParams, SpecError, Steer
 from midstream.spec.operations import KINDS_BY_OP
 
-SEED = 20261122
+SEED = int(os.environ.get("MIDSTREAM_ADVERSARY_SEED", "20261122"))
 REQUESTS = 80
 CHUNK, LONGEST = 48, 192
 BLOCKS = 14  # of 32 tokens, one of which is nobody's: two long requests and a bit
@@ -132,7 +133,7 @@ def run_the_mix(model: Model, llm: Any, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tensor(model: Model) -> Iterator[Any]:
-    with ranks(model.path, **mixed(**TENSOR, midstream=settings(**{"return": "sharded"}))) as llm:
+    with ranks(model.path, **mixed(**TENSOR, midstream=settings())) as llm:
         yield llm
 
 
@@ -231,7 +232,14 @@ def test_captures_of_one_request_leave_in_one_way(tensor: Any, model: Model) -> 
 @pytest.mark.parametrize(
     ("name", "args", "places"),
     [
-        pytest.param("llama", TENSOR, [(0, 0), (0, 1)], id="gathered"),
+        pytest.param(
+            "llama",
+            {**TENSOR, "midstream": settings(**{"return": "gathered"})},
+            [(0, 0), (0, 1)],
+            id="gathered",
+            # There it is held against what is sharded, above, to the bit.
+            marks=pytest.mark.skipif(not GPUS, reason="takes a minute on two cores"),
+        ),
         pytest.param("llama", PIPELINE, [(0, 0), (1, 0)], id="pipeline"),
         pytest.param(
             "mixtral",
@@ -251,7 +259,7 @@ def test_captures_of_one_request_leave_in_one_way(tensor: Any, model: Model) -> 
         ),
         pytest.param(
             "llama",
-            {**TENSOR, **PIPELINE, "midstream": settings(**{"return": "sharded"})},
+            {**TENSOR, **PIPELINE},
             [(0, 0), (0, 1), (1, 0), (1, 1)],
             id="tensor-pipeline",
             marks=pytest.mark.skipif(GPUS < 4, reason="needs four GPUs"),

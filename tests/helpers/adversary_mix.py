@@ -229,7 +229,7 @@ class Mix:
             "temperature": 0.0,
             "n": draw.choice((1, 1, 1, 1, 2, 3)),
             "ignore_eos": draw.random() < 0.7,
-            "logprobs": 2,
+            "logprobs": 5,
             "detokenize": False,
         }
         if not self.shape.sampled:

@@ -288,6 +288,29 @@ FAULTS: tuple[Fault, ...] = (
         "::test_a_call_that_is_given_up_ends_for_the_sink_that_had_some_of_it",
     ),
     Fault(
+        "A tensor-parallel rank leaves out the edits that the others do",
+        RUNTIME + "session.py",
+        "            segments = acquire_segments(pieces, self._tables",
+        "            if self._share.rank:\n"
+        "                pieces = [piece._replace(edits=()) for piece in pieces]\n"
+        "            segments = acquire_segments(pieces, self._tables",
+        ENGINE + "test_ranks.py::test_two_tensor_ranks_give_what_one_rank_gives",
+    ),
+    Fault(
+        "Of ranks that share what is captured all move the same part",
+        RUNTIME + "requests.py",
+        "            return taps[self.rank :: self.ranks]\n",
+        "            return taps[0 :: self.ranks]\n",
+        ENGINE + "test_ranks.py::test_shards_make_up_what_the_first_rank_gathers",
+    ),
+    Fault(
+        "Ranks that were told different things are not found out",
+        RUNTIME + "traced.py",
+        "            if trace[last][which] != traces[against][last][which]:\n",
+        "            if False:\n",
+        "tests/runtime/test_traced.py::test_another_batch_is_found",
+    ),
+    Fault(
         "All results are fetched from the first of several replicas",
         RUNTIME + "replicas.py",
         "engine=client.core_engines[number]\n",

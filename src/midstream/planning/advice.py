@@ -212,7 +212,7 @@ def _notes(job: PlannedJob, chosen: Load, rates: Rates) -> list[str]:
     slow = chosen.resource(WRITER)
     if chosen.first is slow and slow.basis == "measured":
         notes.append(
-            "The store writer's rate is of a machine with two shared cores. Measure yours, with "
+            "The store writer's rate is into memory. Measure that of your disk or network, with "
             "`python benchmarks/disk.py FOLDER --shape none`, and give it with --writer."
         )
     return notes

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from midstream import config as settings
-from midstream.act_environment import WORKER_CLASS, from_act_environment, note_return
+from midstream.act_environment import WORKER_CLASS, from_act_environment
 from midstream.config import KEY
 from midstream.errors import ConfigError, SpecError, UnsupportedError
 from midstream.runtime import core, seams, served, spans
@@ -148,8 +148,6 @@ def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwar
         # Workers check as well; here the error reaches whoever starts the engine as it is.
         check_settings(config)
         plain.replicas = config.parallel_config.data_parallel_size_local
-    if found is not None and is_marked:
-        note_return(config.parallel_config.tensor_parallel_size)
     return config
 
 
