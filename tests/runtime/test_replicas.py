@@ -9,9 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.stored import unmapped
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from midstream.config import Config
 from midstream.errors import UnsupportedError
+from midstream.runtime import replicas
 from midstream.runtime.door import describe
 from midstream.runtime.own_sinks import Settings
 from midstream.runtime.own_sinks import replicas_of as replicas_here
@@ -26,6 +28,7 @@ class Client:
         self.core_engines = [f"engine {nth}".encode() for nth in range(count)]
         self.lb_engines = [[nth, 10 * nth] for nth in range(count)]
         self.calls = []
+        self.resources = SimpleNamespace(engine_dead=False)
 
     async def _call_utility_async(self, method, *args, engine):
         name, timeout, (op, argument), named = args
@@ -75,6 +78,32 @@ def test_each_replica_has_a_courier_of_its_own_and_they_do_not_wait_for_each_oth
         await asyncio.gather(*tasks)
 
     asyncio.run(work())
+
+
+def test_who_waits_for_an_engine_that_ends_is_told(monkeypatch):
+    monkeypatch.setattr(replicas, "_BETWEEN_LOOKS", 0.01)
+    client, cancelled = Client(2), []
+
+    async def never(method, *args, engine):
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(engine)
+            raise
+
+    client._call_utility_async = never
+
+    async def work():
+        asked = asyncio.create_task(call(client, 1, "collect", ["u"]))
+        await asyncio.sleep(0.05)
+        assert not asked.done()
+        client.resources.engine_dead = True
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(asked, 5)
+        await asyncio.sleep(0)
+
+    asyncio.run(work())
+    assert cancelled == [b"engine 1"]
 
 
 @pytest.mark.parametrize("more", [(), (0.5,)])

@@ -69,9 +69,8 @@ def capture_dataset(
         max_tokens: how many tokens each prompt is answered with, at temperature 0.
         revision, dtype, engine_args: as of `midstream.capturing.Job`.
         spread: how many engines, and what each takes. The address is not looked at: a data set is
-        of
-            the cluster that this process is connected to. None: as many engines as there is room
-            for.
+            of the cluster that this process is connected to. None: as many engines as there is
+            room for.
         batch_size: prompts that go to an engine together. Their rows are in memory at once.
         start: makes an engine, in a process of the cluster.
 
@@ -87,8 +86,7 @@ def capture_dataset(
 
     Raises:
         SpecError: an argument is malformed, the input has a column of such a name, or the cluster
-        has
-            no room for an engine.
+            has no room for an engine.
         UnsupportedError: Ray is not installed.
     """
     ray = import_ray()

@@ -4,9 +4,8 @@ A desk is an actor on the machine of the job. Ray does again what was lost with 
 as often as that happens; the desk counts, so that a line which ends every engine that runs it is
 found, and an engine that ends whatever it runs is not started for ever:
 
-- A chunk is tried twice as a whole. From the third try on its lines are run one by one, each of
-them
-  alone in its engine and named here before. A line with which an engine has ended then is given up.
+- A chunk is tried twice as a whole. From the third try on its lines are run one by one, each alone
+  in its engine and named here before. A line with which an engine has ended then is given up.
 - Where engines have been started several times each and nothing was captured between, the job ends.
 """
 

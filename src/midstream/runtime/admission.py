@@ -79,8 +79,7 @@ class Admission:
             self._waiting[uid].sends.append(send)
             return
         allowed = self._every if only is None else frozenset({only})
-        waited_for = frozenset().union(*(one.allowed for one in self._waiting.values()))
-        found = self._find(need, allowed - waited_for)
+        found = self._find(need, allowed - self._waited_for())
         if found is None:
             self._waiting[uid] = _Waiting(need, allowed, [send])
         else:
@@ -155,6 +154,15 @@ class Admission:
                 self._budgets[replica].give_back_rows(inside.need)
                 self._let_in()
                 raise
+
+    def _waited_for(self) -> frozenset[int]:
+        """The engines that somebody waits for."""
+        found: frozenset[int] = frozenset()
+        for one in self._waiting.values():
+            found |= one.allowed
+            if found == self._every:  # as a rule with the first of them
+                break
+        return found
 
     def _next(self) -> tuple[str, int] | None:
         """The first that may go, and to which engine: to none that somebody before it waits for."""

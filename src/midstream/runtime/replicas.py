@@ -14,9 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from vllm.v1.engine.exceptions import EngineDeadError
+
 from midstream.runtime.courier import Courier
 from midstream.runtime.worker import RPC
 from midstream.runtime.workers import Worker
+
+_BETWEEN_LOOKS = 0.5  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +56,24 @@ async def call(client: Any, number: int, op: str, argument: object = None) -> li
         client: vLLM's client of its engine cores.
         number: which engine.
         op, argument: see `worker`.
+
+    Raises:
+        EngineDeadError: an engine of the client has ended: nobody answers any more.
     """
     arguments = ("collective_rpc", RPC, None, (op, json.dumps(argument)), None)
-    answers: list[dict[str, Any]] = await client._call_utility_async(  # noqa: SLF001
-        *arguments, engine=client.core_engines[number]
+    engine = client.core_engines[number]
+    answer = asyncio.ensure_future(
+        client._call_utility_async(*arguments, engine=engine)  # noqa: SLF001
     )
-    return answers
+    try:
+        while not (await asyncio.wait([answer], timeout=_BETWEEN_LOOKS))[0]:
+            # vLLM tells those who wait for outputs, and not those who wait for such an answer.
+            if client.resources.engine_dead:
+                raise EngineDeadError
+        answers: list[dict[str, Any]] = answer.result()
+        return answers
+    finally:
+        answer.cancel()
 
 
 async def call_all(client: Any, op: str) -> list[list[dict[str, Any]]]:

@@ -269,8 +269,14 @@ ASYNC_FIELDS: tuple[Fields, ...] = (
     Fields(
         "vllm.v1.engine.core_client",
         "AsyncMPClient",
-        ("core_engines",),
-        "results are fetched from the workers of one engine",
+        ("core_engines", "resources"),
+        "results are fetched from the workers of one engine, while it lives",
+    ),
+    Fields(
+        "vllm.v1.engine.core_client",
+        "BackgroundResources",
+        ("engine_dead",),
+        "who waits for an engine is told when it is gone",
     ),
     Fields(
         "vllm.v1.engine.core_client",
