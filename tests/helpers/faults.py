@@ -313,8 +313,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "All results are fetched from the first of several replicas",
         RUNTIME + "replicas.py",
-        "engine=client.core_engines[number]\n",
-        "engine=client.core_engines[0]\n",
+        "    engine = client.core_engines[number]\n",
+        "    engine = client.core_engines[0]\n",
         ENGINE + "test_replicas.py::test_each_of_many_at_once_gets_what_one_engine_gives",
     ),
     Fault(
