@@ -12,7 +12,8 @@ from midstream.codecs import parse_codec
 from midstream.errors import SpecError
 from midstream.planning import advise, load_of
 from midstream.planning.advice import PACE, WORTH, loads_of
-from midstream.planning.job import RETURNS, read_return
+from midstream.planning.job import read_return
+from midstream.returning import RETURNS
 
 WIDE_OPEN = RATES.with_given(writer=1e13, network=1e13, store=1e15)
 

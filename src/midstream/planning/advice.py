@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 from midstream.codecs import Codec, parse_codec
 from midstream.errors import SpecError
-from midstream.planning.job import GATHERED, SHARDED, PlannedJob
+from midstream.planning.job import PlannedJob
 from midstream.planning.load import STAGING_SHARE, WRITER, Load, load_of
 from midstream.planning.rates import Rates
+from midstream.returning import GATHERED, SHARDED
 
 # From what loses nothing to what loses most.
 USUAL = ("raw", "full8", "rp8:k=512,seed=0", "topk8:k=64")

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 from midstream.errors import SpecError
 from midstream.planning.shape import ModelSize
+from midstream.returning import GATHERED, RETURNS
 from midstream.spec.fields import at, is_int, listed, show
 from midstream.spec.resolved import Tap
 from midstream.spec.selection import Layers, Sites
 from midstream.spec.shape import ModelShape
 from midstream.spec.tapping import find_taps
 
-GATHERED, SHARDED = "gathered", "sharded"
-RETURNS = (GATHERED, SHARDED)
 STEP_TOKENS = 8192
 
 
