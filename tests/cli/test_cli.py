@@ -99,15 +99,15 @@ def test_what_is_found_is_printed_with_a_verdict(run):
     said = " ".join(result.output.split())
     assert "resid_pre │ 0–1 │ ok │ 3.0e-06" in said
     assert "a Mamba layer has no attention" in said
-    assert "ok: 2 sites of layers and 1 operations are as transformers has them" in said
-    assert "1 are not in this model; 1 could not be compared" in said
+    assert "ok: 2 taps and 1 operations match transformers" in said
+    assert "1 do not exist in this model; 1 could not be compared" in said
 
 
 @pytest.mark.parametrize(
     ("outcome", "status", "word"),
     [
         (WRONG, 1, "wrong: "),
-        (REFUSED, 2, "refused: "),
+        (REFUSED, 2, "not supported: "),
         (UNBUILT, 2, "cannot be built here: "),
         (UNCOMPARED, 2, "not compared: "),
     ],

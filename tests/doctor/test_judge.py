@@ -16,7 +16,7 @@ from midstream.doctor import cases as trying
 from midstream.doctor import formulas
 from midstream.doctor.cases import Case
 from midstream.doctor.copying import save_copy, small_config
-from midstream.doctor.judge import Answers, Judged, judge
+from midstream.doctor.judge import CaseOutputs, Judgement, judge
 from midstream.doctor.reference import Reference
 from midstream.doctor.report import OK, UNCOMPARED, WRONG
 from midstream.doctor.shrink import Size
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def looked(folder: Path) -> Reference:
     found = Reference(folder)
-    found.look(trying.prompts(found.vocabulary, 0)[-1])
+    found.find_sites(trying.prompts(found.vocabulary, 0)[-1])
     return found
 
 
@@ -75,7 +75,7 @@ def judged(
     asked: tuple[list[Case], list[Case]],
     answers: list[Any],
     spoil: Callable[[Any], None] = lambda output: None,
-) -> Judged:
+) -> Judgement:
     """The verdict on these answers, each of them spoilt first."""
     plain, edited = asked
     outputs = [
@@ -83,8 +83,8 @@ def judged(
     ]
     for output in outputs:
         spoil(output)
-    read = Answers(plain, outputs[: len(plain)])
-    done = Answers(edited, outputs[len(plain) :])
+    read = CaseOutputs(plain, outputs[: len(plain)])
+    done = CaseOutputs(edited, outputs[len(plain) :])
     return judge(reference, TABLE, read, done, "float32")
 
 
@@ -156,8 +156,8 @@ def test_a_model_that_is_another_is_ok_where_each_site_fits_its_neighbours(
 ):
     found = judged(reference, asked, another)
     assert found.outcome == OK
-    assert "vLLM's own outputs of plain requests differ" in found.reason
-    assert "each site was held to its neighbours" in found.reason
+    assert "vLLM's own logits of plain requests differ" in found.reason
+    assert "each site was compared with its neighbours" in found.reason
     assert {one.outcome for one in [*found.sites, *found.operations]} == {OK}
 
 
@@ -196,4 +196,4 @@ def test_outputs_that_are_no_numbers_are_not_blamed_on_the_taps(reference, asked
 
     found = judged(reference, asked, right, spoil)
     assert found.outcome == UNCOMPARED
-    assert "are no numbers" in found.reason
+    assert "are not finite" in found.reason

@@ -47,7 +47,7 @@ PARALLEL = {
 def copy_of(config: hf.PretrainedConfig, folder: Path) -> Reference:
     save_copy(small_config(config, Size(2)), folder, 3)
     found = Reference(folder)
-    found.look(TOKENS)
+    found.find_sites(TOKENS)
     return found
 
 
@@ -103,7 +103,7 @@ def test_values_and_edits_are_those_of_the_tests_own_oracle(name, tmp_path):
     spec = tiny.MODELS[name]
     oracle = Oracle(path, spec.layers, spec.mid, branches=ORACLES[name])
     reference = Reference(path)
-    reference.look(TOKENS)
+    reference.find_sites(TOKENS)
     assert set(oracle.sites) == {
         site
         for site in ("resid_pre", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post")

@@ -120,5 +120,5 @@ def test_lists_by_layer_and_lists_of_layers_follow_the_layers_that_are_kept():
 
 
 def test_a_configuration_that_says_nowhere_how_many_layers_it_has_is_refused():
-    with pytest.raises(ValueError, match="nowhere.*num_hidden_layers"):
+    with pytest.raises(ValueError, match="no number of layers.*num_hidden_layers"):
         shrink({"hidden_size": 64}, Size())

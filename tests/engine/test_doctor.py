@@ -99,4 +99,4 @@ def test_what_has_no_language_model_cannot_be_built_and_says_why(tmp_path: Path)
     assert "no small copy of it can be made" in report.reason
     missing = examine(Options(str(tmp_path / "nothing")))
     assert missing.status == 2
-    assert "its configuration cannot be read" in missing.reason
+    assert "cannot read its configuration" in missing.reason

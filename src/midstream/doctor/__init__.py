@@ -1,6 +1,6 @@
-"""`midstream doctor`: whether midstream reads and edits one model as transformers has it.
+"""`midstream doctor`: comparison of one model's captures and edits with transformers.
 
-A model, or a small random copy of it with the same kinds of layers, is run twice: by
-transformers in float32 with plain hooks, and by `midstream.LLM` with every site tapped. Every
-site of every layer is compared, and each operation is tried.
+Runs a model, or a small random copy with the same kinds of layers, twice: in transformers with
+float32 and plain hooks, and in `midstream.LLM` with every site tapped. Compares every site of every
+layer and tests each operation.
 """

@@ -1,7 +1,7 @@
-"""The requests that are tried: plain ones, and one for each operation.
+"""Test requests of the doctor: plain ones, and one for each operation.
 
-Vectors are as long as what is there, so that an edit that is missed, or done at the wrong place,
-cannot hide in the tolerance.
+Edit vectors have the norm of the activations at their tap. An edit that is skipped or applied at
+the wrong site therefore exceeds the tolerance.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from midstream.doctor.reference import Reference, Tap
 from midstream.sites import NAMES
 
 PROMPT_LENGTHS = (3, 13, 37)
-# The prompt that operations are tried on.
+# Index of the prompt that operations are tested on.
 EDITED = 1
 PLAIN_TOKENS, EDITED_TOKENS = 4, 2
 FIRST_TOKEN = 4
@@ -38,18 +38,18 @@ FIRST_TOKEN = 4
 
 @dataclass(frozen=True)
 class Case:
-    """One request, and what transformers makes of it.
+    """One test request with the results of transformers.
 
     Attributes:
-        name: of the operation; empty for a plain request.
-        tap: where it is; None for a plain request.
+        name: name of the operation; empty for a plain request.
+        tap: tap of the operation; None for a plain request.
         prompt: token ids.
-        edit: by value, or None.
-        probe: by value, or None.
-        tokens: the greedy continuation.
-        logits: float32 [T, V] over prompt and tokens, the last token left out.
-        values: float32 [T, H] of each tap.
-        effect: how far the edit moved what is at its tap, relative to it.
+        edit: edit with vectors by value, or None.
+        probe: probe with its direction by value, or None.
+        tokens: greedy continuation, token ids.
+        logits: float32 [T, V] over prompt and continuation, without the last token.
+        values: float32 [T, H] by tap.
+        effect: norm of the edit's change at its tap, relative to the norm before the edit.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Case:
 
 
 def prompts(vocabulary: int, seed: int) -> list[list[int]]:
-    """Token ids at random, as many as PROMPT_LENGTHS says."""
+    """Return random prompts (token ids) with the lengths of `PROMPT_LENGTHS`."""
     draw = torch.Generator().manual_seed(seed)
     return [
         torch.randint(FIRST_TOKEN, vocabulary, (size,), generator=draw).tolist()
@@ -73,7 +73,7 @@ def prompts(vocabulary: int, seed: int) -> list[list[int]]:
 
 
 def plain_cases(reference: Reference, seed: int) -> list[Case]:
-    """Requests that only read."""
+    """Return the requests that only capture."""
     found = []
     for prompt in prompts(reference.vocabulary, seed):
         found.append(_case(reference, "", None, prompt, None, None, PLAIN_TOKENS))
@@ -81,12 +81,14 @@ def plain_cases(reference: Reference, seed: int) -> list[Case]:
 
 
 def operation_cases(reference: Reference, seed: int) -> list[Case]:
-    """One request for each operation: `Steer` at each site of some layers, all of them where they
-    are few; the others where the stream leaves the layer in the middle, and at its sites in turn.
+    """Return requests that test each operation.
+
+    `Steer` is tested at every site of up to four layers. Each other operation is tested in the
+    middle layer, at the last site of the stream and at one further site, which rotates.
 
     Args:
-        reference: has looked for its places.
-        seed: of the vectors.
+        reference: transformers' model, after `find_sites`.
+        seed: seed of the vectors.
     """
     count = len(reference.layers)
     prompt = prompts(reference.vocabulary, seed)[EDITED]
@@ -96,7 +98,7 @@ def operation_cases(reference: Reference, seed: int) -> list[Case]:
         return _Maker(tap, plain.values[tap], seed + nth)
 
     found = [
-        _tried(reference, "Steer", maker((site, layer)), prompt)
+        _operation_case(reference, "Steer", maker((site, layer)), prompt)
         for layer in sorted({0, count // 3, 2 * count // 3, count - 1})
         for site in NAMES
         if reference.missing((site, layer)) is None
@@ -105,13 +107,13 @@ def operation_cases(reference: Reference, seed: int) -> list[Case]:
     taps = [tap for tap in taps if reference.missing(tap) is None]
     others = [name for name in OPERATIONS if name != "Steer"]
     for nth, name in enumerate(others):
-        # A branch may be one that the engine lacks; the stream is always there.
+        # The engine may lack a branch site; the stream site always exists.
         for tap in dict.fromkeys((taps[nth % len(taps)], taps[-1])):
-            found.append(_tried(reference, name, maker(tap, nth), prompt))
+            found.append(_operation_case(reference, name, maker(tap, nth), prompt))
     return found
 
 
-def _tried(reference: Reference, name: str, maker: _Maker, prompt: list[int]) -> Case:
+def _operation_case(reference: Reference, name: str, maker: _Maker, prompt: list[int]) -> Case:
     made = OPERATIONS[name](maker)
     if isinstance(made, Probe):
         return _case(reference, name, maker.tap, prompt, None, made, EDITED_TOKENS)
@@ -137,7 +139,7 @@ def _case(
 
 
 class _Maker:
-    """Edits of one tap, sized by what is there."""
+    """Random edit parameters for one tap, scaled to the activations there."""
 
     def __init__(self, tap: Tap, rows: Tensor, seed: int) -> None:
         self.tap = tap
@@ -147,13 +149,13 @@ class _Maker:
         self._draw = torch.Generator().manual_seed(seed)
 
     def vector(self, length: float = 1.0) -> Tensor:
-        """Of a random direction, `length` times as long as what is there."""
+        """Return a random vector whose norm is `length` times the median activation norm."""
         v = torch.randn(self.rows.shape[1], generator=self._draw)
         sized: Tensor = v * (length * self.size / v.norm())
         return sized
 
     def direction(self) -> Tensor:
-        """A unit vector, partly along what is there: products with it are not small."""
+        """Return a unit vector correlated with the activations, so that products are not small."""
         row = self.rows[len(self.rows) // 2].float()
         v = torch.randn(row.shape[0], generator=self._draw)
         both = row / row.norm() + v / v.norm()
@@ -161,7 +163,9 @@ class _Maker:
         return unit
 
     def middle(self, direction: Tensor) -> float:
-        """A threshold that about half of the products are past, far from each."""
+        """Return a threshold that splits the products in about half, as far as possible from each
+        product.
+        """
         products = (self.rows @ direction.double()).sort().values
         third = len(products) // 3
         gaps = products.diff()[third : len(products) - third]
@@ -169,7 +173,7 @@ class _Maker:
         return float(products[nth] + products[nth + 1]) / 2
 
     def orthonormal(self) -> Tensor:
-        """Two such rows."""
+        """Return two orthonormal vectors, float32 [2, H]."""
         rows = torch.stack([self.direction(), self.direction()]).double()
         found: Tensor = torch.linalg.qr(rows.T).Q.T.contiguous().float()
         return found

@@ -1,4 +1,4 @@
-"""Whether what the engine gave back is what transformers has."""
+"""Comparison of the engine's outputs with transformers."""
 
 from __future__ import annotations
 
@@ -15,21 +15,26 @@ from midstream.doctor.cases import Case
 from midstream.doctor.reference import Tap
 from midstream.doctor.report import OK, WRONG, OperationFound
 
-# Relative to a row's length. Kernels sum in another order than transformers does.
+# Relative to a row's norm. Kernels sum in a different order than transformers.
 TOLERANCES = {"float32": 2e-3, "bfloat16": 1.5e-1, "float16": 3e-2}
-# Where vLLM's own outputs are that far from transformers' (some of its kernels round to less than
-# float32), sites are held to less; a tap at the wrong place is far beyond that.
+# Used where vLLM's own logits differ from transformers (some of its kernels round to less than
+# float32). A tap at the wrong place still exceeds these by far.
 LOOSE = {"float32": 2e-2, "bfloat16": 1.5e-1, "float16": 3e-2}
-# Of log-probabilities, by how far the best is above the middle: when two tokens are equally
-# likely, and when outputs differ.
+# Differences of log-probabilities, as a fraction of (maximum - median): below these, two tokens
+# count as equally likely and two outputs as equal.
 TIES = {"float32": 5e-4, "bfloat16": 1e-1, "float16": 3e-2}
-# An edit that moves its rows by less than this many tolerances shows nothing.
+# An edit that moves its rows by less than this many tolerances proves nothing.
 LEAST_EFFECT = 5.0
 
 
 def row_error(found: Tensor, expected: Tensor) -> float:
-    """The largest ‖found − expected‖ of a row by that row's length. Rows far shorter than most are
-    measured by a tenth of the median. Infinite where the shapes differ or a number is none.
+    """Return the largest relative error of a row, ‖found − expected‖ / ‖expected‖.
+
+    The denominator is at least a tenth of the median row norm. The result is infinite where the
+    shapes differ or a value is not finite.
+
+    Args:
+        found, expected: [T, H].
     """
     if found.shape != expected.shape:
         return math.inf
@@ -43,29 +48,33 @@ def row_error(found: Tensor, expected: Tensor) -> float:
 
 
 def same_rows(case: Case, output: Any, tie: float) -> tuple[int, str]:
-    """How many rows of a request are of the same tokens on both sides, and what is wrong.
+    """Return the number of rows with the same tokens on both sides, and a description of the error.
 
-    Greedy tokens may part where two are equally likely; rows after that are of other tokens. Where
-    they are not equally likely, that is an error.
+    Greedy tokens may diverge where two are equally likely; later rows then belong to different
+    tokens. A divergence between tokens that are not equally likely is an error.
 
     Args:
         case: the request.
         output: its vLLM output.
-        tie: what counts as equally likely, of log-probabilities.
+        tie: largest difference of log-probabilities at which tokens count as equally likely; see
+            `TIES`.
+
+    Returns:
+        (number of rows, description); the description is empty if there is no error.
     """
-    told = list(output.outputs[0].token_ids)
-    for nth, (ours, theirs) in enumerate(zip(told, case.tokens, strict=False)):
+    generated = list(output.outputs[0].token_ids)
+    for nth, (ours, theirs) in enumerate(zip(generated, case.tokens, strict=False)):
         if ours == theirs:
             continue
         likely = case.logits[len(case.prompt) - 1 + nth].log_softmax(dim=-1)
         gap = float(likely[theirs] - likely[ours]) / _spread(likely)
         problem = f"token {nth} is {ours}, expected {theirs}" if gap > tie else ""
         return len(case.prompt) + nth, problem
-    return len(case.prompt) + len(told) - 1, ""
+    return len(case.prompt) + len(generated) - 1, ""
 
 
 def site_errors(cases: Sequence[Case], outputs: Sequence[Any], tie: float) -> dict[Tap, float]:
-    """The worst error of each captured tap over plain requests."""
+    """Return the largest error of each captured tap over plain requests."""
     found: dict[Tap, float] = defaultdict(float)
     for case, output in zip(cases, outputs, strict=True):
         rows, _ = same_rows(case, output, tie)
@@ -77,8 +86,8 @@ def site_errors(cases: Sequence[Case], outputs: Sequence[Any], tie: float) -> di
 
 
 def logit_error(cases: Sequence[Case], outputs: Sequence[Any], tie: float) -> float:
-    """How far the log-probabilities of generated tokens are from transformers', at most, by how far
-    the best is above the middle; infinite where a number is none.
+    """Return the largest error of the generated tokens' log-probabilities, as a fraction of
+    (maximum - median); infinite where a value is not finite.
     """
     worst = 0.0
     for case, output in zip(cases, outputs, strict=True):
@@ -99,40 +108,42 @@ def _spread(likely: Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class Held:
-    """What values are held to.
+class ErrorLimits:
+    """Limits that the engine's values are compared with.
 
     Attributes:
-        tolerance: relative, of a row.
-        tie: by how much greedy tokens may be below the best.
+        tolerance: largest relative error of a row.
+        tie: how far a greedy token's log-probability may be below the best one; see `TIES`.
     """
 
     tolerance: float
     tie: float
 
 
-def held(dtype: str, apart: float) -> Held:
-    """What an engine of this dtype is held to, whose outputs are that far from transformers'."""
-    if apart <= TIES[dtype]:
-        return Held(TOLERANCES[dtype], TIES[dtype])
-    return Held(LOOSE[dtype], max(TIES[dtype], LOOSE[dtype]))
+def limits_for(dtype: str, difference: float) -> ErrorLimits:
+    """Return the limits for an engine of this dtype whose logits have this error; see
+    `logit_error`.
+    """
+    if difference <= TIES[dtype]:
+        return ErrorLimits(TOLERANCES[dtype], TIES[dtype])
+    return ErrorLimits(LOOSE[dtype], max(TIES[dtype], LOOSE[dtype]))
 
 
 def judge_operation(
-    case: Case, output: Any, held_to: Held, skipped: Mapping[Tap, float]
+    case: Case, output: Any, limits: ErrorLimits, skipped: Mapping[Tap, float]
 ) -> OperationFound:
-    """Whether one operation did what its definition says.
+    """Compare the result of one operation with its definition.
 
     Args:
         case: the request.
         output: its vLLM output.
-        held_to: tolerances.
-        skipped: taps whose plain values differ already.
+        limits: error limits.
+        skipped: taps whose values already differ without edits.
     """
     assert case.tap is not None
     site, layer = case.tap
-    tolerance = held_to.tolerance
-    rows, problem = same_rows(case, output, held_to.tie)
+    tolerance = limits.tolerance
+    rows, problem = same_rows(case, output, limits.tie)
     worst, where = 0.0, ""
     for tap, value in output.activations.items():
         if tap in skipped or tap not in case.values:
@@ -142,14 +153,16 @@ def judge_operation(
             worst, where = error, f"{tap[0]} of layer {tap[1]}"
     if case.probe is not None:
         expected = formulas.score(case.probe, case.values[case.tap])[:rows]
-        told = output.probes["score"].double()[:rows]
-        error = float((told - expected).abs().max() / expected.abs().max())
+        scores = output.probes["score"].double()[:rows]
+        error = float((scores - expected).abs().max() / expected.abs().max())
         if error > worst:
             worst, where = error, "its scores"
     problems = [problem, *output.receipt.problems]
     if not worst <= tolerance:
         problems.append(f"{where}: off by {worst:.1e}")
     if case.edit is not None and case.effect < LEAST_EFFECT * tolerance:
-        problems.append(f"it moved what is there by only {case.effect:.1e}, too little to tell")
+        problems.append(
+            f"the edit changed its tap by only {case.effect:.1e} (relative), too little to verify"
+        )
     found = "; ".join(one for one in problems if one)
     return OperationFound(case.name, site, layer, WRONG if found else OK, worst, found)

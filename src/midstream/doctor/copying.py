@@ -1,4 +1,4 @@
-"""A small random copy of a model, saved as transformers saves it."""
+"""Small random copy of a model, saved in transformers' format."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import torch
 
 from midstream.doctor.shrink import Size, shrink
 
-# So large that attention, MLP and each layer matter; biases and norms differ from 0 and 1.
+# Large enough that attention, MLP and every layer change the output; biases differ from 0 and norm
+# weights from 1.
 WEIGHTS, OTHERS = 0.15, 0.1
 
 
 def small_config(config: Any, size: Size) -> Any:
-    """The small configuration, of the language model's own class.
+    """Return a small configuration of the language model's own class.
 
     Args:
-        config: a transformers configuration; of one with several parts the language model's.
-        size: how small.
+        config: transformers configuration; of a multimodal one, the language model's part is used.
+        size: size of the copy.
 
     Raises:
-        ValueError: the fields do not say what is needed, or do not fit each other.
+        ValueError: fields are missing or inconsistent.
     """
     text = config.get_text_config(decoder=True)
     fields = shrink(text.to_dict(), size)
@@ -30,16 +31,16 @@ def small_config(config: Any, size: Size) -> Any:
 
 
 def save_copy(config: Any, folder: Path, seed: int, architecture: str | None = None) -> None:
-    """Makes a model of this configuration with random weights and saves it.
+    """Save a model of this configuration with random weights.
 
     Args:
-        config: a small one.
-        folder: is made.
-        seed: of the weights.
-        architecture: name under which vLLM is to load it; None: that of transformers' class.
+        config: small configuration.
+        folder: created if missing.
+        seed: seed of the weights.
+        architecture: architecture name for vLLM to load; None: the name of transformers' class.
 
     Raises:
-        ValueError: transformers has no language model of this kind.
+        ValueError: transformers has no causal language model for this configuration.
     """
     from transformers import AutoModelForCausalLM
 
@@ -47,7 +48,7 @@ def save_copy(config: Any, folder: Path, seed: int, architecture: str | None = N
     model = AutoModelForCausalLM.from_config(config).float().eval()
     for name, parameter in model.named_parameters():
         if "correction_bias" in name:
-            # vLLM's CPU build leaves it out of some routers' sums: as in a new model, it is 0.
+            # vLLM's CPU build ignores this bias in some routers, so it keeps its initial value 0.
             parameter.data.zero_()
         elif parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=WEIGHTS)

@@ -1,4 +1,4 @@
-"""The engine that is examined: `midstream.LLM` in this process, every site tapped."""
+"""Engine under test: `midstream.LLM` in this process with every site tapped."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ LOGPROBS = 3
 
 @contextmanager
 def engine(folder: str | Path, dtype: str, **more: Any) -> Iterator[Any]:
-    """An engine that is shut down afterwards.
+    """Start an engine and shut it down on exit.
+
+    Args:
+        folder: folder or name of the model.
+        dtype: dtype of the engine.
+        **more: further arguments of `midstream.LLM`.
 
     Raises:
-        UnsupportedError: midstream refuses the model.
+        UnsupportedError: midstream does not support the model.
     """
     from midstream import LLM
 
@@ -37,7 +42,7 @@ def engine(folder: str | Path, dtype: str, **more: Any) -> Iterator[Any]:
         "skip_tokenizer_init": Path(folder).is_dir() and not has_tokenizer,
         "disable_log_stats": True,
         "enable_prefix_caching": False,
-        # Some blocks for each of these short requests.
+        # The requests are short, so few KV blocks are enough.
         "num_gpu_blocks_override": BLOCKS,
         "seed": 0,
         **more,
@@ -49,8 +54,8 @@ def engine(folder: str | Path, dtype: str, **more: Any) -> Iterator[Any]:
         llm.llm_engine.engine_core.shutdown()
 
 
-def ask(llm: Any, cases: Sequence[Case], taps: Sequence[tuple[str, int]]) -> list[Any]:
-    """All the cases as one batch, each with captures of these taps; vLLM's outputs."""
+def run_cases(llm: Any, cases: Sequence[Case], taps: Sequence[tuple[str, int]]) -> list[Any]:
+    """Run all cases as one batch, each with captures at `taps`, and return vLLM's outputs."""
     from midstream import SamplingParams
 
     captures = [

@@ -1,4 +1,4 @@
-"""The examination: a copy is made, transformers and the engine are asked, both are compared."""
+"""Examination of one model: build the copy, run transformers and the engine, compare."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from midstream.doctor import cases as trying
 from midstream.doctor import compare
 from midstream.doctor.cases import Case
 from midstream.doctor.copying import save_copy, small_config
-from midstream.doctor.engine import ask, engine
-from midstream.doctor.judge import Answers, judge
+from midstream.doctor.engine import engine, run_cases
+from midstream.doctor.judge import CaseOutputs, judge
 from midstream.doctor.reference import Reference
 from midstream.doctor.report import REFUSED, UNBUILT, WRONG, Report
 from midstream.doctor.shrink import Size
@@ -26,15 +26,15 @@ from midstream.site_table import SiteTable
 
 @dataclass(frozen=True)
 class Options:
-    """What to examine, and how.
+    """Options of one examination.
 
     Attributes:
-        model: a folder or a name; for a small copy its configuration is enough.
-        size: of the copy; None: the model itself.
-        dtype: of the engine; transformers' side is float32.
-        seed: of weights and requests.
-        architecture: under which vLLM is to load the copy; None: the class's own name.
-        engine: further arguments of the engine.
+        model: folder or name; for a small copy its configuration is enough.
+        size: size of the copy; None: examine the model itself.
+        dtype: dtype of the engine; transformers always runs in float32.
+        seed: seed of weights and requests.
+        architecture: architecture name for vLLM to load the copy; None: the class's own name.
+        engine: further arguments of the engine, as (name, value).
     """
 
     model: str
@@ -46,53 +46,53 @@ class Options:
 
 
 class CannotBuild(Exception):
-    """The model or its copy cannot be made, or vLLM cannot run it here."""
+    """The model or its copy cannot be built, or vLLM cannot run it here."""
 
 
 def examine(options: Options) -> Report:
-    """Examines a model by its folder or name."""
+    """Examine a model by its folder or name."""
     try:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(options.model)
     except (OSError, ValueError, KeyError) as error:
-        return _report(options, UNBUILT, f"its configuration cannot be read: {_say(error)}")
+        return _report(options, UNBUILT, f"cannot read its configuration: {_describe(error)}")
     return examine_config(options, config)
 
 
 def examine_config(options: Options, config: Any) -> Report:
-    """Examines a model of this transformers configuration; `options.model` names it."""
+    """Examine a model by its transformers configuration; `options.model` is its name."""
     try:
         with _folder(options, config) as folder:
             return _examine_folder(options, folder)
     except UnsupportedError as error:
         return _report(options, REFUSED, str(error))
     except MidstreamError as error:
-        return _report(options, WRONG, _say(error))
+        return _report(options, WRONG, _describe(error))
     except CannotBuild as error:
         return _report(options, UNBUILT, str(error))
 
 
 @contextmanager
 def _folder(options: Options, config: Any) -> Iterator[str]:
-    """Where the model to be examined is."""
+    """Return the folder or name of the model to examine; a copy is deleted on exit."""
     if options.size is None:
         yield options.model
         return
     with tempfile.TemporaryDirectory(prefix="midstream-doctor-") as folder:
-        with _blamed_on("no small copy of it can be made"):
+        with _as_cannot_build("no small copy of it can be made"):
             small = small_config(config, options.size)
             save_copy(small, Path(folder), options.seed, options.architecture)
         yield folder
 
 
 @contextmanager
-def _blamed_on(what: str) -> Iterator[None]:
-    """Whatever others' code raises in this block is the finding, and is reported as such.
+def _as_cannot_build(what: str) -> Iterator[None]:
+    """Convert exceptions of transformers and vLLM raised in this block.
 
     Raises:
-        MidstreamError: midstream's own, also where another exception carries it.
-        CannotBuild: anything else.
+        MidstreamError: the block raised one, or one is in the exception's chain of causes.
+        CannotBuild: the block raised any other exception; `what` begins its message.
     """
     try:
         yield
@@ -102,26 +102,27 @@ def _blamed_on(what: str) -> Iterator[None]:
             if isinstance(cause, MidstreamError):
                 raise cause from None
             cause = cause.__cause__ or cause.__context__
-        raise CannotBuild(f"{what}: {_say(error)}") from error
+        raise CannotBuild(f"{what}: {_describe(error)}") from error
 
 
 def _examine_folder(options: Options, folder: str) -> Report:
-    # vLLM changes some of transformers' own classes: the reference is asked first.
+    # vLLM patches some of transformers' own classes, so transformers runs first.
     try:
-        with _blamed_on("transformers cannot run it"):
-            reference, plain, edited = _ask_transformers(options, folder)
+        with _as_cannot_build("transformers cannot run it"):
+            reference, plain, edited = _run_transformers(options, folder)
     except CannotBuild:
-        # If midstream refuses it, that is what there is to know.
+        # If midstream rejects the model too, its error is the more useful one.
         with _started(options, folder):
             raise
-    with _started(options, folder) as llm, _blamed_on("vLLM cannot run it here"):
+    with _started(options, folder) as llm, _as_cannot_build("vLLM cannot run it here"):
         classes, architecture = _model_of(llm)
         table = SiteTable.of(llm.info.shape)
         taps = [(state.site, state.layer) for state in table.states if state.tapped]
         edited = [case for case in edited if case.tap in taps]
-        outputs = ask(llm, [*plain, *edited], taps)
-    read, done = Answers(plain, outputs[: len(plain)]), Answers(edited, outputs[len(plain) :])
-    judged = judge(reference, table, read, done, options.dtype)
+        outputs = run_cases(llm, [*plain, *edited], taps)
+    plain_outputs = CaseOutputs(plain, outputs[: len(plain)])
+    edited_outputs = CaseOutputs(edited, outputs[len(plain) :])
+    judged = judge(reference, table, plain_outputs, edited_outputs, options.dtype)
     return replace(
         _report(options, judged.outcome, judged.reason),
         architecture=architecture,
@@ -132,10 +133,10 @@ def _examine_folder(options: Options, folder: str) -> Report:
     )
 
 
-def _ask_transformers(options: Options, folder: str) -> tuple[Reference, list[Case], list[Case]]:
-    """transformers' side: its model, the plain requests, and those that try operations."""
+def _run_transformers(options: Options, folder: str) -> tuple[Reference, list[Case], list[Case]]:
+    """Return transformers' model, the plain cases and the cases that test operations."""
     reference = Reference(folder)
-    reference.look(trying.prompts(reference.vocabulary, options.seed)[-1])
+    reference.find_sites(trying.prompts(reference.vocabulary, options.seed)[-1])
     plain = trying.plain_cases(reference, options.seed)
     return reference, plain, trying.operation_cases(reference, options.seed)
 
@@ -143,7 +144,7 @@ def _ask_transformers(options: Options, folder: str) -> tuple[Reference, list[Ca
 @contextmanager
 def _started(options: Options, folder: str) -> Iterator[Any]:
     started = engine(folder, options.dtype, **dict(options.engine))
-    with _blamed_on("vLLM cannot load it here"):
+    with _as_cannot_build("vLLM cannot load it here"):
         llm = started.__enter__()
     try:
         yield llm
@@ -152,7 +153,7 @@ def _started(options: Options, folder: str) -> Iterator[Any]:
 
 
 def _model_of(llm: Any) -> tuple[tuple[str, ...], str]:
-    """(the decoder layers' classes, the architecture) of what an engine runs."""
+    """Return (classes of the decoder layers, architecture) of an engine's model."""
     from midstream.runtime.conventions import key_of
     from midstream.runtime.layers import find_decoder
 
@@ -180,7 +181,7 @@ def _report(options: Options, outcome: str, reason: str) -> Report:
 
 
 def versions() -> tuple[tuple[str, str], ...]:
-    """Of midstream, vLLM, transformers and PyTorch."""
+    """Return (package, version) of midstream, vLLM, transformers and PyTorch."""
     found = []
     for name, packages in (
         ("midstream", ("midstream",)),
@@ -201,7 +202,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _say(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if text:
         return f"{type(error).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""What each operation makes of the vectors of a tap, in float64, from its definition."""
+"""Reference formulas of the operations, in float64, from their definitions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from midstream.spec import Ablate, Affine, Clamp, Feature, Gate, LoReFT, Replace
 
 
 def apply(edit: Any, hidden: Tensor) -> Tensor:
-    """What an edit makes of h.
+    """Return the edited vectors.
 
     Args:
-        edit: with vectors by value; a Gate that reads where its edit is.
-        hidden: [T, H] of the tokens at which it applies.
+        edit: edit with vectors by value; a Gate must read at the tap of its edit.
+        hidden: [T, H], the tokens that the edit applies to.
 
     Returns:
         float64 [T, H].
@@ -30,7 +30,7 @@ def apply(edit: Any, hidden: Tensor) -> Tensor:
 
 
 def score(probe: Any, hidden: Tensor) -> Tensor:
-    """⟨h, direction⟩ + bias, float64 [T]."""
+    """Return ⟨h, direction⟩ + bias, float64 [T]."""
     read: Tensor = hidden.double() @ _row(probe.direction)
     return read + float(probe.bias)
 
@@ -44,7 +44,7 @@ def _rows(vectors: Any) -> Tensor:
 
 
 def _added(edit: Any, h: Tensor) -> Tensor:
-    """What is added to h."""
+    """Return the edit's change of h, float64 [T, H]."""
     if isinstance(edit, Steer):
         return (edit.scale * _row(edit.vector)).expand_as(h)
     if isinstance(edit, Ablate):
@@ -59,7 +59,7 @@ def _added(edit: Any, h: Tensor) -> Tensor:
     if isinstance(edit, Feature):
         active = h @ _row(edit.encoder) + edit.bias
         active = torch.where(active > edit.threshold, active, torch.zeros_like(active))
-        # The mode is "set": the only one that is tried.
+        # The doctor tests the mode "set" only.
         return torch.outer(float(edit.value or 0) - active, _row(edit.decoder))
     if isinstance(edit, Affine):
         inner = h @ _rows(edit.read).T + _row(edit.bias)

@@ -1,4 +1,4 @@
-"""From what both sides gave back to a verdict."""
+"""Verdict on a model, from the outputs of the engine and of transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from midstream.doctor import compare, local
 from midstream.doctor.cases import EDITED, Case
-from midstream.doctor.compare import Held
+from midstream.doctor.compare import ErrorLimits
 from midstream.doctor.reference import Reference, Tap
 from midstream.doctor.report import (
     LACKING,
@@ -21,16 +21,16 @@ from midstream.doctor.report import (
 )
 from midstream.site_table import SiteTable
 
-UNPROVEN = "vLLM's model differs from transformers', and its neighbours do not tell"
+UNPROVEN = "vLLM's model differs from transformers' and neighbouring sites are not conclusive"
 
 
 @dataclass(frozen=True)
-class Answers:
-    """Requests, and what vLLM made of them.
+class CaseOutputs:
+    """Test requests with their vLLM outputs.
 
     Attributes:
         cases: the requests.
-        outputs: vLLM's, in the same order.
+        outputs: vLLM's outputs, in the same order.
     """
 
     cases: Sequence[Case]
@@ -38,14 +38,14 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """The findings.
+class Judgement:
+    """Findings about one model.
 
     Attributes:
-        sites: every site of every layer.
-        operations: each that was tried.
-        outcome, reason: of the whole.
-        tolerance: what errors were held to.
+        sites: one finding for every site of every layer.
+        operations: one finding for each tested operation.
+        outcome, reason: overall result.
+        tolerance: largest accepted relative error.
     """
 
     sites: tuple[SiteFound, ...]
@@ -56,59 +56,66 @@ class Judged:
 
 
 def judge(
-    reference: Reference, table: SiteTable, plain: Answers, edited: Answers, dtype: str
-) -> Judged:
-    """Holds every site and operation to transformers: to the whole model, or, where vLLM's own
-    outputs are not transformers', each site to its neighbours.
+    reference: Reference, table: SiteTable, plain: CaseOutputs, edited: CaseOutputs, dtype: str
+) -> Judgement:
+    """Compare every site and operation with transformers.
+
+    Values are compared with those of the whole model. Where vLLM's own logits differ from
+    transformers', each site is compared with its neighbouring sites instead.
     """
     tie = compare.TIES[dtype]
-    apart = compare.logit_error(plain.cases, plain.outputs, tie)
-    held = compare.held(dtype, apart)
-    errors = compare.site_errors(plain.cases, plain.outputs, held.tie)
-    sites = _sites(reference, table, errors, held)
+    difference = compare.logit_error(plain.cases, plain.outputs, tie)
+    limits = compare.limits_for(dtype, difference)
+    errors = compare.site_errors(plain.cases, plain.outputs, limits.tie)
+    sites = _sites(reference, table, errors, limits)
     differing = {(one.site, one.layer): 0.0 for one in sites if one.outcome == WRONG}
     operations = [
-        compare.judge_operation(case, output, held, differing)
+        compare.judge_operation(case, output, limits, differing)
         for case, output in zip(edited.cases, edited.outputs, strict=True)
     ]
     note = ""
-    if apart > tie:
-        note = f"vLLM's own outputs of plain requests differ from transformers' by {apart:.1e}"
+    if difference > tie:
+        note = f"vLLM's own logits of plain requests differ from transformers' by {difference:.1e}"
         outcomes = [one.outcome for one in sites] + [one.outcome for one in operations]
         if WRONG in outcomes:
             try:
-                sites, operations = _locally(reference, table, plain, edited, held)
-            except Exception as error:  # noqa: BLE001 - vLLM may have changed its classes
-                note += f", whose model does not run beside vLLM's ({type(error).__name__})"
-                return Judged(tuple(sites), (), UNCOMPARED, note, held.tolerance)
-            note += ", so each site was held to its neighbours"
+                sites, operations = _compare_locally(reference, table, plain, edited, limits)
+            except Exception as error:  # noqa: BLE001 - vLLM may have patched its classes
+                note += f", and transformers' model fails after vLLM's ({type(error).__name__})"
+                return Judgement(tuple(sites), (), UNCOMPARED, note, limits.tolerance)
+            note += ", so each site was compared with its neighbours"
         else:
-            note += ", so sites were held to less"
+            note += ", so the tolerance was increased"
     outcome, reason = _verdict(sites, operations, note)
-    if outcome == WRONG and not math.isfinite(apart):
-        # Weights that it did not load, for one.
-        outcome, reason = UNCOMPARED, "vLLM's own outputs of plain requests are no numbers"
-    return Judged(tuple(sites), tuple(operations), outcome, reason, held.tolerance)
+    if outcome == WRONG and not math.isfinite(difference):
+        # For example because vLLM did not load some weights.
+        outcome, reason = UNCOMPARED, "vLLM's own logits of plain requests are not finite"
+    return Judgement(tuple(sites), tuple(operations), outcome, reason, limits.tolerance)
 
 
-def _locally(
-    reference: Reference, table: SiteTable, plain: Answers, edited: Answers, held: Held
+def _compare_locally(
+    reference: Reference,
+    table: SiteTable,
+    plain: CaseOutputs,
+    edited: CaseOutputs,
+    limits: ErrorLimits,
 ) -> tuple[list[SiteFound], list[OperationFound]]:
-    errors = local.site_errors(reference, plain.cases, plain.outputs, held)
+    """Compare each site with its neighbouring sites; see `midstream.doctor.local`."""
+    errors = local.site_errors(reference, plain.cases, plain.outputs, limits)
     unedited = [
         output
         for case, output in zip(edited.cases, edited.outputs, strict=True)
         if case.edit is None
     ]
     operations = [
-        local.judge_operation(reference, case, output, [plain.outputs[EDITED], *unedited], held)
+        local.judge_operation(reference, case, output, [plain.outputs[EDITED], *unedited], limits)
         for case, output in zip(edited.cases, edited.outputs, strict=True)
     ]
-    return _sites(reference, table, errors, held), operations
+    return _sites(reference, table, errors, limits), operations
 
 
 def _sites(
-    reference: Reference, table: SiteTable, errors: Mapping[Tap, float | None], held: Held
+    reference: Reference, table: SiteTable, errors: Mapping[Tap, float | None], limits: ErrorLimits
 ) -> list[SiteFound]:
     found = []
     for state in table.states:
@@ -120,17 +127,17 @@ def _sites(
             found.append(SiteFound(*tap, UNCOMPARED, None, missing))
         elif error is None:
             found.append(SiteFound(*tap, UNCOMPARED, None, UNPROVEN))
-        elif error <= held.tolerance:
+        elif error <= limits.tolerance:
             found.append(SiteFound(*tap, OK, error))
         else:
-            found.append(SiteFound(*tap, WRONG, error, "it is not what transformers has"))
+            found.append(SiteFound(*tap, WRONG, error, "its values differ from transformers'"))
     return found
 
 
 def _verdict(
     sites: Sequence[SiteFound], operations: Sequence[OperationFound], note: str
 ) -> tuple[str, str]:
-    """(outcome, reason) of the whole."""
+    """Return the overall (outcome, reason)."""
     wrong = [
         f"{one.site} of layer {one.layer} (off by {one.error:.1e})"
         for one in sites
@@ -144,7 +151,7 @@ def _verdict(
     if wrong:
         return WRONG, "; ".join([*wrong, *([note] if note else [])])
     if any(one.reason == UNPROVEN for one in sites):
-        return UNCOMPARED, f"{note}, which do not tell of all of them"
+        return UNCOMPARED, f"{note}, which is not conclusive for every site"
     if not any(one.outcome == OK for one in sites):
-        return UNCOMPARED, "no site that this engine has was found in transformers' layers"
+        return UNCOMPARED, "no site of this engine was found in transformers' layers"
     return OK, note

@@ -1,7 +1,7 @@
-"""Which layers of a model a small copy keeps: one of each kind.
+"""Selection of the layers that a small copy keeps: one of each kind.
 
-What kind a layer is stands in a configuration as lists (or texts) with one entry per layer, and
-as lists of the indices of some layers.
+A configuration encodes the kind of a layer as lists (or strings) with one entry per layer, and as
+lists of layer indices.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-# Kept beyond what is asked for, where there are more kinds of layers.
+# Up to this many kinds of layers are kept, even if fewer layers are requested.
 MOST = 4
 _INDICES = re.compile(r"(_layers|_idxs|_ids|_indices|_index)$")
 _BY_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types")
 
 
 def count_layers(config: Mapping[str, Any]) -> int:
-    """How many layers a configuration has.
+    """Return the number of layers of a configuration.
 
     Raises:
-        ValueError: it does not say.
+        ValueError: no known field contains it.
     """
     for name in COUNTS:
         if isinstance(config.get(name), int):
@@ -29,11 +29,13 @@ def count_layers(config: Mapping[str, Any]) -> int:
     for name in _BY_LAYER:
         if isinstance(config.get(name), list):
             return len(config[name])
-    raise ValueError(f"its configuration says nowhere ({', '.join(COUNTS)}) how many layers it has")
+    raise ValueError(f"its configuration has no number of layers (one of {', '.join(COUNTS)})")
 
 
 def choose(config: Mapping[str, Any], wanted: int) -> list[int]:
-    """The layers to keep, ascending: the first of each kind, and the first ones up to `wanted`."""
+    """Return the layers to keep, ascending: the first of each kind, then the first layers until
+    there are `wanted`.
+    """
     total = count_layers(config)
     kinds: dict[tuple[str, ...], int] = {}
     for layer in range(total):
@@ -47,7 +49,12 @@ def choose(config: Mapping[str, Any], wanted: int) -> list[int]:
 
 
 def keep(config: dict[str, Any], kept: Sequence[int]) -> None:
-    """Leaves only these layers in a configuration."""
+    """Remove all other layers from a configuration, in place.
+
+    Args:
+        config: fields of the configuration.
+        kept: layer indices, ascending; see `choose`.
+    """
     total = count_layers(config)
     for name in COUNTS:
         if isinstance(config.get(name), int):
@@ -64,6 +71,7 @@ def keep(config: dict[str, Any], kept: Sequence[int]) -> None:
 
 
 def _kind(config: Mapping[str, Any], layer: int, total: int) -> Iterator[str]:
+    """Yield the entries that distinguish this layer from others."""
     for name, value in config.items():
         if _is_indices(name, value, total):
             yield str(layer in value)

@@ -1,10 +1,10 @@
-"""Each site held to its neighbours, where vLLM's model is itself not what transformers' is.
+"""Comparison of each site with its neighbours, for models that vLLM computes differently.
 
-In a pass of transformers every tap is set to what was captured in vLLM, one after the other. What
-transformers makes of one tap on the way to the next must then be what was captured there: the
-stream after attention is the stream before it and what attention added; what the MLP reads is the
-norm of that. A module that computes something else in vLLM shows at its own output alone, and
-that this output is what is added to the stream shows in the stream behind it.
+A forward pass of transformers overwrites every tap with the value captured in vLLM. What
+transformers computes from one tap to the next must then equal the value captured at the next: the
+stream after attention is the stream before it plus attention's output, and the MLP's input is the
+norm of that. A module that vLLM computes differently shows an error at its own output only; whether
+that output is what vLLM adds to the stream shows at the next stream site.
 """
 
 from __future__ import annotations
@@ -16,55 +16,56 @@ from torch import Tensor
 
 from midstream.doctor import formulas
 from midstream.doctor.cases import Case
-from midstream.doctor.compare import Held, row_error
+from midstream.doctor.compare import ErrorLimits, row_error
 from midstream.doctor.reference import Reference, Tap
 from midstream.doctor.report import OK, UNCOMPARED, WRONG, OperationFound
 from midstream.sites import NAMES
 
-# What a module of its own computes, which may be another in vLLM.
+# Sites computed by a module, which vLLM may implement differently.
 COMPUTED = ("attn_out", "mlp_out")
-IRREGULAR = "vLLM's own values of one prompt depend on what else is in the batch"
+IRREGULAR = "vLLM's own values of one prompt depend on the other requests of the batch"
 
 
 def site_errors(
-    reference: Reference, cases: Sequence[Case], outputs: Sequence[Any], held: Held
+    reference: Reference, cases: Sequence[Case], outputs: Sequence[Any], limits: ErrorLimits
 ) -> dict[Tap, float | None]:
-    """How far each captured tap is from what transformers makes of those before it, at most.
+    """Return the largest difference of each captured tap from transformers' value, computed from
+    the taps before it.
 
-    What a module computed (`attn_out`, `mlp_out`) has the error of the stream that it was added
-    to. None where that cannot be told: there is no such stream, or it is not as expected and a
-    module computed on the way whose output was not captured.
+    A module's output (`attn_out`, `mlp_out`) has the error of the stream site after it. The error
+    is None where it is unknown: there is no such stream site, or that site differs and a module in
+    between has no captured output.
     """
     worst: dict[Tap, float | None] = {}
     for case, output in zip(cases, outputs, strict=True):
-        for tap, error in _errors(reference, case, output, held).items():
+        for tap, error in _errors(reference, case, output, limits).items():
             before = worst.setdefault(tap, 0.0)
             worst[tap] = None if error is None or before is None else max(before, error)
     return worst
 
 
 def judge_operation(
-    reference: Reference, case: Case, output: Any, plain: Sequence[Any], held: Held
+    reference: Reference, case: Case, output: Any, plain: Sequence[Any], limits: ErrorLimits
 ) -> OperationFound:
-    """Whether one operation did what its definition says, to what was there in vLLM.
+    """Compare the result of one operation with its definition, applied to vLLM's own values.
 
     Args:
-        reference: transformers' side.
+        reference: transformers' model.
         case: the request.
         output: its vLLM output.
-        plain: outputs of the same prompt without an edit, in other batches or places of one.
-        held: tolerances.
+        plain: outputs of the same prompt without an edit, from other batches or batch positions.
+        limits: error limits.
     """
     assert case.tap is not None
     site, layer = case.tap
     values = _captured(output)
-    told = _errors(reference, case, output, held)
-    errors = {tap: error for tap, error in told.items() if error is not None}
+    known = _errors(reference, case, output, limits)
+    errors = {tap: error for tap, error in known.items() if error is not None}
     if site in COMPUTED and case.edit is not None:
-        # What a module computed before the edit is known from the plain request alone.
+        # Only the plain request has the module's output before the edit.
         before, size = _captured(plain[0]), len(case.prompt)
         others = [_captured(one) for one in plain[1:]]
-        if not _regular(case, before, [values, *others], held.tolerance):
+        if not _is_regular(case, before, [values, *others], limits.tolerance):
             return OperationFound(case.name, site, layer, UNCOMPARED, None, IRREGULAR)
         own = formulas.apply(case.edit, before[case.tap][:size]).float()
         error = row_error(values[case.tap][:size], own)
@@ -78,17 +79,17 @@ def judge_operation(
         if error > worst:
             worst, place = error, "its scores"
     problems = list(output.receipt.problems)
-    if not worst <= held.tolerance:
+    if not worst <= limits.tolerance:
         problems.append(f"{place}: off by {worst:.1e}")
     found = "; ".join(problems)
     return OperationFound(case.name, site, layer, WRONG if found else OK, worst, found)
 
 
-def _regular(
+def _is_regular(
     case: Case, plain: dict[Tap, Tensor], others: list[dict[Tap, Tensor]], tolerance: float
 ) -> bool:
-    """Whether all have the same in their prompts: the first of the others, which is edited, before
-    the edit, and the rest at the edit's place too.
+    """Return whether all outputs have equal values in the prompt: `others[0]`, which is edited, at
+    the taps before the edit, the remaining ones at the edit's tap too.
     """
     assert case.tap is not None
     size = len(case.prompt)
@@ -101,34 +102,36 @@ def _regular(
     )
 
 
-def _errors(reference: Reference, case: Case, output: Any, held: Held) -> dict[Tap, float | None]:
+def _errors(
+    reference: Reference, case: Case, output: Any, limits: ErrorLimits
+) -> dict[Tap, float | None]:
     values = _captured(output)
     known = [tap for tap in values if reference.missing(tap) is None]
     tokens = [*case.prompt, *output.outputs[0].token_ids][:-1]
-    seen = reference.run(tokens, {tap: _set_to(values[tap]) for tap in known})
-    made = dict(seen.before)
-    if case.edit is not None and case.tap in made:
-        made[case.tap] = formulas.apply(case.edit, made[case.tap]).float()
-    errors = {tap: row_error(values[tap], made[tap]) for tap in known}
-    told: dict[Tap, float | None] = {}
+    forward = reference.run(tokens, {tap: _set_to(values[tap]) for tap in known})
+    expected = dict(forward.before)
+    if case.edit is not None and case.tap in expected:
+        expected[case.tap] = formulas.apply(case.edit, expected[case.tap]).float()
+    errors = {tap: row_error(values[tap], expected[tap]) for tap in known}
+    found: dict[Tap, float | None] = {}
     for tap, error in errors.items():
         site, layer = tap
         if site in COMPUTED:
-            told[tap] = _error_behind(tap, errors)
+            found[tap] = _error_after(tap, errors)
         else:
-            needed = [(one, layer) for one in COMPUTED if _lies_before(one, site)]
-            proven = error <= held.tolerance or all(one in errors for one in needed)
-            told[tap] = error if proven else None
-    return told
+            needed = [(one, layer) for one in COMPUTED if _is_added_before(one, site)]
+            proven = error <= limits.tolerance or all(one in errors for one in needed)
+            found[tap] = error if proven else None
+    return found
 
 
-def _lies_before(computed: str, site: str) -> bool:
-    """Whether a module's output is added between this stream site and the one before it."""
+def _is_added_before(computed: str, site: str) -> bool:
+    """Return whether this module's output is added between the previous stream site and `site`."""
     return (computed, site) in (("attn_out", "resid_mid"), ("mlp_out", "resid_post"))
 
 
-def _error_behind(tap: Tap, errors: dict[Tap, float]) -> float | None:
-    """The error of the next stream site of the same layer."""
+def _error_after(tap: Tap, errors: dict[Tap, float]) -> float | None:
+    """Return the error of the next stream site in the same layer; None if there is none."""
     site, layer = tap
     for name in NAMES[NAMES.index(site) :]:
         if name.startswith("resid_") and (name, layer) in errors:

@@ -1,11 +1,11 @@
-"""Where the six sites are in a transformers layer: found by arithmetic, not by name.
+"""Location of the six sites in a transformers layer, found by arithmetic rather than by name.
 
-In one plain pass each sub-module's input and output is looked at. Attention's branch is the
-output that, added to what enters the layer, is the input of a later module; the MLP's is the
-output that, added to that, leaves the layer. So what the comparison holds midstream to is the
-meaning of the sites, and owes nothing to midstream's own table of conventions. Where the sums do
-not come out (a branch is scaled where it is added, several are added at once), a site is not
-found, and is said to be not compared.
+One plain forward pass records every sub-module's input and output. Attention's output is the
+tensor whose sum with the layer's input is the input of a later module; the MLP's output is the
+tensor whose sum with that is the layer's output. The comparison therefore tests the definition of
+the sites, independently of midstream's own table of conventions. Where the sums do not match
+(a branch is scaled before it is added, or several are added at once), the site is not found and is
+reported as not compared.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-# Of the sum of the lengths: float32 sums taken in another order differ by less.
+# Fraction of the sum of the norms; float32 sums in a different order differ by less.
 TOLERANCE = 4e-6
-# A branch shorter than this part of the sum cannot be told from nothing.
+# A branch whose norm is below this fraction of the sum cannot be distinguished from zero.
 LEAST = 1e-3
 SCALED = "no module returns what is added to the stream: it is scaled, or several are summed"
 _NORM = re.compile(r"norm|(^|\.)ln", re.IGNORECASE)
@@ -32,10 +32,10 @@ class Call:
     """One call of a sub-module in a plain pass.
 
     Attributes:
-        path: of the module, from the layer.
-        cls: its class's name.
-        entered, left: when, as numbers that grow.
-        given, returned: the first tensors as wide as the stream, [T, H], or None.
+        path: path of the module within the layer.
+        cls: name of its class.
+        entered, left: order of entry and exit among all calls (increasing numbers).
+        given, returned: first tensor argument and result with the stream's width, [T, H], or None.
     """
 
     path: str
@@ -51,7 +51,7 @@ class Call:
 
     @property
     def idle(self) -> bool:
-        """Whether it returned what it was given."""
+        """Whether the module returned its input unchanged."""
         return (
             self.given is not None
             and self.returned is not None
@@ -59,18 +59,18 @@ class Call:
         )
 
     def matches(self, pattern: re.Pattern[str]) -> bool:
-        """Whether path or class say so."""
+        """Return whether the path or the class name matches."""
         return bool(pattern.search(self.path) or pattern.search(self.cls))
 
 
 @dataclass(frozen=True)
 class Place:
-    """A site that is what a module of a layer is called with, or returns.
+    """Location of a site: the input or the output of a module.
 
     Attributes:
-        path: of the module, from the layer.
-        entry: whether it is what the module is called with.
-        shared: whether others read that tensor too, so that an edit needs a copy.
+        path: path of the module within the layer.
+        entry: the site is the module's input, not its output.
+        shared: other modules read the same tensor, so that an edit needs a copy.
     """
 
     path: str
@@ -80,11 +80,11 @@ class Place:
 
 @dataclass
 class Places:
-    """Where one layer's sites are; the two at its ends need no finding.
+    """Locations of one layer's sites, without `resid_pre` and `resid_post`, which are its ends.
 
     Attributes:
-        found: by site.
-        missing: why a site was not found, by site.
+        found: location by site.
+        missing: reason why a site was not found, by site.
     """
 
     found: dict[str, Place] = field(default_factory=dict)
@@ -92,13 +92,13 @@ class Places:
 
 
 def find(entering: Tensor, leaving: Tensor, calls: list[Call]) -> Places:
-    """The places of `attn_out`, `resid_mid`, `mlp_in` and `mlp_out` in one layer.
+    """Return the locations of `attn_out`, `resid_mid`, `mlp_in` and `mlp_out` in one layer.
 
     Args:
         entering, leaving: the stream before and after the layer, float32 [T, H].
-        calls: of the layer's sub-modules, by when they were entered.
+        calls: calls of the layer's sub-modules, by order of entry.
     """
-    # A dropout that does nothing makes nothing.
+    # Modules that return their input, such as an inactive dropout, are not the source of a site.
     calls = [call for call in calls if not call.idle]
     for scaled in (False, True):
         for first in calls:
@@ -112,8 +112,8 @@ def find(entering: Tensor, leaving: Tensor, calls: list[Call]) -> Places:
             if branch is not None:
                 return _sequential(branch, first, leaving, calls)
     for first in calls:
-        # Several branches were added at once, and then the MLP's: the stream between is known by
-        # what is added to it.
+        # Several branches are added at once, and the MLP's output afterwards. The stream between
+        # them is identified by what is added to it.
         if first.given is None or not first.matches(_NORM) or _same(first.given, entering):
             continue
         after = [call for call in calls if call.left > first.entered]
@@ -123,7 +123,14 @@ def find(entering: Tensor, leaving: Tensor, calls: list[Call]) -> Places:
 
 
 def _sequential(branch: Call | None, first: Call, leaving: Tensor, calls: list[Call]) -> Places:
-    """Attention was added, then the MLP is: `first` is called with the stream between them."""
+    """Return the locations where attention's output is added before the MLP's.
+
+    Args:
+        branch: the call that returned attention's output; None if it was not found.
+        first: the first call with the stream after attention as its input.
+        leaving: the stream after the layer, [T, H].
+        calls: all calls.
+    """
     places = Places()
     assert first.given is not None
     if branch is None:
@@ -131,7 +138,7 @@ def _sequential(branch: Call | None, first: Call, leaving: Tensor, calls: list[C
     else:
         places.found["attn_out"] = Place(branch.path)
     places.found["resid_mid"] = Place(first.path, entry=True)
-    # A norm feeds the MLP, or the MLP is called with the stream itself.
+    # The MLP's input is either the output of a norm or the stream itself.
     normed = first.matches(_NORM) and first.returned is not None
     places.found["mlp_in"] = (
         Place(first.path) if normed else Place(first.path, entry=True, shared=True)
@@ -146,7 +153,7 @@ def _sequential(branch: Call | None, first: Call, leaving: Tensor, calls: list[C
 
 
 def _one_step(entering: Tensor, leaving: Tensor, calls: list[Call]) -> Places:
-    """All branches are added at once: two side by side, or one alone."""
+    """Return the locations where all branches are added at once: two in parallel, or only one."""
     places = Places()
     places.missing["resid_mid"] = "no module is called with the stream and one branch added to it"
     alone = _branch(leaving - entering, leaving, calls)
@@ -169,6 +176,7 @@ def _one_step(entering: Tensor, leaving: Tensor, calls: list[Call]) -> Places:
 
 
 def _pairs(entering: Tensor, leaving: Tensor, calls: list[Call]) -> Iterator[tuple[Call, Call]]:
+    """Yield (attention, MLP) calls whose outputs sum to the layer's change of the stream."""
     returning = sorted(
         (call for call in calls if call.returned is not None), key=lambda call: call.depth
     )
@@ -184,7 +192,7 @@ def _pairs(entering: Tensor, leaving: Tensor, calls: list[Call]) -> Iterator[tup
 
 
 def _branch(wanted: Tensor, total: Tensor, calls: list[Call]) -> Call | None:
-    """The outermost, latest call that returned this."""
+    """Return the outermost, latest call that returned `wanted`; None if there is none."""
     if float(wanted.norm()) < LEAST * float(total.norm()):
         return None
     found = [
@@ -194,7 +202,7 @@ def _branch(wanted: Tensor, total: Tensor, calls: list[Call]) -> Call | None:
 
 
 def _scaled(wanted: Tensor, total: Tensor, calls: list[Call]) -> Call | None:
-    """The first call that returned this up to a factor."""
+    """Return the first call that returned `wanted` up to a scalar factor."""
     if float(wanted.norm()) < LEAST * float(total.norm()):
         return None
     for call in calls:
@@ -207,7 +215,10 @@ def _scaled(wanted: Tensor, total: Tensor, calls: list[Call]) -> Call | None:
 
 
 def _same(one: Tensor, other: Tensor, total: Tensor | None = None) -> bool:
-    """Equal to the rounding of sums as long as the longest of these."""
+    """Return whether two tensors are equal up to rounding.
+
+    The rounding error is taken relative to the sum of the norms, including `total`'s if given.
+    """
     lengths = one.norm(dim=-1) + other.norm(dim=-1)
     if total is not None:
         lengths = lengths + total.norm(dim=-1)

@@ -1,4 +1,4 @@
-"""A transformers model in float32 with plain hooks: what every site holds, edited and not."""
+"""Reference model: transformers in float32 with plain hooks, with and without edits."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from midstream.doctor.places import Call, Place, Places, find
 from midstream.sites import NAMES
 
 Tap = tuple[str, int]
-# What an edit makes of the rows of its tap, [T, H], in any float type.
+# An edit as a function of the activations at its tap, [T, H], in any float dtype.
 Change = Callable[[Tensor], Tensor]
 _DEEPEST = 3
 _STREAMS = ("hidden_states", "x", "hidden", "inputs_embeds")
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One pass over all the tokens of a request.
+class ForwardPass:
+    """Results of one forward pass over all tokens of a request.
 
     Attributes:
         logits: float32 [T, V].
-        values: float32 [T, H] of each tap, with the edits there in it.
-        before: the same without the edits there, of the taps that are edited.
+        values: float32 [T, H] by tap, after the edits at that tap.
+        before: float32 [T, H] by edited tap, before the edits at that tap.
     """
 
     logits: Tensor
@@ -38,18 +38,22 @@ class Seen:
 
 
 class Reference:
-    """The model, run without a KV cache.
+    """A transformers model, run without a KV cache.
 
     Attributes:
-        width: of the stream.
-        places: of each layer, found by `look`.
+        model: the model.
+        layers: its decoder layers.
+        width: width of the residual stream.
+        vocabulary: number of token ids.
+        places: locations of each layer's sites, set by `find_sites`.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Loads the model.
+        """Load the model.
 
         Raises:
-            ValueError, ImportError: transformers cannot load it, or its layers are not found.
+            ValueError, ImportError: transformers cannot load it, or its decoder layers were not
+                found.
         """
         from transformers import AutoModelForCausalLM
 
@@ -63,79 +67,90 @@ class Reference:
         self.places: list[Places] = []
 
     @torch.no_grad()
-    def look(self, tokens: Sequence[int]) -> None:
-        """Finds the sites in every layer, in a plain pass over some tokens."""
-        watch = _Watch(self.width)
+    def find_sites(self, tokens: Sequence[int]) -> None:
+        """Find the sites of every layer in one plain forward pass over `tokens`."""
+        recorder = _CallRecorder(self.width)
         handles = [
             handle
             for index, layer in enumerate(self.layers)
             for path, module in [("", layer), *_inside(layer)]
-            for handle in watch.on(module, (index, path))
+            for handle in recorder.attach(module, (index, path))
         ]
         try:
             self.model(torch.tensor([list(tokens)]), use_cache=False)
         finally:
             for handle in handles:
                 handle.remove()
-        self.places = [watch.places(index) for index in range(len(self.layers))]
+        self.places = [recorder.places(index) for index in range(len(self.layers))]
 
     def missing(self, tap: Tap) -> str | None:
-        """Why a tap cannot be compared; None where it can."""
+        """Return why a tap cannot be compared; None if it can."""
         site, layer = tap
         if site in ("resid_pre", "resid_post") or site in self.places[layer].found:
             return None
         return self.places[layer].missing.get(site, "it was not found in transformers' layer")
 
     @torch.no_grad()
-    def run(self, tokens: Sequence[int], changes: Mapping[Tap, Change] | None = None) -> Seen:
-        """One pass over all the tokens.
+    def run(
+        self, tokens: Sequence[int], changes: Mapping[Tap, Change] | None = None
+    ) -> ForwardPass:
+        """Run one forward pass.
 
         Args:
-            tokens: the whole request.
-            changes: edits, by tap.
+            tokens: all token ids of the request.
+            changes: edits by tap.
         """
-        seen = Seen(torch.empty(0), {}, {})
+        forward = ForwardPass(torch.empty(0), {}, {})
         handles = [
             handle
             for index, layer in enumerate(self.layers)
-            for handle in self._hooks(layer, index, changes or {}, seen)
+            for handle in self._hooks(layer, index, changes or {}, forward)
         ]
         try:
             logits = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
         finally:
             for handle in handles:
                 handle.remove()
-        return Seen(logits.float(), seen.values, seen.before)
+        return ForwardPass(logits.float(), forward.values, forward.before)
 
     def generate(
         self, prompt: Sequence[int], count: int, changes: Mapping[Tap, Change] | None = None
-    ) -> tuple[list[int], Seen]:
-        """Greedy tokens, the whole request computed anew for each; and the last pass, over all
-        but the last of them.
+    ) -> tuple[list[int], ForwardPass]:
+        """Generate greedily, with the whole request recomputed for each token.
+
+        Args:
+            prompt: token ids.
+            count: number of tokens to generate, at least 1.
+            changes: edits by tap.
+
+        Returns:
+            (generated token ids, the last forward pass, which covers all but the last of them).
         """
         tokens = list(prompt)
         for _ in range(count):
-            seen = self.run(tokens, changes)
-            tokens.append(int(seen.logits[-1].argmax()))
-        return tokens[len(prompt) :], seen
+            forward = self.run(tokens, changes)
+            tokens.append(int(forward.logits[-1].argmax()))
+        return tokens[len(prompt) :], forward
 
     def _hooks(
-        self, layer: nn.Module, index: int, changes: Mapping[Tap, Change], seen: Seen
+        self, layer: nn.Module, index: int, changes: Mapping[Tap, Change], forward: ForwardPass
     ) -> list[Any]:
-        def reach(site: str, hidden: Tensor) -> Tensor | None:
+        """Register hooks on one layer that record into `forward`; return their handles."""
+
+        def record(site: str, hidden: Tensor) -> Tensor | None:
             tap = site, index
             rows = hidden.reshape(-1, hidden.shape[-1])
             change = changes.get(tap)
             if change is None:
-                seen.values[tap] = rows.clone()
+                forward.values[tap] = rows.clone()
                 return None
-            seen.before[tap] = rows.clone()
-            seen.values[tap] = change(rows).to(rows.dtype)
-            return seen.values[tap].reshape(hidden.shape).clone()
+            forward.before[tap] = rows.clone()
+            forward.values[tap] = change(rows).to(rows.dtype)
+            return forward.values[tap].reshape(hidden.shape).clone()
 
         found = [
             layer.register_forward_pre_hook(
-                _entry(lambda hidden: reach("resid_pre", hidden)), with_kwargs=True
+                _entry(lambda hidden: record("resid_pre", hidden)), with_kwargs=True
             )
         ]
         for site in NAMES:
@@ -143,47 +158,48 @@ class Reference:
             if place is None:
                 continue
             module = layer.get_submodule(place.path)
-            found.append(_hook(module, place, partial(reach, site), site))
-        found.append(layer.register_forward_hook(_exit(lambda h: reach("resid_post", h))))
+            found.append(_hook(module, place, partial(record, site), site))
+        found.append(layer.register_forward_hook(_exit(lambda h: record("resid_post", h))))
         return found
 
 
 def _hook(
-    module: nn.Module, place: Place, reach: Callable[[Tensor], Tensor | None], site: str
+    module: nn.Module, place: Place, record: Callable[[Tensor], Tensor | None], site: str
 ) -> Any:
+    """Register the hook of one site and return its handle."""
     if not place.entry:
-        return module.register_forward_hook(_exit(reach))
+        return module.register_forward_hook(_exit(record))
     if site != "resid_mid":
-        return module.register_forward_pre_hook(_entry(reach), with_kwargs=True)
+        return module.register_forward_pre_hook(_entry(record), with_kwargs=True)
 
     def in_place(hidden: Tensor) -> None:
-        # What the layer keeps for its skip connection is this very tensor.
-        changed = reach(hidden)
+        # The layer uses this same tensor for its skip connection.
+        changed = record(hidden)
         if changed is not None:
             hidden.copy_(changed)
 
     return module.register_forward_pre_hook(_entry(in_place), with_kwargs=True)
 
 
-def _entry(reach: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
-    """A hook that puts another tensor in the place of the first one of a call."""
+def _entry(record: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
+    """Return a pre-forward hook that replaces the module's first tensor argument."""
 
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and isinstance(args[0], Tensor):
-            changed = reach(args[0])
+            changed = record(args[0])
             return None if changed is None else ((changed, *args[1:]), kwargs)
         name = next(name for name in _STREAMS if isinstance(kwargs.get(name), Tensor))
-        changed = reach(kwargs[name])
+        changed = record(kwargs[name])
         return None if changed is None else (args, {**kwargs, name: changed})
 
     return hook
 
 
-def _exit(reach: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
-    """A hook that puts another tensor in the place of the first one that is returned."""
+def _exit(record: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
+    """Return a forward hook that replaces the module's first result."""
 
     def hook(_module: nn.Module, _args: tuple[Any, ...], out: Any) -> Any:
-        changed = reach(out[0] if isinstance(out, tuple) else out)
+        changed = record(out[0] if isinstance(out, tuple) else out)
         if changed is None:
             return None
         return (changed, *out[1:]) if isinstance(out, tuple) else changed
@@ -192,7 +208,11 @@ def _exit(reach: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
 
 
 def _decoder_layers(model: nn.Module, config: Any) -> list[nn.Module]:
-    """The outermost list of as many modules as the configuration says there are layers."""
+    """Return the outermost module list whose length is the configured number of layers.
+
+    Raises:
+        ValueError: there is none.
+    """
     counts = [getattr(config, name) for name in COUNTS if hasattr(config, name)]
     lists = [
         (name.count("."), list(module))
@@ -200,11 +220,14 @@ def _decoder_layers(model: nn.Module, config: Any) -> list[nn.Module]:
         if isinstance(module, nn.ModuleList) and len(module) in counts
     ]
     if not lists:
-        raise ValueError(f"{type(model).__name__} has no list of as many layers as it has")
+        raise ValueError(
+            f"{type(model).__name__}: no module list has the configured number of layers {counts}"
+        )
     return min(lists, key=lambda found: found[0])[1]
 
 
 def _inside(layer: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (path, module) of the layer's sub-modules, up to a nesting depth of `_DEEPEST`."""
     return [
         (name, module)
         for name, module in layer.named_modules()
@@ -212,8 +235,8 @@ def _inside(layer: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-class _Watch:
-    """What passes each module of the layers in one plain pass."""
+class _CallRecorder:
+    """Records the calls of the layers' sub-modules in one plain forward pass."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -222,8 +245,13 @@ class _Watch:
         self._calls: dict[int, list[Call]] = {}
         self._ends: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def on(self, module: nn.Module, where: tuple[int, str]) -> list[Any]:
-        """Hooks on one module."""
+    def attach(self, module: nn.Module, where: tuple[int, str]) -> list[Any]:
+        """Register hooks on one module and return their handles.
+
+        Args:
+            module: the module.
+            where: (layer, path of the module within it); the layer itself has the path "".
+        """
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = [*args, *(kwargs[name] for name in _STREAMS if name in kwargs)]
@@ -249,13 +277,16 @@ class _Watch:
         ]
 
     def places(self, index: int) -> Places:
-        """Of one layer.
+        """Return the locations of one layer's sites.
 
         Raises:
-            ValueError: the layer was not called with a stream, or returned none.
+            ValueError: the layer's input or output is not a residual stream.
         """
         if index not in self._ends:
-            raise ValueError(f"layer {index} takes or returns no stream")
+            raise ValueError(
+                f"layer {index}: its input or output is not a residual stream of width "
+                f"{self._width}"
+            )
         entering, leaving = self._ends[index]
         alike = [
             call
@@ -266,7 +297,7 @@ class _Watch:
         return find(entering, leaving, sorted(alike, key=lambda call: call.entered))
 
     def _stream(self, values: list[Any]) -> Tensor | None:
-        """The first of these, if it is as wide as the stream; a copy, [T, H]."""
+        """Return a copy of the first value, [T, H], if it is a tensor of the stream's width."""
         if values and isinstance(values[0], Tensor) and values[0].shape[-1:] == (self._width,):
             return values[0].detach().reshape(-1, self._width).clone()
         return None

@@ -1,4 +1,4 @@
-"""What the doctor found, as values: for the table, for JSON, and for the survey."""
+"""Result types of the doctor, used by the table, the JSON output and the survey."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ STATUS = {OK: 0, WRONG: 1, REFUSED: 2, UNBUILT: 2, UNCOMPARED: 2}
 
 @dataclass(frozen=True, slots=True)
 class SiteFound:
-    """One site of one layer.
+    """Result for one site of one layer.
 
     Attributes:
-        site, layer: where.
-        outcome: `ok`; `wrong`; `lacking`, not in this layer; or `not compared`.
-        error: the worst relative error of a row; None unless it was compared.
-        reason: why it is lacking or was not compared, or what is wrong.
+        site, layer: the tap.
+        outcome: `ok`; `wrong`; `lacking` (the layer does not have the site); or `not compared`.
+        error: largest relative error of a row; None if it was not compared.
+        reason: why the site is lacking or was not compared, or what is wrong.
     """
 
     site: str
@@ -34,14 +34,15 @@ class SiteFound:
 
 @dataclass(frozen=True, slots=True)
 class OperationFound:
-    """One operation, tried at one tap.
+    """Result for one operation at one tap.
 
     Attributes:
-        name: of the operation, `Steer` and so on.
-        site, layer: where.
+        name: name of the operation, for example `Steer`.
+        site, layer: the tap.
         outcome: `ok`, `wrong`, or `not compared`.
-        error: the worst relative error of a row at any site downstream, or of a score.
-        reason: what is wrong.
+        error: largest relative error of a row at any compared tap, or of the probe's scores; None
+            if it was not compared.
+        reason: what is wrong, or why it was not compared.
     """
 
     name: str
@@ -54,19 +55,19 @@ class OperationFound:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of one model.
+    """Result of one examination.
 
     Attributes:
-        model: as it was given.
-        architecture: vLLM's name for it.
-        layer_classes: of vLLM's decoder layers, each once.
-        copy: what was examined: the model itself, or a copy of how many layers and what width.
+        model: folder or name, as given.
+        architecture: vLLM's name of the architecture.
+        layer_classes: classes of vLLM's decoder layers, each once.
+        copy: description of the examined model: the model itself, or a copy with its width.
         outcome: one of OK, WRONG, REFUSED, UNBUILT, UNCOMPARED.
-        reason: of any outcome but OK.
-        sites: every site of every layer.
-        operations: each that was tried.
-        tolerance: what errors were held to.
-        versions: of midstream, vLLM, transformers and PyTorch.
+        reason: reason of the outcome; for OK a note, or empty.
+        sites: one result for every site of every layer.
+        operations: one result for each tested operation.
+        tolerance: largest accepted relative error.
+        versions: (package, version) of midstream, vLLM, transformers and PyTorch.
     """
 
     model: str
@@ -82,17 +83,17 @@ class Report:
 
     @property
     def status(self) -> int:
-        """The command's exit status."""
+        """Exit status of the command."""
         return STATUS[self.outcome]
 
     @property
     def worst(self) -> float | None:
-        """The largest relative error of what was compared."""
+        """Largest relative error; None if nothing was compared."""
         errors = [one.error for one in self.sites] + [one.error for one in self.operations]
         return max((error for error in errors if error is not None), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return the report as JSON values."""
         return {
             **asdict(self),
             "worst": self.worst,

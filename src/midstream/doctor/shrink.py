@@ -1,7 +1,7 @@
-"""A small configuration of the same architecture, made from a large one by rules on its fields.
+"""Small configuration of the same architecture, derived from a large one by rules on field names.
 
-The rules know names, not models: what a field is called says what it counts. Fields that no rule
-knows stay as they are, so a copy may come out larger than need be, never of another kind.
+The rules depend on names of fields, not on models. Fields without a rule keep their values, so a
+copy may be larger than necessary but never of another architecture.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from midstream.doctor import layers_kept
 
 VOCABULARY = 199
 HEADS = 2
-# Attention kernels on the CPU know few sizes of heads; these are two of them.
+# CPU attention kernels support few head sizes; these are two of them.
 HEAD_DIM, OTHER_HEAD_DIM = 32, 64
 INTERMEDIATE = 96
 EXPERTS, EXPERTS_PER_TOKEN = 4, 2
 POSITIONS = 512
-# Longer than any request that is tried: vLLM and transformers differ by a token in where some
-# windows begin, which has nothing to do with taps.
+# Longer than any test request: vLLM and transformers disagree by one token about the start of some
+# sliding windows, which is unrelated to taps.
 WINDOW = 64
-# A whole number of vLLM's blocks on the CPU.
+# A multiple of vLLM's KV block size on the CPU.
 CHUNK = 128
 
 _WIDTHS = (
@@ -67,10 +67,10 @@ _EXPANDS = ("mamba_expand", "expand")
 
 @dataclass(frozen=True)
 class Size:
-    """How small.
+    """Size of a small copy.
 
     Attributes:
-        layers: at least so many, and one of each kind.
+        layers: minimum number of layers; one of each kind is kept.
         hidden: width of the residual stream, a multiple of 64.
     """
 
@@ -79,14 +79,14 @@ class Size:
 
 
 def shrink(config: dict[str, Any], size: Size) -> dict[str, Any]:
-    """The fields of a small configuration.
+    """Return the fields of a small configuration.
 
     Args:
-        config: what `PretrainedConfig.to_dict` gives, of a language model; it is left as it was.
-        size: how small.
+        config: `PretrainedConfig.to_dict()` of a language model; not modified.
+        size: size of the copy.
 
     Raises:
-        ValueError: it says nowhere how many layers it has.
+        ValueError: no known field contains the number of layers.
     """
     found = {name: value for name, value in config.items() if name not in _DROPPED}
     kept = layers_kept.choose(found, size.layers)
@@ -106,7 +106,7 @@ def shrink(config: dict[str, Any], size: Size) -> dict[str, Any]:
 
 
 def _fields(given: dict[str, Any], whole: dict[str, Any], size: Size) -> dict[str, Any]:
-    """Every field by its rule; dicts in it too, by the same rules."""
+    """Return all fields after their rules, including those of nested dicts."""
     found: dict[str, Any] = {}
     for name, value in given.items():
         if name == "per_layer_config":
@@ -131,7 +131,7 @@ def _is_count(value: object) -> bool:
 
 
 def _field(name: str, value: int, whole: dict[str, Any], size: Size) -> int:
-    """One count, by what its field is called."""
+    """Return the reduced value of one count, by the name of its field."""
     heads = HEADS * max(1, size.hidden // (HEADS * HEAD_DIM))
     if name in _WIDTHS:
         return size.hidden
@@ -140,14 +140,14 @@ def _field(name: str, value: int, whole: dict[str, Any], size: Size) -> int:
     if name.startswith(("linear_num_", "linear_n")):
         return _linear_heads(value, whole)
     if name.endswith(_KV_HEADS):
-        # Grouped heads stay grouped.
+        # Grouped-query attention stays grouped.
         return heads if value >= _first(whole, _HEADS, value) else 1
     if name.endswith(_HEADS) and "mamba" not in name:
         return heads
     if name.endswith(("head_dim", "kv_channels", "head_size")):
         return value if _keeps_head_dims(name, whole) else HEAD_DIM
     if name.endswith(_INNER) and value == 4 * _first(whole, _WIDTHS, 0):
-        # Models for which that goes without saying look at the width alone.
+        # Some models assume this ratio and read the width only.
         return 4 * size.hidden
     rules: tuple[tuple[tuple[str, ...], int], ...] = (
         (_INNER, INTERMEDIATE * max(1, size.hidden // 64)),
@@ -176,7 +176,7 @@ def _first(whole: dict[str, Any], names: tuple[str, ...], default: int) -> int:
 
 
 def _linear_heads(value: int, whole: dict[str, Any]) -> int:
-    """Heads of linear attention, in the ratio that keys and values had."""
+    """Return the number of linear-attention heads, keeping the ratio of key to value heads."""
     counts = [
         each
         for name, each in whole.items()
@@ -187,19 +187,19 @@ def _linear_heads(value: int, whole: dict[str, Any]) -> int:
 
 
 def _keeps_head_dims(name: str, whole: dict[str, Any]) -> bool:
-    """Whether heads stay as wide as they are: where several widths must fit each other."""
+    """Return whether head widths are kept, because several of them must match each other."""
     if name.startswith(("linear_", "mamba", "index_", "conv")):
         return True
     return "qk_nope_head_dim" in whole or "v_head_dim" in whole
 
 
 def _other_heads(fields: dict[str, Any]) -> dict[str, Any]:
-    """Heads of other widths at some layers stay of another width."""
+    """Return a different head width for layers that override it, so that widths still differ."""
     return {"head_dim": OTHER_HEAD_DIM} if "head_dim" in fields else {}
 
 
 def _token(name: str, value: Any) -> Any:
-    """Ids of special tokens that the small vocabulary has."""
+    """Return special token ids that exist in the small vocabulary."""
     if isinstance(value, list):
         return [_token(name, each) for each in value]
     if not isinstance(value, int) or value < VOCABULARY:
@@ -208,7 +208,7 @@ def _token(name: str, value: Any) -> Any:
 
 
 def _fit_attention(found: dict[str, Any], config: dict[str, Any]) -> None:
-    """Attention that reads something wider than the stream is as much wider."""
+    """Keep the ratio of attention's input width to the stream's width, in place."""
     wide = config.get("attention_hidden_size")
     if isinstance(wide, int) and {"hidden_size", "num_attention_heads"} <= config.keys():
         found["attention_hidden_size"] = wide // config["hidden_size"] * found["hidden_size"]
@@ -217,7 +217,7 @@ def _fit_attention(found: dict[str, Any], config: dict[str, Any]) -> None:
 
 
 def _fit_mamba(found: dict[str, Any], size: Size) -> None:
-    """A Mamba mixer is `expand` times as wide as the stream, and its heads share that out."""
+    """Set the Mamba mixer's width to `expand` times the stream's, and its heads to match."""
     expand = next((found[name] for name in _EXPANDS if name in found), None)
     if expand is None:
         return
@@ -237,7 +237,7 @@ def _fit_mamba(found: dict[str, Any], size: Size) -> None:
 
 
 def _fit_rope(found: dict[str, Any], config: dict[str, Any]) -> None:
-    """Scalings that list a factor for each pair of a head's numbers are left out."""
+    """Replace RoPE scalings that list one factor per frequency, in place."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = found.get(name)
         if isinstance(rope, dict) and any(isinstance(each, list) for each in rope.values()):

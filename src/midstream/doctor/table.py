@@ -1,4 +1,4 @@
-"""What was found, for people: sites, operations, and one line that says what to make of it."""
+"""Terminal output of the doctor: tables of sites and operations, and a one-line verdict."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from midstream.doctor.report import (
 from midstream.sites import NAMES
 
 _STYLES = {OK: "green", WRONG: "bold red", "lacking": "dim", UNCOMPARED: "yellow"}
-_SAYS = {
-    REFUSED: "refused",
+_VERDICTS = {
+    REFUSED: "not supported",
     UNBUILT: "cannot be built here",
     UNCOMPARED: "not compared",
     WRONG: "wrong",
@@ -30,7 +30,7 @@ _SAYS = {
 
 
 def render(report: Report) -> RenderableType:
-    """The whole answer."""
+    """Return the whole report."""
     parts: list[RenderableType] = [Text(_title(report), style="bold")]
     if report.sites:
         parts.append(_sites(report.sites))
@@ -41,19 +41,19 @@ def render(report: Report) -> RenderableType:
 
 
 def verdict(report: Report) -> Text:
-    """One line: what to make of it."""
+    """Return the one-line verdict."""
     if report.outcome != OK:
         style = _STYLES.get(report.outcome, "yellow")
-        return Text(f"{_SAYS[report.outcome]}: {report.reason}", style=style)
+        return Text(f"{_VERDICTS[report.outcome]}: {report.reason}", style=style)
     compared = sum(one.outcome == OK for one in report.sites)
     skipped = sum(one.outcome == UNCOMPARED for one in report.sites)
     lacking = sum(one.outcome == "lacking" for one in report.sites)
     text = (
-        f"ok: {compared} sites of layers and {len(report.operations)} operations are as "
-        f"transformers has them; worst relative error {report.worst:.1e}"
+        f"ok: {compared} taps and {len(report.operations)} operations match transformers; largest "
+        f"relative error {report.worst:.1e}"
     )
     if lacking:
-        text += f"; {lacking} are not in this model"
+        text += f"; {lacking} do not exist in this model"
     if skipped:
         text += f"; {skipped} could not be compared"
     if report.reason:
@@ -67,7 +67,7 @@ def _title(report: Report) -> str:
 
 
 def _sites(sites: Iterable[SiteFound]) -> Table:
-    table = Table("site", "layers", "found", "worst error", "why")
+    table = Table("site", "layers", "result", "largest error", "reason")
     for name in NAMES:
         alike: dict[tuple[str, str], list[SiteFound]] = {}
         for one in sites:
@@ -86,7 +86,7 @@ def _sites(sites: Iterable[SiteFound]) -> Table:
 
 
 def _operations(operations: Iterable[OperationFound]) -> Table:
-    table = Table("operation", "at", "found", "worst error", "why")
+    table = Table("operation", "at", "result", "largest error", "reason")
     for one in operations:
         table.add_row(
             one.name,
@@ -99,7 +99,7 @@ def _operations(operations: Iterable[OperationFound]) -> Table:
 
 
 def runs(layers: list[int]) -> str:
-    """Ascending numbers as `0–3, 7`."""
+    """Format ascending numbers as `0–3, 7`."""
     found: list[list[int]] = []
     for layer in layers:
         if found and layer == found[-1][1] + 1:
