@@ -25,6 +25,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+Tap = tuple[str, int]  # (canonical site, layer from 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Site:
@@ -62,6 +64,6 @@ def canonical(name: str) -> str | None:
     return site.name if site else None
 
 
-def order(tap: tuple[str, int]) -> tuple[int, int]:
+def order(tap: Tap) -> tuple[int, int]:
     """Sorts (canonical site, layer) in the order in which a forward pass reaches them."""
     return tap[1], BY_NAME[tap[0]].order

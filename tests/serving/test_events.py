@@ -31,7 +31,7 @@ def logged(event: str, **fields: object) -> logging.LogRecord:
     logger.addHandler(kept)
     logger.setLevel(logging.INFO)
     try:
-        events.note(event, **fields)
+        events.log_event(event, **fields)
     finally:
         logger.removeHandler(kept)
         logger.setLevel(level)

@@ -54,12 +54,12 @@ def files():
 
 def status_of(holding, size, client):
     with pytest.raises(Refusal) as caught:
-        holding.hold(b"x" * size, client, "r", {})
+        holding.store(b"x" * size, client, "r", {})
     return caught.value.status
 
 
 def test_what_is_held_is_read_until_it_is_deleted(holding):
-    held = holding.hold(b"abc", "me", "r-1", {"codec": "raw"})
+    held = holding.store(b"abc", "me", "r-1", {"codec": "raw"})
     assert read(holding, held.id) == b"abc"
     assert (held.nbytes, held.request_id, held.about) == (3, "r-1", {"codec": "raw"})
     assert holding.delete(held.id)
@@ -69,34 +69,34 @@ def test_what_is_held_is_read_until_it_is_deleted(holding):
 
 
 def test_ids_cannot_be_guessed(holding):
-    ids = {holding.hold(b"", str(nth), "r", {}).id for nth in range(5)}
+    ids = {holding.store(b"", str(nth), "r", {}).id for nth in range(5)}
     assert len(ids) == 5
     assert all(len(one) == 32 for one in ids)
 
 
 def test_a_client_is_refused_with_429_for_bytes_and_for_captures(holding):
-    holding.hold(b"x" * 50, "me", "r", {})
+    holding.store(b"x" * 50, "me", "r", {})
     assert status_of(holding, 11, "me") == 429
-    holding.hold(b"x" * 10, "me", "r", {})
-    holding.hold(b"", "me", "r", {})
+    holding.store(b"x" * 10, "me", "r", {})
+    holding.store(b"", "me", "r", {})
     assert status_of(holding, 0, "me") == 429
-    holding.hold(b"x" * 40, "you", "r", {})
+    holding.store(b"x" * 40, "you", "r", {})
 
 
 def test_everybody_is_refused_with_507_for_bytes_and_for_captures(holding):
     for client in "ab":
-        holding.hold(b"x" * 50, client, "r", {})
+        holding.store(b"x" * 50, client, "r", {})
     assert status_of(holding, 1, "c") == 507
     with pytest.raises(Refusal, match="100 bytes of captures"):
         holding.check("c")
     holding.close()
     for nth in range(5):
-        holding.hold(b"", str(nth), "r", {})
+        holding.store(b"", str(nth), "r", {})
     assert status_of(holding, 0, "new") == 507
 
 
 def test_what_is_refused_leaves_no_file_open(holding):
-    holding.hold(b"x" * 60, "me", "r", {})
+    holding.store(b"x" * 60, "me", "r", {})
     before = files()
     assert status_of(holding, 1, "me") == 429
     assert files() == before
@@ -110,7 +110,7 @@ def test_rows_that_were_refused_meanwhile_leave_no_file_open(holding, monkeypatc
     def slow(data):
         # Another request of the client is quicker.
         monkeypatch.setattr(held, "_file_of", make)
-        holding.hold(b"x" * 60, "me", "r", {})
+        holding.store(b"x" * 60, "me", "r", {})
         return make(data)
 
     monkeypatch.setattr(held, "_file_of", slow)
@@ -121,21 +121,21 @@ def test_rows_that_were_refused_meanwhile_leave_no_file_open(holding, monkeypatc
 
 
 def test_rows_expire_and_their_room_is_there_again(holding, clock):
-    held = holding.hold(b"x" * 60, "me", "r", {})
+    held = holding.store(b"x" * 60, "me", "r", {})
     assert held.expires_at == 10
     clock.now = 9.9
     assert read(holding, held.id) == b"x" * 60
     before = files()
     clock.now = 10
     assert read(holding, held.id) is None
-    assert holding.of("me") == []
+    assert holding.of_client("me") == []
     assert not holding.delete(held.id)
     assert files() == before - 1
     holding.check("me")
 
 
 def test_what_has_expired_is_not_counted_though_nobody_asked_for_it(holding, clock):
-    holding.hold(b"x" * 60, "me", "r", {})
+    holding.store(b"x" * 60, "me", "r", {})
     clock.now = 11
     assert len(holding) == 0
     assert holding.nbytes == 0
@@ -144,21 +144,21 @@ def test_what_has_expired_is_not_counted_though_nobody_asked_for_it(holding, clo
 def test_whoever_reads_has_the_same_rows_though_they_expire_and_the_number_is_used_again(
     holding, clock
 ):
-    held = holding.hold(b"mine", "me", "r", {})
+    held = holding.store(b"mine", "me", "r", {})
     _, file = holding.open(held.id)
     clock.now = 10
-    others = [holding.hold(b"theirs", "you", "r", {}) for _ in range(3)]
+    others = [holding.store(b"theirs", "you", "r", {}) for _ in range(3)]
     assert held.file in {one.file for one in others}
     assert os.pread(file, 100, 0) == b"mine"
     os.close(file)
 
 
 def test_a_client_is_shown_its_own_only_oldest_first(holding):
-    first = holding.hold(b"1", "me", "a", {})
-    holding.hold(b"2", "you", "b", {})
-    second = holding.hold(b"3", "me", "c", {})
-    assert holding.of("me") == [first, second]
-    assert holding.of("nobody") == []
+    first = holding.store(b"1", "me", "a", {})
+    holding.store(b"2", "you", "b", {})
+    second = holding.store(b"3", "me", "c", {})
+    assert holding.of_client("me") == [first, second]
+    assert holding.of_client("nobody") == []
 
 
 def test_threads_that_hold_and_delete_at_once_leave_nothing_and_pass_no_limit(clock):
@@ -169,7 +169,7 @@ def test_threads_that_hold_and_delete_at_once_leave_nothing_and_pass_no_limit(cl
         data = bytes([nth]) * 8
         for _ in range(200):
             try:
-                held = holding.hold(data, str(nth), "r", {})
+                held = holding.store(data, str(nth), "r", {})
             except Refusal:
                 continue
             most.append(holding.nbytes)
@@ -206,7 +206,7 @@ class HoldingMachine(RuleBasedStateMachine):
         elif len(self.expected) >= 5 or total + len(data) > 100:
             status = 507
         try:
-            held = self.holding.hold(data, client, "r", {})
+            held = self.holding.store(data, client, "r", {})
         except Refusal as refusal:
             found = refusal.status
         else:
@@ -235,7 +235,7 @@ class HoldingMachine(RuleBasedStateMachine):
             assert read(self.holding, name) == data
         for client in "abc":
             ids = [name for name, one in self.expected.items() if one[1] == client]
-            assert [held.id for held in self.holding.of(client)] == ids
+            assert [held.id for held in self.holding.of_client(client)] == ids
 
     def teardown(self) -> None:
         self.holding.close()

@@ -50,13 +50,13 @@ def test_any_cutting_of_the_bytes_gives_the_same_events(given_):
 @given(streams())
 def test_what_is_not_changed_goes_out_byte_by_byte(stream):
     events = Events()
-    assert b"".join(event.written for event in events.feed(stream)) + events.rest == stream
+    assert b"".join(event.encoded for event in events.feed(stream)) + events.rest == stream
 
 
 @given(st.lists(st.text()))
 def test_byte_by_byte_events_are_what_was_said(texts):
     events = Events()
-    stream = b"".join(Event(b"", b"").saying({"text": text}).written for text in texts)
+    stream = b"".join(Event(b"", b"").with_data({"text": text}).encoded for text in texts)
     found = [event for byte in stream for event in events.feed(bytes([byte]))]
     assert [event.value["text"] for event in found] == texts
 
@@ -64,7 +64,7 @@ def test_byte_by_byte_events_are_what_was_said(texts):
 def test_the_kind_is_kept_when_an_event_says_something_else():
     (event,) = Events().feed(b'event: response.completed\r\ndata: {"a": 1}\r\n\r\n')
     assert (event.name, event.value) == (b"response.completed", {"a": 1})
-    assert event.saying({"a": 2}).written == b'event: response.completed\ndata: {"a": 2}\n\n'
+    assert event.with_data({"a": 2}).encoded == b'event: response.completed\ndata: {"a": 2}\n\n'
 
 
 def test_what_is_no_json_object_has_no_value():
@@ -77,7 +77,7 @@ def test_what_is_no_json_object_has_no_value():
 
 
 def test_text_that_is_no_unicode_can_be_said():
-    written = Event(b"", b"").saying({"text": "\ud83d"}).written
+    written = Event(b"", b"").with_data({"text": "\ud83d"}).encoded
     assert Events().feed(written)[0].value == {"text": "\ud83d"}
 
 

@@ -59,7 +59,7 @@ WRONG = {
     "a list": ({"midstream": []}, "midstream", "expected a dict"),
     "null": ({"midstream": None}, "midstream", "expected a dict"),
     "an unknown field": ({"midstream": {"captures": {}}}, "midstream", "did you mean `capture`"),
-    "a null within": ({"midstream": {"capture": None}}, "midstream.capture", "leave it out"),
+    "a null within": ({"midstream": {"capture": None}}, "midstream.capture", "omit it instead"),
     "an unknown form": (
         {"midstream": {"activations": "base64"}},
         "midstream.activations",
@@ -78,7 +78,7 @@ WRONG = {
     "both places": (
         {"midstream": {}, "vllm_xargs": {"midstream": "{}"}},
         "vllm_xargs.midstream",
-        "give one",
+        "use only one",
     ),
     "no text in xargs": (
         {"vllm_xargs": {"midstream": {"capture": CAPTURE}}},

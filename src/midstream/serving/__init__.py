@@ -1,5 +1,5 @@
-"""What `vllm serve` gains: requests that capture, edit and probe over HTTP, and `/v1/midstream`.
+"""HTTP front end for `vllm serve`: capture, edit and probe requests, and `/v1/midstream`.
 
-vLLM's own endpoints stay as they are. A request's field `midstream` is taken out before vLLM sees
-the body and handed to the engine with the request; what came of it is put on the answer.
+vLLM's own endpoints are unchanged. Middleware removes the field `midstream` from a request body
+before vLLM parses it, passes its plan to the engine, and adds the results to the response.
 """

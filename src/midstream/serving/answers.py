@@ -1,4 +1,4 @@
-"""What an answer says of a choice: receipt, scores, rows, and what became of those at sinks."""
+"""JSON encoding of a choice's results: receipt, scores, captured rows, and sink results."""
 
 from __future__ import annotations
 
@@ -24,48 +24,51 @@ _NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 class Answers:
-    """Makes them, for one engine."""
+    """Encodes results of one engine as JSON values."""
 
     def __init__(
         self, settings: HttpSettings, holding: Holding, hidden: int, dtype: torch.dtype
     ) -> None:
-        """Args:
-        settings: the server's limits.
-        holding: has rows that are fetched.
-        hidden, dtype: of the vectors that are captured.
+        """Create an encoder for one engine.
+
+        Args:
+            settings: the server's limits.
+            holding: cache for rows that clients fetch later.
+            hidden: width of the captured vectors.
+            dtype: dtype of the captured vectors.
         """
         self._settings = settings
         self._holding = holding
         self._vectors = (hidden, dtype)
 
-    async def tell(self, exchange: Exchange, choice: int, news: News) -> dict[str, Any]:
-        """What is new of a choice, as JSON values; empty: nothing.
+    async def encode(self, exchange: Exchange, choice: int, update: News) -> dict[str, Any]:
+        """Return a choice's new results as JSON values; an empty dict if there are none.
 
         Raises:
-            Refusal: 413, its rows are more than an answer may have; or there is no room to hold
-                them.
+            Refusal: 413, the rows exceed the limit of one response; 429 or 507, the capture cache
+                is full.
         """
-        told: dict[str, Any] = {}
-        if news.final is not None:
-            told["receipt"] = news.final.receipt.to_dict()
-        if news.probes is not None:
-            scores = _new_scores(exchange, choice, news.probes)
+        encoded: dict[str, Any] = {}
+        if update.final is not None:
+            encoded["receipt"] = update.final.receipt.to_dict()
+        if update.probes is not None:
+            scores = _new_scores(exchange, choice, update.probes)
             if scores:
-                told["probes"] = scores
-        if news.rows:
-            told["rows"] = [await self._inline(each) for each in news.rows]
-        if news.final is not None:
-            kept = {
+                encoded["probes"] = scores
+        if update.rows:
+            encoded["rows"] = [await self._inline(each) for each in update.rows]
+        if update.final is not None:
+            sinks = {
                 sink: {"status": one.status, "reason": one.reason, "paths": list(one.paths)}
-                for sink, one in (news.final.capture_results or {}).items()
+                for sink, one in (update.final.capture_results or {}).items()
                 if sink != MEMORY
             }
-            if kept:
-                told["captures"] = kept
-            rows = news.final.activations
+            if sinks:
+                encoded["captures"] = sinks
+            rows = update.final.activations
             if rows is not None and exchange.wishes.activations != "none":
-                told["activations"] = await self._whole(exchange, news.request_id, rows)
-        return told
+                encoded["activations"] = await self._whole(exchange, update.request_id, rows)
+        return encoded
 
     async def _whole(
         self, exchange: Exchange, request_id: str, rows: Activations
@@ -73,45 +76,45 @@ class Answers:
         if exchange.wishes.activations == "inline":
             return await self._inline(rows)
         work = asyncio.ensure_future(
-            asyncio.to_thread(self._hold, exchange.client, request_id, rows)
+            asyncio.to_thread(self._cache, exchange.client, request_id, rows)
         )
         try:
             held = await asyncio.shield(work)
         except asyncio.CancelledError:
-            # The thread goes on; nobody will be told of what it holds.
-            work.add_done_callback(self._let_go)
+            # The thread continues; its rows have no client any more, so free them when it ends.
+            work.add_done_callback(self._discard)
             raise
-        exchange.untold.append(held.id)
+        exchange.undelivered.append(held.id)
         return handle_of(held)
 
-    def _hold(self, client: str, request_id: str, rows: Activations) -> Held:
+    def _cache(self, client: str, request_id: str, rows: Activations) -> Held:
         packed = pack(rows, *self._vectors)
-        return self._holding.hold(packed, client, request_id, _about(rows))
+        return self._holding.store(packed, client, request_id, _describe(rows))
 
-    def _let_go(self, work: asyncio.Future[Held]) -> None:
+    def _discard(self, work: asyncio.Future[Held]) -> None:
         if not work.cancelled() and work.exception() is None:
             self._holding.delete(work.result().id)
 
     async def _inline(self, rows: Activations) -> dict[str, Any]:
-        # What it comes to is known before anything is copied.
+        # Check the size before any row is copied.
         width = rows.codec.row_bytes(*self._vectors)
         size = (width + 16) * sum(rows.counts().values())
         if size > self._settings.inline_bytes:
             raise Refusal(
                 413,
-                f"midstream.activations: {size} bytes are more than the "
-                f'{self._settings.inline_bytes} that an answer may have; ask for "handle" and '
-                "fetch them, or capture less",
+                f"midstream.activations: {size} bytes exceed the limit of "
+                f"{self._settings.inline_bytes} bytes per response (http.inline_bytes); use "
+                '"handle" and fetch them, or capture less',
                 "midstream.activations",
             )
-        return {**_about(rows), "base64": await asyncio.to_thread(self._encoded, rows)}
+        return {**_describe(rows), "base64": await asyncio.to_thread(self._encoded, rows)}
 
     def _encoded(self, rows: Activations) -> str:
         return base64.b64encode(pack(rows, *self._vectors)).decode("ascii")
 
 
 def handle_of(held: Held) -> dict[str, Any]:
-    """Where to fetch rows that are held."""
+    """Return the JSON handle of cached rows: where to fetch them, their size and expiry."""
     return {
         **held.about,
         "id": held.id,
@@ -121,7 +124,7 @@ def handle_of(held: Held) -> dict[str, Any]:
     }
 
 
-def _about(rows: Activations) -> dict[str, Any]:
+def _describe(rows: Activations) -> dict[str, Any]:
     return {
         "format": _FORMAT,
         "codec": rows.codec.spec,
@@ -132,14 +135,14 @@ def _about(rows: Activations) -> dict[str, Any]:
 def _new_scores(exchange: Exchange, choice: int, probes: Probes) -> dict[str, Any]:
     found = {}
     for name in probes:
-        told = exchange.told.get((choice, name), 0)
-        scores = probes[name][told:].tolist()
-        exchange.told[choice, name] = told + len(scores)
-        if scores or not told:
+        sent = exchange.scores_sent.get((choice, name), 0)
+        scores = probes[name][sent:].tolist()
+        exchange.scores_sent[choice, name] = sent + len(scores)
+        if scores or not sent:
             found[name] = {
-                # JSON has no other numbers; their names are those of JavaScript.
+                # JSON has no NaN or infinities: use JavaScript's names for them.
                 "scores": [each if math.isfinite(each) else _NAMES[str(each)] for each in scores],
-                "positions": probes.positions_of(name)[told:].tolist(),
-                "token_ids": probes.token_ids_of(name)[told:].tolist(),
+                "positions": probes.positions_of(name)[sent:].tolist(),
+                "token_ids": probes.token_ids_of(name)[sent:].tolist(),
             }
     return found

@@ -1,9 +1,9 @@
-"""What operators are told: one line of the log for each refusal and each change.
+"""Audit log: one line for each rejected request and each change of server state.
 
-The line is `midstream event field=value …`, values as JSON, so that nothing of a client's breaks
-it; the record's attribute `midstream` has the same as a dict, for formatters that write JSON. No
-line has a key, a vector, a prompt or what a client wrote in a wrong field: its answer tells it
-that.
+A line is `midstream event field=value …` with values as JSON, so client data cannot break it. The
+record's attribute `midstream` holds the same fields as a dict, for formatters that write JSON.
+Lines never contain keys, vectors, prompts or the client's invalid values; the response reports
+those.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 _LOGGER = logging.getLogger("midstream.serving")
 
 
-def note(event: str, **fields: Any) -> None:
-    """Logs an event.
+def log_event(event: str, **fields: Any) -> None:
+    """Log an event.
 
     Args:
-        event: what happened, as `steering.set`.
-        fields: JSON values; None is left out.
+        event: name of the event, such as `steering.set`.
+        fields: JSON values; fields that are None are omitted.
     """
-    told = {name: value for name, value in fields.items() if value is not None}
-    line = " ".join(f"{name}={json.dumps(value)}" for name, value in told.items())
-    _LOGGER.info("midstream %s %s", event, line, extra={"midstream": {"event": event, **told}})
+    present = {name: value for name, value in fields.items() if value is not None}
+    line = " ".join(f"{name}={json.dumps(value)}" for name, value in present.items())
+    _LOGGER.info("midstream %s %s", event, line, extra={"midstream": {"event": event, **present}})
 
 
-def show() -> None:
-    """Has midstream's log written where vLLM's is, if nobody has said where else."""
+def attach_handlers() -> None:
+    """Attach vLLM's log handlers to midstream's logger, unless it already has handlers."""
     ours, theirs = logging.getLogger("midstream"), logging.getLogger("vllm")
     if ours.hasHandlers():
         return

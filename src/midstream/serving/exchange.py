@@ -1,7 +1,7 @@
-"""One HTTP request that asks for something: its plan on the way in, its results on the way out.
+"""State of one HTTP request: its plan on the way in, its results on the way out.
 
-The request's handler, whichever of vLLM's it is, runs in the context of whoever called it; there
-the engine finds the exchange that its calls belong to.
+vLLM's request handler runs in the context of the middleware that called it, so the engine finds the
+request's state in the context variable `CURRENT`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ CURRENT: ContextVar[Exchange | None] = ContextVar("midstream_exchange", default=
 
 @dataclass(slots=True)
 class News:
-    """What has come of one choice since it was last told.
+    """Results of one choice since the last update was sent.
 
     Attributes:
-        probes: scores by name, the latest; all that are known.
-        rows: rows that came on the way, each new since the one before.
-        final: vLLM's CompletionOutput, once the choice has ended.
-        request_id: vLLM's.
+        probes: latest scores by name, cumulative; None if there are none.
+        rows: partial rows received since the last update, without overlap.
+        final: vLLM's CompletionOutput, once the choice has ended; else None.
+        request_id: vLLM's request id.
     """
 
     probes: Any = None
@@ -38,19 +38,20 @@ class News:
 
 @dataclass(eq=False, slots=True)
 class Exchange:
-    """One HTTP request.
+    """State of one HTTP request.
 
     Attributes:
-        wishes: what it asks for.
-        client: whose it is.
-        messages, template: of a chat, its messages and what its template gets.
-        calls: how many calls of the engine it has made.
-        per_call: how many choices each of them has.
-        news: by choice, what it has not been told yet.
-        told: by choice and probe, how many scores it has been told.
-        streams: outputs of its calls, which are closed with it.
-        untold: ids of rows that are held, of which the client knows nothing yet.
-        wrong: the field that the engine has refused; empty: none.
+        wishes: the parsed field `midstream`.
+        client: id of the client, see `Server.client_of`.
+        messages: messages of a chat; None for other requests.
+        template: arguments of the chat template.
+        calls: number of engine calls that the request has made.
+        per_call: number of choices of each call.
+        updates: results by choice index that are not sent yet.
+        scores_sent: number of scores already sent, by (choice index, probe name).
+        streams: output streams of the engine calls, which are closed with the request.
+        undelivered: ids of cached rows that no sent response refers to yet.
+        invalid_field: path of the field that the engine rejected; empty if none.
     """
 
     wishes: Wishes
@@ -59,71 +60,72 @@ class Exchange:
     template: dict[str, Any] = field(default_factory=dict)
     calls: int = 0
     per_call: int = 1
-    news: dict[int, News] = field(default_factory=dict)
-    told: dict[tuple[int, str], int] = field(default_factory=dict)
+    updates: dict[int, News] = field(default_factory=dict)
+    scores_sent: dict[tuple[int, str], int] = field(default_factory=dict)
     streams: list[AsyncGeneratorType[Any, None]] = field(default_factory=list)
-    untold: list[str] = field(default_factory=list)
-    wrong: str = ""
+    undelivered: list[str] = field(default_factory=list)
+    invalid_field: str = ""
 
-    def note(self, stream: AsyncGenerator[Any, None], per_call: int) -> AsyncGenerator[Any, None]:
-        """A call's outputs, of which note is taken on their way.
+    def track(self, stream: AsyncGenerator[Any, None], per_call: int) -> AsyncGenerator[Any, None]:
+        """Return a call's output stream, recording its results as they pass.
 
         Args:
-            stream: the engine's.
-            per_call: how many choices the call has.
+            stream: the engine's output stream.
+            per_call: number of choices of the call.
         """
         first = self.calls * per_call
         self.calls += 1
         self.per_call = per_call
-        noted = self._noted(stream, first)
-        assert isinstance(noted, AsyncGeneratorType)
-        self.streams.append(noted)
-        return noted
+        tracked = self._tracked(stream, first)
+        assert isinstance(tracked, AsyncGeneratorType)
+        self.streams.append(tracked)
+        return tracked
 
     @property
     def is_single(self) -> bool:
-        """Whether the answer has one choice only."""
+        """Whether the response has exactly one choice."""
         return self.calls * self.per_call == 1
 
-    def take(self) -> dict[int, News]:
-        """What is new, which counts as told from now on."""
-        found, self.news = self.news, {}
+    def take_updates(self) -> dict[int, News]:
+        """Return and clear the updates, which count as sent."""
+        found, self.updates = self.updates, {}
         return found
 
     async def close(self, holding: Holding) -> None:
-        """The answer is over: of a client that has left, its calls end, and what is untold goes.
+        """Close the engine calls, and free cached rows that no sent response refers to.
 
         Args:
-            holding: has what is untold.
+            holding: the cache of the rows.
         """
         for stream in self.streams:
-            # A response that was cancelled while it sent may keep it for long.
+            # A generator that is running cannot be closed: a response cancelled while sending may
+            # still be iterating over it.
             if not stream.ag_running:
                 await stream.aclose()
-        while self.untold:
-            holding.delete(self.untold.pop())
+        while self.undelivered:
+            holding.delete(self.undelivered.pop())
 
-    async def _noted(
+    async def _tracked(
         self, stream: AsyncGenerator[Any, None], first: int
     ) -> AsyncGenerator[Any, None]:
         try:
             async for output in stream:
                 for completion in output.outputs:
-                    self._see(first + completion.index, output, completion)
+                    self._record(first + completion.index, output, completion)
                 yield output
         except SpecError as error:
             explained = self.wishes.explain(error)
-            self.wrong = explained.path
+            self.invalid_field = explained.path
             raise explained from None
         finally:
             await stream.aclose()
 
-    def _see(self, choice: int, output: Any, completion: Any) -> None:
-        news = self.news.setdefault(choice, News())
-        news.request_id = output.request_id
+    def _record(self, choice: int, output: Any, completion: Any) -> None:
+        update = self.updates.setdefault(choice, News())
+        update.request_id = output.request_id
         if completion.probes is not None:
-            news.probes = completion.probes
+            update.probes = completion.probes
         if completion.receipt is not None:
-            news.final = completion
+            update.final = completion
         elif completion.activations is not None:
-            news.rows.append(completion.activations)
+            update.rows.append(completion.activations)

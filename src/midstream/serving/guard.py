@@ -1,4 +1,4 @@
-"""Who may change what every client gets: vectors and server-wide steering."""
+"""Authorization of changes that affect all clients: named vectors and server-wide steering."""
 
 from __future__ import annotations
 
@@ -15,32 +15,37 @@ ADMIN_HEADER = "x-midstream-admin-key"
 
 
 class Guard:
-    """Decides it, for one server."""
+    """Checks the admin key of one server."""
 
     def __init__(
         self, *, allowed: bool | None, admin_key: str | None, has_key: bool, host: str | None
     ) -> None:
-        """Args:
-        allowed: the setting `admin`.
-        admin_key: the key of those who may; None: whoever may use the server.
-        has_key: whether the server has a key, which vLLM asks for before a request comes here.
-        host: what it is bound to; None: everything.
+        """Create a guard for one server.
+
+        Args:
+            allowed: the setting `http.admin`.
+            admin_key: key that authorizes changes; None: every client of the server may make
+                changes.
+            has_key: whether vLLM checks an API key before requests reach midstream.
+            host: host that the server is bound to; None: all interfaces.
         """
         self._key = None if admin_key is None else _digest(admin_key)
         has_keys = self._key is not None or has_key
         self._allowed = allowed
-        # Without a key, whoever is on this machine may; pages that a browser there shows may not.
+        # Without a key, every process on this machine may make changes, but web pages of other
+        # origins shown by a local browser may not (cross-site request forgery).
         self._is_local = allowed is None and not has_keys
         self.is_open = has_keys or is_loopback(host) if allowed is None else allowed
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Whether a request may change something.
+        """Check that a request may change vectors or steering.
 
         Args:
-            headers: its own, by lower-case name.
+            headers: the request's headers, keys in lower case.
 
         Raises:
-            Refusal: 403, nobody may, or a page of another place; 401, it has not the key.
+            Refusal: 403, changes are disabled, or the request comes from a web page of another
+                origin; 401, the admin key is missing or wrong.
         """
         if self._allowed is False:
             raise Refusal(
@@ -51,17 +56,17 @@ class Guard:
         if not self.is_open:
             raise Refusal(
                 403,
-                "vectors and steering cannot be changed on this server: it has no key and is bound "
-                f"beyond loopback; start it with --api-key, {ADMIN_KEY_VARIABLE}, or midstream's "
+                "vectors and steering cannot be changed on this server: it has no key and is not "
+                f"bound to loopback; start it with --api-key, {ADMIN_KEY_VARIABLE}, or midstream's "
                 "setting http.admin=true",
             )
         origin = headers.get("origin")
         if self._is_local and origin is not None and not _is_own(origin):
             raise Refusal(
                 403,
-                f"vectors and steering cannot be changed from {origin[:200]!r}: this server has no "
-                f"key, and trusts this machine alone; start it with --api-key or "
-                f"{ADMIN_KEY_VARIABLE}",
+                f"vectors and steering cannot be changed from origin {origin[:200]!r}: this server "
+                "has no key and accepts changes from local origins only; start it with --api-key "
+                f"or {ADMIN_KEY_VARIABLE}",
             )
         if self._key is None:
             return
@@ -71,7 +76,7 @@ class Guard:
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether only this machine reaches a server bound to a host."""
+    """Return whether a server bound to `host` is reachable from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -81,7 +86,7 @@ def is_loopback(host: str | None) -> bool:
 
 
 def _is_own(origin: str) -> bool:
-    """Whether a page is of a server of this machine, by its header `Origin`."""
+    """Return whether an `Origin` header names a server on this machine."""
     try:
         return is_loopback(urlsplit(origin).hostname)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Captured rows that are held for clients to fetch, for a while and up to a limit."""
+"""Cache of captured rows that clients fetch later, limited in size and age."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from midstream.serving.settings import HttpSettings
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One completion's rows.
+    """Captured rows of one completion.
 
     Attributes:
-        id: cannot be guessed; who knows it may fetch and delete them.
-        client: whose they are.
-        request_id: vLLM's.
-        file: descriptor of memory without a name that has them as a safetensors file; it is gone
-            with this process.
-        nbytes: how long that is.
-        expires_at: seconds since the epoch.
-        about: what the answer says of them.
+        id: unguessable id; knowing it is enough to fetch and delete the rows.
+        client: id of the client that the rows belong to.
+        request_id: vLLM's request id.
+        file: descriptor of an anonymous memory file (memfd) with the rows as safetensors; freed
+            with the process at the latest.
+        nbytes: length of the file in bytes.
+        expires_at: time of expiry, in seconds since the epoch.
+        about: description of the rows, as in the response.
     """
 
     id: str
@@ -39,49 +39,49 @@ class Held:
 
 
 class Holding:
-    """What one server holds. For any thread."""
+    """Cache of captured rows of one server. Thread-safe."""
 
     def __init__(self, settings: HttpSettings, clock: Callable[[], float] = time.time) -> None:
         self._settings = settings
         self._clock = clock
-        self._held: dict[str, Held] = {}
+        self._captures: dict[str, Held] = {}
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held."""
+        """Bytes of all cached rows."""
         with self._lock:
             self._expire()
-            return sum(one.nbytes for one in self._held.values())
+            return sum(one.nbytes for one in self._captures.values())
 
     def __len__(self) -> int:
         with self._lock:
             self._expire()
-            return len(self._held)
+            return len(self._captures)
 
     def check(self, client: str) -> None:
-        """Whether there is any room, before a request is begun.
+        """Check that the cache has capacity, before a request starts.
 
         Raises:
-            Refusal: 429, the client holds as much as it may; 507, there is none for anybody.
+            Refusal: 429, the client's limit is reached; 507, the server's limit is reached.
         """
         with self._lock:
             self._check(client, 1)
 
-    def hold(self, data: bytes, client: str, request_id: str, about: Mapping[str, Any]) -> Held:
-        """Holds rows from now on.
+    def store(self, data: bytes, client: str, request_id: str, about: Mapping[str, Any]) -> Held:
+        """Store rows, and return their entry.
 
         Raises:
-            Refusal: as `check`.
+            Refusal: as for `check`.
         """
         with self._lock:
             self._check(client, len(data))
-        # Others go on while it is copied; whether there is room still is looked at after that.
+        # The copy runs without the lock, so the capacity is checked again after it.
         file = _file_of(data)
         try:
             with self._lock:
                 self._check(client, len(data))
-                held = Held(
+                entry = Held(
                     secrets.token_urlsafe(24),
                     client,
                     request_id,
@@ -90,78 +90,79 @@ class Holding:
                     self._clock() + self._settings.held_seconds,
                     about,
                 )
-                self._held[held.id] = held
+                self._captures[entry.id] = entry
         except Refusal:
             os.close(file)
             raise
-        return held
+        return entry
 
     def open(self, name: str) -> tuple[Held, int] | None:
-        """What is held under an id, and a descriptor of its file that is the caller's to close;
-        None: nothing, or it has expired.
+        """Return the entry of an id with a new file descriptor, which the caller must close; None
+        if the id is unknown or expired.
         """
         with self._lock:
             self._expire()
-            held = self._held.get(name)
-            # A descriptor of its own: should the rows go meanwhile, their number may stand for
-            # others.
-            return None if held is None else (held, os.dup(held.file))
+            entry = self._captures.get(name)
+            # Duplicate the descriptor: if the rows are freed meanwhile, the kernel may reuse the
+            # number for another file.
+            return None if entry is None else (entry, os.dup(entry.file))
 
-    def of(self, client: str) -> list[Held]:
-        """What is held for a client, oldest first."""
+    def of_client(self, client: str) -> list[Held]:
+        """Return a client's entries, oldest first."""
         with self._lock:
             self._expire()
-            return [one for one in self._held.values() if one.client == client]
+            return [one for one in self._captures.values() if one.client == client]
 
     def delete(self, name: str) -> bool:
-        """Lets go of it; whether there was anything."""
+        """Free the rows of an id; return whether there were any."""
         with self._lock:
             self._expire()
-            found = self._held.pop(name, None)
+            found = self._captures.pop(name, None)
             if found is not None:
                 os.close(found.file)
             return found is not None
 
     def close(self) -> None:
-        """Lets go of everything."""
+        """Free all cached rows."""
         with self._lock:
-            for one in self._held.values():
+            for one in self._captures.values():
                 os.close(one.file)
-            self._held.clear()
+            self._captures.clear()
 
     def _expire(self) -> None:
         now = self._clock()
-        for name in [name for name, one in self._held.items() if one.expires_at <= now]:
-            os.close(self._held.pop(name).file)
+        for name in [name for name, one in self._captures.items() if one.expires_at <= now]:
+            os.close(self._captures.pop(name).file)
 
     def _check(self, client: str, nbytes: int) -> None:
         self._expire()
         limits = self._settings
-        mine = [one.nbytes for one in self._held.values() if one.client == client]
+        mine = [one.nbytes for one in self._captures.values() if one.client == client]
         if len(mine) >= limits.client_captures:
             raise Refusal(
                 429,
-                f"{len(mine)} captures are held for this client, and no more may be; fetch and "
-                "delete some",
+                f"{len(mine)} captures are cached for this client, which is the limit "
+                "(http.client_captures); fetch and delete some",
             )
         if sum(mine) + nbytes > limits.client_bytes:
             raise Refusal(
                 429,
-                f"{sum(mine)} bytes of captures are held for this client, and {nbytes} more pass "
-                f"the limit of {limits.client_bytes}; fetch and delete some, or capture less",
+                f"{sum(mine)} bytes of captures are cached for this client, and {nbytes} more "
+                f"exceed its limit of {limits.client_bytes}; fetch and delete some, or capture "
+                "less",
             )
-        if len(self._held) >= limits.held_captures:
+        if len(self._captures) >= limits.held_captures:
             raise Refusal(
                 507,
-                f"this server holds {len(self._held)} captures, and no more may be; try again "
-                "later",
+                f"this server caches {len(self._captures)} captures, which is its limit "
+                "(http.held_captures); try again later",
             )
-        total = sum(one.nbytes for one in self._held.values())
+        total = sum(one.nbytes for one in self._captures.values())
         if total + nbytes > limits.held_bytes:
             raise Refusal(
                 507,
-                f"this server holds {total} bytes of captures, and {nbytes} more pass its limit of "
-                f"{limits.held_bytes}; try again later, or capture less",
+                f"this server caches {total} bytes of captures, and {nbytes} more exceed its limit "
+                f"of {limits.held_bytes}; try again later, or capture less",
             )
 
 

@@ -1,7 +1,6 @@
-"""Prometheus metrics, in the registry that vLLM's own are in, so that `/metrics` has both.
+"""Prometheus metrics, in the same registry as vLLM's, so that `/metrics` has both.
 
-Nothing is counted here while requests run: when `/metrics` is asked for, the engine is asked what
-it has counted.
+Nothing is counted here while requests run: a scrape of `/metrics` fetches the engine's counts.
 """
 
 from __future__ import annotations
@@ -14,56 +13,57 @@ from typing import Any
 
 from midstream.runtime.workers import place_of
 
-# A worker's place, as in receipts' problems.
+# Label: a worker's place, as in the problems of receipts.
 _WORKER = ("worker",)
-# How often the engine is asked at most: whoever reaches /metrics needs no key.
+# Minimum interval between two queries of the engine: /metrics needs no key.
 _EVERY_SECONDS = 1.0
 
 # (name, help, labels)
 COUNTERS = (
-    ("completions", "Completions that asked for something, by the status of their receipt.",
-     ("status",)),
-    ("aborted", "Calls that asked for something and ended without a receipt.", ()),
-    ("receipt_mismatches", "Completions whose receipt shows that not all was done as asked.", ()),
+    ("completions", "Completions with a plan, by the status of their receipt.", ("status",)),
+    ("aborted", "Calls with a plan that ended without a receipt.", ()),
+    ("receipt_mismatches", "Completions whose receipt has the status error.", ()),
     ("captured_rows", "Captured vectors.", ()),
-    ("captured_bytes", "Bytes of captured vectors, as they left the device.", ()),
-    ("dropped_rows", "Captured vectors that found no room in the arena.", ()),
-    ("edits_applied", "Edits that the device carried out, one for each token and place.", ()),
-    ("edits_cached", "Edits of tokens that the prefix cache had.", ()),
-    ("probe_scores", "Scores of probes.", ()),
-    ("sink_failures", "Completions whose rows a sink did not keep, or not all of them.", ()),
-    ("refusals", "HTTP requests to midstream that were refused.", ("status",)),
-    ("steps", "Forwards of a worker.", _WORKER),
-    ("active_steps", "Forwards in which some token asked for something.", _WORKER),
-    ("planner_seconds", "Time in which the planner laid out the steps.", _WORKER),
-    ("spills", "Segments of the arena that went to disk for want of memory.", _WORKER),
+    ("captured_bytes", "Bytes of captured vectors, as encoded on the device.", ()),
+    ("dropped_rows", "Captured vectors dropped because the arena was full.", ()),
+    ("edits_applied", "Edits applied on the device, counted per token and site.", ()),
+    ("edits_cached", "Edits of tokens served from the prefix cache.", ()),
+    ("probe_scores", "Probe scores.", ()),
+    ("sink_failures", "Completions whose rows a sink did not store, or not completely.", ()),
+    ("refusals", "Rejected HTTP requests to midstream.", ("status",)),
+    ("steps", "Forward passes of a worker.", _WORKER),
+    ("active_steps", "Forward passes with at least one token that a plan covers.", _WORKER),
+    ("planner_seconds", "Time that the planner took to prepare steps.", _WORKER),
+    ("spills", "Arena segments spilled to disk because memory was full.", _WORKER),
 )  # fmt: skip
 GAUGES = (
-    ("requests_running", "Calls under way that ask for something, with those that wait.", ()),
-    ("requests_waiting", "Of these, those that wait for room.", ()),
-    ("arena_bytes", "Shared memory that the arena has taken.", _WORKER),
-    ("arena_free_bytes", "Of that, what nobody uses now.", _WORKER),
-    ("arena_disk_bytes", "Spilled segments.", _WORKER),
-    ("arena_budget_bytes", "How much memory the arena may take.", _WORKER),
-    ("arena_leases", "Results whose rows a reader still holds in the arena.", _WORKER),
-    ("ring_rows", "Rows that the staging ring on the device holds.", _WORKER),
-    ("ring_rows_last", "Rows of it that the last active step took.", _WORKER),
-    ("ring_rows_most", "The most rows of it that one step took.", _WORKER),
-    ("sink_unwritten_bytes", "Given to a sink and not there for good.", ("sink",)),
-    ("held_captures", "Captures that are held for clients to fetch.", ()),
-    ("held_bytes", "Bytes of these.", ()),
-    ("vectors", "Names under which vectors are registered.", ()),
-    ("steering_epoch", "How often server-wide steering was changed.", ()),
+    ("requests_running", "Unfinished calls with a plan, including waiting ones.", ()),
+    ("requests_waiting", "Calls with a plan that wait for capacity.", ()),
+    ("arena_bytes", "Shared memory allocated by the arena.", _WORKER),
+    ("arena_free_bytes", "Allocated arena memory that is unused.", _WORKER),
+    ("arena_disk_bytes", "Bytes of spilled arena segments.", _WORKER),
+    ("arena_budget_bytes", "Memory limit of the arena.", _WORKER),
+    ("arena_leases", "Results whose rows a reader still uses in the arena.", _WORKER),
+    ("ring_rows", "Capacity of the staging ring on the device, in rows.", _WORKER),
+    ("ring_rows_last", "Ring rows used by the last active step.", _WORKER),
+    ("ring_rows_most", "Most ring rows used by one step.", _WORKER),
+    ("sink_unwritten_bytes", "Bytes delivered to a sink and not yet stored durably.", ("sink",)),
+    ("held_captures", "Captures cached for clients to fetch.", ()),
+    ("held_bytes", "Bytes of cached captures.", ()),
+    ("vectors", "Registered names of vectors.", ()),
+    ("steering_epoch", "Number of changes of server-wide steering.", ()),
 )
 
 
 class Metrics:
-    """The metrics of one registry."""
+    """Metrics of one registry."""
 
     def __init__(self, registry: Any = None) -> None:
-        """Args:
-        registry: a prometheus_client registry; None: that of the process, to which vLLM's belong,
-            and of which its files have a copy where several processes share `/metrics`.
+        """Register the metrics.
+
+        Args:
+            registry: a prometheus_client registry; None: the process-wide one that vLLM uses.
+                Multiprocess mode is supported.
         """
         from prometheus_client import REGISTRY, Counter, Gauge
 
@@ -78,33 +78,33 @@ class Metrics:
             )
             for name, text, labels in GAUGES
         }
-        self._known: dict[tuple[str, ...], float] = {}
-        self._asking = asyncio.Lock()
-        self._asked = -_EVERY_SECONDS
+        self._totals: dict[tuple[str, ...], float] = {}
+        self._lock = asyncio.Lock()
+        self._refreshed_at = -_EVERY_SECONDS
 
-    def refused(self, status: int) -> None:
-        """A request was refused."""
+    def count_refusal(self, status: int) -> None:
+        """Count a rejected request."""
         self._counters["refusals"].labels(str(status)).inc()
 
     async def refresh(
         self, state: Callable[[], Any], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Brings all up to date, unless that was done a moment ago.
+        """Update all metrics, unless they were updated within the last second.
 
         Args:
-            state: gives the engine's usage with the server's own, awaited; see `take`.
-            clock: seconds.
+            state: coroutine function that returns the server's status; see `update`.
+            clock: function that returns a monotonic time in seconds.
         """
-        async with self._asking:
-            if clock() - self._asked >= _EVERY_SECONDS:
-                self.take(await state())
-                self._asked = clock()
+        async with self._lock:
+            if clock() - self._refreshed_at >= _EVERY_SECONDS:
+                self.update(await state())
+                self._refreshed_at = clock()
 
-    def take(self, state: Mapping[str, Any]) -> None:
-        """Sets all that is told by a server's status.
+    def update(self, state: Mapping[str, Any]) -> None:
+        """Set all metrics from a server's status.
 
         Args:
-            state: what `GET /v1/midstream/status` answers.
+            state: response of `GET /v1/midstream/status`.
         """
         totals = state["totals"]
         for status, count in totals["completions"].items():
@@ -125,9 +125,9 @@ class Metrics:
         self._set("vectors", state["vectors"])
         self._set("steering_epoch", state["steering"]["epoch"])
         for worker in state["workers"]:
-            self._take_worker(worker, place_of(worker))
+            self._update_worker(worker, place_of(worker))
 
-    def _take_worker(self, worker: Mapping[str, Any], place: str) -> None:
+    def _update_worker(self, worker: Mapping[str, Any], place: str) -> None:
         arena, steps = worker["arena"], worker["steps"]
         self._total("steps", steps["steps"], place)
         self._total("active_steps", steps["active"], place)
@@ -143,12 +143,12 @@ class Metrics:
         self._set("ring_rows_most", steps["ring_most"], place)
 
     def _total(self, name: str, total: float, *labels: str) -> None:
-        """A counter's value, which others have counted."""
+        """Increase a counter to a total that was counted elsewhere."""
         key = (name, *labels)
-        more = total - self._known.get(key, 0.0)
+        more = total - self._totals.get(key, 0.0)
         counter = self._counters[name]
         (counter.labels(*labels) if labels else counter).inc(more)
-        self._known[key] = total
+        self._totals[key] = total
 
     def _set(self, name: str, value: float, *labels: str) -> None:
         gauge = self._gauges[name]
@@ -156,6 +156,6 @@ class Metrics:
 
 
 @functools.cache
-def of_process() -> Metrics:
-    """Those of this process: a registry takes each name once."""
+def process_metrics() -> Metrics:
+    """Return the process-wide metrics; a Prometheus registry accepts each name once."""
     return Metrics()

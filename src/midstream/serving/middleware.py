@@ -1,5 +1,5 @@
-"""Between the clients and vLLM's own endpoints: takes what is midstream's out of requests, and puts
-what came of it on their answers.
+"""ASGI middleware around vLLM's endpoints: removes the field `midstream` from requests, and adds
+results to responses.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from midstream.spec.fields import read_json
 
 _MARK = f'"{KEY}"'.encode()
 _ESCAPE = b"\\u00"
-_WIDE = b"\0"  # of UTF-16 and UTF-32, which JSON's readers take as well
-_DIGITS = 18  # of a length that there can be
+_WIDE = b"\0"  # occurs in UTF-16 and UTF-32, which JSON parsers accept as well
+_DIGITS = 18  # most digits of a plausible content length
 _OWN = ("/v1/midstream", "/v1/steering")
 _METRICS = "/metrics"
 
 
 class Middleware:
-    """ASGI middleware."""
+    """ASGI middleware of one server."""
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
         self._app = app
@@ -47,25 +47,25 @@ class Middleware:
             await self._app(scope, receive, send)
             return
         path = path_of(scope)
-        refused = functools.partial(self._server.refused, scope)
-        watched = Watched(send, refused)
-        passed = watched if path.startswith(_OWN) else send
+        refused = functools.partial(self._server.record_refusal, scope)
+        observer = Watched(send, refused)
+        observed = observer if path.startswith(_OWN) else send
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             if path.rstrip("/") == _METRICS:
                 await self._server.refresh_metrics()
-            await self._app(scope, receive, passed)
+            await self._app(scope, receive, observed)
             return
         try:
             body = await self._read(scope, receive)
             exchange, body = self._exchange(scope, body)
         except (Refusal, MidstreamError) as error:
-            await refuse(Refusal.of(error), watched)
+            await send_error(Refusal.of(error), observer)
             return
         replayed = _Replay(body, receive)
         if exchange is None:
-            await self._app(_with_length(scope, body), replayed, passed)
+            await self._app(_with_length(scope, body), replayed, observed)
             return
-        outgoing = Outgoing(exchange, self._server, watched, refused)
+        outgoing = Outgoing(exchange, self._server, observer, refused)
         token = CURRENT.set(exchange)
         try:
             await self._app(_with_length(scope, body), replayed, outgoing)
@@ -82,7 +82,7 @@ class Middleware:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise Refusal(400, "the client left before its request was there")
+                raise Refusal(400, "the client disconnected before its request was complete")
             part = message.get("body", b"")
             size += len(part)
             if size > limit:
@@ -92,25 +92,29 @@ class Middleware:
                 return b"".join(parts)
 
     def _exchange(self, scope: Scope, body: bytes) -> tuple[Exchange | None, bytes]:
-        """What a request asks of midstream, and its body without that; None: nothing."""
+        """Return the state of a request with the field `midstream` and its body without the field;
+        None and the unchanged body if the field is absent.
+        """
         path = path_of(scope)
-        # Most requests do not have the word, which may be written with escapes: not looked into.
+        # Most bodies do not contain the field's name, not even escaped: they are not parsed.
         if path.startswith(_OWN) or not any(each in body for each in (_MARK, _ESCAPE, _WIDE)):
             return None, body
-        value = _asking(body)
+        value = _parse_with_field(body)
         if value is None:
             return None, body
         if path not in PATHS:
             raise Refusal(
-                400, f"midstream: {path} cannot answer with results; use {', '.join(PATHS)}", KEY
+                400, f"midstream: {path} cannot return results; use {', '.join(PATHS)}", KEY
             )
         wishes = take_wishes(value)
         if wishes is None:
             return None, body
         if value.get("use_beam_search"):
-            raise Refusal(400, "midstream: not with use_beam_search", KEY)
+            raise Refusal(400, "midstream: unsupported together with use_beam_search", KEY)
         if value.get("background"):
-            raise Refusal(400, "midstream: not with background, which has no answer", KEY)
+            raise Refusal(
+                400, "midstream: unsupported together with background, which returns no result", KEY
+            )
         exchange = self._server.begin(scope, value, wishes)
         try:
             return exchange, json.dumps(value).encode()
@@ -119,13 +123,13 @@ class Middleware:
 
 
 def path_of(scope: Scope) -> str:
-    """A request's path, as the app has it."""
+    """Return a request's path without the application's root path."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
 
 class _Replay:
-    """A body that was read, as an application receives it; then what else comes."""
+    """ASGI `receive` that returns a body that was already read, then the messages that follow it."""
 
     def __init__(self, body: bytes, receive: Receive) -> None:
         self._message: Message | None = {"type": "http.request", "body": body, "more_body": False}
@@ -136,31 +140,32 @@ class _Replay:
         return await self._receive() if message is None else message
 
 
-def _asking(body: bytes) -> dict[str, Any] | None:
-    """A body that speaks of midstream; None: it does not, or is not JSON, of which vLLM tells.
+def _parse_with_field(body: bytes) -> dict[str, Any] | None:
+    """Parse a body that has the field `midstream`; None if it has not, or is not JSON, which vLLM
+    reports.
 
     Raises:
-        SpecError: it does, and has a field twice or a number that JSON has not.
+        SpecError: the body has the field, and contains a duplicate key or a non-JSON number.
     """
     try:
         value = read_json(body)
     except SpecError:
-        if _speaks(_loosely(body)):
+        if _has_field(_parse_leniently(body)):
             raise
         return None
-    return value if _speaks(value) else None
+    return value if _has_field(value) else None
 
 
-def _speaks(value: object) -> TypeGuard[dict[str, Any]]:
-    """Whether a body's JSON has the field, be it in `vllm_xargs`."""
+def _has_field(value: object) -> TypeGuard[dict[str, Any]]:
+    """Return whether a body's JSON has the field, at the top level or in `vllm_xargs`."""
     if not isinstance(value, dict):
         return False
     xargs = value.get("vllm_xargs")
     return KEY in value or isinstance(xargs, dict) and KEY in xargs
 
 
-def _loosely(body: bytes) -> object:
-    """As vLLM reads it; None: it cannot."""
+def _parse_leniently(body: bytes) -> object:
+    """Parse a body as leniently as vLLM does; None if it is not JSON."""
     try:
         found: object = json.loads(body)
     except (ValueError, RecursionError):
@@ -168,8 +173,8 @@ def _loosely(body: bytes) -> object:
     return found
 
 
-async def refuse(refusal: Refusal, send: Send) -> None:
-    """Answers with a refusal."""
+async def send_error(refusal: Refusal, send: Send) -> None:
+    """Send an error response."""
     content = refusal.content
     headers = [
         (b"content-type", b"application/json"),
@@ -188,4 +193,4 @@ def _with_length(scope: Scope, body: bytes) -> Scope:
 
 
 def _too_long(limit: int) -> Refusal:
-    return Refusal(413, f"the body is longer than the {limit} bytes that this server takes")
+    return Refusal(413, f"the body exceeds this server's limit of {limit} bytes")

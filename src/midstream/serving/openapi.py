@@ -1,6 +1,4 @@
-"""What the OpenAPI schema says of vLLM's own endpoints: that a body, and an answer, have one field
-more.
-"""
+"""OpenAPI schema of the field `midstream`, which vLLM's own endpoints accept and return."""
 
 from __future__ import annotations
 
@@ -13,19 +11,19 @@ from midstream.serving.server import PATHS
 from midstream.serving.wishes import RETURNS
 from midstream.spec.operations import OPS
 
-_ASKED, _TOLD = "MidstreamRequest", "MidstreamAnswer"
+_REQUEST, _RESPONSE = "MidstreamRequest", "MidstreamAnswer"
 _COMPONENTS = "#/components/schemas/"
 
 
 def add_fields(app: FastAPI) -> None:
-    """Has the app's schema tell of the field `midstream`."""
+    """Add the field `midstream` to the app's schema."""
     original = app.openapi
 
     def openapi() -> dict[str, Any]:
         schema = original()  # the same one each time
         schemas = schema.setdefault("components", {}).setdefault("schemas", {})
-        if _ASKED not in schemas:
-            schemas.update({_ASKED: _asked(), _TOLD: _told()})
+        if _REQUEST not in schemas:
+            schemas.update({_REQUEST: _request_schema(), _RESPONSE: _response_schema()})
             for path in PATHS:
                 operation = schema["paths"].get(path, {}).get("post")
                 if operation is not None:
@@ -38,10 +36,10 @@ def add_fields(app: FastAPI) -> None:
 def _extend(operation: dict[str, Any], schemas: dict[str, Any]) -> None:
     body = operation.get("requestBody", {}).get("content", {}).get("application/json")
     if body is not None:
-        _add(body, schemas, _ASKED)
+        _add(body, schemas, _REQUEST)
     answer = operation["responses"].get("200", {}).get("content", {}).get("application/json")
     if answer is not None:
-        _add(answer, schemas, _TOLD)
+        _add(answer, schemas, _RESPONSE)
 
 
 def _add(content: dict[str, Any], schemas: dict[str, Any], name: str) -> None:
@@ -53,7 +51,7 @@ def _add(content: dict[str, Any], schemas: dict[str, Any], name: str) -> None:
     target.setdefault("properties", {})[KEY] = {"$ref": _COMPONENTS + name}
 
 
-def _asked() -> dict[str, Any]:
+def _request_schema() -> dict[str, Any]:
     def one_or_more(what: str, **properties: Any) -> dict[str, Any]:
         one = {"type": "object", "properties": properties}
         return {"description": what, "anyOf": [one, {"type": "array", "items": one}]}
@@ -65,15 +63,15 @@ def _asked() -> dict[str, Any]:
             {"type": "array", "items": {"type": "integer"}},
         ]
     }
-    edits = one_or_more("Edits, in their order.", op={"enum": list(OPS)}, layer={}, positions={})
+    edits = one_or_more("Edits, applied in order.", op={"enum": list(OPS)}, layer={}, positions={})
     return {
-        "title": _ASKED,
-        "description": "What to capture, edit and probe; and how the answer is to have it.",
+        "title": _REQUEST,
+        "description": "What to capture, edit and probe, and how to return captured rows.",
         "type": "object",
         "additionalProperties": False,
         "properties": {
             "capture": one_or_more(
-                "Captures. By name of a sink, as its consumers write them, is another form.",
+                "Captures. Alternatively an object of capture requests by name of the sink.",
                 layers=layers,
                 sites={},
                 positions={},
@@ -83,12 +81,12 @@ def _asked() -> dict[str, Any]:
                 stream={"type": "boolean"},
             ),
             "edits": edits,
-            "steer": {**edits, "description": "Edits; one without `op` steers."},
+            "steer": {**edits, "description": "Edits; `op` defaults to `steer`."},
             "probes": one_or_more(
-                "Probes: a number a token.", direction={}, layer={}, name={"type": "string"}
+                "Probes: one score per token.", direction={}, layer={}, name={"type": "string"}
             ),
             "activations": {
-                "description": "How captured rows come that go to no sink.",
+                "description": "How to return captured rows that go to no sink.",
                 "enum": list(RETURNS),
                 "default": RETURNS[0],
             },
@@ -103,18 +101,18 @@ def _asked() -> dict[str, Any]:
     }
 
 
-def _told() -> dict[str, Any]:
+def _response_schema() -> dict[str, Any]:
     return {
-        "title": _TOLD,
-        "description": "What was done. On each choice instead, where there are several.",
+        "title": _RESPONSE,
+        "description": "Results. With several choices, each choice has its own field.",
         "type": "object",
         "properties": {
-            "receipt": {"type": "object", "description": "What was asked for and what was done."},
+            "receipt": {"type": "object", "description": "What was requested and what was done."},
             "probes": {"type": "object", "description": "Scores, positions and tokens, by name."},
             "activations": {
                 "type": "object",
-                "description": "Captured rows as safetensors: in base64, or where to fetch them.",
+                "description": "Captured rows as safetensors: in base64, or the URL to fetch.",
             },
-            "captures": {"type": "object", "description": "What became of rows, by sink."},
+            "captures": {"type": "object", "description": "Result of storing the rows, by sink."},
         },
     }

@@ -1,4 +1,4 @@
-"""midstream in vLLM's server: its routes and middleware, as one of vLLM's endpoint plugins."""
+"""vLLM endpoint plugin that adds midstream's routes and middleware to vLLM's server."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _ROUTERS = (activations, vectors, steering, status, others)
 
 
 class Endpoints:
-    """vLLM calls `attach_router` when it builds its app, and `init_state` when the engine is there.
+    """Endpoint plugin: vLLM calls `attach_router` when it builds its app, and `init_state` when the
+    engine is ready.
 
     Attributes:
-        name, required_tasks: as vLLM's protocol has them.
+        name, required_tasks: as vLLM's protocol requires.
     """
 
     name = "midstream"
@@ -32,8 +33,9 @@ class Endpoints:
         self._server: Server | None = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Adds routes and middleware, if the server enables midstream. vLLM adds that which asks
-        for its key later, around these.
+        """Add routes and middleware if the server enables midstream.
+
+        vLLM adds its API key middleware afterwards, around these.
         """
         args = app.state.args
         settings = _settings(args)
@@ -44,7 +46,7 @@ class Endpoints:
             allowed=settings.admin,
             admin_key=admin_key(),
             has_key=has_key,
-            # A socket of this machine's file system is no farther than loopback.
+            # A Unix domain socket is as local as loopback.
             host="localhost" if getattr(args, "uds", None) else args.host,
         )
         self._server = app.state.midstream = Server(settings, admin=guard.is_open, has_key=has_key)
@@ -54,7 +56,7 @@ class Endpoints:
         add_fields(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """The engine is there."""
+        """Connect the server to the engine, which is ready."""
         if self._server is None:
             return
         template = {
@@ -65,7 +67,7 @@ class Endpoints:
 
 
 def _settings(args: Namespace) -> HttpSettings | None:
-    """The server's limits; None: midstream is not enabled, or not over HTTP."""
+    """Return the server's limits; None if midstream is disabled, or disabled over HTTP."""
     found = patches.settings_of(args)
     return None if found is None else read_http(found.http)
 

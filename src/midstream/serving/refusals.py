@@ -1,4 +1,4 @@
-"""What a server refuses, as its clients see it: a status, and the body of an OpenAI error."""
+"""HTTP errors with the body of an OpenAI error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from midstream.errors import ReceiptError, SpecError
 
 
 def read_error(body: bytes) -> dict[str, Any] | None:
-    """An OpenAI error's JSON, whose `error` is a dict; None: it is none."""
+    """Parse the body of an OpenAI error, whose `error` is a dict; None if it is none."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
@@ -20,12 +20,12 @@ def read_error(body: bytes) -> dict[str, Any] | None:
 
 
 class Refusal(Exception):
-    """A request that is refused.
+    """An HTTP error response.
 
     Attributes:
-        status: of HTTP.
-        message: why, and what would be right.
-        param: the field that is wrong; None: none is.
+        status: HTTP status.
+        message: what is wrong, and what would be right.
+        param: path of the invalid field; None if no field is invalid.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
@@ -36,7 +36,7 @@ class Refusal(Exception):
 
     @staticmethod
     def of(error: Exception) -> Refusal:
-        """What an error of midstream's own is to a client."""
+        """Convert one of midstream's exceptions; other exceptions are raised again."""
         if isinstance(error, Refusal):
             return error
         if isinstance(error, SpecError):
@@ -47,7 +47,7 @@ class Refusal(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """As vLLM's own errors have it."""
+        """The error as JSON values, in the form of vLLM's errors."""
         return {
             "error": {
                 "message": self.message,
@@ -59,5 +59,5 @@ class Refusal(Exception):
 
     @property
     def content(self) -> bytes:
-        """The body as text."""
+        """The body as JSON text."""
         return json.dumps(self.body).encode()

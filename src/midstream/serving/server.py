@@ -1,4 +1,4 @@
-"""One server: its engine, its limits, and what it holds."""
+"""State of one server: its engine, limits, cached captures and metrics."""
 
 from __future__ import annotations
 
@@ -26,25 +26,27 @@ from midstream.serving.wishes import Wishes
 from midstream.steering import TIERS, SteeringState
 from midstream.version import __version__
 
-# vLLM's endpoints whose answers can carry results.
+# vLLM's endpoints whose responses can include results.
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-# Of a chat's body, what its template gets.
+# Fields of a chat request that are arguments of its template.
 _TEMPLATE = ("chat_template", "chat_template_kwargs", "add_generation_prompt",
              "continue_final_message", "tools")  # fmt: skip
 
 
 class Server:
-    """What middleware and routes share."""
+    """State that middleware and routes share."""
 
     def __init__(self, settings: HttpSettings, *, admin: bool, has_key: bool) -> None:
-        """Args:
-        settings: its limits.
-        admin: whether anybody may change vectors and steering.
-        has_key: whether requests come here only with a key of the server's.
+        """Create the state, before the engine exists.
+
+        Args:
+            settings: the server's limits.
+            admin: whether vectors and steering can be changed over HTTP.
+            has_key: whether vLLM checks an API key before requests reach midstream.
         """
         self.settings = settings
         self._has_key = has_key
-        self.metrics = metrics.of_process()
+        self.metrics = metrics.process_metrics()
         self._admin = admin
         self.holding = Holding(settings)
         self.started = time.time()
@@ -53,11 +55,11 @@ class Server:
         self._template: dict[str, Any] = {}
 
     async def start(self, llm: Any, template: Mapping[str, Any]) -> None:
-        """The engine is there.
+        """Connect the engine.
 
         Args:
             llm: a midstream.AsyncLLM.
-            template: what the server's own settings give to chat templates.
+            template: arguments of chat templates from the server's settings.
         """
         await llm.ready()
         info = llm.info
@@ -65,9 +67,9 @@ class Server:
         self._answers = Answers(self.settings, self.holding, info.shape.hidden_size, dtype)
         self._template = {name: value for name, value in template.items() if value is not None}
         self._llm = llm
-        events.show()
-        events.note("ready", version=__version__, taps=len(info.shape.taps))
-        # An attribute of this one engine: calls that an exchange makes carry its plan.
+        events.attach_handlers()
+        events.log_event("ready", version=__version__, taps=len(info.shape.taps))
+        # Override the method on this instance only: calls within an HTTP request get its plan.
         generate = llm.generate
         llm.generate = lambda *args, **named: self._generate(generate, *args, **named)
 
@@ -76,34 +78,36 @@ class Server:
         """The engine.
 
         Raises:
-            Refusal: 503, it is not there yet.
+            Refusal: 503, the engine is not ready.
         """
         if self._llm is None:
-            raise Refusal(503, "the engine is not there yet")
+            raise Refusal(503, "the engine is not ready yet")
         return self._llm
 
     @property
     def answers(self) -> Answers:
-        """Makes what answers say."""
-        assert self._answers is not None, "there is an engine wherever there is an exchange"
+        """The encoder of results."""
+        assert self._answers is not None, "requests are accepted only once the engine is ready"
         return self._answers
 
     def client_of(self, scope: Scope) -> str:
-        """Whose a request is: who has its key or, on a server without keys, one address."""
+        """Return the id of a request's client: a hash of its API key, or its address on a server
+        without a key.
+        """
         if self._has_key:
-            # The word before the key may be written in several ways.
+            # Ignore the scheme before the key, whose case and spelling vary.
             _, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
             return hashlib.sha256(key.encode()).hexdigest()[:16]
         client = scope.get("client")
         return client[0] if client else ""
 
     def begin(self, scope: Scope, body: Mapping[str, Any], wishes: Wishes) -> Exchange:
-        """A request that asks for something.
+        """Create the state of a request with the field `midstream`.
 
         Raises:
-            Refusal: 503; or there is no room to hold what it captures.
+            Refusal: 503, the engine is not ready; 429 or 507, the capture cache is full.
         """
-        _ = self.llm  # refuses while there is none
+        _ = self.llm  # raises 503 until the engine is ready
         client = self.client_of(scope)
         plan = wishes.plan
         if plan is not None and plan.captures and wishes.activations == "handle":
@@ -119,10 +123,10 @@ class Server:
         return exchange
 
     async def state(self) -> dict[str, Any]:
-        """What it is, what is in use, and what it came to so far, as JSON values.
+        """Return versions, settings, usage and totals as JSON values.
 
         Raises:
-            Refusal: 503, the engine is not there yet.
+            Refusal: 503, the engine is not ready.
         """
         llm = self.llm
         info = llm.info
@@ -141,14 +145,14 @@ class Server:
         }
 
     async def refresh_metrics(self) -> None:
-        """Brings the metrics up to date, if the engine is there."""
+        """Update the metrics, if the engine is ready."""
         if self._llm is not None and not self._llm.errored:
             await self.metrics.refresh(self.state)
 
-    def refused(self, scope: Scope, status: int, param: str | None) -> None:
-        """Takes note of a request that was refused."""
-        self.metrics.refused(status)
-        events.note(
+    def record_refusal(self, scope: Scope, status: int, param: str | None) -> None:
+        """Count and log a rejected request."""
+        self.metrics.count_refusal(status)
+        events.log_event(
             "request.refused",
             status=status,
             method=scope["method"],
@@ -157,14 +161,14 @@ class Server:
             param=param,
         )
 
-    def steered(self, state: SteeringState) -> None:
-        """Takes note of what a change of server-wide steering has put in force."""
+    def record_steering(self, state: SteeringState) -> None:
+        """Log a change of server-wide steering."""
         edits = {tier: len(getattr(state, tier)) for tier in TIERS}
-        events.note("steering.changed", epoch=state.epoch, digest=state.digest, **edits)
+        events.log_event("steering.changed", epoch=state.epoch, digest=state.digest, **edits)
 
     def close(self) -> None:
-        """Lets go of all that is held for clients. The engine closes its sinks itself."""
-        events.note("closing", held_captures=len(self.holding))
+        """Free all cached captures. The engine closes its sinks itself."""
+        events.log_event("closing", held_captures=len(self.holding))
         self.holding.close()
 
     def _generate(
@@ -175,16 +179,16 @@ class Server:
             if KEY in (getattr(params, "extra_args", None) or {}):
                 raise SpecError(
                     f"extra_args.{KEY}",
-                    f"this endpoint cannot answer with results; use {', '.join(PATHS)}, and the "
-                    f"body's field {KEY}",
+                    f"this endpoint cannot return results; use {', '.join(PATHS)} and the body's "
+                    f"field {KEY}",
                 )
             stream: AsyncGenerator[Any, None] = generate(prompt, params, request_id, **named)
             return stream
         plan = exchange.wishes.plan
         if plan is not None:
-            carried: Any = plan
+            payload: Any = plan
             if exchange.messages is not None:
-                carried = ChatPlan(plan, exchange.messages, exchange.template)
+                payload = ChatPlan(plan, exchange.messages, exchange.template)
             params = params.clone()
-            params.extra_args = {**(params.extra_args or {}), KEY: carried}
-        return exchange.note(generate(prompt, params, request_id, **named), params.n)
+            params.extra_args = {**(params.extra_args or {}), KEY: payload}
+        return exchange.track(generate(prompt, params, request_id, **named), params.n)

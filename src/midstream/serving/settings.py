@@ -1,4 +1,4 @@
-"""The setting `http`: what the server lets clients ask for, and how much it keeps for them."""
+"""The setting `http`: limits on HTTP clients, and who may change vectors and steering."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ class HttpSettings:
     """Limits of one server.
 
     Attributes:
-        admin: whether vectors and server-wide steering may be changed over HTTP. None: where a key
-            guards them, or where the server is bound to loopback only.
-        max_body_bytes: how long the body of a request may be.
-        inline_bytes: how many bytes of tensors one answer may have.
-        held_bytes: how many bytes of captured rows are held for clients to fetch, in all.
-        held_captures: how many captures are held, in all; each takes a file descriptor.
-        client_bytes, client_captures: of these, for one client.
-        held_seconds: how long they are held.
-        vector_bytes: how many bytes of registered vectors there may be.
+        admin: whether vectors and server-wide steering can be changed over HTTP. None: only if a
+            key protects them, or if the server is bound to loopback.
+        max_body_bytes: maximum length of a request body.
+        inline_bytes: maximum bytes of tensors in one response.
+        held_bytes: maximum bytes of captured rows cached for clients, in total.
+        held_captures: maximum number of cached captures, in total. Each uses a file descriptor.
+        client_bytes: maximum bytes of captured rows cached for one client.
+        client_captures: maximum number of captures cached for one client.
+        held_seconds: lifetime of a cached capture in seconds.
+        vector_bytes: maximum bytes of registered vectors.
     """
 
     admin: bool | None = None
@@ -42,13 +43,13 @@ class HttpSettings:
 
 
 def read_http(value: object) -> HttpSettings | None:
-    """The settings of a server; None: nothing is served.
+    """Return the settings of a server; None if midstream is disabled over HTTP.
 
     Args:
-        value: True or None: the defaults; False: nothing; or a dict of fields.
+        value: True or None: the defaults; False: disabled; or a dict of fields.
 
     Raises:
-        ConfigError: another form, an unknown setting, or a value that is not allowed.
+        ConfigError: another type, an unknown setting, or an invalid value.
     """
     if value is False:
         return None
@@ -72,12 +73,12 @@ def read_http(value: object) -> HttpSettings | None:
 
 
 def plain_http(settings: HttpSettings | None) -> bool | dict[str, Any]:
-    """The JSON form."""
+    """Return the JSON form of the settings."""
     if settings is None:
         return False
     return {each.name: getattr(settings, each.name) for each in fields(HttpSettings)}
 
 
 def admin_key() -> str | None:
-    """The key that `MIDSTREAM_ADMIN_KEY` sets; None: there is none."""
+    """Return the key in `MIDSTREAM_ADMIN_KEY`; None if it is unset or empty."""
     return os.environ.get(ADMIN_KEY_VARIABLE) or None

@@ -1,4 +1,4 @@
-"""Server-sent events: cut out of a stream of bytes, read, and put back."""
+"""Parser of server-sent events that keeps unchanged events byte for byte."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 DONE = b"[DONE]"
-# An empty line; lines may end as they do elsewhere.
+# An empty line; lines may end with \n or \r\n.
 _END = re.compile(rb"\n\r?\n")
 _LONGEST_END = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event.
+    """One server-sent event.
 
     Attributes:
-        name: of its kind; empty: it has none.
-        data: what it says; empty of a comment, and of an event with other fields.
-        raw: as it came; empty of one that is made here.
+        name: its field `event`; empty if absent.
+        data: its field `data`; empty for comments, and for events with other or repeated fields.
+        raw: the received bytes; empty for events created here.
     """
 
     name: bytes
@@ -29,7 +29,7 @@ class Event:
 
     @property
     def value(self) -> Any:
-        """Its data as JSON; None where they are none."""
+        """The data as JSON; None if it is not a JSON object."""
         if not self.data.startswith(b"{"):
             return None
         try:
@@ -37,13 +37,13 @@ class Event:
         except (ValueError, RecursionError):
             return None
 
-    def saying(self, value: Any) -> Event:
-        """One of the same kind with other data."""
+    def with_data(self, value: Any) -> Event:
+        """Return an event of the same name with other data."""
         return Event(self.name, json.dumps(value).encode())
 
     @property
-    def written(self) -> bytes:
-        """As it goes out: as it came, if it came from elsewhere."""
+    def encoded(self) -> bytes:
+        """The bytes to send: the received bytes if the event was received."""
         if self.raw:
             return self.raw
         name = b"event: " + self.name + b"\n" if self.name else b""
@@ -51,14 +51,14 @@ class Event:
 
 
 class Events:
-    """Cuts a stream into events."""
+    """Splits a byte stream into events."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[Event]:
-        """The events that are whole now."""
-        # An event of megabytes comes in many pieces: what was looked through is not again.
+        """Return the events that are complete after more bytes."""
+        # A large event arrives in many pieces: bytes that were searched are not searched again.
         start = max(0, len(self._rest) - _LONGEST_END)
         self._rest += data
         found, begin = [], 0
@@ -71,7 +71,7 @@ class Events:
 
     @property
     def rest(self) -> bytes:
-        """What came after the last whole event."""
+        """The bytes after the last complete event."""
         return bytes(self._rest)
 
 

@@ -1,4 +1,4 @@
-"""Answers on their way out, of which those that refuse are noted."""
+"""ASGI `send` that reports error responses."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from starlette.types import Message, Send
 
 from midstream.serving.refusals import read_error
 
-# A refusal's body is longer only where it repeats what a client wrote.
+# An error's body exceeds this only if it quotes the client's request.
 _MOST = 1 << 16
 
 
 class Watched:
-    """Takes the place of an application's `send`."""
+    """ASGI `send` that reports error responses to a callback."""
 
     def __init__(self, send: Send, refused: Callable[[int, str | None], None]) -> None:
-        """Args:
-        send: where messages go.
-        refused: is told the status of a refusal, and the field that is wrong, if it names one.
+        """Wrap a `send`.
+
+        Args:
+            send: the ASGI `send` to forward messages to.
+            refused: called with the status of an error response and the invalid field, if the
+                response names one.
         """
         self._send = send
         self._refused = refused
@@ -36,7 +39,7 @@ class Watched:
 
 
 def _param(body: bytes) -> str | None:
-    """The field that an OpenAI error names."""
+    """Return the field that an OpenAI error names; None if it names none."""
     value = read_error(body)
     param = None if value is None else value["error"].get("param")
     return param[:200] if isinstance(param, str) else None

@@ -1,4 +1,4 @@
-"""The field `midstream` of a request's body: what to capture, edit and probe, and how to answer."""
+"""The field `midstream` of a request body: captures, edits, probes, and how to return rows."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ RETURNS: tuple[Return, ...] = ("handle", "inline", "none")
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What one request asks for.
+    """The parsed field `midstream` of one request.
 
     Attributes:
-        plan: what to capture, edit and probe; None: nothing of its own.
-        activations: how captured rows come that go to no sink. "handle": they are held, and the
-            answer says where to fetch them; "inline": they are in the answer; "none": not at all.
-        asked: what the plan was made of, as it was written.
+        plan: captures, edits and probes; None if the request has none of its own.
+        activations: how captured rows without a sink are returned. "handle": cached on the server,
+            and the response says where to fetch them; "inline": in the response; "none": not at
+            all.
+        asked: the arguments of the plan as the client wrote them.
     """
 
     plan: Plan | None
@@ -32,15 +33,15 @@ class Wishes:
     asked: Asked = Asked()
 
     def explain(self, error: SpecError) -> SpecError:
-        """An error of the plan, at the field of the body that is wrong."""
+        """Return an error of the plan with the path of the invalid field in the body."""
         return self.asked.explain(error).under(KEY)
 
 
 def read_wishes(value: object) -> Wishes:
-    """The wishes of `{"capture": …, "edits": …, "steer": …, "probes": …, "activations": …}`.
+    """Parse `{"capture": …, "edits": …, "steer": …, "probes": …, "activations": …}`.
 
     Raises:
-        SpecError: anything unknown or malformed; the path starts with `midstream`.
+        SpecError: an unknown or malformed field; the path starts with `midstream`.
     """
     with at(KEY):
         given = read_fields(
@@ -55,7 +56,7 @@ def read_wishes(value: object) -> Wishes:
             )
         for name, part in given.items():
             if part is None:
-                raise SpecError(name, "expected a dict or a list, got null; leave it out")
+                raise SpecError(name, "expected a dict or a list, got null; omit it instead")
         asked = Asked(**given)
         try:
             return Wishes(asked.alone().plan(), returned, asked)
@@ -64,18 +65,19 @@ def read_wishes(value: object) -> Wishes:
 
 
 def take_wishes(body: dict[str, Any]) -> Wishes | None:
-    """Takes the field out of a body; None: there is none. It may be text in `vllm_xargs` instead,
-    from clients that cannot add fields.
+    """Remove the field from a body and parse it; None if it is absent.
+
+    Clients that cannot add fields may send it as JSON text in `vllm_xargs` instead.
 
     Raises:
-        SpecError: as `read_wishes`; or it is in both places.
+        SpecError: as for `read_wishes`; or the field is in both places.
     """
     xargs = body.get("vllm_xargs")
     inner = xargs.get(KEY) if isinstance(xargs, Mapping) else None
     if inner is None:
         return read_wishes(body.pop(KEY)) if KEY in body else None
     if KEY in body:
-        raise SpecError(f"vllm_xargs.{KEY}", "it is there besides the body's own; give one")
+        raise SpecError(f"vllm_xargs.{KEY}", f"the body has a field {KEY} too; use only one")
     assert isinstance(xargs, Mapping)
     if not isinstance(inner, str):
         raise SpecError(f"vllm_xargs.{KEY}", f"expected JSON as text, got {kind(inner)}")

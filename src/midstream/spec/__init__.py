@@ -1,4 +1,4 @@
-"""What one request asks for: values, strict parsing, one emitter, and resolution.
+"""Plans: the captures, edits and probes of one request, with parsing, JSON and resolution.
 
 Pure Python: importable without torch and without vLLM.
 """

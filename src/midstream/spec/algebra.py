@@ -1,4 +1,4 @@
-"""The numbers that are worked out before a request runs: norms and bases in float64."""
+"""Vector algebra on the host, in float64: unit vectors, orthonormal bases, Gram errors."""
 
 from __future__ import annotations
 
@@ -14,40 +14,47 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# Rows that came through float32 miss an exact dependence by some 1e-7 of their length.
+# Rounding to float32 perturbs linearly dependent rows by about 1e-7 of their length.
 _INDEPENDENT = 1e-6
 
 
 def float32(value: float) -> float:
-    """The nearest float32, as a float."""
+    """Return the nearest float32 as a Python float."""
     return float(struct.unpack("<f", struct.pack("<f", value))[0])
 
 
 def wide(vectors: Sequence[Vector]) -> NDArray[np.float64]:
-    """The vectors as rows, float64 [len(vectors), size]; their sizes are equal."""
+    """Stack vectors of equal size into a float64 matrix [len(vectors), size]."""
     import numpy as np
 
     return np.stack([vector.numpy() for vector in vectors]).astype(np.float64)
 
 
 def check_nonzero(vector: Vector, problem: str) -> None:
-    """Refuses the vector that has no direction."""
+    """Check that a vector is not zero.
+
+    Raises:
+        SpecError: the vector is zero; its message is `problem`.
+    """
     if not vector.numpy().any():
         raise SpecError("", problem)
 
 
 @lru_cache(maxsize=256)
 def unit(vector: Vector) -> Vector:
-    """v/‖v‖, for v ≠ 0."""
+    """Return v/‖v‖; `vector` must not be zero."""
     return Vector.parse(wide([vector])[0] / vector.norm)
 
 
 @lru_cache(maxsize=64)
 def orthonormal(rows: tuple[Vector, ...]) -> tuple[Vector, ...]:
-    """An orthonormal basis of the rows' span, by Gram–Schmidt, done twice for its accuracy.
+    """Return an orthonormal basis of the rows' span.
+
+    Each row is orthogonalised twice (Gram–Schmidt) for numerical accuracy.
 
     Raises:
-        SpecError: a row is zero, or depends on those before it to within 1e-6 of its length.
+        SpecError: a row is zero, or is linearly dependent on earlier rows to within 1e-6 of its
+            length.
     """
     import numpy as np
 
@@ -55,7 +62,7 @@ def orthonormal(rows: tuple[Vector, ...]) -> tuple[Vector, ...]:
     for index, row in enumerate(wide(rows)):
         norm = np.linalg.norm(row)
         if norm == 0:
-            raise SpecError(f"[{index}]", "the row is zero, which is no direction")
+            raise SpecError(f"[{index}]", "the row is zero; expected a direction")
         rest = row / norm
         for _ in range(2):
             for each in basis:
@@ -64,15 +71,15 @@ def orthonormal(rows: tuple[Vector, ...]) -> tuple[Vector, ...]:
         if length < _INDEPENDENT:
             raise SpecError(
                 f"[{index}]",
-                f"the row depends on those before it (to within {length:.1g} of its length); "
-                "leave it out",
+                f"the row is linearly dependent on earlier rows (to within {length:.1g} of its "
+                "length); remove it",
             )
         basis.append(rest / length)
     return tuple(Vector.parse(row) for row in basis)
 
 
 def gram_error(rows: Sequence[Vector]) -> float:
-    """The largest of |⟨rᵢ, rⱼ⟩ − δᵢⱼ|: how far the rows are from orthonormal."""
+    """Return the largest |⟨rᵢ, rⱼ⟩ − δᵢⱼ|: 0 for orthonormal rows."""
     import numpy as np
 
     matrix = wide(rows)

@@ -1,6 +1,7 @@
-"""Where an edit applies, whose vectors are given by name.
+"""Lookup of the taps and vectors of registered names.
 
-A registered name stands for one vector for each of some taps, or for one vector without a tap.
+A registered name has either one vector per tap, for one or more taps, or a single vector without
+a tap.
 """
 
 from __future__ import annotations
@@ -8,47 +9,49 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from midstream.errors import SpecError
-from midstream.sites import BY_NAME
+from midstream.sites import BY_NAME, Tap
 from midstream.spec.selection import Layers, Sites
 from midstream.spec.vector import Vector
 
-Tap = tuple[str, int]  # (canonical site, layer from 0)
-Registered = Mapping[Tap | None, Vector]  # one for each tap; or one, under None
+Registered = Mapping[Tap | None, Vector]  # one vector per tap, or a single one under None
 Lookup = Callable[[str], Registered]
 
 _SHOWN = 8
 
 
 def from_start(layers: Layers, num_layers: int | None) -> Layers:
-    """The layers counted from 0, as far as the model's are known and it has them."""
+    """Return the layers with negative indices converted to indices from 0.
+
+    Returned unchanged if `num_layers` is None or the layers are "all".
+    """
     if num_layers is None or layers.indices == "all":
         return layers
     return Layers([index_from_start(index, num_layers) for index in layers.indices])
 
 
 def index_from_start(index: int, num_layers: int | None) -> int:
-    """The same of one index; one that the model does not have is left as it is."""
+    """Convert a negative layer index to one from 0; out-of-range indices are unchanged."""
     if num_layers is None or not -num_layers <= index < 0:
         return index
     return index + num_layers
 
 
 def is_plain(registered: Registered) -> bool:
-    """Whether this is one vector without a tap."""
+    """Return whether the name has a single vector without a tap."""
     return None in registered
 
 
 def taps_of(registered: Registered) -> tuple[Tap, ...]:
-    """The taps of a name, in the order of a forward pass."""
+    """Return the taps of a name, in the order of a forward pass."""
     taps = [tap for tap in registered if tap is not None]
     return tuple(sorted(taps, key=lambda tap: (tap[1], BY_NAME[tap[0]].order)))
 
 
 def pick(name: str, registered: Registered, tap: Tap) -> Vector:
-    """The name's vector at a tap, or the one that it has for all.
+    """Return the name's vector at a tap, or its single vector without a tap.
 
     Raises:
-        SpecError: it has none there.
+        SpecError: the name has no vector at the tap.
     """
     found = registered.get(None) or registered.get(tap)
     if found is None:
@@ -59,19 +62,19 @@ def pick(name: str, registered: Registered, tap: Tap) -> Vector:
 def find_taps(
     found: Mapping[str, Registered], layers: Layers, sites: Sites, left: Sequence[str]
 ) -> tuple[Tap, ...] | None:
-    """The taps at which vectors of these names are meant; None: as the edit says, with the same
-    vectors at all of them.
+    """Return the taps at which an edit with registered names applies.
 
-    A field that was left out is read as everything that the names have; so is "all" layers.
+    None means the edit's own layers and sites, with the same vectors at all of them: no name is
+    registered with taps. An omitted field, or "all" layers, selects every tap of the names.
 
     Args:
-        found: what each name stands for, at least one.
-        layers, sites: as written.
-        left: which of "layer" and "site" were left out.
+        found: the registered vectors of each name; at least one name.
+        layers, sites: as written in the edit.
+        left: which of "layer" and "site" were omitted.
 
     Raises:
-        SpecError: a name lacks a tap that is asked for, or that another name has; or no name has
-            any tap and the layer was left out.
+        SpecError: a name lacks a requested tap or a tap that another name has; or no name has
+            taps and the layer was omitted.
     """
     tapped = {name: each for name, each in found.items() if not is_plain(each)}
     if not tapped:

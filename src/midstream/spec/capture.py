@@ -1,4 +1,4 @@
-"""A request to read vectors."""
+"""`Capture`: which activations of a request to record, and where to send them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ FIELDS = (*_REQUIRED, *_OPTIONAL)
 
 @dataclass(frozen=True, slots=True, init=False)
 class Capture:
-    """Read the vectors of some tokens, at each of some sites of each of some layers.
+    """Record the vectors of the selected tokens at every selected site of every selected layer.
 
-    Rows of captures whose sink, tag and request_id are the same go there together.
+    Captured rows of captures with equal sink, tag and request_id are delivered together.
     """
 
     layers: Layers
@@ -62,29 +62,30 @@ class Capture:
         metadata: object = None,
         stream: object = False,
     ) -> None:
-        """Reads each field in any of its forms.
+        """Create a capture; each field accepts any of its forms.
 
         Args:
-            layers: what Layers takes: "all", an int, or a list, tuple or range of ints.
-            sites: what Sites takes: a name or a list of names.
-            positions: what Positions takes.
-            phase: "prompt" or "generated" leaves only such tokens of the positions.
-            exclude: positions to leave out.
-            codec: how the rows leave the device, the same for all captures of a request: "raw", or
-                reduced, see `midstream.codecs`. None: as midstream's setting of that name says.
-            return_: through which of the ranks of a tensor-parallel group, all of which have the
-                same vectors, they leave; the same for all captures of a request. "gathered": the
-                first; "sharded": of n ranks each moves every n-th tap of a token, so that each has
-                1/n of the bytes. What comes back is the same. None: as midstream's setting `return`
-                says. In a dict the field is `return`.
-            sink: where the rows go: "memory" (they come back on the output), or the name of a sink
-                that the engine was started with.
-            tag: under which the sink keeps them, with others; 1 to 128 of A-Z a-z 0-9 _ . -
-            request_id: under which the sink keeps them, alone; empty: one is made of the request's
-                own id and of something that no other has.
-            metadata: JSON values that the sink is to keep with them.
-            stream: whether outputs that come before the request's end have the rows that there are
-                by then; only of rows that go to "memory", and only with `AsyncLLM.generate`.
+            layers: any form of Layers: "all", an int, or a list, tuple or range of ints.
+            sites: any form of Sites: a name or a list of names.
+            positions: any form of Positions.
+            phase: "prompt" or "generated" restricts the positions to tokens of that phase.
+            exclude: positions to exclude.
+            codec: encoding of the captured rows, the same for all captures of a request: "raw", or
+                a compressed form, see `midstream.codecs`. None: midstream's setting `codec`.
+            return_: which ranks of a tensor-parallel group transfer the captured rows, the same
+                for all captures of a request. All ranks hold the same vectors. "gathered": the
+                first rank transfers all; "sharded": of n ranks, each transfers every n-th tap of
+                a token, 1/n of the bytes. The result is the same. None: midstream's setting
+                `return`. In a dict the field is `return`.
+            sink: where the captured rows go: "memory" (they are returned on the output), or the
+                name of a sink that the engine was started with.
+            tag: name under which the sink stores them, possibly shared with other requests; 1 to
+                128 of A-Z a-z 0-9 _ . -
+            request_id: unique name under which the sink stores them; empty: generated from the
+                request's own id and a unique suffix.
+            metadata: JSON values that the sink stores with them.
+            stream: whether intermediate outputs include the rows captured so far; only for the
+                sink "memory" and `AsyncLLM.generate`.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -112,7 +113,7 @@ class Capture:
 
     @staticmethod
     def parse(value: object) -> Capture:
-        """A Capture, or a dict of the constructor's arguments, where `return_` is `return`.
+        """Read a Capture, or a dict of the constructor's arguments with `return` for `return_`.
 
         Raises:
             SpecError: a field is unknown, missing or malformed.
@@ -125,17 +126,17 @@ class Capture:
 
     @property
     def place(self) -> tuple[str, str, str]:
-        """(sink, tag, request_id): where its rows go."""
+        """(sink, tag, request_id): the destination of the captured rows."""
         return self.sink, self.tag, self.request_id
 
     def without_place(self) -> Capture:
-        """The same without a word of where its rows go, and when."""
+        """Return a copy without sink, tag, request_id, metadata and stream."""
         if self.place == (MEMORY, "", "") and not self.metadata and not self.stream:
             return self
         return replace(self, sink=MEMORY, tag="", request_id="", metadata=NO_METADATA, stream=False)
 
     def to_dict(self) -> dict[str, object]:
-        """The JSON form, which `parse` reads back; where the rows go only if it is written."""
+        """Return the JSON form, which `parse` reads; destination fields only where set."""
         found: dict[str, object] = {
             "layers": self.layers.emit(),
             "sites": self.sites.emit(),
@@ -164,8 +165,8 @@ def _read_stream(value: object, sink: str) -> bool:
     if value and sink != MEMORY:
         raise SpecError(
             "",
-            f"rows that go to the sink {show(sink)} are on no output; leave it out, or capture "
-            "them for memory as well",
+            f'stream=True requires the sink "memory", got {show(sink)}; remove `stream`, or add a '
+            "capture for memory",
         )
     return value
 
@@ -179,6 +180,6 @@ def _read_return(value: object) -> str:
 
 
 def _read_codec(value: object) -> str:
-    from midstream.codecs import parse_codec  # which imports torch
+    from midstream.codecs import parse_codec  # imports torch
 
     return parse_codec(value).spec

@@ -1,4 +1,4 @@
-"""Captures by the sink that gets them: `{"filesystem": {"request_id": …, "hooks": …}}`."""
+"""Captures given as a dict by sink: `{"filesystem": {"request_id": …, "hooks": …}}`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from midstream.spec.destination import read_name
 from midstream.spec.fields import at, kind, read_fields
 from midstream.spec.selection import read_site
 
-# Names of positions that a request to a consumer may use, and ours for them.
+# Position words of the consumer form, and the equivalent words of Positions.
 _POSITIONS = {"all_prompt": "prompt", "all_generated": "generated"}
 _OPTIONAL = ("positions", "request_id", "tag", "metadata", "codec")
 
 
 def names_consumers(value: object) -> TypeGuard[Mapping[object, object]]:
-    """Whether this is `{sink: {…}}`, and not the fields of a Capture."""
+    """Return whether `value` is `{sink: {…}}` rather than the fields of a Capture."""
     return (
         isinstance(value, Mapping)
         and not any(name in value for name in FIELDS)
@@ -28,21 +28,21 @@ def names_consumers(value: object) -> TypeGuard[Mapping[object, object]]:
 
 
 def read_consumers(value: Mapping[object, object]) -> tuple[Capture, ...]:
-    """One Capture for each sink and hook point.
+    """Return one Capture per sink and hook point.
 
     Args:
-        value: by the sink's name a dict, or a dataclass such as FilesystemCaptureRequest, with
-            `hooks`: {hook point: layers}; and if it likes `positions`, `request_id`, `tag`,
-            `metadata` and `codec`, as of Capture. Here `"all_prompt"` and `"all_generated"` mean
+        value: maps a sink's name to a dict, or to a dataclass such as FilesystemCaptureRequest,
+            with `hooks`: {hook point: layers}; optionally `positions`, `request_id`, `tag`,
+            `metadata` and `codec`, as in Capture. Here `"all_prompt"` and `"all_generated"` mean
             `"prompt"` and `"generated"`.
 
     Raises:
-        SpecError: something is unknown, missing or malformed.
+        SpecError: a field is unknown, missing or malformed.
     """
     found: list[Capture] = []
-    for sink, asked in value.items():
+    for sink, request in value.items():
         with at(f"[{json.dumps(sink) if isinstance(sink, str) else kind(sink)}]"):
-            found.extend(_read_one(read_name(sink, may_be_empty=False), asked))
+            found.extend(_read_one(read_name(sink, may_be_empty=False), request))
     return tuple(found)
 
 
@@ -54,7 +54,7 @@ def _read_one(sink: str, value: object) -> list[Capture]:
     positions = given.pop("positions", "all")
     if isinstance(positions, str):
         positions = _POSITIONS.get(positions, positions)
-    # What is left out of a dataclass is None there.
+    # Dataclasses use None for omitted fields.
     rest = {name: part for name, part in given.items() if part is not None}
     if not isinstance(hooks, Mapping) or not hooks:
         raise SpecError("hooks", f"expected {{hook point: [layer, …]}}, got {kind(hooks)}")

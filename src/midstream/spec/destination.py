@@ -1,4 +1,4 @@
-"""Where the rows of a capture go: a sink, and under which names it keeps them."""
+"""Names and metadata under which a sink stores the captured rows of a request."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from collections.abc import Iterator, Mapping
 from midstream.errors import SpecError
 from midstream.spec.fields import kind, show
 
-# The sink that is always there: rows come back on the request's own output.
+# The built-in sink: captured rows are returned on the request's output.
 MEMORY = "memory"
 MAX_NAME = 128
 MAX_METADATA_BYTES = 65536
 
-# A name is one part of a path and nothing else: no slash, and neither `.` nor `..`.
+# A name is a single path component: no slash, and neither `.` nor `..`.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class Metadata(Mapping[str, object]):
-    """JSON values under names, which cannot change."""
+    """Immutable mapping of names to JSON values."""
 
     __slots__ = ("_text",)
 
     def __init__(self, value: object = None) -> None:
-        """Args:
-        value: a mapping of JSON values by name; None: nothing.
+        """Create metadata from a mapping.
+
+        Args:
+            value: a mapping of JSON values by name; None: empty.
 
         Raises:
-            SpecError: it is none, or larger than 64 KiB as JSON.
+            SpecError: `value` is not a mapping of JSON values, or exceeds 64 KiB as JSON.
         """
         if value is None:
             value = {}
@@ -39,7 +41,7 @@ class Metadata(Mapping[str, object]):
             raise SpecError("", f"expected a dict of JSON values, got {kind(value)}")
         for name in value:
             if not isinstance(name, str):
-                raise SpecError("", f"names are `str`, got {kind(name)}")
+                raise SpecError("", f"names must be `str`, got {kind(name)}")
         try:
             self._text = json.dumps(
                 dict(value), allow_nan=False, sort_keys=True, separators=(",", ":")
@@ -53,11 +55,11 @@ class Metadata(Mapping[str, object]):
 
     @property
     def text(self) -> str:
-        """All of it as JSON, the same text for the same values."""
+        """The values as canonical JSON: equal values give equal text."""
         return self._text
 
     def to_dict(self) -> dict[str, object]:
-        """The values, which are the caller's to change."""
+        """Return a copy of the values as a dict, which the caller may change."""
         found: dict[str, object] = json.loads(self._text)
         return found
 
@@ -86,10 +88,12 @@ NO_METADATA = Metadata()
 
 
 def read_name(value: object, may_be_empty: bool = True) -> str:
-    """A sink's name, a tag or an id: 1 to 128 of `A-Z a-z 0-9 _ . -`, the first no dot or hyphen.
+    """Check a sink's name, a tag or a request id, and return it.
+
+    A name has 1 to 128 of the characters `A-Z a-z 0-9 _ . -` and starts with no dot or hyphen.
 
     Raises:
-        SpecError: anything else.
+        SpecError: `value` is not such a name.
     """
     if not isinstance(value, str):
         raise SpecError("", f"expected `str`, got {kind(value)}")
@@ -100,7 +104,7 @@ def read_name(value: object, may_be_empty: bool = True) -> str:
     if not _NAME.fullmatch(value):
         raise SpecError(
             "",
-            f"expected 1 to {MAX_NAME} of A-Z a-z 0-9 _ . -, the first no dot or hyphen, "
-            f"got {show(value)}",
+            f"expected 1 to {MAX_NAME} of the characters A-Z a-z 0-9 _ . -, not starting with a "
+            f"dot or hyphen, got {show(value)}",
         )
     return value

@@ -1,7 +1,7 @@
-"""Strict reading of one value at a time: what every parser of this package is made of.
+"""Strict readers of single values, with error paths.
 
-An error's path is relative to the value being read; whoever reads the field that holds it adds
-the field's name, with `at`.
+An error's path is relative to the value that is read. The reader of the enclosing field prepends
+the field's name with `at`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TypeGuard
 
 from midstream.errors import SpecError
 
-# Limits on what one request may make us hold; far above what anybody asks for.
+# Limits on the memory that one request can take; far above practical use.
 MAX_ITEMS = 4096  # layers or positions in one list
 MAX_PARTS = 1024  # captures, or edits, in one plan
 INT_LIMIT = 2**31
@@ -28,7 +28,7 @@ _HINTED = 10_000
 
 @contextmanager
 def at(prefix: str) -> Iterator[None]:
-    """Errors raised within are raised as seen from the value that holds this one at `prefix`."""
+    """Prepend `prefix` to the path of every SpecError raised in the `with` block."""
     try:
         yield
     except SpecError as error:
@@ -36,12 +36,12 @@ def at(prefix: str) -> Iterator[None]:
 
 
 def kind(value: object) -> str:
-    """The type of a value, for messages."""
+    """Return the type of a value, for messages."""
     return "`None`" if value is None else f"`{type(value).__name__}`"
 
 
 def show(value: str | int | float) -> str:
-    """A value for messages: never long, whatever was sent."""
+    """Return a value for messages, shortened to a bounded length."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)
@@ -49,13 +49,14 @@ def show(value: str | int | float) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names as they stand in a message."""
+    """Return names in backticks, separated by commas, for messages."""
     return ", ".join(f"`{name}`" for name in names)
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """` (did you mean …?)`, if one of the known names is close; else nothing, and of thousands
-    of names nothing either: looking would take seconds.
+    """Return ` (did you mean …?)` if one of the known names is similar, else "".
+
+    Returns "" for more than 10,000 known names as well, where the search would take seconds.
     """
     names = list(known)
     is_quick = len(name) <= _SHOWN and len(names) <= _HINTED
@@ -64,12 +65,16 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 
 def is_int(value: object) -> TypeGuard[numbers.Integral]:
-    """Whether this is an int, Python's or numpy's. A bool is not: here it is a mistake."""
+    """Return whether `value` is a Python or numpy integer. A bool is not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def read_int(value: object) -> int:
-    """An int, Python's or numpy's, within ±2**31."""
+    """Read a Python or numpy integer within ±2**31.
+
+    Raises:
+        SpecError: `value` is not such an integer.
+    """
     if not is_int(value):
         raise SpecError("", f"expected `int`, got {kind(value)}")
     found = int(value)
@@ -79,7 +84,11 @@ def read_int(value: object) -> int:
 
 
 def read_float32(value: object) -> float:
-    """A finite number that float32 can hold, Python's or numpy's, as a float."""
+    """Read a Python or numpy number, finite and within float32's range, as a float.
+
+    Raises:
+        SpecError: `value` is not such a number.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise SpecError("", f"expected a number, got {kind(value)}")
     try:
@@ -94,7 +103,11 @@ def read_float32(value: object) -> float:
 
 
 def read_word(value: object, known: Sequence[str]) -> str:
-    """One of the known words."""
+    """Read one of the known words.
+
+    Raises:
+        SpecError: `value` is not one of them.
+    """
     if not isinstance(value, str):
         raise SpecError("", f"expected one of {listed(known)}, got {kind(value)}")
     if value not in known:
@@ -107,13 +120,17 @@ def read_word(value: object, known: Sequence[str]) -> str:
 def read_fields(
     value: object, required: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, object]:
-    """The fields of a dict that has all of the required ones, and no others but the optional."""
+    """Read the fields of a dict.
+
+    Raises:
+        SpecError: a required field is missing, or a field is neither required nor optional.
+    """
     known = (*required, *optional)
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected a dict of {listed(known)}, got {kind(value)}")
     for name in value:
         if not isinstance(name, str):
-            raise SpecError("", f"names of fields are `str`, got {kind(name)}")
+            raise SpecError("", f"field names must be `str`, got {kind(name)}")
         if name not in known:
             raise SpecError(
                 "", f"unknown field {show(name)}{hint(name, known)}; known: {listed(known)}"
@@ -125,10 +142,10 @@ def read_fields(
 
 
 def read_json(text: str | bytes) -> object:
-    """The value of a JSON text in UTF-8.
+    """Parse a JSON text; `bytes` must be UTF-8.
 
     Raises:
-        SpecError: it is not JSON, it has NaN or Infinity, or an object names a field twice.
+        SpecError: the text is not JSON, has NaN or Infinity, or an object has a duplicate field.
     """
     try:
         if isinstance(text, bytes):
@@ -147,14 +164,14 @@ def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found: dict[str, object] = {}
     for name, value in pairs:
         if name in found:
-            raise SpecError("", f"the JSON names the field {show(name)} twice in one object")
+            raise SpecError("", f"duplicate JSON field {show(name)} in one object")
         found[name] = value
     return found
 
 
-def _refuse_constant(name: str) -> object:
+def _reject_constant(name: str) -> object:
     raise SpecError("", f"{name} is not a JSON number")
 
 
-# Made once: a store has a line of JSON for each of millions of requests.
-_DECODER = json.JSONDecoder(object_pairs_hook=_distinct, parse_constant=_refuse_constant)
+# Created once: a store has a line of JSON for each of millions of requests.
+_DECODER = json.JSONDecoder(object_pairs_hook=_distinct, parse_constant=_reject_constant)

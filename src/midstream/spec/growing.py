@@ -1,4 +1,4 @@
-"""Positions in a prompt that grows: which selections mean the same however long it gets."""
+"""Checks on positions in streaming-input sessions, whose prompt is not complete."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ _INSTEAD = 'use "all", positions counted from the session\'s start, token ids, o
 
 
 def check_growing(plan: Plan | None, before: Sequence[Edit], also: Sequence[Capture] = ()) -> None:
-    """Refuses what has no meaning in a session of streaming input, whose prompt has no end yet.
+    """Check that a plan's positions are well-defined in a streaming-input session.
+
+    The prompt of such a session grows with every input, so positions must not depend on its end.
 
     Args:
-        plan: what the session asks for.
-        before: the edits that come before its own.
-        also: the captures that come after its own.
+        plan: the session's plan.
+        before: server-wide edits, applied before the plan's.
+        also: server-wide captures, added after the plan's.
 
     Raises:
-        SpecError: a phase, or an item that is counted from the prompt's end or looked for in the
-            prompt's text.
+        SpecError: positions with a phase, or with an item that is counted from the prompt's end
+            or located in the prompt's text.
     """
     for index, edit in enumerate(before):
         with at(f"steering[{index}]"):
@@ -50,8 +52,8 @@ def _check(positions: Positions) -> None:
     if positions.phase != "all":
         raise SpecError(
             "phase",
-            f'"{positions.phase}" in a session of streaming input, where what was generated '
-            f"becomes prompt with the next input; {_INSTEAD}",
+            f'"{positions.phase}" is unsupported in a streaming-input session, where generated '
+            f"tokens become prompt tokens with the next input; {_INSTEAD}",
         )
     for index, item in enumerate(positions.include):
         _check_item(item, positions.path(index))
@@ -61,18 +63,21 @@ def _check(positions: Positions) -> None:
 
 def _check_item(item: Item, path: str) -> None:
     if isinstance(item, (Text, Role)):
-        why = "is looked for in a prompt's text, which is not known as a whole"
+        why = "is located in the prompt's text, which is not complete"
     elif isinstance(item, Window) or item in ("prompt", "generated", "last_prompt"):
-        why = "depends on where the prompt ends, and this one grows"
+        why = "depends on where the prompt ends, and the prompt grows"
     elif min(_bounds(item)) < 0:
-        why = "counts from the prompt's end, and this one grows"
+        why = "counts from the prompt's end, and the prompt grows"
     else:
         return
-    raise SpecError(path, f"{show_item(item)} in a session of streaming input {why}; {_INSTEAD}")
+    raise SpecError(
+        path,
+        f"{show_item(item)} is unsupported in a streaming-input session: it {why}; {_INSTEAD}",
+    )
 
 
 def _bounds(item: Item) -> tuple[int, int]:
-    """The numbers in an item that count from the prompt's end where they are negative."""
+    """Return the item's numbers that count from the prompt's end if negative."""
     if isinstance(item, Span):
         return item.start, item.stop or 0
     return (item, item) if isinstance(item, int) else (0, 0)

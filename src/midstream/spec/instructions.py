@@ -1,7 +1,7 @@
-"""What an edit or a probe comes down to: the device's instructions, with vectors by value.
+"""`Instruction`: one device instruction of an edit or a probe, with its vectors.
 
-An operation says what is meant; its `instructions` say how it is computed. `midstream.ops.layout`
-has the formulas.
+Operations compile to instructions (`Operation.instructions`). `midstream.ops.layout` has the
+formulas.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ class Instruction:
     """One instruction at one site.
 
     Attributes:
-        op: what it does.
-        read: the read vector; None where it reads none.
-        write: the write vectors; none where it writes none. More than one only with
-            `Flags.ROW_BY_POSITION`: the token at position p gets `write[p - first]`.
+        op: operation code.
+        read: the read vector; None if the op has none.
+        write: the write vectors; empty if the op has none. More than one only with
+            `Flags.ROW_BY_POSITION`: the token at position p uses `write[p - first]`.
         a, b, c, d: parameters, float32.
         flags: modifiers.
         slot: column of the scores that a PROBE writes or a GATE reads; None: none. A GATE
             without a slot reads the stream.
-        first: position of the first of several write vectors.
+        first: position of the first write vector, if there are several.
     """
 
     op: Op
@@ -41,16 +41,16 @@ class Instruction:
 
     @property
     def reads(self) -> bool:
-        """Whether it needs the stream's vector, and not only adds to it."""
+        """Whether the instruction reads the stream's vector, rather than only adds to it."""
         if self.op is Op.GATE:
             return self.slot is None
         return self.op is not Op.ADD or Flags.KEEP in self.flags
 
     @property
     def counted(self) -> bool:
-        """Whether it counts as one in the device's tally."""
+        """Whether the device counts the instruction in its tally of edits."""
         return Flags.COUNTED in self.flags
 
     def with_flags(self, flags: Flags) -> Instruction:
-        """The same with more flags."""
+        """Return a copy with additional flags."""
         return replace(self, flags=self.flags | flags)

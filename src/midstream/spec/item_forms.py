@@ -1,4 +1,4 @@
-"""Reading items of a selection from the forms that callers and JSON may give them."""
+"""Parser of the items of a position selection, from Python values and JSON."""
 
 from __future__ import annotations
 
@@ -38,15 +38,13 @@ Made = TypeVar("Made", Span, Window)
 def read_items(
     values: list[Any] | tuple[Any, ...], phase: str, words: Sequence[str]
 ) -> tuple[Item, ...]:
-    """Different items, each of which has a token of the phase for some prompt.
+    """Read a list of distinct items, each of which can select a token of the phase.
 
     Raises:
-        SpecError: too many, one that is malformed or listed twice; the path is the item's index.
+        SpecError: too many items, or one is malformed or listed twice; the path is its index.
     """
     if len(values) > MAX_ITEMS:
-        raise SpecError(
-            "", f"at most {MAX_ITEMS} items can be listed, got {len(values)}; use slices"
-        )
+        raise SpecError("", f"expected at most {MAX_ITEMS} items, got {len(values)}; use slices")
     found: dict[Item, None] = {}
     ids = 0
     for index, value in enumerate(values):
@@ -56,16 +54,16 @@ def read_items(
                 raise SpecError("", f"{show_item(item)} is listed twice")
             ids += len(item.ids) if isinstance(item, TokenIds) else 0
             if ids > MAX_IDS:
-                raise SpecError("", f"at most {MAX_IDS} token ids can be listed in all")
+                raise SpecError("", f"expected at most {MAX_IDS} token ids in total")
             found[item] = None
     return tuple(found)
 
 
 def read_item(value: object, phase: str, words: Sequence[str]) -> Item:
-    """One item: one of the words, an int, a span in any of its forms, a value or its dict.
+    """Read one item: one of the words, an int, a span in any form, an item value or its dict.
 
     Raises:
-        SpecError: it is none of these, or has no token of the phase for any prompt.
+        SpecError: `value` has none of these forms, or cannot select a token of the phase.
     """
     item: Item
     if isinstance(value, str):
@@ -87,14 +85,14 @@ def read_item(value: object, phase: str, words: Sequence[str]) -> Item:
             f"{listed(_FORMS)}, or a list of these, got {kind(value)}",
         )
     if not meets(item, phase):
-        raise SpecError("", f'{show_item(item)} never has a token of phase "{phase}"')
+        raise SpecError("", f'{show_item(item)} cannot select a token of phase "{phase}"')
     return item
 
 
 def _span_of_range(value: range) -> Span:
     if not value:
         raise SpecError("", f"{_show_range(value)} is empty")
-    # A range means just these ints; a slice from −3 to 0 does not.
+    # A range lists its integers, so range(-3, 1) includes −1 and 0; as a slice it would not.
     if value.start < 0 <= value.stop:
         raise SpecError(
             "",
@@ -105,7 +103,7 @@ def _span_of_range(value: range) -> Span:
 
 
 def _show_range(value: range) -> str:
-    """A range for messages."""
+    """Return a range for messages."""
     return f"range({show(value.start)}, {show(value.stop)}, {show(value.step)})"
 
 
@@ -117,7 +115,7 @@ def _value_of_dict(value: Mapping[Any, Any]) -> Value:
         raise SpecError("", f"expected a dict of one of {listed(_FORMS)}, got an empty one")
     name = next(iter(value))
     if not isinstance(name, str):
-        raise SpecError("", f"names of fields are `str`, got {kind(name)}")
+        raise SpecError("", f"field names must be `str`, got {kind(name)}")
     raise SpecError(
         "",
         f"expected a dict of one of {listed(_FORMS)}, got field {show(name)}{hint(name, _FORMS)}",
@@ -125,21 +123,23 @@ def _value_of_dict(value: Mapping[Any, Any]) -> Value:
 
 
 def _span(value: Mapping[Any, Any]) -> Span:
-    return _of_parts(value, "slice", fewest=1, make=Span)
+    return _read_bounds(value, "slice", min_parts=1, make=Span)
 
 
 def _window(value: Mapping[Any, Any]) -> Window:
-    return _of_parts(value, "window", fewest=2, make=Window)
+    return _read_bounds(value, "window", min_parts=2, make=Window)
 
 
-def _of_parts(value: Mapping[Any, Any], name: str, fewest: int, make: Callable[..., Made]) -> Made:
+def _read_bounds(
+    value: Mapping[Any, Any], name: str, min_parts: int, make: Callable[..., Made]
+) -> Made:
     parts = read_fields(value, required=(name,))[name]
     with at(name):
         if not isinstance(parts, (list, tuple)):
             raise SpecError("", f"expected [start, stop, step], got {kind(parts)}")
-        if not fewest <= len(parts) <= 3:
+        if not min_parts <= len(parts) <= 3:
             raise SpecError(
-                "", f"expected {fewest} to 3 parts, start, stop, step, got {len(parts)}"
+                "", f"expected {min_parts} to 3 numbers, start, stop, step, got {len(parts)}"
             )
     try:
         return make(*parts)

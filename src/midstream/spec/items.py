@@ -1,4 +1,4 @@
-"""The items that a selection of positions is made of, as values; words and ints are themselves."""
+"""Items of a position selection: Span, Window, TokenIds, Text and Role."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Literal
 from midstream.errors import SpecError
 from midstream.spec.fields import at, is_int, kind, read_int, show
 
-# Limits on what one request may make us hold and look for; far above what anybody asks for.
+# Limits on the memory and search time of one request; far above practical use.
 MAX_IDS = 4096  # token ids in one selection
-MAX_TEXT = 1 << 16  # characters of a text that is looked for
+MAX_TEXT = 1 << 16  # characters of a Text
 MAX_ROLE = 256  # characters of a role's name
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Positions start, start + step, … below `stop`, as a Python slice selects them.
+    """Positions start, start + step, … below `stop`, with the semantics of a Python slice.
 
     Attributes:
-        start: negative counts back from the prompt's end, and stops at 0. None is 0.
+        start: a negative value counts back from the prompt's end, clipped to 0. None is 0.
         stop: likewise; None is the end of the request, generated tokens included.
         step: at least 1. None is 1.
 
     Raises:
-        SpecError: a step below 1, or a span that is empty whatever the prompt's length.
+        SpecError: a step below 1, or a span that is empty for every prompt length.
     """
 
     start: int = 0
@@ -39,18 +39,18 @@ class Span:
         _check_step(self.step)
         if self.stop is None:
             return
-        # A start counted from the prompt's end may lie anywhere below a stop counted from 0, and
-        # the other way round.
+        # Bounds with different origins (prompt start and prompt end) can only be compared when
+        # the prompt's length is known.
         same_origin = (self.start < 0) == (self.stop < 0)
         if self.stop == 0 or (same_origin and self.start >= self.stop):
             raise SpecError("", f"the span {self} is empty for every prompt")
 
     def emit(self) -> dict[str, object]:
-        """The JSON form, which Positions reads back."""
+        """Return the JSON form, which Positions reads."""
         return {"slice": [self.start, self.stop, self.step]}
 
     def bounds(self, prompt_len: int) -> tuple[int, int | None]:
-        """Its start and stop, counted from 0, for a prompt of so many tokens."""
+        """Return start and stop, counted from 0, for a prompt of `prompt_len` tokens."""
         start, stop = (
             bound if bound is None or bound >= 0 else max(0, prompt_len + bound)
             for bound in (self.start, self.stop)
@@ -66,16 +66,16 @@ class Span:
 class Window:
     """Positions around the prompt's end: P + start, P + start + step, … below P + stop.
 
-    `Window(-5, 0)` is the last five tokens of the prompt, `Window(0, 10)` the first ten generated
-    ones. What would lie before position 0 is left out; steps then count from 0.
+    `Window(-5, 0)` selects the last five prompt tokens, `Window(0, 10)` the first ten generated
+    tokens. The start is clipped to position 0; steps then count from 0.
 
     Attributes:
-        start: tokens from the prompt's end; negative: before it.
+        start: offset from the prompt's end, in tokens; negative: before it.
         stop: likewise; None is the end of the request.
         step: at least 1.
 
     Raises:
-        SpecError: a step below 1, or a window that is empty.
+        SpecError: a step below 1, or an empty window.
     """
 
     start: int
@@ -94,11 +94,11 @@ class Window:
             raise SpecError("", f"{self} is empty: the stop must be above the start")
 
     def emit(self) -> dict[str, object]:
-        """The JSON form, which Positions reads back."""
+        """Return the JSON form, which Positions reads."""
         return {"window": [self.start, self.stop, self.step]}
 
     def bounds(self, prompt_len: int) -> tuple[int, int | None]:
-        """Its start and stop, counted from 0, for a prompt of so many tokens."""
+        """Return start and stop, counted from 0, for a prompt of `prompt_len` tokens."""
         stop = None if self.stop is None else max(0, prompt_len + self.stop)
         return (max(0, prompt_len + self.start), stop)
 
@@ -109,13 +109,13 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """Every token with one of some ids, in the prompt and among those generated.
+    """Every prompt or generated token whose id is in a set.
 
     Attributes:
-        ids: 1 to 4096 different token ids, ascending; read from an int or a list in any order.
+        ids: 1 to 4096 distinct token ids, ascending; given as an int, or a list in any order.
 
     Raises:
-        SpecError: no id, too many, one that is listed twice, or one outside 0 … 2**31 − 1.
+        SpecError: no id, too many ids, a duplicate, or an id outside 0 … 2**31 − 1.
     """
 
     ids: tuple[int, ...]
@@ -140,7 +140,7 @@ class TokenIds:
         object.__setattr__(self, "ids", tuple(sorted(found)))
 
     def emit(self) -> dict[str, object]:
-        """The JSON form, which Positions reads back."""
+        """Return the JSON form, which Positions reads."""
         return {"tokens": list(self.ids)}
 
     def __str__(self) -> str:
@@ -151,16 +151,15 @@ class TokenIds:
 class Text:
     """The prompt tokens that spell a text.
 
-    An occurrence counts when it begins and ends where tokens do, but for whitespace: the token
-    " Paris" spells "Paris"; the token "concatenate" does not spell "cat". Occurrences may overlap.
+    An occurrence must begin and end at token boundaries, ignoring whitespace: the token " Paris"
+    spells "Paris"; the token "concatenate" does not spell "cat". Occurrences may overlap.
 
     Attributes:
-        text: as it stands in the decoded prompt, 1 to 65536 characters, with special tokens
-            spelt out.
-        occurrence: "all", or which one, from 0; a negative number counts from the last.
+        text: 1 to 65536 characters of the decoded prompt, including special tokens as text.
+        occurrence: "all", or the index of one occurrence, from 0; negative: from the last.
 
     Raises:
-        SpecError: either is malformed.
+        SpecError: a field is malformed.
     """
 
     text: str
@@ -173,7 +172,7 @@ class Text:
             object.__setattr__(self, "occurrence", _read_which(self.occurrence))
 
     def emit(self) -> dict[str, object]:
-        """The JSON form, which Positions reads back."""
+        """Return the JSON form, which Positions reads."""
         return {"text": self.text, "occurrence": self.occurrence}
 
     def __str__(self) -> str:
@@ -183,15 +182,14 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The tokens of the content of a chat's messages of one role. Known only in a chat call.
+    """The content tokens of a chat's messages of one role. Requires a chat call.
 
     Attributes:
-        role: "user", "assistant", "system", "tool" or whatever the chat has.
-        message: which of the messages of that role, from 0; a negative number counts from the
-            last, −1; or "all".
+        role: "user", "assistant", "system", "tool" or any other role of the chat.
+        message: index among the messages of that role, from 0; negative: from the last; or "all".
 
     Raises:
-        SpecError: either is malformed.
+        SpecError: a field is malformed.
     """
 
     role: str
@@ -204,7 +202,7 @@ class Role:
             object.__setattr__(self, "message", _read_which(self.message))
 
     def emit(self) -> dict[str, object]:
-        """The JSON form, which Positions reads back."""
+        """Return the JSON form, which Positions reads."""
         return {"role": self.role, "message": self.message}
 
     def __str__(self) -> str:
@@ -219,18 +217,18 @@ VALUES = (Span, Window, TokenIds, Text, Role)
 
 
 def show_item(item: Item) -> str:
-    """An item for messages."""
+    """Return an item for messages."""
     return show(item) if isinstance(item, (str, int)) else str(item)
 
 
 def show_ids(ids: tuple[int, ...]) -> str:
-    """Token ids for messages: never many."""
+    """Return token ids for messages, at most the first 8."""
     shown = ", ".join(map(str, ids[:8]))
-    return f"{shown}, … {len(ids)} in all" if len(ids) > 8 else shown
+    return f"{shown}, … {len(ids)} in total" if len(ids) > 8 else shown
 
 
 def meets(item: Item, phase: str) -> bool:
-    """Whether there is a prompt for which the item has a token of the phase."""
+    """Return whether the item selects a token of the phase for some prompt."""
     if phase == "prompt":
         return _meets_prompt(item)
     if phase == "generated":
@@ -246,7 +244,7 @@ def _meets_prompt(item: Item) -> bool:
 
 def _meets_generated(item: Item) -> bool:
     if isinstance(item, Span):
-        # A start at or before the prompt's end: with one prompt token, the next is at `step`.
+        # With a start at or before a one-token prompt's end, the next position is `step`.
         stop = item.stop
         return stop is None or (stop > 0 and (item.start >= 1 or stop > item.step))
     if isinstance(item, Window):
@@ -254,8 +252,8 @@ def _meets_generated(item: Item) -> bool:
             return True
         if item.stop <= 0:
             return False
-        # From a start before the prompt's end, a step reaches past it at once; or a prompt of just
-        # `step` tokens cuts the window at 0, and its next position is at the prompt's end.
+        # Either the first step from a negative start passes the prompt's end, or a prompt of
+        # `step` tokens clips the start to 0, so that the next position is the prompt's end.
         return item.start >= 0 or item.start + item.step < item.stop
     if isinstance(item, (Text, Role)):
         return False
@@ -277,7 +275,7 @@ def _check_string(value: object, longest: int) -> None:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise SpecError("", f"{show(value)} has half of a surrogate pair") from None
+        raise SpecError("", f"{show(value)} contains an unpaired surrogate") from None
 
 
 def _read_which(value: object) -> int | Literal["all"]:

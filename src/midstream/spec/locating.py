@@ -1,4 +1,4 @@
-"""Where one item of a selection is, in one prompt."""
+"""Locator of one item of a selection within one prompt."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from midstream.spec.prompt import Message, Prompt
 from midstream.spec.range_algebra import least
 from midstream.spec.ranges import Range
 
-# A span with a step makes one range of each position: the most ranges in one plan.
+# Maximum number of ranges in one plan. A span with a step takes one range per position.
 MAX_RANGES = 1 << 16
 
-NEVER_FED = "the last sampled token is never fed back, so it has no row"
+NEVER_FED = "the last sampled token is never fed back, so it has no activations"
 
 _SHOWN_ROLES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What an item selects.
+    """The ranges that an item selects.
 
     Attributes:
-        ranges: none of them empty, in any order; they may lie beyond the phase.
-        nothing: why there are none, for messages.
+        ranges: non-empty ranges in any order; they may exceed the phase.
+        nothing: why `ranges` is empty, for messages.
     """
 
     ranges: tuple[Range, ...]
@@ -35,12 +35,12 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Locator:
-    """Finds items in one prompt.
+    """Locates items in one prompt.
 
     Attributes:
         prompt: the prompt.
-        max_tokens: most tokens that may be generated; None: unknown.
-        phase: the only positions that a span with a step is written out for.
+        max_tokens: maximum number of generated tokens; None: unknown.
+        phase: the phase to which spans with a step are restricted.
     """
 
     prompt: Prompt
@@ -49,7 +49,7 @@ class Locator:
 
     @property
     def rows(self) -> int | None:
-        """Most rows that there may be."""
+        """Maximum number of rows of the request; None: unknown."""
         return None if self.max_tokens is None else self.prompt.length + self.max_tokens - 1
 
     @property
@@ -60,44 +60,44 @@ class Locator:
 
     @property
     def lengths(self) -> str:
-        """How long the prompt is and how much may be generated, for messages."""
+        """The prompt's length and max_tokens, for messages."""
         more = "" if self.max_tokens is None else f" and max_tokens is {self.max_tokens}"
         return f"the prompt has {self.prompt.length} tokens{more}"
 
-    def find(self, item: Item, room: int) -> Found:
-        """Where an item is that is neither "last" nor TokenIds.
+    def find(self, item: Item, max_ranges: int) -> Found:
+        """Return the ranges of an item.
 
         Args:
-            item: what is asked for.
-            room: most ranges that there is room for.
+            item: any item but "last" and TokenIds.
+            max_ranges: maximum number of ranges to return.
 
         Raises:
-            SpecError: a span or window with a step that has too many positions or no end, or what
-                the item is found by is not known of this prompt.
+            SpecError: a span or window with a step has too many positions or no end, or this
+                prompt lacks the information to locate the item.
         """
         if isinstance(item, str):
             return Found((self._word(item),))
         if isinstance(item, int):
             return self._int(item)
         if isinstance(item, (Span, Window)):
-            return self._span(item, room)
+            return self._span(item, max_ranges)
         if isinstance(item, Text):
             return self._text(item)
         assert isinstance(item, Role)
         return self._role(item)
 
     def token_ranges(self, ids: Iterable[int]) -> list[Range]:
-        """Where the prompt's tokens with one of these ids are.
+        """Return the ranges of the prompt's tokens with one of these ids.
 
         Raises:
-            SpecError: the prompt's token ids are not known.
+            SpecError: the prompt has no token ids.
         """
         known = self.prompt.token_ids
         if known is None:
             raise SpecError(
                 "",
-                "this prompt has no token ids to look for, as it is not made of tokens; use "
-                'phase="generated", or positions by number',
+                "this prompt has no token ids, because it was not given as tokens; use "
+                'phase="generated", or integer positions',
             )
         wanted = frozenset(ids)
         return [(place, place + 1) for place, token in enumerate(known) if token in wanted]
@@ -124,7 +124,7 @@ class Locator:
             f"{-length} {limit}{why}",
         )
 
-    def _span(self, span: Span | Window, room: int) -> Found:
+    def _span(self, span: Span | Window, max_ranges: int) -> Found:
         start, stop = span.bounds(self.prompt.length)
         shown = f"the span {span}" if isinstance(span, Span) else str(span)
         end = least(stop, self.rows)
@@ -134,25 +134,24 @@ class Locator:
         if span.step == 1:
             return Found(((start, stop),))
         chosen = self._steps(shown, start, end, span.step)
-        if len(chosen) > room:
+        if len(chosen) > max_ranges:
             raise SpecError(
                 "",
-                f"{shown} selects {len(chosen)} single positions, and a plan has room for "
-                f"{MAX_RANGES}; use a step of 1, or a nearer stop",
+                f"{shown} selects {len(chosen)} separate positions, more than the limit of "
+                f"{MAX_RANGES} ranges per plan; use a step of 1, or a smaller stop",
             )
         return Found(tuple((position, position + 1) for position in chosen))
 
     def _steps(self, shown: str, start: int, end: int | None, step: int) -> range:
-        """The positions of the phase among start, start + step, … below `end`."""
+        """Return the positions start, start + step, … below `end` that are in the phase."""
         low, high = self.phase_range
         end = least(end, high)
         if end is None:
             raise SpecError(
                 "",
-                f"{shown} needs a stop: it has a step, and no max_tokens says how far the "
-                "request goes",
+                f"{shown} needs a stop: it has a step, and max_tokens is not set",
             )
-        # The first of the span's own steps that is in the phase.
+        # Start at the first of the span's steps within the phase.
         skipped = max(0, -(-(low - start) // step))
         return range(start + skipped * step, end, step)
 
@@ -160,17 +159,17 @@ class Locator:
         known = self.prompt.text_map
         if known is None:
             raise SpecError(
-                "", "this prompt has no text to look in; use token ids or positions by number"
+                "", "this prompt has no text to search; use token ids or integer positions"
             )
         found = known.find(item.text)
         if not found:
             around = known.around(item.text)
             if around is None:
-                return Found((), f"the prompt has no {show(item.text)}")
+                return Found((), f"the prompt does not contain {show(item.text)}")
             return Found(
                 (),
-                f"{show(item.text)} is in the prompt, but does not begin and end where tokens do; "
-                f"the tokens there: {_show_pieces(around)}",
+                f"{show(item.text)} is in the prompt, but not at token boundaries; the tokens "
+                f"there: {_show_tokens(around)}",
             )
         if item.occurrence == "all":
             return Found(tuple(found))
@@ -179,7 +178,7 @@ class Locator:
             return Found(
                 (),
                 f"occurrence {item.occurrence} is out of range: the prompt has {count} of "
-                f"{show(item.text)}, 0 to {count - 1} (or −{count} to −1)",
+                f"{show(item.text)}, expected 0 to {count - 1} (or −{count} to −1)",
             )
         return Found((found[item.occurrence],))
 
@@ -188,8 +187,8 @@ class Locator:
         if known is None:
             raise SpecError(
                 "",
-                "roles are known only where the prompt is made of a chat's messages; use chat() "
-                "instead of generate(), or positions by text or number",
+                "Role requires a prompt made from chat messages; use chat() instead of "
+                "generate(), or select by text or integer positions",
             )
         of_role = [message for message in known if message.role == item.role]
         if not of_role:
@@ -206,24 +205,22 @@ class Locator:
                 return Found(
                     (),
                     f"message {item.message} is out of range: the chat has {count} of role "
-                    f"{show(item.role)}, 0 to {count - 1} (or −{count} to −1)",
+                    f"{show(item.role)}, expected 0 to {count - 1} (or −{count} to −1)",
                 )
             of_role = [of_role[item.message]]
         ranges = tuple(content for message in of_role for content in _content(message))
-        return Found(ranges, "" if ranges else f"{item}: there is no content in the prompt")
+        return Found(ranges, "" if ranges else f"{item}: the message has no content in the prompt")
 
 
 def _content(message: Message) -> list[Range]:
     if message.problem is not None:
-        raise SpecError(
-            "", f"the tokens of message {message.index} are not known: {message.problem}"
-        )
+        raise SpecError("", f"the tokens of message {message.index} are unknown: {message.problem}")
     return [(message.start, message.stop)] if message.start < message.stop else []
 
 
-def _show_pieces(pieces: list[str]) -> str:
-    """What tokens spell, for messages: never many."""
-    shown = [show(piece) for piece in pieces]
+def _show_tokens(texts: list[str]) -> str:
+    """Return the texts of tokens for messages, at most 8."""
+    shown = [show(text) for text in texts]
     if len(shown) > 8:
         shown = [*shown[:4], "…", *shown[-4:]]
     return " ".join(shown)

@@ -1,4 +1,4 @@
-"""Several vectors of one width: the rows of a matrix, wherever it came from."""
+"""Readers of matrices: several vectors of one width, from Python values and JSON."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from midstream.spec.fields import at, kind, read_fields, read_int
 from midstream.spec.named import Named, is_named, read_direction
 from midstream.spec.vector import Vector, read_base64
 
-# Bounds what one request can make us orthonormalise, or lower to one instruction each.
+# Bounds the orthonormalisation work and the number of instructions of one edit.
 MAX_RANK = 256
 
 _SHAPED = ("f32", "shape")
 
 
 def read_rows(value: object, most: int = MAX_RANK) -> tuple[Vector, ...]:
-    """The rows of a matrix [r, width]; one vector [width] is a matrix of one row.
+    """Read the rows of a matrix [r, width]; one vector [width] is a matrix of one row.
 
     Args:
-        value: a form of one vector; a list or tuple of such; a 2-D numpy array or torch tensor;
-            or `{"f32": "<base64>", "shape": [r, width]}`.
-        most: r is at least 1 and at most this.
+        value: any form of one vector; a list or tuple of these; a 2-D numpy array or torch
+            tensor; or `{"f32": "<base64>", "shape": [r, width]}`.
+        most: the maximum of r; r is at least 1.
 
     Raises:
-        SpecError: something else, rows of different widths, or a number that is not finite. The
+        SpecError: another form, rows of different widths, or a number that is not finite. The
             path has the row's index.
     """
     found = _read(value, most, named=False)
@@ -34,12 +34,12 @@ def read_rows(value: object, most: int = MAX_RANK) -> tuple[Vector, ...]:
 
 
 def read_directions(value: object, most: int = MAX_RANK) -> tuple[Vector | Named, ...]:
-    """As `read_rows`, where any row may also be a name."""
+    """Read rows like `read_rows`; any row may also be the name of a registered vector."""
     return _read(value, most, named=True)
 
 
 def emit_rows(rows: tuple[Vector | Named, ...]) -> object:
-    """The JSON form, which `read_rows` or `read_directions` reads back."""
+    """Return the JSON form, which `read_rows` or `read_directions` reads."""
     vectors = [row for row in rows if isinstance(row, Vector)]
     if len(vectors) < len(rows):
         return [row.emit() for row in rows]
@@ -63,7 +63,7 @@ def _row(value: object, named: bool) -> Vector | Named:
 
 
 def _is_matrix(value: object) -> bool:
-    """Whether this is rows, and not one vector."""
+    """Return whether `value` is a list of rows rather than one vector."""
     if isinstance(value, (list, tuple)):
         return not value or _is_row(value[0])
     return len(getattr(value, "shape", ())) == 2
@@ -78,7 +78,7 @@ def _is_row(value: object) -> bool:
 
 
 def _rows_of(value: Any) -> Any:
-    # One copy from the device, and not one for each row.
+    # One copy from the device instead of one per row.
     return value.detach().to("cpu") if hasattr(value, "detach") else value
 
 
@@ -93,7 +93,7 @@ def _from_list(rows: Any, most: int, named: bool) -> tuple[Vector | Named, ...]:
                 width = width or row.size
                 if row.size != width:
                     raise SpecError(
-                        "", f"{row.size} numbers, and {width} in a row before: all are alike"
+                        "", f"expected {width} numbers, as in earlier rows, got {row.size}"
                     )
             found.append(row)
     return tuple(found)
@@ -138,4 +138,4 @@ def _check_count(count: int, most: int) -> None:
     if count == 0:
         raise SpecError("", "expected at least one row, got none")
     if count > most:
-        raise SpecError("", f"at most {most} rows can be given, got {count}")
+        raise SpecError("", f"expected at most {most} rows, got {count}")

@@ -1,4 +1,4 @@
-"""What all edits and probes have in common: where they apply, and how they are written."""
+"""`Operation`: base class of edits and probes, with their location and JSON form."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ T = TypeVar("T", bound="Operation")
 
 @dataclass(frozen=True, slots=True, init=False)
 class Operation(ABC):
-    """Something done at some taps to, or with, the vectors h of some tokens.
+    """An edit or a probe: an operation on the vectors h of selected tokens at selected taps.
 
     Attributes:
-        layers: which layers; −1 is the last one, "all" every layer at which the site is tapped.
-        sites: which sites of each of them.
-        positions: which tokens.
-        left: which of "layer" and "site" were left out, which is allowed where the vector is a
-            name: they are then as registered, and what `layers` and `sites` have is not meant.
+        layers: the layers; −1 is the last one, "all" every layer at which the site is tapped.
+        sites: the sites of each of these layers.
+        positions: the tokens.
+        left: which of "layer" and "site" were omitted. Allowed only with registered names: the
+            taps are then those of the name, and `layers` and `sites` are ignored.
     """
 
     layers: Layers
@@ -41,31 +41,31 @@ class Operation(ABC):
     positions: Positions
     left: tuple[str, ...]
 
-    # The JSON form's `op`; empty where it has none.
+    # `op` of the JSON form; empty: the form has no `op`.
     op: ClassVar[str] = ""
 
     @abstractmethod
     def __init__(self, *args: object, **fields: object) -> None:
-        """Reads each field in any of its forms."""
+        """Create an operation; each field accepts any of its forms."""
 
     @abstractmethod
     def own(self) -> dict[str, Any]:
-        """The constructor's arguments but for those that say where, by name."""
+        """Return the constructor's arguments by name, except layer, site and positions."""
 
     @abstractmethod
     def instructions(self, width: int) -> tuple[Instruction, ...]:
-        """The device's instructions, for one tap.
+        """Return the device instructions for one tap.
 
         Args:
             width: the model's hidden size.
 
         Raises:
-            SpecError: a vector is not of that width, or is still a name.
+            SpecError: a vector has another width, or is a name that was not bound.
         """
 
     @classmethod
     def parse(cls: type[T], value: object) -> T:
-        """One of these, or a dict of the constructor's arguments and optionally its `op`.
+        """Read an operation of this class, or a dict of its arguments and optionally its `op`.
 
         Raises:
             SpecError: a field is unknown, missing or malformed.
@@ -80,10 +80,10 @@ class Operation(ABC):
         return cls(**given)
 
     def to_dict(self) -> dict[str, object]:
-        """The JSON form, with every field that is meant, which `parse` reads back."""
+        """Return the JSON form, which `parse` reads, without omitted fields."""
         found: dict[str, object] = {"op": self.op} if self.op else {}
         found |= {name: _emit(value) for name, value in self.own().items()}
-        # A single one stands alone, as it was probably written.
+        # A single layer or site is written without a list, the usual form of the input.
         places: dict[str, object] = {"layer": self.layers.emit(), "site": self.sites.emit()}
         for name, place in places.items():
             if name not in self.left:
@@ -91,29 +91,30 @@ class Operation(ABC):
         return found | self.positions.to_dict()
 
     def replace(self: T, **changes: object) -> T:
-        """The same with some of the constructor's arguments changed."""
+        """Return a copy with some of the constructor's arguments changed."""
         given = {**self.own(), "layer": self.layers, "site": self.sites}
         given = {name: value for name, value in given.items() if name not in self.left}
         return type(self)(**{**given, "positions": self.positions, **changes})
 
     def names(self) -> tuple[str, ...]:
-        """The names of registered vectors that it uses, each once."""
+        """Return the names of the registered vectors in use, each once."""
         return tuple(dict.fromkeys(named.name for named in self._named()))
 
     def bind(self: T, lookup: Lookup, num_layers: int | None = None) -> tuple[T, ...]:
-        """The same by value: as it is, or one for each tap that its names have and that is meant.
+        """Return copies with names replaced by vectors: one per tap of the names.
 
-        A layer or site that was left out is as registered: `Steer("happy")` is one Steer for each
-        of the name's taps, `Steer("happy", layer=5)` one for each of those at layer 5. "all"
-        layers are all that the name has.
+        An operation without names, or whose names have no taps, gives one copy. An omitted layer
+        or site selects all those of the name: `Steer("happy")` gives one Steer for each of the
+        name's taps, `Steer("happy", layer=5)` one for each of its taps at layer 5. "all" layers
+        selects all layers of the name.
 
         Args:
-            lookup: gives the vectors of a name, by (site, layer from 0), or one under None; raises
-                SpecError for an unknown name.
-            num_layers: of the model; None: a layer counted from the end is not found in a name.
+            lookup: returns the vectors of a name by (site, layer from 0), or a single one under
+                None; raises SpecError for an unknown name.
+            num_layers: number of layers of the model; None: negative layers match no name.
 
         Raises:
-            SpecError: a name is unknown, or has no vector for a tap that is asked for.
+            SpecError: a name is unknown, or has no vector for a requested tap.
         """
         if not self.names():
             return (self,)
@@ -132,7 +133,7 @@ class Operation(ABC):
         )
 
     def bound(self, vectors: dict[str, Vector]) -> dict[str, object]:
-        """The constructor's arguments that change where each name stands for this vector."""
+        """Return the constructor's arguments with each name replaced by its vector."""
         return {
             name: tuple(_value(row, vectors) for row in value)
             if isinstance(value, tuple)
@@ -163,7 +164,7 @@ class Operation(ABC):
         exclude: object,
         last: bool = False,
     ) -> None:
-        """Reads where; after the operation's own fields, as names may leave part of it open.
+        """Read the location. Must follow the operation's own fields: names allow omissions.
 
         Args:
             last: whether the position "last" is allowed.
@@ -172,7 +173,7 @@ class Operation(ABC):
         left = [name for name, value in (("layer", layer), ("site", site)) if value is None]
         if "layer" in left and not named:
             raise SpecError(
-                "layer", "missing; it can be left out only where the vector is a registered name"
+                "layer", "missing; it can be omitted only where the vector is a registered name"
             )
         with at("layer"):
             self._set(layers=Layers("all") if layer is None else Layers.parse(layer))
@@ -182,19 +183,23 @@ class Operation(ABC):
         if not last and "last" in found.include:
             raise SpecError(
                 found.path(found.include.index("last")),
-                '"last" is known only when generation has ended, so nothing can be edited there; '
-                'use "last_prompt" or "generated"',
+                '"last" is unsupported in edits, because it is known only when generation has '
+                'ended; use "last_prompt" or "generated"',
             )
         self._set(positions=found, left=tuple(left) if named else ())
 
 
 def read_scalar(value: object) -> float:
-    """A number that float32 can hold. There is no −0.0, which would be equal and emitted apart."""
+    """Read a number within float32's range; −0.0 becomes 0.0, so that equal values emit alike."""
     return read_float32(value) + 0.0
 
 
 def by_value(vector: Vector | Named, width: int) -> Vector:
-    """The vector, which must be there and of this width."""
+    """Return the vector after checking that it is bound and has this width.
+
+    Raises:
+        SpecError: the vector is still a name, or has another width.
+    """
     if isinstance(vector, Named):
         raise SpecError("", f"the vector `{vector.name}` is not registered")
     if vector.size != width:
@@ -205,7 +210,11 @@ def by_value(vector: Vector | Named, width: int) -> Vector:
 def rows_by_value(
     field: str, rows: tuple[Vector, ...] | tuple[Vector | Named, ...], width: int
 ) -> tuple[Vector, ...]:
-    """The rows, each of which must be there and of this width."""
+    """Return the rows after checking that each is bound and has this width.
+
+    Raises:
+        SpecError: a row is still a name, or has another width.
+    """
     found = []
     for index, row in enumerate(rows):
         with at(f"{field}[{index}]"):
@@ -214,7 +223,7 @@ def rows_by_value(
 
 
 def one_edit(steps: list[Instruction]) -> tuple[Instruction, ...]:
-    """The instructions of one edit: all of them read the same h, and together count as one."""
+    """Set the flags of one edit's instructions: all read the same h, and count as one edit."""
     for index, step in enumerate(steps):
         if step.reads:
             steps[index] = step.with_flags(Flags.FRESH)
@@ -225,7 +234,7 @@ def one_edit(steps: list[Instruction]) -> tuple[Instruction, ...]:
 
 @cache
 def _parameters(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The constructor's arguments: those without a default, and those with one."""
+    """Return the names of the constructor's required and optional arguments."""
     parameters = list(inspect.signature(cls).parameters.values())
     required = tuple(each.name for each in parameters if each.default is each.empty)
     return required, tuple(each.name for each in parameters if each.name not in required)

@@ -1,4 +1,4 @@
-"""What one request asks for, as written; `resolve` makes it concrete."""
+"""`Plan`: the captures, edits and probes of one request, as given; see `resolve`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from midstream.spec.probe import Probe
 
 T = TypeVar("T")
 
-_NOTHING = "asks for nothing: give `capture`, `edits` or `probes`"
+_EMPTY = "the plan is empty: give `capture`, `edits` or `probes`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +25,14 @@ class Plan:
     """The captures, edits and probes of one request.
 
     Attributes:
-        captures: what to read; where two overlap, the row is captured once.
-        edits: what to change; edits of one token at one site apply in this order.
-        probes: what to score, each under a name of its own, once the edits there are done.
-        origins: after `bind`, for each edit the index that it had before; empty: its own.
+        captures: activations to record; where captures overlap, a row is captured once.
+        edits: interventions; edits of one token at one site apply in this order.
+        probes: scores to compute after the edits at the same site; names are unique.
+        origins: after `bind`, each edit's index before binding; empty: unchanged.
 
     Raises:
-        SpecError: all are empty, a capture is there twice, two captures that go to one place have
-            other metadata, or two probes have one name.
+        SpecError: all are empty, a capture is given twice, two captures with the same destination
+            have different metadata, or two probes have the same name.
     """
 
     captures: tuple[Capture, ...] = ()
@@ -49,13 +49,13 @@ class Plan:
             if not isinstance(parts, tuple) or not all(isinstance(part, form) for part in parts):
                 raise SpecError(name, f"expected a tuple of {shown}; see Plan.make")
             if len(parts) > MAX_PARTS:
-                raise SpecError(name, f"at most {MAX_PARTS} can be listed, got {len(parts)}")
+                raise SpecError(name, f"expected at most {MAX_PARTS}, got {len(parts)}")
         if not (self.captures or self.edits or self.probes):
-            raise SpecError("", _NOTHING)
+            raise SpecError("", _EMPTY)
         first: dict[Capture, int] = {}
         for index, capture in enumerate(self.captures):
             if first.setdefault(capture, index) != index:
-                raise SpecError(f"capture[{index}]", f"the same as capture[{first[capture]}]")
+                raise SpecError(f"capture[{index}]", f"duplicate of capture[{first[capture]}]")
         described: dict[tuple[str, str, str], int] = {}
         for index, capture in enumerate(self.captures):
             if capture.metadata:
@@ -63,29 +63,31 @@ class Plan:
                 if self.captures[other].metadata != capture.metadata:
                     raise SpecError(
                         f"capture[{index}].metadata",
-                        f"not that of capture[{other}], whose rows go to the same place",
+                        f"differs from the metadata of capture[{other}], which has the same "
+                        "sink, tag and request_id",
                     )
         owner: dict[str, int] = {}
         for index, probe in enumerate(self.probes):
             if owner.setdefault(probe.name, index) != index:
                 raise SpecError(
                     f"probes[{index}].name",
-                    f"`{probe.name}` is the name of probes[{owner[probe.name]}]; give another",
+                    f"`{probe.name}` is already the name of probes[{owner[probe.name]}]; use "
+                    "another name",
                 )
 
     def __deepcopy__(self, _memo: dict[int, object]) -> Plan:
-        # vLLM copies a request's parameters for each prompt; what cannot change is shared.
+        # vLLM copies a request's parameters for each prompt; an immutable plan can be shared.
         return self
 
     @staticmethod
     def parse(value: object) -> Plan:
-        """A plan from its JSON form: a dict, or its text as `str` or UTF-8 `bytes`.
+        """Read a plan from its JSON form: a dict, or JSON text as `str` or UTF-8 `bytes`.
 
         The form is `{"capture": {…} | [{…}], "edits": {"op": "steer", …} | [{…}], "probes":
-        {…} | [{…}]}`; what is not asked for is left out.
+        {…} | [{…}]}`; each field is optional.
 
         Raises:
-            SpecError: anything unknown, missing, malformed or empty.
+            SpecError: a field is unknown, missing, malformed or empty.
         """
         if isinstance(value, Plan):
             return value
@@ -97,21 +99,21 @@ class Plan:
                 raise SpecError(name, f"expected a dict or a list, got {kind(part)}")
         plan = Plan.make(**given)
         if plan is None:
-            raise SpecError("", _NOTHING)
+            raise SpecError("", _EMPTY)
         return plan
 
     @staticmethod
     def make(capture: object = None, edits: object = None, probes: object = None) -> Plan | None:
-        """A plan from Python values; None if nothing is given.
+        """Create a plan from Python values; None if all arguments are None.
 
         Args:
-            capture: None, a Capture or dict, or a list or tuple of these; or by sink, as
-                `read_consumers` has it.
+            capture: None, a Capture or dict, or a list or tuple of these; or a dict by sink, see
+                `read_consumers`.
             edits: None, an edit or a dict with `op`, or a list or tuple of these.
             probes: None, a Probe or dict, or a list or tuple of these.
 
         Raises:
-            SpecError: as `parse`.
+            SpecError: see `parse`.
         """
         if names_consumers(capture):
             with at("capture"):
@@ -125,7 +127,7 @@ class Plan:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """The JSON form, which `parse` reads back as an equal plan."""
+        """Return the JSON form, which `parse` reads as an equal plan."""
         found: dict[str, object] = {}
         if self.captures:
             found["capture"] = [capture.to_dict() for capture in self.captures]
@@ -136,27 +138,28 @@ class Plan:
         return found
 
     def to_json(self) -> str:
-        """The JSON form as text."""
+        """Return the JSON form as text."""
         return json.dumps(self.to_dict(), allow_nan=False, separators=(",", ":"))
 
     def names(self) -> tuple[str, ...]:
-        """The names of registered vectors that it uses, each once."""
+        """Return the names of the registered vectors in use, each once."""
         parts = (*self.edits, *self.probes)
         return tuple(dict.fromkeys(name for part in parts for name in part.names()))
 
     def origin(self, index: int) -> int:
-        """The index that edit `index` had when it was written."""
+        """Return the index that edit `index` had before binding."""
         return self.origins[index] if self.origins else index
 
     @property
     def needs_prompt(self) -> bool:
-        """Whether what is selected depends on more of the prompt than its length."""
+        """Whether the selected positions depend on more of the prompt than its length."""
         parts = (*self.captures, *self.edits, *self.probes)
         return any(part.positions.needs_prompt for part in parts)
 
     def without_places(self) -> Plan:
-        """The plan without a word of where its rows go; itself, where nothing but that tells two
-        of its captures apart.
+        """Return the plan without its captures' destinations.
+
+        Returns the plan itself if two captures differ in their destinations alone.
         """
         bare = tuple(capture.without_place() for capture in self.captures)
         if bare == self.captures or len(set(bare)) < len(bare):
@@ -164,18 +167,18 @@ class Plan:
         return replace(self, captures=bare)
 
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> Plan:
-        """The plan with the registered vectors in the place of their names.
+        """Return the plan with names replaced by their registered vectors.
 
-        An edit whose name has several taps becomes several edits, one after the other.
+        An edit whose name has several taps becomes several consecutive edits.
 
         Args:
-            lookup: gives the vectors of a name, by (site, layer from 0), or one under None; raises
-                SpecError for an unknown name.
-            num_layers: of the model; None: a layer counted from the end is not found in a name.
+            lookup: returns the vectors of a name by (site, layer from 0), or a single one under
+                None; raises SpecError for an unknown name.
+            num_layers: number of layers of the model; None: negative layers match no name.
 
         Raises:
-            SpecError: a name is unknown, or has no vector where one is asked for. The path is that
-                in this plan.
+            SpecError: a name is unknown, or has no vector for a requested tap. The path is
+                relative to this plan.
         """
         if not self.names():
             return self
@@ -199,9 +202,9 @@ def _read_parts(name: str, value: object, read: Callable[[object], T]) -> tuple[
         with at(name):
             return (read(value),)
     if not value:
-        raise SpecError(name, "the list is empty; leave it out to ask for none")
+        raise SpecError(name, "the list is empty; omit the field instead")
     if len(value) > MAX_PARTS:
-        raise SpecError(name, f"at most {MAX_PARTS} can be listed, got {len(value)}")
+        raise SpecError(name, f"expected at most {MAX_PARTS}, got {len(value)}")
     found = []
     for index, part in enumerate(value):
         with at(f"{name}[{index}]"):

@@ -1,11 +1,11 @@
-"""A store in an object store: `s3://bucket/prefix`, of Amazon or of whoever speaks its protocol.
+"""Store backend for S3-compatible object stores: `s3://bucket/prefix`.
 
-Who one is and where the server is are read from where all of AWS's tools read them: `AWS_PROFILE`,
-`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL` and the like. Needs s3fs: `pip install "midstream[cloud]"`.
+Credentials and the endpoint come from the usual AWS variables and files: `AWS_PROFILE`,
+`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL` and so on. Requires s3fs: `pip install "midstream[cloud]"`.
 
-An object appears whole or not at all, so a shard is one upload, and needs no rename. What an upload
-that was broken off leaves behind is seen by nobody; a rule of the bucket that aborts incomplete
-multipart uploads removes it.
+An object appears whole or not at all, so a shard is one upload without a rename. Readers never see
+the remains of an interrupted upload. A bucket rule that aborts incomplete multipart uploads removes
+them.
 """
 
 from __future__ import annotations
@@ -25,42 +25,43 @@ from numpy.typing import NDArray
 from midstream.errors import StoreError
 from midstream.store.layout import is_shard_name
 
-# Written by `make`, so that a store without a shard can be told from a URL with a typing error.
+# Written by `make`, to distinguish an empty store from a mistyped URL.
 MARKER = ".midstream"
 
 _URL = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])((?:/[^/?#]+)*)/?")
-_BLOCK = 1 << 20  # bytes that are fetched and held together
-_MOST_HELD = 256  # blocks
-_MOST_AT_ONCE = 32 * _BLOCK  # of rows that lie near each other
+_BLOCK = 1 << 20  # bytes per fetched and cached block
+_MAX_CACHED = 256  # blocks
+_MAX_RANGE = 32 * _BLOCK  # bytes per read of neighbouring rows
 
 
 class CloudFolder:
     """The objects under a prefix; see `midstream.store.folders.Folder`.
 
-    What was read is held, up to 256 MiB, and shards are read by ranges of whole MiB: rows that lie
-    together are fetched together, and opening a store costs a few requests a shard.
+    Shards are read in ranges of whole MiB, and up to 256 MiB of them are cached. Neighbouring rows
+    are therefore fetched together, and opening a store costs a few requests per shard.
     """
 
     def __init__(self, url: str) -> None:
-        """Nothing is asked of the server yet.
+        """Create the folder without contacting the server.
 
         Raises:
-            StoreError: neither `s3://bucket` nor `s3://bucket/prefix`; or s3fs is not installed.
+            StoreError: `url` is neither `s3://bucket` nor `s3://bucket/prefix`, or s3fs is not
+                installed.
         """
         match = _URL.fullmatch(url)
         if match is None:
-            raise StoreError(f"{url!r}: expected a path, or `str` as s3://bucket/prefix")
+            raise StoreError(f"{url!r}: expected a path or a string s3://bucket/prefix")
         self._url = url
         self._path = match[1] + match[2]
         self._files: dict[str, _Object] = {}
-        self._held: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._lock = threading.Lock()
         self._connected()
 
     def __str__(self) -> str:
         return f"s3://{self._path}"
 
-    # Connections belong to their process.
+    # A connection cannot be used by another process, so unpickling makes a new one.
     def __reduce__(self) -> tuple[type[CloudFolder], tuple[str]]:
         return (CloudFolder, (self._url,))
 
@@ -70,7 +71,7 @@ class CloudFolder:
                 found = self._connected().ls(self._path, detail=False, refresh=True)
             except FileNotFoundError:
                 raise StoreError(
-                    f"{self}: there is no store here, and no bucket or object"
+                    f"{self}: no such store: there is no such bucket or object"
                 ) from None
         parent = f"{self._path}/"
         names = (path.removeprefix(parent) for path in found if path.startswith(parent))
@@ -94,7 +95,7 @@ class CloudFolder:
             self._connected().pipe_file(f"{self._path}/{MARKER}", b"")
 
     def put(self, name: str, pieces: Iterable[memoryview]) -> None:
-        # One buffer: a file of s3fs that is closed on the way of an exception uploads what it has.
+        # One buffer: an s3fs file that is closed by an exception uploads what was written so far.
         data = b"".join(pieces)
         with self._named(name):
             self._connected().pipe_file(f"{self._path}/{name}", data)
@@ -106,18 +107,18 @@ class CloudFolder:
         self._forget(name)
 
     def blocks(self, name: str, size: int, first: int, last: int) -> list[bytes]:
-        """Blocks [first, last) of a shard, those that are not held from the server.
+        """Return blocks [first, last) of a shard; blocks that are not cached are fetched.
 
         Raises:
-            StoreError: they cannot be fetched.
+            StoreError: a block cannot be fetched.
         """
         found: dict[int, bytes] = {}
         with self._lock:
             for block in range(first, last):
-                held = self._held.get((name, block))
-                if held is not None:
-                    self._held.move_to_end((name, block))
-                    found[block] = held
+                cached = self._cache.get((name, block))
+                if cached is not None:
+                    self._cache.move_to_end((name, block))
+                    found[block] = cached
         for start, stop in _gaps(found, first, last):
             data = self._fetch(name, start * _BLOCK, min(stop * _BLOCK, size))
             for block in range(start, stop):
@@ -125,9 +126,9 @@ class CloudFolder:
                 found[block] = data[offset : offset + _BLOCK]
             with self._lock:
                 for block in range(start, stop):
-                    self._held[name, block] = found[block]
-                while len(self._held) > _MOST_HELD:
-                    self._held.popitem(last=False)
+                    self._cache[name, block] = found[block]
+                while len(self._cache) > _MAX_CACHED:
+                    self._cache.popitem(last=False)
         return [found[block] for block in range(first, last)]
 
     def _fetch(self, name: str, start: int, stop: int) -> bytes:
@@ -135,23 +136,23 @@ class CloudFolder:
             data = self._connected().cat_file(f"{self._path}/{name}", start=start, end=stop)
         if len(data) != stop - start:
             raise StoreError(
-                f"{self}/{name}: asked for bytes {start} to {stop}, got {len(data)} of them"
+                f"{self}/{name}: expected bytes {start} to {stop}, got {len(data)} bytes"
             )
         return bytes(data)
 
     def _forget(self, name: str) -> None:
         with self._lock:
             self._files.pop(name, None)
-            for key in [key for key in self._held if key[0] == name]:
-                del self._held[key]
+            for key in [key for key in self._cache if key[0] == name]:
+                del self._cache[key]
 
     def _connected(self) -> Any:
         with self._named():
-            return _client(os.getpid(), _surroundings())
+            return _client(os.getpid(), _aws_environment())
 
     @contextlib.contextmanager
     def _named(self, name: str = "") -> Iterator[None]:
-        """Whatever goes wrong is raised as a StoreError that says where."""
+        """Raise every error of the block as a StoreError with the location in its message."""
         where = f"{self}/{name}" if name else str(self)
         try:
             yield
@@ -162,12 +163,12 @@ class CloudFolder:
         except ImportError as error:
             raise StoreError(f'{where}: {error}; pip install "midstream[cloud]"') from None
         except Exception as error:
-            # botocore, aiohttp and asyncio each have their own.
+            # botocore, aiohttp and asyncio each raise exceptions of their own.
             raise StoreError(f"{where}: {type(error).__name__}: {error}") from error
 
 
 class _Object:
-    """A shard's bytes; see `midstream.store.folders.File`."""
+    """The bytes of one shard; see `midstream.store.folders.File`."""
 
     def __init__(self, folder: CloudFolder, name: str, size: int) -> None:
         self._folder = folder
@@ -198,22 +199,24 @@ class _Object:
 
 
 @functools.lru_cache(maxsize=4)
-def _client(process: int, surroundings: tuple[tuple[str, str], ...]) -> Any:
-    """The client for all stores. A process that was forked has not the thread of its parent's, and
-    whoever has other credentials is somebody else: these make another client.
+def _client(process: int, environment: tuple[tuple[str, str], ...]) -> Any:
+    """Return the client for all stores.
+
+    The cache key contains the process, because a forked process lacks the client's thread, and the
+    AWS environment, because other credentials need another client.
     """
     from s3fs import S3FileSystem
 
     return S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
 
 
-def _surroundings() -> tuple[tuple[str, str], ...]:
-    """The environment, as far as AWS's tools read it."""
+def _aws_environment() -> tuple[tuple[str, str], ...]:
+    """Return the sorted environment variables that start with `AWS_`."""
     return tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
 
 
 def _gaps(found: dict[int, bytes], first: int, last: int) -> Iterator[tuple[int, int]]:
-    """The runs [start, stop) of blocks in [first, last) that were not found."""
+    """Yield the runs [start, stop) of blocks in [first, last) that are missing from `found`."""
     start = None
     for block in range(first, last + 1):
         missing = block < last and block not in found
@@ -227,11 +230,12 @@ def _gaps(found: dict[int, bytes], first: int, last: int) -> Iterator[tuple[int,
 def _near(
     rows: NDArray[np.int64], order: NDArray[np.int64], width: int
 ) -> Iterator[NDArray[np.int64]]:
-    """Parts of `order`, in which rows ascend, whose rows are worth fetching together: no gap
-    between two is longer than a block, and all of them take no more than `_MOST_AT_ONCE`.
+    """Split `order`, which sorts `rows`, into parts whose rows are fetched together.
+
+    Within a part no gap is longer than a block, and the part spans at most `_MAX_RANGE` bytes.
     """
     gaps = np.flatnonzero(np.diff(rows[order]) * width > _BLOCK) + 1
-    most = max(1, _MOST_AT_ONCE // width)
+    most = max(1, _MAX_RANGE // width)
     for part in np.split(order, gaps):
         if len(part):
             spans = (rows[part] - rows[part[0]]) // most

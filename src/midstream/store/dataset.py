@@ -1,4 +1,4 @@
-"""Rows of a selection as a dataset of PyTorch's: shuffled, batched, shared out among workers."""
+"""PyTorch dataset over the rows of a selection, shuffled and batched."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from torch.utils.data import IterableDataset, get_worker_info
 from midstream.store.entry import check_number
 from midstream.store.selection import Selection
 
-# Rows that are read together: they lie near each other, so that a shuffled epoch reads runs.
+# Consecutive rows that are read together, so that a shuffled epoch reads contiguous chunks.
 _RUN = 256
 _LARGEST = 2**31 - 1
 
 
 class RowDataset(IterableDataset[Mapping[str, Tensor]]):
-    """Batches of rows: every row of a selection exactly once in each epoch.
+    """Batches with every row of a selection exactly once per epoch.
 
-    Hand it to `torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=…)`: it makes the
-    batches itself, and its workers share the rows out among them, so that each row comes from one
-    of them. The last batch of each worker may be smaller.
+    Use it as `torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=…)`: the dataset
+    makes the batches itself. The loader's workers divide the rows among themselves, so that each
+    row is read by one worker. The last batch of each worker may be smaller.
 
     A batch is a dict of tensors on the host:
 
-    - `values` [n, width]: decoded, in the model's dtype by codec raw, in float32 by others;
-    - `index` int64 [n]: which rows of the selection they are, so that `selection.take` tells the
-      rest of them: site, request, tag;
+    - `values` [n, width]: decoded; in the model's dtype for codec raw, float32 for other codecs;
+    - `index` int64 [n]: indices of the rows in the selection; `selection.take(index)` gives the
+      remaining columns: site, request, tag;
     - `layer`, `position`, `token_id` int64 [n].
 
-    To shuffle, runs of 256 rows, in an order by chance, fill a buffer, whose rows come out in an
-    order by chance. The order follows from `seed`, the epoch and the number of workers. Call
-    `set_epoch` before each epoch; otherwise all are in one order.
+    Shuffling reads contiguous chunks of 256 rows in random order into a buffer and permutes the
+    buffer. The order is determined by `seed`, the epoch and the number of workers. Call `set_epoch`
+    before each epoch; otherwise every epoch has the same order.
     """
 
     def __init__(
@@ -48,29 +48,29 @@ class RowDataset(IterableDataset[Mapping[str, Tensor]]):
     ) -> None:
         """Args:
         selection: the rows.
-        batch_size: how many of them a batch has.
-        shuffle: whether they come in an order by chance, or in that of the selection (with
-            several workers, run by run in turns).
-        buffer: rows that each worker holds in memory; what is further apart than that in the
-            order of runs is never in one batch. At least `batch_size` are held.
+        batch_size: rows per batch.
+        shuffle: whether the order is random; otherwise it is that of the selection, where
+            several workers take turns in chunks of 256 rows.
+        buffer: rows in the shuffle buffer of each worker, at least `batch_size`. Rows that are
+            further apart in the order of chunks are never in one batch.
         seed: 0 to 2**31 - 1.
 
         Raises:
-            StoreError: a number out of range.
+            StoreError: a number is out of range.
         """
         self.selection = selection
         self.batch_size = check_number("batch_size", batch_size, 1, _LARGEST)
         self.shuffle = shuffle
         self.buffer = check_number("buffer", buffer, 1, _LARGEST)
         self.seed = check_number("seed", seed, 0, _LARGEST)
-        # Shared with workers that live on from epoch to epoch.
+        # In shared memory, for workers that persist from epoch to epoch.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
-        """Says which epoch the next iteration is, from 0; workers that live on are told too.
+        """Set the epoch of the next iteration, from 0, also for persistent workers.
 
         Raises:
-            StoreError: a number out of range.
+            StoreError: the number is out of range.
         """
         self._epoch.fill_(check_number("epoch", epoch, 0, _LARGEST))
 
@@ -81,24 +81,27 @@ class RowDataset(IterableDataset[Mapping[str, Tensor]]):
             yield from self._read(indices)
 
     def _orders(self, worker: int, workers: int) -> Iterator[NDArray[np.int64]]:
-        """Indices of the rows of one worker, a buffer at a time, whole batches but for the last."""
+        """Yield the row indices of one worker, one buffer at a time.
+
+        Each array holds whole batches, except the last.
+        """
         epoch = int(self._epoch)
         rows = len(self.selection)
         runs = np.arange(-(-rows // _RUN))
         if self.shuffle:
             # All workers must agree on this order.
             runs = np.random.default_rng((self.seed, epoch)).permutation(runs)
-        mine = runs[worker::workers]
-        chance = np.random.default_rng((self.seed, epoch, workers, worker))
+        own_runs = runs[worker::workers]
+        generator = np.random.default_rng((self.seed, epoch, workers, worker))
         per_buffer = max(1, max(self.buffer, self.batch_size) // _RUN)
         left = np.empty(0, np.int64)
-        for first in range(0, len(mine), per_buffer):
-            starts = mine[first : first + per_buffer] * _RUN
+        for first in range(0, len(own_runs), per_buffer):
+            starts = own_runs[first : first + per_buffer] * _RUN
             found = (starts[:, None] + np.arange(_RUN)).reshape(-1)
             found = np.concatenate([left, found[found < rows]])
             if self.shuffle:
-                found = chance.permutation(found)
-            is_last = first + per_buffer >= len(mine)
+                found = generator.permutation(found)
+            is_last = first + per_buffer >= len(own_runs)
             whole = len(found) if is_last else len(found) // self.batch_size * self.batch_size
             left = found[whole:]
             if whole:
@@ -114,7 +117,7 @@ class RowDataset(IterableDataset[Mapping[str, Tensor]]):
             "token_id": batch.token_id,
         }
         for start in range(0, len(indices), self.batch_size):
-            # Clones, or each batch would drag the whole buffer from process to process.
+            # A view would send the whole buffer from process to process with each batch.
             yield {
                 name: column[start : start + self.batch_size].clone()
                 for name, column in columns.items()

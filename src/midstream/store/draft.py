@@ -1,4 +1,4 @@
-"""A shard in the making: entries by reference, and the bytes that they become."""
+"""Builder of one shard from entries, which it references without copying."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from midstream.store.layout import (
 from midstream.store.lines import MAX_CHILD, Line, emit_metadata
 from midstream.store.sums import Summing, seal
 
-# Far below what a header has room for, so that one entry more is never too much.
+# Far below the limit of a header, so that one more entry always fits.
 _MANY_TENSORS = MAX_HEADER // 512
 
 
 @dataclass(slots=True)
 class _Column:
-    """A group in the making."""
+    """The requests and rows of one group."""
 
     number: int
     requests: list[int] = field(default_factory=list)
@@ -41,18 +41,20 @@ class _Column:
 
 
 class Draft:
-    """One shard's worth of entries. It keeps references: what an entry's tensors hold must not
-    change until the draft is written.
+    """The entries of one shard.
+
+    Entries are referenced: the contents of their tensors must not change until the shard is
+    written.
 
     Attributes:
         header: what all rows share.
-        nbytes: about how long the shard will be.
+        nbytes: approximate length of the shard.
     """
 
     def __init__(self, header: Header, replaces: Sequence[str] = ()) -> None:
         """Args:
         header: what all rows share.
-        replaces: names of the shards that this one will stand for.
+        replaces: names of the shards that this one replaces.
         """
         self.header = header
         self.nbytes = 0
@@ -70,14 +72,14 @@ class Draft:
 
     @property
     def full(self) -> bool:
-        """Whether the next entry should go to another shard, however little is in this one."""
+        """Whether the next entry should start another shard, regardless of this one's length."""
         return self._tensors >= _MANY_TENSORS or self._lines_bytes >= MAX_REQUESTS // 2
 
     def read(self, entry: Entry) -> tuple[Line, bytes, list[IndexedRows]]:
-        """What `add` takes, of an entry.
+        """Return the arguments of `add` for an entry.
 
         Raises:
-            StoreError: it is malformed, or does not fit the header.
+            StoreError: the entry is malformed or does not match the header.
         """
         if not isinstance(entry, Entry):
             raise StoreError(f"expected `Entry`, got `{type(entry).__name__}`")
@@ -97,15 +99,15 @@ class Draft:
             raise StoreError(f"request {show(entry.request)}: {error}") from None
 
     def add(self, line: Line, metadata: bytes, rows: Sequence[IndexedRows]) -> None:
-        """Takes in one request.
+        """Add one completion.
 
         Args:
-            line: what is said of it; its `rows` are worked out here.
+            line: its line; `rows` of it is ignored and computed here.
             metadata: its metadata, as JSON.
             rows: its rows, each tap once.
 
         Raises:
-            StoreError: it is here already.
+            StoreError: the completion was added before.
         """
         known = line.request, line.child
         if known in self._known:
@@ -132,14 +134,14 @@ class Draft:
         self.nbytes += len(text) + len(metadata)
 
     def pieces(self) -> Iterator[memoryview]:
-        """The shard's bytes, in order: rows from where they are.
+        """Yield the shard's bytes in order, without copying the rows.
 
         Raises:
-            StoreError: the header would be longer than a reader takes.
+            StoreError: the header would be longer than readers accept.
         """
         head = self._layout().head()
         if len(head) > MAX_HEADER:
-            raise StoreError(f"a header of {len(head)} bytes; a shard's has at most {MAX_HEADER}")
+            raise StoreError(f"header of {len(head)} bytes; the limit is {MAX_HEADER}")
         summing = Summing()
         try:
             yield memoryview(head)
@@ -157,13 +159,13 @@ class Draft:
         return Layout(self.header, groups, self._lines_bytes, metadata, self._replaces)
 
     def _padding(self) -> int:
-        # `nbytes` is all that lies before the padding.
+        # `nbytes` counts everything before the padding.
         return padding(self.nbytes)
 
     def _parts(self) -> Iterator[NDArray[Any]]:
-        """All tensors but the checksums, as pieces, in the order of `Layout.places`."""
+        """Yield all tensors except the checksums, in the order of `Layout.places`."""
         columns = self._columns.values()
-        # Put together: they are small, and may be many.
+        # Concatenated: index arrays are small and may be many.
         for column in columns:
             yield np.concatenate([part.positions for part in column.parts])
         for column in columns:

@@ -1,4 +1,4 @@
-"""What is put into a store: the rows of one completion, and what all rows of a shard share."""
+"""Store entries (the rows of one completion) and shard headers (what all rows share)."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class TapRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What is stored of one completion.
+    """The rows and metadata of one completion.
 
     Attributes:
         request: id of the request, not empty.
-        child: which of the request's completions, from 0.
-        tag: a word by which rows can be selected and pruned together; may be empty.
-        prompt_tokens: how many tokens its prompt had.
-        metadata: anything that JSON can say: the prompt's text, the plan, the receipt.
+        child: index of the completion in its request, from 0.
+        tag: label by which rows can be selected and pruned together; may be empty.
+        prompt_tokens: number of prompt tokens.
+        metadata: any JSON object, for example the prompt's text, the plan and the receipt.
         taps: its rows by (site, layer).
     """
 
@@ -58,19 +58,19 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What all rows of a shard share.
+    """Properties that all rows of a shard share.
 
     Attributes:
-        model: its name or path, as the engine was given it.
-        revision: of the model; empty where none was named.
-        hidden_size: width of the vectors that were encoded.
-        dtype: of the vectors before they were encoded: bfloat16, float16 or float32.
-        codec: its spec, every parameter written out: "raw", "rp8:k=512,seed=0".
+        model: name or path of the model, as passed to the engine.
+        revision: revision of the model; empty if none was given.
+        hidden_size: width of the vectors before encoding.
+        dtype: dtype of the vectors before encoding: bfloat16, float16 or float32.
+        codec: codec spec with every parameter written out: "raw", "rp8:k=512,seed=0".
         vllm: version of vLLM.
         midstream: version of midstream.
 
     Raises:
-        StoreError: one of them is malformed, or the codec is not known.
+        StoreError: a field is malformed, or the codec is unknown.
     """
 
     model: str
@@ -90,11 +90,11 @@ class Header:
             raise StoreError(f"dtype: expected one of {listed(DTYPES)}, got {got}")
         spec = self.open_codec().spec
         if spec != self.codec:
-            raise StoreError(f"codec: expected it written out, {show(spec)}, got {self.codec!r}")
+            raise StoreError(f"codec: expected the full spec {show(spec)}, got {self.codec!r}")
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """`dtype` as torch has it."""
+        """`dtype` as a torch dtype."""
         found: torch.dtype = getattr(torch, self.dtype)
         return found
 
@@ -104,9 +104,9 @@ class Header:
         return self.open_codec().row_bytes(self.hidden_size, self.torch_dtype)
 
     def open_codec(self) -> Codec:
-        """The codec that the rows are encoded by."""
+        """Return the codec of the rows."""
         if not isinstance(self.codec, str):
-            raise StoreError(f"codec: expected its spec, `str`, got {kind(self.codec)}")
+            raise StoreError(f"codec: expected a spec, `str`, got {kind(self.codec)}")
         try:
             codec = parse_codec(self.codec)
             codec.row_bytes(self.hidden_size, self.torch_dtype)
@@ -116,7 +116,7 @@ class Header:
 
 
 def check_text(name: str, value: object, *, least: int = 0) -> str:
-    """A short text that UTF-8 can write.
+    """Return `value` if it is a string of `least` to MAX_TEXT characters that UTF-8 can encode.
 
     Raises:
         StoreError: it is not; the message begins with `name`.
@@ -128,17 +128,17 @@ def check_text(name: str, value: object, *, least: int = 0) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise StoreError(f"{name}: {show(value)} has half of a surrogate pair") from None
+        raise StoreError(f"{name}: {show(value)} contains a lone surrogate") from None
     return value
 
 
 def check_number(name: str, value: object, least: int, most: int) -> int:
-    """An int within bounds.
+    """Return `value` as an int if it is an integer in [least, most].
 
     Raises:
         StoreError: it is not; the message begins with `name`.
     """
-    # The common case first: whether something else is an int takes ten times as long to tell.
+    # The common case first: `is_int` takes ten times as long.
     if type(value) is not int and not is_int(value):
         raise StoreError(f"{name}: expected `int`, got {kind(value)}")
     found = int(value)

@@ -1,4 +1,4 @@
-"""An entry's rows, checked, as arrays over the memory that they came in."""
+"""Checked rows of an entry, as NumPy arrays over the tensors' memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Index = tuple[bytes, bytes]  # positions and token ids
 
 @dataclass(frozen=True, slots=True)
 class IndexedRows:
-    """IndexedRows of one request at taps that share an index.
+    """Rows of one request at taps that share positions and token ids.
 
     Attributes:
         positions: int64 [n], ascending.
@@ -38,19 +38,19 @@ class IndexedRows:
 
 
 def read_rows(taps: object, row_bytes: int) -> list[IndexedRows]:
-    """An entry's rows, taps with equal positions and tokens together.
+    """Return the rows of an entry, grouping taps with equal positions and token ids.
 
     Args:
-        taps: TapRows by (site, layer), as an Entry has them.
+        taps: `Entry.taps`, TapRows by (site, layer).
         row_bytes: length of a row.
 
     Raises:
-        StoreError: something about them is malformed; the message says which tap.
+        StoreError: the rows are malformed; the message names the tap.
     """
     if not isinstance(taps, Mapping):
         raise StoreError(f"taps: expected a dict, got {kind(taps)}")
     if len(taps) > MAX_TAPS:
-        raise StoreError(f"taps: an entry has at most {MAX_TAPS}, got {len(taps)}")
+        raise StoreError(f"taps: expected at most {MAX_TAPS} taps per entry, got {len(taps)}")
     indices = _Indices()
     data: dict[_Index, dict[Tap, NDArray[np.uint8]]] = {}
     seen: set[Tap] = set()
@@ -76,14 +76,14 @@ def read_rows(taps: object, row_bytes: int) -> list[IndexedRows]:
 
 
 class _Indices:
-    """The different indices of an entry: mostly one, in the same tensors for all taps."""
+    """The distinct indices of an entry; usually one, in the same tensors for all taps."""
 
     def __init__(self) -> None:
         self._by_object: dict[tuple[int, int], _Index] = {}
-        self._held: list[TapRows] = []  # or others might come to have their ids
+        self._references: list[TapRows] = []  # keeps `id()` of their tensors unique
 
     def read(self, rows: TapRows) -> tuple[_Index, int]:
-        """(what tells this index from others, how many rows it has)."""
+        """Return (key of the rows' index, number of rows)."""
         objects = id(rows.positions), id(rows.token_ids)
         index = self._by_object.get(objects)
         if index is None:
@@ -91,17 +91,17 @@ class _Indices:
             tokens = _read_array(rows.token_ids, ".token_ids", torch.int64, positions.shape)
             check_positions(positions, ".positions")
             index = self._by_object[objects] = positions.tobytes(), tokens.tobytes()
-            self._held.append(rows)
+            self._references.append(rows)
         return index, len(index[0]) // 8
 
     @staticmethod
     def arrays(index: _Index) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Its positions and token ids."""
+        """Return the positions and token ids of an index."""
         return np.frombuffer(index[0], np.int64), np.frombuffer(index[1], np.int64)
 
 
 def check_positions(positions: NDArray[np.int64], where: str) -> None:
-    """Whether these are positions of one request, ascending.
+    """Check that positions ascend and are between 0 and MAX_POSITION.
 
     Raises:
         StoreError: they are not; the message begins with `where`.
@@ -109,7 +109,7 @@ def check_positions(positions: NDArray[np.int64], where: str) -> None:
     if not len(positions):
         return
     if positions[0] < 0 or positions[-1] > MAX_POSITION or (positions[1:] <= positions[:-1]).any():
-        raise StoreError(f"{where}: expected positions that ascend, from 0 to {MAX_POSITION}")
+        raise StoreError(f"{where}: expected ascending positions from 0 to {MAX_POSITION}")
 
 
 def _read_tap(key: object) -> Tap:
@@ -127,7 +127,7 @@ def _read_tap(key: object) -> Tap:
 def _read_array(
     tensor: Tensor, where: str, dtype: torch.dtype, shape: tuple[int | None, ...]
 ) -> NDArray[Any]:
-    """A tensor's memory as an array; None in `shape` is any length."""
+    """Return a tensor's memory as an array; None in `shape` matches any length."""
     if not isinstance(tensor, torch.Tensor):
         raise StoreError(f"{where}: expected a tensor, got {kind(tensor)}")
     if not tensor.is_cpu:

@@ -1,4 +1,4 @@
-"""Which rows are asked for: by what they are of, and by where and which their tokens are."""
+"""Row filters of `Store.select`: by request, tap and header, and by position and token."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from midstream.spec.items import Item, show_item
 from midstream.store.entry import Tap
 from midstream.store.shard import Shard
 
-# The names by which rows of a shard can be asked for.
-_THERE: dict[str, Callable[[Shard], Iterable[Any]]] = {
+# The values that occur in a shard, per filter that is checked against the store.
+_VALUES: dict[str, Callable[[Shard], Iterable[Any]]] = {
     "site": lambda shard: (site for group in shard.groups for site, _ in group.taps),
     "layer": lambda shard: (layer for group in shard.groups for _, layer in group.taps),
     "request": lambda shard: (line.request for line in shard.lines),
@@ -32,7 +32,7 @@ _LISTS = (list, tuple, set, frozenset, np.ndarray)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """What to select; None selects all. Names are those that are in the store."""
+    """Rows to select; a field that is None matches all rows. Names occur in the store."""
 
     sites: frozenset[str] | None
     layers: frozenset[int] | None
@@ -45,19 +45,19 @@ class Filter:
     tokens: NDArray[np.int64] | range | None
 
     def has_shard(self, shard: Shard) -> bool:
-        """Whether rows of a shard may be meant."""
+        """Whether rows of a shard may match."""
         return (self.models is None or shard.header.model in self.models) and (
             self.codecs is None or shard.header.codec in self.codecs
         )
 
     def has_tap(self, tap: Tap) -> bool:
-        """Whether rows of a tap may be meant."""
+        """Whether rows of a tap may match."""
         return (self.sites is None or tap[0] in self.sites) and (
             self.layers is None or tap[1] in self.layers
         )
 
     def requests_of(self, shard: Shard) -> NDArray[np.bool_]:
-        """bool [requests]: whose rows may be meant."""
+        """Return bool [requests]: the requests whose rows may match."""
         if self.requests is None and self.children is None and self.tags is None:
             return np.ones(len(shard.lines), np.bool_)
         return np.fromiter(
@@ -72,17 +72,17 @@ class Filter:
         )
 
     def rows_of(self, shard: Shard, group: int, wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Which rows of a group are meant, ascending.
+        """Return the indices of the matching rows of a group, int64, ascending.
 
         Args:
-            shard: where it is.
-            group: its number.
-            wanted: of `requests_of`.
+            shard: the group's shard.
+            group: the group's number.
+            wanted: result of `requests_of` for the shard.
         """
         owners, bounds = shard.owners(group)
         chosen = wanted[owners]
         counts = np.diff(bounds)[chosen]
-        # Each run's first row, less how many rows come before it here.
+        # The first row of each run, minus the number of selected rows before the run.
         shift = bounds[:-1][chosen] - (np.cumsum(counts) - counts)
         rows: NDArray[np.int64] = np.arange(counts.sum()) + np.repeat(shift, counts)
         if len(rows) and (self.positions is not None or self.tokens is not None):
@@ -100,18 +100,18 @@ class Filter:
 
 
 def read_filter(shards: Sequence[Shard], asked: Mapping[str, object]) -> Filter:
-    """The filter that the arguments of `Store.select` say.
+    """Return the filter for the arguments of `Store.select`.
 
     Raises:
-        StoreError: an argument of a wrong type, or a name that is not in these shards.
-        SpecError: positions that are malformed.
+        StoreError: an argument has a wrong type, or a name does not occur in these shards.
+        SpecError: the positions are malformed.
     """
-    # Of what is not asked for nothing is looked up: there may be millions of requests.
+    # Values are collected only for filters that are given: there may be millions of requests.
     found = {
         name: None
         if asked[name] is None
         else _read(name, asked[name], {each for shard in shards for each in names(shard)})
-        for name, names in _THERE.items()
+        for name, names in _VALUES.items()
     }
     position, token = asked["position"], asked["token"]
     return Filter(
@@ -128,7 +128,7 @@ def read_filter(shards: Sequence[Shard], asked: Mapping[str, object]) -> Filter:
 
 
 def _read(name: str, value: object, known: Collection[Any]) -> frozenset[Any]:
-    """What is asked for, all of it among what there is."""
+    """Return the requested values, all of which occur in `known`."""
     wanted: Iterable[Any]
     if name in ("layer", "child"):
         wanted = _numbers(name, value, known)
@@ -140,9 +140,9 @@ def _read(name: str, value: object, known: Collection[Any]) -> frozenset[Any]:
     missing = sorted(found - set(known))
     if missing:
         one = missing[0]
-        there = f"; there are {_some(sorted(known))}" if known else ": it is empty"
+        present = f"; known: {_shorten(sorted(known))}" if known else ": the store is empty"
         close = hint(one, known) if isinstance(one, str) else ""
-        raise StoreError(f"{name}: nothing in this store has {show(one)}{close}{there}")
+        raise StoreError(f"{name}: no rows in this store have {show(one)}{close}{present}")
     return found
 
 
@@ -156,11 +156,11 @@ def _words(name: str, value: object) -> list[str]:
 
 
 def _numbers(name: str, value: object, known: Collection[int]) -> list[int]:
-    """Ints as written; of a range or slice those that there are."""
+    """Return the ints as given; for a range or slice, the known numbers in it."""
     if isinstance(value, slice):
         bounds = [each for each in (value.start, value.stop) if each is not None]
         if any(not is_int(each) or each < 0 for each in bounds):
-            raise StoreError(f"{name}: expected a slice of numbers from 0, got {value}")
+            raise StoreError(f"{name}: expected a slice with bounds from 0, got {value}")
         value = range(max(known, default=0) + 1)[value]
     if isinstance(value, range):
         return [each for each in known if each in value]
@@ -191,8 +191,8 @@ def _read_positions(value: object) -> Positions:
     for item in (*positions.include, *positions.exclude):
         if isinstance(item, (Text, Role)) or item == "last":
             raise StoreError(
-                f"position: {show_item(item)} cannot be known of rows that are stored; capture it "
-                "alone, under a tag"
+                f"position: {show_item(item)} cannot be determined for stored rows; capture these "
+                "positions separately under a tag"
             )
     return positions
 
@@ -203,13 +203,13 @@ def _matches(
     prompts: NDArray[np.int64],
     tokens: NDArray[np.int64],
 ) -> NDArray[np.bool_]:
-    """bool [n]: which rows are meant; all arguments are int64 [n].
+    """Return bool [n]: the rows that match.
 
     Args:
-        positions: what is asked for.
-        places: each row's position.
-        prompts: the length of its prompt.
-        tokens: its token.
+        positions: the requested positions.
+        places: int64 [n], position of each row.
+        prompts: int64 [n], prompt length of each row's request.
+        tokens: int64 [n], token id of each row.
     """
     found = np.zeros(len(places), np.bool_)
     for item in positions.include:
@@ -228,7 +228,7 @@ def _item_matches(
         return np.isin(tokens, item.ids)
     if isinstance(item, (Span, Window)):
         found = np.zeros(len(places), np.bool_)
-        # Prompts of one length have the same bounds.
+        # Prompts of equal length have the same bounds.
         for length in np.unique(prompts).tolist():
             start, stop = item.bounds(length)
             within = (prompts == length) & (places >= start) & ((places - start) % item.step == 0)
@@ -255,7 +255,7 @@ def _are_in(values: NDArray[np.int64], wanted: NDArray[np.int64] | range) -> NDA
     return np.isin(values, wanted)
 
 
-def _some(names: Sequence[object]) -> str:
-    """Names for messages: never many."""
+def _shorten(names: Sequence[object]) -> str:
+    """Return at most eight names and the total number, for messages."""
     shown = ", ".join(repr(name) for name in names[:8])
-    return f"{shown}, … {len(names)} in all" if len(names) > 8 else shown
+    return f"{shown}, … ({len(names)} in total)" if len(names) > 8 else shown

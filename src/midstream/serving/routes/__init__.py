@@ -1,1 +1,1 @@
-"""The endpoints under `/v1/midstream`, and those that others have for the same."""
+"""Endpoints under `/v1/midstream`, and the compatible ones under `/v1/steering`."""

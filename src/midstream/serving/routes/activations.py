@@ -1,4 +1,4 @@
-"""Captured rows that are held: fetched, listed, deleted."""
+"""Endpoints for cached captures: fetch, list, delete."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from midstream.serving.answers import handle_of
 from midstream.serving.held import Held
 from midstream.serving.refusals import Refusal
-from midstream.serving.routes.common import REFUSED, Here, Route, answered, refused
+from midstream.serving.routes.common import ERRORS, ServerDep, Route, ok_response, error_responses
 
 router = APIRouter(route_class=Route, tags=["midstream: activations"])
 Name = Annotated[
@@ -20,7 +20,7 @@ Name = Annotated[
     Path(
         alias="id",
         pattern=r"^[A-Za-z0-9_-]{1,64}$",
-        description="As an answer's `activations` has it.",
+        description="The `id` in the `activations` of a response.",
         examples=["Yt3-2Wc0mUAF3mGf1g5n0ZJjzv0kq2aB"],
     ),
 ]
@@ -39,19 +39,19 @@ _HANDLE = {
 
 @router.get(
     "/v1/midstream/activations/{id}",
-    summary="Rows that were captured, as a safetensors file",
-    description="Byte ranges are served. The file has `{site}.{layer}`, with `.positions` and "
-    "`.token_ids` beside it; of rows that a codec has reduced, its metadata name the codec.",
+    summary="Fetch captured rows as a safetensors file",
+    description="Byte ranges are supported. The file has tensors `{site}.{layer}`, "
+    "`{site}.{layer}.positions` and `{site}.{layer}.token_ids`; its metadata name the codec.",
     response_class=FileResponse,
     responses={
         200: {"content": {"application/octet-stream": {}}, "description": "The file."},
         206: {"content": {"application/octet-stream": {}}, "description": "A range of it."},
-        **refused(400, 401, 404, 503),
-        400: {**REFUSED[400], "content": {"text/plain": {}}},
-        416: {"content": {"text/plain": {}}, "description": "There is no such range."},
+        **error_responses(400, 401, 404, 503),
+        400: {**ERRORS[400], "content": {"text/plain": {}}},
+        416: {"content": {"text/plain": {}}, "description": "The range is outside of the file."},
     },
 )
-async def fetch(name: Name, server: Here) -> Response:
+async def fetch(name: Name, server: ServerDep) -> Response:
     found = server.holding.open(name)
     if found is None:
         raise _unknown(name)
@@ -61,10 +61,10 @@ async def fetch(name: Name, server: Here) -> Response:
 @router.delete(
     "/v1/midstream/activations/{id}",
     status_code=204,
-    summary="Let go of captured rows",
-    responses=refused(400, 401, 404, 503),
+    summary="Delete captured rows",
+    responses=error_responses(400, 401, 404, 503),
 )
-def delete(name: Name, server: Here) -> Response:
+def delete(name: Name, server: ServerDep) -> Response:
     if not server.holding.delete(name):
         raise _unknown(name)
     return Response(status_code=204)
@@ -72,12 +72,13 @@ def delete(name: Name, server: Here) -> Response:
 
 @router.get(
     "/v1/midstream/captures",
-    summary="The captured rows that are held for this client, oldest first",
-    description="A client is who has one key or, on a server without keys, one address.",
-    responses={**answered({"captures": [_HANDLE], "bytes": 11768}), **refused(401, 503)},
+    summary="List this client's cached captures, oldest first",
+    description="All callers that share an API key count as one client; on a server without keys, "
+    "all callers that share an address.",
+    responses={**ok_response({"captures": [_HANDLE], "bytes": 11768}), **error_responses(401, 503)},
 )
-def captures(request: Request, server: Here) -> dict[str, Any]:
-    mine = server.holding.of(server.client_of(request.scope))
+def captures(request: Request, server: ServerDep) -> dict[str, Any]:
+    mine = server.holding.of_client(server.client_of(request.scope))
     return {
         "captures": [{"request_id": held.request_id, **handle_of(held)} for held in mine],
         "bytes": sum(held.nbytes for held in mine),
@@ -85,13 +86,13 @@ def captures(request: Request, server: Here) -> dict[str, Any]:
 
 
 class _Rows(FileResponse):
-    """A file by its descriptor, which is closed whatever becomes of the answer."""
+    """Response that sends a file by its descriptor, and always closes the descriptor."""
 
     def __init__(self, held: Held, file: int) -> None:
         self._file = file
         super().__init__(
             f"/proc/self/fd/{file}",
-            # Who may have them depends on more than the address, and they are soon gone.
+            # Access depends on more than the URL, and the rows expire soon.
             headers={"cache-control": "no-store"},
             media_type="application/octet-stream",
             filename=f"{held.id}.safetensors",
@@ -105,4 +106,4 @@ class _Rows(FileResponse):
 
 
 def _unknown(name: str) -> Refusal:
-    return Refusal(404, f"no rows are held as {name!r}: they were deleted, or have expired", "id")
+    return Refusal(404, f"there are no rows {name!r}: they were deleted, or have expired", "id")

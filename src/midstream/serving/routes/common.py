@@ -1,4 +1,4 @@
-"""What routes share: the server that they are of, and how they refuse."""
+"""Shared parts of the routes: dependencies, error handling, and schemas of responses."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from midstream.serving.refusals import Refusal
 from midstream.serving.server import Server
 from midstream.spec.fields import read_json
 
-_SHOWN = 200  # characters of what a client wrote
+_SHOWN = 200  # maximum length of quoted client data
 
 
 class ErrorDetail(BaseModel):
-    """What is wrong with a request."""
+    """The error of a rejected request."""
 
     message: str = Field(examples=["midstream.capture.layers[0]: there is no layer 99"])
     type: str = Field(examples=["Bad Request"])
@@ -28,44 +28,44 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """As vLLM's own errors."""
+    """Body of an error response, as vLLM's own."""
 
     error: ErrorDetail
 
 
 class Unauthorized(BaseModel):
-    """The server's own key is asked for by vLLM, which says less."""
+    """Body of a 401 response; vLLM's check of its API key returns a plain string."""
 
     error: ErrorDetail | str = Field(examples=["Unauthorized"])
 
 
-REFUSED: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorBody, "description": "Something is malformed or does not fit the model."},
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorBody, "description": "The request is malformed or does not fit the model."},
     401: {"model": Unauthorized, "description": "The key is missing or wrong."},
-    403: {"model": ErrorBody, "description": "This server lets nobody do it."},
-    404: {"model": ErrorBody, "description": "There is no such thing."},
+    403: {"model": ErrorBody, "description": "This server does not allow it."},
+    404: {"model": ErrorBody, "description": "The name or id is unknown."},
     413: {"model": ErrorBody, "description": "The body is too long."},
-    415: {"model": ErrorBody, "description": "The body is of another kind."},
-    503: {"model": ErrorBody, "description": "The engine is not there yet."},
-    507: {"model": ErrorBody, "description": "There is no room for it."},
+    415: {"model": ErrorBody, "description": "The content type is unsupported."},
+    503: {"model": ErrorBody, "description": "The engine is not ready yet."},
+    507: {"model": ErrorBody, "description": "The server's limit is reached."},
 }
 
 
-def refused(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The answers of an endpoint that refuses so."""
-    found: dict[int | str, dict[str, Any]] = {status: REFUSED[status] for status in statuses}
-    # Without it FastAPI would promise a 422 of a form of its own, which is not answered here.
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI entries of an endpoint's error responses."""
+    found: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in statuses}
+    # Without it FastAPI would promise a 422 of a form of its own, which is not ok_response here.
     found["default"] = {"model": ErrorBody, "description": "Something went wrong in the server."}
     return found
 
 
-def answered(example: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-    """The answer of an endpoint that serves, by an example."""
+def ok_response(example: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI entry of a successful response with an example."""
     return {200: {"content": {"application/json": {"example": example}}}}
 
 
-class _Strict(Request):
-    """A request whose JSON is read as all of midstream's: no field twice, no NaN."""
+class _StrictRequest(Request):
+    """Request whose JSON is parsed strictly: duplicate keys and NaN are errors."""
 
     async def json(self) -> Any:
         try:
@@ -75,14 +75,14 @@ class _Strict(Request):
 
 
 class Route(APIRoute):
-    """A route whose refusals are answers."""
+    """Route that converts exceptions to error responses."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:
             try:
-                return await handle(_Strict(request.scope, request.receive))
+                return await handle(_StrictRequest(request.scope, request.receive))
             except (Refusal, MidstreamError) as error:
                 found = Refusal.of(error)
             except RequestValidationError as error:
@@ -96,27 +96,27 @@ class Route(APIRoute):
 
 def _invalid(error: RequestValidationError) -> Refusal:
     first = error.errors()[0]
-    # The first says whether it is of the path or of the body.
+    # The first part says whether the value is in the path or in the body.
     where = ".".join(str(part) for part in first["loc"][1:])[:_SHOWN]
     return Refusal(400, f"{where or 'body'}: {first['msg'][:_SHOWN]}", where or None)
 
 
 def server_of(request: Request) -> Server:
-    """The server that a request came to."""
+    """Return the state of the server that received a request."""
     server: Server = request.app.state.midstream
     return server
 
 
 def admin(request: Request) -> Server:
-    """The same, for who may change it.
+    """Return the server, after checking that the request may change it.
 
     Raises:
-        Refusal: the request may not.
+        Refusal: 401 or 403, the request may not.
     """
     request.app.state.midstream_guard.check(request.headers)
     return server_of(request)
 
 
-# The server, of who may ask it and of who may change it.
-Here = Annotated[Server, Depends(server_of)]
-Changed = Annotated[Server, Depends(admin)]
+# Dependencies: the server, for every client and for clients that may change it.
+ServerDep = Annotated[Server, Depends(server_of)]
+AdminDep = Annotated[Server, Depends(admin)]

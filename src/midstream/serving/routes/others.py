@@ -1,6 +1,6 @@
-"""The endpoints of a fork of vLLM that has server-wide steering, over the same state.
+"""Endpoints compatible with the vLLM fork that has server-wide steering, over the same state.
 
-Its three tiers are `vectors` (all tokens), `prefill_vectors` and `decode_vectors`; its modules are
+Its three tiers are `vectors` (all tokens), `prefill_vectors` and `decode_vectors`. Its modules are
 midstream's named vectors.
 """
 
@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from midstream.errors import SpecError
-from midstream.serving.routes.common import Changed, Here, Route, answered, refused
+from midstream.serving.routes.common import AdminDep, ServerDep, Route, ok_response, error_responses
 from midstream.serving.routes.uploads import by_value
 from midstream.serving.routes.vectors import ABOUT, register_name, remove_name
 from midstream.serving.server import Server
@@ -25,7 +25,7 @@ from midstream.vectors.tiers import read_hooks
 
 router = APIRouter(route_class=Route, tags=["midstream: as elsewhere"])
 
-# Its tiers, and ours.
+# The fork's tiers, and midstream's.
 _TIERS = {"vectors": "base", "prefill_vectors": "prompt", "decode_vectors": "generated"}
 _PHASES = {"base": None, "prompt": "prompt", "generated": "generated"}
 _HOOKS = (
@@ -45,7 +45,7 @@ class Vectors(BaseModel):
     )
     prefill_vectors: Any = Field(default=None, description="For the tokens of prompts.")
     decode_vectors: Any = Field(default=None, description="For generated tokens.")
-    replace: bool = Field(default=False, description="Whether all else is cleared.")
+    replace: bool = Field(default=False, description="Whether to clear the tiers left out.")
 
 
 class Module(BaseModel):
@@ -68,13 +68,13 @@ class Name(BaseModel):
 @router.post(
     "/v1/steering/set",
     summary="Set vectors for every request",
-    description="Tiers that are left out stay as they are, unless `replace` is true.",
+    description="Tiers that are left out are unchanged, unless `replace` is true.",
     responses={
-        **answered({"status": "ok", "layers_updated": [15], "epoch": 3}),
-        **refused(400, 401, 403, 413, 503),
+        **ok_response({"status": "ok", "layers_updated": [15], "epoch": 3}),
+        **error_responses(400, 401, 403, 413, 503),
     },
 )
-def set_vectors(given: Vectors, server: Changed) -> dict[str, Any]:
+def set_vectors(given: Vectors, server: AdminDep) -> dict[str, Any]:
     tiers: dict[str, Any] = {}
     for name, tier in _TIERS.items():
         value = getattr(given, name)
@@ -87,10 +87,10 @@ def set_vectors(given: Vectors, server: Changed) -> dict[str, Any]:
             tiers[tier] = []
     if not tiers:
         raise SpecError(
-            "vectors", "nothing is given: give vectors, prefill_vectors or decode_vectors"
+            "vectors", "no tier is given; give vectors, prefill_vectors or decode_vectors"
         )
     state = server.llm.steering.set(**tiers)
-    server.steered(state)
+    server.record_steering(state)
     changed = {
         layer for tier in tiers for edit in getattr(state, tier) for _, layer in _taps(edit, server)
     }
@@ -100,32 +100,32 @@ def set_vectors(given: Vectors, server: Changed) -> dict[str, Any]:
 @router.post(
     "/v1/steering/clear",
     summary="Clear all tiers",
-    responses={**answered({"status": "ok", "epoch": 4}), **refused(401, 403, 503)},
+    responses={**ok_response({"status": "ok", "epoch": 4}), **error_responses(401, 403, 503)},
 )
-def clear(server: Changed) -> dict[str, Any]:
+def clear(server: AdminDep) -> dict[str, Any]:
     state = server.llm.steering.clear()
-    server.steered(state)
+    server.record_steering(state)
     return {"status": "ok", "epoch": state.epoch}
 
 
 @router.get(
     "/v1/steering",
-    summary="What is steered",
-    description="The norm of what is added, by layer, site and tier. Edits that do more than add a "
-    "vector are shown by `/v1/midstream/steering` alone.",
+    summary="Show active steering",
+    description="Norms of the added vectors by layer, site and tier. Edits of other kinds are "
+    "shown by `/v1/midstream/steering` only.",
     responses={
-        **answered({"steering": {"15": {"resid_post": {"vectors": 3.0}}}, "epoch": 3}),
-        **refused(401, 503),
+        **ok_response({"steering": {"15": {"resid_post": {"vectors": 3.0}}}, "epoch": 3}),
+        **error_responses(401, 503),
     },
 )
-def show(server: Here) -> dict[str, Any]:
+def show(server: ServerDep) -> dict[str, Any]:
     state = server.llm.steering.show()
     added: dict[tuple[int, str, str], Any] = {}
     for theirs, tier in _TIERS.items():
         for edit in getattr(state, tier):
             if not isinstance(edit, Steer) or edit.norm is not None:
                 continue
-            # In force are edits by value.
+            # Active edits hold their vectors by value.
             assert isinstance(edit.vector, Vector)
             vector = edit.vector.numpy().astype("f8") * edit.scale
             for site, layer in _taps(edit, server):
@@ -144,13 +144,13 @@ def _taps(edit: Edit, server: Server) -> tuple[tuple[str, int], ...]:
 
 @router.get(
     "/v1/steering/layers",
-    summary="What can be steered",
+    summary="List the layers and sites that can be steered",
     responses={
-        **answered({"layers": {"15": ["resid_post"]}, "hidden_size": 576}),
-        **refused(401, 503),
+        **ok_response({"layers": {"15": ["resid_post"]}, "hidden_size": 576}),
+        **error_responses(401, 503),
     },
 )
-def layers(server: Here) -> dict[str, Any]:
+def layers(server: ServerDep) -> dict[str, Any]:
     shape = server.llm.info.shape
     found: dict[str, list[str]] = {}
     for site, layer in sorted(shape.taps, key=order):
@@ -160,31 +160,34 @@ def layers(server: Here) -> dict[str, Any]:
 
 @router.get(
     "/v1/steering/modules",
-    summary="Named vectors",
-    responses={**answered({"modules": [ABOUT]}), **refused(401, 503)},
+    summary="List named vectors",
+    responses={**ok_response({"modules": [ABOUT]}), **error_responses(401, 503)},
 )
-def modules(server: Here) -> dict[str, Any]:
+def modules(server: ServerDep) -> dict[str, Any]:
     return {"modules": [one.to_dict() for one in server.llm.vectors.list()]}
 
 
 @router.post(
     "/v1/steering/modules/register",
     summary="Register named vectors",
-    description="Of every token: a name has no tiers of its own here.",
-    responses={**answered({"status": "ok", **ABOUT}), **refused(400, 401, 403, 413, 503, 507)},
+    description="They apply to every token: names have no tiers here.",
+    responses={
+        **ok_response({"status": "ok", **ABOUT}),
+        **error_responses(400, 401, 403, 413, 503, 507),
+    },
 )
-def register(module: Module, server: Changed) -> dict[str, Any]:
+def register(module: Module, server: AdminDep) -> dict[str, Any]:
     return {"status": "ok", **register_name(server, module.name, by_value(module.vectors))}
 
 
 @router.post(
     "/v1/steering/modules/unregister",
-    summary="Forget named vectors",
+    summary="Remove named vectors",
     responses={
-        **answered({"status": "ok", "name": "cheerful"}),
-        **refused(400, 401, 403, 404, 413, 503),
+        **ok_response({"status": "ok", "name": "cheerful"}),
+        **error_responses(400, 401, 403, 404, 413, 503),
     },
 )
-def unregister(module: Name, server: Changed) -> dict[str, Any]:
+def unregister(module: Name, server: AdminDep) -> dict[str, Any]:
     remove_name(server, module.name)
     return {"status": "ok", "name": module.name}

@@ -1,4 +1,4 @@
-"""What the server is, and how it is."""
+"""Endpoints for the sites of the model, and for the server's status."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from midstream.serving.routes.common import Here, Route, answered, refused
+from midstream.serving.routes.common import ServerDep, Route, ok_response, error_responses
 
 router = APIRouter(route_class=Route, tags=["midstream: status"])
 
@@ -34,13 +34,13 @@ _STATUS = {
 
 @router.get(
     "/v1/midstream/sites",
-    summary="Every site of every layer: tapped, or why not",
+    summary="List every site of every layer: tapped, or the reason why not",
     responses={
-        **answered({"num_layers": 30, "hidden_size": 576, "sites": [_SITE]}),
-        **refused(401, 503),
+        **ok_response({"num_layers": 30, "hidden_size": 576, "sites": [_SITE]}),
+        **error_responses(401, 503),
     },
 )
-def sites(server: Here) -> dict[str, Any]:
+def sites(server: ServerDep) -> dict[str, Any]:
     table = server.llm.sites()
     shape = server.llm.info.shape
     return {
@@ -52,8 +52,8 @@ def sites(server: Here) -> dict[str, Any]:
 
 @router.get(
     "/v1/midstream/status",
-    summary="Versions, settings, and what is in use",
-    responses={**answered(_STATUS), **refused(401, 503)},
+    summary="Show versions, settings and usage",
+    responses={**ok_response(_STATUS), **error_responses(401, 503)},
 )
-async def status(server: Here) -> dict[str, Any]:
+async def status(server: ServerDep) -> dict[str, Any]:
     return await server.state()

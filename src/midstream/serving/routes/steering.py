@@ -1,4 +1,4 @@
-"""Server-wide steering: what every request gets before its own edits."""
+"""Endpoints for server-wide steering, which applies to every request before its own edits."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from midstream.serving.routes.common import Changed, Here, Route, refused
+from midstream.serving.routes.common import AdminDep, ServerDep, Route, error_responses
 from midstream.steering import TIERS
 
 router = APIRouter(route_class=Route, tags=["midstream: steering"])
 
 _TIER = (
     "An edit, the name of registered vectors, `[name, scale]`, `{site: {layer: vector}}`, or a "
-    "list of these. `[]` empties the tier; left out, it stays as it is."
+    "list of these. `[]` empties the tier; a tier that is left out is unchanged."
 )
 
 
 class Tiers(BaseModel):
-    """The tiers to set; those that are left out stay as they are."""
+    """The tiers to set; tiers that are left out are unchanged."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -33,38 +33,40 @@ class Tiers(BaseModel):
 
 
 class State(BaseModel):
-    """What is in force for requests that are taken in from now on."""
+    """Steering that new requests get."""
 
-    epoch: int = Field(description="How often it was changed.", examples=[3])
-    digest: str = Field(description="sha256 of all that it says.")
+    epoch: int = Field(description="Number of changes so far.", examples=[3])
+    digest: str = Field(description="sha256 of all tiers.")
     base: list[dict[str, Any]]
     prompt: list[dict[str, Any]]
     generated: list[dict[str, Any]]
 
 
-@router.get("/v1/midstream/steering", summary="What is in force", responses=refused(401, 503))
-def show(server: Here) -> State:
+@router.get(
+    "/v1/midstream/steering", summary="Show active steering", responses=error_responses(401, 503)
+)
+def show(server: ServerDep) -> State:
     return State(**server.llm.steering.show().to_dict())
 
 
 @router.put(
     "/v1/midstream/steering",
-    summary="Set tiers, all at once",
-    description="A request has what was in force when it was taken in, on every rank and in every "
-    "step; `epoch` says which state that is.",
-    responses=refused(400, 401, 403, 413, 503),
+    summary="Set tiers atomically",
+    description="A request uses the steering that was active when it was accepted, on every rank "
+    "and in every step; `epoch` identifies that state.",
+    responses=error_responses(400, 401, 403, 413, 503),
 )
-def change(tiers: Tiers, server: Changed) -> State:
+def change(tiers: Tiers, server: AdminDep) -> State:
     given = {tier: getattr(tiers, tier) for tier in TIERS if tier in tiers.model_fields_set}
     state = server.llm.steering.set(**given)
-    server.steered(state)
+    server.record_steering(state)
     return State(**state.to_dict())
 
 
 @router.delete(
-    "/v1/midstream/steering", summary="Empty all tiers", responses=refused(401, 403, 503)
+    "/v1/midstream/steering", summary="Empty all tiers", responses=error_responses(401, 403, 503)
 )
-def clear(server: Changed) -> State:
+def clear(server: AdminDep) -> State:
     state = server.llm.steering.clear()
-    server.steered(state)
+    server.record_steering(state)
     return State(**state.to_dict())

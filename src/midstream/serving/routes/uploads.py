@@ -1,4 +1,4 @@
-"""Vectors as a client sends them."""
+"""Parser of vectors that clients upload."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ FILES = ("application/octet-stream", "application/safetensors", "application/x-s
 
 
 def read_upload(body: bytes, content_type: str) -> Any:
-    """What `VectorRegistry.register` takes, of a client.
+    """Return uploaded vectors in a form that `VectorRegistry.register` takes.
 
     Args:
         body: JSON, or a safetensors file.
-        content_type: which of them.
+        content_type: content type of the body.
 
     Raises:
-        SpecError: it is malformed.
-        Refusal: 415, it is of another kind.
+        SpecError: the body is malformed.
+        Refusal: 415, the content type is unsupported.
     """
     given = content_type.partition(";")[0].strip().lower()
     if given in ("application/json", ""):
@@ -32,10 +32,11 @@ def read_upload(body: bytes, content_type: str) -> Any:
 
 
 def by_value(vectors: object) -> object:
-    """Vectors that are no path: a registry would read that file, which is the server's.
+    """Return the vectors after checking that they are not a path, which the registry would read
+    from the server's file system.
 
     Raises:
-        SpecError: they are.
+        SpecError: they are not an object or a list.
     """
     if not isinstance(vectors, (dict, list)):
         raise SpecError("vectors", f"expected an object or a list of numbers, got {kind(vectors)}")

@@ -1,4 +1,4 @@
-"""Named vectors: registered, listed, shown, removed."""
+"""Endpoints for named vectors: register, list, show, remove."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi.concurrency import run_in_threadpool
 from midstream.errors import NoRoomError, SpecError
 from midstream.serving import events
 from midstream.serving.refusals import Refusal
-from midstream.serving.routes.common import Changed, Here, Route, answered, refused
+from midstream.serving.routes.common import AdminDep, ServerDep, Route, ok_response, error_responses
 from midstream.serving.routes.uploads import read_upload
 from midstream.serving.server import Server
 
@@ -20,7 +20,7 @@ Name = Annotated[
     Path(pattern=r"^[A-Za-z0-9_:-][A-Za-z0-9_.:/-]{0,127}$", examples=["cheerful"]),
 ]
 
-# What is told of a name, in the schema.
+# Example of the description of a name.
 ABOUT = {
     "name": "cheerful",
     "taps": [["resid_post", 15]],
@@ -33,22 +33,22 @@ ABOUT = {
 
 @router.get(
     "/v1/midstream/vectors",
-    summary="What is registered, without the vectors",
-    responses={**answered({"vectors": [ABOUT]}), **refused(401, 503)},
+    summary="List names, without their vectors",
+    responses={**ok_response({"vectors": [ABOUT]}), **error_responses(401, 503)},
 )
-def listing(server: Here) -> dict[str, Any]:
+def listing(server: ServerDep) -> dict[str, Any]:
     return {"vectors": [one.to_dict() for one in server.llm.vectors.list()]}
 
 
 @router.get(
     "/v1/midstream/vectors/{name:path}",
-    summary="One name, with its vectors",
+    summary="Show one name with its vectors",
     responses={
-        **answered({**ABOUT, "vectors": [{"f32": "AACAPw=="}]}),
-        **refused(400, 401, 404, 503),
+        **ok_response({**ABOUT, "vectors": [{"f32": "AACAPw=="}]}),
+        **error_responses(400, 401, 404, 503),
     },
 )
-def show(name: Name, server: Here) -> dict[str, Any]:
+def show(name: Name, server: ServerDep) -> dict[str, Any]:
     try:
         about, found = server.llm.vectors.show(name)
     except SpecError as error:
@@ -58,13 +58,13 @@ def show(name: Name, server: Here) -> dict[str, Any]:
 
 @router.put(
     "/v1/midstream/vectors/{name:path}",
-    summary="Register vectors under a name, in place of what was there",
-    description="As JSON, `{layer: vector}`, `{site: {layer: vector}}` or one vector for no layer "
-    'in particular; a vector is a list of numbers, `{"f32": base64}` or '
+    summary="Register vectors under a name, replacing earlier ones",
+    description="JSON: `{layer: vector}`, `{site: {layer: vector}}`, or one vector without a "
+    'layer; a vector is a list of numbers, `{"f32": base64}` or '
     '`{"vector": …, "scale": …}`. '
-    "Or as a safetensors file (`application/octet-stream`) whose tensors are called "
-    "`{site}.{layer}` or `{layer}`. Requests that run keep the vectors that they were given.",
-    responses={**answered(ABOUT), **refused(400, 401, 403, 413, 415, 503, 507)},
+    "Or a safetensors file (`application/octet-stream`) with tensors named `{site}.{layer}` or "
+    "`{layer}`. Running requests continue with the vectors that they started with.",
+    responses={**ok_response(ABOUT), **error_responses(400, 401, 403, 413, 415, 503, 507)},
     openapi_extra={
         "requestBody": {
             "required": True,
@@ -78,51 +78,56 @@ def show(name: Name, server: Here) -> dict[str, Any]:
         }
     },
 )
-async def register(name: Name, request: Request, server: Changed) -> dict[str, Any]:
+async def register(name: Name, request: Request, server: AdminDep) -> dict[str, Any]:
     body, content_type = await request.body(), request.headers.get("content-type", "")
-    # Megabytes of numbers take their time; other requests go on meanwhile.
+    # Parsing megabytes of numbers would block the event loop.
     return await run_in_threadpool(lambda: _register(server, name, read_upload(body, content_type)))
 
 
 @router.delete(
     "/v1/midstream/vectors/{name:path}",
     status_code=204,
-    summary="Forget a name",
-    description="Requests that were taken in with it keep their vectors.",
-    responses=refused(400, 401, 403, 404, 503),
+    summary="Remove a name",
+    description="Requests that were accepted with it keep their vectors.",
+    responses=error_responses(400, 401, 403, 404, 503),
 )
-def remove(name: Name, server: Changed) -> Response:
+def remove(name: Name, server: AdminDep) -> Response:
     remove_name(server, name)
     return Response(status_code=204)
 
 
 def register_name(server: Server, name: object, vectors: object) -> dict[str, Any]:
-    """Registers vectors, as far as there is room; what the registry says of them."""
+    """Register vectors, within the limit of bytes; return the registry's description of them.
+
+    Raises:
+        SpecError: the name or the vectors are malformed.
+        Refusal: 507, the server's limit is reached.
+    """
     if not isinstance(name, str):
         raise SpecError("name", f"expected `str`, got {name!r}")
     return _register(server, name, vectors)
 
 
 def remove_name(server: Server, name: str) -> None:
-    """Forgets a name.
+    """Remove a name.
 
     Raises:
-        Refusal: 404, there is no such name.
+        Refusal: 404, the name is unknown.
     """
     try:
         server.llm.vectors.remove(name)
     except SpecError as error:
         raise Refusal(404, error.problem, "name") from None
-    events.note("vectors.removed", name=name)
+    events.log_event("vectors.removed", name=name)
 
 
 def _register(server: Server, name: str, vectors: object) -> dict[str, Any]:
     registry = server.llm.vectors
     try:
-        # What is too much is not known before it is read; the body's own limit bounds that.
+        # The size is known only after parsing; the limit of the body bounds that.
         found = registry.register(name, vectors, server.settings.vector_bytes)
     except NoRoomError as error:
         raise Refusal(507, str(error), error.path) from None
     about: dict[str, Any] = found.to_dict()
-    events.note("vectors.registered", name=name, taps=len(about["taps"]), width=about["width"])
+    events.log_event("vectors.registered", name=name, taps=len(about["taps"]), width=about["width"])
     return about
