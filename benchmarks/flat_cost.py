@@ -90,18 +90,7 @@ def distinct_vectors(config: dict[str, Any], args: argparse.Namespace) -> dict[s
 
 def operations(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Each operation at every layer, the same for all, with amounts too small to matter."""
-    from midstream import (
-        Ablate,
-        Affine,
-        Clamp,
-        Feature,
-        Gate,
-        LoReFT,
-        Probe,
-        Replace,
-        Scale,
-        Steer,
-    )
+    from midstream import Ablate, Affine, Clamp, Feature, Gate, LoReFT, Probe, Replace, Scale, Steer
 
     one, two = vector(config, 1), vector(config, 2)
     rows = orthonormal(config, 4)

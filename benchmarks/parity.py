@@ -50,11 +50,11 @@ def main() -> None:
 def measure(dtype: str) -> dict[str, Any]:
     """Per prompt, the errors' median and worst over all places."""
     import torch
-    from helpers.engines import ALL_SITES, engine, generated, greedy
-    from helpers.oracle import Oracle, relative_error
+    from support.engines import ALL_SITES, engine, generated, greedy
+    from support.oracle import Oracle, relative_error
 
     from midstream import Capture
-    from midstream.models.smollm2 import NAME, make_smollm2
+    from midstream.demo.model.smollm2 import NAME, make_smollm2
 
     model = make_smollm2(Path(os.environ.get("MIDSTREAM_MODELS", ROOT / ".models")) / NAME)
     oracles = {

@@ -51,7 +51,7 @@ def main() -> None:
 
 def measure(sequences: int, layers: int, hidden: int, what: str, device: str) -> dict[str, float]:
     """Microseconds of both hooks."""
-    from midstream.runtime.stepview import StepView
+    from midstream.runtime.worker.step.step_batch import StepBatch
 
     session = make_session(sequences, layers, hidden, device)
     plan = make_plan(layers, hidden, what).to_bytes()
@@ -62,7 +62,7 @@ def measure(sequences: int, layers: int, hidden: int, what: str, device: str) ->
     seconds: list[tuple[float, float]] = []
     for step in range(STEPS):
         computed = np.full(sequences, PROMPT + step, np.int32)
-        view = StepView(names, scheduled, computed, sequences, _no_ids)
+        view = StepBatch(names, scheduled, computed, sequences, _no_ids)
         start = time.perf_counter()
         session.before_forward(view)
         between = time.perf_counter()
@@ -86,10 +86,11 @@ def measure(sequences: int, layers: int, hidden: int, what: str, device: str) ->
 
 def make_session(sequences: int, layers: int, hidden: int, device: str) -> Any:
     """A worker's session as in an engine of that shape."""
-    from midstream.runtime.buffers import Buffers, Room
-    from midstream.runtime.session import Session
+    from midstream.runtime.protocol.segments import Room
+    from midstream.runtime.worker.session import WorkerSession
+    from midstream.runtime.worker.tables.device_buffers import Buffers
     from midstream.transport.arena import Arena, ArenaSettings
-    from midstream.transport.host import host_transport
+    from midstream.transport.ring_copy import host_transport
 
     taps = {("resid_post", layer): layer for layer in range(layers)}
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -104,13 +105,14 @@ def make_session(sequences: int, layers: int, hidden: int, device: str) -> Any:
     )
     arena = Arena(ArenaSettings(32 << 30, 256 << 20, "drop", Path("/tmp")), device == "cuda")
     transport = host_transport(buffers.ring, arena)
-    return Session(buffers, taps, transport, arena, 4096, True)
+    return WorkerSession(buffers, taps, transport, arena, 4096, True)
 
 
 def make_plan(layers: int, hidden: int, what: str) -> Any:
     """Every layer of every generated token, captured or steered."""
     from midstream import Capture, Steer
-    from midstream.spec import ModelShape, Plan, Prompt, resolve
+    from midstream.spec import ModelShape, Plan, Prompt
+    from midstream.spec.resolve.resolve import resolve
 
     taps = frozenset(("resid_post", layer) for layer in range(layers))
     shape = ModelShape(num_layers=layers, hidden_size=hidden, taps=taps, reasons={})

@@ -66,7 +66,7 @@ def measure(name: str, step: int, steps: int) -> dict[str, float]:
     from midstream.codecs import parse_codec
     from midstream.transport.arena import Arena, ArenaSettings
     from midstream.transport.base import Parcel
-    from midstream.transport.host import host_transport
+    from midstream.transport.ring_copy import host_transport
 
     codec = parse_codec(name)
     ring, rows = make_ring(2 * step)
@@ -122,7 +122,7 @@ def measure(name: str, step: int, steps: int) -> dict[str, float]:
 
 def read(pipe: Any, address: dict[str, Any]) -> None:
     """Maps what it is told of, and looks at bytes of it that lie so far apart."""
-    from midstream.transport.mapping import Address, MappedArena
+    from midstream.transport.reader import Address, MappedArena
 
     arena = MappedArena(Address(**address))
     pipe.send("ready")

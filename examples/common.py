@@ -12,8 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from midstream.demo.surroundings import ALWAYS, defaults, quiet
-from midstream.models.smollm2 import NAME, make_smollm2
+from midstream.console import ALWAYS, defaults, quiet
+from midstream.demo.model.smollm2 import NAME, make_smollm2
 
 # vLLM reads its settings, and says much, when it is imported. What you have set yourself is kept.
 with defaults(ALWAYS), quiet(verbose=False):

@@ -1,6 +1,6 @@
 """Breaks midstream on purpose, one fault at a time, and sees a test fail each time.
 
-For each fault of `tests/helpers/faults.py` a copy of the package is made, broken, and put before
+For each fault of `tests/support/faults.py` a copy of the package is made, broken, and put before
 the installed one; then the test that must find it is run. Prints a table; the exit status is the
 number of faults that were not found.
 
@@ -20,8 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from helpers.fault import Fault  # noqa: E402
-from helpers.faults import FAULTS  # noqa: E402
+from support.fault import Fault  # noqa: E402
+from support.faults import FAULTS  # noqa: E402
 
 _LIMIT = 900  # seconds for one test
 

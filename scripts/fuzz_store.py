@@ -24,15 +24,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 with atheris.instrument_imports(include=["midstream.store", "midstream.codecs"]):
-    from store.crafting import seal, take_apart
-    from store.making import TAPS, entry, header
+    from unit.store.crafting import seal, take_apart
+    from unit.store.making import TAPS, entry, header
 
     from midstream.errors import SpecError, StoreError
-    from midstream.store.draft import Draft
-    from midstream.store.folders import Folder
-    from midstream.store.layout import Group, Layout, group_bytes, padding
+    from midstream.store.backends.local import Folder
+    from midstream.store.format.layout import Group, Layout, group_bytes, padding
+    from midstream.store.format.shard_builder import ShardBuilder
+    from midstream.store.maintenance.verify import look_at
     from midstream.store.store import Store
-    from midstream.store.verifying import look_at
 
 NAME = "fuzzed.safetensors"
 AS_IT_IS, SUMMED, LAID_OUT = range(3)
@@ -121,7 +121,7 @@ def seeds() -> list[bytes]:
     found = []
     for codec in ("raw", "full8", "rp8:k=64,seed=0", "topk8:k=4"):
         head = header(codec=codec)
-        draft = Draft(head)
+        draft = ShardBuilder(head)
         draft.add(*draft.read(entry("a", metadata={"x": [1]}, head=head)))
         draft.add(*draft.read(entry("b", child=1, tag="t", taps=TAPS[:1], head=head)))
         shard = b"".join(draft.pieces())
@@ -129,7 +129,7 @@ def seeds() -> list[bytes]:
         words = 2 + -(-(len(shard) - 8 - length) // 65536)
         found.append(bytes([AS_IT_IS]) + shard)
         found.append(bytes([SUMMED]) + shard[:4] + shard[8 : len(shard) - 4 * words])
-    draft = Draft(header())
+    draft = ShardBuilder(header())
     for request in ("a", "b"):
         draft.add(*draft.read(entry(request, metadata={"x": [1]}, taps=TAPS[:1])))
     parts = take_apart(b"".join(draft.pieces()))[1]

@@ -15,14 +15,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import markers
 
-from midstream.config import Config
-from midstream.runtime.settings import RULES
-from midstream.serving.metrics import COUNTERS, GAUGES
-from midstream.serving.settings import HttpSettings
+from midstream import validation as spec_fields
+from midstream.config.config import Config
+from midstream.config.http import HttpSettings
+from midstream.runtime.vllm.engine_rules import RULES
+from midstream.server.metrics import COUNTERS, GAUGES
 from midstream.sites import SITES
-from midstream.spec import fields as spec_fields
-from midstream.spec import items, matrix, selecting, vector
-from midstream.vectors import registry
+from midstream.spec import matrix, vector
+from midstream.spec.positions import items
+from midstream.spec.positions import select as selecting
+from midstream.steering import registry
 
 
 def pages() -> dict[str, dict[str, str]]:

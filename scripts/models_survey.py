@@ -126,13 +126,12 @@ def candidates() -> list[Candidate]:
 
 
 def _import_once() -> None:
+    import midstream.tools.doctor.examine
+    import midstream.api.llm  # noqa: F401
     import transformers  # noqa: F401
     import vllm.model_executor.models.llama
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm.model_executor.models import registry
-
-    import midstream.doctor.examine
-    import midstream.llm  # noqa: F401
 
     # vLLM looks at a model's class in a new process, to keep CUDA out of this one; on a CPU that
     # is only slow.
@@ -183,7 +182,7 @@ def _in_child(candidate: Candidate, writing: int) -> None:
 def _examine(candidate: Candidate) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
-    from midstream.doctor.examine import Options, examine_config
+    from midstream.tools.doctor.examine import Options, examine_config
 
     settings = survey_settings.SETTINGS.get(candidate.model_type, {})
     engine: dict[str, Any] = {}
@@ -265,7 +264,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:
-    from midstream.doctor.examine import versions
+    from midstream.tools.doctor.examine import versions
 
     found["versions"] = dict(versions())
     found["date"] = datetime.datetime.now(datetime.timezone.utc).date().isoformat()

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import markers
-from helpers.faults import FAULTS
+from support.faults import FAULTS
 
 
 def pages() -> dict[str, dict[str, str]]:

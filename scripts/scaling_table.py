@@ -17,9 +17,16 @@ from typer.testing import CliRunner
 
 from midstream.cli.app import app
 from midstream.codecs import parse_codec
-from midstream.planning.advice import USUAL
-from midstream.planning.rates import NARROW, WIDE, Workload, encoder_rate, known_rates, row_seconds
-from midstream.planning.shape import NAMED, read_model
+from midstream.tools.capacity.advice import USUAL
+from midstream.tools.capacity.rates import (
+    NARROW,
+    WIDE,
+    Workload,
+    encoder_rate,
+    known_rates,
+    row_seconds,
+)
+from midstream.tools.capacity.shape import NAMED, read_model
 
 # By the name of the block.
 PLANS = {

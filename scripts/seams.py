@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import vllm_releases
 from seam_sources import Finding, Release
 
-from midstream.runtime.seams import FIELDS, SEAMS
+from midstream.runtime.vllm.seams import FIELDS, SEAMS
 
 
 def check(root: Path) -> list[Finding]:

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import markers
 
-from midstream.runtime.seams import FIELDS
+from midstream.runtime.vllm.seams import FIELDS
 
 RECORD = markers.ROOT / "docs" / "versions.json"
 RESULTS = markers.ROOT / "benchmarks" / "results"

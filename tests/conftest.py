@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import releases
 from hypothesis import settings
+from support import releases
 
 ROOT = Path(__file__).resolve().parent.parent
 # How long an example takes says nothing here: a first one imports what it needs.
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct, made when absent (a download of 90 MB)."""
-    from midstream.models.smollm2 import NAME, make_smollm2
+    from midstream.demo.model.smollm2 import NAME, make_smollm2
 
     return make_smollm2(Path(os.environ.get("MIDSTREAM_MODELS", ROOT / ".models")) / NAME)
 
@@ -56,7 +56,7 @@ def smollm2() -> Path:
 @pytest.fixture(scope="module", params=releases.names())
 def release(request: pytest.FixtureRequest) -> Iterator[Path]:
     """The `vllm` folder of each release whose sources are checked, one after the other."""
-    from helpers import sources  # which imports torch, and many tests do without
+    from support import sources
 
     folder = releases.folder_of(request.param)
     with sources.sources_in(folder):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from midstream.config import Config
+from midstream.config.config import Config
 from midstream.errors import (
     CodecError,
     ConfigError,
@@ -26,8 +26,8 @@ from midstream.errors import (
     TapError,
     UnsupportedError,
 )
-from midstream.receipt import Receipt
-from midstream.scores import Probes
+from midstream.results.probe_scores import Probes
+from midstream.results.receipt import Receipt
 from midstream.spec import (
     Ablate,
     Affine,
@@ -55,13 +55,13 @@ from midstream.spec import (
 from midstream.version import __version__
 
 if TYPE_CHECKING:
-    from midstream.activations import Activations
-    from midstream.async_llm import AsyncLLM
+    from midstream.api.async_llm import AsyncLLM
+    from midstream.api.llm import LLM
+    from midstream.api.sampling_params import SamplingParams
     from midstream.client import AsyncClient, Client, extra_body
-    from midstream.features import SAE
-    from midstream.llm import LLM
-    from midstream.runtime.patches import activate
-    from midstream.sampling import SamplingParams
+    from midstream.results.activations import Activations
+    from midstream.runtime.install import activate
+    from midstream.sae.sae import SAE
     from midstream.store import open_store
 
 __all__ = [
@@ -119,14 +119,14 @@ __all__ = [
 ]
 
 _LAZY = {
-    "LLM": "midstream.llm",
-    "SAE": "midstream.features",
-    "Activations": "midstream.activations",
+    "LLM": "midstream.api.llm",
+    "SAE": "midstream.sae.sae",
+    "Activations": "midstream.results.activations",
     "AsyncClient": "midstream.client",
-    "AsyncLLM": "midstream.async_llm",
+    "AsyncLLM": "midstream.api.async_llm",
     "Client": "midstream.client",
-    "SamplingParams": "midstream.sampling",
-    "activate": "midstream.runtime.patches",
+    "SamplingParams": "midstream.api.sampling_params",
+    "activate": "midstream.runtime.install",
     "extra_body": "midstream.client",
     "open_store": "midstream.store",
 }

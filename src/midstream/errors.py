@@ -20,7 +20,9 @@ ReceiptWarning (UserWarning)        instead of ReceiptError, where the setting `
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any
 
 
@@ -119,3 +121,73 @@ class EngineError(MidstreamError, RuntimeError):
     """An engine that works for this process in another one, or elsewhere, cannot start, or breaks
     again and again. What it raised was of a kind that this process need not have, and is in words.
     """
+
+
+class ServerError(MidstreamError, ValueError):
+    """A server refused a request, or could not serve it.
+
+    Attributes:
+        status: of HTTP.
+        param: the field that is wrong, where the server names one.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(f"{status}: {message}")
+        self.status = status
+        self.param = param
+
+    @staticmethod
+    def of(status: int, body: Any) -> ServerError:
+        """Of an answer's body, whatever it is."""
+        error = body.get("error", body) if isinstance(body, dict) else body
+        if isinstance(error, dict):
+            return ServerError(status, str(error.get("message", error)), error.get("param"))
+        return ServerError(status, str(error)[:1000])
+
+
+class ModelError(MidstreamError, RuntimeError):
+    """A model could not be made; the message says why, and what to do about it."""
+
+
+class HttpError(Exception):
+    """An HTTP error response.
+
+    Attributes:
+        status: HTTP status.
+        message: what is wrong, and what would be right.
+        param: path of the invalid field; None if no field is invalid.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+
+    @staticmethod
+    def of(error: Exception) -> HttpError:
+        """Convert one of midstream's exceptions; other exceptions are raised again."""
+        if isinstance(error, HttpError):
+            return error
+        if isinstance(error, SpecError):
+            return HttpError(400, str(error), error.path or None)
+        if isinstance(error, ReceiptError):
+            return HttpError(500, str(error))
+        raise error
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error as JSON values, in the form of vLLM's errors."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": HTTPStatus(self.status).phrase,
+                "param": self.param,
+                "code": self.status,
+            }
+        }
+
+    @property
+    def content(self) -> bytes:
+        """The body as JSON text."""
+        return json.dumps(self.body).encode()

@@ -1,5 +1,5 @@
 """`vllm.LLM(model, worker_cls="midstream.worker.CaptureWorker")`: captures that environment
-variables drive; `midstream.act_environment` has them.
+variables drive; `midstream.compat.act_environment` has them.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import engines, talking, tiny
-from helpers.oracle import Oracle
+from support import engines, talking, tiny
+from support.oracle import Oracle
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

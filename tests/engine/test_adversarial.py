@@ -20,15 +20,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny
-from helpers.adversary import Bench, Totals, smallest
-from helpers.adversary_edits import Catalogue, catalogue
-from helpers.adversary_judge import Measure
-from helpers.adversary_mix import Mix, Shape
-from helpers.adversary_run import assert_idle_and_clean, rewinding
-from helpers.engines import engine
-from helpers.nightly import NIGHTLY
-from helpers.oracle_edits import PLACES, SIX, EditOracle
+from support import tiny
+from support.adversary import Bench, Totals, smallest
+from support.adversary_edits import Catalogue, catalogue
+from support.adversary_judge import Measure
+from support.adversary_mix import Mix, Shape
+from support.adversary_run import assert_idle_and_clean, rewinding
+from support.engines import engine
+from support.nightly import NIGHTLY
+from support.oracle_edits import PLACES, SIX, EditOracle
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.alongside import EVERYTHING, check_rows, hooked, push, rows_of
-from helpers.engines import engine, generated, greedy, tokens
-from helpers.oracle import Oracle
+from support.alongside import EVERYTHING, check_rows, hooked, push, rows_of
+from support.engines import engine, generated, greedy, tokens
+from support.oracle import Oracle
 
 # In the tokenizer's order of bytes.
 LETTERS = list(range(64, 90))

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import adapters
-from helpers.alongside import EVERYTHING, check_captured, check_rows, hooked, push, rows_of
-from helpers.engines import engine, generated, greedy, tokens
-from helpers.oracle import HookEdit, Oracle, relative_error
-from helpers.tiny import HIDDEN
+from support import adapters
+from support.alongside import EVERYTHING, check_captured, check_rows, hooked, push, rows_of
+from support.engines import engine, generated, greedy, tokens
+from support.oracle import HookEdit, Oracle, relative_error
+from support.tiny import HIDDEN
 from torch import Tensor
 
 from midstream import Capture, Probe, SpecError, Steer, TokenIds

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engines import ALL_SITES, engine, greedy, tokens
-from helpers.own_process import python
+from support.engines import ALL_SITES, engine, greedy, tokens
+from support.own_process import python
 
 from midstream import Capture, SpecError
 from midstream.codecs import parse_codec
-from midstream.runtime import results
+from midstream.runtime.worker import result_buffer as results
 
 EVERYTHING = Capture(layers="all", sites=ALL_SITES)
 PROMPTS = [list(range(3 + n, 90 + 2 * n)) for n in range(12)]
@@ -216,7 +216,7 @@ def test_what_has_no_room_is_dropped_counted_and_nothing_else_is_wrong(tiny_llam
 WAITED = """
 import sys
 from pathlib import Path
-from helpers.engines import ALL_SITES, engine, greedy, tokens
+from support.engines import ALL_SITES, engine, greedy, tokens
 from midstream import Capture
 
 PROMPTS = [list(range(3 + n % 40, 40 + n)) for n in range(48)]
@@ -256,7 +256,7 @@ def test_requests_wait_for_room_in_an_engine_process_of_its_own(tiny_llama, tmp_
 KILLED = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from helpers.engines import engine, greedy, tokens
+from support.engines import engine, greedy, tokens
 from midstream import Capture
 
 def shared():

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.async_run import ALL_SITES, COUNT, KINDS, plan, prompt
-from helpers.own_process import python
+from support.async_run import ALL_SITES, COUNT, KINDS, plan, prompt
+from support.own_process import python
 
 
 @pytest.fixture(scope="module")
 def found(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("async") / "found.pt"
-    python("-m", "helpers.async_run", tiny_llama, out, timeout=580)
+    python("-m", "support.async_run", tiny_llama, out, timeout=580)
     loaded: dict[str, Any] = torch.load(out)
     return loaded
 

@@ -18,13 +18,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from helpers import engines
-from helpers.nightly import NIGHTLY, rounds
-from helpers.own_process import ROOT
+from support import engines
+from support.nightly import NIGHTLY, rounds
+from support.own_process import ROOT
 
 from midstream import Capture, Positions, Role, SamplingParams, Text, open_store
-from midstream.capturing import Job, Summary, capture_dataset
-from midstream.capturing.engine import VllmEngine
+from midstream.jobs import Job, Summary, capture_dataset
+from midstream.jobs.engine import VllmEngine
 from midstream.store import verify
 
 LINES = 400
@@ -172,7 +172,7 @@ def test_a_message_that_no_template_can_take_fails_its_line_alone(llm, tmp_path)
 
 def test_a_request_that_fails_on_a_worker_fails_its_line_alone(llm, tmp_path, monkeypatch):
     """Its plan arrives there as junk."""
-    from midstream.runtime import door
+    from midstream.runtime.frontend import base as door
 
     pack, packed = door.Carried.pack, []
 

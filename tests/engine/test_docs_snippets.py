@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from helpers import engines
-from helpers.pages import blocks
-from helpers.tokenizers import byte_level
 from safetensors.torch import save_file
+from support import engines
+from support.pages import blocks
+from support.tokenizers import byte_level
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

@@ -9,12 +9,13 @@ import pytest
 import torch
 import transformers as hf
 
-from midstream.doctor.cases import OPERATIONS
-from midstream.doctor.examine import Options, examine, examine_config
-from midstream.doctor.report import LACKING, OK, REFUSED, WRONG
-from midstream.runtime import conventions, taps
-from midstream.runtime.conventions_types import Refusal, dead
+from midstream.runtime.models import registry as conventions
+from midstream.runtime.models.convention import Refusal, dead
+from midstream.runtime.worker.taps import taps
 from midstream.sites import NAMES
+from midstream.tools.doctor.cases import OPERATIONS
+from midstream.tools.doctor.examine import Options, examine, examine_config
+from midstream.tools.doctor.report import LACKING, OK, REFUSED, WRONG
 
 LLAMA = ("model_executor.models.llama", "LlamaDecoderLayer")
 NORM = "post_attention_layernorm"

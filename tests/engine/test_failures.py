@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.engines import engine, generated, greedy, tokens
+from support.engines import engine, generated, greedy, tokens
 
 from midstream import Capture, ReceiptError, ReceiptWarning, Steer
 from midstream.ops import layout
-from midstream.runtime import session
-from midstream.runtime.requests import acquire_segments
-from midstream.runtime.session import Session
+from midstream.runtime.worker import session
+from midstream.runtime.worker.request_state import acquire_segments
+from midstream.runtime.worker.session import WorkerSession
 
 HIDDEN = 64
 PROMPT = [(11 * n) % 150 + 5 for n in range(100)]
@@ -119,7 +119,7 @@ def test_who_was_served_kv_of_a_request_that_failed_fails_with_it(llm, first_fai
 
 def test_a_token_that_was_not_edited_ends_its_request(llm, monkeypatch):
     prompt = fresh(llm, 33)
-    original = Session.before_forward
+    original = WorkerSession.before_forward
 
     def before_forward(self, view):
         # The device is told nothing of the row at position 72, the third generated token.
@@ -127,7 +127,7 @@ def test_a_token_that_was_not_edited_ends_its_request(llm, monkeypatch):
         if 72 in view.computed:
             self._buffers.tokens[:, layout.PROGRAM] = layout.IDLE_PROGRAM
 
-    monkeypatch.setattr(Session, "before_forward", before_forward)
+    monkeypatch.setattr(WorkerSession, "before_forward", before_forward)
     with pytest.raises(ReceiptError, match="position 72: asked for 1 edits") as caught:
         ask(llm, [[steer(1.5)], None], max_tokens=40, prompts=[prompt, fresh(llm, 34)])
     bad, plain = caught.value.outputs
@@ -150,6 +150,6 @@ def test_with_warn_the_outputs_come_with_a_warning(tiny_llama, broken):
 
 def test_what_cannot_be_pinned_on_a_request_fails_loudly(tiny_llama, monkeypatch):
     with engine(tiny_llama) as llm:
-        monkeypatch.setattr(Session, "before_forward", lambda self, view: 1 / 0)
+        monkeypatch.setattr(WorkerSession, "before_forward", lambda self, view: 1 / 0)
         with pytest.raises(Exception, match="division by zero"):
             ask(llm, [[steer(1.0)]])

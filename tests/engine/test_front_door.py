@@ -6,16 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.engines import engine, generated, greedy, tokens
+from support.engines import engine, generated, greedy, tokens
 
-from midstream import (
-    Capture,
-    ConfigError,
-    SpecError,
-    Steer,
-    TapError,
-    UnsupportedError,
-)
+from midstream import Capture, ConfigError, SpecError, Steer, TapError, UnsupportedError
 
 PROMPT = [5, 6, 7, 8]
 HIDDEN = 64
@@ -163,7 +156,7 @@ def test_a_capture_too_large_for_the_staging_ring_is_refused_naming_the_setting(
 def test_a_tap_that_does_not_fire_stops_the_engine_before_anything_is_returned(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from midstream.runtime import taps
+    from midstream.runtime.worker.taps import taps
 
     fire = taps._fire
 
@@ -246,7 +239,7 @@ def test_a_call_that_is_given_up_while_it_waits_for_its_results_leaves_nothing(
         if len(waited) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("midstream.runtime.frontend.wait_for", interrupted)
+    monkeypatch.setattr("midstream.runtime.frontend.sync_frontend.wait_for", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([tokens(PROMPT)] * 6, greedy(2), capture=Capture(layers=[0]), use_tqdm=False)
     monkeypatch.undo()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engines import engine, generated, greedy, tokens
-from helpers.hostile import good_plan, hostile_plans
-from helpers.nightly import rounds
+from support.engines import engine, generated, greedy, tokens
+from support.hostile import good_plan, hostile_plans
+from support.nightly import rounds
 
 from midstream import Capture, SpecError, Steer
 

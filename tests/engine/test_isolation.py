@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engines import ALL_SITES, engine, generated, greedy, tokens
+from support.engines import ALL_SITES, engine, generated, greedy, tokens
 
 from midstream import Capture, Positions, SpecError, Steer
 
@@ -202,7 +202,7 @@ def test_sampling_params_are_not_changed_and_can_be_used_again(llm: Any) -> None
 
 
 def test_two_engines_in_one_process_keep_to_themselves(llm: Any, tiny_models: Path) -> None:
-    from helpers import tiny
+    from support import tiny
 
     other = tiny.make("gpt2", tiny_models)
     prompt, params = tokens([11, 12, 13, 14]), greedy(4, detokenize=False)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny
-from helpers.edit_cases import Maker
-from helpers.engines import engine, generated, greedy, tokens
-from helpers.oracle_edits import PLACES, SIX, EditOracle, row_error
+from support import tiny
+from support.edit_cases import Maker
+from support.engines import engine, generated, greedy, tokens
+from support.oracle_edits import PLACES, SIX, EditOracle, row_error
 
 from midstream import Affine, Capture, Plan, Probe, Replace, SpecError, Steer, TokenIds
 

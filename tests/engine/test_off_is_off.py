@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny
-from helpers.adversary_edits import catalogue
-from helpers.adversary_mix import Mix, Shape
-from helpers.adversary_run import Driver, assert_idle_and_clean, rewinding
-from helpers.engines import engine, greedy, tokens
-from helpers.oracle_edits import PLACES, SIX, EditOracle
+from support import tiny
+from support.adversary_edits import catalogue
+from support.adversary_mix import Mix, Shape
+from support.adversary_run import Driver, assert_idle_and_clean, rewinding
+from support.engines import engine, greedy, tokens
+from support.oracle_edits import PLACES, SIX, EditOracle
 
 from midstream import Capture, Probe, Scale, Steer
 

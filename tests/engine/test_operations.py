@@ -9,23 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny
-from helpers.edit_cases import Case, Maker, all_problems, cases
-from helpers.engines import engine, generated, greedy, tokens
-from helpers.oracle_edits import PLACES, SIX, At, EditOracle, Seen, row_error
+from support import tiny
+from support.edit_cases import Case, Maker, all_problems, cases
+from support.engines import engine, generated, greedy, tokens
+from support.oracle_edits import PLACES, SIX, At, EditOracle, Seen, row_error
 
-from midstream import (
-    Ablate,
-    Affine,
-    Capture,
-    Clamp,
-    Feature,
-    Gate,
-    LoReFT,
-    Replace,
-    Scale,
-    Steer,
-)
+from midstream import Ablate, Affine, Capture, Clamp, Feature, Gate, LoReFT, Replace, Scale, Steer
 
 TOLERANCE = 1e-4
 TIE = 1e-3

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny
-from helpers.engines import engine, generated, greedy, tokens
-from helpers.oracle import Branches, HookEdit, Oracle, relative_error
+from support import tiny
+from support.engines import engine, generated, greedy, tokens
+from support.oracle import Branches, HookEdit, Oracle, relative_error
 from torch import Tensor
 
 from midstream import Capture, SpecError, Steer

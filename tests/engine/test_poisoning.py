@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny
-from helpers.adversary_judge import Measure, differences
-from helpers.adversary_mix import Ask
-from helpers.adversary_run import assert_idle_and_clean, counter
-from helpers.engines import engine, generated, greedy
-from helpers.oracle_edits import SIX
+from support import tiny
+from support.adversary_judge import Measure, differences
+from support.adversary_mix import Ask
+from support.adversary_run import assert_idle_and_clean, counter
+from support.engines import engine, generated, greedy
+from support.oracle_edits import SIX
 
 from midstream import Capture, Gate, Probe, Reading, Replace, Scale, Steer, TokenIds
 

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.own_process import python
+from support.own_process import python
 
 SCRIPT = """
 import json, sys, torch
-from helpers.engines import ALL_SITES, engine, greedy, tokens, generated
+from support.engines import ALL_SITES, engine, greedy, tokens, generated
 from midstream import Capture, ReceiptError, Steer
 from midstream.runtime import door, frontend
 from midstream.sinks import finding
@@ -39,7 +39,7 @@ if __name__ == "__main__":
     args |= {"max_num_batched_tokens": 64, "max_num_seqs": 8, "block_size": 32}
     args["midstream"] = {"sites": ALL_SITES, "sinks": {"rows": {}}}
     frontend.LOOK_SECONDS = 0
-    entry = EntryPoint("rows", "helpers.sinking:AsTheyCome", finding.GROUP)
+    entry = EntryPoint("rows", "support.sinking:AsTheyCome", finding.GROUP)
     finding.entry_points = lambda group: [entry]
     with engine(Path(sys.argv[1]), enable_prefix_caching=True, **args) as llm:
         outputs = llm.generate(prompts, greedy(6, detokenize=False), steer=steers,

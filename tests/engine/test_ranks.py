@@ -21,14 +21,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny
-from helpers.adversary import Bench, Totals
-from helpers.adversary_edits import catalogue
-from helpers.adversary_mix import Mix, Shape
-from helpers.adversary_run import assert_idle_and_clean
-from helpers.engines import engine, greedy, tokens
-from helpers.oracle_edits import PLACES, SIX, EditOracle
-from helpers.ranks import GPUS, HOOKED, MEASURE, PIPELINE, ranks, usage
+from support import tiny
+from support.adversary import Bench, Totals
+from support.adversary_edits import catalogue
+from support.adversary_mix import Mix, Shape
+from support.adversary_run import assert_idle_and_clean
+from support.engines import engine, greedy, tokens
+from support.oracle_edits import PLACES, SIX, EditOracle
+from support.ranks import GPUS, HOOKED, MEASURE, PIPELINE, ranks, usage
 
 from midstream import Capture, Gate, SamplingParams, SpecError, Steer
 from midstream.spec.operations import KINDS_BY_OP

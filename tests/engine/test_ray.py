@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from helpers.own_process import ROOT
+from support.own_process import ROOT
 
 from midstream import open_store
 from midstream.store import verify

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import serving
-from helpers.engines import ALL_SITES
-from helpers.own_process import python
-from helpers.replicas_run import COUNT, SEVERAL, STREAMED, plan, prompt
-from helpers.serving import NAME, Running
+from support import serving
+from support.engines import ALL_SITES
+from support.own_process import python
+from support.replicas_run import COUNT, SEVERAL, STREAMED, plan, prompt
+from support.serving import NAME, Running
 
 from midstream import Client
 from midstream.errors import UnsupportedError
@@ -24,7 +24,7 @@ NOBIND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 @pytest.fixture(scope="module")
 def found(talking_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("replicas") / "found.pt"
-    python("-m", "helpers.replicas_run", talking_llama, out, timeout=580, **NOBIND)
+    python("-m", "support.replicas_run", talking_llama, out, timeout=580, **NOBIND)
     loaded: dict[str, Any] = torch.load(out)
     return loaded
 

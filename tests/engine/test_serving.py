@@ -16,16 +16,16 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from helpers import serving
-from helpers.nightly import NIGHTLY
-from helpers.own_process import python
-from helpers.serving import NAME, Running
-from helpers.serving_load import load
-from helpers.serving_offline import CASES, TOKENS, VECTOR, Case, assert_equal, plain
-from helpers.serving_plain import PLAIN, answered
-from helpers.spans import Spans, collecting
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
+from support import serving
+from support.nightly import NIGHTLY
+from support.own_process import python
+from support.serving import NAME, Running
+from support.serving_load import load
+from support.serving_offline import CASES, TOKENS, VECTOR, Case, assert_equal, plain
+from support.serving_plain import PLAIN, answered
+from support.spans import Spans, collecting
 
 from midstream import Capture, Client, Probe, Steer, extra_body
 from midstream.client import ServedOutput, ServerError
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def offline(smollm2: Path, folder: Path) -> dict[str, Any]:
     out = folder / "offline.pt"
-    python("-m", "helpers.serving_offline", smollm2, out, timeout=580)
+    python("-m", "support.serving_offline", smollm2, out, timeout=580)
     found: dict[str, Any] = torch.load(out)
     return found
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import serving
-from helpers.pages import blocks
-from helpers.serving import Running
+from support import serving
+from support.pages import blocks
+from support.serving import Running
 
 PAGE = "docs/serving.md"
 ADDRESS = "127.0.0.1:8000"

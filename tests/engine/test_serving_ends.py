@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from helpers import serving
-from helpers.serving import NAME, Running
+from support import serving
+from support.serving import NAME, Running
 
 from midstream import Capture, Client, extra_body
 from midstream.store import open_store

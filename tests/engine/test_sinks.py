@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.engines import ALL_SITES, engine, generated, greedy, tokens
-from helpers.sinking import Keeping
+from support.engines import ALL_SITES, engine, generated, greedy, tokens
+from support.sinking import Keeping
 
 import midstream
 from midstream import Capture, ConfigError, ReceiptError, SpecError
-from midstream.activations import Activations
-from midstream.consumers import FilesystemCaptureRequest
-from midstream.sinks import finding
-from midstream.sinks.store import OWN
+from midstream.compat.consumers import FilesystemCaptureRequest
+from midstream.results.activations import Activations
+from midstream.sinks import registry as finding
+from midstream.sinks.store_sink import OWN
 from midstream.store import open_store
 
 PROMPTS = [tokens(list(range(3 + n, 8 + 3 * n))) for n in range(12)]
@@ -40,7 +40,7 @@ def llm(tiny_llama: Path, folder: Path) -> Iterator[Any]:
     """One engine with every sink, and one of them for every request."""
     offered = {"keeping": "Keeping", "failing": "Failing", "probe": "Keeping"}
     entries = [
-        EntryPoint(name, f"helpers.sinking:{cls}", finding.GROUP) for name, cls in offered.items()
+        EntryPoint(name, f"support.sinking:{cls}", finding.GROUP) for name, cls in offered.items()
     ]
     sinks = {
         "store": {"root": str(folder / "store"), "prompts": True},

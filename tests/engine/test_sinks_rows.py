@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engines import ALL_SITES, engine, greedy, tokens
-from helpers.sinking import AsTheyCome
+from support.engines import ALL_SITES, engine, greedy, tokens
+from support.sinking import AsTheyCome
 
 from midstream import Capture, ReceiptError, SpecError
-from midstream.runtime import frontend
-from midstream.sinks import finding
+from midstream.runtime.frontend import sync_frontend as frontend
+from midstream.sinks import registry as finding
 
 PROMPTS = [tokens(list(range(3 + n, 8 + 3 * n))) for n in range(12)]
 PARAMS = greedy(5, detokenize=False)
@@ -24,7 +24,7 @@ PARAMS = greedy(5, detokenize=False)
 def llm(tiny_llama: Path) -> Iterator[Any]:
     offered = {"keeping": "Keeping", "rows": "AsTheyCome"}
     entries = [
-        EntryPoint(name, f"helpers.sinking:{cls}", finding.GROUP) for name, cls in offered.items()
+        EntryPoint(name, f"support.sinking:{cls}", finding.GROUP) for name, cls in offered.items()
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(finding, "entry_points", lambda group: entries)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import tiny
-from helpers.engines import engine, greedy, tokens
-from helpers.oracle import Branches, Oracle, relative_error
+from support import tiny
+from support.engines import engine, greedy, tokens
+from support.oracle import Branches, Oracle, relative_error
 
 from midstream import Capture, SpecError
 

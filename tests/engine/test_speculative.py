@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import speculation
-from helpers.compared import differences
-from helpers.engines import engine
-from helpers.speculation import SCRIPTS, alone
+from support import speculation
+from support.compared import differences
+from support.engines import engine
+from support.speculation import SCRIPTS, alone
 
 SCRIPTED = [name for name, _, _ in SCRIPTS]
 

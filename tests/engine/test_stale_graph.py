@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from helpers.stale_check import check_no_stale_graph
+from support.stale_check import check_no_stale_graph
 
 
 def test_a_graph_compiled_under_other_settings_is_never_used(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny
-from helpers.engines import ALL_SITES, engine, generated, greedy, tokens
+from support import tiny
+from support.engines import ALL_SITES, engine, generated, greedy, tokens
 from torch import Tensor
 
 from midstream import Ablate, Capture, SamplingParams, Scale, SpecError, Steer

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny
-from helpers.edit_cases import Case, Maker, all_problems, ask, problems
-from helpers.engines import engine, generated, greedy, tokens
-from helpers.oracle_edits import PLACES, SIX, At, EditOracle
+from support import tiny
+from support.edit_cases import Case, Maker, all_problems, ask, problems
+from support.engines import engine, generated, greedy, tokens
+from support.oracle_edits import PLACES, SIX, At, EditOracle
 
 from midstream import (
     Ablate,

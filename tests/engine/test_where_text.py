@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.edit_cases import Case, problems
-from helpers.engines import engine, greedy
-from helpers.oracle_edits import PLACES, SIX, At, EditOracle
+from support.edit_cases import Case, problems
+from support.engines import engine, greedy
+from support.oracle_edits import PLACES, SIX, At, EditOracle
 
 from midstream import Capture, Role, SpecError, Steer, Text
 

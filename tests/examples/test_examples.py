@@ -21,7 +21,7 @@ NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in S
 @pytest.fixture(scope="module")
 def llm(smollm2: Path) -> Iterator[Any]:
     """One engine for all: each starts its own when it is run by hand."""
-    from helpers import engines
+    from support import engines
 
     settings = {"max_model_len": 512, "midstream": {"sites": engines.ALL_SITES}}
     with engines.engine(smollm2, **settings) as found:

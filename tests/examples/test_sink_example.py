@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import tiny
-from helpers.own_process import ROOT, python
+from support import tiny
+from support.own_process import ROOT, python
 
 pytestmark = pytest.mark.engine
 
 PROGRAM = """
 import sys, torch
 from pathlib import Path
-from helpers.engines import engine, greedy, tokens
+from support.engines import engine, greedy, tokens
 from midstream import Capture, ConfigError
 
 if __name__ == "__main__":

@@ -30,11 +30,11 @@ def gpu_llm(smollm2: Path) -> Iterator[Any]:
     """SmolLM2 with torch.compile and CUDA graphs, every site tapped, steps of 256 tokens; in
     float32 unless `MIDSTREAM_GPU_DTYPE` says bfloat16.
     """
-    from helpers.engines import ALL_SITES, engine
+    from support.engines import ALL_SITES, engine
 
-    from midstream.sinks import finding
+    from midstream.sinks import registry as finding
 
-    entry = EntryPoint("rows", "helpers.sinking:AsTheyCome", finding.GROUP)
+    entry = EntryPoint("rows", "support.sinking:AsTheyCome", finding.GROUP)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(finding, "entry_points", lambda group: [entry])
         with engine(

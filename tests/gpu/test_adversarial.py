@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.adversary import Bench, Totals
-from helpers.adversary_edits import catalogue
-from helpers.adversary_judge import Measure
-from helpers.adversary_mix import Mix, Shape
-from helpers.adversary_run import assert_idle_and_clean
-from helpers.engines import engine
-from helpers.oracle import relative_error
-from helpers.oracle_edits import PLACES, SIX, EditOracle
+from support.adversary import Bench, Totals
+from support.adversary_edits import catalogue
+from support.adversary_judge import Measure
+from support.adversary_mix import Mix, Shape
+from support.adversary_run import assert_idle_and_clean
+from support.engines import engine
+from support.oracle import relative_error
+from support.oracle_edits import PLACES, SIX, EditOracle
 
 SEED = int(os.environ.get("MIDSTREAM_ADVERSARY_SEED", "20261121"))
 REQUESTS = int(os.environ.get("MIDSTREAM_ADVERSARY_REQUESTS", "400"))

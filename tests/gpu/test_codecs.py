@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.codec_rows import CODECS, DTYPES, codec
+from support.codec_rows import CODECS, DTYPES, codec
 
 
 def rows_of(dtype: torch.dtype) -> torch.Tensor:

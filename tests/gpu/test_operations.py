@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.edit_cases import Case, ask, cases, problems
-from helpers.engines import engine
-from helpers.oracle import relative_error
-from helpers.oracle_edits import PLACES, SIX, EditOracle
+from support.edit_cases import Case, ask, cases, problems
+from support.engines import engine
+from support.oracle import relative_error
+from support.oracle_edits import PLACES, SIX, EditOracle
 
 # vLLM's float32 attention on a GPU rounds products to TF32: unedited prompts are within 1e-3 of
 # transformers, and some edits amplify that: of 220 cases on an H200 the worst was 4.6e-3 up to the
@@ -63,7 +63,7 @@ def test_every_operation_at_every_site_does_what_its_formula_says(
         raise AssertionError("a layer's Python ran")
 
     assert len(given) > 180
-    monkeypatch.setattr("midstream.runtime.taps._fire", refuse)
+    monkeypatch.setattr("midstream.runtime.worker.taps.taps._fire", refuse)
     outputs = ask(llm, given, layers=None)
     found = []
     errors = []

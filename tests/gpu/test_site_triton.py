@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.site_cases import Step, assert_same, case, random_case, same_bits
-from helpers.site_noops import NOOPS, noop_case
+from support.site_cases import Step, assert_same, case, random_case, same_bits
+from support.site_noops import NOOPS, noop_case
 
 import midstream.ops.site  # noqa: F401
 from midstream.ops.layout import Op

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engines import ALL_SITES, generated, greedy, tokens
-from helpers.oracle import HookEdit, Oracle, relative_error
+from support.engines import ALL_SITES, generated, greedy, tokens
+from support.oracle import HookEdit, Oracle, relative_error
 from torch import Tensor
 
 from midstream import Capture, Steer
-from midstream.runtime import frontend
+from midstream.runtime.frontend import sync_frontend as frontend
 
 EXACT = 2e-3  # float32, with the GPU's own order of summation
 BFLOAT16 = 0.02
@@ -96,7 +96,7 @@ def test_graphs_and_compilation_are_on_and_the_runner_is_the_one_asked_for(
         raise AssertionError("a layer's Python ran in a step that should be a graph's replay")
 
     # A step that captures and steers is a replay like any other: no Python of a layer runs.
-    monkeypatch.setattr("midstream.runtime.taps._fire", refuse)
+    monkeypatch.setattr("midstream.runtime.worker.taps.taps._fire", refuse)
     output = gpu_llm.generate(
         tokens(prompts[SHORT]), greedy(4), capture=EVERYTHING, use_tqdm=False
     )[0]

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 import midstream
-from midstream.models import smollm2
+from midstream.demo.model import smollm2
 from midstream.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -267,7 +267,7 @@ def test_the_changelog_and_the_design_are_about_this_version() -> None:
 
 
 def test_the_number_of_tiny_architectures_is_the_one_named() -> None:
-    source = ast.parse(text_of("tests/helpers/tiny.py"))
+    source = ast.parse(text_of("tests/support/tiny.py"))
     models = next(
         node.value
         for node in source.body

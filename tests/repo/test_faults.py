@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers.faults import FAULTS
+from support.faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,10 +6,10 @@ import ast
 from pathlib import Path
 
 import pytest
-from helpers import releases
+from support import releases
 
-from midstream.runtime import seams
-from midstream.runtime.seam_types import Fields, Seam
+from midstream.runtime.vllm import seams
+from midstream.runtime.vllm.seam_types import Fields, Seam
 
 import seam_sources  # isort: skip
 import seams as seams_script  # isort: skip

@@ -35,11 +35,15 @@ FREE = {
     "sites.py": {"vllm", "torch", "numpy"},
     "receipt.py": {"vllm", "torch", "numpy"},
     "__init__.py": {"vllm", "torch", "numpy"},
-    "runtime/enabling.py": {"vllm", "torch", "numpy"},
+    "plugin.py": {"vllm", "torch", "numpy"},
 }
 # Pure data, as `conventions_types.py` says of itself.
 FREE |= dict.fromkeys(
-    ("runtime/conventions_types.py", "runtime/conventions_vllm.py", "runtime/conventions_hf.py"),
+    (
+        "runtime/models/convention.py",
+        "runtime/models/vllm_layers.py",
+        "runtime/models/hf_layers.py",
+    ),
     {"vllm", "torch", "numpy"},
 )
 
@@ -197,7 +201,7 @@ def test_no_exception_is_defined_elsewhere():
     }
     # A command line's own words, raised and caught within the demo, or within the doctor; and what
     # the server refuses, caught within it.
-    own = ("demo/", "doctor/", "models/", "serving/refusals.py: Refusal")
+    own = ("demo/", "doctor/", "models/", "server/http_errors.py: Refusal")
     assert {name for name in defined if not name.startswith(own)} == set()
 
 

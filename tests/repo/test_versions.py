@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers import releases
+from support import releases
 
 import record_versions  # isort: skip
 import versions_table  # isort: skip

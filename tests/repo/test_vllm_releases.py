@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from helpers import releases
+from support import releases
 
 import vllm_releases  # isort: skip
 

@@ -14,16 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from midstream.cli.output import (
-    REFUSED,
-    print_json,
-    read_json_option,
-    read_positions,
-    refusals,
-)
+from midstream.cli.output import REFUSED, print_json, read_json_option, read_positions, refusals
 
 if TYPE_CHECKING:
-    from midstream.capturing import Capturing
+    from midstream.jobs import CaptureRun
 
 
 class CommandClass(TyperCommand):
@@ -126,7 +120,7 @@ def capture(
     DIR/errors.jsonl, or the job broke off; 2 it was refused and did not begin; 130 or 143 it was
     stopped. What is in the store stays, and --resume goes on from there.
     """
-    from midstream.demo.surroundings import WHEN_QUIET, defaults
+    from midstream.console import WHEN_QUIET, defaults
 
     if not ray and (ray_engines, ray_cpus, ray_gpus) != (None, 1, None):
         raise typer.BadParameter("--ray-engines, --ray-cpus and --ray-gpus go with --ray")
@@ -135,7 +129,7 @@ def capture(
         raise typer.BadParameter(f"--engine-args: expected a JSON object, got {engine_args}")
     environment = {**ENVIRONMENT, **({} if verbose else WHEN_QUIET)}
     with defaults(environment), refusals(as_json):
-        from midstream.capturing import Capturing, Job
+        from midstream.jobs import CaptureRun, Job
         from midstream.spec import Capture
 
         job = Job(
@@ -164,26 +158,28 @@ def capture(
             flush_seconds=flush_seconds,
         )
         if ray:
-            from midstream.ray import Spread, Spreading
+            from midstream.jobs.ray import Placement, RayCaptureRun
 
-            capturing: Capturing = Spreading(
+            capturing: CaptureRun = RayCaptureRun(
                 job,
-                Spread(address=ray, engines=ray_engines, cpus=ray_cpus, gpus=ray_gpus, log=verbose),
+                Placement(
+                    address=ray, engines=ray_engines, cpus=ray_cpus, gpus=ray_gpus, log=verbose
+                ),
             )
         else:
-            capturing = Capturing(job)
+            capturing = CaptureRun(job)
         with capturing:
             status = _work(capturing, as_json, verbose)
     raise typer.Exit(status)
 
 
-def _work(capturing: Capturing, as_json: bool, verbose: bool) -> int:
+def _work(capturing: CaptureRun, as_json: bool, verbose: bool) -> int:
     """Captures, and tells what came of it; the exit status."""
-    from midstream.capturing.display import Display, conclude
-    from midstream.capturing.engine import start_vllm
-    from midstream.capturing.place import errors_file
-    from midstream.demo.surroundings import quiet
+    from midstream.console import quiet
     from midstream.errors import MidstreamError
+    from midstream.jobs.directory_lock import errors_file
+    from midstream.jobs.engine import start_vllm
+    from midstream.jobs.progress import Display, conclude
 
     job, stop = capturing.job, threading.Event()
     problem = ""
@@ -218,7 +214,7 @@ def _work(capturing: Capturing, as_json: bool, verbose: bool) -> int:
 
 
 @contextmanager
-def _signals(capturing: Capturing, stop: threading.Event) -> Iterator[list[int]]:
+def _signals(capturing: CaptureRun, stop: threading.Event) -> Iterator[list[int]]:
     """While this is open, the first signal to stop is noted, and a job that has begun ends in
     good order; another one interrupts whatever goes on.
     """

@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from midstream.doctor.report import Report
+    from midstream.tools.doctor.report import Report
 
 # Defaults that a user's own settings override. The engine is in this process, so that what is
 # wrong with it is raised here; nothing is compiled.
@@ -65,11 +65,11 @@ def doctor(
     if hidden % 64:
         raise typer.BadParameter(f"--hidden: expected a multiple of 64, got {hidden}")
     _check_writable(output)
-    from midstream.demo.surroundings import defaults, quiet
+    from midstream.console import defaults, quiet
 
     with defaults(ENVIRONMENT), quiet(verbose=verbose) as console:
-        from midstream.doctor.examine import Options, examine
-        from midstream.doctor.shrink import Size
+        from midstream.tools.doctor.examine import Options, examine
+        from midstream.tools.doctor.small_config import Size
 
         size = None if full else Size(layers, hidden)
         report = examine(Options(model, size, dtype, seed, architecture))
@@ -88,7 +88,7 @@ def _check_writable(output: str | None) -> None:
 
 
 def _show(report: Report, console: Console, output: str | None) -> None:
-    from midstream.doctor.table import render
+    from midstream.tools.doctor.table import render
 
     text = json.dumps(report.to_dict(), indent=2) + "\n"
     if output == "-":

@@ -49,8 +49,8 @@ def inspect(
 
 def _whole(store: Store) -> tuple[Any, RenderableType]:
     """All that there is, as JSON values and as a table."""
-    from midstream.inspecting.overview import Overview
-    from midstream.inspecting.table import render
+    from midstream.tools.inspect.overview import Overview
+    from midstream.tools.inspect.table import render
 
     found = Overview.of(store)
     return found.to_dict(), render(found)
@@ -58,8 +58,8 @@ def _whole(store: Store) -> tuple[Any, RenderableType]:
 
 def _request(store: Store, request: str) -> tuple[Any, RenderableType]:
     """One request, as JSON values and as tables."""
-    from midstream.inspecting.overview import plain_request
-    from midstream.inspecting.table import render_request
+    from midstream.tools.inspect.overview import plain_request
+    from midstream.tools.inspect.table import render_request
 
     found = [each for each in store.requests if each.request == request]
     if not found:
@@ -68,9 +68,9 @@ def _request(store: Store, request: str) -> tuple[Any, RenderableType]:
 
 
 def _draw(store: Store, path: Path) -> None:
-    from midstream.inspecting.canvas import make_canvas
-    from midstream.inspecting.chart import draw
-    from midstream.inspecting.norms import Norms
+    from midstream.tools.inspect.canvas import make_canvas
+    from midstream.tools.inspect.chart import draw
+    from midstream.tools.inspect.norms import Norms
 
     make_canvas(path, 1, 1)  # a file of another kind is refused before rows are read
     draw(Norms.of(store), path)

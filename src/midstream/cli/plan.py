@@ -91,11 +91,11 @@ def plan(
     """
     with refusals(as_json):
         # Here, as codecs and the store's layout import torch.
-        from midstream.planning import Fleet, PlannedJob, advise, read_model
-        from midstream.planning.advice import loads_of
-        from midstream.planning.job import read_return
-        from midstream.planning.rates import known_rates
-        from midstream.planning.table import render, to_dict
+        from midstream.tools.capacity import Fleet, PlannedJob, advise, read_model
+        from midstream.tools.capacity.advice import loads_of
+        from midstream.tools.capacity.job import read_return
+        from midstream.tools.capacity.rates import known_rates
+        from midstream.tools.capacity.table import render, to_dict
 
         rates = known_rates().with_given(
             engine=tokens_per_second,

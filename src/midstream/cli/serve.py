@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from midstream.cli.output import read_json_option
-from midstream.config import KEY, Config
+from midstream.config.config import KEY, Config
 from midstream.errors import ConfigError
 
 # Where vLLM looks for plugins, and the variable that says which of them it takes.

@@ -3,11 +3,11 @@
 Needs httpx, and no vLLM.
 """
 
-from midstream.client.asking import extra_body
-from midstream.client.asynchronous import AsyncClient
-from midstream.client.errors import ServerError
+from midstream.client.async_client import AsyncClient
+from midstream.client.client import Client
 from midstream.client.outputs import ServedCompletion, ServedOutput
-from midstream.client.synchronous import Client
+from midstream.client.request_body import extra_body
+from midstream.errors import ServerError
 
 __all__ = [
     "AsyncClient",

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from midstream.activations import Activations
-from midstream.client.errors import ServerError
-from midstream.config import KEY
-from midstream.packed import unpack
-from midstream.receipt import CaptureResult, Receipt
-from midstream.scores import Probes
+from midstream.config.config import KEY
+from midstream.errors import ServerError
+from midstream.results.activations import Activations
+from midstream.results.probe_scores import Probes
+from midstream.results.receipt import CaptureResult, Receipt
+from midstream.results.serialization import unpack
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ the layout of each, byte by byte, and what each loses.
 
 from midstream.codecs.base import Codec
 from midstream.codecs.full8 import Full8
+from midstream.codecs.parse import parse_codec
 from midstream.codecs.raw import Raw
-from midstream.codecs.reading import parse_codec
 from midstream.codecs.rp8 import Rp8
 from midstream.codecs.sketches import cosine_similarities, inner_products, norms
 from midstream.codecs.topk8 import Topk8

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from midstream.errors import CodecError, SpecError
-from midstream.spec.fields import is_int, kind, show
+from midstream.validation import is_int, kind, show
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from midstream.demo import DemoError, surroundings
+from midstream.console import ALWAYS, defaults, quiet
+from midstream.demo import DemoError
 from midstream.demo.progress import Stages
 from midstream.errors import MidstreamError
 
@@ -29,8 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     """The command's exit status."""
     options = _parse(arguments)
     with (
-        surroundings.defaults(surroundings.ALWAYS),
-        surroundings.quiet(verbose=options.verbose) as console,
+        defaults(ALWAYS),
+        quiet(verbose=options.verbose) as console,
     ):
         try:
             with Stages(console, STAGES) as stages:
@@ -83,8 +84,8 @@ def _check_out(out: Path) -> None:
 
 
 def _find_model(options: argparse.Namespace, stages: Stages) -> Path:
-    from midstream.models import ModelError
-    from midstream.models.smollm2 import NAME, make_smollm2
+    from midstream.demo.model.smollm2 import NAME, make_smollm2
+    from midstream.errors import ModelError
 
     if options.model is None:
         with stages(f"making {NAME}"):

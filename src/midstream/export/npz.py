@@ -18,15 +18,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from midstream.activations import Activations
 from midstream.errors import StoreError
-from midstream.rows import Rows
-from midstream.sinks.arrays import arrays_of, described
+from midstream.results.activations import Activations
+from midstream.results.encoded_rows import Rows
 from midstream.sinks.files import FORMAT, MANIFEST, VERSION
-from midstream.spec.fields import show
+from midstream.sinks.npz_arrays import arrays_of, described
+from midstream.sites import Tap
 from midstream.store import Selection
-from midstream.store.entry import Tap
-from midstream.store.shard import Shard
+from midstream.store.format.shard import Shard
+from midstream.validation import show
 
 _LONGEST_NAME = 200
 _CUT = 180  # of a longer one, before its digest: 245 in all
@@ -45,7 +45,7 @@ def export_npz(selection: Selection, folder: str | os.PathLike[str]) -> list[Pat
     """Writes `folder/tag/request/resid_post.12.npz` and so on, with a `manifest.json` beside them.
 
     The files are those of the sink `npz`: `positions`, `token_ids`, and `rows` or, of a codec that
-    reduces them, what it wrote; see `midstream.sinks.arrays.arrays_of`. The manifest has shapes,
+    reduces them, what it wrote; see `midstream.sinks.npz_arrays.arrays_of`. The manifest has shapes,
     dtypes, paths, the codec and the range of its scales, and the request's metadata. Of a request
     with several completions, or another than the first, `folder/tag/request/1` is the second's.
     A request's folder appears by a rename, with all that is in it. What of a name cannot be a

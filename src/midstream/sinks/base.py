@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from midstream.activations import Activations
-from midstream.receipt import CaptureResult, Receipt
+from midstream.results.activations import Activations
+from midstream.results.receipt import CaptureResult, Receipt
 from midstream.spec import Plan
 
 Wants = Literal["rows", "requests"]

@@ -20,10 +20,10 @@ from typing import Any, cast
 import numpy as np
 
 from midstream.errors import SpecError
-from midstream.receipt import CaptureResult
-from midstream.sinks.arrays import arrays_of, described
+from midstream.results.receipt import CaptureResult
 from midstream.sinks.base import Delivery, Origin, Sink
-from midstream.sinks.beneath import FOLDER, folder_beneath, is_there
+from midstream.sinks.npz_arrays import arrays_of, described
+from midstream.sinks.safe_paths import FOLDER, folder_beneath, is_there
 
 MANIFEST = "manifest.json"
 FORMAT = "midstream.npz"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from midstream.receipt import CaptureResult
+from midstream.results.receipt import CaptureResult
 from midstream.sinks.base import Delivery, Sink
 
 NAME = "midstream.captures"

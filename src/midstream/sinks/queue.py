@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from midstream.receipt import CaptureResult
+from midstream.results.receipt import CaptureResult
 from midstream.sinks.base import Delivery, Sink
-from midstream.sinks.bound import Bound
+from midstream.sinks.byte_budget import ByteBudget
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class SinkQueue:
         self._sink = sink
         self._most = most_bytes
         self._patience = patience
-        self._bound = Bound(most_bytes)
+        self._bound = ByteBudget(most_bytes)
         self._queue: deque[_Entry] = deque()
         self._written: list[_Entry] = []
         self._unflushed = 0  # bytes of what is written

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from midstream.spec.capture import Capture
 from midstream.spec.instructions import Instruction
-from midstream.spec.named import Named
+from midstream.spec.named_vector import Named
 from midstream.spec.operations import (
     Ablate,
     Affine,
@@ -22,11 +22,11 @@ from midstream.spec.operations import (
     Steer,
 )
 from midstream.spec.plan import Plan
-from midstream.spec.positions import Positions, Role, Span, Text, TokenIds, Window
+from midstream.spec.positions.position_set import Match, Where
+from midstream.spec.positions.positions import Positions, Role, Span, Text, TokenIds, Window
+from midstream.spec.positions.prompt import Prompt
 from midstream.spec.probe import Probe
-from midstream.spec.prompt import Prompt
-from midstream.spec.resolve import resolve
-from midstream.spec.resolved import (
+from midstream.spec.resolve.resolved import (
     ResolvedCapture,
     ResolvedEdit,
     ResolvedPlan,
@@ -36,7 +36,6 @@ from midstream.spec.resolved import (
 from midstream.spec.selection import Layers, Sites
 from midstream.spec.shape import ModelShape
 from midstream.spec.vector import Vector
-from midstream.spec.where import Match, Where
 
 __all__ = [
     "Ablate",
@@ -73,5 +72,4 @@ __all__ = [
     "Vector",
     "Where",
     "Window",
-    "resolve",
 ]

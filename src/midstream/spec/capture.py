@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from midstream.errors import SpecError
-from midstream.returning import RETURNS
-from midstream.spec.destination import MEMORY, NO_METADATA, Metadata, read_name
-from midstream.spec.fields import at, kind, read_fields, show
-from midstream.spec.positions import Positions
+from midstream.spec.positions.positions import Positions
 from midstream.spec.selection import Layers, Sites
+from midstream.spec.sink_target import MEMORY, NO_METADATA, Metadata, read_name
+from midstream.validation import at, kind, read_fields, show
 
 _REQUIRED = ("layers",)
 _OPTIONAL = (
@@ -180,6 +179,9 @@ def _read_return(value: object) -> str:
 
 
 def _read_codec(value: object) -> str:
-    from midstream.codecs import parse_codec  # imports torch
+    from midstream.codecs import parse_codec
 
     return parse_codec(value).spec
+
+
+GATHERED, SHARDED = RETURNS = ("gathered", "sharded")

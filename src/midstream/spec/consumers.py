@@ -9,9 +9,9 @@ from typing import TypeGuard
 
 from midstream.errors import SpecError
 from midstream.spec.capture import FIELDS, Capture
-from midstream.spec.destination import read_name
-from midstream.spec.fields import at, kind, read_fields
 from midstream.spec.selection import read_site
+from midstream.spec.sink_target import read_name
+from midstream.validation import at, kind, read_fields
 
 # Position words of the consumer form, and the equivalent words of Positions.
 _POSITIONS = {"all_prompt": "prompt", "all_generated": "generated"}

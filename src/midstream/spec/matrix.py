@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.spec.fields import at, kind, read_fields, read_int
-from midstream.spec.named import Named, is_named, read_direction
+from midstream.spec.named_vector import Named, is_named, read_direction
 from midstream.spec.vector import Vector, read_base64
+from midstream.validation import at, kind, read_fields, read_int
 
 # Bounds the orthonormalisation work and the number of instructions of one edit.
 MAX_RANK = 256

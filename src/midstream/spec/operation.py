@@ -10,14 +10,14 @@ from typing import Any, ClassVar, TypeVar
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags
-from midstream.spec.binding import Lookup, find_taps, from_start, pick
-from midstream.spec.fields import at, read_fields, read_float32, read_word
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import emit_rows
-from midstream.spec.named import Named
-from midstream.spec.positions import Positions
+from midstream.spec.named_lookup import Lookup, find_taps, from_start, pick
+from midstream.spec.named_vector import Named
+from midstream.spec.positions.positions import Positions
 from midstream.spec.selection import Layers, Sites
 from midstream.spec.vector import Vector
+from midstream.validation import at, read_fields, read_float32, read_word
 
 SITE = "resid_post"
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from midstream.errors import SpecError
-from midstream.spec.binding import Lookup
 from midstream.spec.capture import Capture
 from midstream.spec.consumers import names_consumers, read_consumers
-from midstream.spec.fields import MAX_PARTS, at, kind, read_fields, read_json
+from midstream.spec.named_lookup import Lookup
 from midstream.spec.operations import Edit, parse_edit
 from midstream.spec.probe import Probe
+from midstream.validation import MAX_PARTS, at, kind, read_fields, read_json
 
 T = TypeVar("T")
 

@@ -9,12 +9,12 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.spec.algebra import float32
-from midstream.spec.binding import Lookup
-from midstream.spec.fields import at, kind, show
 from midstream.spec.instructions import Instruction
-from midstream.spec.named import Named, read_direction
+from midstream.spec.named_lookup import Lookup
+from midstream.spec.named_vector import Named, read_direction
 from midstream.spec.operation import Operation, by_value, read_scalar
 from midstream.spec.vector import Vector
+from midstream.validation import at, kind, show
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from midstream.errors import SpecError
 from midstream.sites import NAMES, canonical
-from midstream.spec.fields import MAX_ITEMS, at, hint, is_int, kind, listed, read_int, show
+from midstream.validation import MAX_ITEMS, at, hint, is_int, kind, listed, read_int, show
 
 
 def read_site(value: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from midstream.spec.resolved import Tap
+from midstream.sites import Tap
 
 
 @dataclass(frozen=True, slots=True, init=False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
-from midstream.spec.fields import at, kind, read_fields, read_float32
+from midstream.validation import at, kind, read_fields, read_float32
 
 if TYPE_CHECKING:
     import numpy as np

@@ -5,12 +5,12 @@ their index and their metadata. `docs/store-format.md` specifies the format. vLL
 """
 
 from midstream.store.dataset import RowDataset
-from midstream.store.entry import Entry, Header, TapRows
-from midstream.store.merging import merge
-from midstream.store.pruning import Pruned, find_prunable, prune
+from midstream.store.format.entry import Entry, Header, TapRows
+from midstream.store.maintenance.merge import merge
+from midstream.store.maintenance.prune import Pruned, find_prunable, prune
+from midstream.store.maintenance.verify import Finding, Verification, verify
 from midstream.store.selection import Batch, Selection
 from midstream.store.store import Store, StoredRequest, open_store
-from midstream.store.verifying import Finding, Verification, verify
 from midstream.store.writer import Writer
 
 __all__ = [

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from midstream.store.entry import check_number
+from midstream.store.format.entry import check_number
 from midstream.store.selection import Selection
 
 # Consecutive rows that are read together, so that a shuffled epoch reads contiguous chunks.

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.errors import StoreError
-from midstream.spec.fields import is_int, kind, show
-from midstream.store.entry import Tap
-from midstream.store.filtering import Filter
-from midstream.store.layout import tap_order
-from midstream.store.lines import Line
-from midstream.store.shard import Shard
-from midstream.store.stored import decode
+from midstream.sites import Tap
+from midstream.store.filter import Filter
+from midstream.store.format.layout import tap_order
+from midstream.store.format.lines import Line
+from midstream.store.format.shard import Shard
+from midstream.store.stored_activations import decode
+from midstream.validation import is_int, kind, show
 
 
 @dataclass(frozen=True, slots=True)

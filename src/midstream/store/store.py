@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from midstream import sites
-from midstream.activations import Activations
 from midstream.errors import StoreError
-from midstream.spec.fields import hint, show
-from midstream.store.entry import Tap
-from midstream.store.filtering import read_filter
-from midstream.store.folders import Folder, folder_of
+from midstream.results.activations import Activations
+from midstream.sites import Tap
+from midstream.store.backends.local import Folder, folder_of
+from midstream.store.filter import read_filter
+from midstream.store.format.shard import Shard
 from midstream.store.selection import Selection
-from midstream.store.shard import Shard
-from midstream.store.stored import read_activations
+from midstream.store.stored_activations import read_activations
+from midstream.validation import hint, show
 
 
 @dataclass(frozen=True, slots=True)

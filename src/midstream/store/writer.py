@@ -10,9 +10,9 @@ from pathlib import Path
 from types import TracebackType
 
 from midstream.errors import StoreError
-from midstream.store.draft import Draft
-from midstream.store.entry import Entry, Header
-from midstream.store.folders import Folder, folder_of
+from midstream.store.backends.local import Folder, folder_of
+from midstream.store.format.entry import Entry, Header
+from midstream.store.format.shard_builder import ShardBuilder
 
 SHARD_BYTES = 256 << 20
 
@@ -105,7 +105,7 @@ class Writer:
         self.close()
 
     def _begin(self) -> None:
-        self._draft = Draft(self._header)
+        self._draft = ShardBuilder(self._header)
         # A draft keeps its name: should a shard have appeared in spite of an error, the next try
         # takes its place.
         self._name = new_name()

@@ -20,7 +20,7 @@ class Leases:
     """A worker's: which segments each lease is for."""
 
     def __init__(self) -> None:
-        # The first bytes are what a reader knows the memory by: see `midstream.transport.mapping`.
+        # The first bytes are what a reader knows the memory by: see `midstream.transport.reader`.
         self._memory = SharedMemory.create(TOKEN_BYTES + MOST)
         self._memory.tensor[:TOKEN_BYTES] = frombuffer(
             bytearray(os.urandom(TOKEN_BYTES)), dtype=uint8
@@ -35,7 +35,7 @@ class Leases:
 
     @property
     def address(self) -> dict[str, int | str]:
-        """What a reader finds them by: see `midstream.transport.mapping.Address`."""
+        """What a reader finds them by: see `midstream.transport.reader.Address`."""
         token = bytes(self._memory.tensor[:TOKEN_BYTES].numpy()).hex()
         return {"pid": os.getpid(), "fd": self._memory.fd, "token": token}
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from midstream.spec.binding import Lookup, Registered
-from midstream.spec.fields import at, read_word
+from midstream.spec.named_lookup import Lookup, Registered
 from midstream.spec.operations.ablate import Ablate
 from midstream.spec.operations.affine import Affine, LoReFT
 from midstream.spec.operations.clamp import Clamp
@@ -19,6 +18,7 @@ from midstream.spec.operations.plain import PLAIN, PlainEdit, bad_edit, missing_
 from midstream.spec.operations.replace import Replace
 from midstream.spec.operations.scale import Scale
 from midstream.spec.operations.steer import Steer
+from midstream.validation import at, read_word
 
 Edit = PlainEdit | Gate
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from midstream.ops.layout import Op
 from midstream.spec.algebra import float32, orthonormal
-from midstream.spec.fields import at
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import read_directions
-from midstream.spec.named import Named
+from midstream.spec.named_vector import Named
 from midstream.spec.operation import Operation, one_edit, read_scalar, rows_by_value
 from midstream.spec.vector import Vector
+from midstream.validation import at
 
 
 @dataclass(frozen=True, slots=True, init=False)

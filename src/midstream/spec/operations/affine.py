@@ -9,17 +9,11 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.spec.algebra import float32, gram_error, wide
-from midstream.spec.fields import at
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import read_rows
-from midstream.spec.operation import (
-    SITE,
-    Operation,
-    one_edit,
-    read_scalar,
-    rows_by_value,
-)
+from midstream.spec.operation import SITE, Operation, one_edit, read_scalar, rows_by_value
 from midstream.spec.vector import Vector
+from midstream.validation import at
 
 # How far rows may be from orthonormal: about what storing them in bfloat16 does to wide ones.
 ORTHONORMAL_TO = 1e-3

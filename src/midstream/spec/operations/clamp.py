@@ -8,11 +8,11 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.spec.algebra import check_nonzero, float32, unit
-from midstream.spec.fields import FLOAT32_MAX, at
 from midstream.spec.instructions import Instruction
-from midstream.spec.named import Named, read_direction
+from midstream.spec.named_vector import Named, read_direction
 from midstream.spec.operation import Operation, by_value, one_edit, read_scalar
 from midstream.spec.vector import Vector
+from midstream.validation import FLOAT32_MAX, at
 
 
 @dataclass(frozen=True, slots=True, init=False)

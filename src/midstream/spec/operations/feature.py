@@ -8,10 +8,10 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.spec.algebra import float32, wide
-from midstream.spec.fields import at, listed, read_word
 from midstream.spec.instructions import Instruction
 from midstream.spec.operation import SITE, Operation, by_value, one_edit, read_scalar
 from midstream.spec.vector import Vector
+from midstream.validation import at, listed, read_word
 
 MODES = ("set", "add", "scale", "ablate")
 

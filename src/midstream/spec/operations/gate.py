@@ -8,26 +8,26 @@ from typing import ClassVar
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
+from midstream.sites import Tap
 from midstream.spec.algebra import float32
-from midstream.spec.binding import (
+from midstream.spec.instructions import Instruction
+from midstream.spec.named_lookup import (
     Lookup,
     Registered,
-    Tap,
     from_start,
     index_from_start,
     is_plain,
     pick,
     taps_of,
 )
-from midstream.spec.fields import at, read_fields, read_int, read_word
-from midstream.spec.instructions import Instruction
-from midstream.spec.named import Named, read_direction
+from midstream.spec.named_vector import Named, read_direction
 from midstream.spec.operation import SITE, by_value, read_scalar
 from midstream.spec.operations.plain import PLAIN, PlainEdit, bad_edit, missing_op
-from midstream.spec.positions import Positions
+from midstream.spec.positions.positions import Positions
 from midstream.spec.probe import Probe
 from midstream.spec.selection import Layers, Sites, read_site
 from midstream.spec.vector import Vector
+from midstream.validation import at, read_fields, read_int, read_word
 
 
 @dataclass(frozen=True, slots=True, init=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from midstream.errors import SpecError
-from midstream.spec.fields import kind, listed
 from midstream.spec.operations.ablate import Ablate
 from midstream.spec.operations.affine import Affine, LoReFT
 from midstream.spec.operations.clamp import Clamp
@@ -11,6 +10,7 @@ from midstream.spec.operations.feature import Feature
 from midstream.spec.operations.replace import Replace
 from midstream.spec.operations.scale import Scale
 from midstream.spec.operations.steer import Steer
+from midstream.validation import kind, listed
 
 PlainEdit = Steer | Ablate | Clamp | Feature | Affine | LoReFT | Replace | Scale
 

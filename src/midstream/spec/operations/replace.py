@@ -7,17 +7,11 @@ from typing import Any
 
 from midstream.ops.layout import Flags, Op
 from midstream.spec.algebra import float32
-from midstream.spec.fields import MAX_ITEMS, at
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import read_rows
-from midstream.spec.operation import (
-    SITE,
-    Operation,
-    one_edit,
-    read_scalar,
-    rows_by_value,
-)
+from midstream.spec.operation import SITE, Operation, one_edit, read_scalar, rows_by_value
 from midstream.spec.vector import Vector
+from midstream.validation import MAX_ITEMS, at
 
 
 @dataclass(frozen=True, slots=True, init=False)

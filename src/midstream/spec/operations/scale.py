@@ -7,9 +7,9 @@ from typing import Any
 
 from midstream.ops.layout import Op
 from midstream.spec.algebra import float32
-from midstream.spec.fields import at
 from midstream.spec.instructions import Instruction
 from midstream.spec.operation import SITE, Operation, one_edit, read_scalar
+from midstream.validation import at
 
 
 @dataclass(frozen=True, slots=True, init=False)

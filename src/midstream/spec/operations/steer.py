@@ -7,11 +7,11 @@ from typing import Any
 
 from midstream.ops.layout import Flags, Op
 from midstream.spec.algebra import check_nonzero, float32, unit
-from midstream.spec.fields import at, read_word
 from midstream.spec.instructions import Instruction
-from midstream.spec.named import Named, read_vector
+from midstream.spec.named_vector import Named, read_vector
 from midstream.spec.operation import Operation, by_value, one_edit, read_scalar
 from midstream.spec.vector import Vector
+from midstream.validation import at, read_word
 
 NORMS = ("match", "keep")
 

@@ -1,0 +1,164 @@
+"""What `LLM.generate` is asked for: one value for all prompts, or a list with one each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.spec import Plan
+
+# Fields whose flat list is several for every prompt; a list of captures is one for each prompt.
+_SEVERAL = ("steer", "edits", "probes")
+_WHAT = {"steer": "edits", "edits": "edits", "probes": "probes"}
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """The arguments of one call, as they were given."""
+
+    capture: Any = None
+    steer: Any = None
+    edits: Any = None
+    probes: Any = None
+
+    @property
+    def nothing(self) -> bool:
+        """Whether nothing was given."""
+        return all(value is None for value in self._values().values())
+
+    def per_prompt(self, count: int) -> list[PromptArguments]:
+        """What each prompt is asked.
+
+        Raises:
+            SpecError: a list that fits neither way.
+        """
+        columns = {name: per_prompt(name, value, count) for name, value in self._values().items()}
+        return [
+            PromptArguments(**{name: column[nth] for name, column in columns.items()})
+            for nth in range(count)
+        ]
+
+    def alone(self) -> PromptArguments:
+        """What a call with one prompt asks, whose every list is for that prompt."""
+        return PromptArguments(**self._values())
+
+    def explain(self, error: SpecError, nth: int | None = None) -> SpecError:
+        """An error of prompt `nth`'s plan as the caller wrote the field: `steer[3][0].layer` where
+        there is one list per prompt; where one value is for all, the message says for which prompt
+        it is wrong. None: the call has one prompt.
+        """
+        head, rest = re.match(r"([a-z_]*)(.*)", error.path, re.DOTALL).groups()  # type: ignore[union-attr]
+        name, rest = self._origin(head, rest, nth)
+        value = self._values().get(name)
+        if value is None:
+            return error
+        mine, path = value, name
+        if nth is not None and (
+            isinstance(value, (list, tuple)) and (name == "capture" or _is_per_prompt(value))
+        ):
+            mine, path = value[nth], f"{name}[{nth}]"
+        # A plan counts its parts even where the caller gave a single one.
+        if not isinstance(mine, (list, tuple)):
+            rest = rest.removeprefix("[0]")
+        for_all = nth is not None and path == name
+        problem = f"{error.problem} (prompt {nth})" if for_all else error.problem
+        return SpecError(path + rest, problem)
+
+    def _origin(self, head: str, rest: str, nth: int | None) -> tuple[str, str]:
+        """A plan's edits are those of `steer`, then those of `edits`."""
+        if head != "edits" or self.steer is None:
+            return head, rest
+        mine = self.steer
+        if nth is not None and isinstance(mine, (list, tuple)) and _is_per_prompt(mine):
+            mine = mine[nth]
+        count = len(_as_list(mine))
+        index, tail = re.match(r"\[(\d+)\](.*)|", rest, re.DOTALL).groups()  # type: ignore[union-attr]
+        if index is None:
+            # The whole of the list, or a single one, which is counted where others come before.
+            return ("edits" if mine is None else "steer"), rest
+        if int(index) < count:
+            return "steer", rest
+        return "edits", f"[{int(index) - count}]{tail}"
+
+    def _values(self) -> dict[str, Any]:
+        return {
+            "capture": self.capture,
+            "steer": self.steer,
+            "edits": self.edits,
+            "probes": self.probes,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PromptArguments:
+    """What one prompt is asked."""
+
+    capture: Any = None
+    steer: Any = None
+    edits: Any = None
+    probes: Any = None
+    key: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Shared inputs give shared plans, so that a thousand prompts parse one plan once.
+        parts = (self.capture, self.steer, self.edits, self.probes)
+        object.__setattr__(self, "key", tuple(id(part) for part in parts))
+
+    def plan(self) -> Plan | None:
+        """The plan; None if nothing is asked.
+
+        Raises:
+            SpecError: something is malformed; the path is that in the plan.
+        """
+        edits: Any = self.edits
+        if self.steer is not None:
+            named = [_named(one) for one in _as_list(self.steer)]
+            if not named:
+                raise SpecError("edits", "the list is empty; leave it out to ask for none")
+            edits = named if edits is None else [*named, *_as_list(edits)]
+        return Plan.make(capture=self.capture, edits=edits, probes=self.probes)
+
+
+def per_prompt(name: str, value: Any, count: int) -> list[Any]:
+    """What each of `count` prompts is given, from one value for all or a list of one each.
+
+    `steer`, `edits` and `probes` may be a flat list, which is for all prompts; a list that holds
+    None or lists is one entry per prompt. A flat list as long as there are prompts is refused as
+    ambiguous.
+
+    Raises:
+        SpecError: a list that is neither.
+    """
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if name in _SEVERAL and not _is_per_prompt(value):
+        if len(value) == count > 1:
+            raise SpecError(
+                name,
+                f"{count} {_WHAT[name]} for {count} prompts can be read two ways; give one list "
+                "per prompt: [[a], [b]] for one each, [[a, b], [a, b]] for all of them each",
+            )
+        return [value] * count
+    if len(value) != count:
+        raise SpecError(name, f"{len(value)} entries for {count} prompts; give one, or one each")
+    return list(value)
+
+
+def _named(steer: Any) -> Any:
+    """Dicts under `steer=` need not say that they steer; in a plan, which holds other edits too,
+    they do.
+    """
+    return {"op": "steer", **steer} if isinstance(steer, Mapping) else steer
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _is_per_prompt(value: Sequence[Any]) -> bool:
+    return any(entry is None or isinstance(entry, (list, tuple)) for entry in value)

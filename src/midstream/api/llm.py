@@ -1,0 +1,280 @@
+"""`midstream.LLM`: a `vllm.LLM` whose `generate` and `chat` also capture and steer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm import LLM as VllmLLM
+from vllm import RequestOutput, SamplingParams
+
+from midstream.api.arguments import CallArguments, PromptArguments
+from midstream.api.default_capture import DefaultCapture
+from midstream.config.config import KEY, Config
+from midstream.errors import ReceiptError, SpecError, UnsupportedError
+from midstream.results.site_table import SiteTable
+from midstream.runtime import install
+from midstream.runtime.frontend.engine_info import EngineInfo
+from midstream.runtime.frontend.request.prompt.chat import ChatPlan, template_arguments
+from midstream.runtime.frontend.request.prompt.inputs import conversations, count_prompts
+from midstream.runtime.vllm import seams
+from midstream.runtime.vllm.additional_config import with_midstream
+from midstream.runtime.vllm.engine_rules import check_offline
+from midstream.spec import Plan, Positions
+from midstream.steering import VectorRegistry
+from midstream.steering.tiers import Steering
+
+
+class LLM(VllmLLM):
+    """vLLM's offline engine, with midstream enabled.
+
+    Takes all that `vllm.LLM` takes, and:
+
+    Args:
+        model: name or path of the model.
+        midstream: settings, a `Config` or a dict of its fields: what to tap and how much room
+            there is. Default: `resid_post` at every layer (and whatever the environment variable
+            `MIDSTREAM` says).
+        layers: layers to capture by default, a list or "all". Every output then has
+            `hidden_states[layer]` and `prefill_hidden_states[layer]`, [rows, hidden], taken at
+            `resid_post`.
+        include_prefill: with `layers`: fill `prefill_hidden_states` with the prompt's rows.
+        include_decode: with `layers`: fill `hidden_states` with the generated tokens' rows. The
+            last generated token is never computed on, so there is one row fewer than tokens.
+        last_prefill_token: only the prompt's last row (implies `include_prefill`).
+        last_decode_token: only the last row of the generated tokens.
+        enable_steering: tap the three residual sites instead of `resid_post` alone, so that
+            `SamplingParams(steering_vectors=…)` can use any of its hook points. Settings in
+            `midstream` go first.
+
+    Raises:
+        ConfigError: a wrong setting.
+        UnsupportedError: this vLLM, model or engine setting cannot be served rightly.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        midstream: Config | dict[str, Any] | None = None,
+        layers: Sequence[int] | Sequence[str] | str | None = None,
+        include_prefill: bool = False,
+        include_decode: bool = True,
+        last_prefill_token: bool = False,
+        last_decode_token: bool = False,
+        enable_steering: bool = False,
+        **vllm_args: Any,
+    ) -> None:
+        given = with_midstream(vllm_args.pop("additional_config", None), midstream, enable_steering)
+        self._default_capture: DefaultCapture | None = None
+        if layers is not None:
+            self._default_capture = DefaultCapture.parse(
+                layers, include_prefill, include_decode, last_prefill_token, last_decode_token
+            )
+        install.activate()
+        seams.check_offline()
+        check_offline(vllm_args.get("data_parallel_size", 1))
+        super().__init__(model, additional_config=given, **vllm_args)
+        self._front_end = install.front_end(self.llm_engine)
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the workers said of themselves: model shape, taps, dtype, runner, room."""
+        info: EngineInfo = self._front_end.info
+        return info
+
+    @property
+    def vectors(self) -> VectorRegistry:
+        """Named vectors: register, list, remove."""
+        registry: VectorRegistry = self._front_end.vectors
+        return registry
+
+    @property
+    def steering(self) -> Steering:
+        """Edits of every request: set, clear, show."""
+        steering: Steering = self._front_end.steering
+        return steering
+
+    def sites(self) -> SiteTable:
+        """Every site of every layer: tapped, not tapped (and the setting that would), or not in
+        this model (and why).
+        """
+        return SiteTable.of(self.info.shape)
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        capture: Any = None,
+        steer: Any = None,
+        edits: Any = None,
+        probes: Any = None,
+        **vllm_args: Any,
+    ) -> list[RequestOutput]:
+        """Generates, capturing, editing and probing on the way.
+
+        Each of `capture`, `steer`, `edits` and `probes` is one value for all prompts, or a list
+        with one entry per prompt, in which None asks for nothing. A flat list of edits or probes
+        is for all prompts.
+
+        Args:
+            prompts: one prompt or a list.
+            sampling_params: for all, or one per prompt. Never changed.
+            capture: what to read: a `Capture` (or dict), or per prompt such, or a list of such; or
+                by sink, as `{"filesystem": FilesystemCaptureRequest(…)}`.
+            steer: what to add: a `Steer` (or dict) or a list of them.
+            edits: what to change: any of the operations (or dicts with `op`), or a list of them,
+                applied in order, after those of `steer`.
+            probes: what to score: a `Probe` (or dict) or a list of them.
+            **vllm_args: whatever else `vllm.LLM.generate` takes.
+
+        Returns:
+            One output per prompt, in order, once the sinks have what they were to get. Each has
+            `activations` (`Activations` or None), `probes` (`Probes` or None) and `receipt`
+            (`Receipt` or None); with n > 1 these are on each of its `outputs` instead. Where
+            something was captured, `capture_results` has a `CaptureResult` for each sink.
+
+        Raises:
+            SpecError: something asked for is malformed or impossible. Prompts of the call that were
+                queued before it are taken back.
+            ReceiptError: what was done is not what was asked for; its `outputs` are those of the
+                call. The setting `on_mismatch` makes it a warning.
+        """
+        asked = CallArguments(capture, steer, edits, probes)
+        params = self._with_plans(count_prompts(prompts), sampling_params, asked)
+        return self._run(
+            lambda: super(LLM, self).generate(prompts, sampling_params=params, **vllm_args), asked
+        )
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *args: Any,
+        capture: Any = None,
+        steer: Any = None,
+        edits: Any = None,
+        probes: Any = None,
+        **vllm_args: Any,
+    ) -> list[RequestOutput]:
+        """As `generate`, for conversations; see `vllm.LLM.chat` for the arguments of its own.
+        Positions may speak of messages here: see `Role`.
+        """
+        asked = CallArguments(capture, steer, edits, probes)
+        talks = conversations(messages)
+        params = self._with_plans(len(talks), sampling_params, asked)
+        template = template_arguments(VllmLLM.chat, args, vllm_args)
+        # vLLM falls back on the template that the engine was made with.
+        if template.get("chat_template") is None:
+            template["chat_template"] = getattr(self, "chat_template", None)
+        for own, talk in zip(params, talks, strict=True):
+            plan = (own.extra_args or {}).get(KEY)
+            if isinstance(plan, Plan) and plan.needs_prompt:
+                own.extra_args = {**own.extra_args, KEY: ChatPlan(plan, talk, template)}
+        return self._run(lambda: super(LLM, self).chat(messages, params, *args, **vllm_args), asked)
+
+    def beam_search(self, *args: Any, **vllm_args: Any) -> Any:
+        """As of `vllm.LLM`; refused while server-wide edits speak of positions or phases.
+
+        Raises:
+            UnsupportedError: it would apply them wrongly: each of its tokens is a request of its
+                own, whose prompt holds what was generated before.
+        """
+        if any(edit.positions != Positions() for edit in self.steering.plan_edits()):
+            raise UnsupportedError(
+                "beam_search makes each token with a request of its own, so server-wide edits of "
+                "some positions or phases would fall elsewhere; use llm.steering.clear(), or edits "
+                "of all positions"
+            )
+        return super().beam_search(*args, **vllm_args)
+
+    def enqueue(self, *args: Any, **vllm_args: Any) -> Any:
+        """As of `vllm.LLM`; refused with `layers`, whose captures it would leave out."""
+        self._check_no_default("enqueue")
+        return super().enqueue(*args, **vllm_args)
+
+    def enqueue_chat(self, *args: Any, **vllm_args: Any) -> Any:
+        """As of `vllm.LLM`; refused with `layers`, whose captures it would leave out."""
+        self._check_no_default("enqueue_chat")
+        return super().enqueue_chat(*args, **vllm_args)
+
+    def _check_no_default(self, name: str) -> None:
+        if self._default_capture is not None:
+            raise UnsupportedError(
+                f"{name} cannot capture for LLM(layers=…); use generate or chat, or give each "
+                "request a plan"
+            )
+
+    def _run(
+        self, work: Callable[[], list[RequestOutput]], asked: CallArguments
+    ) -> list[RequestOutput]:
+        before = self.request_counter.counter
+        try:
+            with self._front_end.report_at_end() as ended:
+                outputs = work()
+                ended += outputs
+                if self._default_capture is not None:
+                    for output in outputs:
+                        self._default_capture.put_on(output, self.info.shape.num_layers)
+        except ReceiptError:
+            raise
+        except BaseException as error:
+            # Left running, this call's requests would come back with the next call's.
+            mine = [str(nth) for nth in range(before, self.request_counter.counter)]
+            self.llm_engine.abort_request(mine)
+            self._front_end.drop(set(mine))
+            if isinstance(error, SpecError):
+                nth = self.request_counter.counter - before - 1
+                raise asked.explain(error, nth) from None
+            raise
+        return outputs
+
+    def _with_plans(
+        self,
+        count: int,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        asked: CallArguments,
+    ) -> list[SamplingParams]:
+        """One SamplingParams per prompt, each with its plan; the caller's are not touched."""
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            given = [sampling_params] * count
+        else:
+            given = list(sampling_params)
+            if len(given) != count:
+                raise SpecError(
+                    "sampling_params", f"{len(given)} for {count} prompts; give one, or one each"
+                )
+        plans: dict[tuple[int, ...], Plan | None] = {}
+        out = []
+        for nth, (params, one) in enumerate(zip(given, asked.per_prompt(count), strict=True)):
+            key = (id(params), *one.key)
+            if key not in plans:
+                try:
+                    plans[key] = self._plan(params, one)
+                except SpecError as error:
+                    raise asked.explain(error, nth) from None
+            # vLLM's offline engine itself sets fields of what it is given.
+            own = copy.copy(params)
+            if plans[key] is not None:
+                own.extra_args = {**(params.extra_args or {}), KEY: plans[key]}
+            out.append(own)
+        return out
+
+    def _plan(self, params: SamplingParams, one: PromptArguments) -> Plan | None:
+        plan = one.plan()
+        carried = install.plan_of(params)
+        if carried is not None:
+            assert isinstance(carried, Plan)
+            if plan is not None:
+                raise SpecError(
+                    f"sampling_params.extra_args[{KEY!r}]",
+                    "there is a plan here and in the call's own arguments; give it in one place",
+                )
+            plan = carried
+        if self._default_capture is not None:
+            plan = self._default_capture.join(plan, params.max_tokens)
+        return plan

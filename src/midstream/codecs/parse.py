@@ -1,0 +1,68 @@
+"""A codec by its text: `raw`, `full8`, `rp8:k=512,seed=0`, `topk8:k=64`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import fields
+
+from midstream.codecs.base import Codec
+from midstream.codecs.full8 import Full8
+from midstream.codecs.raw import Raw
+from midstream.codecs.rp8 import Rp8
+from midstream.codecs.topk8 import Topk8
+from midstream.errors import SpecError, UnsupportedError
+from midstream.validation import at, hint, kind, listed, show
+
+_CLASSES: dict[str, type[Raw] | type[Full8] | type[Rp8] | type[Topk8]] = {
+    "raw": Raw,
+    "full8": Full8,
+    "rp8": Rp8,
+    "topk8": Topk8,
+}
+_FORMS = listed(("raw", "full8", "rp8:k=512,seed=0", "topk8:k=64"))
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,19}")
+
+
+def parse_codec(text: object) -> Codec:
+    """The codec that a text names; a codec is its own.
+
+    Parameters that are not written have their defaults: `rp8` is `rp8:k=512,seed=0`.
+
+    Args:
+        text: a name, and after a colon its parameters, if it has any: `topk8:k=64`.
+
+    Raises:
+        SpecError: there is no such codec or parameter, or its value is not allowed. The path is
+            `codec`, or `codec.k` for parameter k.
+        UnsupportedError: this machine is not little-endian, as all codecs are.
+    """
+    if sys.byteorder != "little":
+        raise UnsupportedError("codec: codecs are little-endian, and this machine is not")
+    if isinstance(text, Raw | Full8 | Rp8 | Topk8):
+        return text
+    with at("codec"):
+        if not isinstance(text, str):
+            raise SpecError("", f"expected one of {_FORMS}, got {kind(text)}")
+        name, colon, parameters = text.partition(":")
+        if name not in _CLASSES:
+            raise SpecError("", f"expected one of {_FORMS}, got {show(text)}{hint(name, _CLASSES)}")
+        cls = _CLASSES[name]
+        known = tuple(field.name for field in fields(cls))
+        return cls(**_parameters(name, known, parameters)) if colon else cls()
+
+
+def _parameters(codec: str, known: tuple[str, ...], text: str) -> dict[str, int]:
+    """`k=512,seed=0` as values, for the codec that takes the known ones."""
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name not in known:
+            takes = listed(known) if known else "no parameters"
+            raise SpecError("", f"`{codec}` takes {takes}, got {show(part)}{hint(name, known)}")
+        if name in found:
+            raise SpecError(name, "given twice")
+        if not _NUMBER.fullmatch(value):
+            raise SpecError(name, f"expected a decimal number, got {show(value)}")
+        found[name] = int(value)
+    return found

@@ -1,0 +1,1 @@
+"""Older ways to ask, translated into plans."""

@@ -1,0 +1,1 @@
+"""Every setting, its default, and its reader."""

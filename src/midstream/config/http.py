@@ -1,0 +1,87 @@
+"""The setting `http`: limits on HTTP clients, and who may change vectors and steering."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from midstream.config.config import hint
+from midstream.errors import ConfigError
+
+ADMIN_KEY_VARIABLE = "MIDSTREAM_ADMIN_KEY"
+_PATH = "midstream.http"
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """Limits of one server.
+
+    Attributes:
+        admin: whether vectors and server-wide steering can be changed over HTTP. None: only if a
+            key protects them, or if the server is bound to loopback.
+        max_body_bytes: maximum length of a request body.
+        inline_bytes: maximum bytes of tensors in one response.
+        held_bytes: maximum bytes of captured rows cached for clients, in total.
+        held_captures: maximum number of cached captures, in total. Each uses a file descriptor.
+        client_bytes: maximum bytes of captured rows cached for one client.
+        client_captures: maximum number of captures cached for one client.
+        held_seconds: lifetime of a cached capture in seconds.
+        vector_bytes: maximum bytes of registered vectors.
+    """
+
+    admin: bool | None = None
+    max_body_bytes: int = 64 << 20
+    inline_bytes: int = 16 << 20
+    held_bytes: int = 4 << 30
+    held_captures: int = 8192
+    client_bytes: int = 1 << 30
+    client_captures: int = 1024
+    held_seconds: int = 600
+    vector_bytes: int = 1 << 30
+
+
+def read_http(value: object) -> HttpSettings | None:
+    """Return the settings of a server; None if midstream is disabled over HTTP.
+
+    Args:
+        value: True or None: the defaults; False: disabled; or a dict of fields.
+
+    Raises:
+        ConfigError: another type, an unknown setting, or an invalid value.
+    """
+    if value is False:
+        return None
+    if value is None or value is True:
+        return HttpSettings()
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{_PATH}: expected true, false or a dict of settings, got `{type(value).__name__}` "
+            f"{value!r}"
+        )
+    known = {each.name for each in fields(HttpSettings)}
+    for name, given in value.items():
+        if name not in known:
+            raise ConfigError(f"{_PATH}.{name}: no such setting{hint(name, known)}")
+        if name == "admin":
+            if not isinstance(given, bool | None):
+                raise ConfigError(f"{_PATH}.admin: expected true or false, got {given!r}")
+        elif isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            raise ConfigError(f"{_PATH}.{name}: expected `int` of at least 1, got {given!r}")
+    return HttpSettings(**value)
+
+
+def plain_http(settings: HttpSettings | None) -> bool | dict[str, Any]:
+    """Return the JSON form of the settings."""
+    if settings is None:
+        return False
+    return {each.name: getattr(settings, each.name) for each in fields(HttpSettings)}
+
+
+def admin_key() -> str | None:
+    """Return the key in `MIDSTREAM_ADMIN_KEY`; None if it is unset or empty."""
+    return os.environ.get(ADMIN_KEY_VARIABLE) or None
+
+
+ADMIN_HEADER = "x-midstream-admin-key"

@@ -1,0 +1,165 @@
+"""The setting `sinks`: which sinks an engine has, in any of the forms that one may write.
+
+- `{"store": {"root": "acts"}, "log": {}}`: each sink's settings by its name;
+- `"filesystem:root=/srv/acts"`, or a list of such: a sink in one word, for a command line;
+- besides the sink's own settings, `capture`, a capture (or a list) of every request, and
+  `queue_bytes`, how much may wait for the sink.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from midstream.errors import ConfigError, SpecError
+from midstream.spec.capture import Capture
+from midstream.spec.sink_target import MEMORY, read_name
+
+# Flushed at half of it, which makes one shard of the default size.
+QUEUE_BYTES = 480 << 20
+
+_PATH = "midstream.sinks"
+# A comma ends a value only where another setting begins.
+_BETWEEN = re.compile(r",(?=[a-z_]+=)")
+
+
+@dataclass(frozen=True, slots=True)
+class SinkSettings:
+    """One sink's settings.
+
+    Attributes:
+        name: of the sink.
+        own: what its constructor takes.
+        captures: of every request, for this sink.
+        queue_bytes: how many bytes of rows may wait for it, or to be flushed by it.
+    """
+
+    name: str
+    own: Mapping[str, Any]
+    captures: tuple[Capture, ...]
+    queue_bytes: int = QUEUE_BYTES
+
+
+def plain_sinks(value: object) -> dict[str, dict[str, Any]]:
+    """The setting as plain JSON values: {name: {setting: value}}.
+
+    Raises:
+        ConfigError: it is none of the forms above, or a sink is there twice.
+    """
+    if isinstance(value, Mapping):
+        listed = [(name, settings) for name, settings in value.items()]
+    elif isinstance(value, (str, list, tuple)):
+        listed = [_read_word(each) for each in ([value] if isinstance(value, str) else value)]
+    else:
+        raise ConfigError(
+            f"{_PATH}: expected {{sink: settings}} or `name:setting=value`, got "
+            f"`{type(value).__name__}` {value!r}"
+        )
+    found: dict[str, dict[str, Any]] = {}
+    for name, settings in listed:
+        if name in found:
+            raise ConfigError(f"{_PATH}: there are two sinks {name!r}")
+        found[name] = _plain(name, settings)
+    return found
+
+
+def read_sinks(plain: Mapping[str, Mapping[str, Any]]) -> tuple[SinkSettings, ...]:
+    """The sinks of what `plain_sinks` gives, in its order."""
+    return tuple(_read(name, settings) for name, settings in plain.items())
+
+
+def _read_word(word: object) -> tuple[str, dict[str, Any]]:
+    """`name`, or `name:setting=value,setting=value`."""
+    if not isinstance(word, str):
+        raise ConfigError(f"{_PATH}: expected `name:setting=value`, got {word!r}")
+    name, _, rest = word.partition(":")
+    found: dict[str, Any] = {}
+    for part in _BETWEEN.split(rest) if rest else ():
+        setting, equals, value = part.partition("=")
+        if not equals or not setting:
+            raise ConfigError(f"{_PATH}: expected `name:setting=value`, got {word!r}")
+        if setting in found:
+            raise ConfigError(f"{_PATH}.{name}.{setting}: given twice in {word!r}")
+        found[setting] = _value(value)
+    return name, found
+
+
+def _value(text: str) -> Any:
+    """A number, a list and the like as in JSON; whatever is none is a string."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _plain(name: object, settings: object) -> dict[str, Any]:
+    try:
+        read_name(name, may_be_empty=False)
+    except SpecError as error:
+        raise ConfigError(f"{_PATH}: the name of a sink: {error}") from None
+    if isinstance(settings, str):
+        _, settings = _read_word(f"{name}:{settings}")
+    if settings is None:
+        settings = {}
+    if not isinstance(settings, Mapping):
+        raise ConfigError(
+            f"{_PATH}.{name}: expected a dict of settings, got `{type(settings).__name__}`"
+        )
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(dict(settings), default=_from_value))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{_PATH}.{name}: settings are JSON values: {error}") from None
+    read = _read(str(name), found)
+    if read.captures:
+        found["capture"] = [capture.to_dict() for capture in read.captures]
+    return found
+
+
+def _from_value(value: object) -> object:
+    """Paths and captures, as one writes them in Python."""
+    if isinstance(value, Capture):
+        return value.to_dict()
+    if hasattr(value, "__fspath__"):
+        return value.__fspath__()
+    raise TypeError(f"`{type(value).__name__}` is none")
+
+
+def _read(name: str, settings: Mapping[str, Any]) -> SinkSettings:
+    own = dict(settings)
+    given = own.pop("capture", None)
+    queue_bytes = own.pop("queue_bytes", QUEUE_BYTES)
+    if isinstance(queue_bytes, bool) or not isinstance(queue_bytes, int) or queue_bytes < 1:
+        raise ConfigError(
+            f"{_PATH}.{name}.queue_bytes: expected a number of bytes, got {queue_bytes!r}"
+        )
+    parts = [] if given is None else given if isinstance(given, list) else [given]
+    captures = []
+    for nth, part in enumerate(parts):
+        place = f"capture[{nth}]" if isinstance(given, list) else "capture"
+        captures.append(_read_capture(name, place, part))
+    if name == MEMORY and own:
+        raise ConfigError(f"{_PATH}.{name}: takes nothing but `capture`, got {sorted(own)}")
+    return SinkSettings(name, own, tuple(captures), queue_bytes)
+
+
+def _read_capture(name: str, place: str, value: object) -> Capture:
+    if isinstance(value, Mapping):
+        value = {**value, "sink": value.get("sink", name)}
+    try:
+        found = Capture.parse(value)
+    except SpecError as error:
+        raise ConfigError(f"{_PATH}.{name}.{error.under(place)}") from None
+    if found.sink != name:
+        raise ConfigError(f"{_PATH}.{name}.{place}.sink: leave it out; this is that of {name!r}")
+    if found.stream:
+        raise ConfigError(
+            f"{_PATH}.{name}.{place}.stream: leave it out; rows of every request come at its end"
+        )
+    if found.request_id:
+        raise ConfigError(
+            f"{_PATH}.{name}.{place}.request_id: every request is captured so, and has its own"
+        )
+    return found

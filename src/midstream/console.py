@@ -1,0 +1,142 @@
+"""What others have written, for a terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import IO
+
+from rich.console import Console
+
+from midstream.errors import ConfigError, MidstreamError, SeamError, UnsupportedError
+
+
+def visible(text: str) -> str:
+    """The same, with what would make a terminal do something spelt out."""
+    return "".join(
+        each if each.isprintable() or each == "\n" else f"\\x{ord(each):02x}" for each in text
+    )
+
+
+ALWAYS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Defaults that a user's own settings override."""
+
+WHEN_QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TQDM_DISABLE": "1",
+    "PYTHONWARNINGS": "ignore",
+}
+
+TAIL_LINES = 30
+
+_REFUSALS: dict[str, type[MidstreamError]] = {
+    kind.__name__: kind for kind in (ConfigError, UnsupportedError, SeamError)
+}
+_REFUSED = re.compile(rf"midstream\.errors\.({'|'.join(_REFUSALS)}): (.+)")
+
+
+@contextmanager
+def defaults(values: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for a while: those that are not set, which are not set afterwards.
+
+    To be entered before vLLM is imported.
+    """
+    added = [name for name in values if name not in os.environ]
+    os.environ.update({name: values[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+@contextmanager
+def quiet(*, verbose: bool, descriptor: int = 1) -> Iterator[Console]:
+    """A console on the real output, while everything else that is printed goes to a log, and
+    libraries are told to print little. To be entered before vLLM is imported.
+
+    When an exception leaves the block, the log's end is shown first; but not where midstream says
+    itself what is wrong. What it says in a process of the engine's is only in the log: that is
+    raised again in the place of vLLM's error, which is that some process has failed.
+
+    Args:
+        verbose: whether there is no log, and all is printed where it would be.
+        descriptor: the real output's: 1, or 2 for that of errors.
+    """
+    if verbose:
+        yield Console(stderr=descriptor == 2)
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with (
+        defaults(WHEN_QUIET),
+        tempfile.TemporaryFile("w+b") as log,
+        _real_output(descriptor) as output,
+        _redirected(log),
+    ):
+        try:
+            yield Console(file=output)
+        except MidstreamError:
+            raise
+        except Exception as error:
+            logged = _read(log)
+            refusal = _refusal(logged)
+            if refusal is not None:
+                raise refusal from error
+            output.write(_tail(logged))
+            raise
+        finally:
+            output.flush()
+
+
+@contextmanager
+def _real_output(descriptor: int) -> Iterator[IO[str]]:
+    """A second handle on an output, as text."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    with open(os.dup(descriptor), "w", encoding=encoding, errors="replace") as output:
+        yield output
+
+
+@contextmanager
+def _redirected(log: IO[bytes]) -> Iterator[None]:
+    """Descriptors 1 and 2 lead to the log until the block ends."""
+    kept = [(number, os.dup(number)) for number in (1, 2)]
+    try:
+        for number, _ in kept:
+            os.dup2(log.fileno(), number)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in kept:
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+def _read(log: IO[bytes]) -> str:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log.seek(0)
+    return log.read().decode("utf-8", "replace")
+
+
+def _refusal(logged: str) -> MidstreamError | None:
+    """What a process of the engine's was refused for; None: there was nothing of the kind."""
+    found = _REFUSED.findall(logged)
+    return _REFUSALS[found[-1][0]](found[-1][1]) if found else None
+
+
+def _tail(logged: str) -> str:
+    lines = logged.splitlines()[-TAIL_LINES:]
+    return "\n".join(["--- what was logged before the failure:", *lines, "---", ""])

@@ -1,0 +1,1 @@
+"""HTTP formats that server and client share."""

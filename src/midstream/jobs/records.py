@@ -1,0 +1,111 @@
+"""One line of a data set: its prompt, or why it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.validation import at, kind, listed, read_json, show
+
+Prompt = str | list[dict[str, Any]]
+
+_MOST_NAMES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A prompt.
+
+    Attributes:
+        line: where in the data it is, from 1.
+        prompt: its text; of a conversation its messages.
+    """
+
+    line: int
+    prompt: Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A line of which there are no rows.
+
+    Attributes:
+        line: where in the data it is, from 1.
+        reason: what is wrong with it, or went wrong.
+    """
+
+    line: int
+    reason: str
+
+
+def read_text(line: int, text: bytes, field: str, chat: bool) -> Record | Failed:
+    """One line of JSON: an object with the prompt in a field, or the prompt itself.
+
+    Args:
+        line: where it is.
+        text: the line.
+        field: the name of the field.
+        chat: whether the prompt is a conversation.
+    """
+    try:
+        value = read_json(text)
+        if isinstance(value, Mapping):
+            if field not in value:
+                raise SpecError("", f"there is no field {show(field)}; there are {_some(value)}")
+            with at(field):
+                return Record(line, read_prompt(value[field], chat))
+        if not isinstance(value, str):
+            raise SpecError(
+                "", f"expected an object with a field {show(field)}, or a string, got {kind(value)}"
+            )
+        return Record(line, read_prompt(value, chat))
+    except SpecError as error:
+        return Failed(line, str(error))
+
+
+def read_value(line: int, value: object, field: str, chat: bool) -> Record | Failed:
+    """One row of a table, by the value of its column `field`."""
+    try:
+        with at(field):
+            return Record(line, read_prompt(value, chat))
+    except SpecError as error:
+        return Failed(line, str(error))
+
+
+def read_prompt(value: object, chat: bool) -> Prompt:
+    """A text; or a list of messages, for which a text may stand that is the user's only one.
+
+    Raises:
+        SpecError: neither.
+    """
+    if isinstance(value, str):
+        _check_text(value)
+        return [{"role": "user", "content": value}] if chat else value
+    if not chat:
+        raise SpecError("", f"expected the prompt's text, `str`, got {kind(value)}")
+    if not isinstance(value, list) or not value:
+        got = "an empty one" if value == [] else kind(value)
+        raise SpecError("", f"expected a list of messages, got {got}")
+    for index, message in enumerate(value):
+        with at(f"[{index}]"):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise SpecError("", "expected a message, an object with `role` and `content`")
+            if isinstance(message.get("content"), str):
+                _check_text(message["content"])
+    return value
+
+
+def _check_text(text: str) -> None:
+    # JSON can write half of a character; no tokenizer and no store can.
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise SpecError("", f"{show(text)} has half of a surrogate pair") from None
+
+
+def _some(names: Mapping[str, Any]) -> str:
+    """Names for messages: never many."""
+    shown = listed(str(name)[:40] for name in list(names)[:_MOST_NAMES])
+    return f"{shown}, …" if len(names) > _MOST_NAMES else shown or "none"

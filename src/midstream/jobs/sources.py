@@ -1,0 +1,227 @@
+"""Where prompts come from: files, data sets by name, the standard input. All are read lazily."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import filterfalse, islice
+from typing import IO, Any, Protocol
+
+from midstream.errors import SpecError, UnsupportedError
+from midstream.jobs.job import Job
+from midstream.jobs.records import Failed, Record, read_text, read_value
+from midstream.validation import hint, show
+
+STDIN = "-"
+_ROWS_AT_ONCE = 1024
+# A data set's name at Hugging Face: never one of a file of lines.
+_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_OTHERS = (".csv", ".tsv", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip")
+_FILES = (".jsonl", ".json", ".ndjson", ".txt", ".parquet", *_OTHERS)
+
+
+class Source(Protocol):
+    """Lines of data."""
+
+    @property
+    def can_be_read_again(self) -> bool:
+        """Whether iterating a second time gives the same."""
+        ...
+
+    def count(self) -> int | None:
+        """How many lines there are, as far as that can be known beforehand."""
+        ...
+
+    def __iter__(self) -> Iterator[Record | Failed]:
+        """The lines, in order; empty ones are passed over."""
+        ...
+
+
+def open_source(job: Job) -> Source:
+    """The source of a job's data. It is there, and can be read as what it is taken for.
+
+    Raises:
+        SpecError: there is no such file or column, or the file is of another kind.
+        UnsupportedError: a library is missing that would read it.
+    """
+    name = job.data
+    if name == STDIN:
+        return Limited(Lines(job, None), job.limit)
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):
+        return Limited(HubRows(job, path), job.limit)
+    if os.path.exists(path):
+        if path.lower().endswith(_OTHERS):
+            raise SpecError("data", f"{show(name)}: expected JSON lines or a Parquet file")
+        is_table = path.lower().endswith(".parquet")
+        return Limited(ParquetRows(job, path) if is_table else Lines(job, path), job.limit)
+    if name.lower().endswith(_FILES) or not _NAME.fullmatch(name):
+        raise SpecError("data", f"there is no file {show(name)}")
+    return Limited(HubRows(job, name), job.limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Limited:
+    """The first lines of a source; None: all of them."""
+
+    source: Source
+    limit: int | None
+
+    @property
+    def can_be_read_again(self) -> bool:
+        return self.source.can_be_read_again
+
+    def count(self) -> int | None:
+        found = self.source.count()
+        return found if found is None or self.limit is None else min(found, self.limit)
+
+    def __iter__(self) -> Iterator[Record | Failed]:
+        return islice(iter(self.source), self.limit)
+
+
+class Lines:
+    """JSON lines, in a file or on the standard input."""
+
+    def __init__(self, job: Job, path: str | None) -> None:
+        """Args:
+        job: says which field has the prompt.
+        path: of the file; None: the standard input.
+
+        Raises:
+            SpecError: the file cannot be read.
+        """
+        self._field, self._chat = job.column, job.chat
+        self._path = path
+        self._limit = job.limit
+        if path is not None:
+            _open(path).close()
+
+    @property
+    def can_be_read_again(self) -> bool:
+        # Not so of a pipe that has a name.
+        return self._path is not None and os.path.isfile(self._path)
+
+    def count(self) -> int | None:
+        if not self.can_be_read_again:
+            return None
+        assert self._path is not None
+        with _open(self._path) as file:
+            # A file may be long: no more of it is read than is asked for.
+            return sum(1 for _ in islice(filterfalse(bytes.isspace, file), self._limit))
+
+    def __iter__(self) -> Iterator[Record | Failed]:
+        if self._path is None:
+            yield from self._read(sys.stdin.buffer)
+            return
+        with _open(self._path) as file:
+            yield from self._read(file)
+
+    def _read(self, file: Iterable[bytes]) -> Iterator[Record | Failed]:
+        for number, line in enumerate(file, 1):
+            if not line.isspace():
+                yield read_text(number, line.rstrip(b"\r\n"), self._field, self._chat)
+
+
+class ParquetRows:
+    """The rows of a Parquet file, of which the prompt's column is read."""
+
+    can_be_read_again = True
+
+    def __init__(self, job: Job, path: str) -> None:
+        """Args:
+        job: says which column has the prompt.
+        path: of the file.
+
+        Raises:
+            SpecError: it is no Parquet file, or has no such column.
+            UnsupportedError: pyarrow is not installed.
+        """
+        self._field, self._chat = job.column, job.chat
+        self._path = path
+        file = self._open()
+        with file:
+            self._rows = int(file.metadata.num_rows)
+            _check_column(job, file.schema_arrow.names)
+
+    def count(self) -> int | None:
+        return self._rows
+
+    def __iter__(self) -> Iterator[Record | Failed]:
+        with self._open() as file:
+            number = 0
+            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[self._field]):
+                for value in batch.column(0).to_pylist():
+                    number += 1
+                    yield read_value(number, value, self._field, self._chat)
+
+    def _open(self) -> Any:
+        try:
+            import pyarrow
+            from pyarrow import parquet
+        except ImportError:
+            raise UnsupportedError(
+                'data: Parquet files need pyarrow: pip install "midstream[arrow]"'
+            ) from None
+        try:
+            return parquet.ParquetFile(self._path)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise SpecError("data", f"{self._path}: {error}") from None
+
+
+class HubRows:
+    """The rows of a data set of Hugging Face's, read as they come."""
+
+    can_be_read_again = True
+
+    def __init__(self, job: Job, name: str) -> None:
+        """Args:
+        job: says which column, subset and split.
+        name: of the data set, or the folder that it is in.
+
+        Raises:
+            SpecError: there is no such data set, subset, split or column.
+            UnsupportedError: `datasets` is not installed.
+        """
+        self._field, self._chat = job.column, job.chat
+        try:
+            from datasets import load_dataset
+            from datasets.exceptions import DatasetsError
+        except ImportError:
+            raise UnsupportedError(
+                f"data: {show(name)} is no file, and a data set by name needs `datasets`: "
+                "pip install datasets"
+            ) from None
+        try:
+            self._rows = load_dataset(name, job.subset or None, split=job.split, streaming=True)
+        except (DatasetsError, ValueError, OSError) as error:
+            raise SpecError("data", f"data set {show(name)}: {error}") from None
+        if self._rows.column_names is not None:
+            _check_column(job, self._rows.column_names)
+        self._split = job.split
+
+    def count(self) -> int | None:
+        found = (self._rows.info.splits or {}).get(self._split)
+        return found.num_examples or None if found is not None else None
+
+    def __iter__(self) -> Iterator[Record | Failed]:
+        for number, row in enumerate(self._rows, 1):
+            yield read_value(number, row.get(self._field), self._field, self._chat)
+
+
+def _open(path: str) -> IO[bytes]:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise SpecError("data", f"{path}: {error.strerror}") from None
+
+
+def _check_column(job: Job, names: list[str]) -> None:
+    if job.column not in names:
+        raise SpecError(
+            "prompt_field",
+            f"{job.data} has no column {show(job.column)}{hint(job.column, names)}; it has "
+            f"{', '.join(names[:20])}",
+        )

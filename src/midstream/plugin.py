@@ -1,0 +1,72 @@
+"""The `vllm.general_plugins` entry point: called by vLLM in each of its processes.
+
+vLLM calls it without saying for which engine, and installed must not mean enabled. The calls come
+from places that have the engine's settings at hand, `EngineArgs.__post_init__`,
+`EngineCore.__init__` and `WorkerWrapperBase.init_worker`, or from the command line's parser, which
+will have them from `sys.argv`. So the settings are looked for there, which changes nothing; hooks
+are installed only when they name midstream.
+
+vLLM calls once per process. Where an engine without midstream came first, a later one that names
+it in `additional_config` is refused by its workers, unless the process called
+`midstream.activate()` or made it with `midstream.LLM`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+_KEY = "midstream"
+_WORKER = "midstream.worker.CaptureWorker"
+_DEPTH = 12
+
+
+def register() -> None:
+    """Installs midstream's hooks in this process if the engine that is starting enables it."""
+    # Kept free of imports: this also runs in every process of engines that do not use midstream.
+    by_environment = os.environ.get("MIDSTREAM", "").strip() not in ("", "0")
+    if by_environment or _command_line_enables() or _caller_enables():
+        from midstream.runtime.install import activate
+
+        activate()
+
+
+def _command_line_enables() -> bool:
+    """`vllm serve … --additional-config '{"midstream": …}'`, in one word or two, or
+    `--worker-cls` with midstream's.
+    """
+    for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        option, value = name.replace("_", "-"), value or following
+        if option == "--additional-config" and f'"{_KEY}"' in value:
+            return True
+        if option == "--worker-cls" and value == _WORKER:
+            return True
+    return False
+
+
+def _caller_enables() -> bool:
+    frame = sys._getframe(2)  # noqa: SLF001
+    for _ in range(_DEPTH):
+        if frame is None:
+            return False
+        values = frame.f_locals
+        candidates = [values.get("vllm_config"), values.get("self")]
+        kwargs = values.get("kwargs")
+        if isinstance(kwargs, dict):
+            candidates.append(kwargs.get("vllm_config"))
+        if any(_enables(candidate) for candidate in candidates):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _enables(value: Any) -> bool:
+    if getattr(value, "__dict__", {}).get("worker_cls") == _WORKER:
+        return True
+    for holder in (value, getattr(value, "__dict__", {}).get("vllm_config")):
+        found = getattr(holder, "__dict__", {}).get("additional_config")
+        if isinstance(found, dict) and found.get(_KEY) not in (None, False):
+            return True
+    return False

@@ -1,0 +1,84 @@
+"""Ending requests whose captures or edits failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from midstream.runtime.core.prefix_cache import keys_of
+from midstream.runtime.protocol.failures import Failure, failures_of
+
+
+def update_from_output(
+    original: Callable[..., Any], scheduler: Any, scheduled: Any, output: Any
+) -> Any:
+    """Ends the requests for which a worker says that something went wrong."""
+    failed = failures_of(output)
+    ended = end_failed(scheduler, failed) if failed else []
+    outputs = original(scheduler, scheduled, output)
+    if ended:
+        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+        for request, reason in ended:
+            mine = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            mine.outputs.append(
+                EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=request.get_finished_reason(),
+                    stop_reason=reason,
+                )
+            )
+    return outputs
+
+
+def end_failed(scheduler: Any, failed: dict[str, Failure]) -> list[tuple[Any, str]]:
+    """Ends failed requests, and those that were served KV which a failed one computed from where
+    it failed on: it is kept under the key of edits which it did not get. The prefix cache is
+    emptied, so that nobody else is served it.
+
+    Returns:
+        The requests that ended, with the reason.
+    """
+    from vllm.v1.request import RequestStatus
+
+    manager = scheduler.kv_cache_manager
+    failures = dict(failed)
+    reasons: dict[str, str] = {}
+    while failures:
+        name, failure = failures.popitem()
+        reasons[name] = failure.reason
+        wrong = _wrong_blocks(scheduler, name, failure.position)
+        for other in scheduler.requests:
+            if wrong and other not in reasons and other not in failures:
+                starts = [start for block, start, _ in _blocks(manager, other) if block in wrong]
+                if starts:
+                    why = f"it was served KV of a request that failed: {failure.reason}"
+                    failures[other] = Failure(min(starts), why)
+    pool = manager.block_pool
+    pool.evict_blocks({one.block_id for one in pool.blocks if one.block_hash is not None})
+    ended = scheduler.finish_requests(list(reasons), RequestStatus.FINISHED_ERROR)
+    return [(request, reasons[request.request_id]) for request in ended]
+
+
+def _wrong_blocks(scheduler: Any, name: str, position: int) -> set[int]:
+    """The blocks of a request that hold positions from the first edited one at or after this."""
+    request = scheduler.requests.get(name)
+    keys = None if request is None else keys_of(request)
+    first = None if keys is None else keys.first_edited(position)
+    if first is None:
+        return set()
+    found = _blocks(scheduler.kv_cache_manager, name)
+    return {block for block, _, stop in found if stop > first}
+
+
+def _blocks(manager: Any, name: str) -> list[tuple[int, int, int]]:
+    """A request's blocks: the id of each, and the positions [start, stop) that it holds."""
+    groups = manager.kv_cache_config.kv_cache_groups
+    sizes = [group.kv_cache_spec.block_size for group in groups]
+    return [
+        (block.block_id, nth * size, (nth + 1) * size)
+        for size, blocks in zip(sizes, manager.get_blocks(name).blocks, strict=True)
+        for nth, block in enumerate(blocks)
+        if not block.is_null
+    ]

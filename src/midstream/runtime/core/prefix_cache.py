@@ -1,0 +1,65 @@
+"""midstream's part in the engine core, where the scheduler and the prefix cache are.
+
+What a request carries says under which keys its blocks are cached and how much of it the cache may
+serve. And where workers say that something went wrong for a request, it ends here, together with
+all that has read KV which it should not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from midstream.config.config import KEY
+from midstream.runtime.protocol.cache_keys import CacheKeys
+from midstream.runtime.protocol.request_payload import payload_of
+
+_ATTRIBUTE = "midstream_keys"
+
+
+def keys_of(request: Any) -> CacheKeys | None:
+    """What a vLLM `Request` carries; None when it asks for nothing."""
+    params = request.sampling_params
+    if params is None or not params.extra_args or KEY not in params.extra_args:
+        return None
+    # The next part of a streamed input brings params of its own.
+    known: tuple[Any, CacheKeys] | None = getattr(request, _ATTRIBUTE, None)
+    if known is None or known[0] is not params:
+        found = payload_of(params)
+        assert found is not None
+        known = (params, found.keys)
+        setattr(request, _ATTRIBUTE, known)
+    return known[1]
+
+
+def extra_keys(
+    original: Callable[..., Any], request: Any, start: int, stop: int, *rest: Any, **kwargs: Any
+) -> Any:
+    """Adds the edits' key to what vLLM hashes with a block of positions [start, stop)."""
+    found, mm_index = original(request, start, stop, *rest, **kwargs)
+    keys = keys_of(request)
+    mark = None if keys is None else keys.of_block(start, stop)
+    if mark is not None:
+        found = (*(found or ()), (KEY, mark))
+    return found, mm_index
+
+
+def computed_blocks(
+    original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Keeps a hit in the prefix cache below the first position whose row must be computed."""
+    keys = keys_of(request)
+    if keys is None or keys.first_read is None:
+        return original(manager, request, *args, **kwargs)
+    cap = keys.first_read
+    coordinator = manager.coordinator
+    find = coordinator.find_longest_cache_hit
+
+    def capped(block_hashes: Any, most: int, *args: Any, **kwargs: Any) -> Any:
+        return find(block_hashes, min(most, cap), *args, **kwargs)
+
+    coordinator.find_longest_cache_hit = capped
+    try:
+        return original(manager, request, *args, **kwargs)
+    finally:
+        del coordinator.find_longest_cache_hit

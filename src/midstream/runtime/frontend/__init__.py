@@ -1,0 +1,1 @@
+"""The process that has the user's call."""

@@ -1,0 +1,63 @@
+"""What the front end knows of its engine's workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from midstream.errors import UnsupportedError
+from midstream.runtime.protocol.segments import Room
+from midstream.spec import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the workers of one engine said of themselves.
+
+    Attributes:
+        shape: for resolving plans.
+        dtype: name of the model's dtype.
+        codec: how captured vectors leave the device where a request does not say.
+        return_: through which ranks.
+        room: how much the running requests can hold together.
+        workers: each worker's own description, with the number of its replica.
+    """
+
+    shape: ModelShape
+    dtype: str
+    codec: str
+    return_: str
+    room: Room
+    workers: tuple[dict[str, Any], ...]
+
+
+def describe(answers: Sequence[Sequence[dict[str, Any]]]) -> EngineInfo:
+    """The engine, from its workers' answers to `describe`.
+
+    Args:
+        answers: per replica, those of its workers.
+
+    Raises:
+        UnsupportedError: nothing is tapped.
+    """
+    workers = tuple(
+        {**json.loads(answer["json"]), "replica": number}
+        for number, replica in enumerate(answers)
+        for answer in replica
+    )
+    lacking = {(site, layer): why for worker in workers for site, layer, why in worker["lacking"]}
+    taps = frozenset((site, layer) for worker in workers for site, layer in worker["taps"])
+    if not taps:
+        raise UnsupportedError("no site of any layer is tapped; see midstream's settings")
+    first = workers[0]
+    shape = ModelShape(
+        num_layers=first["num_layers"],
+        hidden_size=first["hidden_size"],
+        taps=taps,
+        reasons=MappingProxyType(lacking),
+    )
+    room = Room(**first["room"])
+    return EngineInfo(shape, first["dtype"], first["codec"], first["return"], room, workers)

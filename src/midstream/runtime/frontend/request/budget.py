@@ -1,0 +1,247 @@
+"""What the running requests take of a worker's tables, as the front end reckons it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from midstream.codecs import parse_codec
+from midstream.config.config import Config
+from midstream.errors import SpecError
+from midstream.ops import layout
+from midstream.runtime.frontend.rpc.remote_worker import MOST_HELD, RemoteWorker
+from midstream.runtime.protocol.segments import WHOLE, PlanSegment, RankShare, Room, cut, vectors_of
+from midstream.sites import Tap
+from midstream.spec import ResolvedPlan
+from midstream.spec.positions.range_set import overlay
+
+# Per kind of room: the setting, what it counts.
+_KINDS = {
+    "bank_rows": "vectors",
+    "programs": "combinations of edits",
+    "groups": "combinations of captures",
+    "max_edits": "instructions",
+    "token_ids": "token ids in lists",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one plan takes.
+
+    Attributes:
+        kinds: by kind of room, how much for each distinct thing.
+        rows: bytes of captured rows, at most, until they are fetched; where ranks share them, those
+            of one rank.
+    """
+
+    kinds: dict[str, dict[Hashable, int]]
+    rows: int = 0
+
+    def total(self, kind: str) -> int:
+        """How much of a kind the plan takes on its own."""
+        return sum(self.kinds[kind].values())
+
+
+@dataclass(frozen=True, slots=True)
+class RowRoom:
+    """Room for captured rows, over all workers.
+
+    Attributes:
+        limit: bytes; None where requests need not wait for it.
+        held: how many of them readers hold.
+    """
+
+    limit: int | None
+    held: Callable[[], int]
+
+
+NO_LIMIT = RowRoom(None, lambda: 0)
+
+
+def need_of(plan: ResolvedPlan, taps: dict[Tap, int], room: Room, edits_per_site: int) -> Need:
+    """What a plan takes.
+
+    Args:
+        plan: what a request asks for.
+        taps: every tap of the engine, over all pipeline stages.
+        room: how much a worker has.
+        edits_per_site: most instructions for one token at one site.
+
+    Raises:
+        SpecError: the plan is beyond a limit even with nothing else running; with the figures.
+    """
+    pieces = cut(plan, taps, WHOLE)
+    kinds: dict[str, dict[Hashable, int]] = {kind: {} for kind in _KINDS}
+    for piece in pieces:
+        _check_sites(piece, list(taps), edits_per_site)
+        if piece.edits:
+            kinds["programs"][piece.edits] = 1
+            length = sum(len(edit.steps) for edit in piece.edits)
+            kinds["max_edits"][piece.edits] = length
+        if piece.taps:
+            kinds["groups"][piece.taps] = 1
+        for edit in piece.edits:
+            if edit.ids:
+                kinds["token_ids"][edit.ids] = len(edit.ids)
+            for step in edit.steps:
+                for vectors in vectors_of(step):
+                    kinds["bank_rows"][vectors] = len(vectors)
+    found = Need(kinds)
+    for kind, limit in _limits(room).items():
+        if found.total(kind) > limit:
+            setting = "programs" if kind == "groups" else kind
+            raise SpecError(
+                "",
+                f"the request needs {found.total(kind)} {_KINDS[kind]}, and there is room for "
+                f"{limit}; raise midstream's setting {setting}",
+            )
+    if plan.slots > room.probes:
+        raise SpecError(
+            "probes",
+            f"the request reads {plan.slots} scores (probes, and probes of gates at other sites), "
+            f"and a token has room for {room.probes}; raise midstream's setting probes",
+        )
+    return found
+
+
+class Budget:
+    """Counts what admitted plans take together; what they share counts once."""
+
+    def __init__(self, room: Room, rows: RowRoom = NO_LIMIT) -> None:
+        self._limits = _limits(room)
+        self._row_room = rows
+        self._rows = 0
+        self._used = dict.fromkeys(_KINDS, 0)
+        self._users: dict[str, Counter[Hashable]] = {kind: Counter() for kind in _KINDS}
+
+    def fits(self, need: Need) -> bool:
+        """Whether there is room for it beside what is admitted."""
+        limit = self._row_room.limit
+        rows = self._rows + need.rows
+        if need.rows and limit is not None and rows + self._row_room.held() > limit:
+            return False
+        return all(
+            self._used[kind] + self._new(kind, things) <= self._limits[kind]
+            for kind, things in need.kinds.items()
+        )
+
+    def take(self, need: Need) -> None:
+        """Admits a plan that fits. Pair with `give_back` and `give_back_rows`."""
+        self._rows += need.rows
+        for kind, things in need.kinds.items():
+            self._used[kind] += self._new(kind, things)
+            self._users[kind].update(things.keys())
+
+    def give_back(self, need: Need) -> None:
+        """Ends a plan; its rows may still wait to be fetched."""
+        for kind, things in need.kinds.items():
+            users = self._users[kind]
+            for thing, size in things.items():
+                users[thing] -= 1
+                if users[thing] == 0:
+                    del users[thing]
+                    self._used[kind] -= size
+
+    def give_back_rows(self, need: Need) -> None:
+        """A plan's rows, or as many of them, have been fetched."""
+        self._rows -= need.rows
+
+    @property
+    def rows(self) -> int:
+        """Bytes of rows that admitted plans may take."""
+        return self._rows
+
+    @property
+    def used(self) -> dict[str, int]:
+        """How much of each kind is taken."""
+        return dict(self._used)
+
+    def _new(self, kind: str, things: dict[Hashable, int]) -> int:
+        users = self._users[kind]
+        return sum(size for thing, size in things.items() if thing not in users)
+
+
+def _limits(room: Room) -> dict[str, int]:
+    return {
+        "bank_rows": room.bank_rows,
+        "programs": room.programs - layout.FIRST_FREE_PROGRAM,
+        "groups": room.programs - layout.FIRST_FREE_GROUP,
+        "max_edits": room.max_edits,
+        "token_ids": room.token_ids,
+    }
+
+
+def _check_sites(piece: PlanSegment, taps: list[Tap], limit: int) -> None:
+    at_tap: Counter[int] = Counter()
+    for edit in piece.edits:
+        at_tap[edit.tap] += len(edit.steps)
+    for tap, count in at_tap.items():
+        if count > limit:
+            site, layer = taps[tap]
+            raise SpecError(
+                "edits",
+                f"{count} instructions for one token at {site} of layer {layer} (an edit takes one "
+                f"or more, a probe one), and the limit is {limit}; raise midstream's setting "
+                "edits_per_site",
+            )
+
+
+def all_taps(taps: Iterable[Tap]) -> dict[Tap, int]:
+    """The engine's taps, numbered."""
+    return {tap: index for index, tap in enumerate(taps)}
+
+
+def row_room(workers: Sequence[RemoteWorker], config: Config) -> RowRoom:
+    """The room of an engine, over all pipeline stages. Of the ranks of a stage the first counts: no
+    other moves more.
+    """
+    capturing = [worker for worker in workers if worker.description["tensor_rank"] == 0]
+    if config.overflow != "block":
+        return RowRoom(None, lambda: 0)
+    return RowRoom(
+        sum(worker.description["arena_bytes"] for worker in capturing),
+        lambda: sum(worker.held for worker in capturing),
+    )
+
+
+def most_rows(plan: ResolvedPlan, hidden: int, dtype: torch.dtype, length: int, ranks: int) -> int:
+    """Bytes of the rows that a plan can capture; where ranks share them, those of the first.
+
+    Args:
+        plan: what one completion asks for.
+        hidden: width of the model.
+        dtype: the dtype that it computes in.
+        length: how many tokens the request can have.
+        ranks: how many there are in a tensor-parallel group.
+    """
+    if not plan.captures:
+        return 0
+    width = parse_codec(plan.codec).row_bytes(hidden, dtype)
+    first = RankShare(0, ranks)
+    rows = 0
+    for start, stop, indices in overlay([each.where.possible for each in plan.captures]):
+        taps = tuple({tap for nth in indices for tap in plan.captures[nth].taps})
+        positions = max(0, (length if stop is None else min(stop, length)) - start)
+        rows += len(first.of(taps, plan.sharded)) * positions
+    return rows * width
+
+
+def check_rows(need: Need, room: RowRoom) -> None:
+    """Whether a request ever has room.
+
+    Raises:
+        SpecError: it has not.
+    """
+    # What readers hold on to may take the other part.
+    limit = None if room.limit is None else int(room.limit * (1 - MOST_HELD))
+    if limit is not None and need.rows > limit:
+        raise SpecError(
+            "capture",
+            f"the rows may take {need.rows} bytes, and one request has room for {limit}; capture "
+            "fewer layers or positions, lower max_tokens, raise midstream's setting arena_bytes, "
+            'or let rows that do not fit go to the disk with overflow="spill"',
+        )

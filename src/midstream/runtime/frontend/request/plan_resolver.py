@@ -1,0 +1,248 @@
+"""From what a request asks for, as written, to what rides with it: bound, resolved and packed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from midstream.codecs import parse_codec
+from midstream.config.config import KEY
+from midstream.errors import ConfigError, SpecError
+from midstream.ops.layout import Op
+from midstream.runtime.frontend.request.budget import Need, all_taps, most_rows, need_of
+from midstream.runtime.frontend.request.prompt.chat import ChatPlan
+from midstream.runtime.frontend.request.prompt.text_map import text_map
+from midstream.runtime.protocol.cache_keys import CacheKeys, cache_keys
+from midstream.sites import order
+from midstream.spec import Capture, Plan, Prompt, ResolvedPlan, Vector
+from midstream.spec.capture import SHARDED
+from midstream.spec.operations import Edit
+from midstream.spec.resolve.resolve import resolve
+from midstream.spec.resolve.session_rules import check_growing
+from midstream.spec.resolve.tap_lookup import find_taps
+from midstream.validation import at
+
+if TYPE_CHECKING:
+    from midstream.runtime.frontend.engine_info import EngineInfo
+
+# Many requests share a plan: it is resolved and packed once for each length of prompt.
+_CACHED_PLANS = 256
+
+Lookup = Callable[[str], Mapping[Any, Vector]]
+Ready = tuple[ResolvedPlan, Need, bytes, CacheKeys]
+
+
+class PlanResolver:
+    """Resolves plans for one engine."""
+
+    def __init__(self, info: EngineInfo, engine: Any, also: tuple[Capture, ...] = ()) -> None:
+        """Args:
+        info: what the workers said of themselves.
+        engine: gives the tokenizer and the renderer.
+        also: captures of every request, which come after its own.
+        """
+        self._info = info
+        self._also = also
+        self._engine = engine
+        self._max_length: int = engine.vllm_config.model_config.max_model_len
+        self._taps = all_taps(sorted(info.shape.taps, key=order))
+        self._by_length = functools.lru_cache(maxsize=_CACHED_PLANS)(self._resolve_by_length)
+
+    def resolve(
+        self,
+        asked_for: Plan | ChatPlan | None,
+        before: tuple[Edit, ...],
+        lookup: Lookup,
+        request: Any,
+    ) -> Ready:
+        """What rides with a request.
+
+        Args:
+            asked_for: what it asks for itself.
+            before: edits that come before its own.
+            lookup: gives the vectors of a registered name.
+            request: vLLM's EngineCoreRequest.
+
+        Raises:
+            SpecError: it cannot be served as asked.
+        """
+        chat = asked_for if isinstance(asked_for, ChatPlan) else None
+        own = chat.plan if chat is not None else asked_for
+        assert not isinstance(own, ChatPlan)
+        plan = None if own is None else own.bind(lookup, self._info.shape.num_layers)
+        max_tokens = request.sampling_params.max_tokens
+        needs_prompt = any(part.positions.needs_prompt for part in (*before, *self._also))
+        if needs_prompt or (plan is not None and plan.needs_prompt):
+            return self._finish(plan, before, self._prompt(request, chat), max_tokens)
+        # Where rows go makes no difference here, and may be another place for each request.
+        shared = None if plan is None else plan.without_places()
+        return self._by_length(shared, before, _prompt_len(request), max_tokens)
+
+    def resolve_session(
+        self, plan: Plan | None, before: tuple[Edit, ...], lookup: Lookup, first: int
+    ) -> Ready:
+        """What rides with a session of streaming input.
+
+        Args:
+            plan: what it asks for itself.
+            before: edits that come before its own.
+            lookup: gives the vectors of a registered name.
+            first: the id of its first token. All others may be taken for generated ones: positions
+                that mean the same however long the prompt gets do not tell them apart.
+
+        Raises:
+            SpecError: it cannot be served as asked.
+        """
+        check_growing(plan, before, self._also)
+        own = None if plan is None else plan.bind(lookup, self._info.shape.num_layers)
+        return self._finish(own, before, Prompt(1, token_ids=(first,)), None)
+
+    def check_also(self) -> None:
+        """Whether the captures of every request are of what is tapped.
+
+        Raises:
+            ConfigError: one asks for what is not tapped.
+        """
+        for capture in self._also:
+            try:
+                find_taps(capture.layers, capture.sites, self._info.shape, "layers", "sites")
+            except SpecError as error:
+                raise ConfigError(f"{KEY}.sinks.{capture.sink}.capture.{error}") from None
+
+    def _resolve_by_length(
+        self, plan: Plan | None, before: tuple[Edit, ...], length: int, max_tokens: int | None
+    ) -> Ready:
+        return self._finish(plan, before, Prompt(length), max_tokens)
+
+    def _finish(
+        self, plan: Plan | None, before: tuple[Edit, ...], prompt: Prompt, max_tokens: int | None
+    ) -> Ready:
+        resolved = resolve(plan, self._info.shape, prompt, max_tokens, before, self._also)
+        if resolved.captures:
+            # Those of every request come as the request's own do, where it has any.
+            own = () if plan is None else plan.captures
+            decisive = own or self._also
+            resolved = replace(
+                resolved, codec=self._codec(decisive), sharded=self._return(decisive) == SHARDED
+            )
+        first = self._info.workers[0]
+        need = need_of(resolved, self._taps, self._info.room, first["edits_per_site"])
+        need = replace(need, rows=self._most_rows(resolved, prompt.length, max_tokens))
+        self._check_ring(resolved)
+        self._check_gates(resolved)
+        return resolved, need, resolved.to_bytes(), cache_keys(resolved)
+
+    def _most_rows(self, plan: ResolvedPlan, prompt_len: int, max_tokens: int | None) -> int:
+        length = self._max_length
+        if max_tokens is not None:
+            length = min(length, prompt_len + max_tokens)
+        dtype = getattr(torch, self._info.dtype)
+        ranks = self._info.workers[0]["tensor_ranks"]
+        return most_rows(plan, self._info.shape.hidden_size, dtype, length, ranks)
+
+    def _codec(self, captures: tuple[Capture, ...]) -> str:
+        """The one codec of all of these captures."""
+        spec = _common("codec", [capture.codec or self._info.codec for capture in captures])
+        with at("capture[0]"):
+            dtype = getattr(torch, self._info.dtype)
+            parse_codec(spec).row_bytes(self._info.shape.hidden_size, dtype)
+        return spec
+
+    def _return(self, captures: tuple[Capture, ...]) -> str:
+        """Through which ranks the rows of all of these captures leave."""
+        return _common("return", [capture.return_ or self._info.return_ for capture in captures])
+
+    def _prompt(self, request: Any, chat: ChatPlan | None) -> Prompt:
+        ids = request.prompt_token_ids
+        # Where only some of a prompt is tokens, there are placeholders among its ids.
+        if ids is None or not all(getattr(request, "prompt_is_token_ids", None) or ()):
+            return Prompt(_prompt_len(request))
+        tokens = tuple(ids)
+        tokenizer = self._tokenizer
+
+        def messages() -> Any:
+            assert chat is not None
+            return chat.spans(self._engine, tokenizer(), tokens)
+
+        return Prompt(
+            len(tokens),
+            token_ids=tokens,
+            text=lambda: text_map(tokenizer(), tokens),
+            messages=None if chat is None else messages,
+        )
+
+    def _tokenizer(self) -> Any:
+        tokenizer = self._engine.get_tokenizer()
+        if tokenizer is None:
+            raise SpecError(
+                "positions", "text and roles need a tokenizer, and this engine has none"
+            )
+        return tokenizer
+
+    def _check_ring(self, plan: ResolvedPlan) -> None:
+        wanted = {tap for capture in plan.captures for tap in capture.taps}
+        for worker in self._info.workers:
+            # Under pipeline parallelism each stage captures its own layers.
+            at_once = sum((site, layer) in wanted for site, layer in worker["taps"])
+            if plan.sharded:
+                at_once = -(-at_once // worker["tensor_ranks"])
+            if at_once > worker["capture_limit"]:
+                raise SpecError(
+                    "capture",
+                    f"{at_once} vectors a token are asked for, the staging ring has room for "
+                    f"{worker['capture_limit']} when a step is full; raise midstream's setting "
+                    "staging_bytes, lower max_num_batched_tokens, or capture fewer layers or "
+                    "sites",
+                )
+
+    def _check_gates(self, plan: ResolvedPlan) -> None:
+        """A score stays on the pipeline stage on which it was read."""
+        stages = {
+            (site, layer): worker["stage"]
+            for worker in self._info.workers
+            for site, layer in worker["taps"]
+        }
+        if len(set(stages.values())) == 1:
+            return
+        read = {probe.slot: (probe.site, probe.layer) for probe in plan.probes}
+        for edit in plan.edits:
+            for step in edit.steps.instructions:
+                if step.op is Op.PROBE and step.slot is not None:
+                    read[step.slot] = (edit.site, edit.layer)
+        for edit in plan.edits:
+            for step in edit.steps.instructions:
+                if step.op is not Op.GATE or step.slot is None:
+                    continue
+                site, layer = read[step.slot]
+                if stages[site, layer] != stages[edit.site, edit.layer]:
+                    raise SpecError(
+                        f"edits[{edit.source}].probe",
+                        f"the gate reads {site} of layer {layer}, which is on another pipeline "
+                        f"stage than layer {edit.layer}; read a layer of the same stage",
+                    )
+
+
+def _common(name: str, values: Sequence[str]) -> str:
+    """The one value that a field has in all captures of a request.
+
+    Raises:
+        SpecError: it has several.
+    """
+    for nth, value in enumerate(values):
+        if value != values[0]:
+            raise SpecError(
+                f"capture[{nth}].{name}",
+                f"{value}, and that of capture[0] is {values[0]}; all captures of a request have "
+                f"one {name}",
+            )
+    return values[0]
+
+
+def _prompt_len(request: Any) -> int:
+    if request.prompt_token_ids is not None:
+        return len(request.prompt_token_ids)
+    return int(request.prompt_embeds.shape[0])

@@ -1,0 +1,1 @@
+"""Prompts: chats, text offsets, inputs."""

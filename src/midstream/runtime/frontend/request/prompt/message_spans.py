@@ -1,0 +1,196 @@
+"""Where the messages of a chat are in the prompt that a chat template makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.runtime.frontend.request.prompt.text_map import map_of_rendering
+from midstream.spec.positions.prompt import Message
+from midstream.spec.positions.text_map import TextMap
+from midstream.validation import show
+
+# A chat's messages into the prompt's text.
+Render = Callable[[list[dict[str, Any]]], str]
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def message_spans(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    prompt_token_ids: Sequence[int],
+    *,
+    render: Render | None = None,
+    **template_kwargs: Any,
+) -> tuple[Message, ...]:
+    """The tokens of each message's content.
+
+    A content's place is found by rendering the chat once more with a mark instead of the content:
+    what stands before and after the mark must stand before and after the content. A token that
+    has characters of the content and of the template both counts as one of the content.
+
+    Args:
+        tokenizer: the model's.
+        messages: as given to the chat call: dicts of `role` and `content`.
+        prompt_token_ids: the prompt that was made of them.
+        render: how the text was made of them, see `chat_renderer`; None: by the tokenizer's
+            `apply_chat_template`.
+        template_kwargs: for the latter, such as `chat_template`, `add_generation_prompt`, `tools`.
+
+    Returns:
+        One per message. Where a single message cannot be found, as its content is no text, or the
+        template leaves it out, repeats or rewrites it, its `problem` says so.
+
+    Raises:
+        SpecError: the prompt's tokens are not those of the rendered chat.
+    """
+    if render is None:
+        render = _by_template(tokenizer, template_kwargs)
+    given = [dict(message) for message in messages]
+    text = render(given)
+    return _Finder(given, render, text, map_of_rendering(tokenizer, text, prompt_token_ids)).all()
+
+
+def chat_renderer(
+    renderer: Any,
+    chat_template: str | None = None,
+    chat_template_content_format: Any = "auto",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+) -> Render:
+    """How vLLM's own renderer makes a chat's text, for `message_spans`.
+
+    Args:
+        renderer: `LLM.renderer`.
+        chat_template: and the others: as in `LLM.chat`.
+    """
+    from vllm.renderers.params import ChatParams
+
+    params = ChatParams(
+        chat_template=chat_template,
+        chat_template_content_format=chat_template_content_format,
+        chat_template_kwargs={
+            **(chat_template_kwargs or {}),
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            **({} if tools is None else {"tools": tools}),
+            "tokenize": False,
+        },
+    )
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        _, prompt = renderer.render_messages(messages, params)
+        text = prompt.get("prompt")
+        if not isinstance(text, str):
+            raise SpecError("", "this model's chats are made into tokens without a text")
+        return text
+
+    return render
+
+
+def _by_template(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Render:
+    def render(messages: list[dict[str, Any]]) -> str:
+        return str(
+            tokenizer.apply_chat_template(messages, **{**template_kwargs, "tokenize": False})
+        )
+
+    return render
+
+
+class _Finder:
+    def __init__(
+        self, messages: list[dict[str, Any]], render: Render, text: str, tokens: TextMap
+    ) -> None:
+        self._messages = messages
+        self._render = render
+        self._text = text
+        self._tokens = tokens
+
+    def all(self) -> tuple[Message, ...]:
+        return tuple(self._message(index) for index in range(len(self._messages)))
+
+    def _message(self, index: int) -> Message:
+        role = str(self._messages[index].get("role", ""))
+        try:
+            parts = _parts(self._messages[index].get("content"))
+            if not any(part.strip() for part in parts):
+                return Message(role, index)
+            start, stop = self._tokens.tokens(*self._characters(index, parts))
+        except SpecError as error:
+            return Message(role, index, problem=error.problem)
+        return Message(role, index, start, stop)
+
+    def _characters(self, index: int, parts: list[str]) -> tuple[int, int]:
+        """The first character of the content and past the last, in the rendered chat."""
+        mark = self._mark()
+        content: Any = mark
+        if not isinstance(self._messages[index]["content"], str):
+            content = [{"type": "text", "text": mark}]
+        marked = list(self._messages)
+        marked[index] = {**marked[index], "content": content}
+        pieces = self._render(marked).split(mark)
+        if len(pieces) != 2:
+            how = "does not write it as it is" if len(pieces) == 1 else "writes it more than once"
+            raise SpecError("", f"the chat template {how}")
+        before, after = pieces
+        text = self._text
+        end = len(text) - len(after)
+        if not (text.startswith(before) and text.endswith(after) and len(before) <= end):
+            raise SpecError("", "the chat template treats it differently from other contents")
+        start, stop = _within(text[len(before) : end], parts)
+        return len(before) + start, len(before) + stop
+
+    def _mark(self) -> str:
+        """A word that is nowhere in the chat, and that no template has a reason to change."""
+        number = 0
+        while (mark := f"midstreamcontent{number}mark") in self._text:
+            number += 1
+        return mark
+
+
+def _parts(content: Any) -> list[str]:
+    """The texts of a content."""
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return [content]
+    if not isinstance(content, Sequence):
+        raise SpecError("", f"its content is a `{type(content).__name__}`, not text")
+    found = []
+    for part in content:
+        if isinstance(part, str):
+            found.append(part)
+            continue
+        sort = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if sort not in _TEXT_PARTS or not isinstance(text, str):
+            raise SpecError(
+                "", f"its content has a part of type {show(str(sort))}, which is no text"
+            )
+        found.append(text)
+    return found
+
+
+def _within(region: str, parts: list[str]) -> tuple[int, int]:
+    """Where the parts are in what the template wrote for them.
+
+    A template may drop some of a content, as its outer whitespace or what was thought before it
+    was said: what is left of it is then all of the region.
+    """
+    if len(parts) == 1 and region.strip() and region in parts[0]:
+        return 0, len(region)
+    found = [part for part in (each.strip() for each in parts) if part]
+    start, reached = None, 0
+    for part in found:
+        place = region.find(part, reached)
+        if place < 0:
+            raise SpecError("", "the chat template rewrites it, or leaves it out")
+        start, reached = place if start is None else start, place + len(part)
+    # Found more than once, the template's own words may have been taken for it.
+    if start is None or (len(found) == 1 and region.count(found[0]) > 1):
+        raise SpecError("", "the chat template writes it more than once")
+    return start, reached

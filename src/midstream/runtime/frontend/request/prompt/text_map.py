@@ -1,0 +1,140 @@
+"""The text of a prompt, token by token: what texts and chat messages are found by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.spec.positions.text_map import TextMap
+
+# What a decoder writes for bytes that are not, or not yet, a character.
+_REPLACEMENT = "\ufffd"
+
+# Tokens that may wait for the rest of a character. A character has at most four bytes, but each
+# token may end one and begin the next; past this many the bytes are not text, and stay as decoded.
+_LONGEST_WAIT = 32
+
+
+def text_map(tokenizer: Any, token_ids: Sequence[int]) -> TextMap:
+    """The decoded text of some tokens, and each token's characters in it.
+
+    Special tokens are spelt out. Tokens that only together make up a character share their span.
+
+    Args:
+        tokenizer: vLLM's, or any with transformers' `decode`.
+        token_ids: the prompt, from its first token.
+
+    Raises:
+        SpecError: the tokenizer decodes the tokens otherwise together than one after the other.
+    """
+    return _Decoding(tokenizer, list(token_ids)).run()
+
+
+class _Decoding:
+    """Decodes a group of tokens at a time: usually one, more where a character is cut.
+
+    What a token adds is seen by decoding it after the group before it, as a decoder may treat the
+    first token otherwise, for instance drop its leading space.
+    """
+
+    def __init__(self, tokenizer: Any, ids: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = ids
+        self._pieces: list[str] = []
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        self._length = 0
+
+    def run(self) -> TextMap:
+        before = first = 0
+        head = ""
+        seen: list[str] = []
+        for end in range(1, len(self._ids) + 1):
+            text = self._decode(before, end)
+            seen.append(text[len(head) :] if text.startswith(head) else text)
+            waits = seen[-1].endswith(_REPLACEMENT) and len(seen) < _LONGEST_WAIT
+            if waits and end < len(self._ids):
+                continue
+            self._close(seen)
+            before, first = first, end
+            head = self._decode(before, first)
+            seen = []
+        text = "".join(self._pieces)
+        whole = self._decode(0, len(self._ids))
+        if text != whole:
+            raise SpecError(
+                "",
+                "this tokenizer does not decode the prompt token by token, so texts cannot be "
+                "found in it; use token ids or positions by number",
+            )
+        return TextMap(text, tuple(self._starts), tuple(self._stops))
+
+    def _close(self, seen: list[str]) -> None:
+        """Notes a group, given what its first token spells, its first two, and so on."""
+        whole = seen[-1]
+        # What was there before a token and still is after all of them belongs to those before it:
+        # a replacement that stays is itself the character.
+        edge = waiting = 0
+        for spelt in seen:
+            waiting += 1
+            if edge and len(spelt) == edge and whole.startswith(spelt):
+                # It added nothing: a byte more of the replacement that was there already.
+                self._starts += [self._starts[-1]] * waiting
+                self._stops += [self._stops[-1]] * waiting
+                waiting = 0
+            elif whole.startswith(spelt) and len(spelt) >= edge:
+                self._starts += [self._length + edge] * waiting
+                self._stops += [self._length + len(spelt)] * waiting
+                edge, waiting = len(spelt), 0
+        self._pieces.append(whole)
+        self._length += len(whole)
+
+    def _decode(self, start: int, stop: int) -> str:
+        return decode(self._tokenizer, self._ids[start:stop])
+
+
+def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """The text of some tokens, with special tokens spelt out and no spaces cleaned up."""
+    if hasattr(tokenizer, "clean_up_tokenization_spaces"):
+        found = tokenizer.decode(
+            token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+    else:
+        found = tokenizer.decode(token_ids, skip_special_tokens=False)
+    return str(found)
+
+
+def map_of_rendering(tokenizer: Any, text: str, token_ids: Sequence[int]) -> TextMap:
+    """Each token's characters in the very text that was tokenized.
+
+    Raises:
+        SpecError: the tokens are not those of the text, so that neither the tokenizer's own
+            offsets nor decoding gives its characters.
+    """
+    wanted = list(token_ids)
+    if getattr(tokenizer, "is_fast", False):
+        for special in (False, True):
+            found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+            if list(found["input_ids"]) == wanted:
+                return _map_of_offsets(text, found["offset_mapping"])
+    decoded = text_map(tokenizer, wanted)
+    if decoded.text != text:
+        raise SpecError(
+            "",
+            "the prompt's tokens are not those of the chat as its template renders it (a prompt "
+            "that was cut, or has images, is not)",
+        )
+    return decoded
+
+
+def _map_of_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> TextMap:
+    starts: list[int] = []
+    stops: list[int] = []
+    reached = 0
+    for start, stop in offsets:
+        # Special tokens that are added around the text are given as (0, 0) wherever they stand.
+        starts.append(start if stop > start else reached)
+        stops.append(stop if stop > start else reached)
+        reached = stops[-1]
+    return TextMap(text, tuple(starts), tuple(stops))

@@ -1,0 +1,1 @@
+"""Results on the way back."""

@@ -1,0 +1,44 @@
+"""An engine's sinks: kept apart from its other settings, and opened for its front end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from midstream.config.config import KEY
+from midstream.config.sinks import read_sinks
+from midstream.runtime.vllm.additional_config import Settings
+from midstream.sinks.base import Origin
+from midstream.sinks.sink_set import SinkSet
+from midstream.version import __version__
+
+if TYPE_CHECKING:
+    from midstream.runtime.frontend.engine_info import EngineInfo
+
+
+def open_sinks(vllm_config: Any, info: EngineInfo) -> SinkSet:
+    """The sinks of an engine's settings, opened.
+
+    Raises:
+        ConfigError: a setting is wrong.
+        Exception: whatever one of them raises when it is opened.
+    """
+    found = vllm_config.additional_config[KEY]
+    settings = read_sinks(found.sinks if isinstance(found, Settings) else {})
+    return SinkSet(settings, origin_of(vllm_config, info))
+
+
+def origin_of(vllm_config: Any, info: EngineInfo) -> Origin:
+    """What sinks are told of an engine."""
+    import vllm
+
+    model = vllm_config.model_config
+    return Origin(
+        model=str(model.model),
+        revision=str(model.revision or ""),
+        num_layers=info.shape.num_layers,
+        hidden_size=info.shape.hidden_size,
+        dtype=info.dtype,
+        vllm=vllm.__version__,
+        midstream=__version__,
+        tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
+    )

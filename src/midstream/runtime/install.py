@@ -1,0 +1,251 @@
+"""Puts midstream into this process's vLLM. Nothing is touched until an engine is enabled.
+
+Once in, every hook is idle for engines whose `additional_config` does not name midstream.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from midstream.compat.act_environment import WORKER_CLASS
+from midstream.config.config import KEY, from_additional_config, is_complete, is_enabled
+from midstream.errors import SpecError, UnsupportedError
+from midstream.runtime.core import failed_requests, prefix_cache
+from midstream.runtime.core.parent_watch import end_with_parent
+from midstream.runtime.frontend import tracing
+from midstream.runtime.frontend.call import GenerateCall
+from midstream.runtime.frontend.request.prompt.chat import ChatPlan
+from midstream.runtime.protocol.request_payload import payload_of
+from midstream.runtime.vllm import seams
+from midstream.runtime.vllm.additional_config import Settings, check_sinks, settings_of
+from midstream.runtime.vllm.engine_rules import check_offline, check_settings
+from midstream.server import install as served
+from midstream.spec import Plan
+
+# Where vLLM's function for the extra keys of a block is looked up.
+_KEY_MODULES = ("vllm.v1.core.kv_cache_utils", "vllm.v1.core.block_pool")
+_LOCK = threading.Lock()
+_ATTRIBUTE = "midstream_front_end"
+_active = False
+
+
+def activate() -> None:
+    """Installs the hooks in this process, once.
+
+    Raises:
+        SeamError: this vLLM is not one that midstream fits; nothing is installed then.
+    """
+    global _active
+    with _LOCK:
+        if _active:
+            return
+        seams.check_process()
+        _wrap("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", _complete_config)
+        _wrap("vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_device", _init_device)
+        _wrap("vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", _process)
+        _wrap("vllm.v1.engine.llm_engine", "LLMEngine", "__init__", _engine_init)
+        _wrap("vllm.v1.engine.llm_engine", "LLMEngine", "step", _engine_step)
+        _wrap("vllm.v1.engine.llm_engine", "LLMEngine", "abort_request", _engine_abort)
+        _wrap("vllm.v1.engine.core", "EngineCore", "_initialize_kv_caches", _core_init)
+        _wrap("vllm.v1.engine.core", "EngineCore", "preprocess_add_request", _core_add)
+        _wrap(
+            "vllm.v1.core.kv_cache_manager",
+            "KVCacheManager",
+            "get_computed_blocks",
+            prefix_cache.computed_blocks,
+        )
+        _wrap(
+            "vllm.v1.core.sched.scheduler",
+            "Scheduler",
+            "update_from_output",
+            failed_requests.update_from_output,
+        )
+        served.install()
+        _wrap(
+            "vllm.v1.engine.output_processor", "OutputProcessor", "do_tracing", tracing.do_tracing
+        )
+        _wrap_function(
+            "vllm.v1.engine.output_processor", "instrument_manual", tracing.instrument_manual
+        )
+        for module in _KEY_MODULES:
+            _wrap_function(module, "generate_block_hash_extra_keys", prefix_cache.extra_keys)
+        _active = True
+
+
+def is_active() -> bool:
+    """Whether the hooks are installed in this process."""
+    return _active
+
+
+def front_end(engine: Any) -> Any:
+    """The front end of an engine or of its input processor; None where there is none."""
+    return getattr(engine, _ATTRIBUTE, None)
+
+
+def open_door(engine: Any, front: Any) -> None:
+    """Makes this front end that of an engine: it is asked about every request from now on."""
+    setattr(engine, _ATTRIBUTE, front)
+    setattr(engine.input_processor, _ATTRIBUTE, front)
+
+
+def plan_of(params: Any) -> Plan | ChatPlan | GenerateCall | None:
+    """The plan in a request's `extra_args["midstream"]`; None when it asks for nothing.
+
+    Raises:
+        SpecError: it is malformed.
+    """
+    extra_args = getattr(params, "extra_args", None)
+    value = extra_args.get(KEY) if extra_args else None
+    if value is None or isinstance(value, (ChatPlan, GenerateCall)):
+        return value
+    try:
+        return Plan.parse(value)
+    except SpecError as error:
+        raise error.under(f"extra_args[{KEY!r}]") from None
+
+
+def _wrap(module: str, cls: str, name: str, hook: Callable[..., Any]) -> None:
+    owner = getattr(importlib.import_module(module), cls)
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return hook(original, self, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _wrap_function(module: str, name: str, hook: Callable[..., Any]) -> None:
+    owner = importlib.import_module(module)
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return hook(original, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
+    """Fills in defaults and the version, so that all of it is in the hash of compiled graphs, and
+    refuses engine settings that cannot be served.
+    """
+    found = settings_of(args)
+    is_marked = args.worker_cls == WORKER_CLASS
+    kept = args.additional_config, args.worker_cls
+    try:
+        if is_marked:
+            args.worker_cls = "auto"  # the platform's own
+        if found is not None:
+            plain = Settings(found.to_dict())
+            check_sinks(plain.sinks)
+            args.additional_config = {**(args.additional_config or {}), KEY: plain}
+        config = original(args, *rest, **kwargs)
+    finally:
+        # Another config made of the same arguments is to be the same.
+        args.additional_config, args.worker_cls = kept
+    if found is not None:
+        # Workers check as well; here the error reaches whoever starts the engine as it is.
+        check_settings(config)
+        plain.replicas = config.parallel_config.data_parallel_size_local
+    return config
+
+
+def _init_device(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    found = from_additional_config(wrapper.vllm_config.additional_config)
+    if found is not None and not is_complete(wrapper.vllm_config.additional_config):
+        raise UnsupportedError(
+            "the process that made this engine's settings did not load midstream, so that no "
+            "request could reach it; set MIDSTREAM=1 there, or import midstream before the first "
+            "engine and call midstream.activate()"
+        )
+    out = original(wrapper, *args, **kwargs)
+    if found is not None:
+        from midstream.runtime.worker.endpoint import attach
+
+        attach(wrapper.worker, wrapper.vllm_config, found)
+    return out
+
+
+def _engine_init(
+    original: Callable[..., Any], engine: Any, vllm_config: Any, *args: Any, **kwargs: Any
+) -> None:
+    enabled = is_enabled(vllm_config.additional_config)
+    if enabled:
+        check_offline(vllm_config.parallel_config.data_parallel_size)
+    original(engine, vllm_config, *args, **kwargs)
+    if enabled:
+        from midstream.runtime.frontend.engine_death import end_waits_with
+        from midstream.runtime.frontend.sync_frontend import FrontEnd
+
+        end_waits_with(engine)
+        front = FrontEnd(engine)
+        client = engine.engine_core
+        deliver = client.add_request
+        client.add_request = lambda request: front.send(request, deliver)
+        open_door(engine, front)
+
+
+def _engine_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    outputs = original(engine, *args, **kwargs)
+    front = front_end(engine)
+    return outputs if front is None else front.after_step(outputs)
+
+
+def _engine_abort(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    out = original(engine, *args, **kwargs)
+    front = front_end(engine)
+    if front is not None:
+        front.after_abort(engine.output_processor.external_req_ids)
+    return out
+
+
+def _core_init(original: Callable[..., Any], engine: Any, vllm_config: Any) -> Any:
+    """The engine is being made: whether or not there is ever a request, it ends with its parent.
+
+    Its constructor, which loads midstream in a process of its own, cannot be wrapped from within.
+    """
+    if is_enabled(vllm_config.additional_config):
+        end_with_parent()
+    return original(engine, vllm_config)
+
+
+def _core_add(original: Callable[..., Any], engine: Any, request: Any, *rest: Any) -> Any:
+    """Refuses, as that request's own failure, what went past the front door."""
+    if is_enabled(engine.vllm_config.additional_config):
+        payload_of(request.sampling_params)
+    return original(engine, request, *rest)
+
+
+def _process(
+    original: Callable[..., Any],
+    processor: Any,
+    request_id: str,
+    prompt: Any,
+    params: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    plan = plan_of(params)
+    front = front_end(processor)
+    if plan is None and (front is None or not front.concerns(params)):
+        if front is not None:
+            front.check_id(request_id)
+        return original(processor, request_id, prompt, params, *args, **kwargs)
+    if front is None:
+        enabled = is_enabled(processor.vllm_config.additional_config)
+        raise SpecError(
+            f"extra_args[{KEY!r}]",
+            "this engine does not have midstream enabled: make it with midstream.LLM, or with "
+            f'additional_config={{"{KEY}": {{}}}}'
+            if not enabled
+            else "this front end cannot return results: use midstream.LLM, vllm.LLM or "
+            "midstream.AsyncLLM",
+        )
+    request = original(processor, request_id, prompt, params, *args, **kwargs)
+    front.admit(request, plan)
+    return request

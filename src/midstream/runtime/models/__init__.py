@@ -1,0 +1,1 @@
+"""Layer conventions of model architectures."""

@@ -1,0 +1,233 @@
+"""Decoder layers of transformers' own models, as vLLM's Transformers backend runs them.
+
+Read from transformers 5.19. The backend (0.26 to 0.33) builds the Hugging Face model and calls
+its layers as that model does: the stream comes first and positionally, shaped `[1, tokens,
+hidden]`, and one tensor is returned. What the backend changes below the layers leaves the
+conventions true:
+
+- RMSNorms are recognised by their arithmetic and replaced by vLLM's `RMSNorm` or
+  `GemmaRMSNorm`, `nn.LayerNorm` by vLLM's `LayerNorm`; Hugging Face's layer still calls them
+  by the same name, with one tensor: no add is fused into them, so `mid` holds.
+- A module with two or more linears of its own (an MLP, an attention) may have its forward
+  rewritten and bound to the *instance*. Its `__call__` is still what runs, so a `mid` which is
+  an MLP holds too. No layer here is itself rewritten.
+- A mixture's experts are replaced inside its block; the block stays. Outputs are reduced over
+  tensor-parallel ranks inside attention and MLP.
+
+Names are `<folder>.<class>` under `transformers.models`, the module being `modeling_<folder>`.
+Models whose code comes with their weights (`Nanbeige`, `Kolibri`) are not here: unknown, refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from midstream.runtime.models.convention import (
+    CONV,
+    LINEAR,
+    LONE_MIXER,
+    MAMBA,
+    PARALLEL,
+    SCALED,
+    Choice,
+    Entry,
+    Input,
+    Lack,
+    Output,
+    Refusal,
+    hybrid,
+    single,
+    without_attention,
+)
+
+NORM = "post_attention_layernorm"
+PRE_FF, POST_FF = "pre_feedforward_layernorm", "post_feedforward_layernorm"
+# The MLP is given the very tensor that the stream is, or that attention was given.
+SHARED = Input("mlp", shared=True)
+# Experts and a shared MLP are called one after the other with what the norm returned.
+NORM_OUT = Output(NORM)
+
+S = single(NORM)
+S_SCALED = single(NORM, attn=SCALED, mlp_out=SCALED)
+# What attention and the MLP return is normed too.
+S_SANDWICH = single(PRE_FF, attn=NORM, mlp_out=POST_FF)
+S_GLM = single(NORM, attn="post_self_attn_layernorm", mlp_out="post_mlp_layernorm")
+S_POST_NORM = single("mlp", attn=NORM, mlp=SHARED, mlp_out=POST_FF)
+S_PARALLEL = single(no_mid=PARALLEL, mlp=SHARED)
+S_FEED_FORWARD = single("pre_ff_layernorm", mlp="feed_forward")
+S_LFM2 = single("ffn_norm", mlp="feed_forward")
+LFM2 = Choice("is_attention_layer", S_LFM2, without_attention(S_LFM2, CONV))
+HYBRID = hybrid("block_type", S, LINEAR, equals="linear_attention")
+TWICE = Lack("it has two attentions and three MLPs")
+TUPLE = Refusal("transformers' version of it returns a tuple; use vLLM's own, model_impl='vllm'")
+
+HF_MODELS: dict[str, Entry] = {
+    "afmoe.AfmoeDecoderLayer": single("pre_mlp_layernorm", attn=NORM, mlp_out="post_mlp_layernorm"),
+    "apertus.ApertusDecoderLayer": single("feedforward_layernorm"),
+    "arcee.ArceeDecoderLayer": S,
+    "aria.AriaTextDecoderLayer": S,
+    "axk1.AXK1DecoderLayer": S,
+    "axk2.AXK2DecoderLayer": S,
+    "bamba.BambaDecoderLayer": TUPLE,
+    "biogpt.BioGptDecoderLayer": single("final_layer_norm", mlp="fc1", mlp_out="fc2"),
+    "bitnet.BitNetDecoderLayer": S,
+    "bloom.BloomBlock": TUPLE,
+    "codegen.CodeGenBlock": TUPLE,
+    "cohere.CohereDecoderLayer": S_PARALLEL,
+    "cohere2.Cohere2DecoderLayer": S_PARALLEL,
+    "cohere2_moe.Cohere2MoeDecoderLayer": S_PARALLEL,
+    "cohere_compass.CohereCompassDecoderLayer": S_PARALLEL,
+    "cosmos3_edge.Cosmos3EdgeTextDecoderLayer": S,
+    "cwm.CwmDecoderLayer": S,
+    "deepseek_ocr2.DeepseekOcr2TextDecoderLayer": S,
+    "deepseek_v2.DeepseekV2DecoderLayer": S,
+    "deepseek_v3.DeepseekV3DecoderLayer": S,
+    "deepseek_v32.DeepseekV32DecoderLayer": S,
+    "deepseek_v4.DeepseekV4DecoderLayer": Refusal(
+        "it carries several streams mixed by hyper-connections, not one"
+    ),
+    "diffllama.DiffLlamaDecoderLayer": S,
+    "doge.DogeDecoderLayer": S,
+    "dots1.Dots1DecoderLayer": S,
+    "emu3.Emu3DecoderLayer": S,
+    "ernie4_5.Ernie4_5DecoderLayer": S,
+    "ernie4_5_moe.Ernie4_5_MoeDecoderLayer": S,
+    "ernie4_5_vl_moe.Ernie4_5_VLMoeDecoderLayer": S,
+    "exaone4.Exaone4DecoderLayer": S_POST_NORM,
+    "exaone4_5.Exaone4_5_DecoderLayer": S_POST_NORM,
+    "exaone_moe.ExaoneMoeDecoderLayer": S,
+    "falcon.FalconDecoderLayer": TUPLE,
+    "falcon_h1.FalconH1DecoderLayer": TUPLE,
+    "flex_olmo.FlexOlmoDecoderLayer": S_POST_NORM,
+    "gemma.GemmaDecoderLayer": S,
+    "gemma2.Gemma2DecoderLayer": S_SANDWICH,
+    "gemma3.Gemma3DecoderLayer": S_SANDWICH,
+    "gemma3n.Gemma3nTextDecoderLayer": Refusal("it carries four streams (AltUp), not one"),
+    "gemma4.Gemma4TextDecoderLayer": Choice(
+        "enable_moe_block",
+        replace(S_SANDWICH, mlp_in=Lack("its experts read the stream through another norm")),
+        S_SANDWICH,
+    ),
+    "glm.GlmDecoderLayer": S,
+    "glm4.Glm4DecoderLayer": S_GLM,
+    "glm4_moe.Glm4MoeDecoderLayer": S,
+    "glm4_moe_lite.Glm4MoeLiteDecoderLayer": S,
+    "glm4v.Glm4vTextDecoderLayer": S_GLM,
+    "glm4v_moe.Glm4vMoeTextDecoderLayer": S,
+    "glm_image.GlmImageTextDecoderLayer": S_GLM,
+    "glm_moe_dsa.GlmMoeDsaDecoderLayer": TUPLE,
+    "glm_ocr.GlmOcrTextDecoderLayer": S_GLM,
+    "gpt2.GPT2Block": single("ln_2", attn="attn"),
+    "gpt_bigcode.GPTBigCodeBlock": single("ln_2", attn="attn"),
+    "gpt_neo.GPTNeoBlock": TUPLE,
+    "gpt_neox.GPTNeoXLayer": Choice(
+        "use_parallel_residual",
+        single(no_mid=PARALLEL, attn="attention"),
+        single(NORM, attn="attention"),
+    ),
+    "gpt_oss.GptOssDecoderLayer": S,
+    "gptj.GPTJBlock": TUPLE,
+    "granite.GraniteDecoderLayer": S_SCALED,
+    "granite_swa.GraniteSWADecoderLayer": S_SCALED,
+    "granitemoe.GraniteMoeDecoderLayer": single(
+        NORM, attn=SCALED, mlp="block_sparse_moe", mlp_out=SCALED
+    ),
+    "granitemoehybrid.GraniteMoeHybridDecoderLayer": Choice(
+        "mamba",
+        single(NORM, attn=Lack(MAMBA), mlp=NORM_OUT, mlp_out=SCALED),
+        single(NORM, attn=SCALED, mlp=NORM_OUT, mlp_out=SCALED),
+    ),
+    "granitemoeshared.GraniteMoeSharedDecoderLayer": single(
+        NORM, attn=SCALED, mlp=NORM_OUT, mlp_out=SCALED
+    ),
+    "helium.HeliumDecoderLayer": S,
+    "hrm_text.HrmTextDecoderLayer": Refusal(
+        "the same layer runs several times in one forward pass"
+    ),
+    "hunyuan_v1_dense.HunYuanDenseV1DecoderLayer": S,
+    "hunyuan_v1_moe.HunYuanMoEV1DecoderLayer": S,
+    "hunyuan_vl.HunYuanVLDenseV1DecoderLayer": S,
+    "hy_v3.HYV3DecoderLayer": S,
+    "jais2.Jais2DecoderLayer": S,
+    "jamba.JambaAttentionDecoderLayer": S_FEED_FORWARD,
+    "jamba.JambaMambaDecoderLayer": without_attention(S_FEED_FORWARD, MAMBA),
+    "jetmoe.JetMoeDecoderLayer": single(NORM, attn="self_attention"),
+    "kimi_linear.KimiLinearDecoderLayer": HYBRID,
+    "laguna.LagunaDecoderLayer": S,
+    "lfm2.Lfm2DecoderLayer": LFM2,
+    "lfm2_moe.Lfm2MoeDecoderLayer": LFM2,
+    "llama.LlamaDecoderLayer": S,
+    "llama4.Llama4TextDecoderLayer": single(NORM, mlp="feed_forward"),
+    "longcat_flash.LongcatFlashDecoderLayer": single(no_mid=TWICE.reason, attn=TWICE, mlp=TWICE),
+    "mellum.MellumDecoderLayer": S,
+    "mimo_v2_flash.MiMoV2FlashDecoderLayer": S,
+    "minicpm3.MiniCPM3DecoderLayer": S_SCALED,
+    "minimax_m2.MiniMaxM2DecoderLayer": S,
+    "minimax_m3_vl.MiniMaxM3VLDecoderLayer": S,
+    "ministral.MinistralDecoderLayer": S,
+    "ministral3.Ministral3DecoderLayer": S,
+    "mistral.MistralDecoderLayer": S,
+    "mistral4.Mistral4DecoderLayer": S,
+    "mixtral.MixtralDecoderLayer": S,
+    "mpt.MptBlock": TUPLE,
+    "muse_glimmer.MuseGlimmerTextDecoderLayer": S_SANDWICH,
+    "nanochat.NanoChatDecoderLayer": S,
+    "nemotron.NemotronDecoderLayer": S,
+    "nemotron_h.NemotronHBlock": Choice(
+        "block_type",
+        single(
+            no_mid=LONE_MIXER,
+            attn="mixer",
+            mlp=Lack("an attention layer of this model has no MLP"),
+        ),
+        Choice(
+            "block_type",
+            single(no_mid=LONE_MIXER, attn=Lack(MAMBA), mlp=Lack("a Mamba layer has no MLP")),
+            single(
+                no_mid=LONE_MIXER,
+                attn=Lack("an MLP layer of this model has no attention"),
+                mlp="mixer",
+            ),
+            equals="linear_attention",
+        ),
+        equals="full_attention",
+    ),
+    "olmo.OlmoDecoderLayer": S,
+    "olmo2.Olmo2DecoderLayer": S_POST_NORM,
+    "olmo3.Olmo3DecoderLayer": S_POST_NORM,
+    "olmo_hybrid.OlmoHybridAttentionDecoderLayer": S_POST_NORM,
+    "olmo_hybrid.OlmoHybridLinearAttentionDecoderLayer": without_attention(S, LINEAR),
+    "olmoe.OlmoeDecoderLayer": S,
+    "opt.OPTDecoderLayer": Choice(
+        "do_layer_norm_before",
+        single("final_layer_norm", mlp="fc1", mlp_out="fc2"),
+        single("fc1", mlp=Input("fc1", shared=True), mlp_out="fc2"),
+    ),
+    "paddleocr_vl.PaddleOCRDecoderLayer": S,
+    "persimmon.PersimmonDecoderLayer": S,
+    "phi.PhiDecoderLayer": S_PARALLEL,
+    "phi3.Phi3DecoderLayer": S,
+    "phi4_multimodal.Phi4MultimodalDecoderLayer": S,
+    "phimoe.PhimoeDecoderLayer": S,
+    "qwen2.Qwen2DecoderLayer": S,
+    "qwen2_5_omni.Qwen2_5OmniDecoderLayer": S,
+    "qwen2_5_vl.Qwen2_5_VLDecoderLayer": S,
+    "qwen2_moe.Qwen2MoeDecoderLayer": S,
+    "qwen2_vl.Qwen2VLDecoderLayer": S,
+    "qwen3.Qwen3DecoderLayer": S,
+    "qwen3_5.Qwen3_5DecoderLayer": HYBRID,
+    "qwen3_5_moe.Qwen3_5MoeDecoderLayer": HYBRID,
+    "qwen3_moe.Qwen3MoeDecoderLayer": S,
+    "qwen3_next.Qwen3NextDecoderLayer": HYBRID,
+    "qwen3_omni_moe.Qwen3OmniMoeThinkerTextDecoderLayer": S,
+    "qwen3_vl.Qwen3VLTextDecoderLayer": S,
+    "qwen3_vl_moe.Qwen3VLMoeTextDecoderLayer": S,
+    "seed_oss.SeedOssDecoderLayer": S,
+    "smollm3.SmolLM3DecoderLayer": S,
+    "solar_open.SolarOpenDecoderLayer": S,
+    "stablelm.StableLmDecoderLayer": Choice("use_parallel_residual", S_PARALLEL, S),
+    "starcoder2.Starcoder2DecoderLayer": S,
+    "step3p7.Step3p7DecoderLayer": S,
+    "vaultgemma.VaultGemmaDecoderLayer": single(PRE_FF),
+    "youtu.YoutuDecoderLayer": S,
+}

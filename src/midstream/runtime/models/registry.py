@@ -1,0 +1,122 @@
+"""What each decoder layer takes and returns, looked up by its class.
+
+A layer is tapped at its entry, at its exit and at modules between attention and the MLP, and
+what passes there differs by model: a pair whose sum is the stream, a pair whose second half is
+dead, one tensor. It cannot be told from the values, so it is read from the source of
+each model once and written down: `conventions_vllm` for vLLM's own models,
+`conventions_hf` for transformers' models. What is not written down is refused.
+"""
+
+from __future__ import annotations
+
+from typing import overload
+
+from midstream.runtime.models.convention import (
+    Choice,
+    Entry,
+    Half,
+    Input,
+    Key,
+    Lack,
+    LayerConvention,
+    Output,
+    Refusal,
+    Returns,
+)
+from midstream.runtime.models.hf_layers import HF_MODELS
+from midstream.runtime.models.vllm_layers import MODELS, VENDOR
+
+__all__ = [
+    "CONVENTIONS",
+    "LAYER_LISTS",
+    "Choice",
+    "Half",
+    "Input",
+    "Lack",
+    "LayerConvention",
+    "Output",
+    "Refusal",
+    "Returns",
+    "key_of",
+    "lookup",
+]
+
+
+def _key(prefix: str, name: str) -> Key:
+    module, _, cls = name.rpartition(".")
+    return prefix + module, cls
+
+
+def _hf_key(name: str) -> Key:
+    folder, _, cls = name.partition(".")
+    return f"transformers.models.{folder}.modeling_{folder}", cls
+
+
+# By (module without the leading `vllm.`, name of the class whose body defines `forward`).
+CONVENTIONS: dict[Key, Entry] = {
+    **{_key("model_executor.models.", name): entry for name, entry in MODELS.items()},
+    **{_key("models.", name): entry for name, entry in VENDOR.items()},
+    **{_hf_key(name): entry for name, entry in HF_MODELS.items()},
+}
+
+# Attribute paths from the language model to the ModuleList of its decoder layers, in the order
+# to be tried; only a ModuleList counts (Plamo's `model.layers` is a module with `layers`).
+# The language model is `model.get_language_model()` where the model has that, which may be
+# the backbone itself, hence the last ones.
+LAYER_LISTS: tuple[str, ...] = (
+    "model.layers",
+    "transformer.h",  # bloom, exaone, falcon, gpt2, gpt_j
+    "model.decoder.layers",  # opt, also on the Transformers backend
+    "backbone.layers",  # mamba, mamba2
+    "transformer.blocks",  # dbrx, mpt
+    "transformer.encoder.layers",  # chatglm
+    "model.layers.layers",  # plamo2, plamo3
+    "gpt_neox.layers",  # gpt_neox up to 0.30
+    "text.blocks",  # moondream3
+    "model.h",  # gpt2, gpt_bigcode on the Transformers backend
+    "model.language_model.layers",  # multimodal models on the Transformers backend
+    "model.text_model.layers",
+    "language_model.model.layers",
+    "model.language_model.model.layers",
+    "layers",
+    "blocks",
+)
+
+
+def key_of(cls: type) -> Key | None:
+    """The table's key for a layer class: that of the class whose body defines its forward.
+
+    A refused class that defines none (its model calls something else) is its own key.
+    """
+    for base in cls.__mro__:
+        key = base.__module__.removeprefix("vllm."), base.__qualname__
+        # torch.nn.Module has a forward, which only raises.
+        if "forward" in base.__dict__ and not base.__module__.startswith("torch."):
+            return key
+        if isinstance(CONVENTIONS.get(key), Refusal):
+            return key
+    return None
+
+
+@overload
+def lookup(cls: type) -> Entry: ...
+
+
+@overload
+def lookup(cls: type, layer: object) -> LayerConvention | Refusal: ...
+
+
+def lookup(cls: type, layer: object | None = None) -> Entry:
+    """The convention of a layer class.
+
+    Args:
+        cls: class of a decoder layer.
+        layer: a layer of that class. With it the answer is a `LayerConvention` or a `Refusal`;
+            without, it may be a `Choice` that its `resolve(layer)` decides.
+    """
+    key = key_of(cls)
+    found = CONVENTIONS.get(key) if key else None
+    if found is None:
+        module, name = key or (cls.__module__, cls.__qualname__)
+        return Refusal(f"midstream does not know what {module}.{name} takes and returns")
+    return found if layer is None else found.resolve(layer)

@@ -1,0 +1,1 @@
+"""Messages between the front end, the engine core and the workers."""

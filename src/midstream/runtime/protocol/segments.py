@@ -1,0 +1,193 @@
+"""Cutting a resolved plan into segments of positions: counted by the front end, run by the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from midstream.sites import Tap
+from midstream.spec import Instruction, ResolvedPlan, Vector
+from midstream.spec.positions.range_set import overlay
+from midstream.spec.positions.ranges import Ranges
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TapProgramStep:
+    """The instructions of one edit or probe at one tap, compared and hashed by content.
+
+    Attributes:
+        tap: index of the tap.
+        steps: the instructions, in order.
+        digest: of the steps; see `midstream.spec.resolve.resolved.digest_steps`.
+        ids: token ids to which the edit applies; empty: whatever the id.
+        others: it applies to all ids but these.
+    """
+
+    tap: int
+    steps: tuple[Instruction, ...]
+    digest: str
+    ids: tuple[int, ...] = ()
+    others: bool = False
+    _key: tuple[object, ...] = field(init=False, repr=False)
+    _hash: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        key = (self.tap, self.digest, self.ids, self.others)
+        object.__setattr__(self, "_key", key)
+        object.__setattr__(self, "_hash", hash(key))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TapProgramStep) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def counted(self) -> int:
+        """What the device adds to its tally when the edit is carried out."""
+        return sum(step.counted for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much the running requests can hold together; midstream's settings of these names.
+
+    Attributes:
+        bank_rows: vectors.
+        programs: combinations of edits; and of captures.
+        max_edits: instructions, counted once for each program.
+        token_ids: token ids in lists.
+        probes: scores of one token.
+    """
+
+    bank_rows: int
+    programs: int
+    max_edits: int
+    token_ids: int
+    probes: int
+
+
+def vectors_of(step: Instruction) -> Iterator[tuple[Vector, ...]]:
+    """The runs of bank rows that an instruction needs; also what they are known by there."""
+    if step.read is not None:
+        yield (step.read,)
+    if step.write:
+        yield step.write
+
+
+Edits = tuple[TapProgramStep, ...]  # at one tap, in order
+FOREVER = np.iinfo(np.int64).max // 2
+
+
+# States of a position in `RequestState.done`: no row of it asked for anything; it was never computed,
+# as the prefix cache served it; from APPLIED_0 on, computed with that many edits.
+UNSEEN = 0
+
+
+CACHED = 1
+
+
+APPLIED_0 = 2
+
+
+MOST_APPLIED = 0xFFFF
+
+
+class RankShare(NamedTuple):
+    """Which part of what is captured leaves through one rank of a tensor-parallel group.
+
+    Attributes:
+        rank: its number in the group.
+        ranks: how many there are.
+    """
+
+    rank: int
+    ranks: int
+
+    def of(self, taps: tuple[T, ...], sharded: bool) -> tuple[T, ...]:
+        """The rank's of some taps that are captured together."""
+        if sharded:
+            # What it is depends on these taps alone: alike for all who capture them.
+            return taps[self.rank :: self.ranks]
+        return () if self.rank else taps
+
+
+WHOLE = RankShare(0, 1)
+
+
+class PlanSegment(NamedTuple):
+    """Positions [start, stop) that all ask for the same; it has no program yet.
+
+    Attributes:
+        edits: edits, then probes.
+        taps: captured.
+        scored: whether a score there goes to the caller.
+    """
+
+    start: int
+    stop: int
+    edits: Edits
+    taps: tuple[int, ...]
+    scored: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Something asked for at some positions."""
+
+    ranges: Ranges
+    edit: TapProgramStep | None = None
+    taps: tuple[int, ...] = ()
+    scored: bool = False
+
+
+def cut(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[PlanSegment]:
+    """A plan as pieces over [0, FOREVER), for the taps of this rank.
+
+    Args:
+        plan: what the request asks for.
+        taps: this rank's taps and their indices.
+        share: which part of its vectors leaves through this rank.
+    """
+    parts = _parts(plan, taps, share)
+    pieces = []
+    for start, stop, indices in overlay([part.ranges for part in parts]):
+        here = [parts[nth] for nth in indices]
+        edits = tuple(part.edit for part in here if part.edit is not None)
+        places = tuple(sorted({tap for part in here for tap in part.taps}))
+        scored = any(part.scored for part in here)
+        end = FOREVER if stop is None else stop
+        pieces.append(PlanSegment(start, end, edits, share.of(places, plan.sharded), scored))
+    return pieces
+
+
+def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_Part]:
+    """What is asked for at these taps, in the order in which it applies at each."""
+    parts = []
+    for edit in plan.edits:
+        index = taps.get((edit.site, edit.layer))
+        if index is not None:
+            instructions, digest = edit.steps.instructions, edit.steps.digest
+            if edit.where.ranges:
+                parts.append(_Part(edit.where.ranges, TapProgramStep(index, instructions, digest)))
+            for match in edit.where.matches:
+                only = TapProgramStep(index, instructions, digest, match.ids, match.others)
+                parts.append(_Part(match.ranges, only))
+    for probe in plan.probes:
+        index = taps.get((probe.site, probe.layer))
+        if index is not None:
+            read = TapProgramStep(index, probe.steps.instructions, probe.steps.digest)
+            # Scores are few: the first rank has them all.
+            scored = share.rank == 0 and bool(probe.name)
+            # Of a probe's scores the front end keeps those that are asked for.
+            parts.append(_Part(probe.where.possible, read, scored=scored))
+    for capture in plan.captures:
+        places = tuple(taps[tap] for tap in capture.taps if tap in taps)
+        if places:
+            parts.append(_Part(capture.where.possible, taps=places))
+    return parts

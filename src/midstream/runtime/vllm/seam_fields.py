@@ -1,0 +1,309 @@
+"""What midstream reads or sets on vLLM's objects, as data; the functions are in `seams`.
+
+A setting that a release renames would not be refused any more, and a field that it moves would be
+read as absent: so these are seams as well.
+"""
+
+from __future__ import annotations
+
+from midstream.runtime.vllm.seam_types import Fields
+
+_SETTINGS = "settings that taps cannot live with are refused"
+_BUFFERS = "buffers are made for the largest step"
+_REQUEST = "plans are resolved for a request's prompt and ride in its sampling params"
+_RUNNING = "rows of requests that run are fetched up to the tokens that are known"
+_BLOCKS = "who shares KV with a request that failed is found"
+
+PROCESS_FIELDS: tuple[Fields, ...] = (
+    Fields(
+        "vllm",
+        "",
+        ("AsyncEngineArgs", "LLM", "RequestOutput", "SamplingParams"),
+        "midstream's own are made of them",
+    ),
+    Fields(
+        "vllm.config",
+        "VllmConfig",
+        (
+            "additional_config",
+            "cache_config",
+            "compilation_config",
+            "kv_transfer_config",
+            "max_concurrent_batches",
+            "model_config",
+            "offload_config",
+            "parallel_config",
+            "scheduler_config",
+            "speculative_config",
+        ),
+        "midstream's settings are here, and those that it cannot live with",
+    ),
+    Fields(
+        "vllm.config",
+        "ParallelConfig",
+        (
+            "_api_process_count",
+            "data_parallel_size",
+            "data_parallel_size_local",
+            "distributed_executor_backend",
+            "enable_elastic_ep",
+            "pipeline_parallel_size",
+            "prefill_context_parallel_size",
+            "tensor_parallel_size",
+            "use_sequence_parallel_moe",
+            "use_ubatching",
+        ),
+        _SETTINGS,
+    ),
+    Fields("vllm.config", "CacheConfig", ("kv_sharing_fast_prefill",), _SETTINGS),
+    Fields("vllm.config", "PassConfig", ("enable_sp",), _SETTINGS, until="0.30"),
+    Fields("vllm.config", "OffloadConfig", ("uva",), _SETTINGS),
+    Fields("vllm.config", "UVAOffloadConfig", ("cpu_offload_gb",), _SETTINGS),
+    Fields("vllm.envs", "", ("VLLM_WEIGHT_OFFLOADING_DISABLE_UVA",), _SETTINGS),
+    Fields(
+        "vllm.config",
+        "CompilationConfig",
+        ("max_cudagraph_capture_size", "pass_config"),
+        _BUFFERS,
+    ),
+    Fields(
+        "vllm.config",
+        "SchedulerConfig",
+        ("async_scheduling", "max_num_batched_tokens", "max_num_seqs"),
+        _BUFFERS,
+    ),
+    Fields("vllm.config", "SpeculativeConfig", ("method",), _SETTINGS),
+    Fields(
+        "vllm.config",
+        "SpeculativeConfig",
+        ("enable_adaptive_verification",),
+        _SETTINGS,
+        since="0.28",
+    ),
+    Fields(
+        "vllm.config",
+        "ModelConfig",
+        ("dtype", "get_hidden_size", "is_encoder_decoder", "max_model_len"),
+        _BUFFERS,
+    ),
+    Fields("vllm.config", "ModelConfig", ("model", "revision"), "sinks note whose rows they have"),
+    Fields(
+        "vllm.engine.arg_utils",
+        "EngineArgs",
+        ("additional_config", "worker_cls"),
+        "settings are completed",
+    ),
+    Fields(
+        "vllm.v1.worker.worker_base",
+        "WorkerWrapperBase",
+        ("vllm_config", "worker"),
+        "the worker exists, its model is not loaded yet",
+    ),
+    Fields(
+        "vllm.v1.worker.worker_base",
+        "WorkerBase",
+        ("model_runner", "rank"),
+        "the loaded model is tapped",
+    ),
+    Fields("vllm.v1.engine.input_processor", "InputProcessor", ("vllm_config",), "the front door"),
+    Fields(
+        "vllm.v1.engine.llm_engine",
+        "LLMEngine",
+        ("engine_core", "input_processor", "output_processor", "renderer", "vllm_config"),
+        "each engine that is enabled gets its front door",
+    ),
+    Fields(
+        "vllm.v1.engine.output_processor",
+        "OutputProcessor",
+        ("external_req_ids",),
+        "what was aborted is found",
+    ),
+    Fields("vllm.v1.engine.output_processor", "OutputProcessor", ("request_states",), _RUNNING),
+    Fields(
+        "vllm.v1.engine.output_processor",
+        "RequestState",
+        ("detokenizer", "prompt", "prompt_token_ids"),
+        _RUNNING,
+    ),
+    Fields("vllm.v1.engine.detokenizer", "IncrementalDetokenizer", ("output_token_ids",), _RUNNING),
+    Fields(
+        "vllm.v1.engine",
+        "EngineCoreRequest",
+        (
+            "data_parallel_rank",
+            "prompt_embeds",
+            "prompt_is_token_ids",
+            "prompt_token_ids",
+            "request_id",
+            "resumable",
+            "sampling_params",
+        ),
+        _REQUEST,
+    ),
+    Fields(
+        "vllm.sampling_params",
+        "SamplingParams",
+        ("extra_args", "max_tokens", "n", "output_kind"),
+        _REQUEST,
+    ),
+    Fields(
+        "vllm.sampling_params",
+        "RequestOutputKind",
+        ("CUMULATIVE", "DELTA", "FINAL_ONLY"),
+        "results come with the whole of a request's output",
+    ),
+    Fields(
+        "vllm.outputs",
+        "RequestOutput",
+        ("finished", "outputs", "prompt_token_ids", "request_id"),
+        "results join the outputs",
+    ),
+    Fields(
+        "vllm.outputs",
+        "CompletionOutput",
+        ("finish_reason", "index", "stop_reason", "token_ids"),
+        "results join the outputs",
+    ),
+    Fields("vllm.v1.engine.core", "EngineCore", ("vllm_config",), "what went past the front door"),
+    Fields(
+        "vllm.v1.engine",
+        "EngineCoreOutput",
+        ("finish_reason", "new_token_ids", "request_id", "stop_reason"),
+        "requests that failed on a worker are ended",
+    ),
+    Fields(
+        "vllm.v1.engine",
+        "EngineCoreOutputs",
+        ("outputs",),
+        "requests that failed on a worker are ended",
+    ),
+    Fields(
+        "vllm.v1.request",
+        "Request",
+        ("client_index", "get_finished_reason", "request_id", "sampling_params"),
+        "what a request carries is read in the engine core",
+    ),
+    Fields(
+        "vllm.v1.request",
+        "RequestStatus",
+        ("FINISHED_ERROR",),
+        "requests that failed on a worker are ended",
+    ),
+    Fields("vllm.v1.outputs", "ModelRunnerOutput", ("req_ids",), "what went wrong is told"),
+    Fields("vllm.v1.core.sched.scheduler", "Scheduler", ("kv_cache_manager", "requests"), _BLOCKS),
+    Fields(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager",
+        ("block_pool", "coordinator", "kv_cache_config"),
+        _BLOCKS,
+    ),
+    Fields("vllm.v1.core.kv_cache_manager", "KVCacheBlocks", ("blocks",), _BLOCKS),
+    Fields("vllm.v1.core.block_pool", "BlockPool", ("blocks",), _BLOCKS),
+    Fields(
+        "vllm.v1.core.kv_cache_utils",
+        "KVCacheBlock",
+        ("block_hash", "block_id", "is_null"),
+        _BLOCKS,
+    ),
+    Fields("vllm.v1.kv_cache_interface", "KVCacheConfig", ("kv_cache_groups",), _BLOCKS),
+    Fields("vllm.v1.kv_cache_interface", "KVCacheGroupSpec", ("kv_cache_spec",), _BLOCKS),
+    Fields("vllm.v1.kv_cache_interface", "KVCacheSpec", ("block_size",), _BLOCKS),
+    Fields(
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        ("finished_req_ids", "scheduled_new_reqs", "scheduled_spec_decode_tokens"),
+        "requests come and go",
+    ),
+    Fields(
+        "vllm.v1.core.sched.output",
+        "NewRequestData",
+        ("num_computed_tokens", "prompt_token_ids", "req_id", "sampling_params"),
+        "requests come and go",
+    ),
+)
+
+OFFLINE_FIELDS: tuple[Fields, ...] = (
+    Fields(
+        "vllm.entrypoints.llm",
+        "LLM",
+        ("chat_template", "llm_engine", "request_counter"),
+        "an offline engine of midstream's own",
+    ),
+    Fields(
+        "vllm.exceptions",
+        "",
+        ("VLLMUnprocessableEntityError", "VLLMValidationError"),
+        "a prompt that is refused is told from an engine that is dead",
+    ),
+    Fields(
+        "vllm.v1.engine.core_client",
+        "SyncMPClient",
+        ("outputs_queue", "resources", "shutdown", "utility_results"),
+        "who waits for an engine that was killed is told; a call that is not waited for",
+    ),
+    Fields(
+        "vllm.v1.engine", "EngineCoreRequestType", ("UTILITY",), "a call that is not waited for"
+    ),
+    Fields(
+        "vllm.v1.engine.core_client",
+        "BackgroundResources",
+        ("engine_dead",),
+        "who waits for an engine that was killed is told",
+    ),
+    Fields("vllm.utils.counter", "Counter", ("counter",), "a call that fails takes its own back"),
+    Fields(
+        "vllm.renderers.params",
+        "ChatParams",
+        ("chat_template", "chat_template_content_format", "chat_template_kwargs"),
+        "the messages of a chat are found in its prompt",
+    ),
+)
+
+ASYNC_FIELDS: tuple[Fields, ...] = (
+    Fields(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM",
+        ("engine_core", "input_processor", "output_processor", "renderer", "vllm_config"),
+        "an async engine of midstream's own",
+    ),
+    Fields(
+        "vllm.v1.engine.core_client",
+        "AsyncMPClient",
+        ("core_engines", "resources"),
+        "results are fetched from the workers of one engine, while it lives",
+    ),
+    Fields(
+        "vllm.v1.engine.core_client",
+        "BackgroundResources",
+        ("engine_dead",),
+        "who waits for an engine is told when it is gone",
+    ),
+    Fields(
+        "vllm.v1.engine.core_client",
+        "DPAsyncMPClient",
+        ("lb_engines",),
+        "requests go to the replica that is least busy",
+    ),
+    Fields(
+        "vllm.v1.engine.output_processor",
+        "RequestState",
+        ("request_id", "request_index"),
+        "spans say what receipts say",
+    ),
+    Fields(
+        "vllm.v1.engine.exceptions", "", ("EngineDeadError",), "a dead engine is told from others"
+    ),
+    Fields(
+        "vllm.engine.protocol",
+        "StreamingInput",
+        ("sampling_params",),
+        "the inputs of a session carry its plan",
+    ),
+    Fields("vllm.usage.usage_lib", "UsageContext", ("ENGINE_CONTEXT",), "engines are made"),
+    Fields(
+        "vllm.engine.arg_utils",
+        "AsyncEngineArgs",
+        ("additional_config", "disable_log_stats", "enable_log_requests"),
+        "engines are made",
+    ),
+)

@@ -1,0 +1,138 @@
+"""What midstream counts on in vLLM's two model runners, as data; see `seams`."""
+
+from __future__ import annotations
+
+from midstream.runtime.vllm.seam_types import Fields, Seam
+
+_DRAFTER = "a drafter that shares tapped modules is refused"
+
+_V1 = "vllm.v1.worker.gpu_model_runner"
+V1_SEAMS: tuple[Seam, ...] = (
+    Seam(
+        _V1,
+        "GPUModelRunner._update_states",
+        ("scheduler_output",),
+        "requests come and go",
+        at="_update_states",
+    ),
+    Seam(
+        _V1,
+        "GPUModelRunner._model_forward",
+        ("input_ids", "positions", "intermediate_tensors", "inputs_embeds"),
+        "real forwards",
+        at="_model_forward",
+    ),
+    Seam(
+        _V1,
+        "GPUModelRunner.execute_model",
+        ("scheduler_output",),
+        "what went wrong is told",
+        at="execute_model",
+    ),
+    Seam(
+        _V1,
+        "GPUModelRunner.sample_tokens",
+        ("grammar_output",),
+        "what went wrong is told",
+        at="sample_tokens",
+    ),
+    Seam(_V1, "GPUModelRunner.get_model", (), "the loaded model is tapped", at="get_model"),
+)
+
+_V2 = "vllm.v1.worker.gpu.model_runner"
+V2_SEAMS: tuple[Seam, ...] = (
+    Seam(
+        _V2,
+        "GPUModelRunner.execute_model",
+        ("scheduler_output", "intermediate_tensors"),
+        "steps",
+        named=("dummy_run",),
+        at="execute_model",
+    ),
+    Seam(
+        _V2,
+        "GPUModelRunner.sample_tokens",
+        ("grammar_output",),
+        "what went wrong is told",
+        at="sample_tokens",
+    ),
+    Seam(_V2, "GPUModelRunner.get_model", (), "the loaded model is tapped", at="get_model"),
+    Seam(
+        "vllm.v1.worker.gpu.model_states.interface",
+        "ModelState.preprocess_state",
+        ("input_batch",),
+        "real batches, before the forward",
+        at="model_state.preprocess_state",
+    ),
+)
+
+V1_FIELDS: tuple[Fields, ...] = (
+    Fields(
+        _V1,
+        "GPUModelRunner",
+        (
+            "device",
+            "input_batch",
+            "input_ids",
+            "max_num_tokens",
+            "positions",
+            "query_start_loc",
+        ),
+        "real forwards",
+        at="",
+    ),
+    Fields(
+        "vllm.v1.worker.gpu_input_batch",
+        "InputBatch",
+        ("num_computed_tokens_cpu", "num_reqs", "req_ids"),
+        "whose rows are in a step",
+        at="input_batch",
+    ),
+    Fields("vllm.v1.utils", "CpuGpuBuffer", ("np",), "where rows begin", at="query_start_loc"),
+    Fields("vllm.v1.utils", "CpuGpuBuffer", ("gpu",), "the rows' tokens", at="input_ids"),
+    Fields(_V1, "GPUModelRunner", ("drafter",), _DRAFTER),
+    Fields("vllm.v1.spec_decode.llm_base_proposer", "SpecDecodeBaseProposer", ("model",), _DRAFTER),
+    Fields(
+        _V1,
+        "AsyncGPUModelRunnerOutput",
+        ("_model_runner_output",),
+        "what went wrong is told",
+    ),
+)
+
+V2_FIELDS: tuple[Fields, ...] = (
+    Fields(
+        _V2,
+        "GPUModelRunner",
+        ("device", "max_num_tokens", "model_state"),
+        "real forwards",
+        at="",
+    ),
+    Fields(
+        "vllm.v1.worker.gpu.input_batch",
+        "InputBatch",
+        (
+            "input_ids",
+            "num_computed_tokens_np",
+            "num_reqs",
+            "num_scheduled_tokens",
+            "num_tokens",
+            "positions",
+            "req_ids",
+        ),
+        "whose rows are in a step",
+    ),
+    Fields(_V2, "GPUModelRunner", ("speculator",), _DRAFTER),
+    Fields(
+        "vllm.v1.worker.gpu.spec_decode.speculator",
+        "DraftModelSpeculator",
+        ("model",),
+        _DRAFTER,
+    ),
+    Fields(
+        "vllm.v1.worker.gpu.async_utils",
+        "AsyncOutput",
+        ("model_runner_output",),
+        "what went wrong is told",
+    ),
+)

@@ -1,0 +1,455 @@
+"""Where midstream takes hold of vLLM, and the check that each place is as it was built on.
+
+Every seam is data: where it is, and what midstream counts on there: of a function its leading
+parameters, of a class its attributes (`seam_fields`). What a release adds does no harm; what it
+removes or renames is refused by name before anything is patched. `scripts/seams.py` holds the same
+data against the sources of any release.
+"""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import inspect
+from typing import Any
+
+from midstream.errors import SeamError
+from midstream.runtime.vllm.seam_fields import ASYNC_FIELDS, OFFLINE_FIELDS, PROCESS_FIELDS
+from midstream.runtime.vllm.seam_runners import V1_FIELDS, V1_SEAMS, V2_FIELDS, V2_SEAMS
+from midstream.runtime.vllm.seam_types import Fields, Seam
+
+# Releases on which the engine tests have passed, and those whose sources only were checked; as
+# docs/versions.md has them.
+RUN = ("0.26", "0.28", "0.30", "0.32")
+READ = ("0.33",)
+
+
+PROCESS_SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "vllm.engine.arg_utils",
+        "EngineArgs.create_engine_config",
+        (),
+        "settings are completed before the engine's config is made and hashed",
+    ),
+    Seam(
+        "vllm.v1.worker.worker_base",
+        "WorkerWrapperBase.init_device",
+        (),
+        "the worker exists, its model is not loaded yet",
+    ),
+    Seam(
+        "vllm.v1.engine.input_processor",
+        "InputProcessor.process_inputs",
+        ("request_id", "prompt", "params"),
+        "the front door: plans are checked and resolved",
+    ),
+    Seam(
+        "vllm.v1.engine.llm_engine",
+        "LLMEngine.__init__",
+        ("vllm_config",),
+        "each engine that is enabled gets its front door",
+    ),
+    Seam("vllm.v1.engine.llm_engine", "LLMEngine.step", (), "results join the outputs"),
+    Seam(
+        "vllm.v1.engine.llm_engine",
+        "LLMEngine.collective_rpc",
+        ("method", "timeout", "args"),
+        "results are fetched from the workers",
+    ),
+    Seam(
+        "vllm.v1.engine.core_client",
+        "SyncMPClient._send_input",
+        ("request_type", "request"),
+        "results are fetched while the engine goes on",
+    ),
+    Seam(
+        "vllm.v1.engine.core_client",
+        "SyncMPClient.call_utility",
+        ("method",),
+        "results are fetched while the engine goes on: calls are made as this makes them",
+    ),
+    Seam(
+        "vllm.v1.engine.llm_engine",
+        "LLMEngine.abort_request",
+        ("request_ids",),
+        "what was aborted is let go",
+    ),
+    Seam(
+        "vllm.v1.engine.core",
+        "EngineCore._initialize_kv_caches",
+        ("vllm_config",),
+        "an engine ends with the process that started it",
+    ),
+    Seam(
+        "vllm.v1.engine.core",
+        "EngineCore.preprocess_add_request",
+        ("request",),
+        "what went past the front door is refused",
+    ),
+    Seam(
+        "vllm.v1.core.kv_cache_utils",
+        "generate_block_hash_extra_keys",
+        ("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
+        "blocks with edited tokens get keys of their own",
+    ),
+    Seam(
+        "vllm.v1.core.block_pool",
+        "generate_block_hash_extra_keys",
+        ("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
+        "blocks with edited tokens get keys of their own, in events too",
+    ),
+    Seam(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.get_computed_blocks",
+        ("request",),
+        "a hit stays below the first position whose row is asked for",
+    ),
+    Seam(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.get_blocks",
+        ("request_id",),
+        "who shares KV with a request that failed is found",
+    ),
+    Seam(
+        "vllm.v1.core.block_pool",
+        "BlockPool.evict_blocks",
+        ("block_ids",),
+        "the cache is emptied after a failure",
+    ),
+    Seam(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.update_from_output",
+        ("scheduler_output", "model_runner_output"),
+        "requests that failed on a worker are ended",
+    ),
+    Seam(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.finish_requests",
+        ("request_ids", "finished_status"),
+        "requests that failed on a worker are ended",
+    ),
+    Seam(
+        "vllm.v1.core.kv_cache_coordinator",
+        "KVCacheCoordinator.find_longest_cache_hit",
+        ("block_hashes", "max_cache_hit_length"),
+        "a hit stays below the first position whose row is asked for",
+    ),
+    Seam(
+        "vllm.v1.engine.llm_engine",
+        "LLMEngine.has_unfinished_requests",
+        (),
+        "what nobody waits for any more is let go",
+    ),
+    Seam(
+        "vllm.v1.engine.llm_engine",
+        "LLMEngine.get_tokenizer",
+        (),
+        "positions may be found by the prompt's text",
+    ),
+    Seam(
+        "vllm.v1.engine.core_client",
+        "InprocClient.add_request",
+        ("request",),
+        "requests wait for room",
+    ),
+    Seam(
+        "vllm.v1.engine.core_client",
+        "SyncMPClient.add_request",
+        ("request",),
+        "requests wait for room",
+    ),
+    Seam(
+        "vllm.v1.engine.output_processor",
+        "OutputProcessor.do_tracing",
+        ("engine_core_output", "req_state", "iteration_stats"),
+        "spans wait for receipts",
+    ),
+    Seam(
+        "vllm.v1.engine.output_processor",
+        "instrument_manual",
+        ("span_name", "start_time", "end_time", "attributes"),
+        "spans say what receipts say",
+    ),
+    Seam("vllm.v1.worker.worker_base", "WorkerBase.load_model", (), "the loaded model is tapped"),
+    Seam(
+        "vllm.v1.outputs",
+        "AsyncModelRunnerOutput.get_output",
+        (),
+        "what went wrong is told in the output that this one gives",
+    ),
+    Seam("vllm.plugins", "load_general_plugins", (), "midstream is loaded in each process"),
+    Seam(
+        "vllm.plugins",
+        "load_endpoint_plugins",
+        ("supported_tasks",),
+        "the server gets midstream's endpoints",
+    ),
+    Seam(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.from_vllm_config",
+        ("vllm_config",),
+        "the server's engine is midstream's",
+    ),
+    Seam("vllm.engine.arg_utils", "EngineArgs.__post_init__", (), "midstream is loaded from here"),
+    Seam(
+        "vllm.v1.engine.core",
+        "EngineCore.__init__",
+        ("vllm_config",),
+        "midstream is loaded from here",
+    ),
+    Seam(
+        "vllm.v1.worker.worker_base",
+        "WorkerWrapperBase.init_worker",
+        ("all_kwargs",),
+        "midstream is loaded from here",
+    ),
+)
+
+OFFLINE_SEAMS: tuple[Seam, ...] = (
+    Seam("vllm.entrypoints.llm", "LLM.__init__", ("model",), "an engine of midstream's own"),
+    Seam(
+        "vllm.entrypoints.llm",
+        "LLM.generate",
+        ("prompts", "sampling_params"),
+        "each prompt gets its plan",
+    ),
+    Seam(
+        "vllm.entrypoints.llm",
+        "LLM.chat",
+        ("messages", "sampling_params"),
+        "each conversation gets its plan",
+        named=(
+            "chat_template",
+            "chat_template_content_format",
+            "chat_template_kwargs",
+            "add_generation_prompt",
+            "continue_final_message",
+            "tools",
+        ),
+    ),
+    Seam("vllm.entrypoints.llm", "LLM.enqueue", (), "refused with default captures"),
+    Seam("vllm.entrypoints.llm", "LLM.enqueue_chat", (), "refused with default captures"),
+    Seam("vllm.entrypoints.llm", "LLM.beam_search", (), "refused with edits of some positions"),
+    Seam(
+        "vllm.entrypoints.llm",
+        "LLM.get_default_sampling_params",
+        (),
+        "plans ride in sampling params",
+    ),
+    Seam("vllm.renderers.inputs.preprocess", "prompt_to_seq", (), "prompts are counted"),
+    Seam(
+        "vllm.renderers.inputs.preprocess", "conversation_to_seq", (), "conversations are counted"
+    ),
+    Seam(
+        "vllm.renderers.base",
+        "BaseRenderer.render_messages",
+        ("messages", "params"),
+        "the messages of a chat are found in its prompt",
+    ),
+)
+
+ASYNC_SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.__init__",
+        ("vllm_config", "executor_class", "log_stats"),
+        "an async engine of midstream's own",
+        named=("usage_context", "log_requests", "start_engine_loop", "stat_loggers"),
+    ),
+    Seam(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.from_engine_args",
+        ("engine_args", "start_engine_loop", "usage_context", "stat_loggers"),
+        "an async engine of midstream's own",
+    ),
+    Seam(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.get_tokenizer",
+        (),
+        "positions may be found by the prompt's text",
+    ),
+    Seam(
+        "vllm.v1.executor.abstract",
+        "Executor.get_class",
+        ("vllm_config",),
+        "an async engine of midstream's own",
+    ),
+    Seam(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.generate",
+        ("prompt", "sampling_params", "request_id"),
+        "results join the outputs",
+    ),
+    Seam(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.abort",
+        ("request_id", "internal"),
+        "what could not be sent is ended",
+    ),
+    Seam("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", ("timeout",), "what runs is stopped"),
+    Seam(
+        "vllm.v1.engine.core_client",
+        "AsyncMPClient._call_utility_async",
+        ("method",),
+        "results are fetched from the workers of one engine",
+        named=("engine",),
+    ),
+    Seam(
+        "vllm.v1.engine.core",
+        "EngineCore.collective_rpc",
+        ("method", "timeout", "args", "kwargs"),
+        "results are fetched from the workers",
+    ),
+    Seam(
+        "vllm.v1.engine.core_client",
+        "DPLBAsyncMPClient.get_core_engine_for_request",
+        ("request",),
+        "requests go to the replica that has room",
+    ),
+    Seam(
+        "vllm.v1.engine.core_client",
+        "AsyncMPClient.add_request_async",
+        ("request",),
+        "requests wait for room",
+    ),
+    Seam(
+        "vllm.v1.engine.core_client",
+        "AsyncMPClient.abort_requests_async",
+        ("request_ids",),
+        "what was aborted is let go",
+    ),
+)
+
+# All that there is, for checks of a release's sources.
+SEAMS = (*PROCESS_SEAMS, *OFFLINE_SEAMS, *ASYNC_SEAMS, *V1_SEAMS, *V2_SEAMS)
+FIELDS = (*PROCESS_FIELDS, *OFFLINE_FIELDS, *ASYNC_FIELDS, *V1_FIELDS, *V2_FIELDS)
+
+
+def check_process() -> None:
+    """Checks the seams that every process uses.
+
+    Raises:
+        SeamError: names each difference.
+    """
+    _check(PROCESS_SEAMS, PROCESS_FIELDS)
+
+
+def check_offline() -> None:
+    """Checks the seams of offline engines.
+
+    Raises:
+        SeamError: names each difference.
+    """
+    _check(OFFLINE_SEAMS, OFFLINE_FIELDS)
+
+
+def check_async() -> None:
+    """Checks the seams of async engines.
+
+    Raises:
+        SeamError: names each difference.
+    """
+    _check(ASYNC_SEAMS, ASYNC_FIELDS)
+
+
+def is_v2_runner(runner: Any) -> bool:
+    """Whether a model runner is vLLM's V2."""
+    return hasattr(runner, "model_state") and not hasattr(runner, "_model_forward")
+
+
+def check_runner(runner: Any, is_v2: bool) -> None:
+    """Checks the seams of a model runner whose model is loaded.
+
+    Raises:
+        SeamError: names each difference.
+    """
+    kind = f"{type(runner).__module__}.{type(runner).__qualname__}"
+    problems: list[str] = []
+    for seam in V2_SEAMS if is_v2 else V1_SEAMS:
+        problems += _problems(_reach(runner, seam.at), seam, f"{kind}.{seam.at}")
+    for fields in V2_FIELDS if is_v2 else V1_FIELDS:
+        if fields.at is None:
+            problems += _lacking(fields)
+            continue
+        paths = (f"{fields.at}.{name}".lstrip(".") for name in fields.names)
+        problems += [f"{kind} has no {path}" for path in paths if _reach(runner, path) is None]
+    _raise(problems)
+
+
+def _check(seams: tuple[Seam, ...], fields: tuple[Fields, ...]) -> None:
+    problems = []
+    for seam in seams:
+        try:
+            module = importlib.import_module(seam.module)
+        except ImportError as error:
+            problems.append(f"{seam.module}: {error}")
+            continue
+        problems += _problems(_reach(module, seam.name), seam, f"{seam.module}.{seam.name}")
+    for one in fields:
+        problems += _lacking(one)
+    # One module that cannot be imported is one difference.
+    _raise(list(dict.fromkeys(problems)))
+
+
+def _problems(function: Any, seam: Seam, name: str) -> list[str]:
+    if not callable(function):
+        return [f"{name} is missing ({seam.why})"]
+    found = [one for one in inspect.signature(function).parameters if one not in ("self", "cls")]
+    wanted = list(seam.parameters)
+    if found[: len(wanted)] != wanted:
+        return [f"{name} takes ({', '.join(found)}), expected ({', '.join(wanted)}, …)"]
+    lacking = [one for one in seam.named if one not in found]
+    return [f"{name} takes no {', '.join(lacking)}"] if lacking else []
+
+
+def _lacking(fields: Fields) -> list[str]:
+    if not fields.is_in(importlib.import_module("vllm").__version__):
+        return []
+    try:
+        owner: Any = importlib.import_module(fields.module)
+    except ImportError as error:
+        return [f"{fields.module}: {error}"]
+    name = f"{fields.module}.{fields.owner}".rstrip(".")
+    if fields.owner:
+        owner = getattr(owner, fields.owner, None)
+        if not isinstance(owner, type):
+            return [f"{name} is missing ({fields.why})"]
+    return [f"{name} has no {one} ({fields.why})" for one in fields.names if not _has(owner, one)]
+
+
+def _has(owner: Any, name: str) -> bool:
+    """Whether a module has a name, or a class an attribute; for its objects, one that a method
+    sets counts.
+    """
+    if hasattr(owner, name):
+        return True
+    for base in getattr(owner, "__mro__", ()):
+        if name in vars(base).get("__annotations__", ()):
+            return True
+        for item in vars(base).values():
+            code = getattr(inspect.unwrap(item), "__code__", None) if callable(item) else None
+            if code is not None and name in code.co_names and _stores(code, name):
+                return True
+    return False
+
+
+def _stores(code: Any, name: str) -> bool:
+    steps = dis.get_instructions(code)
+    return any(step.opname == "STORE_ATTR" and step.argval == name for step in steps)
+
+
+def _reach(root: Any, path: str) -> Any:
+    for name in path.split("."):
+        root = getattr(root, name, None)
+    return root
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        import vllm
+
+        raise SeamError(
+            f"vLLM {vllm.__version__} is not one that this midstream fits "
+            f"(run on {' and '.join(RUN)}, read on {' and '.join(READ)}):\n  "
+            + "\n  ".join(problems)
+        )

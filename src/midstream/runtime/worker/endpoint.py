@@ -1,0 +1,295 @@
+"""Puts midstream into one worker: taps on the loaded model, buffers, session, RPC."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from midstream.config.config import Config
+from midstream.errors import UnsupportedError
+from midstream.runtime.models.decoder import Decoder, find_decoder
+from midstream.runtime.protocol import scores as peeks
+from midstream.runtime.protocol.results import piece_of
+from midstream.runtime.protocol.rpc import RPC
+from midstream.runtime.protocol.segments import RankShare, Room
+from midstream.runtime.vllm import seams
+from midstream.runtime.vllm.additional_config import replicas_of
+from midstream.runtime.vllm.engine_rules import check_settings
+from midstream.runtime.worker.model_runner import v1, v2
+from midstream.runtime.worker.model_runner.hooks import Hooks
+from midstream.runtime.worker.rank_check import RankChecksum
+from midstream.runtime.worker.request_state import RequestState
+from midstream.runtime.worker.result_buffer import ResultBuffer
+from midstream.runtime.worker.session import WorkerSession
+from midstream.runtime.worker.tables.device_buffers import Buffers
+from midstream.runtime.worker.taps.taps import check_drafter, tap_layer
+from midstream.sites import Tap
+from midstream.transport.arena import Arena
+from midstream.transport.ring_copy import host_transport
+from midstream.transport.sizing import arena_settings
+
+_CPU_STAGING_BYTES = 2 << 30
+_DEVICE_SHARE = 16
+
+
+def attach(worker: Any, vllm_config: Any, config: Config) -> None:
+    """Prepares a worker whose device is up and whose model is not yet loaded.
+
+    Raises:
+        UnsupportedError: an engine setting that cannot be served.
+    """
+    check_settings(vllm_config)
+    load_model: Callable[..., Any] = worker.load_model
+
+    def load_and_tap(*args: Any, **kwargs: Any) -> Any:
+        out = load_model(*args, **kwargs)
+        # Here the loader's memory pool has been left: sleep mode must not take these buffers.
+        setattr(worker, RPC, WorkerEndpoint(worker, vllm_config, config))
+        return out
+
+    worker.load_model = load_and_tap
+
+
+class WorkerEndpoint:
+    """One worker's midstream, as the front end sees it."""
+
+    def __init__(self, worker: Any, vllm_config: Any, config: Config) -> None:
+        runner = worker.model_runner
+        parallel = vllm_config.parallel_config
+        self._stage, self._tensor_rank = _place(parallel, worker.rank)
+        model = runner.get_model()
+        self._decoder = find_decoder(
+            model,
+            parallel.tensor_parallel_size,
+            vllm_config.model_config.dtype == torch.float16,
+        )
+        self._taps = _choose_taps(self._decoder, config)
+        self._buffers = _allocate(self._taps, runner, vllm_config, config)
+        self._room, self._edits_per_site = _room(config), config.edits_per_site
+        self._default_codec, self._default_return = config.codec, config.return_
+        self._tensor_ranks: int = parallel.tensor_parallel_size
+        for layer in self._decoder.layers:
+            tap_layer(layer, self._taps, self._buffers)
+        check_drafter(runner)
+        _count_memory(runner, self._buffers)
+        self._max_tokens = self._buffers.tokens.shape[0]
+        device = self._buffers.ring.device.type
+        workers = parallel.world_size * replicas_of(vllm_config)
+        self._arena = Arena(arena_settings(config, workers), device == "cuda")
+        self._trace = RankChecksum() if config.check_ranks else None
+        self._session = WorkerSession(
+            self._buffers,
+            self._taps,
+            host_transport(self._buffers.ring, self._arena),
+            self._arena,
+            vllm_config.model_config.max_model_len,
+            RankShare(self._tensor_rank, self._tensor_ranks),
+            self._trace,
+        )
+        self._outbox = ResultBuffer(self._arena, self._session.codec)
+        hooks = Hooks(self._session, _ahead(vllm_config))
+        is_v2 = seams.is_v2_runner(runner)
+        seams.check_runner(runner, is_v2)
+        (v2 if is_v2 else v1).attach(runner, hooks)
+        self._runner_name = "v2" if is_v2 else "v1"
+
+    def __call__(self, op: str, argument: str) -> dict[str, Any]:
+        """One of the operations below, by name; the argument is JSON, the answer plain values.
+
+        Raises:
+            ValueError: there is no such operation.
+        """
+        if op == "describe":
+            return {"json": json.dumps(self._describe())}
+        if op == "collect":
+            return self._collect(*json.loads(argument))
+        if op == "hand_over":
+            return self._hand_over(*json.loads(argument))
+        if op == "peek":
+            return peeks.pack(self._session.peek(peeks.read(argument)))
+        if op == "read":
+            uid, offset, size = json.loads(argument)
+            return {"data": self._outbox.read(uid, offset, size)}
+        if op == "release":
+            uids = json.loads(argument)
+            with self._session.taking(uids):
+                pass
+            for uid in uids:
+                self._outbox.release(uid)
+            return {}
+        if op == "forget":
+            self._outbox.release(json.loads(argument))
+            return {}
+        if op == "usage":
+            self._arena.sweep()
+            return {"json": json.dumps(self._usage())}
+        if op == "check_integrity":
+            self._session.check_integrity()
+            self._arena.sweep()
+            return {"arena": self._arena.used}
+        raise ValueError(f"midstream's workers have no operation {op!r}")
+
+    def _describe(self) -> dict[str, Any]:
+        """What the front door must know."""
+        return {
+            "stage": self._stage,
+            "tensor_rank": self._tensor_rank,
+            "tensor_ranks": self._tensor_ranks,
+            "num_layers": self._decoder.num_layers,
+            "hidden_size": self._buffers.bank.shape[1],
+            "taps": [list(tap) for tap in self._taps],
+            "lacking": [[site, layer, why] for (site, layer), why in self._decoder.lacking.items()],
+            "dtype": str(self._buffers.ring.dtype).removeprefix("torch."),
+            "capture_limit": self._buffers.ring.shape[0] // self._max_tokens,
+            "step_tokens": self._max_tokens,
+            "buffer_bytes": self._buffers.nbytes,
+            "room": asdict(self._room),
+            "edits_per_site": self._edits_per_site,
+            "runner": self._runner_name,
+            "codec": self._default_codec,
+            "return": self._default_return,
+            "arena": self._arena.leases.address,
+            "arena_bytes": self._arena.budget,
+            "device": str(self._buffers.ring.device.type),
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        """How full it is."""
+        return {
+            "stage": self._stage,
+            "tensor_rank": self._tensor_rank,
+            "arena": {**self._arena.used, "budget_bytes": self._arena.budget},
+            "ring_rows": self._buffers.ring.shape[0],
+            "steps": asdict(self._session.counts),
+        }
+
+    def _collect(self, uids: list[str], mapped: list[list[int]]) -> dict[str, Any]:
+        """Takes the requests of these uids out of the session; their data waits in the outbox.
+
+        Args:
+            uids: theirs.
+            mapped: the places of the workers whose arena the front end maps.
+        """
+        self._arena.sweep()
+        with self._session.taking(uids) as taken:
+            return self._answer(taken, mapped)
+
+    def _hand_over(
+        self, stops: dict[str, dict[str, int]], mapped: list[list[int]]
+    ) -> dict[str, Any]:
+        """As `_collect`, of rows of requests that go on: per uid and id, those up to a position."""
+        self._arena.sweep()
+        with self._session.handing_over(stops) as found:
+            return self._answer({piece_of(uid): found[uid] for uid in stops}, mapped)
+
+    def _answer(
+        self, requests: dict[str, list[RequestState]], mapped: list[list[int]]
+    ) -> dict[str, Any]:
+        """Puts requests into the outbox, under the names given, and tells what is there."""
+        is_mapped = [self._stage, self._tensor_rank] in mapped
+        headers = [self._outbox.put(name, found, is_mapped) for name, found in requests.items()]
+        return {
+            "json": json.dumps(headers),
+            "inline": self._outbox.inline(list(requests)),
+            "retired": self._arena.take_retired(),
+            "trace": [] if self._trace is None else self._trace.marks,
+        }
+
+
+def _ahead(vllm_config: Any) -> int:
+    """How many steps may be scheduled before it is known what became of a step's drafts."""
+    if not vllm_config.scheduler_config.async_scheduling:
+        return 0  # a request is not scheduled again before that
+    steps: int = vllm_config.max_concurrent_batches
+    return steps - 1
+
+
+def _place(parallel: Any, rank: int) -> tuple[int, int]:
+    """(pipeline stage, rank within the tensor-parallel group) of a worker."""
+    tensor_parallel_size = parallel.tensor_parallel_size
+    within = rank % (tensor_parallel_size * parallel.pipeline_parallel_size)
+    return within // tensor_parallel_size, within % tensor_parallel_size
+
+
+def _choose_taps(decoder: Decoder, config: Config) -> dict[Tap, int]:
+    """The taps of this rank, in the order in which a forward reaches them, with their indices."""
+    wanted = set(config.resolve_layers(decoder.num_layers))
+    taps = [
+        (site, layer.index)
+        for layer in decoder.layers
+        if layer.index in wanted
+        for site in config.sites
+        if (site, layer.index) not in decoder.lacking
+    ]
+    if not taps and decoder.layers and any(layer.index in wanted for layer in decoder.layers):
+        reasons = "; ".join(sorted(set(decoder.lacking.values())))
+        raise UnsupportedError(
+            f"none of the sites {', '.join(config.sites)} exists in this model: {reasons}"
+        )
+    return {tap: index for index, tap in enumerate(taps)}
+
+
+def _allocate(taps: dict[Tap, int], runner: Any, vllm_config: Any, config: Config) -> Buffers:
+    model_config = vllm_config.model_config
+    max_tokens = _largest_step(runner, vllm_config)
+    hidden_size = model_config.get_hidden_size()
+    row_bytes = hidden_size * model_config.dtype.itemsize
+    # Twice: what a step captured is on its way while the next one captures.
+    at_once = 2 if runner.device.type == "cuda" else 1
+    rows_needed = at_once * max_tokens * max(1, len(taps))
+    ring_rows = min(rows_needed, _staging_bytes(runner.device, config) // row_bytes)
+    if ring_rows < max_tokens:
+        raise UnsupportedError(
+            f"the staging ring must hold one vector for each of the {max_tokens} tokens that a "
+            f"step may have, which takes {max_tokens * row_bytes} bytes; raise staging_bytes, or "
+            "lower max_num_batched_tokens"
+        )
+    return Buffers.allocate(
+        taps=list(taps),
+        max_tokens=max_tokens,
+        hidden_size=hidden_size,
+        room=_room(config),
+        ring_rows=ring_rows,
+        dtype=model_config.dtype,
+        device=runner.device,
+    )
+
+
+def _room(config: Config) -> Room:
+    return Room(
+        bank_rows=config.bank_rows,
+        programs=config.programs,
+        max_edits=config.max_edits,
+        token_ids=config.token_ids,
+        probes=config.probes,
+    )
+
+
+def _largest_step(runner: Any, vllm_config: Any) -> int:
+    """Most rows that a forward can have, padding included."""
+    largest_graph = getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None)
+    largest: int = max(
+        vllm_config.scheduler_config.max_num_batched_tokens,
+        getattr(runner, "max_num_tokens", 0),
+        largest_graph or 0,
+        vllm_config.scheduler_config.max_num_seqs,
+    )
+    return largest
+
+
+def _staging_bytes(device: torch.device, config: Config) -> int:
+    if config.staging_bytes is not None:
+        return config.staging_bytes
+    if device.type != "cuda":
+        return _CPU_STAGING_BYTES
+    return int(torch.cuda.get_device_properties(device).total_memory) // _DEVICE_SHARE
+
+
+def _count_memory(runner: Any, buffers: Buffers) -> None:
+    """vLLM sizes the KV cache by what the model took; until 0.28 it counted only this figure."""
+    if hasattr(runner, "model_memory_usage"):
+        runner.model_memory_usage += buffers.nbytes

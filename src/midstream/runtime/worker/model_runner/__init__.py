@@ -1,0 +1,1 @@
+"""Hooks in vLLM's model runners."""

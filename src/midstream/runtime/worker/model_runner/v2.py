@@ -1,0 +1,50 @@
+"""vLLM's V2 model runner (`vllm.v1.worker.gpu.model_runner`), the default on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from midstream.runtime.worker.model_runner.hooks import Hooks, tell_failures
+from midstream.runtime.worker.step.step_batch import StepBatch
+
+
+def attach(runner: Any, hooks: Hooks) -> None:
+    """Hooks `execute_model` and the model state's `preprocess_state`.
+
+    `preprocess_state` is called for real batches only, after their inputs were prepared and
+    before the forward; `execute_model` returns once the forward is queued. The state's class is
+    swapped rather than wrapped: the runner writes attributes through it.
+    """
+    execute_model: Callable[..., Any] = runner.execute_model
+    state = runner.model_state
+    cls = type(state)
+
+    def preprocess_state(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        out = cls.preprocess_state(self, input_batch, *args, **kwargs)
+        hooks.before_forward(_view(input_batch, hooks))
+        return out
+
+    def execute_and_settle(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("dummy_run", False):
+            hooks.on_schedule(scheduler_output)
+        out = execute_model(scheduler_output, *args, **kwargs)
+        hooks.after_forward()
+        return out
+
+    namespace = {"__module__": cls.__module__, "preprocess_state": preprocess_state}
+    state.__class__ = type(f"Armed{cls.__name__}", (cls,), namespace)
+    runner.execute_model = execute_and_settle
+    tell_failures(runner, hooks)
+
+
+def _view(batch: Any, hooks: Hooks) -> StepBatch:
+    num_requests = batch.num_reqs
+    return StepBatch(
+        request_ids=batch.req_ids,
+        scheduled=batch.num_scheduled_tokens[:num_requests],
+        computed=batch.num_computed_tokens_np[:num_requests],
+        num_tokens=batch.num_tokens,
+        token_ids=lambda: batch.input_ids[: batch.num_tokens],
+        late=hooks.late(batch.req_ids, lambda: batch.positions[: batch.num_tokens]),
+    )

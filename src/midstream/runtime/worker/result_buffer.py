@@ -1,0 +1,178 @@
+"""What a worker holds for the front end to fetch: finished requests' rows and what was done.
+
+The data of one uid is one run of bytes: for each of its requests the states of its positions
+(uint16 each), then its blocks, then its scores. A block is of the rows of one set of taps,
+[positions, taps, bytes of a row], scores are [positions, slots] float32, both in the order of the
+positions. The header says how to cut it.
+
+Where the front end maps the arena, large blocks stay in it: in place of rows there is where they
+lie, int64 [runs, 3]: segment, offset in it, records. All such rows of a uid are one lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from torch import Tensor, uint8
+
+from midstream.codecs import Codec
+from midstream.errors import FetchError
+from midstream.runtime.protocol.runs import runs_of
+from midstream.runtime.worker.request_state import RequestState
+from midstream.runtime.worker.row_index import ArenaRows, RowBlock
+from midstream.transport.arena import Arena
+
+INLINE_BYTES = 4 << 20
+INLINE_TOTAL = 32 << 20
+# Per run of records: its segment, where in that it begins, how many records.
+Places = list[tuple[int, int, int]]
+# Less than this is copied: a lease holds on to what lies beside it as well.
+LEASED_BYTES = 1 << 20
+
+
+class ResultBuffer:
+    """Owner of the data between `put` and `release`."""
+
+    def __init__(self, arena: Arena, codec: Callable[[int], Codec]) -> None:
+        """Args:
+        arena: where rows lie.
+        codec: what the number of a codec stands for.
+        """
+        self._arena = arena
+        self._codec = codec
+        self._data: dict[str, bytes] = {}
+        self._inlined: set[str] = set()  # of the latest `inline`
+
+    def put(self, uid: str, requests: list[RequestState], mapped: bool) -> dict[str, Any]:
+        """Takes in the finished requests of a uid; returns their header.
+
+        Args:
+            uid: theirs.
+            requests: with their blocks, whose rows are copied or leased here.
+            mapped: whether the front end maps the arena.
+        """
+        parts: list[bytes] = []
+        entries = []
+        every = [block for request in requests for block in request.blocks]
+        places = {id(block): _places(block) for block in every}
+        lease = self._lease(every, places.values()) if mapped else None
+        for request in requests:
+            blocks = []
+            scores = []
+            parts.append(request.done.tobytes())
+            for block in request.blocks:
+                where = places[id(block)]
+                parts.append(
+                    _copied(block, where) if lease is None else np.array(where, np.int64).tobytes()
+                )
+                blocks.append(
+                    {
+                        "taps": list(block.taps),
+                        "codec": self._codec(block.codec).spec,
+                        "runs": runs_of(block.positions),
+                        "nbytes": len(parts[-1]),
+                    }
+                )
+            for read in request.scores:
+                parts.append(_bytes(read.values[:, 0, : request.plan.slots]))
+                scores.append({"runs": runs_of(read.positions), "nbytes": len(parts[-1])})
+            entries.append(
+                {
+                    "id": request.id,
+                    "problem": request.problem,
+                    "dropped": request.dropped,
+                    "prompt": request.prompt,
+                    "turns": request.turns,
+                    "done": int(request.done.size),
+                    "blocks": blocks,
+                    "scores": scores,
+                }
+            )
+        self._data[uid] = b"".join(parts)
+        return {"uid": uid, "requests": entries, "nbytes": len(self._data[uid]), "lease": lease}
+
+    def inline(self, uids: list[str]) -> list[bytes | None]:
+        """The data of those uids that are small enough to come with the header; None: read it."""
+        found: list[bytes | None] = []
+        total = 0
+        self._inlined.clear()
+        for uid in uids:
+            size = len(self._data[uid])
+            if size <= INLINE_BYTES and total + size <= INLINE_TOTAL:
+                total += size
+                self._inlined.add(uid)
+                found.append(self._data.pop(uid))
+            else:
+                found.append(None)
+        return found
+
+    def read(self, uid: str, offset: int, size: int) -> bytes:
+        """A piece of a uid's data; nothing where all of it came with the header.
+
+        Every worker is asked, also where only another one's data was too large for its header.
+
+        Raises:
+            FetchError: nothing is held for that uid.
+        """
+        data = b"" if uid in self._inlined else self._data.get(uid)
+        if data is None:
+            raise FetchError(f"nothing is held for {uid}")
+        return data[offset : offset + size]
+
+    def release(self, uid: str) -> None:
+        """Forgets a uid's data, if there is any."""
+        self._data.pop(uid, None)
+        self._inlined.discard(uid)
+
+    def _lease(
+        self, blocks: list[RowBlock[ArenaRows]], places: Iterable[Places]
+    ) -> dict[str, Any] | None:
+        """Leaves the rows where they are, if they are many; what the reader maps them by."""
+        nbytes = sum(block.positions.size * len(block.taps) * _row_bytes(block) for block in blocks)
+        if nbytes < LEASED_BYTES:
+            return None
+        segments = sorted({segment for found in places for segment, _, _ in found})
+        number = self._arena.lease(segments)
+        if number is None:
+            return None
+        self._arena.use(segments)
+        known = self._arena.describe(segments)
+        return {
+            "number": number,
+            "segments": {str(segment): list(place) for segment, place in known.items()},
+        }
+
+
+def _copied(block: RowBlock[ArenaRows], places: Places) -> bytes:
+    """The rows, which are there."""
+    arena, size = block.sources[0].arena, len(block.taps) * _row_bytes(block)
+    memory = {
+        segment: arena.memory_of(segment).numpy().data
+        for segment in {segment for segment, _, _ in places}
+    }
+    return b"".join([memory[segment][begin : begin + size * n] for segment, begin, n in places])
+
+
+def _places(block: RowBlock[ArenaRows]) -> Places:
+    """Where the rows are. Waits until they are there: whoever maps them could not tell."""
+    width = _row_bytes(block)
+    places = []
+    waited = None
+    for nth, first, records in block.runs():
+        stored = block.sources[nth]
+        if nth != waited:
+            stored.shipment.wait()
+            waited = nth
+        extent = stored.extent
+        places.append((extent.segment, extent.offset + first * width, records))
+    return places
+
+
+def _row_bytes(block: RowBlock[ArenaRows]) -> int:
+    return block.sources[int(block.source[0])].row_bytes
+
+
+def _bytes(values: Tensor) -> bytes:
+    return values.contiguous().view(uint8).numpy().tobytes()

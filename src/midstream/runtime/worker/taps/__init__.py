@@ -1,0 +1,1 @@
+"""Taps in the model's layers."""

@@ -1,0 +1,301 @@
+"""Taps: a module's class is swapped for a subclass whose `__call__` calls the `site` op.
+
+`__call__`, not `forward`: weight offloaders put an instance-level `forward` in the way of a
+class-level one, and every tap would be passed by in silence. The swap is done after the weights
+are loaded and before anything is traced, so that it is part of whatever graph is compiled.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import midstream.ops.site  # noqa: F401  (defines torch.ops.midstream.site)
+from midstream.errors import TapError, UnsupportedError
+from midstream.runtime.models.decoder import DecoderLayer
+from midstream.runtime.models.registry import Half, Input, LayerConvention, Output, Returns
+from midstream.runtime.worker.tables.device_buffers import Buffers
+from midstream.sites import Tap
+
+# The buffers are plain attributes of the tapped module, so that graph compilation sees tensors at
+# fixed addresses, and sleep mode, state dicts and weight reloading see nothing.
+_SHARED = (
+    "tokens", "ids", "tally", "instructions", "params", "lists", "bank", "scores", "ring",
+)  # fmt: skip
+
+
+class TappedLayer(nn.Module):
+    """First base of a tapped decoder layer's class: `resid_pre` at its entry; at its exit the
+    branch that is the first half of what it returns, then `resid_post`.
+    """
+
+    midstream_pre: Tensor | None
+    midstream_branch: Tensor | None
+    midstream_post: Tensor | None
+    midstream_returns: Returns
+    midstream_hidden: tuple[str, int]
+    midstream_residual: tuple[str, int] | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.midstream_pre is not None:
+            hidden = _argument(args, kwargs, self.midstream_hidden)
+            residual = None
+            if self.midstream_residual is not None:
+                residual = _argument(args, kwargs, self.midstream_residual)
+            _fire(self, self.midstream_pre, hidden, residual)
+        out = super().__call__(*args, **kwargs)
+        if self.midstream_branch is not None or self.midstream_post is not None:
+            hidden, residual = _split(out, self.midstream_returns)
+            if self.midstream_branch is not None:
+                _fire(self, self.midstream_branch, hidden, None)
+            if self.midstream_post is not None:
+                _fire(self, self.midstream_post, hidden, residual)
+        return out
+
+
+class TappedModule(nn.Module):
+    """First base of the class of a module inside a layer, where one or several sites are.
+
+    At its entry, in this order: `attn_out` as the first half of a pair, `resid_mid`, and what the
+    MLP reads, which is copied first where others use that tensor too. At its exit: one branch.
+    """
+
+    midstream_half: Tensor | None
+    midstream_mid: Tensor | None
+    midstream_input: Tensor | None
+    midstream_copies: bool
+    midstream_output: Tensor | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.midstream_half is not None:
+            _fire(self, self.midstream_half, _first(args, self), None)
+        if self.midstream_mid is not None:
+            residual = args[1] if len(args) > 1 else kwargs.get("residual")
+            _fire(self, self.midstream_mid, _first(args, self), residual)
+        if self.midstream_input is not None:
+            given = _first(args, self)
+            if self.midstream_copies:
+                given = given.clone()
+                args = (given, *args[1:])
+            _fire(self, self.midstream_input, given, None)
+        out = super().__call__(*args, **kwargs)
+        if self.midstream_output is not None:
+            # Attention on the Transformers backend, some mixtures of experts and vLLM's linear
+            # layers return more than the branch.
+            returned = out if isinstance(out, tuple) else (out,)
+            _fire(self, self.midstream_output, _first(returned, self), None)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Role:
+    """One site at a module of a layer: the attribute of `TappedModule` that has its table."""
+
+    attribute: str
+    path: str
+    site: str
+    copies: bool = False
+
+
+def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> None:
+    """Taps one layer at those of `taps` that are its own.
+
+    Args:
+        layer: the layer; its class (and those of the modules at its other sites) is swapped in
+            place.
+        taps: every tap of this rank, with its index in `buffers.table`.
+        buffers: what the taps work on.
+
+    Raises:
+        UnsupportedError: the layer is not as its convention says.
+    """
+    module: Any = layer.module
+    convention = layer.convention
+    tables = {
+        site: buffers.table[index]
+        for (site, number), index in taps.items()
+        if number == layer.index
+    }
+    at_exit = [site for site, place in convention.branches.items() if place is Half.AT_EXIT]
+    if tables.keys() & {"resid_pre", "resid_post", *at_exit}:
+        parameters = _parameters(module, convention)
+        _swap(module, TappedLayer, buffers)
+        module.midstream_pre, module.midstream_post = (
+            tables.get("resid_pre"),
+            tables.get("resid_post"),
+        )
+        module.midstream_branch = next((tables[s] for s in at_exit if s in tables), None)
+        module.midstream_returns = convention.returns
+        module.midstream_hidden = parameters[0]
+        module.midstream_residual = parameters[1]
+    swapped: list[Any] = []
+    for role in _roles(convention):
+        if role.site not in tables:
+            continue
+        inner = _find_module(module, role)
+        # A module may be the place of several sites, also under several names.
+        if not any(inner is other for other in swapped):
+            _swap(inner, TappedModule, buffers)
+            inner.midstream_half = inner.midstream_mid = None
+            inner.midstream_input = inner.midstream_output = None
+            inner.midstream_copies = False
+            swapped.append(inner)
+        if getattr(inner, role.attribute) is not None:
+            raise UnsupportedError(
+                f"{type(layer.module).__qualname__}: {role.site} and another site are both what "
+                f"{role.path!r} returns"
+            )
+        setattr(inner, role.attribute, tables[role.site])
+        inner.midstream_copies |= role.copies
+
+
+def _roles(convention: LayerConvention) -> list[_Role]:
+    roles = []
+    if convention.mid is not None:
+        roles.append(_Role("midstream_mid", convention.mid, "resid_mid"))
+        if convention.attn_out is Half.AT_MID:
+            roles.append(_Role("midstream_half", convention.mid, "attn_out"))
+    for site, place in convention.branches.items():
+        if isinstance(place, Input):
+            roles.append(_Role("midstream_input", place.path, site, place.shared))
+        elif isinstance(place, Output):
+            roles.append(_Role("midstream_output", place.path, site))
+    return roles
+
+
+def _fire(module: Any, table: Tensor, hidden: Tensor, residual: Tensor | None) -> None:
+    width = hidden.shape[-1]
+    # Transformers' own layers carry a batch dimension of one: [1, T, H].
+    flat = hidden if hidden.dim() == 2 else hidden.view(-1, width)
+    if residual is not None and residual.dim() != 2:
+        residual = residual.view(-1, width)
+    torch.ops.midstream.site(
+        flat,
+        residual,
+        module.midstream_tokens,
+        module.midstream_ids,
+        module.midstream_tally,
+        table,
+        module.midstream_instructions,
+        module.midstream_params,
+        module.midstream_lists,
+        module.midstream_bank,
+        module.midstream_scores,
+        module.midstream_ring,
+    )
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], where: tuple[str, int]) -> Any:
+    name, index = where
+    if name in kwargs:
+        return kwargs[name]
+    return args[index] if index < len(args) else None
+
+
+def _first(values: tuple[Any, ...], module: nn.Module) -> Tensor:
+    if values and isinstance(values[0], torch.Tensor):
+        return values[0]
+    raise TapError(
+        f"a {type(module).__qualname__} was called with or returned {_describe(values)}; "
+        "a tensor was to come first"
+    )
+
+
+def _split(out: Any, returns: Returns) -> tuple[Tensor, Tensor | None]:
+    """The two halves of the stream in what a layer returned."""
+    if returns is Returns.SINGLE:
+        if isinstance(out, torch.Tensor):
+            return out, None
+    elif isinstance(out, tuple) and len(out) == 2:
+        hidden, residual = out
+        if returns is Returns.PAIR:
+            return hidden, residual
+        if returns is Returns.PAIR_DEAD or residual is None:
+            return hidden, None
+    raise TapError(
+        f"a layer returned {_describe(out)}, its convention says {returns.name}: {returns.value}"
+    )
+
+
+def _describe(out: Any) -> str:
+    if isinstance(out, tuple):
+        return f"a tuple of {len(out)}: ({', '.join(type(part).__name__ for part in out)})"
+    return type(out).__name__
+
+
+def _parameters(
+    module: nn.Module, convention: LayerConvention
+) -> tuple[tuple[str, int], tuple[str, int] | None]:
+    """(name, position) of the parameters that carry the two halves of the stream at entry."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+
+    def find(name: str) -> tuple[str, int]:
+        if name not in names:
+            raise UnsupportedError(
+                f"{type(module).__qualname__}.forward has no parameter {name!r}; it has "
+                f"{', '.join(names)}"
+            )
+        return name, names.index(name)
+
+    residual = convention.residual
+    return find(convention.hidden), None if residual is None else find(residual)
+
+
+def _find_module(module: nn.Module, role: _Role) -> Any:
+    found: Any = module
+    for name in role.path.split("."):
+        found = getattr(found, name, None)
+    if not isinstance(found, nn.Module):
+        raise UnsupportedError(
+            f"{type(module).__qualname__} has no module {role.path!r}, at which {role.site} is "
+            "to be found"
+        )
+    return found
+
+
+def _swap(module: Any, tapped: type[nn.Module], buffers: Buffers) -> None:
+    cls = type(module)
+    if issubclass(cls, (TappedLayer, TappedModule)):
+        raise UnsupportedError(f"a {cls.__qualname__} is shared by several layers")
+    # What looks at a class's module (logs, vLLM's registries) sees the original's.
+    namespace = {"__module__": cls.__module__, "__qualname__": f"Tapped{cls.__qualname__}"}
+    module.__class__ = type(f"Tapped{cls.__name__}", (tapped, cls), namespace)
+    for name in _SHARED:
+        setattr(module, f"midstream_{name}", getattr(buffers, name))
+
+
+def check_drafter(runner: Any) -> None:
+    """Refuses a drafter that shares tapped modules with the model: its forward would fire them.
+    Embeddings, the head and rotary tables, which many share, have no taps.
+
+    Args:
+        runner: vLLM's model runner, whose model is tapped.
+
+    Raises:
+        UnsupportedError: names the module.
+    """
+    drafter = _drafter(runner)
+    if drafter is None:
+        return
+    for name, module in drafter.named_modules():
+        if isinstance(module, TappedLayer | TappedModule):
+            raise UnsupportedError(
+                f"the drafter of speculative_config, a {type(drafter).__name__}, shares its {name} "
+                "with the model: what it drafts would be captured and edited too"
+            )
+
+
+def _drafter(runner: Any) -> nn.Module | None:
+    """The drafter's model; n-grams have none."""
+    for name in ("drafter", "speculator"):
+        model = getattr(getattr(runner, name, None), "model", None)
+        unwrap = getattr(model, "unwrap", None)
+        if callable(unwrap) and not isinstance(model, nn.Module):
+            model = unwrap()  # of the graphs that replay it
+        if isinstance(model, nn.Module):
+            return model
+    return None

@@ -1,0 +1,76 @@
+"""vLLM endpoint plugin that adds midstream's routes and middleware to vLLM's server."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from fastapi import FastAPI
+
+from midstream.config.http import HttpSettings, admin_key, read_http
+from midstream.runtime.vllm.additional_config import key_of_environment, settings_of
+from midstream.server.admin_auth import Guard
+from midstream.server.middleware import Middleware
+from midstream.server.openapi import add_fields
+from midstream.server.routes import activations, compat_steering, status, steering, vectors
+from midstream.server.server import Server
+
+_ROUTERS = (activations, vectors, steering, status, compat_steering)
+
+
+class Endpoints:
+    """Endpoint plugin: vLLM calls `attach_router` when it builds its app, and `init_state` when the
+    engine is ready.
+
+    Attributes:
+        name, required_tasks: as vLLM's protocol requires.
+    """
+
+    name = "midstream"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self._server: Server | None = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add routes and middleware if the server enables midstream.
+
+        vLLM adds its API key middleware afterwards, around these.
+        """
+        args = app.state.args
+        settings = _settings(args)
+        if settings is None:
+            return
+        has_key = _has_key(args)
+        guard = app.state.midstream_guard = Guard(
+            allowed=settings.admin,
+            admin_key=admin_key(),
+            has_key=has_key,
+            # A Unix domain socket is as local as loopback.
+            host="localhost" if getattr(args, "uds", None) else args.host,
+        )
+        self._server = app.state.midstream = Server(settings, admin=guard.is_open, has_key=has_key)
+        for module in _ROUTERS:
+            app.include_router(module.router)
+        app.add_middleware(Middleware, server=self._server)
+        add_fields(app)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Connect the server to the engine, which is ready."""
+        if self._server is None:
+            return
+        template = {
+            "chat_template": getattr(args, "chat_template", None),
+            "chat_template_content_format": getattr(args, "chat_template_content_format", None),
+        }
+        await self._server.start(engine_client, template)
+
+
+def _settings(args: Namespace) -> HttpSettings | None:
+    """Return the server's limits; None if midstream is disabled, or disabled over HTTP."""
+    found = settings_of(args)
+    return None if found is None else read_http(found.http)
+
+
+def _has_key(args: Namespace) -> bool:
+    return any(args.api_key or [key_of_environment()])

@@ -1,0 +1,131 @@
+"""State of one HTTP request: its plan on the way in, its results on the way out.
+
+vLLM's request handler runs in the context of the middleware that called it, so the engine finds the
+request's state in the context variable `CURRENT`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import AsyncGeneratorType
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.server.capture_cache import CaptureCache
+from midstream.server.request_field import MidstreamField
+
+CURRENT: ContextVar[RequestContext | None] = ContextVar("midstream_exchange", default=None)
+
+
+@dataclass(slots=True)
+class ChoiceUpdate:
+    """Results of one choice since the last update was sent.
+
+    Attributes:
+        probes: latest scores by name, cumulative; None if there are none.
+        rows: partial rows received since the last update, without overlap.
+        final: vLLM's CompletionOutput, once the choice has ended; else None.
+        request_id: vLLM's request id.
+    """
+
+    probes: Any = None
+    rows: list[Any] = field(default_factory=list)
+    final: Any = None
+    request_id: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class RequestContext:
+    """State of one HTTP request.
+
+    Attributes:
+        wishes: the parsed field `midstream`.
+        client: id of the client, see `Server.client_of`.
+        messages: messages of a chat; None for other requests.
+        template: arguments of the chat template.
+        calls: number of engine calls that the request has made.
+        per_call: number of choices of each call.
+        updates: results by choice index that are not sent yet.
+        scores_sent: number of scores already sent, by (choice index, probe name).
+        streams: output streams of the engine calls, which are closed with the request.
+        undelivered: ids of cached rows that no sent response refers to yet.
+        invalid_field: path of the field that the engine rejected; empty if none.
+    """
+
+    wishes: MidstreamField
+    client: str
+    messages: Any = None
+    template: dict[str, Any] = field(default_factory=dict)
+    calls: int = 0
+    per_call: int = 1
+    updates: dict[int, ChoiceUpdate] = field(default_factory=dict)
+    scores_sent: dict[tuple[int, str], int] = field(default_factory=dict)
+    streams: list[AsyncGeneratorType[Any, None]] = field(default_factory=list)
+    undelivered: list[str] = field(default_factory=list)
+    invalid_field: str = ""
+
+    def track(self, stream: AsyncGenerator[Any, None], per_call: int) -> AsyncGenerator[Any, None]:
+        """Return a call's output stream, recording its results as they pass.
+
+        Args:
+            stream: the engine's output stream.
+            per_call: number of choices of the call.
+        """
+        first = self.calls * per_call
+        self.calls += 1
+        self.per_call = per_call
+        tracked = self._tracked(stream, first)
+        assert isinstance(tracked, AsyncGeneratorType)
+        self.streams.append(tracked)
+        return tracked
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the response has exactly one choice."""
+        return self.calls * self.per_call == 1
+
+    def take_updates(self) -> dict[int, ChoiceUpdate]:
+        """Return and clear the updates, which count as sent."""
+        found, self.updates = self.updates, {}
+        return found
+
+    async def close(self, holding: CaptureCache) -> None:
+        """Close the engine calls, and free cached rows that no sent response refers to.
+
+        Args:
+            holding: the cache of the rows.
+        """
+        for stream in self.streams:
+            # A generator that is running cannot be closed: a response cancelled while sending may
+            # still be iterating over it.
+            if not stream.ag_running:
+                await stream.aclose()
+        while self.undelivered:
+            holding.delete(self.undelivered.pop())
+
+    async def _tracked(
+        self, stream: AsyncGenerator[Any, None], first: int
+    ) -> AsyncGenerator[Any, None]:
+        try:
+            async for output in stream:
+                for completion in output.outputs:
+                    self._record(first + completion.index, output, completion)
+                yield output
+        except SpecError as error:
+            explained = self.wishes.explain(error)
+            self.invalid_field = explained.path
+            raise explained from None
+        finally:
+            await stream.aclose()
+
+    def _record(self, choice: int, output: Any, completion: Any) -> None:
+        update = self.updates.setdefault(choice, ChoiceUpdate())
+        update.request_id = output.request_id
+        if completion.probes is not None:
+            update.probes = completion.probes
+        if completion.receipt is not None:
+            update.final = completion
+        elif completion.activations is not None:
+            update.rows.append(completion.activations)

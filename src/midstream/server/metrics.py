@@ -1,0 +1,161 @@
+"""Prometheus metrics, in the same registry as vLLM's, so that `/metrics` has both.
+
+Nothing is counted here while requests run: a scrape of `/metrics` fetches the engine's counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from midstream.runtime.protocol.rpc import place_of
+
+# Label: a worker's place, as in the problems of receipts.
+_WORKER = ("worker",)
+# Minimum interval between two queries of the engine: /metrics needs no key.
+_EVERY_SECONDS = 1.0
+
+# (name, help, labels)
+COUNTERS = (
+    ("completions", "Completions with a plan, by the status of their receipt.", ("status",)),
+    ("aborted", "Calls with a plan that ended without a receipt.", ()),
+    ("receipt_mismatches", "Completions whose receipt has the status error.", ()),
+    ("captured_rows", "Captured vectors.", ()),
+    ("captured_bytes", "Bytes of captured vectors, as encoded on the device.", ()),
+    ("dropped_rows", "Captured vectors dropped because the arena was full.", ()),
+    ("edits_applied", "Edits applied on the device, counted per token and site.", ()),
+    ("edits_cached", "Edits of tokens served from the prefix cache.", ()),
+    ("probe_scores", "Probe scores.", ()),
+    ("sink_failures", "Completions whose rows a sink did not store, or not completely.", ()),
+    ("refusals", "Rejected HTTP requests to midstream.", ("status",)),
+    ("steps", "Forward passes of a worker.", _WORKER),
+    ("active_steps", "Forward passes with at least one token that a plan covers.", _WORKER),
+    ("planner_seconds", "Time that the planner took to prepare steps.", _WORKER),
+    ("spills", "Arena segments spilled to disk because memory was full.", _WORKER),
+)  # fmt: skip
+GAUGES = (
+    ("requests_running", "Unfinished calls with a plan, including waiting ones.", ()),
+    ("requests_waiting", "Calls with a plan that wait for capacity.", ()),
+    ("arena_bytes", "Shared memory allocated by the arena.", _WORKER),
+    ("arena_free_bytes", "Allocated arena memory that is unused.", _WORKER),
+    ("arena_disk_bytes", "Bytes of spilled arena segments.", _WORKER),
+    ("arena_budget_bytes", "Memory limit of the arena.", _WORKER),
+    ("arena_leases", "Results whose rows a reader still uses in the arena.", _WORKER),
+    ("ring_rows", "Capacity of the staging ring on the device, in rows.", _WORKER),
+    ("ring_rows_last", "Ring rows used by the last active step.", _WORKER),
+    ("ring_rows_most", "Most ring rows used by one step.", _WORKER),
+    ("sink_unwritten_bytes", "Bytes delivered to a sink and not yet stored durably.", ("sink",)),
+    ("held_captures", "Captures cached for clients to fetch.", ()),
+    ("held_bytes", "Bytes of cached captures.", ()),
+    ("vectors", "Registered names of vectors.", ()),
+    ("steering_epoch", "Number of changes of server-wide steering.", ()),
+)
+
+
+class Metrics:
+    """Metrics of one registry."""
+
+    def __init__(self, registry: Any = None) -> None:
+        """Register the metrics.
+
+        Args:
+            registry: a prometheus_client registry; None: the process-wide one that vLLM uses.
+                Multiprocess mode is supported.
+        """
+        from prometheus_client import REGISTRY, Counter, Gauge
+
+        registry = REGISTRY if registry is None else registry
+        self._counters = {
+            name: Counter(f"midstream:{name}", text, labels, registry=registry)
+            for name, text, labels in COUNTERS
+        }
+        self._gauges = {
+            name: Gauge(
+                f"midstream:{name}", text, labels, registry=registry, multiprocess_mode="mostrecent"
+            )
+            for name, text, labels in GAUGES
+        }
+        self._totals: dict[tuple[str, ...], float] = {}
+        self._lock = asyncio.Lock()
+        self._refreshed_at = -_EVERY_SECONDS
+
+    def count_refusal(self, status: int) -> None:
+        """Count a rejected request."""
+        self._counters["refusals"].labels(str(status)).inc()
+
+    async def refresh(
+        self, state: Callable[[], Any], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Update all metrics, unless they were updated within the last second.
+
+        Args:
+            state: coroutine function that returns the server's status; see `update`.
+            clock: function that returns a monotonic time in seconds.
+        """
+        async with self._lock:
+            if clock() - self._refreshed_at >= _EVERY_SECONDS:
+                self.update(await state())
+                self._refreshed_at = clock()
+
+    def update(self, state: Mapping[str, Any]) -> None:
+        """Set all metrics from a server's status.
+
+        Args:
+            state: response of `GET /v1/midstream/status`.
+        """
+        totals = state["totals"]
+        for status, count in totals["completions"].items():
+            self._total("completions", count, status)
+        self._total("receipt_mismatches", totals["completions"].get("error", 0))
+        for name, key in (("aborted", "aborted"), ("captured_rows", "rows"),
+                          ("captured_bytes", "row_bytes"), ("dropped_rows", "dropped"),
+                          ("edits_applied", "edits"), ("edits_cached", "cached_edits"),
+                          ("probe_scores", "scores"),
+                          ("sink_failures", "sink_failures")):  # fmt: skip
+            self._total(name, totals[key])
+        self._set("requests_running", state["requests"])
+        self._set("requests_waiting", state["waiting"])
+        for sink, unwritten in state["sinks"].items():
+            self._set("sink_unwritten_bytes", unwritten, sink)
+        self._set("held_captures", state["held"]["captures"])
+        self._set("held_bytes", state["held"]["bytes"])
+        self._set("vectors", state["vectors"])
+        self._set("steering_epoch", state["steering"]["epoch"])
+        for worker in state["workers"]:
+            self._update_worker(worker, place_of(worker))
+
+    def _update_worker(self, worker: Mapping[str, Any], place: str) -> None:
+        arena, steps = worker["arena"], worker["steps"]
+        self._total("steps", steps["steps"], place)
+        self._total("active_steps", steps["active"], place)
+        self._total("planner_seconds", steps["planner_ns"] / 1e9, place)
+        self._total("spills", arena["spills"], place)
+        self._set("arena_bytes", arena["memory_bytes"], place)
+        self._set("arena_free_bytes", arena["free_bytes"], place)
+        self._set("arena_disk_bytes", arena["disk_bytes"], place)
+        self._set("arena_budget_bytes", arena["budget_bytes"], place)
+        self._set("arena_leases", arena["leases"], place)
+        self._set("ring_rows", worker["ring_rows"], place)
+        self._set("ring_rows_last", steps["ring_last"], place)
+        self._set("ring_rows_most", steps["ring_most"], place)
+
+    def _total(self, name: str, total: float, *labels: str) -> None:
+        """Increase a counter to a total that was counted elsewhere."""
+        key = (name, *labels)
+        more = total - self._totals.get(key, 0.0)
+        counter = self._counters[name]
+        (counter.labels(*labels) if labels else counter).inc(more)
+        self._totals[key] = total
+
+    def _set(self, name: str, value: float, *labels: str) -> None:
+        gauge = self._gauges[name]
+        (gauge.labels(*labels) if labels else gauge).set(value)
+
+
+@functools.cache
+def process_metrics() -> Metrics:
+    """Return the process-wide metrics; a Prometheus registry accepts each name once."""
+    return Metrics()

@@ -1,0 +1,195 @@
+"""ASGI middleware around vLLM's endpoints: removes the field `midstream` from requests, and adds
+results to responses.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any, TypeGuard
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from midstream.config.config import KEY
+from midstream.errors import HttpError, MidstreamError, SpecError
+from midstream.server.http_request import CURRENT, RequestContext
+from midstream.server.refusal_logger import Watched
+from midstream.server.request_field import take_field
+from midstream.server.response_writer import ResponseWriter
+from midstream.server.server import PATHS, Server
+from midstream.validation import read_json
+
+_MARK = f'"{KEY}"'.encode()
+_ESCAPE = b"\\u00"
+_WIDE = b"\0"  # occurs in UTF-16 and UTF-32, which JSON parsers accept as well
+_DIGITS = 18  # most digits of a plausible content length
+_OWN = ("/v1/midstream", "/v1/steering")
+_METRICS = "/metrics"
+
+
+class Middleware:
+    """ASGI middleware of one server."""
+
+    def __init__(self, app: ASGIApp, server: Server) -> None:
+        self._app = app
+        self._server = server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._server.close()
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = path_of(scope)
+        refused = functools.partial(self._server.record_refusal, scope)
+        observer = Watched(send, refused)
+        observed = observer if path.startswith(_OWN) else send
+        if scope["method"] not in ("POST", "PUT", "PATCH"):
+            if path.rstrip("/") == _METRICS:
+                await self._server.refresh_metrics()
+            await self._app(scope, receive, observed)
+            return
+        try:
+            body = await self._read(scope, receive)
+            exchange, body = self._exchange(scope, body)
+        except (HttpError, MidstreamError) as error:
+            await send_error(HttpError.of(error), observer)
+            return
+        replayed = _Replay(body, receive)
+        if exchange is None:
+            await self._app(_with_length(scope, body), replayed, observed)
+            return
+        outgoing = ResponseWriter(exchange, self._server, observer, refused)
+        token = CURRENT.set(exchange)
+        try:
+            await self._app(_with_length(scope, body), replayed, outgoing)
+        finally:
+            CURRENT.reset(token)
+            await exchange.close(self._server.holding)
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        limit = self._server.settings.max_body_bytes
+        length = Headers(scope=scope).get("content-length", "0")
+        if length.isdecimal() and (len(length) > _DIGITS or int(length) > limit):
+            raise _too_long(limit)
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise HttpError(400, "the client disconnected before its request was complete")
+            part = message.get("body", b"")
+            size += len(part)
+            if size > limit:
+                raise _too_long(limit)
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    def _exchange(self, scope: Scope, body: bytes) -> tuple[RequestContext | None, bytes]:
+        """Return the state of a request with the field `midstream` and its body without the field;
+        None and the unchanged body if the field is absent.
+        """
+        path = path_of(scope)
+        # Most bodies do not contain the field's name, not even escaped: they are not parsed.
+        if path.startswith(_OWN) or not any(each in body for each in (_MARK, _ESCAPE, _WIDE)):
+            return None, body
+        value = _parse_with_field(body)
+        if value is None:
+            return None, body
+        if path not in PATHS:
+            raise HttpError(
+                400, f"midstream: {path} cannot return results; use {', '.join(PATHS)}", KEY
+            )
+        wishes = take_field(value)
+        if wishes is None:
+            return None, body
+        if value.get("use_beam_search"):
+            raise HttpError(400, "midstream: unsupported together with use_beam_search", KEY)
+        if value.get("background"):
+            raise HttpError(
+                400, "midstream: unsupported together with background, which returns no result", KEY
+            )
+        exchange = self._server.begin(scope, value, wishes)
+        try:
+            return exchange, json.dumps(value).encode()
+        except RecursionError:
+            raise HttpError(400, "the JSON is nested too deeply") from None
+
+
+def path_of(scope: Scope) -> str:
+    """Return a request's path without the application's root path."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+class _Replay:
+    """ASGI `receive` that returns a body that was already read, then the messages that follow it."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._message: Message | None = {"type": "http.request", "body": body, "more_body": False}
+        self._receive = receive
+
+    async def __call__(self) -> Message:
+        message, self._message = self._message, None
+        return await self._receive() if message is None else message
+
+
+def _parse_with_field(body: bytes) -> dict[str, Any] | None:
+    """Parse a body that has the field `midstream`; None if it has not, or is not JSON, which vLLM
+    reports.
+
+    Raises:
+        SpecError: the body has the field, and contains a duplicate key or a non-JSON number.
+    """
+    try:
+        value = read_json(body)
+    except SpecError:
+        if _has_field(_parse_leniently(body)):
+            raise
+        return None
+    return value if _has_field(value) else None
+
+
+def _has_field(value: object) -> TypeGuard[dict[str, Any]]:
+    """Return whether a body's JSON has the field, at the top level or in `vllm_xargs`."""
+    if not isinstance(value, dict):
+        return False
+    xargs = value.get("vllm_xargs")
+    return KEY in value or isinstance(xargs, dict) and KEY in xargs
+
+
+def _parse_leniently(body: bytes) -> object:
+    """Parse a body as leniently as vLLM does; None if it is not JSON."""
+    try:
+        found: object = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return found
+
+
+async def send_error(refusal: HttpError, send: Send) -> None:
+    """Send an error response."""
+    content = refusal.content
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(content)).encode()),
+    ]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": content})
+
+
+def _with_length(scope: Scope, body: bytes) -> Scope:
+    changed = {**scope, "headers": list(scope["headers"])}
+    headers = MutableHeaders(raw=changed["headers"])
+    if "content-length" in headers:
+        headers["content-length"] = str(len(body))
+    return changed
+
+
+def _too_long(limit: int) -> HttpError:
+    return HttpError(413, f"the body exceeds this server's limit of {limit} bytes")

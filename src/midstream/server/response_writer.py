@@ -1,0 +1,218 @@
+"""Insertion of results into a response, whether it is one body or a stream of events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import Message, Send
+
+from midstream.config.config import KEY
+from midstream.errors import HttpError, MidstreamError
+from midstream.http.sse import DONE, Event, Events
+from midstream.server.http_errors import read_error
+from midstream.server.http_request import RequestContext
+
+if TYPE_CHECKING:
+    from midstream.server.server import Server
+
+
+class ResponseWriter:
+    """ASGI `send` that adds results to a response."""
+
+    def __init__(
+        self,
+        exchange: RequestContext,
+        server: Server,
+        send: Send,
+        refused: Callable[[int, str | None], None],
+    ) -> None:
+        """Create a writer for one response.
+
+        Args:
+            exchange: state of the request.
+            server: server whose encoder is used.
+            send: the ASGI `send` to forward messages to.
+            refused: called with status and field for an error inside a stream that has begun, where
+                the HTTP status does not show it.
+        """
+        self._refused = refused
+        self._exchange = exchange
+        self._server = server
+        self._send = send
+        self._start: Message | None = None  # delayed until the status is final
+        self._is_stream = False
+        self._is_first = True  # no event except comments has been received
+        self._events = Events()
+        self._parts: list[bytes] = []
+        self._is_done = False
+
+    async def __call__(self, message: Message) -> None:
+        if self._is_done:
+            return
+        if message["type"] == "http.response.start":
+            self._start = message
+            kind = Headers(raw=message["headers"]).get("content-type", "")
+            self._is_stream = kind.startswith("text/event-stream")
+        elif message["type"] == "http.response.body" and self._is_stream:
+            await self._stream(message)
+        elif message["type"] == "http.response.body":
+            self._parts.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                await self._whole(b"".join(self._parts))
+        else:
+            await self._send(message)
+
+    # -- in one body -----------------------------------------------------------------------------
+
+    async def _whole(self, body: bytes) -> None:
+        start = self._start
+        assert start is not None
+        if start["status"] == 200:
+            try:
+                body = await self._with_results(body)
+            except (HttpError, MidstreamError) as error:
+                refusal = HttpError.of(error)
+                body = refusal.content
+                start = {**start, "status": refusal.status}
+        else:
+            body = self._with_param(body)
+        start = {**start, "headers": list(start["headers"])}
+        MutableHeaders(raw=start["headers"])["content-length"] = str(len(body))
+        await self._send(start)
+        await self._send({"type": "http.response.body", "body": body})
+        if start["status"] == 200:
+            self._exchange.undelivered.clear()
+
+    async def _with_results(self, body: bytes) -> bytes:
+        value = json.loads(body)
+        encoded = {
+            choice: await self._server.answers.encode(self._exchange, choice, update)
+            for choice, update in sorted(self._exchange.take_updates().items())
+        }
+        if encoded and "choices" not in value:
+            value[KEY] = _responses_field(list(encoded.values()))
+        for choice in value.get("choices", ()):
+            if encoded.get(choice["index"]):
+                holder = value if self._exchange.is_single else choice
+                holder[KEY] = encoded[choice["index"]]
+        return json.dumps(value).encode()
+
+    def _with_param(self, body: bytes) -> bytes:
+        """Add the name of the invalid field to an error response that vLLM made of midstream's
+        exception.
+        """
+        field = self._exchange.invalid_field
+        value = read_error(body) if field else None
+        if value is None or value["error"].get("param") is not None:
+            return body
+        value["error"]["param"] = field
+        return json.dumps(value).encode()
+
+    # -- as a stream -----------------------------------------------------------------------------
+
+    async def _stream(self, message: Message) -> None:
+        out = []
+        for event in self._events.feed(message.get("body", b"")):
+            if self._start and self._is_first and await self._convert_first_error(event):
+                return
+            self._is_first = self._is_first and not event.data
+            try:
+                out += await self._with_updates(event)
+            except (HttpError, MidstreamError) as error:
+                refusal = HttpError.of(error)
+                self._refused(refusal.status, refusal.param)
+                out += [Event(b"", refusal.content), Event(b"", DONE)]
+                self._is_done = True
+                break
+        more = message.get("more_body", False) and not self._is_done
+        if not more and not self._is_done and self._events.rest:
+            out.append(Event(b"", b"", self._events.rest))
+        if out or not more:
+            await self._begin()
+            body = b"".join(event.encoded for event in out)
+            await self._send({"type": "http.response.body", "body": body, "more_body": more})
+            if not self._is_done:
+                self._exchange.undelivered.clear()
+
+    async def _begin(self) -> None:
+        start, self._start = self._start, None
+        if start is not None:
+            await self._send(start)
+
+    async def _convert_first_error(self, event: Event) -> bool:
+        """Answer a stream that begins with an error by an error response of its status; return
+        whether it did.
+        """
+        value = event.value
+        error = value.get("error") if isinstance(value, dict) else None
+        status = error.get("code") if isinstance(error, dict) else None
+        if not isinstance(status, int) or not 400 <= status < 600:
+            return False
+        self._is_done = True
+        body = self._with_param(event.data)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+        return True
+
+    async def _with_updates(self, event: Event) -> list[Event]:
+        """Return an event with the new results of its choices, and before `[DONE]` the remaining
+        ones.
+        """
+        if event.data == DONE:
+            return [*await self._remaining(), event]
+        value = event.value
+        if not isinstance(value, dict):
+            return [event]
+        if value.get("type") in _FINAL_EVENTS:
+            encoded = await self._encode_all()
+            if encoded:
+                value[KEY] = _responses_field(encoded)
+            return [event.with_data(value)]
+        changed = False
+        for choice in value.get("choices") or ():
+            index = choice.get("index")
+            update = self._exchange.updates.get(index)
+            if update is None:
+                continue
+            del self._exchange.updates[index]
+            encoded = await self._server.answers.encode(self._exchange, index, update)
+            if encoded:
+                holder = value if self._exchange.is_single else choice
+                holder[KEY], changed = encoded, True
+        return [event.with_data(value) if changed else event]
+
+    async def _remaining(self) -> list[Event]:
+        found = []
+        for choice, update in sorted(self._exchange.take_updates().items()):
+            encoded = await self._server.answers.encode(self._exchange, choice, update)
+            if encoded:
+                value: dict[str, Any] = {"object": KEY, "choices": []}
+                if self._exchange.is_single:
+                    value[KEY] = encoded
+                else:
+                    value["choices"] = [{"index": choice, KEY: encoded}]
+                found.append(Event(b"", b"").with_data(value))
+        return found
+
+    async def _encode_all(self) -> list[dict[str, Any]]:
+        taken = sorted(self._exchange.take_updates().items())
+        return [
+            await self._server.answers.encode(self._exchange, nth, update) for nth, update in taken
+        ]
+
+
+def _responses_field(encoded: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the field of a Responses API body, which has no choices: one result, or one per engine
+    call in `turns`.
+    """
+    return encoded[0] if len(encoded) == 1 else {"turns": encoded}
+
+
+_FINAL_EVENTS = ("response.completed", "response.incomplete", "response.failed")

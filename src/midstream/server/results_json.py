@@ -1,0 +1,150 @@
+"""JSON encoding of a choice's results: receipt, scores, captured rows, and sink results."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+from typing import Any
+
+import torch
+
+from midstream.config.http import HttpSettings
+from midstream.errors import HttpError
+from midstream.results.activations import Activations
+from midstream.results.probe_scores import Probes
+from midstream.results.serialization import pack
+from midstream.server.capture_cache import CachedCapture, CaptureCache
+from midstream.server.http_request import ChoiceUpdate, RequestContext
+from midstream.spec.sink_target import MEMORY
+
+HELD_PATH = "/v1/midstream/activations"
+_FORMAT = "safetensors"
+_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
+
+class ResultEncoder:
+    """Encodes results of one engine as JSON values."""
+
+    def __init__(
+        self, settings: HttpSettings, holding: CaptureCache, hidden: int, dtype: torch.dtype
+    ) -> None:
+        """Create an encoder for one engine.
+
+        Args:
+            settings: the server's limits.
+            holding: cache for rows that clients fetch later.
+            hidden: width of the captured vectors.
+            dtype: dtype of the captured vectors.
+        """
+        self._settings = settings
+        self._holding = holding
+        self._vectors = (hidden, dtype)
+
+    async def encode(
+        self, exchange: RequestContext, choice: int, update: ChoiceUpdate
+    ) -> dict[str, Any]:
+        """Return a choice's new results as JSON values; an empty dict if there are none.
+
+        Raises:
+            Refusal: 413, the rows exceed the limit of one response; 429 or 507, the capture cache
+                is full.
+        """
+        encoded: dict[str, Any] = {}
+        if update.final is not None:
+            encoded["receipt"] = update.final.receipt.to_dict()
+        if update.probes is not None:
+            scores = _new_scores(exchange, choice, update.probes)
+            if scores:
+                encoded["probes"] = scores
+        if update.rows:
+            encoded["rows"] = [await self._inline(each) for each in update.rows]
+        if update.final is not None:
+            sinks = {
+                sink: {"status": one.status, "reason": one.reason, "paths": list(one.paths)}
+                for sink, one in (update.final.capture_results or {}).items()
+                if sink != MEMORY
+            }
+            if sinks:
+                encoded["captures"] = sinks
+            rows = update.final.activations
+            if rows is not None and exchange.wishes.activations != "none":
+                encoded["activations"] = await self._whole(exchange, update.request_id, rows)
+        return encoded
+
+    async def _whole(
+        self, exchange: RequestContext, request_id: str, rows: Activations
+    ) -> dict[str, Any]:
+        if exchange.wishes.activations == "inline":
+            return await self._inline(rows)
+        work = asyncio.ensure_future(
+            asyncio.to_thread(self._cache, exchange.client, request_id, rows)
+        )
+        try:
+            held = await asyncio.shield(work)
+        except asyncio.CancelledError:
+            # The thread continues; its rows have no client any more, so free them when it ends.
+            work.add_done_callback(self._discard)
+            raise
+        exchange.undelivered.append(held.id)
+        return handle_of(held)
+
+    def _cache(self, client: str, request_id: str, rows: Activations) -> CachedCapture:
+        packed = pack(rows, *self._vectors)
+        return self._holding.store(packed, client, request_id, _describe(rows))
+
+    def _discard(self, work: asyncio.Future[CachedCapture]) -> None:
+        if not work.cancelled() and work.exception() is None:
+            self._holding.delete(work.result().id)
+
+    async def _inline(self, rows: Activations) -> dict[str, Any]:
+        # Check the size before any row is copied.
+        width = rows.codec.row_bytes(*self._vectors)
+        size = (width + 16) * sum(rows.counts().values())
+        if size > self._settings.inline_bytes:
+            raise HttpError(
+                413,
+                f"midstream.activations: {size} bytes exceed the limit of "
+                f"{self._settings.inline_bytes} bytes per response (http.inline_bytes); use "
+                '"handle" and fetch them, or capture less',
+                "midstream.activations",
+            )
+        return {**_describe(rows), "base64": await asyncio.to_thread(self._encoded, rows)}
+
+    def _encoded(self, rows: Activations) -> str:
+        return base64.b64encode(pack(rows, *self._vectors)).decode("ascii")
+
+
+def handle_of(held: CachedCapture) -> dict[str, Any]:
+    """Return the JSON handle of cached rows: where to fetch them, their size and expiry."""
+    return {
+        **held.about,
+        "id": held.id,
+        "url": f"{HELD_PATH}/{held.id}",
+        "bytes": held.nbytes,
+        "expires_at": held.expires_at,
+    }
+
+
+def _describe(rows: Activations) -> dict[str, Any]:
+    return {
+        "format": _FORMAT,
+        "codec": rows.codec.spec,
+        "rows": {f"{site}.{layer}": count for (site, layer), count in rows.counts().items()},
+    }
+
+
+def _new_scores(exchange: RequestContext, choice: int, probes: Probes) -> dict[str, Any]:
+    found = {}
+    for name in probes:
+        sent = exchange.scores_sent.get((choice, name), 0)
+        scores = probes[name][sent:].tolist()
+        exchange.scores_sent[choice, name] = sent + len(scores)
+        if scores or not sent:
+            found[name] = {
+                # JSON has no NaN or infinities: use JavaScript's names for them.
+                "scores": [each if math.isfinite(each) else _NAMES[str(each)] for each in scores],
+                "positions": probes.positions_of(name)[sent:].tolist(),
+                "token_ids": probes.token_ids_of(name)[sent:].tolist(),
+            }
+    return found

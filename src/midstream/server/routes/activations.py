@@ -1,0 +1,109 @@
+"""Endpoints for cached captures: fetch, list, delete."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Request, Response
+from fastapi.responses import FileResponse
+from starlette.types import Receive, Scope, Send
+
+from midstream.errors import HttpError
+from midstream.server.capture_cache import CachedCapture
+from midstream.server.results_json import handle_of
+from midstream.server.routes.common import ERRORS, Route, ServerDep, error_responses, ok_response
+
+router = APIRouter(route_class=Route, tags=["midstream: activations"])
+Name = Annotated[
+    str,
+    Path(
+        alias="id",
+        pattern=r"^[A-Za-z0-9_-]{1,64}$",
+        description="The `id` in the `activations` of a response.",
+        examples=["Yt3-2Wc0mUAF3mGf1g5n0ZJjzv0kq2aB"],
+    ),
+]
+
+_HANDLE = {
+    "request_id": "cmpl-8f4c",
+    "format": "safetensors",
+    "codec": "raw",
+    "rows": {"resid_post.15": 5},
+    "id": "Yt3-2Wc0mUAF3mGf1g5n0ZJjzv0kq2aB",
+    "url": "/v1/midstream/activations/Yt3-2Wc0mUAF3mGf1g5n0ZJjzv0kq2aB",
+    "bytes": 11768,
+    "expires_at": 1700000600.0,
+}
+
+
+@router.get(
+    "/v1/midstream/activations/{id}",
+    summary="Fetch captured rows as a safetensors file",
+    description="Byte ranges are supported. The file has tensors `{site}.{layer}`, "
+    "`{site}.{layer}.positions` and `{site}.{layer}.token_ids`; its metadata name the codec.",
+    response_class=FileResponse,
+    responses={
+        200: {"content": {"application/octet-stream": {}}, "description": "The file."},
+        206: {"content": {"application/octet-stream": {}}, "description": "A range of it."},
+        **error_responses(400, 401, 404, 503),
+        400: {**ERRORS[400], "content": {"text/plain": {}}},
+        416: {"content": {"text/plain": {}}, "description": "The range is outside of the file."},
+    },
+)
+async def fetch(name: Name, server: ServerDep) -> Response:
+    found = server.holding.open(name)
+    if found is None:
+        raise _unknown(name)
+    return _Rows(*found)
+
+
+@router.delete(
+    "/v1/midstream/activations/{id}",
+    status_code=204,
+    summary="Delete captured rows",
+    responses=error_responses(400, 401, 404, 503),
+)
+def delete(name: Name, server: ServerDep) -> Response:
+    if not server.holding.delete(name):
+        raise _unknown(name)
+    return Response(status_code=204)
+
+
+@router.get(
+    "/v1/midstream/captures",
+    summary="List this client's cached captures, oldest first",
+    description="All callers that share an API key count as one client; on a server without keys, "
+    "all callers that share an address.",
+    responses={**ok_response({"captures": [_HANDLE], "bytes": 11768}), **error_responses(401, 503)},
+)
+def captures(request: Request, server: ServerDep) -> dict[str, Any]:
+    mine = server.holding.of_client(server.client_of(request.scope))
+    return {
+        "captures": [{"request_id": held.request_id, **handle_of(held)} for held in mine],
+        "bytes": sum(held.nbytes for held in mine),
+    }
+
+
+class _Rows(FileResponse):
+    """Response that sends a file by its descriptor, and always closes the descriptor."""
+
+    def __init__(self, held: CachedCapture, file: int) -> None:
+        self._file = file
+        super().__init__(
+            f"/proc/self/fd/{file}",
+            # Access depends on more than the URL, and the rows expire soon.
+            headers={"cache-control": "no-store"},
+            media_type="application/octet-stream",
+            filename=f"{held.id}.safetensors",
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            os.close(self._file)
+
+
+def _unknown(name: str) -> HttpError:
+    return HttpError(404, f"there are no rows {name!r}: they were deleted, or have expired", "id")

@@ -1,0 +1,121 @@
+"""Shared parts of the routes: dependencies, error handling, and schemas of responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
+
+from fastapi import Depends, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, Field
+
+from midstream.errors import HttpError, MidstreamError, SpecError
+from midstream.server.server import Server
+from midstream.validation import read_json
+
+_SHOWN = 200  # maximum length of quoted client data
+
+
+class ErrorDetail(BaseModel):
+    """The error of a rejected request."""
+
+    message: str = Field(examples=["midstream.capture.layers[0]: there is no layer 99"])
+    type: str = Field(examples=["Bad Request"])
+    param: str | None = Field(default=None, examples=["midstream.capture.layers[0]"])
+    code: int = Field(examples=[400])
+
+
+class ErrorBody(BaseModel):
+    """Body of an error response, as vLLM's own."""
+
+    error: ErrorDetail
+
+
+class Unauthorized(BaseModel):
+    """Body of a 401 response; vLLM's check of its API key returns a plain string."""
+
+    error: ErrorDetail | str = Field(examples=["Unauthorized"])
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorBody, "description": "The request is malformed or does not fit the model."},
+    401: {"model": Unauthorized, "description": "The key is missing or wrong."},
+    403: {"model": ErrorBody, "description": "This server does not allow it."},
+    404: {"model": ErrorBody, "description": "The name or id is unknown."},
+    413: {"model": ErrorBody, "description": "The body is too long."},
+    415: {"model": ErrorBody, "description": "The content type is unsupported."},
+    503: {"model": ErrorBody, "description": "The engine is not ready yet."},
+    507: {"model": ErrorBody, "description": "The server's limit is reached."},
+}
+
+
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI entries of an endpoint's error responses."""
+    found: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in statuses}
+    # Without it FastAPI would promise a 422 of a form of its own, which is not ok_response here.
+    found["default"] = {"model": ErrorBody, "description": "Something went wrong in the server."}
+    return found
+
+
+def ok_response(example: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI entry of a successful response with an example."""
+    return {200: {"content": {"application/json": {"example": example}}}}
+
+
+class _StrictRequest(Request):
+    """Request whose JSON is parsed strictly: duplicate keys and NaN are errors."""
+
+    async def json(self) -> Any:
+        try:
+            return read_json(await self.body())
+        except SpecError as error:
+            raise HTTPException(400, str(error)) from None
+
+
+class Route(APIRoute):
+    """Route that converts exceptions to error responses."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def guarded(request: Request) -> Response:
+            try:
+                return await handle(_StrictRequest(request.scope, request.receive))
+            except (HttpError, MidstreamError) as error:
+                found = HttpError.of(error)
+            except RequestValidationError as error:
+                found = _invalid(error)
+            except HTTPException as error:
+                found = HttpError(error.status_code, str(error.detail))
+            return Response(found.content, found.status, media_type="application/json")
+
+        return guarded
+
+
+def _invalid(error: RequestValidationError) -> HttpError:
+    first = error.errors()[0]
+    # The first part says whether the value is in the path or in the body.
+    where = ".".join(str(part) for part in first["loc"][1:])[:_SHOWN]
+    return HttpError(400, f"{where or 'body'}: {first['msg'][:_SHOWN]}", where or None)
+
+
+def server_of(request: Request) -> Server:
+    """Return the state of the server that received a request."""
+    server: Server = request.app.state.midstream
+    return server
+
+
+def admin(request: Request) -> Server:
+    """Return the server, after checking that the request may change it.
+
+    Raises:
+        Refusal: 401 or 403, the request may not.
+    """
+    request.app.state.midstream_guard.check(request.headers)
+    return server_of(request)
+
+
+# Dependencies: the server, for every client and for clients that may change it.
+ServerDep = Annotated[Server, Depends(server_of)]
+AdminDep = Annotated[Server, Depends(admin)]

@@ -1,0 +1,193 @@
+"""Endpoints compatible with the vLLM fork that has server-wide steering, over the same state.
+
+Its three tiers are `vectors` (all tokens), `prefill_vectors` and `decode_vectors`. Its modules are
+midstream's named vectors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from midstream.errors import SpecError
+from midstream.server.routes.common import AdminDep, Route, ServerDep, error_responses, ok_response
+from midstream.server.routes.uploads import by_value
+from midstream.server.routes.vectors import ABOUT, register_name, remove_name
+from midstream.server.server import Server
+from midstream.sites import order
+from midstream.spec.operations import Edit, Steer
+from midstream.spec.resolve.tap_lookup import find_taps
+from midstream.spec.vector import Vector
+from midstream.steering.tiers import read_hooks
+
+router = APIRouter(route_class=Route, tags=["midstream: as elsewhere"])
+
+# The fork's tiers, and midstream's.
+_TIERS = {"vectors": "base", "prefill_vectors": "prompt", "decode_vectors": "generated"}
+_PHASES = {"base": None, "prompt": "prompt", "generated": "generated"}
+_HOOKS = (
+    '`{hook point: {layer: vector}}`; a vector is a list of numbers or `{"vector": …, "scale": …}`'
+)
+
+
+class Vectors(BaseModel):
+    """Vectors by hook point (`pre_attn`, `post_attn`, `post_block`) and layer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    vectors: Any = Field(
+        default=None,
+        description=f"For every token: {_HOOKS}.",
+        examples=[{"post_block": {"15": [0.1, -0.2]}}],
+    )
+    prefill_vectors: Any = Field(default=None, description="For the tokens of prompts.")
+    decode_vectors: Any = Field(default=None, description="For generated tokens.")
+    replace: bool = Field(default=False, description="Whether to clear the tiers left out.")
+
+
+class Module(BaseModel):
+    """Vectors with a name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(examples=["cheerful"])
+    vectors: Any = Field(description=_HOOKS, examples=[{"post_block": {"15": [0.1, -0.2]}}])
+
+
+class Name(BaseModel):
+    """A name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(examples=["cheerful"])
+
+
+@router.post(
+    "/v1/steering/set",
+    summary="Set vectors for every request",
+    description="Tiers that are left out are unchanged, unless `replace` is true.",
+    responses={
+        **ok_response({"status": "ok", "layers_updated": [15], "epoch": 3}),
+        **error_responses(400, 401, 403, 413, 503),
+    },
+)
+def set_vectors(given: Vectors, server: AdminDep) -> dict[str, Any]:
+    tiers: dict[str, Any] = {}
+    for name, tier in _TIERS.items():
+        value = getattr(given, name)
+        if value is not None:
+            try:
+                tiers[tier] = [part.edit for part in read_hooks(value, _PHASES[tier])]
+            except SpecError as error:
+                raise error.under(name) from None
+        elif given.replace:
+            tiers[tier] = []
+    if not tiers:
+        raise SpecError(
+            "vectors", "no tier is given; give vectors, prefill_vectors or decode_vectors"
+        )
+    state = server.llm.steering.set(**tiers)
+    server.record_steering(state)
+    changed = {
+        layer for tier in tiers for edit in getattr(state, tier) for _, layer in _taps(edit, server)
+    }
+    return {"status": "ok", "layers_updated": sorted(changed), "epoch": state.epoch}
+
+
+@router.post(
+    "/v1/steering/clear",
+    summary="Clear all tiers",
+    responses={**ok_response({"status": "ok", "epoch": 4}), **error_responses(401, 403, 503)},
+)
+def clear(server: AdminDep) -> dict[str, Any]:
+    state = server.llm.steering.clear()
+    server.record_steering(state)
+    return {"status": "ok", "epoch": state.epoch}
+
+
+@router.get(
+    "/v1/steering",
+    summary="Show active steering",
+    description="Norms of the added vectors by layer, site and tier. Edits of other kinds are "
+    "shown by `/v1/midstream/steering` only.",
+    responses={
+        **ok_response({"steering": {"15": {"resid_post": {"vectors": 3.0}}}, "epoch": 3}),
+        **error_responses(401, 503),
+    },
+)
+def show(server: ServerDep) -> dict[str, Any]:
+    state = server.llm.steering.show()
+    added: dict[tuple[int, str, str], Any] = {}
+    for theirs, tier in _TIERS.items():
+        for edit in getattr(state, tier):
+            if not isinstance(edit, Steer) or edit.norm is not None:
+                continue
+            # Active edits hold their vectors by value.
+            assert isinstance(edit.vector, Vector)
+            vector = edit.vector.numpy().astype("f8") * edit.scale
+            for site, layer in _taps(edit, server):
+                place = (layer, site, theirs)
+                added[place] = added.get(place, 0.0) + vector
+    active: dict[str, dict[str, dict[str, float]]] = {}
+    for (layer, site, theirs), vector in added.items():
+        norms = active.setdefault(str(layer), {}).setdefault(site, {})
+        norms[theirs] = float(np.linalg.norm(vector))
+    return {"steering": active, "epoch": state.epoch}
+
+
+def _taps(edit: Edit, server: Server) -> tuple[tuple[str, int], ...]:
+    return find_taps(edit.layers, edit.sites, server.llm.info.shape, "layer", "site")
+
+
+@router.get(
+    "/v1/steering/layers",
+    summary="List the layers and sites that can be steered",
+    responses={
+        **ok_response({"layers": {"15": ["resid_post"]}, "hidden_size": 576}),
+        **error_responses(401, 503),
+    },
+)
+def layers(server: ServerDep) -> dict[str, Any]:
+    shape = server.llm.info.shape
+    found: dict[str, list[str]] = {}
+    for site, layer in sorted(shape.taps, key=order):
+        found.setdefault(str(layer), []).append(site)
+    return {"layers": found, "hidden_size": shape.hidden_size}
+
+
+@router.get(
+    "/v1/steering/modules",
+    summary="List named vectors",
+    responses={**ok_response({"modules": [ABOUT]}), **error_responses(401, 503)},
+)
+def modules(server: ServerDep) -> dict[str, Any]:
+    return {"modules": [one.to_dict() for one in server.llm.vectors.list()]}
+
+
+@router.post(
+    "/v1/steering/modules/register",
+    summary="Register named vectors",
+    description="They apply to every token: names have no tiers here.",
+    responses={
+        **ok_response({"status": "ok", **ABOUT}),
+        **error_responses(400, 401, 403, 413, 503, 507),
+    },
+)
+def register(module: Module, server: AdminDep) -> dict[str, Any]:
+    return {"status": "ok", **register_name(server, module.name, by_value(module.vectors))}
+
+
+@router.post(
+    "/v1/steering/modules/unregister",
+    summary="Remove named vectors",
+    responses={
+        **ok_response({"status": "ok", "name": "cheerful"}),
+        **error_responses(400, 401, 403, 404, 413, 503),
+    },
+)
+def unregister(module: Name, server: AdminDep) -> dict[str, Any]:
+    remove_name(server, module.name)
+    return {"status": "ok", "name": module.name}

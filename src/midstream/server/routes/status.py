@@ -1,0 +1,59 @@
+"""Endpoints for the sites of the model, and for the server's status."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter
+
+from midstream.server.routes.common import Route, ServerDep, error_responses, ok_response
+
+router = APIRouter(route_class=Route, tags=["midstream: status"])
+
+_SITE = {"site": "resid_post", "layer": 0, "tapped": True, "reason": ""}
+_STATUS = {
+    "midstream": "0.1.0",
+    "vllm": "0.32.0",
+    "model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "dtype": "bfloat16",
+    "codec": "raw",
+    "taps": 30,
+    "uptime_seconds": 12.5,
+    "admin": True,
+    "steering": {
+        "epoch": 0,
+        "digest": "4f53cda18c2baa0c0354bb5f9a3ecbe5ed12ab4d8e11ba873c2f11161202b945",
+    },
+    "vectors": 0,
+    "held": {"captures": 0, "bytes": 0},
+    "requests": 0,
+    "waiting": 0,
+}
+
+
+@router.get(
+    "/v1/midstream/sites",
+    summary="List every site of every layer: tapped, or the reason why not",
+    responses={
+        **ok_response({"num_layers": 30, "hidden_size": 576, "sites": [_SITE]}),
+        **error_responses(401, 503),
+    },
+)
+def sites(server: ServerDep) -> dict[str, Any]:
+    table = server.llm.sites()
+    shape = server.llm.info.shape
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "sites": [asdict(one) for one in table.states],
+    }
+
+
+@router.get(
+    "/v1/midstream/status",
+    summary="Show versions, settings and usage",
+    responses={**ok_response(_STATUS), **error_responses(401, 503)},
+)
+async def status(server: ServerDep) -> dict[str, Any]:
+    return await server.state()

@@ -1,0 +1,134 @@
+"""Endpoints for named vectors: register, list, show, remove."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Request, Response
+from fastapi.concurrency import run_in_threadpool
+
+from midstream.errors import HttpError, NoRoomError, SpecError
+from midstream.server import audit_log
+from midstream.server.routes.common import AdminDep, Route, ServerDep, error_responses, ok_response
+from midstream.server.routes.uploads import read_upload
+from midstream.server.server import Server
+
+router = APIRouter(route_class=Route, tags=["midstream: vectors"])
+Name = Annotated[
+    str,
+    Path(pattern=r"^[A-Za-z0-9_:-][A-Za-z0-9_.:/-]{0,127}$", examples=["cheerful"]),
+]
+
+# Example of the description of a name.
+ABOUT = {
+    "name": "cheerful",
+    "taps": [["resid_post", 15]],
+    "norms": [3.0],
+    "width": 576,
+    "digest": "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0bb822cd15d6c15b0f00a0",
+    "registered": 1,
+}
+
+
+@router.get(
+    "/v1/midstream/vectors",
+    summary="List names, without their vectors",
+    responses={**ok_response({"vectors": [ABOUT]}), **error_responses(401, 503)},
+)
+def listing(server: ServerDep) -> dict[str, Any]:
+    return {"vectors": [one.to_dict() for one in server.llm.vectors.list()]}
+
+
+@router.get(
+    "/v1/midstream/steering/{name:path}",
+    summary="Show one name with its vectors",
+    responses={
+        **ok_response({**ABOUT, "vectors": [{"f32": "AACAPw=="}]}),
+        **error_responses(400, 401, 404, 503),
+    },
+)
+def show(name: Name, server: ServerDep) -> dict[str, Any]:
+    try:
+        about, found = server.llm.vectors.show(name)
+    except SpecError as error:
+        raise HttpError(404, error.problem, "name") from None
+    return {**about.to_dict(), "vectors": [vector.emit() for vector in found.values()]}
+
+
+@router.put(
+    "/v1/midstream/steering/{name:path}",
+    summary="Register vectors under a name, replacing earlier ones",
+    description="JSON: `{layer: vector}`, `{site: {layer: vector}}`, or one vector without a "
+    'layer; a vector is a list of numbers, `{"f32": base64}` or '
+    '`{"vector": …, "scale": …}`. '
+    "Or a safetensors file (`application/octet-stream`) with tensors named `{site}.{layer}` or "
+    "`{layer}`. Running requests continue with the vectors that they started with.",
+    responses={**ok_response(ABOUT), **error_responses(400, 401, 403, 413, 415, 503, 507)},
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/json": {
+                    "schema": {"type": ["object", "array"]},
+                    "example": {"resid_post": {"15": [0.1, -0.2]}},
+                },
+                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+            },
+        }
+    },
+)
+async def register(name: Name, request: Request, server: AdminDep) -> dict[str, Any]:
+    body, content_type = await request.body(), request.headers.get("content-type", "")
+    # Parsing megabytes of numbers would block the event loop.
+    return await run_in_threadpool(lambda: _register(server, name, read_upload(body, content_type)))
+
+
+@router.delete(
+    "/v1/midstream/steering/{name:path}",
+    status_code=204,
+    summary="Remove a name",
+    description="Requests that were accepted with it keep their vectors.",
+    responses=error_responses(400, 401, 403, 404, 503),
+)
+def remove(name: Name, server: AdminDep) -> Response:
+    remove_name(server, name)
+    return Response(status_code=204)
+
+
+def register_name(server: Server, name: object, vectors: object) -> dict[str, Any]:
+    """Register vectors, within the limit of bytes; return the registry's description of them.
+
+    Raises:
+        SpecError: the name or the vectors are malformed.
+        Refusal: 507, the server's limit is reached.
+    """
+    if not isinstance(name, str):
+        raise SpecError("name", f"expected `str`, got {name!r}")
+    return _register(server, name, vectors)
+
+
+def remove_name(server: Server, name: str) -> None:
+    """Remove a name.
+
+    Raises:
+        Refusal: 404, the name is unknown.
+    """
+    try:
+        server.llm.vectors.remove(name)
+    except SpecError as error:
+        raise HttpError(404, error.problem, "name") from None
+    audit_log.log_event("vectors.removed", name=name)
+
+
+def _register(server: Server, name: str, vectors: object) -> dict[str, Any]:
+    registry = server.llm.vectors
+    try:
+        # The size is known only after parsing; the limit of the body bounds that.
+        found = registry.register(name, vectors, server.settings.vector_bytes)
+    except NoRoomError as error:
+        raise HttpError(507, str(error), error.path) from None
+    about: dict[str, Any] = found.to_dict()
+    audit_log.log_event(
+        "vectors.registered", name=name, taps=len(about["taps"]), width=about["width"]
+    )
+    return about

@@ -1,0 +1,195 @@
+"""State of one server: its engine, limits, cached captures and metrics."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from midstream.config.config import KEY
+from midstream.config.http import HttpSettings
+from midstream.errors import HttpError, SpecError
+from midstream.runtime.frontend.request.prompt.chat import ChatPlan
+from midstream.runtime.frontend.results.sink_setup import origin_of
+from midstream.server import audit_log, metrics
+from midstream.server.capture_cache import CaptureCache
+from midstream.server.http_request import CURRENT, RequestContext
+from midstream.server.request_field import MidstreamField
+from midstream.server.results_json import ResultEncoder
+from midstream.steering.tiers import TIERS, SteeringState
+from midstream.version import __version__
+
+# vLLM's endpoints whose responses can include results.
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+# Fields of a chat request that are arguments of its template.
+_TEMPLATE = ("chat_template", "chat_template_kwargs", "add_generation_prompt",
+             "continue_final_message", "tools")  # fmt: skip
+
+
+class Server:
+    """State that middleware and routes share."""
+
+    def __init__(self, settings: HttpSettings, *, admin: bool, has_key: bool) -> None:
+        """Create the state, before the engine exists.
+
+        Args:
+            settings: the server's limits.
+            admin: whether vectors and steering can be changed over HTTP.
+            has_key: whether vLLM checks an API key before requests reach midstream.
+        """
+        self.settings = settings
+        self._has_key = has_key
+        self.metrics = metrics.process_metrics()
+        self._admin = admin
+        self.holding = CaptureCache(settings)
+        self.started = time.time()
+        self._llm: Any = None
+        self._answers: ResultEncoder | None = None
+        self._template: dict[str, Any] = {}
+
+    async def start(self, llm: Any, template: Mapping[str, Any]) -> None:
+        """Connect the engine.
+
+        Args:
+            llm: a midstream.AsyncLLM.
+            template: arguments of chat templates from the server's settings.
+        """
+        await llm.ready()
+        info = llm.info
+        dtype: torch.dtype = getattr(torch, info.dtype)
+        self._answers = ResultEncoder(self.settings, self.holding, info.shape.hidden_size, dtype)
+        self._template = {name: value for name, value in template.items() if value is not None}
+        self._llm = llm
+        audit_log.attach_handlers()
+        audit_log.log_event("ready", version=__version__, taps=len(info.shape.taps))
+        # Override the method on this instance only: calls within an HTTP request get its plan.
+        generate = llm.generate
+        llm.generate = lambda *args, **named: self._generate(generate, *args, **named)
+
+    @property
+    def llm(self) -> Any:
+        """The engine.
+
+        Raises:
+            Refusal: 503, the engine is not ready.
+        """
+        if self._llm is None:
+            raise HttpError(503, "the engine is not ready yet")
+        return self._llm
+
+    @property
+    def answers(self) -> ResultEncoder:
+        """The encoder of results."""
+        assert self._answers is not None, "requests are accepted only once the engine is ready"
+        return self._answers
+
+    def client_of(self, scope: Scope) -> str:
+        """Return the id of a request's client: a hash of its API key, or its address on a server
+        without a key.
+        """
+        if self._has_key:
+            # Ignore the scheme before the key, whose case and spelling vary.
+            _, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+            return hashlib.sha256(key.encode()).hexdigest()[:16]
+        client = scope.get("client")
+        return client[0] if client else ""
+
+    def begin(
+        self, scope: Scope, body: Mapping[str, Any], wishes: MidstreamField
+    ) -> RequestContext:
+        """Create the state of a request with the field `midstream`.
+
+        Raises:
+            Refusal: 503, the engine is not ready; 429 or 507, the capture cache is full.
+        """
+        _ = self.llm  # raises 503 until the engine is ready
+        client = self.client_of(scope)
+        plan = wishes.plan
+        if plan is not None and plan.captures and wishes.activations == "handle":
+            self.holding.check(client)
+        exchange = RequestContext(wishes, client)
+        messages = body.get("messages")
+        if messages is not None:
+            exchange.template = {
+                **self._template,
+                **{name: body[name] for name in _TEMPLATE if body.get(name) is not None},
+            }
+            exchange.messages = messages
+        return exchange
+
+    async def state(self) -> dict[str, Any]:
+        """Return versions, settings, usage and totals as JSON values.
+
+        Raises:
+            Refusal: 503, the engine is not ready.
+        """
+        llm = self.llm
+        info = llm.info
+        return {
+            **asdict(origin_of(llm.vllm_config, info)),
+            "codec": info.codec,
+            "taps": len(info.shape.taps),
+            "runner": info.workers[0]["runner"],
+            "uptime_seconds": time.time() - self.started,
+            "admin": self._admin,
+            "steering": {"epoch": llm.steering.epoch, "digest": llm.steering.digest},
+            "vectors": len(llm.vectors),
+            "held": {"captures": len(self.holding), "bytes": self.holding.nbytes},
+            "limits": asdict(self.settings),
+            **await llm.usage(),
+        }
+
+    async def refresh_metrics(self) -> None:
+        """Update the metrics, if the engine is ready."""
+        if self._llm is not None and not self._llm.errored:
+            await self.metrics.refresh(self.state)
+
+    def record_refusal(self, scope: Scope, status: int, param: str | None) -> None:
+        """Count and log a rejected request."""
+        self.metrics.count_refusal(status)
+        audit_log.log_event(
+            "request.refused",
+            status=status,
+            method=scope["method"],
+            path=scope["path"],
+            client=self.client_of(scope),
+            param=param,
+        )
+
+    def record_steering(self, state: SteeringState) -> None:
+        """Log a change of server-wide steering."""
+        edits = {tier: len(getattr(state, tier)) for tier in TIERS}
+        audit_log.log_event("steering.changed", epoch=state.epoch, digest=state.digest, **edits)
+
+    def close(self) -> None:
+        """Free all cached captures. The engine closes its sinks itself."""
+        audit_log.log_event("closing", held_captures=len(self.holding))
+        self.holding.close()
+
+    def _generate(
+        self, generate: Any, prompt: Any, params: Any, request_id: str, **named: Any
+    ) -> AsyncGenerator[Any, None]:
+        exchange = CURRENT.get()
+        if exchange is None:
+            if KEY in (getattr(params, "extra_args", None) or {}):
+                raise SpecError(
+                    f"extra_args.{KEY}",
+                    f"this endpoint cannot return results; use {', '.join(PATHS)} and the body's "
+                    f"field {KEY}",
+                )
+            stream: AsyncGenerator[Any, None] = generate(prompt, params, request_id, **named)
+            return stream
+        plan = exchange.wishes.plan
+        if plan is not None:
+            payload: Any = plan
+            if exchange.messages is not None:
+                payload = ChatPlan(plan, exchange.messages, exchange.template)
+            params = params.clone()
+            params.extra_args = {**(params.extra_args or {}), KEY: payload}
+        return exchange.track(generate(prompt, params, request_id, **named), params.n)

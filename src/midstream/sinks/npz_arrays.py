@@ -1,0 +1,68 @@
+"""Captured rows as NumPy arrays by name, as `npz` files have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from midstream.codecs import Codec, Raw, Rp8, Topk8
+from midstream.codecs.affine import HEADER_BYTES, scales_and_zeros
+from midstream.results.activations import Activations
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def arrays_of(activations: Activations, site: str, layer: int, hidden: int) -> Arrays:
+    """The rows of one site and layer, `positions` and `token_ids` (int64 [n]) with them.
+
+    Codec `raw`: `rows` [n, hidden], bfloat16 as float32, which holds all of its values. All others:
+    `q` uint8, `scale` and `zero` float32 [n]; a row reads `zero + scale · q`. q is [n, hidden] of
+    `full8`, [n, k] of `rp8` and `topk8`, which has `indices` int64 [n, k] besides.
+
+    Args:
+        activations: the rows.
+        site, layer: which of them.
+        hidden: width of the vectors that were captured.
+    """
+    codec = activations.codec
+    if isinstance(codec, Raw):
+        rows = activations[site, layer]
+        rows = rows.float() if rows.dtype == torch.bfloat16 else rows
+        found = {"rows": rows.numpy()}
+    else:
+        found = _reduced(codec, activations.encoded(site, layer), hidden)
+    found["positions"] = activations.positions_of(site, layer).numpy()
+    found["token_ids"] = activations.token_ids_of(site, layer).numpy()
+    return found
+
+
+def _reduced(codec: Codec, data: Tensor, hidden: int) -> Arrays:
+    width = codec.k if isinstance(codec, Rp8 | Topk8) else hidden
+    scale, zero = scales_and_zeros(data)
+    found = {
+        "q": data[:, HEADER_BYTES : HEADER_BYTES + width].numpy(),
+        "scale": scale.squeeze(1).numpy(),
+        "zero": zero.squeeze(1).numpy(),
+    }
+    if isinstance(codec, Topk8):
+        found["indices"] = codec.indices(data, hidden).numpy()
+    return found
+
+
+def described(arrays: Arrays) -> dict[str, Any]:
+    """What a manifest says of them: shapes, dtypes, and the range of the scales."""
+    scale = arrays.get("scale")
+    finite = None if scale is None else scale[np.isfinite(scale)]
+    return {
+        "arrays": {
+            name: {"shape": list(each.shape), "dtype": str(each.dtype)}
+            for name, each in arrays.items()
+        },
+        "scales": None
+        if finite is None or not finite.size
+        else {"min": float(finite.min()), "max": float(finite.max())},
+    }

@@ -1,0 +1,64 @@
+"""Sinks by their names: those that midstream has, and those of other packages.
+
+A package offers one by an entry point of the group `midstream.sinks`, which is a subclass of Sink.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from importlib.metadata import entry_points
+from typing import Any
+
+from midstream.config.sinks import SinkSettings
+from midstream.errors import ConfigError
+from midstream.sinks.base import Sink
+from midstream.spec.sink_target import MEMORY
+
+GROUP = "midstream.sinks"
+BUILTIN = {
+    "filesystem": "midstream.sinks.files:FileSink",
+    "log": "midstream.sinks.log:LogSink",
+    "npz": "midstream.sinks.files:FileSink",
+    "store": "midstream.sinks.store_sink:StoreSink",
+}
+
+
+def make_sink(settings: SinkSettings) -> Sink:
+    """A sink with these settings, not opened yet.
+
+    Raises:
+        ConfigError: there is no such sink, or a setting is wrong.
+    """
+    cls = _find(settings.name)
+    path = f"midstream.sinks.{settings.name}"
+    signature = inspect.signature(cls)
+    try:
+        signature.bind(**settings.own)
+    except TypeError as error:
+        takes = ", ".join(signature.parameters) or "no settings"
+        raise ConfigError(f"{path}: {error}; it takes {takes}") from None
+    try:
+        return cls(**settings.own)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _find(name: str) -> type[Sink]:
+    found = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name in BUILTIN:
+        module, _, attribute = BUILTIN[name].partition(":")
+        if name in found:
+            raise ConfigError(
+                f"midstream.sinks.{name}: {found[name].value} is called like one of midstream's "
+                "own; rename it"
+            )
+        cls: Any = getattr(importlib.import_module(module), attribute)
+    elif name in found:
+        cls = found[name].load()
+    else:
+        known = ", ".join(sorted({MEMORY, *BUILTIN, *found}))
+        raise ConfigError(f"midstream.sinks.{name}: there is no such sink; there are {known}")
+    if not (isinstance(cls, type) and issubclass(cls, Sink)):
+        raise ConfigError(f"midstream.sinks.{name}: {cls!r} is no subclass of midstream.sinks.Sink")
+    return cls

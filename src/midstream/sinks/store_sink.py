@@ -1,0 +1,184 @@
+"""The sink `store`: a directory of shards, which `midstream.open_store` reads."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import hashlib
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from midstream.errors import StoreError
+from midstream.results.activations import Activations
+from midstream.results.receipt import CaptureResult, Receipt
+from midstream.sinks.base import Delivery, Origin, Sink
+from midstream.sites import Tap
+from midstream.spec import Plan
+from midstream.store import Entry, Header, TapRows, Writer
+from midstream.store.writer import SHARD_BYTES
+
+# The store's metadata of a request is the caller's, and under this name what midstream knows of it.
+OWN = "midstream"
+# Of a receipt, what is said of its request anyway.
+_SAID = ("request_id", "prompt_tokens", "generated_tokens")
+
+
+class StoreSink(Sink):
+    """Writes a shard at each flush. Where one cannot be written, callers are told so and what was
+    in it is let go: it is nowhere.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        shard_bytes: int = SHARD_BYTES,
+        group_seconds: float = 0.05,
+        prompts: bool = False,
+    ) -> None:
+        """Args:
+        root: the store's directory, made where there is none.
+        shard_bytes: how long a shard gets at most.
+        group_seconds: how long a caller of `AsyncLLM` waits for others to share a shard.
+        prompts: whether the prompt's text and what was generated are kept.
+        """
+        if not isinstance(root, str) or not root:
+            raise ValueError(f"root: expected the path of a store, got {root!r}")
+        if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
+            raise ValueError(f"shard_bytes: expected a number of bytes, got {shard_bytes!r}")
+        if isinstance(group_seconds, bool) or not isinstance(group_seconds, int | float):
+            raise ValueError(f"group_seconds: expected a number, got {group_seconds!r}")
+        if not 0 <= group_seconds <= 60:
+            raise ValueError(f"group_seconds: expected 0 to 60, got {group_seconds}")
+        if not isinstance(prompts, bool):
+            raise ValueError(f"prompts: expected `bool`, got {prompts!r}")
+        self._root = root if "://" in root else os.path.abspath(os.path.expanduser(root))
+        self._shard_bytes = shard_bytes
+        self._prompts = prompts
+        self.group_seconds = float(group_seconds)
+        self._origin: Origin | None = None
+        self._writers: dict[str, Writer] = {}  # by codec
+
+    def open(self, origin: Origin) -> None:
+        self._origin = origin
+        self._writer("raw")  # finds out whether the store can be written to
+
+    def write(self, delivery: Delivery) -> CaptureResult:
+        if OWN in delivery.metadata:
+            raise ValueError(f"metadata: {OWN!r} is the store's own name; use another")
+        rows = delivery.activations
+        self._writer(rows.codec.spec).add(
+            Entry(
+                request=delivery.name,
+                child=delivery.completion,
+                tag=delivery.tag,
+                prompt_tokens=delivery.prompt_tokens,
+                metadata={**delivery.metadata, OWN: self._known(delivery)},
+                taps=_taps(rows),
+            )
+        )
+        place = {"request": delivery.name, "child": delivery.completion, "tag": delivery.tag}
+        return CaptureResult(paths=(self._root,), manifest={"store": self._root, **place})
+
+    def flush(self) -> None:
+        try:
+            for writer in self._writers.values():
+                writer.flush()
+        except StoreError:
+            # Kept, it would grow while the disk is full, and be written in the end although its
+            # callers were told that it was not.
+            self._writers.clear()
+            raise
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+    def _writer(self, codec: str) -> Writer:
+        origin = self._origin
+        assert origin is not None
+        if codec not in self._writers:
+            header = Header(
+                model=origin.model,
+                revision=origin.revision,
+                hidden_size=origin.hidden_size,
+                dtype=origin.dtype,
+                codec=codec,
+                vllm=origin.vllm,
+                midstream=origin.midstream,
+            )
+            self._writers[codec] = Writer(self._root, header, self._shard_bytes)
+        return self._writers[codec]
+
+    def _known(self, delivery: Delivery) -> dict[str, Any]:
+        """What is stored of a completion besides its rows."""
+        found: dict[str, Any] = {
+            "request_id": delivery.request_id,
+            "completions": delivery.completions,
+            "generated_tokens": len(delivery.generated_token_ids),
+            "finish_reason": delivery.finish_reason,
+            "receipt": brief(delivery.receipt),
+        }
+        if delivery.plan is not None:
+            found["plan"] = outline(delivery.plan)
+        if self._prompts:
+            found["prompt"] = delivery.prompt
+            found["text"] = delivery.text
+        return found
+
+
+def _taps(rows: Activations) -> dict[Tap, TapRows]:
+    """Rows by site and layer; those that came at the same positions share their index."""
+    tokens: dict[int, Tensor] = {}
+    found = {}
+    for tap in rows:
+        positions = rows.positions_of(*tap)
+        if id(positions) not in tokens:
+            tokens[id(positions)] = rows.token_ids_of(*tap)
+        found[tap] = TapRows(rows.encoded(*tap), positions, tokens[id(positions)])
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def outline(plan: Plan) -> Any:
+    """A plan's JSON form with the digests of its vectors in the place of their numbers."""
+    return _without_numbers(plan.to_dict())
+
+
+def brief(receipt: Receipt) -> dict[str, Any]:
+    """A receipt's JSON form, short enough to be kept with every request: layers of which as many
+    rows came are named together, by ranges [start, stop), and what is empty is left out.
+    """
+    layers: dict[tuple[str, int, int], list[int]] = {}
+    for one in receipt.captured:
+        layers.setdefault((one.site, one.expected, one.actual), []).append(one.layer)
+    captured = [
+        {"site": site, "layers": _ranges(which), "expected": expected, "actual": actual}
+        for (site, expected, actual), which in layers.items()
+    ]
+    plain = dataclasses.replace(receipt, captured=()).to_dict() | {"captured": captured}
+    return {name: value for name, value in plain.items() if value and name not in _SAID}
+
+
+def _ranges(numbers: Iterable[int]) -> list[list[int]]:
+    """[start, stop) of each run of numbers that follow each other."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and found[-1][1] == number:
+            found[-1][1] += 1
+        else:
+            found.append([number, number + 1])
+    return found
+
+
+def _without_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        found = {name: _without_numbers(part) for name, part in value.items()}
+        if isinstance(value.get("f32"), str):
+            del found["f32"]
+            found["sha256"] = hashlib.sha256(base64.b64decode(value["f32"])).hexdigest()
+        return found
+    return [_without_numbers(part) for part in value] if isinstance(value, list) else value

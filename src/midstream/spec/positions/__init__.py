@@ -1,0 +1,1 @@
+"""Which tokens a capture, edit or probe selects."""

@@ -1,0 +1,287 @@
+"""Items of a position selection: Span, Window, TokenIds, Text and Role."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from midstream.errors import SpecError
+from midstream.validation import at, is_int, kind, read_int, show
+
+# Limits on the memory and search time of one request; far above practical use.
+MAX_IDS = 4096  # token ids in one selection
+MAX_TEXT = 1 << 16  # characters of a Text
+MAX_ROLE = 256  # characters of a role's name
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Positions start, start + step, … below `stop`, with the semantics of a Python slice.
+
+    Attributes:
+        start: a negative value counts back from the prompt's end, clipped to 0. None is 0.
+        stop: likewise; None is the end of the request, generated tokens included.
+        step: at least 1. None is 1.
+
+    Raises:
+        SpecError: a step below 1, or a span that is empty for every prompt length.
+    """
+
+    start: int = 0
+    stop: int | None = None
+    step: int = 1
+
+    def __post_init__(self) -> None:
+        for name, default in (("start", 0), ("stop", None), ("step", 1)):
+            value = getattr(self, name)
+            with at(name):
+                object.__setattr__(self, name, default if value is None else read_int(value))
+        _check_step(self.step)
+        if self.stop is None:
+            return
+        # Bounds with different origins (prompt start and prompt end) can only be compared when
+        # the prompt's length is known.
+        same_origin = (self.start < 0) == (self.stop < 0)
+        if self.stop == 0 or (same_origin and self.start >= self.stop):
+            raise SpecError("", f"the span {self} is empty for every prompt")
+
+    def emit(self) -> dict[str, object]:
+        """Return the JSON form, which Positions reads."""
+        return {"slice": [self.start, self.stop, self.step]}
+
+    def bounds(self, prompt_len: int) -> tuple[int, int | None]:
+        """Return start and stop, counted from 0, for a prompt of `prompt_len` tokens."""
+        start, stop = (
+            bound if bound is None or bound >= 0 else max(0, prompt_len + bound)
+            for bound in (self.start, self.stop)
+        )
+        return (start or 0, stop)
+
+    def __str__(self) -> str:
+        stop = "" if self.stop is None else self.stop
+        return f"{self.start}:{stop}" + (f":{self.step}" if self.step != 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Positions around the prompt's end: P + start, P + start + step, … below P + stop.
+
+    `Window(-5, 0)` selects the last five prompt tokens, `Window(0, 10)` the first ten generated
+    tokens. The start is clipped to position 0; steps then count from 0.
+
+    Attributes:
+        start: offset from the prompt's end, in tokens; negative: before it.
+        stop: likewise; None is the end of the request.
+        step: at least 1.
+
+    Raises:
+        SpecError: a step below 1, or an empty window.
+    """
+
+    start: int
+    stop: int | None
+    step: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("start", "stop", "step"):
+            value = getattr(self, name)
+            if name == "stop" and value is None:
+                continue
+            with at(name):
+                object.__setattr__(self, name, read_int(value))
+        _check_step(self.step)
+        if self.stop is not None and self.start >= self.stop:
+            raise SpecError("", f"{self} is empty: the stop must be above the start")
+
+    def emit(self) -> dict[str, object]:
+        """Return the JSON form, which Positions reads."""
+        return {"window": [self.start, self.stop, self.step]}
+
+    def bounds(self, prompt_len: int) -> tuple[int, int | None]:
+        """Return start and stop, counted from 0, for a prompt of `prompt_len` tokens."""
+        stop = None if self.stop is None else max(0, prompt_len + self.stop)
+        return (max(0, prompt_len + self.start), stop)
+
+    def __str__(self) -> str:
+        step = f", {self.step}" if self.step != 1 else ""
+        return f"Window({self.start}, {self.stop}{step})"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """Every prompt or generated token whose id is in a set.
+
+    Attributes:
+        ids: 1 to 4096 distinct token ids, ascending; given as an int, or a list in any order.
+
+    Raises:
+        SpecError: no id, too many ids, a duplicate, or an id outside 0 … 2**31 − 1.
+    """
+
+    ids: tuple[int, ...]
+
+    def __init__(self, ids: object) -> None:
+        given = [ids] if is_int(ids) else ids
+        if not isinstance(given, (list, tuple)):
+            raise SpecError(
+                "", f"expected a token id, an `int`, or a list of them, got {kind(ids)}"
+            )
+        if not 1 <= len(given) <= MAX_IDS:
+            raise SpecError("", f"expected 1 to {MAX_IDS} token ids, got {len(given)}")
+        found: set[int] = set()
+        for index, value in enumerate(given):
+            with at("" if given is not ids else f"[{index}]"):
+                number = read_int(value)
+                if not 0 <= number < 2**31:
+                    raise SpecError("", f"expected a token id, 0 to 2**31 - 1, got {show(number)}")
+                if number in found:
+                    raise SpecError("", f"token id {number} is listed twice")
+                found.add(number)
+        object.__setattr__(self, "ids", tuple(sorted(found)))
+
+    def emit(self) -> dict[str, object]:
+        """Return the JSON form, which Positions reads."""
+        return {"tokens": list(self.ids)}
+
+    def __str__(self) -> str:
+        return f"TokenIds({show_ids(self.ids)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """The prompt tokens that spell a text.
+
+    An occurrence must begin and end at token boundaries, ignoring whitespace: the token " Paris"
+    spells "Paris"; the token "concatenate" does not spell "cat". Occurrences may overlap.
+
+    Attributes:
+        text: 1 to 65536 characters of the decoded prompt, including special tokens as text.
+        occurrence: "all", or the index of one occurrence, from 0; negative: from the last.
+
+    Raises:
+        SpecError: a field is malformed.
+    """
+
+    text: str
+    occurrence: int | Literal["all"] = "all"
+
+    def __post_init__(self) -> None:
+        with at("text"):
+            _check_string(self.text, MAX_TEXT)
+        with at("occurrence"):
+            object.__setattr__(self, "occurrence", _read_which(self.occurrence))
+
+    def emit(self) -> dict[str, object]:
+        """Return the JSON form, which Positions reads."""
+        return {"text": self.text, "occurrence": self.occurrence}
+
+    def __str__(self) -> str:
+        which = "" if self.occurrence == "all" else f", {self.occurrence}"
+        return f"Text({show(self.text)}{which})"
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """The content tokens of a chat's messages of one role. Requires a chat call.
+
+    Attributes:
+        role: "user", "assistant", "system", "tool" or any other role of the chat.
+        message: index among the messages of that role, from 0; negative: from the last; or "all".
+
+    Raises:
+        SpecError: a field is malformed.
+    """
+
+    role: str
+    message: int | Literal["all"] = -1
+
+    def __post_init__(self) -> None:
+        with at("role"):
+            _check_string(self.role, MAX_ROLE)
+        with at("message"):
+            object.__setattr__(self, "message", _read_which(self.message))
+
+    def emit(self) -> dict[str, object]:
+        """Return the JSON form, which Positions reads."""
+        return {"role": self.role, "message": self.message}
+
+    def __str__(self) -> str:
+        which = show(self.message) if self.message == "all" else self.message
+        return f"Role({show(self.role)}, {which})"
+
+
+Value = Span | Window | TokenIds | Text | Role
+Item = str | int | Value
+
+VALUES = (Span, Window, TokenIds, Text, Role)
+
+
+def show_item(item: Item) -> str:
+    """Return an item for messages."""
+    return show(item) if isinstance(item, (str, int)) else str(item)
+
+
+def show_ids(ids: tuple[int, ...]) -> str:
+    """Return token ids for messages, at most the first 8."""
+    shown = ", ".join(map(str, ids[:8]))
+    return f"{shown}, … {len(ids)} in total" if len(ids) > 8 else shown
+
+
+def meets(item: Item, phase: str) -> bool:
+    """Return whether the item selects a token of the phase for some prompt."""
+    if phase == "prompt":
+        return _meets_prompt(item)
+    if phase == "generated":
+        return _meets_generated(item)
+    return True
+
+
+def _meets_prompt(item: Item) -> bool:
+    if isinstance(item, Window):
+        return item.start < 0
+    return item not in ("generated", "last")
+
+
+def _meets_generated(item: Item) -> bool:
+    if isinstance(item, Span):
+        # With a start at or before a one-token prompt's end, the next position is `step`.
+        stop = item.stop
+        return stop is None or (stop > 0 and (item.start >= 1 or stop > item.step))
+    if isinstance(item, Window):
+        if item.stop is None:
+            return True
+        if item.stop <= 0:
+            return False
+        # Either the first step from a negative start passes the prompt's end, or a prompt of
+        # `step` tokens clips the start to 0, so that the next position is the prompt's end.
+        return item.start >= 0 or item.start + item.step < item.stop
+    if isinstance(item, (Text, Role)):
+        return False
+    if isinstance(item, int):
+        return item >= 1
+    return item not in ("prompt", "last_prompt")
+
+
+def _check_step(step: int) -> None:
+    if step < 1:
+        raise SpecError("step", f"expected a step of at least 1, got {step}")
+
+
+def _check_string(value: object, longest: int) -> None:
+    if not isinstance(value, str):
+        raise SpecError("", f"expected `str`, got {kind(value)}")
+    if not 1 <= len(value) <= longest:
+        raise SpecError("", f"expected 1 to {longest} characters, got {len(value)}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise SpecError("", f"{show(value)} contains an unpaired surrogate") from None
+
+
+def _read_which(value: object) -> int | Literal["all"]:
+    if isinstance(value, str) and value == "all":
+        return "all"
+    if not is_int(value):
+        got = show(value) if isinstance(value, str) else kind(value)
+        raise SpecError("", f'expected `int` or "all", got {got}')
+    return read_int(value)

@@ -1,0 +1,254 @@
+"""A plan, checked against a model and a prompt and made concrete."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+
+from midstream.errors import NothingSelectedError, SpecError
+from midstream.ops.layout import Flags, Op
+from midstream.sites import Tap, order
+from midstream.spec.capture import Capture
+from midstream.spec.instructions import Instruction
+from midstream.spec.operations import Edit, Gate
+from midstream.spec.plan import Plan
+from midstream.spec.positions.position_set import Where
+from midstream.spec.positions.positions import Positions
+from midstream.spec.positions.prompt import Prompt
+from midstream.spec.positions.select import MAX_RANGES, select
+from midstream.spec.probe import Probe
+from midstream.spec.resolve.resolved import (
+    ResolvedCapture,
+    ResolvedEdit,
+    ResolvedPlan,
+    ResolvedProbe,
+    Steps,
+)
+from midstream.spec.resolve.tap_lookup import check_tapped, find_layer, find_taps
+from midstream.spec.shape import ModelShape
+from midstream.validation import at
+
+
+def resolve(
+    plan: Plan | None,
+    shape: ModelShape,
+    prompt: Prompt,
+    max_tokens: int | None,
+    before: tuple[Edit, ...] = (),
+    also: tuple[Capture, ...] = (),
+) -> ResolvedPlan:
+    """What the plan asks for, of this model, for this prompt.
+
+    Args:
+        plan: what one request asks for, its named vectors bound; None: nothing of its own.
+        shape: the model and its taps.
+        prompt: the prompt; for most plans its length is enough.
+        max_tokens: most tokens that may be generated, at least 1; None: unknown.
+        before: edits of every request, which come before its own. One of them that selects
+            nothing here is left out: it was not this request that asked.
+        also: captures of every request, which come after its own; left out likewise.
+
+    Raises:
+        SpecError: the model has no such layer, a site is not tapped, a vector is not as wide as
+            the model, or nothing is selected. The path is that in `plan.to_dict()`.
+    """
+    return _Resolver(shape, prompt, max_tokens).resolve(plan or NOTHING, before, also)
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """In the place of a plan, of which there is none."""
+
+    captures: tuple[Capture, ...] = ()
+    edits: tuple[Edit, ...] = ()
+    probes: tuple[Probe, ...] = ()
+
+    def origin(self, index: int) -> int:
+        """As of a plan."""
+        return index
+
+
+NOTHING = Nothing()
+
+
+class _Resolver:
+    """One plan's way through; collects what gates need besides the plan's own probes."""
+
+    def __init__(self, shape: ModelShape, prompt: Prompt, max_tokens: int | None) -> None:
+        if max_tokens is not None and max_tokens < 1:
+            raise SpecError("max_tokens", f"expected at least 1, got {max_tokens}")
+        self._shape = shape
+        self._prompt = prompt
+        self._max_tokens = max_tokens
+        self._room = MAX_RANGES
+        self._selected: dict[Positions, Where] = {}
+        self._probes: list[ResolvedProbe] = []
+        self._slots = 0
+        # What gates read: several gates on the same score share its slot.
+        self._gated: dict[tuple[Tap, Instruction, Where], int] = {}
+
+    def resolve(
+        self, plan: Plan | Nothing, before: tuple[Edit, ...], also: tuple[Capture, ...]
+    ) -> ResolvedPlan:
+        captures = []
+        for index, capture in enumerate(plan.captures):
+            with at(f"capture[{index}]"):
+                captures.append(self._resolve_capture(capture, index))
+        for index, capture in enumerate(also, -len(also)):
+            with at(f"sinks[{index}]"), suppress(NothingSelectedError):
+                captures.append(self._resolve_capture(capture, index))
+        for index, probe in enumerate(plan.probes):
+            with at(f"probes[{index}]"):
+                self._probes.append(self._resolve_probe(probe))
+        edits: list[ResolvedEdit] = []
+        for index, edit in enumerate(before):
+            with at(f"steering[{index}]"), suppress(NothingSelectedError):
+                where = self._select(edit.positions)
+                edits.extend(self._resolve_edit(edit, index - len(before), where))
+        for index, edit in enumerate(plan.edits):
+            origin = plan.origin(index)
+            with at(f"edits[{origin}]"):
+                edits.extend(self._resolve_edit(edit, origin))
+        return ResolvedPlan(self._prompt.length, tuple(edits), tuple(captures), tuple(self._probes))
+
+    def _select(self, positions: Positions) -> Where:
+        where = self._selected.get(positions)
+        if where is None:
+            # Edits at many layers are mostly for the same tokens.
+            where = select(positions, self._prompt, self._max_tokens)
+            self._selected[positions] = where
+        if where.num_ranges > self._room:
+            raise SpecError(
+                "positions",
+                f"the plan selects more than {MAX_RANGES} separate ranges of positions; use steps "
+                "of 1",
+            )
+        self._room -= where.num_ranges
+        return where
+
+    def _resolve_capture(self, capture: Capture, source: int) -> ResolvedCapture:
+        taps = find_taps(capture.layers, capture.sites, self._shape, "layers", "sites")
+        return ResolvedCapture(taps, self._select(capture.positions), source)
+
+    def _resolve_probe(self, probe: Probe) -> ResolvedProbe:
+        (tap,) = find_taps(probe.layers, probe.sites, self._shape, "layer", "site")
+        (step,) = probe.instructions(self._shape.hidden_size)
+        steps = Steps((replace(step, slot=self._new_slot()),))
+        return ResolvedProbe(probe.name, *tap, steps, self._select(probe.positions))
+
+    def _resolve_edit(
+        self, edit: Edit, source: int, where: Where | None = None
+    ) -> list[ResolvedEdit]:
+        instructions = edit.instructions(self._shape.hidden_size)
+        # Where a gate stands is written in the edit that it is around.
+        with at("edit") if isinstance(edit, Gate) else nullcontext():
+            taps = find_taps(edit.layers, edit.sites, self._shape, "layer", "site")
+            where = where or self._select(edit.positions)
+            parts = self._place_rows(instructions, where)
+        tap, slot = None, None
+        if isinstance(edit, Gate) and edit.probe.tap is not None:
+            tap, slot = self._gate_slot(edit, taps, instructions[0], where)
+        found = []
+        for steps, part in parts:
+            if tap is None:
+                shared = [Steps(steps)] * len(taps)
+            else:
+                shared = self._gated_steps(steps, taps, tap, slot)
+            found += [
+                ResolvedEdit(*tap, own, part, source) for tap, own in zip(taps, shared, strict=True)
+            ]
+        return found
+
+    def _gate_slot(
+        self, edit: Gate, taps: tuple[Tap, ...], gate: Instruction, where: Where
+    ) -> tuple[Tap, int | None]:
+        """Where a gate's score is read, and the slot in which later taps find it; None: there are
+        none.
+        """
+        assert edit.probe.tap is not None
+        site, index = edit.probe.tap
+        with at("probe"):
+            with at("layer"):
+                layer = find_layer(index, self._shape)
+            tap = (site, layer)
+            check_tapped(tap, self._shape, "site", "layer")
+            late = [each for each in taps if order(each) < order(tap)]
+            if late:
+                raise SpecError(
+                    "layer",
+                    f"the gate reads {site} of layer {layer}, which is computed after "
+                    f"{late[0][0]} of layer {late[0][1]}, where it is to decide; read an earlier "
+                    "site, or the edit's own",
+                )
+        if taps == (tap,):
+            return tap, None
+        if tap in taps:
+            # The edit itself notes the score, before it changes what was scored.
+            return tap, self._new_slot()
+        probe = Instruction(Op.PROBE, gate.read, a=gate.a, flags=Flags.FRESH | Flags.COUNTED)
+        # Gates that only decide differently read the same score.
+        key = (tap, probe, where)
+        slot = self._gated.get(key)
+        if slot is None:
+            slot = self._gated[key] = self._new_slot()
+            self._probes.append(ResolvedProbe("", *tap, Steps((replace(probe, slot=slot),)), where))
+        return tap, slot
+
+    def _gated_steps(
+        self, steps: tuple[Instruction, ...], taps: tuple[Tap, ...], tap: Tap, slot: int | None
+    ) -> list[Steps]:
+        """The edit's instructions at each tap: the gate decides once, by what is in the slot."""
+        if slot is None:
+            return [Steps(steps)] * len(taps)
+        gate = steps[0]
+        noted = Instruction(Op.PROBE, gate.read, a=gate.a, flags=Flags.FRESH, slot=slot)
+        here = Steps((noted, *steps))
+        blind = replace(gate, read=None, a=0.0, slot=slot, flags=gate.flags & ~Flags.FRESH)
+        # The gate no longer reads the stream: the first that does has to take it itself.
+        later = Steps((blind, *_refreshed(list(steps[1:]))))
+        return [here if each == tap else later for each in taps]
+
+    def _new_slot(self) -> int:
+        self._slots += 1
+        return self._slots - 1
+
+    def _place_rows(
+        self, steps: tuple[Instruction, ...], where: Where
+    ) -> list[tuple[tuple[Instruction, ...], Where]]:
+        """The edit as it is; or, where the k-th position gets the k-th of several rows, one edit
+        for each run of positions.
+        """
+        (nth, rows) = next(
+            ((nth, step.write) for nth, step in enumerate(steps) if len(step.write) > 1), (0, ())
+        )
+        if not rows:
+            return [(steps, where)]
+        if where.matches or where.ranges[-1][1] is None:
+            raise SpecError(
+                "positions",
+                f"there are {len(rows)} rows, one for each position, so the positions must be "
+                "known and end; give one row for all, or positions like slice(3, 9)",
+            )
+        runs = [(start, stop) for start, stop in where.ranges if stop is not None]
+        count = sum(stop - start for start, stop in runs)
+        if count != len(rows):
+            raise SpecError(
+                "rows", f"{len(rows)} rows for {count} positions; give one row, or one for each"
+            )
+        parts = []
+        used = 0
+        for start, stop in runs:
+            mine = rows[used : used + stop - start]
+            used += stop - start
+            flags = steps[nth].flags | Flags.ROW_BY_POSITION
+            placed = replace(steps[nth], write=mine, first=start, flags=flags)
+            parts.append(((*steps[:nth], placed, *steps[nth + 1 :]), Where(((start, stop),))))
+        return parts
+
+
+def _refreshed(steps: list[Instruction]) -> list[Instruction]:
+    """The instructions with FRESH on the first that reads the stream."""
+    for nth, step in enumerate(steps):
+        if step.reads:
+            return [*steps[:nth], step.with_flags(Flags.FRESH), *steps[nth + 1 :]]
+    return steps

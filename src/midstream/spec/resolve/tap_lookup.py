@@ -1,0 +1,95 @@
+"""Layers and sites as written into the taps of one model; what is not tapped is refused."""
+
+from __future__ import annotations
+
+from midstream.errors import SpecError
+from midstream.sites import Tap, order
+from midstream.spec.selection import Layers, Sites
+from midstream.spec.shape import ModelShape
+from midstream.validation import at
+
+
+def find_taps(
+    layers: Layers, sites: Sites, shape: ModelShape, layer_field: str, site_field: str
+) -> tuple[Tap, ...]:
+    """The taps that are meant, in the order in which a forward pass reaches them.
+
+    Args:
+        layers, sites: as written; "all" means every layer at which the site is tapped.
+        shape: the model and its taps.
+        layer_field, site_field: names of the fields, for messages.
+
+    Raises:
+        SpecError: there is no such layer, or a site is not tapped.
+    """
+    names = sites.names
+    taps: list[Tap] = []
+    if layers.indices == "all":
+        for place, site in enumerate(names):
+            tapped = shape.tapped_layers(site)
+            if not tapped:
+                raise SpecError(_element(site_field, place, len(names)), _why_nowhere(site, shape))
+            taps.extend((site, layer) for layer in tapped)
+        return tuple(sorted(taps, key=order))
+    indices = layers.indices
+    chosen: dict[int, int] = {}
+    for place, index in enumerate(indices):
+        layer_path = _element(layer_field, place, len(indices))
+        with at(layer_path):
+            layer = find_layer(index, shape)
+            if layer in chosen:
+                raise SpecError(
+                    "", f"layer {index} is layer {chosen[layer]} again, of {shape.num_layers}"
+                )
+        chosen[layer] = index
+        for nth, site in enumerate(names):
+            check_tapped((site, layer), shape, _element(site_field, nth, len(names)), layer_path)
+            taps.append((site, layer))
+    return tuple(sorted(taps, key=order))
+
+
+def find_layer(index: int, shape: ModelShape) -> int:
+    """The layer counted from 0.
+
+    Raises:
+        SpecError: the model has no such layer.
+    """
+    count = shape.num_layers
+    if not -count <= index < count:
+        raise SpecError(
+            "",
+            f"layer {index} is out of range: the model has {count} layers, 0 to {count - 1} "
+            f"(or −{count} to −1)",
+        )
+    return index % count
+
+
+def check_tapped(tap: Tap, shape: ModelShape, site_path: str, layer_path: str) -> None:
+    """Raises SpecError, under one of the two paths, if the tap is not there."""
+    if tap in shape.taps:
+        return
+    site, layer = tap
+    reason = shape.reason(tap)
+    if reason is not None:
+        raise SpecError(layer_path, f"{site} at layer {layer} cannot be tapped: {reason}")
+    path = layer_path if shape.tapped_layers(site) else site_path
+    raise SpecError(path, _not_tapped(f"{site} at layer {layer}"))
+
+
+def _why_nowhere(site: str, shape: ModelShape) -> str:
+    reasons = [shape.reason((site, layer)) for layer in range(shape.num_layers)]
+    if None in reasons:
+        return _not_tapped(f"{site} at any layer")
+    return f"{site} cannot be tapped at any layer: {reasons[0]}"
+
+
+def _not_tapped(what: str) -> str:
+    return (
+        f"{what} is not tapped; add it to the settings `sites`/`layers` of midstream "
+        '(additional_config={"midstream": {"sites": [...], "layers": ...}})'
+    )
+
+
+def _element(name: str, index: int, length: int) -> str:
+    """Where an element is: without an index if it is the only one, which may stand alone."""
+    return name if length == 1 else f"{name}[{index}]"

@@ -1,0 +1,191 @@
+"""Vectors by tap, as one writes them: dicts of dicts, and the keys of files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.sites import BY_NAME, NAMES, canonical
+from midstream.spec.vector import Vector
+from midstream.validation import (
+    MAX_ITEMS,
+    at,
+    hint,
+    is_int,
+    kind,
+    listed,
+    read_fields,
+    read_float32,
+    read_int,
+    show,
+)
+
+DEFAULT_SITE = "resid_post"
+# What other tools write before a layer's index where they mean the stream that leaves the layer.
+LAYER_WORDS = ("layer", "layers", "direction")
+
+_KEY = re.compile(r"(?:(?P<place>[A-Za-z_]+)[.:])?(?P<layer>0|-?[1-9][0-9]{0,5})")
+_GRAMMAR = (
+    "`15`, `resid_post.15` or `resid_post:15`: a layer's index, after a site's name if that is not "
+    f"`{DEFAULT_SITE}` (for which {listed(LAYER_WORDS)} may stand as well)"
+)
+_FORMS = (
+    "{layer: vector}, {site: {layer: vector}} or {(site, layer): vector}, where a vector may be "
+    '{"vector": …, "scale": …}'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One vector and where it goes, as written: nothing is known of a model yet.
+
+    Attributes:
+        path: where it stood in what was read: `["resid_post"][15]`.
+        site: canonical name.
+        layer: index; −1 is the last layer.
+        vector: float32 [width].
+        scale: its factor; 1 if none was given.
+    """
+
+    path: str
+    site: str
+    layer: int
+    vector: Vector
+    scale: float = 1.0
+
+
+def read_placed(value: object) -> tuple[Placed, ...]:
+    """Vectors by tap, from a dict in any of its forms, in the order written.
+
+    Args:
+        value: `{layer: vector}`, which is at `resid_post`; `{site: {layer: vector}}`;
+            `{(site, layer): vector}`; or `{"resid_post.15": vector}`, the keys of a file. A layer
+            is an int or, as JSON has it, its digits. A vector is what Vector.parse takes, or
+            `{"vector": …, "scale": number}`.
+
+    Raises:
+        SpecError: another form, nothing in it, an unknown site, a malformed vector, or a tap that
+            is there twice. The path leads to the place: `["resid_post"][15].vector[3]`.
+    """
+    if not isinstance(value, Mapping):
+        raise SpecError("", f"expected {_FORMS}, got {kind(value)}")
+    found: list[Placed] = []
+    for key, part in _items(value):
+        path = path_of(key)
+        with at(path):
+            site = canonical(key) if isinstance(key, str) else None
+            if site is not None:
+                found.extend(_read_layers(path, site, part))
+            else:
+                found.append(_read_one(path, *_read_tap(key), part))
+    check_distinct(found)
+    return tuple(found)
+
+
+def read_key(key: str) -> tuple[str, int]:
+    """(canonical site, layer as written) of a file's key; see the module for the grammar.
+
+    Raises:
+        SpecError: it is not such a key.
+    """
+    match = _KEY.fullmatch(key)
+    if match is None:
+        raise SpecError("", f"{show(key)} names no tap; expected {_GRAMMAR}")
+    place = match["place"]
+    if place is None or place in LAYER_WORDS:
+        return DEFAULT_SITE, int(match["layer"])
+    site = canonical(place)
+    if site is None:
+        raise SpecError(
+            "",
+            f"{show(key)}: unknown site {show(place)}{hint(place, BY_NAME)}; known: "
+            f"{listed(NAMES)}",
+        )
+    return site, int(match["layer"])
+
+
+def check_distinct(placed: list[Placed]) -> None:
+    """Raises SpecError if two vectors are for the same tap, as written."""
+    first: dict[tuple[str, int], str] = {}
+    for one in placed:
+        tap = (one.site, one.layer)
+        if tap in first:
+            raise SpecError(
+                one.path, f"a second vector for {one.site} of layer {one.layer}, after {first[tap]}"
+            )
+        first[tap] = one.path
+
+
+def _items(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    if not value:
+        raise SpecError("", f"the dict is empty; expected {_FORMS}")
+    if len(value) > MAX_ITEMS:
+        raise SpecError("", f"at most {MAX_ITEMS} vectors can be given, got {len(value)}")
+    return list(value.items())
+
+
+def _read_layers(path: str, site: str, value: object) -> list[Placed]:
+    if not isinstance(value, Mapping) or "f32" in value or "vector" in value:
+        got = "one vector" if isinstance(value, Mapping) else kind(value)
+        raise SpecError("", f"expected {{layer: vector}}, got {got}; say at which layer")
+    found = []
+    for key, part in _items(value):
+        inner = path_of(key)
+        with at(inner):
+            found.append(_read_one(path + inner, site, _read_layer(key), part))
+    return found
+
+
+def _read_tap(key: object) -> tuple[str, int]:
+    if isinstance(key, tuple):
+        if len(key) != 2 or not isinstance(key[0], str):
+            raise SpecError("", "expected a key (site, layer)")
+        site = canonical(key[0])
+        if site is None:
+            raise SpecError(
+                "", f"unknown site {show(key[0])}{hint(key[0], BY_NAME)}; known: {listed(NAMES)}"
+            )
+        return site, _read_layer(key[1])
+    if key in ("vector", "f32"):
+        raise SpecError("", 'a vector needs a place: {15: vector}, or {15: {"vector": vector}}')
+    if isinstance(key, str) and re.fullmatch("[A-Za-z_]+", key):
+        raise SpecError("", f"unknown site {show(key)}{hint(key, BY_NAME)}; known: {listed(NAMES)}")
+    if isinstance(key, str):
+        return read_key(key)
+    return DEFAULT_SITE, _read_layer(key)
+
+
+def _read_layer(key: object) -> int:
+    if isinstance(key, str):
+        match = _KEY.fullmatch(key)
+        if match is None or match["place"] is not None:
+            raise SpecError("", f"expected a layer's index, got {show(key)}")
+        return int(match["layer"])
+    if not is_int(key):
+        raise SpecError("", f"expected a layer's index, `int`, got {kind(key)}")
+    return read_int(key)
+
+
+def _read_one(path: str, site: str, layer: int, value: object) -> Placed:
+    if not isinstance(value, Mapping) or "f32" in value:
+        return Placed(path, site, layer, Vector.parse(value))
+    given = read_fields(value, required=("vector",), optional=("scale",))
+    with at("vector"):
+        vector = Vector.parse(given["vector"])
+    with at("scale"):
+        return Placed(path, site, layer, vector, read_float32(given.get("scale", 1.0)))
+
+
+def path_of(key: object) -> str:
+    """A key as one writes it to reach its value, for messages: `[15]`, `["resid_post"]`."""
+    if is_int(key):
+        return f"[{show(int(key))}]"
+    if isinstance(key, str):
+        return f"[{json.dumps(key if len(key) <= 60 else key[:60] + '…', ensure_ascii=False)}]"
+    if isinstance(key, tuple) and len(key) == 2:
+        return f"[({path_of(key[0])[1:-1]}, {path_of(key[1])[1:-1]})]"
+    return f"[{kind(key)}]"

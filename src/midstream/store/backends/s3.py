@@ -1,0 +1,242 @@
+"""Store backend for S3-compatible object stores: `s3://bucket/prefix`.
+
+Credentials and the endpoint come from the usual AWS variables and files: `AWS_PROFILE`,
+`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL` and so on. Requires s3fs: `pip install "midstream[cloud]"`.
+
+An object appears whole or not at all, so a shard is one upload without a rename. Readers never see
+the remains of an interrupted upload. A bucket rule that aborts incomplete multipart uploads removes
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from midstream.errors import StoreError
+from midstream.store.format.layout import is_shard_name
+
+# Written by `make`, to distinguish an empty store from a mistyped URL.
+MARKER = ".midstream"
+
+_URL = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])((?:/[^/?#]+)*)/?")
+_BLOCK = 1 << 20  # bytes per fetched and cached block
+_MAX_CACHED = 256  # blocks
+_MAX_RANGE = 32 * _BLOCK  # bytes per read of neighbouring rows
+
+
+class CloudFolder:
+    """The objects under a prefix; see `midstream.store.backends.local.Folder`.
+
+    Shards are read in ranges of whole MiB, and up to 256 MiB of them are cached. Neighbouring rows
+    are therefore fetched together, and opening a store costs a few requests per shard.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Create the folder without contacting the server.
+
+        Raises:
+            StoreError: `url` is neither `s3://bucket` nor `s3://bucket/prefix`, or s3fs is not
+                installed.
+        """
+        match = _URL.fullmatch(url)
+        if match is None:
+            raise StoreError(f"{url!r}: expected a path or a string s3://bucket/prefix")
+        self._url = url
+        self._path = match[1] + match[2]
+        self._files: dict[str, _Object] = {}
+        self._cache: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._lock = threading.Lock()
+        self._connected()
+
+    def __str__(self) -> str:
+        return f"s3://{self._path}"
+
+    # A connection cannot be used by another process, so unpickling makes a new one.
+    def __reduce__(self) -> tuple[type[CloudFolder], tuple[str]]:
+        return (CloudFolder, (self._url,))
+
+    def names(self) -> list[str]:
+        with self._named():
+            try:
+                found = self._connected().ls(self._path, detail=False, refresh=True)
+            except FileNotFoundError:
+                raise StoreError(
+                    f"{self}: no such store: there is no such bucket or object"
+                ) from None
+        parent = f"{self._path}/"
+        names = (path.removeprefix(parent) for path in found if path.startswith(parent))
+        return sorted(filter(is_shard_name, names))
+
+    def open(self, name: str) -> _Object:
+        with self._lock:
+            found = self._files.get(name)
+        if found is None:
+            with self._named(name):
+                size = self._connected().info(f"{self._path}/{name}", refresh=True)["size"]
+            if not size:
+                raise StoreError(f"{self}/{name}: truncated: the object is empty")
+            found = _Object(self, name, int(size))
+            with self._lock:
+                self._files[name] = found
+        return found
+
+    def make(self) -> None:
+        with self._named():
+            self._connected().pipe_file(f"{self._path}/{MARKER}", b"")
+
+    def put(self, name: str, pieces: Iterable[memoryview]) -> None:
+        # One buffer: an s3fs file that is closed by an exception uploads what was written so far.
+        data = b"".join(pieces)
+        with self._named(name):
+            self._connected().pipe_file(f"{self._path}/{name}", data)
+        self._forget(name)
+
+    def delete(self, name: str) -> None:
+        with self._named(name), contextlib.suppress(FileNotFoundError):
+            self._connected().rm_file(f"{self._path}/{name}")
+        self._forget(name)
+
+    def blocks(self, name: str, size: int, first: int, last: int) -> list[bytes]:
+        """Return blocks [first, last) of a shard; blocks that are not cached are fetched.
+
+        Raises:
+            StoreError: a block cannot be fetched.
+        """
+        found: dict[int, bytes] = {}
+        with self._lock:
+            for block in range(first, last):
+                cached = self._cache.get((name, block))
+                if cached is not None:
+                    self._cache.move_to_end((name, block))
+                    found[block] = cached
+        for start, stop in _gaps(found, first, last):
+            data = self._fetch(name, start * _BLOCK, min(stop * _BLOCK, size))
+            for block in range(start, stop):
+                offset = (block - start) * _BLOCK
+                found[block] = data[offset : offset + _BLOCK]
+            with self._lock:
+                for block in range(start, stop):
+                    self._cache[name, block] = found[block]
+                while len(self._cache) > _MAX_CACHED:
+                    self._cache.popitem(last=False)
+        return [found[block] for block in range(first, last)]
+
+    def _fetch(self, name: str, start: int, stop: int) -> bytes:
+        with self._named(name):
+            data = self._connected().cat_file(f"{self._path}/{name}", start=start, end=stop)
+        if len(data) != stop - start:
+            raise StoreError(
+                f"{self}/{name}: expected bytes {start} to {stop}, got {len(data)} bytes"
+            )
+        return bytes(data)
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            self._files.pop(name, None)
+            for key in [key for key in self._cache if key[0] == name]:
+                del self._cache[key]
+
+    def _connected(self) -> Any:
+        with self._named():
+            return _client(os.getpid(), _aws_environment())
+
+    @contextlib.contextmanager
+    def _named(self, name: str = "") -> Iterator[None]:
+        """Raise every error of the block as a StoreError with the location in its message."""
+        where = f"{self}/{name}" if name else str(self)
+        try:
+            yield
+        except StoreError:
+            raise
+        except FileNotFoundError:
+            raise StoreError(f"{where}: there is no such bucket or object") from None
+        except ImportError as error:
+            raise StoreError(f'{where}: {error}; pip install "midstream[cloud]"') from None
+        except Exception as error:
+            # botocore, aiohttp and asyncio each raise exceptions of their own.
+            raise StoreError(f"{where}: {type(error).__name__}: {error}") from error
+
+
+class _Object:
+    """The bytes of one shard; see `midstream.store.backends.local.File`."""
+
+    def __init__(self, folder: CloudFolder, name: str, size: int) -> None:
+        self._folder = folder
+        self._name = name
+        self._size = size
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def read(self, start: int, stop: int) -> memoryview:
+        if stop <= start:
+            return memoryview(b"")
+        first = start // _BLOCK
+        blocks = self._folder.blocks(self._name, self._size, first, -(-stop // _BLOCK))
+        data = blocks[0] if len(blocks) == 1 else b"".join(blocks)
+        return memoryview(data)[start - first * _BLOCK : stop - first * _BLOCK]
+
+    def gather(self, start: int, width: int, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+        found = np.empty((len(rows), width), np.uint8)
+        order = np.argsort(rows, kind="stable")
+        for places in _near(rows, order, width):
+            low, high = int(rows[places[0]]), int(rows[places[-1]]) + 1
+            part = self.read(start + low * width, start + high * width)
+            table = np.frombuffer(part, np.uint8).reshape(high - low, width)
+            found[places] = table[rows[places] - low]
+        return found
+
+
+@functools.lru_cache(maxsize=4)
+def _client(process: int, environment: tuple[tuple[str, str], ...]) -> Any:
+    """Return the client for all stores.
+
+    The cache key contains the process, because a forked process lacks the client's thread, and the
+    AWS environment, because other credentials need another client.
+    """
+    from s3fs import S3FileSystem
+
+    return S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
+
+
+def _aws_environment() -> tuple[tuple[str, str], ...]:
+    """Return the sorted environment variables that start with `AWS_`."""
+    return tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
+
+
+def _gaps(found: dict[int, bytes], first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Yield the runs [start, stop) of blocks in [first, last) that are missing from `found`."""
+    start = None
+    for block in range(first, last + 1):
+        missing = block < last and block not in found
+        if missing and start is None:
+            start = block
+        elif not missing and start is not None:
+            yield start, block
+            start = None
+
+
+def _near(
+    rows: NDArray[np.int64], order: NDArray[np.int64], width: int
+) -> Iterator[NDArray[np.int64]]:
+    """Split `order`, which sorts `rows`, into parts whose rows are fetched together.
+
+    Within a part no gap is longer than a block, and the part spans at most `_MAX_RANGE` bytes.
+    """
+    gaps = np.flatnonzero(np.diff(rows[order]) * width > _BLOCK) + 1
+    most = max(1, _MAX_RANGE // width)
+    for part in np.split(order, gaps):
+        if len(part):
+            spans = (rows[part] - rows[part[0]]) // most
+            yield from np.split(part, np.flatnonzero(np.diff(spans)) + 1)

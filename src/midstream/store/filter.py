@@ -1,0 +1,261 @@
+"""Row filters of `Store.select`: by request, tap and header, and by position and token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from midstream import sites
+from midstream.errors import StoreError
+from midstream.sites import Tap
+from midstream.spec import Positions, Role, Span, Text, TokenIds, Window
+from midstream.spec.positions.items import Item, show_item
+from midstream.store.format.shard import Shard
+from midstream.validation import INT_LIMIT, hint, is_int, kind, show
+
+# The values that occur in a shard, per filter that is checked against the store.
+_VALUES: dict[str, Callable[[Shard], Iterable[Any]]] = {
+    "site": lambda shard: (site for group in shard.groups for site, _ in group.taps),
+    "layer": lambda shard: (layer for group in shard.groups for _, layer in group.taps),
+    "request": lambda shard: (line.request for line in shard.lines),
+    "child": lambda shard: (line.child for line in shard.lines),
+    "tag": lambda shard: (line.tag for line in shard.lines),
+    "model": lambda shard: (shard.header.model,),
+    "codec": lambda shard: (shard.header.codec,),
+}
+_LISTS = (list, tuple, set, frozenset, np.ndarray)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter:
+    """Rows to select; a field that is None matches all rows. Names occur in the store."""
+
+    sites: frozenset[str] | None
+    layers: frozenset[int] | None
+    requests: frozenset[str] | None
+    children: frozenset[int] | None
+    tags: frozenset[str] | None
+    models: frozenset[str] | None
+    codecs: frozenset[str] | None
+    positions: Positions | None
+    tokens: NDArray[np.int64] | range | None
+
+    def has_shard(self, shard: Shard) -> bool:
+        """Whether rows of a shard may match."""
+        return (self.models is None or shard.header.model in self.models) and (
+            self.codecs is None or shard.header.codec in self.codecs
+        )
+
+    def has_tap(self, tap: Tap) -> bool:
+        """Whether rows of a tap may match."""
+        return (self.sites is None or tap[0] in self.sites) and (
+            self.layers is None or tap[1] in self.layers
+        )
+
+    def requests_of(self, shard: Shard) -> NDArray[np.bool_]:
+        """Return bool [requests]: the requests whose rows may match."""
+        if self.requests is None and self.children is None and self.tags is None:
+            return np.ones(len(shard.lines), np.bool_)
+        return np.fromiter(
+            (
+                (self.requests is None or line.request in self.requests)
+                and (self.children is None or line.child in self.children)
+                and (self.tags is None or line.tag in self.tags)
+                for line in shard.lines
+            ),
+            np.bool_,
+            len(shard.lines),
+        )
+
+    def rows_of(self, shard: Shard, group: int, wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Return the indices of the matching rows of a group, int64, ascending.
+
+        Args:
+            shard: the group's shard.
+            group: the group's number.
+            wanted: result of `requests_of` for the shard.
+        """
+        owners, bounds = shard.owners(group)
+        chosen = wanted[owners]
+        counts = np.diff(bounds)[chosen]
+        # The first row of each run, minus the number of selected rows before the run.
+        shift = bounds[:-1][chosen] - (np.cumsum(counts) - counts)
+        rows: NDArray[np.int64] = np.arange(counts.sum()) + np.repeat(shift, counts)
+        if len(rows) and (self.positions is not None or self.tokens is not None):
+            prompts = np.array([line.prompt_tokens for line in shard.lines], np.int64)
+            lengths = np.repeat(prompts[owners[chosen]], counts)
+            keep = np.ones(len(rows), np.bool_)
+            tokens = shard.column(group, "token_id")[rows]
+            if self.positions is not None:
+                positions = shard.column(group, "position")[rows]
+                keep &= _matches(self.positions, positions, lengths, tokens)
+            if self.tokens is not None:
+                keep &= _are_in(tokens, self.tokens)
+            rows = rows[keep]
+        return rows
+
+
+def read_filter(shards: Sequence[Shard], asked: Mapping[str, object]) -> Filter:
+    """Return the filter for the arguments of `Store.select`.
+
+    Raises:
+        StoreError: an argument has a wrong type, or a name does not occur in these shards.
+        SpecError: the positions are malformed.
+    """
+    # Values are collected only for filters that are given: there may be millions of requests.
+    found = {
+        name: None
+        if asked[name] is None
+        else _read(name, asked[name], {each for shard in shards for each in names(shard)})
+        for name, names in _VALUES.items()
+    }
+    position, token = asked["position"], asked["token"]
+    return Filter(
+        sites=found["site"],
+        layers=found["layer"],
+        requests=found["request"],
+        children=found["child"],
+        tags=found["tag"],
+        models=found["model"],
+        codecs=found["codec"],
+        positions=None if position is None else _read_positions(position),
+        tokens=None if token is None else _read_tokens(token),
+    )
+
+
+def _read(name: str, value: object, known: Collection[Any]) -> frozenset[Any]:
+    """Return the requested values, all of which occur in `known`."""
+    wanted: Iterable[Any]
+    if name in ("layer", "child"):
+        wanted = _numbers(name, value, known)
+    elif name == "site":
+        wanted = (sites.canonical(site) or site for site in _words(name, value))
+    else:
+        wanted = _words(name, value)
+    found = frozenset(wanted)
+    missing = sorted(found - set(known))
+    if missing:
+        one = missing[0]
+        present = f"; known: {_shorten(sorted(known))}" if known else ": the store is empty"
+        close = hint(one, known) if isinstance(one, str) else ""
+        raise StoreError(f"{name}: no rows in this store have {show(one)}{close}{present}")
+    return found
+
+
+def _words(name: str, value: object) -> list[str]:
+    found = []
+    for one in list(value) if isinstance(value, _LISTS) else [value]:
+        if not isinstance(one, str):
+            raise StoreError(f"{name}: expected `str` or a list of them, got {kind(one)}")
+        found.append(str(one))
+    return found
+
+
+def _numbers(name: str, value: object, known: Collection[int]) -> list[int]:
+    """Return the ints as given; for a range or slice, the known numbers in it."""
+    if isinstance(value, slice):
+        bounds = [each for each in (value.start, value.stop) if each is not None]
+        if any(not is_int(each) or each < 0 for each in bounds):
+            raise StoreError(f"{name}: expected a slice with bounds from 0, got {value}")
+        value = range(max(known, default=0) + 1)[value]
+    if isinstance(value, range):
+        return [each for each in known if each in value]
+    return _ints(name, value)
+
+
+def _read_tokens(value: object) -> NDArray[np.int64] | range:
+    if isinstance(value, range):
+        _ints("token", [value.start, value.stop])
+        return value
+    return np.array(_ints("token", value), np.int64)
+
+
+def _ints(name: str, value: object) -> list[int]:
+    found = []
+    for one in list(value) if isinstance(value, _LISTS) else [value]:
+        if not is_int(one) or abs(int(one)) > INT_LIMIT:
+            got = kind(one) if not is_int(one) else show(int(one))
+            raise StoreError(
+                f"{name}: expected `int` within ±2**31, or a list or range of them, got {got}"
+            )
+        found.append(int(one))
+    return found
+
+
+def _read_positions(value: object) -> Positions:
+    positions = Positions.parse(value)
+    for item in (*positions.include, *positions.exclude):
+        if isinstance(item, (Text, Role)) or item == "last":
+            raise StoreError(
+                f"position: {show_item(item)} cannot be determined for stored rows; capture these "
+                "positions separately under a tag"
+            )
+    return positions
+
+
+def _matches(
+    positions: Positions,
+    places: NDArray[np.int64],
+    prompts: NDArray[np.int64],
+    tokens: NDArray[np.int64],
+) -> NDArray[np.bool_]:
+    """Return bool [n]: the rows that match.
+
+    Args:
+        positions: the requested positions.
+        places: int64 [n], position of each row.
+        prompts: int64 [n], prompt length of each row's request.
+        tokens: int64 [n], token id of each row.
+    """
+    found = np.zeros(len(places), np.bool_)
+    for item in positions.include:
+        found |= _item_matches(item, places, prompts, tokens)
+    for item in positions.exclude:
+        found &= ~_item_matches(item, places, prompts, tokens)
+    if positions.phase != "all":
+        found &= (places < prompts) == (positions.phase == "prompt")
+    return found
+
+
+def _item_matches(
+    item: Item, places: NDArray[np.int64], prompts: NDArray[np.int64], tokens: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    if isinstance(item, TokenIds):
+        return np.isin(tokens, item.ids)
+    if isinstance(item, (Span, Window)):
+        found = np.zeros(len(places), np.bool_)
+        # Prompts of equal length have the same bounds.
+        for length in np.unique(prompts).tolist():
+            start, stop = item.bounds(length)
+            within = (prompts == length) & (places >= start) & ((places - start) % item.step == 0)
+            found |= within if stop is None else within & (places < stop)
+        return found
+    if item == "all":
+        return np.ones(len(places), np.bool_)
+    if item == "prompt":
+        return np.less(places, prompts)
+    if item == "generated":
+        return np.greater_equal(places, prompts)
+    number = -1 if item == "last_prompt" else item
+    assert isinstance(number, int)
+    return np.equal(places, number if number >= 0 else prompts + number)
+
+
+def _are_in(values: NDArray[np.int64], wanted: NDArray[np.int64] | range) -> NDArray[np.bool_]:
+    if isinstance(wanted, range):
+        if not wanted:
+            return np.zeros(len(values), np.bool_)
+        low, high = sorted((wanted[0], wanted[-1]))
+        found = (values >= low) & (values <= high) & ((values - low) % wanted.step == 0)
+        return np.asarray(found, np.bool_)
+    return np.isin(values, wanted)
+
+
+def _shorten(names: Sequence[object]) -> str:
+    """Return at most eight names and the total number, for messages."""
+    shown = ", ".join(repr(name) for name in names[:8])
+    return f"{shown}, … ({len(names)} in total)" if len(names) > 8 else shown

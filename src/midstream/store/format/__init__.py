@@ -1,0 +1,1 @@
+"""The shard file format, see `docs/store-format.md`."""

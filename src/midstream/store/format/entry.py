@@ -1,0 +1,146 @@
+"""Store entries (the rows of one completion) and shard headers (what all rows share)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from midstream.codecs import Codec, parse_codec
+from midstream.errors import CodecError, SpecError, StoreError, UnsupportedError
+from midstream.sites import Tap
+from midstream.validation import is_int, kind, listed, show
+
+DTYPES = ("bfloat16", "float16", "float32")
+MAX_TEXT = 1024  # characters of a request's id, a tag, a model's name and the like
+MAX_HIDDEN = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TapRows:
+    """The rows of one completion at one site and layer.
+
+    Attributes:
+        data: uint8 [n, row_bytes] on the host, as the store's codec encodes them.
+        positions: int64 [n], ascending.
+        token_ids: int64 [n]; 0 where the prompt was embeddings.
+    """
+
+    data: Tensor
+    positions: Tensor
+    token_ids: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """The rows and metadata of one completion.
+
+    Attributes:
+        request: id of the request, not empty.
+        child: index of the completion in its request, from 0.
+        tag: label by which rows can be selected and pruned together; may be empty.
+        prompt_tokens: number of prompt tokens.
+        metadata: any JSON object, for example the prompt's text, the plan and the receipt.
+        taps: its rows by (site, layer).
+    """
+
+    request: str
+    prompt_tokens: int
+    taps: Mapping[Tap, TapRows]
+    child: int = 0
+    tag: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """Properties that all rows of a shard share.
+
+    Attributes:
+        model: name or path of the model, as passed to the engine.
+        revision: revision of the model; empty if none was given.
+        hidden_size: width of the vectors before encoding.
+        dtype: dtype of the vectors before encoding: bfloat16, float16 or float32.
+        codec: codec spec with every parameter written out: "raw", "rp8:k=512,seed=0".
+        vllm: version of vLLM.
+        midstream: version of midstream.
+
+    Raises:
+        StoreError: a field is malformed, or the codec is unknown.
+    """
+
+    model: str
+    revision: str
+    hidden_size: int
+    dtype: str
+    codec: str
+    vllm: str
+    midstream: str
+
+    def __post_init__(self) -> None:
+        for name in ("model", "revision", "vllm", "midstream"):
+            check_text(name, getattr(self, name))
+        check_number("hidden_size", self.hidden_size, 1, MAX_HIDDEN)
+        if self.dtype not in DTYPES:
+            got = show(self.dtype) if isinstance(self.dtype, str) else kind(self.dtype)
+            raise StoreError(f"dtype: expected one of {listed(DTYPES)}, got {got}")
+        spec = self.open_codec().spec
+        if spec != self.codec:
+            raise StoreError(f"codec: expected the full spec {show(spec)}, got {self.codec!r}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as a torch dtype."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one encoded row."""
+        return self.open_codec().row_bytes(self.hidden_size, self.torch_dtype)
+
+    def open_codec(self) -> Codec:
+        """Return the codec of the rows."""
+        if not isinstance(self.codec, str):
+            raise StoreError(f"codec: expected a spec, `str`, got {kind(self.codec)}")
+        try:
+            codec = parse_codec(self.codec)
+            codec.row_bytes(self.hidden_size, self.torch_dtype)
+        except (SpecError, CodecError, UnsupportedError) as error:
+            raise StoreError(str(error)) from None
+        return codec
+
+
+def check_text(name: str, value: object, *, least: int = 0) -> str:
+    """Return `value` if it is a string of `least` to MAX_TEXT characters that UTF-8 can encode.
+
+    Raises:
+        StoreError: it is not; the message begins with `name`.
+    """
+    if not isinstance(value, str):
+        raise StoreError(f"{name}: expected `str`, got {kind(value)}")
+    if not least <= len(value) <= MAX_TEXT:
+        raise StoreError(f"{name}: expected {least} to {MAX_TEXT} characters, got {len(value)}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise StoreError(f"{name}: {show(value)} contains a lone surrogate") from None
+    return value
+
+
+def check_number(name: str, value: object, least: int, most: int) -> int:
+    """Return `value` as an int if it is an integer in [least, most].
+
+    Raises:
+        StoreError: it is not; the message begins with `name`.
+    """
+    # The common case first: `is_int` takes ten times as long.
+    if type(value) is not int and not is_int(value):
+        raise StoreError(f"{name}: expected `int`, got {kind(value)}")
+    found = int(value)
+    if not least <= found <= most:
+        raise StoreError(f"{name}: expected {least} to {most}, got {show(found)}")
+    return found

@@ -1,0 +1,290 @@
+"""Where everything is in a shard, and its header. `docs/store-format.md` has it byte by byte.
+
+A header has one form only: what is in a shard determines it to the byte. A reader takes from a
+header what it says is there, writes the header of that, and compares.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from midstream import sites
+from midstream.errors import SpecError, StoreError
+from midstream.sites import Tap
+from midstream.store.format.entry import Header
+from midstream.validation import is_int, read_json, show
+
+FORMAT = "midstream.store"
+VERSION = "1"
+BLOCK = 1 << 16  # bytes that one checksum speaks for
+CHECKSUM = f"crc32:{BLOCK}"
+ALIGNMENT = 64
+
+MAX_HEADER = 4 << 20
+MAX_REQUESTS = 16 << 20  # bytes of the lines of all requests
+MAX_METADATA = 16 << 20  # bytes of one request's metadata
+MAX_LAYER = (1 << 16) - 1
+MAX_ROWS = 1 << 40
+MAX_POSITION = (1 << 26) - 1
+
+_COLUMNS = (("position", "I64", 8), ("token_id", "I64", 8), ("request", "I32", 4))
+_BYTES_PER_ROW = sum(size for _, _, size in _COLUMNS)
+_TENSOR = re.compile(r"g(0|[1-9][0-9]{0,5})\.(?:request|([a-z_]{1,32})\.(0|[1-9][0-9]{0,4}))")
+_SHARD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}\.safetensors")
+_SITE_ORDER = {name: order for order, name in enumerate(sites.NAMES)}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor of a shard; `start` and `stop` count bytes from the first tensor's first."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Taps that have rows of the same requests, positions and tokens.
+
+    Attributes:
+        taps: (site, layer), in `tap_order`.
+        rows: how many each of them has.
+    """
+
+    taps: tuple[Tap, ...]
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All that a shard's header says.
+
+    Attributes:
+        header: what all rows share.
+        groups: in the order in which they lie in the shard.
+        requests_bytes: length of the requests' lines.
+        metadata_bytes: length of the requests' metadata, padding included; see `padding`.
+        replaces: names of the shards that this one was made of, and stands for.
+    """
+
+    header: Header
+    groups: tuple[Group, ...]
+    requests_bytes: int
+    metadata_bytes: int
+    replaces: tuple[str, ...] = ()
+
+    def head(self) -> bytes:
+        """The shard up to its first tensor: the header's length and the header."""
+        about = {
+            "format": FORMAT,
+            "version": VERSION,
+            "checksum": CHECKSUM,
+            "replaces": " ".join(self.replaces),
+        }
+        about |= {field.name: str(getattr(self.header, field.name)) for field in fields(Header)}
+        described: dict[str, object] = {"__metadata__": about}
+        for name, place in self.places().items():
+            described[name] = {
+                "dtype": place.dtype,
+                "shape": list(place.shape),
+                "data_offsets": [place.start, place.stop],
+            }
+        text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
+
+    def places(self) -> dict[str, Place]:
+        """Every tensor by its name, in the order in which they lie, without a gap."""
+        found: dict[str, Place] = {}
+        end = 0
+        for name, dtype, shape, size in self._tensors():
+            found[name] = Place(dtype, shape, end, end + size)
+            end += size
+        words = 2 + -(-end // BLOCK)
+        found["checksums"] = Place("U32", (words,), end, end + 4 * words)
+        return found
+
+    def _tensors(self) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+        """(name, dtype, shape, bytes) of all tensors but the last, `checksums`."""
+        width = self.header.row_bytes
+        for column, dtype, size in _COLUMNS:
+            for number, group in enumerate(self.groups):
+                yield f"g{number}.{column}", dtype, (group.rows,), size * group.rows
+        for number, group in enumerate(self.groups):
+            for tap in group.taps:
+                yield tap_name(number, tap), "U8", (group.rows, width), width * group.rows
+        yield "requests", "U8", (self.requests_bytes,), self.requests_bytes
+        yield "metadata", "U8", (self.metadata_bytes,), self.metadata_bytes
+
+
+def padding(nbytes: int) -> int:
+    """How many spaces follow the metadata, so that the checksums after them are aligned.
+
+    Args:
+        nbytes: of all tensors before, and of the metadata itself.
+    """
+    return -nbytes % ALIGNMENT
+
+
+def group_bytes(group: Group, row_bytes: int) -> int:
+    """Bytes of a group's tensors, for rows of so many bytes."""
+    return group.rows * (_BYTES_PER_ROW + row_bytes * len(group.taps))
+
+
+def tap_name(group: int, tap: Tap) -> str:
+    """The name of the tensor that has a tap's rows."""
+    return f"g{group}.{tap[0]}.{tap[1]}"
+
+
+def tap_order(tap: Tap) -> tuple[int, int]:
+    """Sorts taps by layer, and within one in the order in which it reaches its sites."""
+    return tap[1], _SITE_ORDER[tap[0]]
+
+
+def is_shard_name(name: str) -> bool:
+    """Whether a file of this name is a shard: `*.safetensors`, not hidden, of plain characters."""
+    return _SHARD.fullmatch(name) is not None
+
+
+# ---------------------------------------------------------------- reading
+
+
+def header_length(first: bytes, size: int) -> int:
+    """How long the header is.
+
+    Args:
+        first: the file's first 8 bytes.
+        size: the file's length.
+
+    Raises:
+        StoreError: no header of this length can be in a shard of this size.
+    """
+    length = int.from_bytes(first, "little")
+    if len(first) < 8 or 8 + length > size:
+        raise StoreError(f"truncated: {size} bytes, and its header alone says it has {8 + length}")
+    if not 2 <= length <= MAX_HEADER:
+        raise StoreError(f"a header of {length} bytes; a shard's has at most {MAX_HEADER}")
+    return length
+
+
+def read_head(head: bytes, size: int) -> Layout:
+    """What a shard's header says.
+
+    Args:
+        head: the file's first bytes: the header's length and the header.
+        size: the file's length.
+
+    Raises:
+        StoreError: not a shard's header, one of a version that is not known, or one that does
+            not fit the file or itself. Nothing is allocated on its word.
+    """
+    try:
+        described = read_json(head[8:])
+    except SpecError as error:
+        raise StoreError(f"the header is not JSON: {error}") from None
+    if not isinstance(described, dict):
+        raise StoreError("the header is not a JSON object")
+    header, replaces = _read_about(described.get("__metadata__"))
+    layout = Layout(
+        header,
+        _read_groups(described),
+        _length(described, "requests"),
+        _length(described, "metadata"),
+        replaces,
+    )
+    places = layout.places()
+    _check_tensors(described, places)
+    if layout.head() != head:
+        raise StoreError("the header is not written as midstream writes it")
+    wanted = len(head) + places["checksums"].stop
+    if wanted != size:
+        what = "truncated" if size < wanted else "too long"
+        raise StoreError(f"{what}: {size} bytes, and by its header it has {wanted}")
+    return layout
+
+
+def _read_about(about: object) -> tuple[Header, tuple[str, ...]]:
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise StoreError("a safetensors file, but not a shard of a midstream store")
+    if about.get("version") != VERSION:
+        raise StoreError(
+            f"version {_shown(about.get('version'))} of the format; this midstream reads {VERSION}"
+        )
+    if about.get("checksum") != CHECKSUM:
+        raise StoreError(f"checksum: expected {CHECKSUM}, got {_shown(about.get('checksum'))}")
+    values: dict[str, Any] = {field.name: about.get(field.name) for field in fields(Header)}
+    size = values["hidden_size"]
+    if not isinstance(size, str) or not size.isascii() or not size.isdigit() or len(size) > 9:
+        raise StoreError(f"hidden_size: expected a number, got {_shown(size)}")
+    header = Header(**(values | {"hidden_size": int(size)}))
+    replaces = about.get("replaces")
+    names = replaces.split(" ") if isinstance(replaces, str) and replaces else []
+    for name in names:
+        if not is_shard_name(name):
+            raise StoreError(f"replaces: {_shown(name)} is no shard's name")
+    return header, tuple(names)
+
+
+def _read_groups(described: Mapping[str, Any]) -> tuple[Group, ...]:
+    """The groups that there are tensors of, if all else is right; that is seen to elsewhere."""
+    rows: dict[int, int] = {}
+    taps: dict[int, list[Tap]] = {}
+    for name, tensor in described.items():
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            continue
+        number = int(match[1])
+        if match[2] is None:
+            rows[number] = _rows(name, tensor)
+            continue
+        tap = match[2], int(match[3])
+        if tap[0] not in sites.NAMES or tap[1] > MAX_LAYER:
+            raise StoreError(f"tensor {show(name)}: no site and layer that midstream knows")
+        taps.setdefault(number, []).append(tap)
+    if sorted(rows) != list(range(len(rows))) or set(rows) != set(taps):
+        raise StoreError("the groups are not numbered from 0, or one has no taps or no index")
+    return tuple(Group(tuple(sorted(taps[n], key=tap_order)), rows[n]) for n in range(len(rows)))
+
+
+def _check_tensors(described: Mapping[str, Any], places: Mapping[str, Place]) -> None:
+    """Names the first tensor that is not where, or what, all the others say it is."""
+    for name in described:
+        if name != "__metadata__" and name not in places:
+            raise StoreError(f"tensor {show(name)} is not one of a shard's")
+    for name, place in places.items():
+        got = described.get(name)
+        wanted = {
+            "dtype": place.dtype,
+            "shape": list(place.shape),
+            "data_offsets": [place.start, place.stop],
+        }
+        if got != wanted:
+            raise StoreError(f"tensor {show(name)}: expected {wanted}, got {_shown(got)}")
+
+
+def _rows(name: str, tensor: object) -> int:
+    """The length of a tensor of one dimension."""
+    shape = tensor.get("shape") if isinstance(tensor, dict) else None
+    if not isinstance(shape, list) or len(shape) != 1 or not is_int(shape[0]):
+        raise StoreError(f"tensor {show(name)}: expected one dimension, got {_shown(shape)}")
+    rows = int(shape[0])
+    if not 0 <= rows <= MAX_ROWS:
+        raise StoreError(f"tensor {show(name)}: {show(rows)} rows; a shard has at most {MAX_ROWS}")
+    return rows
+
+
+def _length(described: Mapping[str, Any], name: str) -> int:
+    if name not in described:
+        raise StoreError(f"no tensor {show(name)}")
+    return _rows(name, described[name])
+
+
+def _shown(value: object) -> str:
+    """A value out of a header, for messages: never long."""
+    return "nothing" if value is None else show(value if isinstance(value, str) else repr(value))

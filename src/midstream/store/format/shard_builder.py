@@ -1,0 +1,181 @@
+"""Builder of one shard from entries, which it references without copying."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from midstream.errors import StoreError
+from midstream.sites import Tap
+from midstream.store.format.checksums import Summing, seal
+from midstream.store.format.entry import Entry, Header, check_number, check_text
+from midstream.store.format.entry_rows import IndexedRows, read_rows
+from midstream.store.format.layout import (
+    MAX_HEADER,
+    MAX_POSITION,
+    MAX_REQUESTS,
+    Group,
+    Layout,
+    group_bytes,
+    padding,
+)
+from midstream.store.format.lines import MAX_CHILD, Line, emit_metadata
+from midstream.validation import show
+
+# Far below the limit of a header, so that one more entry always fits.
+_MANY_TENSORS = MAX_HEADER // 512
+
+
+@dataclass(slots=True)
+class _Column:
+    """The requests and rows of one group."""
+
+    number: int
+    requests: list[int] = field(default_factory=list)
+    parts: list[IndexedRows] = field(default_factory=list)
+    rows: int = 0
+
+
+class ShardBuilder:
+    """The entries of one shard.
+
+    Entries are referenced: the contents of their tensors must not change until the shard is
+    written.
+
+    Attributes:
+        header: what all rows share.
+        nbytes: approximate length of the shard.
+    """
+
+    def __init__(self, header: Header, replaces: Sequence[str] = ()) -> None:
+        """Args:
+        header: what all rows share.
+        replaces: names of the shards that this one replaces.
+        """
+        self.header = header
+        self.nbytes = 0
+        self._row_bytes = header.row_bytes
+        self._replaces = tuple(replaces)
+        self._columns: dict[tuple[Tap, ...], _Column] = {}
+        self._tensors = 0
+        self._lines: list[bytes] = []
+        self._lines_bytes = 0
+        self._metadata: list[bytes] = []
+        self._known: set[tuple[str, int]] = set()
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    @property
+    def full(self) -> bool:
+        """Whether the next entry should start another shard, regardless of this one's length."""
+        return self._tensors >= _MANY_TENSORS or self._lines_bytes >= MAX_REQUESTS // 2
+
+    def read(self, entry: Entry) -> tuple[Line, bytes, list[IndexedRows]]:
+        """Return the arguments of `add` for an entry.
+
+        Raises:
+            StoreError: the entry is malformed or does not match the header.
+        """
+        if not isinstance(entry, Entry):
+            raise StoreError(f"expected `Entry`, got `{type(entry).__name__}`")
+        check_text("request", entry.request, least=1)
+        try:
+            metadata = emit_metadata(entry.metadata)
+            line = Line(
+                entry.request,
+                check_number("child", entry.child, 0, MAX_CHILD),
+                check_text("tag", entry.tag),
+                check_number("prompt_tokens", entry.prompt_tokens, 0, MAX_POSITION + 1),
+                (),
+                len(metadata),
+            )
+            return line, metadata, read_rows(entry.taps, self._row_bytes)
+        except StoreError as error:
+            raise StoreError(f"request {show(entry.request)}: {error}") from None
+
+    def add(self, line: Line, metadata: bytes, rows: Sequence[IndexedRows]) -> None:
+        """Add one completion.
+
+        Args:
+            line: its line; `rows` of it is ignored and computed here.
+            metadata: its metadata, as JSON.
+            rows: its rows, each tap once.
+
+        Raises:
+            StoreError: the completion was added before.
+        """
+        known = line.request, line.child
+        if known in self._known:
+            raise StoreError(
+                f"request {show(line.request)}: completion {line.child} was added before"
+            )
+        counts = []
+        for part in rows:
+            taps, count = tuple(part.data), len(part.positions)
+            column = self._columns.get(taps)
+            if column is None:
+                column = self._columns[taps] = _Column(len(self._columns))
+                self._tensors += 3 + len(taps)
+            column.requests.append(len(self._lines))
+            column.parts.append(part)
+            column.rows += count
+            counts.append((column.number, count))
+            self.nbytes += group_bytes(Group(taps, count), self._row_bytes)
+        text = replace(line, rows=tuple(sorted(counts))).emit()
+        self._lines.append(text)
+        self._lines_bytes += len(text)
+        self._metadata.append(metadata)
+        self._known.add(known)
+        self.nbytes += len(text) + len(metadata)
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield the shard's bytes in order, without copying the rows.
+
+        Raises:
+            StoreError: the header would be longer than readers accept.
+        """
+        head = self._layout().head()
+        if len(head) > MAX_HEADER:
+            raise StoreError(f"header of {len(head)} bytes; the limit is {MAX_HEADER}")
+        summing = Summing()
+        try:
+            yield memoryview(head)
+            for part in self._parts():
+                piece = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
+                summing.add(piece)
+                yield piece
+            yield seal([zlib.crc32(head), *summing.finish()]).view(np.uint8).data
+        finally:
+            summing.close()
+
+    def _layout(self) -> Layout:
+        groups = tuple(Group(taps, column.rows) for taps, column in self._columns.items())
+        metadata = sum(map(len, self._metadata)) + self._padding()
+        return Layout(self.header, groups, self._lines_bytes, metadata, self._replaces)
+
+    def _padding(self) -> int:
+        # `nbytes` counts everything before the padding.
+        return padding(self.nbytes)
+
+    def _parts(self) -> Iterator[NDArray[Any]]:
+        """Yield all tensors except the checksums, in the order of `Layout.places`."""
+        columns = self._columns.values()
+        # Concatenated: index arrays are small and may be many.
+        for column in columns:
+            yield np.concatenate([part.positions for part in column.parts])
+        for column in columns:
+            yield np.concatenate([part.token_ids for part in column.parts])
+        for column in columns:
+            lengths = [len(part.positions) for part in column.parts]
+            yield np.repeat(np.array(column.requests, np.int32), lengths)
+        for taps, column in self._columns.items():
+            for tap in taps:
+                yield from (part.data[tap] for part in column.parts)
+        yield np.frombuffer(b"".join(self._lines), np.uint8)
+        yield np.frombuffer(b"".join(self._metadata) + b" " * self._padding(), np.uint8)

@@ -1,0 +1,1 @@
+"""Merging, pruning, rewriting and verifying stores."""

@@ -1,0 +1,65 @@
+"""Requests of shards, put into another shard that stands for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+
+from midstream.store.backends.local import Folder
+from midstream.store.format.entry_rows import IndexedRows
+from midstream.store.format.shard import Shard
+from midstream.store.format.shard_builder import ShardBuilder
+from midstream.store.maintenance.verify import check_shard
+from midstream.store.writer import new_name
+
+_TIME = re.compile(r"\d{8}T\d{6}\.\d{6}-")
+
+
+def copy_requests(shard: Shard, draft: ShardBuilder, requests: Iterable[int]) -> None:
+    """Adds requests of a shard, by index, to a draft, which refers to the shard's memory.
+
+    Raises:
+        StoreError: one of them is in the draft already.
+    """
+    for index in requests:
+        rows = [
+            IndexedRows(
+                shard.column(run.group, "position", run.start, run.stop),
+                shard.column(run.group, "token_id", run.start, run.stop),
+                {
+                    tap: shard.rows(run.group, tap, run.start, run.stop)
+                    for tap in shard.groups[run.group].taps
+                },
+            )
+            for run in shard.runs(index)
+        ]
+        draft.add(shard.lines[index], shard.metadata_text(index), rows)
+
+
+def names_for(shards: Iterable[Shard]) -> list[str]:
+    """What a shard that stands for these replaces: them, and all that they stand for."""
+    return list(dict.fromkeys(name for one in shards for name in (one.name, *one.layout.replaces)))
+
+
+def successor(shards: Collection[Shard]) -> str:
+    """A name for a shard that stands for these: it sorts where the last of them does."""
+    last = max(shard.name for shard in shards)
+    time = _TIME.match(last)
+    name = new_name()
+    return time[0] + name[len(time[0]) :] if time else name
+
+
+def find_replaced(folder: Folder, shards: Iterable[Shard]) -> list[str]:
+    """The names of shards that others stand for: what is left of work that was interrupted.
+
+    Raises:
+        StoreError: one that stands for others is damaged: they may be all that there is.
+    """
+    there = set(folder.names())
+    found: set[str] = set()
+    for shard in shards:
+        replaced = there.intersection(shard.layout.replaces)
+        if replaced:
+            check_shard(shard)
+        found |= replaced
+    return sorted(found)

@@ -1,0 +1,113 @@
+"""Rows in a store as `Activations` has them: read when they are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from midstream.errors import CodecError, StoreError
+from midstream.results.activations import Activations
+from midstream.results.encoded_rows import Rows
+from midstream.sites import Tap
+from midstream.store.format.entry_rows import check_positions
+from midstream.store.format.shard import Run, Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRows(Rows):
+    """Rows of one completion at one tap, in their shard.
+
+    Attributes:
+        shard: where they are.
+        run: which rows of it.
+        tap: their site and layer.
+    """
+
+    shard: Shard
+    run: Run
+    tap: Tap
+
+    def __len__(self) -> int:
+        return self.run.stop - self.run.start
+
+    def encoded(self) -> Tensor:
+        """uint8 [n, bytes of a row]: a copy, which is the caller's."""
+        rows = self.shard.rows(self.run.group, self.tap, self.run.start, self.run.stop)
+        if not len(rows):
+            # `from_numpy` of no rows has strides that cannot be viewed as another dtype.
+            return torch.empty(rows.shape, dtype=torch.uint8)
+        # NumPy's memory and not torch's: it comes in huge pages.
+        return torch.from_numpy(rows.copy())
+
+    def decoded(self) -> Tensor:
+        """[n, width], as the codec has it. Raises StoreError where the rows cannot be decoded."""
+        return decode(self.shard, self.encoded())
+
+
+def decode(shard: Shard, data: Tensor) -> Tensor:
+    """Rows of a shard, decoded.
+
+    Args:
+        shard: where they are from.
+        data: uint8 [n, row_bytes].
+
+    Raises:
+        StoreError: they are none that the shard's codec writes.
+    """
+    header = shard.header
+    try:
+        return header.open_codec().decode(data, header.hidden_size, header.torch_dtype)
+    except CodecError as error:
+        raise StoreError(f"{shard.path}: {error}") from None
+
+
+def read_activations(shard: Shard, request: int) -> Activations:
+    """What was captured for the request of this index of a shard.
+
+    Raises:
+        StoreError: its index is damaged.
+    """
+    header = shard.header
+    codec, dtype = header.open_codec(), header.torch_dtype
+    values: dict[Tap, Tensor | Rows] = {}
+    positions: dict[Tap, Tensor] = {}
+    places = []
+    tokens = []
+    for run in shard.runs(request):
+        found = shard.column(run.group, "position", run.start, run.stop).copy()
+        where = f"group {run.group}, rows {run.start} to {run.stop}"
+        check_positions(found, f"{shard.path}: {where}")
+        places.append(found)
+        tokens.append(shard.column(run.group, "token_id", run.start, run.stop))
+        shared = torch.from_numpy(found)
+        for tap in shard.groups[run.group].taps:
+            positions[tap] = shared
+            values[tap] = StoredRows(
+                codec=codec,
+                hidden=header.hidden_size,
+                dtype=dtype,
+                chunks=(),
+                places=(),
+                shard=shard,
+                run=run,
+                tap=tap,
+            )
+    ordered = shard.taps(request)
+    return Activations(
+        {tap: values[tap] for tap in ordered},
+        {tap: positions[tap] for tap in ordered},
+        _by_position(places, tokens),
+    )
+
+
+def _by_position(places: list[np.ndarray], tokens: list[np.ndarray]) -> Tensor:
+    """int64: each token at its position; 0 where none is stored. Pages without any take no
+    memory.
+    """
+    found = np.zeros(max((int(each[-1]) + 1 for each in places if len(each)), default=0), np.int64)
+    for where, ids in zip(places, tokens, strict=True):
+        found[where] = ids
+    return torch.from_numpy(found)

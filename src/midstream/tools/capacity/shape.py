@@ -1,0 +1,195 @@
+"""What a plan must know of a model: its width, its layers, and how many weights a token meets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.tools.capacity.weights import Weights, count_weights
+from midstream.validation import hint, is_int, kind, listed, show
+
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
+_QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "torch_dtype": "bfloat16",
+}
+# What the models' own config.json say.
+NAMED: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {
+        **_LLAMA,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-0.6b": {
+        **_QWEN3,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-30b-a3b": {
+        **_QWEN3,
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+    },
+    "llama-8b": {
+        **_LLAMA,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "llama-70b": {
+        **_LLAMA,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+    "llama-405b": {
+        **_LLAMA,
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+    },
+}
+# Names of fields in configurations of other families.
+_ALSO = {
+    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """A model's size.
+
+    Attributes:
+        name: as it was asked for.
+        source: where the sizes are from.
+        hidden_size: width of the residual stream.
+        num_layers: decoder layers.
+        dtype: of the vectors: bfloat16, float16 or float32.
+        weights: how many there are; None for a kind of model whose layers are not known here.
+    """
+
+    name: str
+    source: str
+    hidden_size: int
+    num_layers: int
+    dtype: str
+    weights: Weights | None
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number of the dtype."""
+        return DTYPES[self.dtype]
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of one vector of the stream."""
+        return self.hidden_size * self.itemsize
+
+
+def read_model(model: str, dtype: str = "auto") -> ModelSize:
+    """A model by the name of a known shape, by its folder, or by its config.json.
+
+    Nothing is downloaded.
+
+    Args:
+        model: one of `NAMED`, a folder that has a config.json, or such a file.
+        dtype: what the engine computes in. "auto": what the configuration says, and bfloat16
+            where that is float32, as vLLM does on a GPU.
+
+    Raises:
+        SpecError: there is no such thing, or it does not say what must be known. The path is
+            `model`, with the field of the configuration, or `dtype`.
+    """
+    if model in NAMED:
+        return read_config(NAMED[model], model, "built in: the sizes of its config.json", dtype)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise SpecError(
+            "model",
+            f"expected one of {listed(NAMED)}, a folder with a config.json, or such a file; got "
+            f"{show(model)}{hint(model, NAMED)}",
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise SpecError("model", f"{path}: expected JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise SpecError("model", f"{path}: expected a JSON object, got {kind(config)}")
+    return read_config(config, model, str(path), dtype)
+
+
+def read_config(config: Mapping[str, Any], name: str, source: str, dtype: str) -> ModelSize:
+    """A model's size by the fields of its config.json. Arguments and errors as of `read_model`."""
+    # The language model of one that also sees or hears.
+    inner = config.get("text_config")
+    text: Mapping[str, Any] = {**config, **inner} if isinstance(inner, dict) else config
+    return ModelSize(
+        name,
+        source,
+        _number(text, "hidden_size"),
+        _number(text, "num_hidden_layers"),
+        _dtype(text, dtype),
+        count_weights(text),
+    )
+
+
+def _number(config: Mapping[str, Any], name: str) -> int:
+    names = (name, *_ALSO[name])
+    found = next((config[one] for one in names if config.get(one) is not None), None)
+    if found is None:
+        raise SpecError(f"model.{name}", f"the configuration has none of {listed(names)}")
+    if not is_int(found) or not 1 <= int(found) < 1 << 20:
+        raise SpecError(
+            f"model.{name}", f"expected a number from 1 to {(1 << 20) - 1}, got {found!r}"
+        )
+    return int(found)
+
+
+def _dtype(config: Mapping[str, Any], asked: str) -> str:
+    if asked in DTYPES:
+        return asked
+    if asked != "auto":
+        raise SpecError("dtype", f"expected auto, {listed(DTYPES)}; got {show(asked)}")
+    found = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    found = found.removeprefix("torch.")
+    if found not in DTYPES:
+        raise SpecError(
+            "dtype", f"the configuration says {show(found)}; say which of {listed(DTYPES)} it is"
+        )
+    return "bfloat16" if found == "float32" else found

@@ -1,0 +1,210 @@
+"""Test requests of the doctor: plain ones, and one for each operation.
+
+Edit vectors have the norm of the activations at their tap. An edit that is skipped or applied at
+the wrong site therefore exceeds the tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from midstream import Ablate, Affine, Clamp, Feature, Gate, LoReFT, Probe, Replace, Scale, Steer
+from midstream.sites import NAMES, Tap
+from midstream.tools.doctor import formulas
+from midstream.tools.doctor.reference import Reference
+
+PROMPT_LENGTHS = (3, 13, 37)
+# Index of the prompt that operations are tested on.
+EDITED = 1
+PLAIN_TOKENS, EDITED_TOKENS = 4, 2
+FIRST_TOKEN = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test request with the results of transformers.
+
+    Attributes:
+        name: name of the operation; empty for a plain request.
+        tap: tap of the operation; None for a plain request.
+        prompt: token ids.
+        edit: edit with vectors by value, or None.
+        probe: probe with its direction by value, or None.
+        tokens: greedy continuation, token ids.
+        logits: float32 [T, V] over prompt and continuation, without the last token.
+        values: float32 [T, H] by tap.
+        effect: norm of the edit's change at its tap, relative to the norm before the edit.
+    """
+
+    name: str
+    tap: Tap | None
+    prompt: list[int]
+    edit: Any
+    probe: Any
+    tokens: list[int]
+    logits: Tensor
+    values: dict[Tap, Tensor]
+    effect: float = 0.0
+
+
+def prompts(vocabulary: int, seed: int) -> list[list[int]]:
+    """Return random prompts (token ids) with the lengths of `PROMPT_LENGTHS`."""
+    draw = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(FIRST_TOKEN, vocabulary, (size,), generator=draw).tolist()
+        for size in PROMPT_LENGTHS
+    ]
+
+
+def plain_cases(reference: Reference, seed: int) -> list[Case]:
+    """Return the requests that only capture."""
+    found = []
+    for prompt in prompts(reference.vocabulary, seed):
+        found.append(_case(reference, "", None, prompt, None, None, PLAIN_TOKENS))
+    return found
+
+
+def operation_cases(reference: Reference, seed: int) -> list[Case]:
+    """Return requests that test each operation.
+
+    `Steer` is tested at every site of up to four layers. Each other operation is tested in the
+    middle layer, at the last site of the stream and at one further site, which rotates.
+
+    Args:
+        reference: transformers' model, after `find_sites`.
+        seed: seed of the vectors.
+    """
+    count = len(reference.layers)
+    prompt = prompts(reference.vocabulary, seed)[EDITED]
+    plain = reference.run(prompt)
+
+    def maker(tap: Tap, nth: int = 0) -> _Maker:
+        return _Maker(tap, plain.values[tap], seed + nth)
+
+    found = [
+        _operation_case(reference, "Steer", maker((site, layer)), prompt)
+        for layer in sorted({0, count // 3, 2 * count // 3, count - 1})
+        for site in NAMES
+        if reference.missing((site, layer)) is None
+    ]
+    taps = [(site, count // 2) for site in NAMES]
+    taps = [tap for tap in taps if reference.missing(tap) is None]
+    others = [name for name in OPERATIONS if name != "Steer"]
+    for nth, name in enumerate(others):
+        # The engine may lack a branch site; the stream site always exists.
+        for tap in dict.fromkeys((taps[nth % len(taps)], taps[-1])):
+            found.append(_operation_case(reference, name, maker(tap, nth), prompt))
+    return found
+
+
+def _operation_case(reference: Reference, name: str, maker: _Maker, prompt: list[int]) -> Case:
+    made = OPERATIONS[name](maker)
+    if isinstance(made, Probe):
+        return _case(reference, name, maker.tap, prompt, None, made, EDITED_TOKENS)
+    return _case(reference, name, maker.tap, prompt, made, None, EDITED_TOKENS)
+
+
+def _case(
+    reference: Reference,
+    name: str,
+    tap: Tap | None,
+    prompt: list[int],
+    edit: Any,
+    probe: Any,
+    count: int,
+) -> Case:
+    changes = {} if edit is None or tap is None else {tap: lambda rows: formulas.apply(edit, rows)}
+    tokens, seen = reference.generate(prompt, count, changes)
+    effect = 0.0
+    if changes and tap is not None:
+        moved = seen.values[tap] - seen.before[tap]
+        effect = float(moved.norm() / seen.before[tap].norm())
+    return Case(name, tap, prompt, edit, probe, tokens, seen.logits, seen.values, effect)
+
+
+class _Maker:
+    """Random edit parameters for one tap, scaled to the activations there."""
+
+    def __init__(self, tap: Tap, rows: Tensor, seed: int) -> None:
+        self.tap = tap
+        self.rows = rows.double()
+        self.size = float(rows.norm(dim=-1).median())
+        self.place = {"site": tap[0], "layer": tap[1]}
+        self._draw = torch.Generator().manual_seed(seed)
+
+    def vector(self, length: float = 1.0) -> Tensor:
+        """Return a random vector whose norm is `length` times the median activation norm."""
+        v = torch.randn(self.rows.shape[1], generator=self._draw)
+        sized: Tensor = v * (length * self.size / v.norm())
+        return sized
+
+    def direction(self) -> Tensor:
+        """Return a unit vector correlated with the activations, so that products are not small."""
+        row = self.rows[len(self.rows) // 2].float()
+        v = torch.randn(row.shape[0], generator=self._draw)
+        both = row / row.norm() + v / v.norm()
+        unit: Tensor = both / both.norm()
+        return unit
+
+    def middle(self, direction: Tensor) -> float:
+        """Return a threshold that splits the products in about half, as far as possible from each
+        product.
+        """
+        products = (self.rows @ direction.double()).sort().values
+        third = len(products) // 3
+        gaps = products.diff()[third : len(products) - third]
+        nth = third + int(gaps.argmax())
+        return float(products[nth] + products[nth + 1]) / 2
+
+    def orthonormal(self) -> Tensor:
+        """Return two orthonormal vectors, float32 [2, H]."""
+        rows = torch.stack([self.direction(), self.direction()]).double()
+        found: Tensor = torch.linalg.qr(rows.T).Q.T.contiguous().float()
+        return found
+
+
+def _clamp(make: _Maker) -> Clamp:
+    direction = make.direction()
+    middle = make.middle(direction)
+    return Clamp(direction, low=middle + 0.5 * make.size, high=middle + make.size, **make.place)
+
+
+def _gate(make: _Maker) -> Gate:
+    direction = make.direction()
+    return Gate(Steer(make.vector(), **make.place), direction, make.middle(direction))
+
+
+def _feature(make: _Maker) -> Feature:
+    encoder = make.direction()
+    bias = -make.middle(encoder)
+    return Feature(encoder, make.direction(), value=1.5 * make.size, bias=bias, **make.place)
+
+
+def _affine(make: _Maker) -> Affine:
+    read = torch.stack([make.direction(), make.direction()])
+    return Affine(read, 0.5 * read.flip(0), bias=0.2 * make.size, **make.place)
+
+
+def _loreft(make: _Maker) -> LoReFT:
+    weight = torch.stack([make.direction(), make.direction()])
+    bias = [0.3 * make.size, -0.2 * make.size]
+    return LoReFT(make.orthonormal(), weight, bias, **make.place)
+
+
+OPERATIONS: dict[str, Callable[[_Maker], Any]] = {
+    "Steer": lambda make: Steer(make.vector(), **make.place),
+    "Ablate": lambda make: Ablate(torch.stack([make.direction(), make.direction()]), **make.place),
+    "Clamp": _clamp,
+    "Gate": _gate,
+    "Feature": _feature,
+    "Affine": _affine,
+    "LoReFT": _loreft,
+    "Replace": lambda make: Replace(make.vector(), alpha=0.7, **make.place),
+    "Scale": lambda make: Scale(1.5, **make.place),
+    "Probe": lambda make: Probe(make.direction(), bias=0.5, name="score", **make.place),
+}

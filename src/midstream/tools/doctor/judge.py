@@ -1,0 +1,151 @@
+"""Verdict on a model, from the outputs of the engine and of transformers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from midstream.results.site_table import SiteTable
+from midstream.sites import Tap
+from midstream.tools.doctor import compare, local
+from midstream.tools.doctor.cases import EDITED, Case
+from midstream.tools.doctor.compare import ErrorLimits
+from midstream.tools.doctor.reference import Reference
+from midstream.tools.doctor.report import LACKING, OK, UNCOMPARED, WRONG, OperationFound, SiteFound
+
+UNPROVEN = "vLLM's model differs from transformers' and neighbouring sites are not conclusive"
+
+
+@dataclass(frozen=True)
+class CaseOutputs:
+    """Test requests with their vLLM outputs.
+
+    Attributes:
+        cases: the requests.
+        outputs: vLLM's outputs, in the same order.
+    """
+
+    cases: Sequence[Case]
+    outputs: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Findings about one model.
+
+    Attributes:
+        sites: one finding for every site of every layer.
+        operations: one finding for each tested operation.
+        outcome, reason: overall result.
+        tolerance: largest accepted relative error.
+    """
+
+    sites: tuple[SiteFound, ...]
+    operations: tuple[OperationFound, ...]
+    outcome: str
+    reason: str
+    tolerance: float
+
+
+def judge(
+    reference: Reference, table: SiteTable, plain: CaseOutputs, edited: CaseOutputs, dtype: str
+) -> Judgement:
+    """Compare every site and operation with transformers.
+
+    Values are compared with those of the whole model. Where vLLM's own logits differ from
+    transformers', each site is compared with its neighbouring sites instead.
+    """
+    tie = compare.TIES[dtype]
+    difference = compare.logit_error(plain.cases, plain.outputs, tie)
+    limits = compare.limits_for(dtype, difference)
+    errors = compare.site_errors(plain.cases, plain.outputs, limits.tie)
+    sites = _sites(reference, table, errors, limits)
+    differing = {(one.site, one.layer): 0.0 for one in sites if one.outcome == WRONG}
+    operations = [
+        compare.judge_operation(case, output, limits, differing)
+        for case, output in zip(edited.cases, edited.outputs, strict=True)
+    ]
+    note = ""
+    if difference > tie:
+        note = f"vLLM's own logits of plain requests differ from transformers' by {difference:.1e}"
+        outcomes = [one.outcome for one in sites] + [one.outcome for one in operations]
+        if WRONG in outcomes:
+            try:
+                sites, operations = _compare_locally(reference, table, plain, edited, limits)
+            except Exception as error:  # noqa: BLE001 - vLLM may have patched its classes
+                note += f", and transformers' model fails after vLLM's ({type(error).__name__})"
+                return Judgement(tuple(sites), (), UNCOMPARED, note, limits.tolerance)
+            note += ", so each site was compared with its neighbours"
+        else:
+            note += ", so the tolerance was increased"
+    outcome, reason = _verdict(sites, operations, note)
+    if outcome == WRONG and not math.isfinite(difference):
+        # For example because vLLM did not load some weights.
+        outcome, reason = UNCOMPARED, "vLLM's own logits of plain requests are not finite"
+    return Judgement(tuple(sites), tuple(operations), outcome, reason, limits.tolerance)
+
+
+def _compare_locally(
+    reference: Reference,
+    table: SiteTable,
+    plain: CaseOutputs,
+    edited: CaseOutputs,
+    limits: ErrorLimits,
+) -> tuple[list[SiteFound], list[OperationFound]]:
+    """Compare each site with its neighbouring sites; see `midstream.tools.doctor.local`."""
+    errors = local.site_errors(reference, plain.cases, plain.outputs, limits)
+    unedited = [
+        output
+        for case, output in zip(edited.cases, edited.outputs, strict=True)
+        if case.edit is None
+    ]
+    operations = [
+        local.judge_operation(reference, case, output, [plain.outputs[EDITED], *unedited], limits)
+        for case, output in zip(edited.cases, edited.outputs, strict=True)
+    ]
+    return _sites(reference, table, errors, limits), operations
+
+
+def _sites(
+    reference: Reference, table: SiteTable, errors: Mapping[Tap, float | None], limits: ErrorLimits
+) -> list[SiteFound]:
+    found = []
+    for state in table.states:
+        tap = state.site, state.layer
+        missing, error = reference.missing(tap), errors.get(tap)
+        if not state.tapped:
+            found.append(SiteFound(*tap, LACKING, None, state.reason))
+        elif missing is not None:
+            found.append(SiteFound(*tap, UNCOMPARED, None, missing))
+        elif error is None:
+            found.append(SiteFound(*tap, UNCOMPARED, None, UNPROVEN))
+        elif error <= limits.tolerance:
+            found.append(SiteFound(*tap, OK, error))
+        else:
+            found.append(SiteFound(*tap, WRONG, error, "its values differ from transformers'"))
+    return found
+
+
+def _verdict(
+    sites: Sequence[SiteFound], operations: Sequence[OperationFound], note: str
+) -> tuple[str, str]:
+    """Return the overall (outcome, reason)."""
+    wrong = [
+        f"{one.site} of layer {one.layer} (off by {one.error:.1e})"
+        for one in sites
+        if one.outcome == WRONG
+    ]
+    wrong += [
+        f"{one.name} at {one.site} of layer {one.layer} ({one.reason})"
+        for one in operations
+        if one.outcome == WRONG
+    ]
+    if wrong:
+        return WRONG, "; ".join([*wrong, *([note] if note else [])])
+    if any(one.reason == UNPROVEN for one in sites):
+        return UNCOMPARED, f"{note}, which is not conclusive for every site"
+    if not any(one.outcome == OK for one in sites):
+        return UNCOMPARED, "no site of this engine was found in transformers' layers"
+    return OK, note

@@ -1,0 +1,109 @@
+"""Terminal output of the doctor: tables of sites and operations, and a one-line verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from midstream.sites import NAMES
+from midstream.tools.doctor.report import (
+    OK,
+    REFUSED,
+    UNBUILT,
+    UNCOMPARED,
+    WRONG,
+    OperationFound,
+    Report,
+    SiteFound,
+)
+
+_STYLES = {OK: "green", WRONG: "bold red", "lacking": "dim", UNCOMPARED: "yellow"}
+_VERDICTS = {
+    REFUSED: "not supported",
+    UNBUILT: "cannot be built here",
+    UNCOMPARED: "not compared",
+    WRONG: "wrong",
+}
+
+
+def render(report: Report) -> RenderableType:
+    """Return the whole report."""
+    parts: list[RenderableType] = [Text(_title(report), style="bold")]
+    if report.sites:
+        parts.append(_sites(report.sites))
+    if report.operations:
+        parts.append(_operations(report.operations))
+    parts.append(verdict(report))
+    return Group(*parts)
+
+
+def verdict(report: Report) -> Text:
+    """Return the one-line verdict."""
+    if report.outcome != OK:
+        style = _STYLES.get(report.outcome, "yellow")
+        return Text(f"{_VERDICTS[report.outcome]}: {report.reason}", style=style)
+    compared = sum(one.outcome == OK for one in report.sites)
+    skipped = sum(one.outcome == UNCOMPARED for one in report.sites)
+    lacking = sum(one.outcome == "lacking" for one in report.sites)
+    text = (
+        f"ok: {compared} taps and {len(report.operations)} operations match transformers; largest "
+        f"relative error {report.worst:.1e}"
+    )
+    if lacking:
+        text += f"; {lacking} do not exist in this model"
+    if skipped:
+        text += f"; {skipped} could not be compared"
+    if report.reason:
+        text += f". {report.reason}"
+    return Text(text, style=_STYLES[OK])
+
+
+def _title(report: Report) -> str:
+    architecture = f", {report.architecture}" if report.architecture else ""
+    return f"{report.model}{architecture}: {report.copy}"
+
+
+def _sites(sites: Iterable[SiteFound]) -> Table:
+    table = Table("site", "layers", "result", "largest error", "reason")
+    for name in NAMES:
+        alike: dict[tuple[str, str], list[SiteFound]] = {}
+        for one in sites:
+            if one.site == name:
+                alike.setdefault((one.outcome, one.reason), []).append(one)
+        for (outcome, reason), found in alike.items():
+            errors = [one.error for one in found if one.error is not None]
+            table.add_row(
+                name,
+                runs([one.layer for one in found]),
+                Text(outcome, style=_STYLES[outcome]),
+                f"{max(errors):.1e}" if errors else "",
+                reason,
+            )
+    return table
+
+
+def _operations(operations: Iterable[OperationFound]) -> Table:
+    table = Table("operation", "at", "result", "largest error", "reason")
+    for one in operations:
+        table.add_row(
+            one.name,
+            f"{one.site} of layer {one.layer}",
+            Text(one.outcome, style=_STYLES[one.outcome]),
+            "" if one.error is None else f"{one.error:.1e}",
+            one.reason,
+        )
+    return table
+
+
+def runs(layers: list[int]) -> str:
+    """Format ascending numbers as `0–3, 7`."""
+    found: list[list[int]] = []
+    for layer in layers:
+        if found and layer == found[-1][1] + 1:
+            found[-1][1] = layer
+        else:
+            found.append([layer, layer])
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in found)

@@ -1,0 +1,141 @@
+"""How long the rows of a store are, by layer and by position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from midstream.errors import StoreError
+from midstream.store import Selection, Store
+from midstream.store.format.layout import tap_order
+
+PERCENTILES = (5, 25, 50, 75, 95)
+# What is read of one site and layer; more would not change what is seen.
+_MOST_ROWS = 4096
+_MOST_ROWS_BY_POSITION = 16384
+_AT_ONCE = 1024
+_MOST_BINS = 48
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Percentiles of norms, along something.
+
+    Attributes:
+        name: of what they are.
+        x: [n], ascending.
+        percentiles: [n, 5]; see `PERCENTILES`.
+    """
+
+    name: str
+    x: Floats
+    percentiles: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """What is drawn of a store.
+
+    Attributes:
+        codec: of its rows. What it reduces are norms of what is left: of `rp8` an estimate, of
+            `topk8` a little less.
+        by_layer: one for each site.
+        by_position: the first, middle and last layer of one site, as far as rows are finite.
+        site: that site.
+        rows: how many were read and are drawn.
+        not_finite: how many others were read, which have a NaN or an infinity and no norm.
+    """
+
+    codec: str
+    by_layer: tuple[Spread, ...]
+    by_position: tuple[Spread, ...]
+    site: str
+    rows: int
+    not_finite: int
+
+    @staticmethod
+    def of(store: Store, seed: int = 0) -> Norms:
+        """Reads some of the rows of each site and layer, chosen by chance.
+
+        Raises:
+            StoreError: there are none that are finite, they are not all of one kind, or they are
+                damaged.
+        """
+        if not store.sites:
+            raise StoreError(f"{store.root}: there are no rows to draw")
+        (codec, *others) = store.codecs
+        if others:
+            raise StoreError(
+                f"{store.root}: rows of different codecs are not drawn together: {store.codecs}"
+            )
+        chance = np.random.default_rng(seed)
+        norms: dict[str, dict[int, Floats]] = {}
+        not_finite = 0
+        for site, layer in sorted(_taps(store), key=tap_order):
+            found, _, left_out = _read(store.select(site=site, layer=layer), _MOST_ROWS, chance)
+            not_finite += left_out
+            if len(found):
+                norms.setdefault(site, {})[layer] = found
+        if not norms:
+            which = " that are finite" if not_finite else ""
+            raise StoreError(f"{store.root}: there are no rows{which} to draw")
+        site = "resid_post" if "resid_post" in norms else next(iter(norms))
+        layers = sorted(norms[site])
+        by_position = []
+        for layer in dict.fromkeys((layers[0], layers[len(layers) // 2], layers[-1])):
+            selection = store.select(site=site, layer=layer)
+            found, positions, _ = _read(selection, _MOST_ROWS_BY_POSITION, chance)
+            if len(found):
+                by_position.append(_by_position(f"layer {layer}", found, positions))
+        return Norms(
+            codec=codec,
+            by_layer=tuple(_by_layer(name, norms[name]) for name in store.sites if name in norms),
+            by_position=tuple(by_position),
+            site=site,
+            rows=sum(len(each) for of_site in norms.values() for each in of_site.values()),
+            not_finite=not_finite,
+        )
+
+
+def _taps(store: Store) -> set[tuple[str, int]]:
+    return {tap for shard in store.shards for group in shard.groups for tap in group.taps}
+
+
+def _read(
+    selection: Selection, most: int, chance: np.random.Generator
+) -> tuple[Floats, NDArray[np.int64], int]:
+    """Norms of some rows, their positions, and how many others were not finite."""
+    count = min(len(selection), most)
+    norms, positions = np.empty(count), np.empty(count, np.int64)
+    chosen = np.sort(chance.choice(len(selection), count, replace=False))
+    for start in range(0, count, _AT_ONCE):
+        batch = selection.take(chosen[start : start + _AT_ONCE])
+        part = slice(start, start + len(batch))
+        # In float64: squares of what is finite are.
+        norms[part] = batch.values.norm(dim=1, dtype=torch.float64).numpy()
+        positions[part] = batch.position.numpy()
+    finite = np.isfinite(norms)
+    return norms[finite], positions[finite], int(count - finite.sum())
+
+
+def _by_layer(name: str, norms: Mapping[int, Floats]) -> Spread:
+    layers = sorted(norms)
+    percentiles = np.stack([np.percentile(norms[layer], PERCENTILES) for layer in layers])
+    return Spread(name, np.array(layers, np.float64), percentiles)
+
+
+def _by_position(name: str, norms: Floats, positions: NDArray[np.int64]) -> Spread:
+    """Each position by itself, or, where there are many, as many bins as one can tell apart."""
+    last = int(positions.max())
+    width = last // _MOST_BINS + 1
+    bins = positions // width
+    there = np.unique(bins)
+    percentiles = np.stack([np.percentile(norms[bins == one], PERCENTILES) for one in there])
+    middles = np.asarray(there * width + (width - 1) / 2, np.float64)
+    return Spread(name, middles, percentiles)

@@ -1,0 +1,82 @@
+"""A store, and one of its requests, as tables for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from midstream.console import visible
+from midstream.store import StoredRequest
+from midstream.tools.doctor.table import runs
+from midstream.tools.inspect.overview import Overview
+
+_MOST_TAGS = 20
+
+
+def render(overview: Overview) -> RenderableType:
+    """The whole store."""
+    parts: list[RenderableType] = [Text(_title(overview), style="bold")]
+    for header in overview.headers:
+        revision = f" at {header.revision}" if header.revision else ""
+        about = (
+            f"{header.model}{revision}: {header.hidden_size} wide, {header.dtype}, codec "
+            f"{header.codec}; vLLM {header.vllm}, midstream {header.midstream}"
+        )
+        parts.append(Text(visible(about)))
+    if overview.prompt_tokens:
+        least, middle, most = overview.prompt_tokens
+        parts.append(Text(f"prompts of {least} to {most} tokens, median {middle:g}"))
+    if overview.sites:
+        sites = Table("site", "layers", "rows")
+        for one in overview.sites:
+            sites.add_row(one.site, runs(list(one.layers)), f"{one.rows:,}")
+        parts.append(sites)
+    if set(overview.tags) - {""}:
+        parts.append(_tags(overview))
+    return Group(*parts)
+
+
+def render_request(found: Sequence[StoredRequest]) -> RenderableType:
+    """Every completion of a request."""
+    return Group(*(part for one in found for part in _completion(one)))
+
+
+def _title(overview: Overview) -> str:
+    return (
+        f"{overview.root}: {overview.requests:,} requests, {overview.rows:,} rows, "
+        f"{overview.nbytes / 1e6:,.1f} MB in {overview.shards:,} shards"
+    )
+
+
+def _tags(overview: Overview) -> Table:
+    table = Table("tag", "requests")
+    for tag, count in list(overview.tags.items())[:_MOST_TAGS]:
+        table.add_row(Text(visible(tag) or "(none)"), f"{count:,}")
+    others = len(overview.tags) - _MOST_TAGS
+    if others > 0:
+        table.add_row(f"{others:,} others", "")
+    return table
+
+
+def _completion(one: StoredRequest) -> list[RenderableType]:
+    tag = f", tag {one.tag}" if one.tag else ""
+    title = (
+        f"{one.request}, completion {one.child}{tag}: {one.prompt_tokens} prompt tokens; in "
+        f"{one.shard}"
+    )
+    activations = one.activations()
+    table = Table("site", "layers", "rows", "positions")
+    alike: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for site, layer in one.taps:
+        positions = tuple(activations.positions_of(site, layer).tolist())
+        alike.setdefault((site, positions), []).append(layer)
+    for (site, positions), layers in alike.items():
+        table.add_row(
+            site, runs(layers), f"{len(positions) * len(layers):,}", runs(list(positions))
+        )
+    metadata = json.dumps(one.metadata, indent=2, ensure_ascii=False)
+    return [Text(visible(title), style="bold"), table, Text(visible(metadata))]

@@ -1,0 +1,69 @@
+"""Plain vLLM with midstream's worker class by name, in a process of its own:
+
+    python -m support.act_mode MODEL FOLDER
+
+What came of it is written to FOLDER/found.json, for tests to look at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+WORKER = "midstream.worker.CaptureWorker"
+PROMPTS = [list(range(3 + n, 8 + 3 * n)) for n in range(5)]
+MAX_TOKENS = 6
+
+
+def run(model: str, **variables: str) -> dict[str, Any]:
+    """What an engine with these variables does with the prompts."""
+    for name in [name for name in os.environ if name.startswith("VLLM_ACT_")]:
+        del os.environ[name]
+    os.environ.update({f"VLLM_ACT_{name}": value for name, value in variables.items()})
+    from vllm import LLM, SamplingParams
+
+    found: dict[str, Any] = {"imported": "midstream" in sys.modules}
+    llm = LLM(
+        model,
+        worker_cls=WORKER,
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        seed=0,
+    )
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    params.detokenize = False
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    found["generated"] = [list(output.outputs[0].token_ids) for output in outputs]
+    found["manifests"] = [getattr(output, "activation_manifest", None) for output in outputs]
+    found["worker"] = llm.llm_engine.vllm_config.parallel_config.worker_cls
+    found["enabled"] = "midstream" in llm.llm_engine.vllm_config.additional_config
+    return found
+
+
+def refused(model: str, **variables: str) -> str:
+    try:
+        run(model, **variables)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def main(model: str, folder: Path) -> None:
+    found = {
+        "raw": run(model, CAPTURE="1", MODE="raw", OUTDIR=str(folder / "raw")),
+        "rp8": run(model, CAPTURE="1", RP_K="32", OUTDIR=str(folder / "rp8")),
+        "full8": run(model, CAPTURE="1", MODE="full8", OUTDIR=str(folder / "full8")),
+        "off": run(model, CAPTURE="0", OUTDIR=str(folder / "off")),
+        "refused": refused(model, CAPTURE="1", MODE="rp9"),
+    }
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,357 @@
+"""An async engine beside whose own features requests are captured and edited, in a process of its
+own:
+
+    python -m support.alongside_async MODEL OUT
+
+What came of it is saved to OUT, for tests to look at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import torch
+
+from midstream import Capture, Positions, Probe, Steer, TokenIds
+from support.alongside import EVERYTHING, PUSH, push
+from support.async_run import results
+from support.engines import ALL_SITES, greedy, tokens
+
+LETTERS = list(range(64, 90))
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "enforce_eager": True,
+    "disable_log_stats": True,
+    "seed": 0,
+    "block_size": 32,
+    "max_num_batched_tokens": 16,
+    "max_num_seqs": 6,
+    "scheduling_policy": "priority",
+    "midstream": {"sites": ALL_SITES, "bank_rows": 24},
+}
+ASKED = {"capture": EVERYTHING, "steer": push(), "probes": Probe(PUSH, 2, name="p")}
+# The token that an edit of a session looks for, among what is fed and what is generated.
+LOOKED_FOR = 70
+
+
+def prompt(nth: int, length: int) -> list[int]:
+    draw = torch.Generator().manual_seed(nth)
+    return torch.randint(64, 90, (length,), generator=draw).tolist()
+
+
+def params(max_tokens: int, kind: str = "CUMULATIVE", **more: Any) -> Any:
+    from vllm.sampling_params import RequestOutputKind
+
+    return greedy(max_tokens, output_kind=RequestOutputKind[kind], **more)
+
+
+async def ask(
+    llm: Any, name: str, given: Any, sampling: Any, pause: float = 0, **asked: Any
+) -> dict[str, Any]:
+    """One call, and all that came: the tokens, and the last output's results.
+
+    Args:
+        pause: seconds that its reader takes over each output, while others are put together.
+    """
+    generated: list[int] = []
+    finished, output = [], None
+    async for output in llm.generate(given, sampling, name, **asked):
+        known = 0 if sampling.output_kind.name == "DELTA" else len(generated)
+        generated += list(output.outputs[0].token_ids)[known:]
+        finished.append(output.finished)
+        await asyncio.sleep(pause)
+    if output is None:
+        return {"finished": [], "generated": []}
+    return {
+        "generated": generated,
+        "finished": finished,
+        "prompt": list(output.prompt_token_ids),
+        "outputs": [{"ids": list(one.token_ids), **results(one)} for one in output.outputs],
+        "text": output.outputs[0].text,
+        "reason": output.outputs[0].finish_reason,
+        **results(output),
+    }
+
+
+def turns_of(generated: Sequence[int], each: Sequence[Any]) -> list[list[int]]:
+    """The tokens of each turn of a session, given each turn's sampling params.
+
+    The outputs do not tell: vLLM puts those together that nobody has fetched yet.
+    """
+    turns, rest = [], list(generated)
+    for sampling in each:
+        most = rest[: sampling.max_tokens]
+        stops = [nth for nth, token in enumerate(most) if token in (sampling.stop_token_ids or ())]
+        assert stops or len(most) == sampling.max_tokens, f"turn {len(turns)} is not whole"
+        length = stops[0] + 1 if stops else sampling.max_tokens
+        turns.append(rest[:length])
+        rest = rest[length:]
+    assert not rest, "more was generated than asked for"
+    return turns
+
+
+async def refusal(call: Any) -> tuple[str, str]:
+    [found] = await asyncio.gather(call, return_exceptions=True)
+    return type(found).__name__, str(found)
+
+
+# -- ordinary requests ------------------------------------------------------------------------
+
+
+async def requests(llm: Any, found: dict[str, Any]) -> None:
+    """Stop strings, several completions, priorities, one token; all at once, in chunks."""
+    given = tokens(prompt(0, 21))
+    free = await ask(llm, "free", given, params(24, allowed_token_ids=LETTERS), **ASKED)
+    stop = {"stop": [free["text"][9:11]], "allowed_token_ids": LETTERS}
+    several = {"n": 3, "temperature": 2.0}
+    kinds = ["CUMULATIVE", "DELTA", "FINAL_ONLY"]
+    calls = {
+        **{
+            f"stop {kind}": (prompt(0, 21), params(24, kind, **stop), {"priority": nth})
+            for nth, kind in enumerate(kinds)
+        },
+        "several": (prompt(1, 30), _sampled(6, **several), {}),
+        "several stop": (prompt(2, 9), _sampled(24, **several, stop=["a", "e", "o"]), {}),
+        "one token": (prompt(3, 18), params(1), {"priority": -1}),
+        "one and one": (prompt(4, 1), params(1, "DELTA"), {}),
+        **{
+            f"priority {nth}": (prompt(5 + nth, 8 + 5 * nth), params(5), {"priority": 9 - nth})
+            for nth in range(6)
+        },
+    }
+    done = await asyncio.gather(
+        *(
+            ask(llm, name, tokens(given), sampling, **more, **ASKED)
+            for name, (given, sampling, more) in calls.items()
+        )
+    )
+    found["requests"] = dict(zip(calls, done, strict=True))
+    await llm._front_end.check_integrity()
+
+
+def _sampled(max_tokens: int, **more: Any) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY, **more
+    )
+
+
+async def aborts(llm: Any, found: dict[str, Any]) -> None:
+    """In the middle of prompt and answer, with others beside that go on."""
+    others = [
+        asyncio.create_task(
+            ask(llm, f"beside {n}", tokens(prompt(20 + n, 12)), params(30), **ASKED)
+        )
+        for n in range(2)
+    ]
+    calls = [
+        asyncio.create_task(
+            ask(llm, f"aborted {n}", tokens(prompt(30 + n, 60)), params(180), **ASKED)
+        )
+        for n in range(3)
+    ]
+    several = asyncio.create_task(
+        ask(llm, "aborted n", tokens(prompt(33, 40)), _sampled(180, n=3), **ASKED)
+    )
+    for n in range(3):
+        await asyncio.sleep(0.05)
+        await llm.abort(f"aborted {n}")
+    await llm.abort("aborted n")
+    ended = [await each for each in (*calls, several)]
+    found["aborted"] = [(one["reason"], one["receipt"], one["activations"]) for one in ended]
+    found["beside"] = [await each for each in others]
+    await llm._front_end.check_integrity()
+
+
+# -- sessions of streaming input --------------------------------------------------------------
+
+
+async def inputs(
+    parts: Sequence[list[int]], own: dict[int, Any], wait: Any = None
+) -> AsyncGenerator[Any, None]:
+    """Inputs, of which some have sampling params of their own; `wait` comes before each."""
+    from vllm.engine.protocol import StreamingInput
+
+    for nth, part in enumerate(parts):
+        if wait is not None:
+            await wait(nth)
+        yield StreamingInput(tokens(part), own.get(nth))
+    if wait is not None:
+        await wait(len(parts))
+
+
+def parts_of(nth: int) -> list[list[int]]:
+    return [prompt(100 + 10 * nth + k, 3 + (7 * nth + 11 * k) % 25) for k in range(1 + nth % 4)]
+
+
+def session_params(nth: int) -> list[Any]:
+    """Those of each turn."""
+    kind = ("CUMULATIVE", "DELTA")[nth % 2]
+    # Where a turn ends by a token, a step has run ahead: its row is computed anew.
+    ends = {"stop_token_ids": list(range(0, 259, 9))} if nth > 5 else {}
+    usual = params(6 + nth % 3 + (14 if ends else 0), kind, **ends)
+    own = {1: params(3, kind), 2: params(1, kind)} if nth % 3 == 1 else {}
+    return [own.get(turn, usual) for turn in range(len(parts_of(nth)))]
+
+
+def session_plan(nth: int) -> dict[str, Any]:
+    """Every kind of position that a session knows."""
+    where: list[Any] = [
+        "all",
+        slice(4, 19, 3),
+        TokenIds(LOOKED_FOR),
+        Positions([2, slice(9, None)]),
+    ]
+    asked: dict[str, Any] = {"capture": EVERYTHING, "probes": Probe(PUSH, 2, name="p")}
+    if nth % 5 != 4:
+        asked["steer"] = push(positions=where[nth % 4])
+    return asked
+
+
+async def sessions(llm: Any, found: dict[str, Any]) -> None:
+    """Twelve at once: inputs that are all there at the start, that come when a turn is over, and
+    that come in the middle of one; ended at once and late; beside ordinary requests.
+    """
+
+    async def now(_nth: int) -> None:
+        return
+
+    async def soon(_nth: int) -> None:
+        await asyncio.sleep(0.02)
+
+    async def late(_nth: int) -> None:
+        await asyncio.sleep(0.4)
+
+    def call(nth: int) -> Any:
+        first, *others = session_params(nth)
+        own = {turn: each for turn, each in enumerate(others, 1) if each is not first}
+        stream = inputs(parts_of(nth), own, (now, soon, late)[nth % 3])
+        pause = 0.1 if nth in (3, 8) else 0
+        return ask(llm, f"session {nth}", stream, first, pause, **session_plan(nth))
+
+    done = await asyncio.gather(
+        *(call(nth) for nth in range(12)),
+        ask(llm, "between", tokens(prompt(9, 40)), params(20), **ASKED),
+    )
+    found["sessions"] = list(done[:12])
+    found["between"] = done[12]
+    await llm._front_end.check_integrity()
+    kept = await ask(
+        llm, "kept", inputs(parts_of(3), {}), params(4), capture=Capture([1], positions="last")
+    )
+    found["last"] = kept
+    await llm._front_end.check_integrity()
+
+
+async def session_ends(llm: Any, found: dict[str, Any]) -> None:
+    """Sessions without inputs, that ask for nothing, that are left, aborted, or go wrong."""
+    ends = found["ends"] = {}
+
+    async def long(nth: int) -> None:
+        await asyncio.sleep(0.1 if nth < 2 else 60)
+
+    async def breaks(nth: int) -> None:
+        if nth == 1:
+            raise ZeroDivisionError("the caller's own")
+
+    ends["none"] = await ask(llm, "none", inputs([], {}), params(4), **ASKED)
+    ends["plain"] = await ask(llm, "plain", inputs(parts_of(3), {}), params(4))
+    llm.steering.set(base=Steer(PUSH, 1, 2.0, site="resid_mid"))
+    ends["steered"] = await ask(llm, "steered", inputs(parts_of(3), {}), params(4))
+    llm.steering.clear()
+    ends["broken"] = await refusal(
+        ask(llm, "broken", inputs(parts_of(3), {}, breaks), params(4), **ASKED)
+    )
+    left = asyncio.create_task(ask(llm, "left", inputs(parts_of(3), {}, long), params(4), **ASKED))
+    aborted = asyncio.create_task(
+        ask(llm, "gone", inputs(parts_of(3), {}, long), params(4), **ASKED)
+    )
+    await asyncio.sleep(0.5)
+    left.cancel()
+    await llm.abort("gone")
+    ends["aborted"] = (await aborted)["reason"]
+    ends["left"] = type((await asyncio.gather(left, return_exceptions=True))[0]).__name__
+    await llm._front_end.check_integrity()
+
+
+async def session_refusals(llm: Any, found: dict[str, Any]) -> None:
+    def plan_of_its_own() -> Any:
+        sampling = params(4)
+        sampling.extra_args = {"midstream": {"capture": {"layers": [0]}}}
+        return {1: sampling}
+
+    captures = {
+        "phase": Capture([0], positions="all", phase="generated"),
+        "word": Capture([0], positions="last_prompt"),
+        "int": Capture([0], positions=[3, -1]),
+        "span": Capture([0], positions=slice(-4, None)),
+        "text": Capture([0], positions={"text": "a"}),
+    }
+    refused = found["session refused"] = {}
+    for name, capture in captures.items():
+        refused[name] = await refusal(
+            ask(llm, f"r {name}", inputs(parts_of(3), {}), params(4), capture=[EVERYTHING, capture])
+        )
+    refused["edit"] = await refusal(
+        ask(llm, "r e", inputs(parts_of(3), {}), params(4), steer=push(phase="prompt"))
+    )
+    refused["own plan"] = await refusal(
+        ask(llm, "r p", inputs(parts_of(3), plan_of_its_own()), params(4), **ASKED)
+    )
+    refused["own kind"] = await refusal(
+        ask(llm, "r k", inputs(parts_of(3), {1: params(4, "DELTA")}), params(4), **ASKED)
+    )
+    llm.steering.set(generated=Steer(PUSH, 1, 2.0, site="resid_mid"))
+    refused["steering"] = await refusal(ask(llm, "r s", inputs(parts_of(3), {}), params(4)))
+    llm.steering.clear()
+    await llm._front_end.check_integrity()
+
+
+async def session_room(llm: Any, found: dict[str, Any]) -> None:
+    """A session that finds no room waits with all of its inputs, and they stay in order."""
+    first = asyncio.create_task(
+        ask(llm, "first", tokens(prompt(50, 8)), params(60), steer=_slight(20, 500))
+    )
+    while not llm.output_processor.request_states:
+        await asyncio.sleep(0.01)
+    asked = {"capture": EVERYTHING, "steer": [push(), *_slight(14, 900)]}
+    second = asyncio.create_task(ask(llm, "second", inputs(parts_of(3), {}), params(5), **asked))
+    while not llm._front_end._admission.waiting:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    found["waited"] = not first.done()
+    await first
+    found["second"] = await second
+    await llm._front_end.check_integrity()
+
+
+def _slight(count: int, first: int) -> list[Steer]:
+    """Vectors that nobody else has, and that change next to nothing."""
+    return [
+        Steer(torch.randn(64, generator=torch.Generator().manual_seed(first + n)), 0, 1e-9)
+        for n in range(count)
+    ]
+
+
+async def main(model: str, found: dict[str, Any]) -> None:
+    from midstream import AsyncLLM
+
+    llm = AsyncLLM(model, **SETTINGS)
+    try:
+        await llm.ready()
+        for work in (requests, aborts, sessions, session_ends, session_refusals, session_room):
+            await work(llm, found)
+    finally:
+        llm.shutdown()
+
+
+if __name__ == "__main__":
+    collected: dict[str, Any] = {}
+    asyncio.run(main(sys.argv[1], collected))
+    torch.save(collected, sys.argv[2])

@@ -1,0 +1,93 @@
+"""What workers answer of a finished request, and what the front end makes of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from midstream.codecs import Raw
+from midstream.runtime.frontend.results.assembly import assemble
+from midstream.runtime.worker.request_state import RequestState
+from midstream.runtime.worker.result_buffer import ResultBuffer
+from midstream.runtime.worker.row_index import CapturedRowIndex
+from support.plans import plan_of
+from support.stored import make_arena, scores_block, stored
+
+PRE, POST, DEEP = ("resid_pre", 0), ("resid_post", 1), ("resid_post", 7)
+EVERYWHERE = ((0, None),)
+WIDTH = 4
+
+
+def output(prompt=3, generated=2, completions=1, request_id="x"):
+    """A finished RequestOutput: tokens 100, 101, … of the prompt, then 200, 201, …"""
+    return SimpleNamespace(
+        request_id=request_id,
+        prompt_token_ids=list(range(100, 100 + prompt)),
+        outputs=[
+            SimpleNamespace(
+                index=n,
+                token_ids=[200 + 10 * n + g for g in range(generated)],
+                finish_reason="length",
+                stop_reason=None,
+            )
+            for n in range(completions)
+        ],
+    )
+
+
+def vector(tap, position, version=0):
+    return [float(tap[1]), float(position), float(version), float(len(tap[0]))]
+
+
+def rows(taps, positions, version=0, dtype=torch.float32):
+    """What one step captured: (taps, first position, a shipment with a run of rows)."""
+    values = torch.tensor([vector(tap, p, version) for p in positions for tap in taps])
+    return taps, list(positions)[0], stored(values.to(dtype))
+
+
+def answer(*requests, stage=0, tensor_rank=0, tensor_ranks=1, taps=(), scores=(), dtype="float32"):
+    """One worker's answer for (id, done, [rows(…)], problem?), through its ledger and outbox.
+
+    Args:
+        taps: more taps than those of the rows.
+        scores: (first position, [[score of each slot], …]) of every request.
+    """
+    found = [tap for _, _, found, *_ in requests for own, *_ in found for tap in own]
+    names = list(dict.fromkeys([*found, *taps]))
+    slots = max((len(row) for _, table in scores for row in table), default=1)
+    plan = plan_of(probes=[(f"p{slot}", PRE, EVERYWHERE) for slot in range(slots)])
+    ledger, kept = CapturedRowIndex(), []
+    for serial, (name, done, found, *problem) in enumerate(requests):
+        request = RequestState(name, "u", plan, 0, [])
+        request.done = np.array(done, np.uint16)
+        request.problem = problem[0] if problem else ""
+        for taps, first, shipment in found:
+            length = len(shipment.rows()) // len(taps)
+            kind = ledger.kind(tuple(map(names.index, taps)))
+            ledger.note(shipment, *(np.array([n]) for n in (serial, first, length, 0, kind)))
+        request.blocks = ledger.take([serial])[serial]
+        request.scores = [
+            scores_block(range(first, first + len(table)), torch.tensor(table))
+            for first, table in scores
+        ]
+        kept.append(request)
+    outbox = ResultBuffer(make_arena(), lambda _: Raw())
+    header = outbox.put("u", kept, mapped=False)
+    worker = {
+        "replica": 0,
+        "stage": stage,
+        "tensor_rank": tensor_rank,
+        "tensor_ranks": tensor_ranks,
+        "hidden_size": WIDTH,
+        "dtype": dtype,
+        "taps": [list(name) for name in names],
+    }
+    return {**header, "worker": worker, "leased": None}, outbox.read("u", 0, 10**9)
+
+
+def assembled(plan, answers, dtype="float32", **shape):
+    found = output(**shape)
+    assemble(found, plan, answers, dtype)
+    return found

@@ -1,0 +1,417 @@
+"""An async engine and an offline one asked the same, in a process of its own:
+
+    python -m support.async_run MODEL OUT
+
+What came of it is saved to OUT, for tests to look at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.engines import ALL_SITES, engine, greedy, tokens
+
+WIDTH = 64
+COUNT = 20
+KINDS = ("CUMULATIVE", "DELTA", "FINAL_ONLY")
+ARGUMENTS = ("capture", "steer", "edits", "probes")
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "disable_log_stats": True,
+    "seed": 0,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 8,
+    "midstream": {"sites": ALL_SITES, "bank_rows": 24},
+}
+
+
+def vector(seed: int) -> torch.Tensor:
+    return torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def prompt(nth: int) -> dict[str, list[int]]:
+    return tokens(range(3 + nth, 20 + 4 * nth))
+
+
+def plan(nth: int) -> dict[str, Any]:
+    """What request `nth` asks for; five kinds, each met with every output kind."""
+    from midstream import Ablate, Capture, Gate, Probe, Steer
+
+    read, push = vector(nth % 4), vector(4 + nth % 4)
+    gate = Gate(Steer(push, 2, 3.0), {"direction": read, "layer": 0})
+    return [
+        {"capture": Capture("all", ALL_SITES)},
+        {"steer": Steer(push, 1, 0.5), "probes": [Probe(read, 2, name="after")]},
+        {
+            "probes": [
+                Probe(read, 0, name="a", positions="generated"),
+                Probe(push, 2, name="b", positions=[0, -1, "last"]),
+                Probe(push, 1, name="c", positions="prompt"),
+            ]
+        },
+        {
+            "edits": [Ablate(read, "all"), gate],
+            "probes": Probe(push, 1, name="p"),
+            "capture": Capture(2, positions="generated"),
+        },
+        {},
+    ][nth % 5]
+
+
+def params(nth: int, **more: Any) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    given = {"max_tokens": 6 + nth % 5, "detokenize": False, **more}
+    kind = RequestOutputKind[given.pop("kind", KINDS[nth % 3])]
+    if given.get("n", 1) > 1:
+        return SamplingParams(ignore_eos=True, seed=3, output_kind=kind, **given)
+    return greedy(**given, output_kind=kind)
+
+
+def results(holder: Any) -> dict[str, Any]:
+    """An output's or a completion's results, as plain values."""
+    found: dict[str, Any] = {"activations": None, "probes": scores(holder), "receipt": None}
+    if holder.activations is not None:
+        found["activations"] = {
+            tap: (rows, holder.activations.positions_of(*tap))
+            for tap, rows in holder.activations.items()
+        }
+    if holder.receipt is not None:
+        found["receipt"] = {**holder.receipt.to_dict(), "request_id": ""}
+    return found
+
+
+def scores(holder: Any) -> Any:
+    """Per probe: scores, positions, the tokens there."""
+    if holder.probes is None:
+        return None
+    probes = holder.probes
+    return {n: (s, probes.positions_of(n), probes.token_ids_of(n)) for n, s in probes.items()}
+
+
+async def ask(llm: Any, name: str, given: Any, sampling: Any, **asked: Any) -> dict[str, Any]:
+    """One call, and all that it gave."""
+    partial, generated, shown = [], [], []
+    async for output in llm.generate(given, sampling, name, **asked):
+        new = list(output.outputs[0].token_ids)
+        shown.append(len(new))
+        generated = [*generated, *new] if sampling.output_kind.name == "DELTA" else new
+        if not output.finished:
+            partial.append((len(generated), scores(output), output.activations, output.receipt))
+    return {
+        "partial": partial,
+        "generated": generated,
+        "shown": shown,
+        "outputs": [results(one) for one in output.outputs],
+        "reason": output.outputs[0].finish_reason,
+        **results(output),
+    }
+
+
+async def mix(llm: Any, found: dict[str, Any]) -> None:
+    """Twenty requests at once, and what is asked of the workers meanwhile."""
+    courier = llm._front_end._replicas[0].courier
+    call, calls, running = courier._call, [], 0
+
+    async def counted(op: str, argument: object) -> Any:
+        nonlocal running
+        running += 1
+        calls.append((op, running))
+        try:
+            return await call(op, argument)
+        finally:
+            running -= 1
+
+    courier._call = counted
+    found["mix"] = await asyncio.gather(
+        *(ask(llm, f"r{n}", prompt(n), params(n), **plan(n)) for n in range(COUNT))
+    )
+    found["calls"] = list(calls)
+    calls.clear()
+    found["alike"] = await asyncio.gather(
+        *(ask(llm, f"s{n}", prompt(n), params(0, max_tokens=20), **plan(1)) for n in range(8))
+    )
+    found["alike calls"] = list(calls)
+    calls.clear()
+    found["plain"] = await ask(llm, "plain", prompt(0), params(0))
+    found["plain calls"] = list(calls)
+    courier._call = call
+    several = params(0, n=2, kind="FINAL_ONLY")
+    found["several"] = await ask(llm, "several", prompt(3), several, **plan(3))
+    await llm._front_end.check_integrity()
+
+
+async def refusal(call: Any) -> tuple[str, str]:
+    [found] = await asyncio.gather(call, return_exceptions=True)
+    return type(found).__name__, str(found)
+
+
+async def errors(llm: Any, found: dict[str, Any]) -> None:
+    """Requests that are refused or go wrong, among others that do not."""
+    from midstream import Probe, Steer
+
+    ask_badly = {
+        "layer": ask(llm, "e0", prompt(0), params(0), steer=Steer(vector(0), 99)),
+        "width": ask(llm, "e1", prompt(0), params(0), edits=[Steer(vector(0), 0), Steer([1.0], 0)]),
+        "probe": ask(llm, "e2", prompt(0), params(0), probes=[Probe(vector(0), 0), {"nam": 1}]),
+        "n": ask(llm, "e3", prompt(0), params(0, n=2), **plan(1)),
+    }
+    found["refused"] = {name: await refusal(call) for name, call in ask_badly.items()}
+    front = sys.modules["midstream.runtime.frontend.async_frontend"]
+    assemble = front.assemble
+
+    def spoil(output: Any, *rest: Any) -> None:
+        assemble(output, *rest)
+        if output.request_id == "bad":
+            from dataclasses import replace
+
+            for completion in output.outputs:
+                completion.receipt = replace(completion.receipt, problems=("spoilt",))
+
+    front.assemble = spoil
+    good, bad, other = await asyncio.gather(
+        ask(llm, "good", prompt(1), params(0), **plan(1)),
+        refusal(ask(llm, "bad", prompt(1), params(0), **plan(1))),
+        ask(llm, "other", prompt(4), params(0)),
+    )
+    front.assemble = assemble
+    found["errors"] = {"good": good["receipt"]["status"], "bad": bad, "other": other["reason"]}
+    await llm._front_end.check_integrity()
+
+
+async def cancel_at_the_door(llm: Any) -> str:
+    """A call that is cancelled while a thread of vLLM's is preparing it, which then goes on."""
+    front = llm._front_end
+    admit, entered, leave, left = front.admit, *(threading.Event() for _ in range(3))
+
+    def slow(*arguments: Any) -> Any:
+        entered.set()
+        # Not for ever: releases without such a thread do it in the loop.
+        leave.wait(2)
+        try:
+            return admit(*arguments)
+        finally:
+            left.set()
+
+    front.admit = slow
+    task = asyncio.create_task(ask(llm, "door", prompt(1), params(0, max_tokens=100), **plan(1)))
+    await asyncio.to_thread(entered.wait)
+    task.cancel()
+    [ended] = await asyncio.gather(task, return_exceptions=True)
+    leave.set()
+    await asyncio.to_thread(left.wait)
+    del front.admit
+    return type(ended).__name__
+
+
+def taken(activations: Any) -> Any:
+    """Rows as plain values."""
+    return {
+        tap: (rows.clone(), activations.positions_of(*tap), activations.token_ids_of(*tap))
+        for tap, rows in activations.items()
+    }
+
+
+async def streams(llm: Any, found: dict[str, Any]) -> None:
+    """Rows on the outputs of requests that go on."""
+    from vllm.engine.protocol import StreamingInput
+
+    from midstream import Capture, Probe
+
+    captures = [
+        Capture([0, 2], ALL_SITES, stream=True),
+        Capture(2, positions=["last_prompt", "last"], stream=True),
+        Capture(1, ALL_SITES),
+    ]
+
+    async def watch(nth: int, kind: str, abort_at: int = 0) -> dict[str, Any]:
+        shown, generated, name = [], 0, f"watch {nth} {kind} {abort_at}"
+        sampling = params(0, max_tokens=20, kind=kind)
+        given = {"capture": captures, "probes": Probe(vector(0), 1, name="p")}
+        async for output in llm.generate(prompt(nth), sampling, name, **given):
+            count = len(output.outputs[0].token_ids)
+            generated = generated + count if kind == "DELTA" else count
+            if output.activations is not None:
+                shown.append((generated, output.finished, taken(output.activations)))
+            if len(shown) == abort_at:
+                await llm.abort(name)
+        return {"shown": shown, "reason": output.outputs[0].finish_reason, **results(output)}
+
+    found["streams"] = await asyncio.gather(
+        *(watch(nth, kind) for nth in range(12) for kind in ("CUMULATIVE", "DELTA"))
+    )
+    plain = {"capture": Capture("all", ALL_SITES), "probes": Probe(vector(0), 1, name="p")}
+    found["stream plain"] = await asyncio.gather(
+        *(
+            ask(llm, f"plain {nth}", prompt(nth), params(0, max_tokens=20), **plain)
+            for nth in range(12)
+        )
+    )
+    found["stream aborted"] = await watch(1, "CUMULATIVE", 2)
+
+    async def inputs() -> Any:
+        yield StreamingInput(prompt(0))
+
+    sampling = {kind: params(0, kind=kind) for kind in KINDS}
+    several = params(0, n=2, kind="FINAL_ONLY")
+    found["stream refused"] = [
+        await refusal(ask(llm, f"no {nth}", given, one, capture=[Capture(0), captures[0]]))
+        for nth, (given, one) in enumerate(
+            [
+                (prompt(0), sampling["FINAL_ONLY"]),
+                (prompt(0), several),
+                (inputs(), sampling["CUMULATIVE"]),
+            ]
+        )
+    ]
+    await llm._front_end.check_integrity()
+
+
+async def aborts(llm: Any, found: dict[str, Any]) -> None:
+    """Calls that end early, each in its own way."""
+    long = params(0, max_tokens=100)
+
+    async def leave_after(count: int, name: str) -> None:
+        stream = llm.generate(prompt(3), long, name, **plan(3))
+        async for _ in stream:
+            count -= 1
+            if not count:
+                break
+        await stream.aclose()
+
+    await asyncio.gather(leave_after(1, "x1"), leave_after(3, "x2"))
+    await llm._front_end.check_integrity()
+    tasks = [asyncio.create_task(ask(llm, f"y{n}", prompt(n), long, **plan(n))) for n in range(8)]
+    for wait, task in enumerate(tasks):
+        await asyncio.sleep(0.01 * wait)
+        task.cancel()
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    found["cancelled"] = [type(one).__name__ for one in ended]
+    await llm._front_end.check_integrity()
+    found["early cancel"] = await cancel_at_the_door(llm)
+    await llm._front_end.check_integrity()
+    outputs = []
+    async for output in llm.generate(prompt(1), long, "z", **plan(1)):
+        outputs.append((len(output.outputs[0].token_ids), scores(output)))
+        if len(outputs) == 3:
+            await llm.abort("z")
+    found["aborted"] = {
+        "reason": output.outputs[0].finish_reason,
+        "before": outputs[-2],
+        **results(output),
+    }
+    await llm._front_end.check_integrity()
+
+
+async def waiting(llm: Any, found: dict[str, Any]) -> None:
+    """More vectors than there is room for: 16, and 16 others, of 24."""
+    from midstream import Steer
+
+    def steers(first: int) -> list[Any]:
+        return [Steer(vector(first + n), n % 3, 0.01) for n in range(16)]
+
+    order: list[str] = []
+
+    async def run(name: str, max_tokens: int, **asked: Any) -> Any:
+        sampling = params(0, max_tokens=max_tokens)
+        out = await ask(llm, name, prompt(2), sampling, **asked)
+        order.append(name)
+        return out
+
+    admission = llm._front_end._admission
+    first = asyncio.create_task(run("first", 60, steer=steers(100)))
+    while not llm.output_processor.request_states:
+        await asyncio.sleep(0.01)
+    second = asyncio.create_task(run("second", 3, steer=steers(200)))
+    given_up = asyncio.create_task(run("given up", 3, steer=steers(300)))
+    removed = asyncio.create_task(run("removed", 3, steer=steers(400)))
+    while admission.waiting < 3:
+        await asyncio.sleep(0.01)
+    passing = await run("passing", 3)
+    given_up.cancel()
+    await llm.abort("removed")
+    found["removed"] = await removed
+    while admission.waiting > 1:
+        await asyncio.sleep(0.01)
+    found["waiting"] = {
+        "first": (await first)["receipt"]["status"],
+        "second": (await second)["receipt"]["status"],
+        "passing": passing["reason"],
+        "given up": type((await asyncio.gather(given_up, return_exceptions=True))[0]).__name__,
+    }
+    found["order"] = order
+    await llm._front_end.check_integrity()
+
+
+async def server_wide(llm: Any, found: dict[str, Any]) -> None:
+    from midstream import Steer
+
+    llm.steering.set(base=Steer(vector(9), 1, 2.0))
+    found["steered"] = await ask(llm, "steered", prompt(0), params(0))
+    found["bare"] = await refusal(llm.add_request("bare", prompt(0), params(0)))
+    llm.steering.clear()
+    found["unsteered"] = await ask(llm, "unsteered", prompt(0), params(0))
+    await llm._front_end.check_integrity()
+
+
+async def main(model: str, found: dict[str, Any]) -> None:
+    from vllm import AsyncEngineArgs
+
+    from midstream import AsyncLLM
+
+    own = {**SETTINGS, "additional_config": {"midstream": SETTINGS["midstream"]}}
+    del own["midstream"]
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **own))
+    try:
+        found["early"] = ""
+        try:
+            llm.sites()
+        except RuntimeError as error:
+            found["early"] = str(error)
+        await llm.ready()
+        found["sites"] = sorted(llm.info.shape.taps)
+        await mix(llm, found)
+        await errors(llm, found)
+        await streams(llm, found)
+        await aborts(llm, found)
+        await waiting(llm, found)
+        await server_wide(llm, found)
+    finally:
+        llm.shutdown()
+
+
+def offline(model: Path, found: dict[str, Any]) -> None:
+    with engine(model, **SETTINGS) as llm:
+        # Per prompt, so that lists of edits are one request's.
+        asked = {name: [_listed(plan(n).get(name)) for n in range(COUNT)] for name in ARGUMENTS}
+        asked["capture"] = [plan(n).get("capture") for n in range(COUNT)]
+        outputs = llm.generate(
+            [prompt(n) for n in range(COUNT)],
+            [params(n, kind="FINAL_ONLY") for n in range(COUNT)],
+            use_tqdm=False,
+            **asked,
+        )
+        found["offline"] = [
+            {"generated": list(one.outputs[0].token_ids), **results(one)} for one in outputs
+        ]
+
+
+def _listed(value: Any) -> Any:
+    return value if value is None or isinstance(value, list) else [value]
+
+
+if __name__ == "__main__":
+    collected: dict[str, Any] = {}
+    asyncio.run(main(sys.argv[1], collected))
+    offline(Path(sys.argv[1]), collected)
+    torch.save(collected, sys.argv[2])

@@ -1,0 +1,401 @@
+"""A `WorkerSession` driven without an engine: random streams go through the `site` op, step by step,
+and a reader of plans that goes row by row says what must come of it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import midstream.ops.site  # noqa: F401  (defines the op)
+from midstream.ops import layout
+from midstream.runtime.protocol.segments import APPLIED_0, CACHED, UNSEEN, WHOLE, Room
+from midstream.runtime.worker.request_state import RequestState
+from midstream.runtime.worker.session import WorkerSession
+from midstream.runtime.worker.step.step_batch import StepBatch
+from midstream.runtime.worker.tables.device_buffers import Buffers
+from midstream.sites import Tap
+from midstream.spec import Instruction, ResolvedPlan, Where
+from midstream.transport.arena import Arena, Extent
+from midstream.transport.base import Parcel, Shipment, Transport
+from midstream.transport.ring_copy import host_transport
+from support import formulas
+from support.stored import make_arena
+
+WIDTH = 4
+TAPS: dict[Tap, int] = {
+    (site, layer): 2 * layer + nth
+    for layer in range(3)
+    for nth, site in enumerate(("resid_pre", "resid_post"))
+}
+# Ids of the tokens that requests are made of.
+VOCABULARY = 6
+ROOM = {"bank_rows": 64, "programs": 256, "max_edits": 1024, "token_ids": 64, "probes": 8}
+
+
+def make_buffers(taps: Sequence[Tap] = tuple(TAPS), **changes) -> Buffers:
+    """Small buffers on the CPU; `changes` are settings of `Room` or sizes of `Buffers`."""
+    room = Room(**{name: changes.pop(name, size) for name, size in ROOM.items()})
+    sizes = {
+        "taps": list(taps),
+        "max_tokens": 64,
+        "hidden_size": WIDTH,
+        "room": room,
+        "ring_rows": 64 * len(taps),
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+    }
+    return Buffers.allocate(**{**sizes, **changes})
+
+
+def view_of(ids: Sequence[str], scheduled, computed, tokens: Sequence[int] = ()) -> StepBatch:
+    """A batch; without `tokens` nobody may ask for their ids."""
+
+    def token_ids() -> Tensor:
+        assert len(tokens) == sum(scheduled), "token ids were asked for"
+        return torch.tensor(tokens, dtype=torch.int32)
+
+    counts, done = np.array(scheduled, np.int32), np.array(computed, np.int32)
+    return StepBatch(ids, counts, done, int(counts.sum()), token_ids)
+
+
+class SlowTransport:
+    """Rows arrive `lag` steps late, and a step's rows follow those of the step before it."""
+
+    def __init__(self, ring: Tensor, lag: int, arena: Arena) -> None:
+        self._inner = host_transport(ring, arena)
+        self._lag = lag
+        self._next = 0
+        self.shipped = 0
+
+    @property
+    def capacity(self) -> int:
+        return self._inner.capacity
+
+    def reserve(self, num_rows: int) -> int:
+        if self._next + num_rows > self.capacity:
+            self._next = 0
+        return self._next
+
+    def copy(self, values: Tensor) -> SlowCopy:
+        return SlowCopy(values.clone())
+
+    def ship(self, parcels: list[Parcel], tally: Tensor, scores: Tensor) -> SlowShipment:
+        for parcel in parcels:
+            self._next = parcel.first + parcel.num_rows
+        self.shipped += 1
+        shipment = self._inner.ship(parcels, tally, scores)
+        return SlowShipment(self, self.shipped + self._lag, shipment)
+
+
+@dataclass
+class SlowCopy:
+    copied: Tensor
+
+    def values(self) -> Tensor:
+        return self.copied
+
+
+@dataclass
+class SlowShipment:
+    transport: SlowTransport
+    due: int
+    shipment: Shipment
+
+    @property
+    def extents(self) -> tuple[Extent | None, ...]:
+        return self.shipment.extents
+
+    def wait(self) -> None:
+        pass
+
+    def ready(self) -> bool:
+        return self.transport.shipped >= self.due
+
+    def tally(self) -> Tensor:
+        return self.shipment.tally()
+
+    def scores(self) -> Tensor:
+        return self.shipment.scores()
+
+
+@dataclass
+class Fake:
+    """One request, and what the naive reader knows of it.
+
+    Attributes:
+        plan: None asks for nothing, and the session never hears of it.
+        computed: its tokens before the next step.
+        rows: the vectors that must have been captured, by (tap, position); the latest stands.
+        scores: what the probes must have read, by (slot, position); likewise.
+        scored: the positions of which scores must have been kept.
+        done: the state that each position must have.
+    """
+
+    id: str
+    plan: ResolvedPlan | None = None
+    uid: str = ""
+    computed: int = 0
+    rows: dict[tuple[Tap, int], NDArray[np.float32]] = field(default_factory=dict)
+    scores: dict[tuple[int, int], np.float32] = field(default_factory=dict)
+    scored: set[int] = field(default_factory=set)
+    done: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokens = random.Random(self.id).choices(range(VOCABULARY), k=100)
+
+    def note_skipped(self) -> None:
+        """Positions that a step begins after were served from the KV cache."""
+        self.done += [CACHED] * (self.computed - len(self.done))
+
+    def note(self, position: int, edits: int, asked: bool) -> None:
+        if position >= len(self.done):
+            self.done.append(UNSEEN)
+        if asked:
+            self.done[position] = APPLIED_0 + edits
+
+
+class FakeEngine:
+    """Runs steps through a session and holds every row of them against the naive reader."""
+
+    def __init__(self, seed: int = 0, lag: int | None = None, max_model_len: int = 64, **sizes):
+        self.buffers = make_buffers(**sizes)
+        self.arena = make_arena()
+        self.transport: Transport | SlowTransport = (
+            host_transport(self.buffers.ring, self.arena)
+            if lag is None
+            else SlowTransport(self.buffers.ring, lag, self.arena)
+        )
+        self.session = WorkerSession(
+            self.buffers, TAPS, self.transport, self.arena, max_model_len, WHOLE
+        )
+        self._draw = torch.Generator().manual_seed(seed)
+
+    def add(self, fake: Fake) -> None:
+        if fake.plan is not None:
+            self.session.add(fake.id, fake.uid or fake.id, fake.plan.to_bytes())
+
+    def take(self, uid: str) -> list[RequestState]:
+        """What the session has of one uid; the rows are not held any more."""
+        return self.take_many([uid])[uid]
+
+    def take_many(self, uids: list[str]) -> dict[str, list[RequestState]]:
+        """What the session has of some uids; the rows are not held any more."""
+        with self.session.taking(uids) as taken:
+            return taken
+
+    def view(self, batch: list[tuple[Fake, int]]) -> StepBatch:
+        """What the session is told of a step."""
+        return view_of(
+            [fake.id for fake, _ in batch],
+            [count for _, count in batch],
+            [fake.computed for fake, _ in batch],
+            [token for fake, count in batch for token in fake.tokens[fake.computed :][:count]],
+        )
+
+    def step(self, batch: list[tuple[Fake, int]], pad: int = 0, **firing) -> None:
+        """One step of (request, tokens scheduled); `firing` as in `forward`."""
+        view = self.view(batch)
+        self.session.before_forward(view)
+        armed = bool(self.buffers.tokens.any())
+        captures = bool(self.buffers.tokens[:, layout.RECORD].any())
+        before, after = self.forward(view.num_tokens + pad, **firing)
+        scores = self.buffers.scores.numpy().copy()
+        self.session.after_forward()
+        assert bool(self.buffers.tokens.any()) == (armed and not captures)
+        self.session.check_integrity()
+        row, asked = 0, False
+        for fake, count in batch:
+            fake.note_skipped()
+            for position in range(fake.computed, fake.computed + count):
+                asked |= check_row(fake, position, row, before, after, scores)
+                row += 1
+            fake.computed += count
+        assert armed or not asked
+        for tap in before:
+            assert (before[tap][0][row:] == after[tap][row:]).all(), "padding was edited"
+
+    def forward(self, rows: int, skip: tuple[Tap, ...] = (), twice: tuple[Tap, ...] = ()):
+        """Every tap's (hidden, residual or None) before the op and hidden after it, as arrays.
+
+        Args:
+            rows: rows of the batch, padding included.
+            skip: taps that do not fire.
+            twice: taps that fire twice.
+        """
+        before, after = {}, {}
+        for tap, index in TAPS.items():
+            if tap in skip:
+                continue
+            hidden = torch.randn(rows, WIDTH, generator=self._draw)
+            residual = torch.randn(rows, WIDTH, generator=self._draw) if index % 2 else None
+            other = None if residual is None else residual.numpy()
+            before[tap] = (hidden.numpy().copy(), other)
+            for _ in range(2 if tap in twice else 1):
+                self._fire(index, hidden, residual)
+            after[tap] = hidden.numpy()
+        return before, after
+
+    def _fire(self, index: int, hidden: Tensor, residual: Tensor | None) -> None:
+        own = self.buffers
+        torch.ops.midstream.site(
+            hidden, residual, own.tokens, own.ids, own.tally, own.table[index],
+            own.instructions, own.params, own.lists, own.bank, own.scores, own.ring,
+        )  # fmt: skip
+
+
+def check_row(fake: Fake, position: int, row: int, before, after, scores) -> bool:
+    """Whether the row's token asks for anything, after holding what it got at every tap, to
+    rounding, against its plan. Notes what must have been captured, counted and scored.
+    """
+    plan, token = fake.plan, fake.tokens[position]
+    if plan is None:
+        for tap, (hidden, _) in before.items():
+            assert (after[tap][row] == hidden[row]).all(), f"{fake.id} at {position} asks nothing"
+        fake.note(position, 0, False)
+        return False
+    done, read = 0, {}
+    for tap, (hidden, residual) in before.items():
+        steps, count = applied(plan, tap, position, token)
+        done += count
+        found = after[tap][row]
+        entered = hidden[row] if residual is None else hidden[row] + residual[row]
+        value = formulas.run(steps, entered, read, np.array(position))
+        place = f"{fake.id} at {position}, {tap}"
+        if any(step.writes for step in map(_Kind, steps)):
+            wanted = hidden[row] + (value - entered)
+            error = np.abs(found - wanted).max() / max(1, np.abs(wanted).max())
+            assert error < 1e-4, f"{place} is off by {error}"
+        else:
+            assert (found == hidden[row]).all(), f"{place} was edited"
+        # What is captured is the very stream that goes on.
+        if captures_at(plan, tap, position):
+            fake.rows[tap, position] = found if residual is None else found + residual[row]
+    for slot, score in read.items():
+        assert abs(scores[row, slot] - score) < 1e-4 * max(1, abs(score)), f"{fake.id}, {position}"
+    for probe in plan.probes:
+        if probe.name and covers(probe.where.possible, position):
+            fake.scored.add(position)
+            if (probe.site, probe.layer) in TAPS:
+                fake.scores[probe.slot, position] = scores[row, probe.slot]
+    asked = any(
+        covers(part.where.possible, position) and (set(taps) & set(before))
+        for part, taps in _parts(plan)
+    )
+    fake.note(position, done, asked)
+    return asked
+
+
+class _Kind:
+    """Whether an instruction may change the stream."""
+
+    def __init__(self, step: Instruction) -> None:
+        self.writes = step.op not in (layout.Op.GATE, layout.Op.PROBE)
+
+
+def _parts(plan: ResolvedPlan):
+    for each in (*plan.edits, *plan.probes):
+        yield each, ((each.site, each.layer),)
+    for capture in plan.captures:
+        yield capture, capture.taps
+
+
+def applied(
+    plan: ResolvedPlan, tap: Tap, position: int, token: int
+) -> tuple[list[Instruction], int]:
+    """(the instructions that one token gets at a tap, how many of them count)."""
+    steps: list[Instruction] = []
+    for edit in plan.edits:
+        if (edit.site, edit.layer) == tap and applies(edit.where, position, token):
+            steps += edit.steps.instructions
+    for probe in plan.probes:
+        if (probe.site, probe.layer) == tap and covers(probe.where.possible, position):
+            steps += probe.steps.instructions
+    return steps, sum(step.counted for step in steps)
+
+
+def applies(where: Where, position: int, token: int) -> bool:
+    """Whether an edit is carried out for a token."""
+    return covers(where.ranges, position) or any(
+        covers(match.ranges, position) and (token in match.ids) != match.others
+        for match in where.matches
+    )
+
+
+def captures_at(plan: ResolvedPlan, tap: Tap, position: int) -> bool:
+    """Whether the worker keeps a row."""
+    return any(
+        tap in capture.taps and covers(capture.where.possible, position)
+        for capture in plan.captures
+    )
+
+
+def covers(ranges, position: int) -> bool:
+    return any(start <= position and (stop is None or position < stop) for start, stop in ranges)
+
+
+def captured(request: RequestState) -> dict[tuple[Tap, int], NDArray[np.float32]]:
+    """The rows that a session kept, by (tap, position)."""
+    names = list(TAPS)
+    found = {}
+    for block in request.blocks:
+        for position, record in zip(
+            block.positions.tolist(), block.values.view(torch.float32).numpy(), strict=True
+        ):
+            for tap, value in zip(block.taps, record, strict=True):
+                assert (names[tap], position) not in found
+                found[names[tap], position] = value
+    return found
+
+
+def scored(request: RequestState) -> dict[int, NDArray[np.float32]]:
+    """The scores that a session kept, [slots] by position."""
+    found = {}
+    for block in request.scores:
+        for position, record in zip(block.positions.tolist(), block.values.numpy(), strict=True):
+            assert position not in found
+            found[position] = record[0]
+    return found
+
+
+def check_taken(taken: list[RequestState], fakes: list[Fake]) -> None:
+    """What the session has of some requests is what the naive reader has of them."""
+    by_id = {request.id: request for request in taken}
+    assert set(by_id) == {fake.id for fake in fakes}
+    assert len(by_id) == len(taken)
+    for fake in fakes:
+        request = by_id[fake.id]
+        assert request.problem == ""
+        assert request.done.tolist() == fake.done
+        found = captured(request)
+        assert set(found) == set(fake.rows)
+        for key, value in fake.rows.items():
+            assert (found[key] == value).all(), f"{fake.id}: {key}"
+        scores = scored(request)
+        assert set(scores) == fake.scored
+        for (slot, position), score in fake.scores.items():
+            assert scores[position][slot] == score, f"{fake.id}: slot {slot} at {position}"
+
+
+__all__ = [
+    "TAPS",
+    "VOCABULARY",
+    "WIDTH",
+    "Fake",
+    "FakeEngine",
+    "SlowTransport",
+    "applies",
+    "captured",
+    "captures_at",
+    "check_taken",
+    "covers",
+    "make_buffers",
+    "scored",
+    "view_of",
+]

@@ -1,0 +1,335 @@
+"""Faults that a build must not have, each with the test that finds it; see `scripts/broken_builds.py`.
+
+Most are what another tool does, or did: an edit or a capture that is silently wrong.
+"""
+
+from __future__ import annotations
+
+from support.fault import Fault
+from support.faults_kept import KEPT
+
+ENGINE = "tests/engine/"
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "A SamplingParams object is changed by use, or loses its plan when it is used again",
+        "api/llm.py",
+        "            own = copy.copy(params)\n",
+        "            own = params\n",
+        ENGINE + "test_isolation.py::test_sampling_params_are_not_changed_and_can_be_used_again",
+    ),
+    Fault(
+        "An edit of some prompt positions fires again while tokens are generated",
+        "runtime/protocol/segments.py",
+        "overlay([part.ranges for part in parts])",
+        "overlay([tuple((start, None) for start, _ in part.ranges[:1]) for part in parts])",
+        ENGINE + "test_isolation.py::test_position_limits_hold_over_prompt_and_decode",
+    ),
+    Fault(
+        "KV of an edited request is found under a plain prompt's hash",
+        "runtime/core/prefix_cache.py",
+        "    if mark is not None:\n",
+        "    if False:\n",
+        ENGINE + "test_poisoning.py::test_steered_first_then_plain",
+    ),
+    Fault(
+        "KV is kept by what an edit is called, not by what it does",
+        "runtime/protocol/cache_keys.py",
+        "        content: list[object] = [edit.site, edit.layer, edit.steps.digest]\n",
+        "        content: list[object] = [edit.site, edit.layer]\n",
+        ENGINE + "test_poisoning.py::test_two_vectors_on_one_prefix_and_then_each_again",
+    ),
+    Fault(
+        "Edits of generated tokens leave no trace in the keys of the blocks that hold these",
+        "runtime/protocol/cache_keys.py",
+        "        if edit.where.ranges:\n",
+        "        if edit.where.ranges and edit.where.ranges[0][0] < plan.prompt_len:\n",
+        ENGINE + "test_poisoning.py"
+        "::test_a_conversation_steered_as_it_was_generated_goes_on_plain_and_steered",
+    ),
+    Fault(
+        "What a gate reads is not part of the key",
+        "runtime/protocol/cache_keys.py",
+        "        if not probe.name:\n            # What gates",
+        "        if False:\n            # What gates",
+        "tests/unit/runtime/protocol/test_cache_keys.py::test_what_a_gate_reads_is_in_the_key",
+    ),
+    Fault(
+        "A hit in the prefix cache shortens what is captured",
+        "runtime/core/prefix_cache.py",
+        "    cap = keys.first_read\n",
+        "    cap = 1 << 60\n",
+        ENGINE
+        + "test_poisoning.py::test_a_hit_ends_at_the_block_below_the_first_position_that_is_read",
+    ),
+    Fault(
+        "An exception on a worker is swallowed, and the output is unsteered",
+        "runtime/worker/session.py",
+        '            problem = f"{type(error).__name__}: {error}"\n',
+        '            problem = ""\n            return\n',
+        ENGINE + "test_failures.py"
+        "::test_a_fault_on_the_worker_ends_the_request_that_it_is_about_and_no_other",
+    ),
+    Fault(
+        "KV that a failed request left is served to another",
+        "runtime/core/failed_requests.py",
+        "                if starts:\n",
+        "                if False:\n",
+        ENGINE + "test_failures.py::test_who_was_served_kv_of_a_request_that_failed_fails_with_it",
+    ),
+    Fault(
+        "With n > 1 the completions share one capture",
+        "runtime/protocol/results.py",
+        'return 0 if num_completions == 1 else int(request_id.split("_", 1)[0])',
+        "return 0",
+        ENGINE
+        + "test_isolation.py::test_several_completions_of_one_prompt_each_have_their_own_rows",
+    ),
+    Fault(
+        "Ten or more prompts come back in the order of their ids as text",
+        "runtime/frontend/sync_frontend.py",
+        "        for asked, output in fetch.batch:\n",
+        "        names = sorted(fetch.batch, key=lambda one: one[1].request_id)\n"
+        "        for (_, output), (asked, _) in zip(fetch.batch, names):\n",
+        ENGINE
+        + "test_isolation.py::test_more_than_ten_prompts_come_back_in_order_each_with_its_own_rows",
+    ),
+    Fault(
+        "An edit or a capture sees one half of the fused residual stream",
+        "runtime/worker/taps/taps.py",
+        "                _fire(self, self.midstream_post, hidden, residual)\n",
+        "                _fire(self, self.midstream_post, hidden, None)\n",
+        ENGINE + "test_parity.py::test_smollm2_reads_and_edits_as_hooks_in_transformers",
+    ),
+    Fault(
+        "Positions are counted anew in each chunk of a prompt",
+        "runtime/worker/step/step_planner.py",
+        "        position = view.computed[chosen].astype(np.int64)\n        if view.late is None:\n",
+        "        position = view.computed[chosen].astype(np.int64) * (length == 1)\n"
+        "        if view.late is None:\n",
+        ENGINE + "test_isolation.py::test_chunked_prefill_gives_the_rows_of_a_prefill_in_one_piece",
+    ),
+    Fault(
+        "Of two edits at one site the last wins",
+        "runtime/protocol/segments.py",
+        "        edits = tuple(part.edit for part in here if part.edit is not None)\n",
+        "        edits = tuple({p.edit.tap: p.edit for p in here if p.edit is not None}.values())\n",
+        ENGINE + "test_operations.py"
+        "::test_edits_of_one_site_apply_in_the_order_given_and_it_matters_where_it_should",
+    ),
+    Fault(
+        "A site that the architecture lacks is a capture of nothing, and ok",
+        "spec/resolve/tap_lookup.py",
+        "    if tap in shape.taps:\n        return\n",
+        "    return\n",
+        ENGINE + "test_sites.py::test_sites_that_a_model_lacks_are_refused_by_name",
+    ),
+    Fault(
+        "What is captured is not what was served",
+        "ops/site_ref.py",
+        "            torch.add(stream, rest, out=ring[targets])\n",
+        "            torch.add(stream, rest * 1.001, out=ring[targets])\n",
+        ENGINE + "test_parity.py::test_smollm2_reads_and_edits_as_hooks_in_transformers",
+    ),
+    Fault(
+        "The last layer, or every layer, is off by one",
+        "runtime/worker/taps/taps.py",
+        "        if number == layer.index\n",
+        "        if number == min(layer.index + 1, max(n for _, n in taps))\n",
+        ENGINE + "test_parity.py::test_smollm2_reads_and_edits_as_hooks_in_transformers",
+    ),
+    Fault(
+        "A row that was computed twice is there twice, or as it was at first",
+        "runtime/worker/row_index.py",
+        "    order = np.lexsort(np.stack((step, position, serial)))\n",
+        "    order = np.lexsort(np.stack((-step, position, serial)))\n",
+        "tests/unit/runtime/worker/test_row_index.py",
+    ),
+    Fault(
+        "Rejected drafts are kept",
+        "runtime/worker/row_index.py",
+        "    last = np.append((serial[1:] != serial[:-1]) | (position[1:] != position[:-1]), True)\n",
+        "    last = np.ones(serial.size, np.bool_)\n",
+        ENGINE + "test_speculative.py",
+    ),
+    Fault(
+        "A request's results are found by the beginning of its id",
+        "runtime/worker/session.py",
+        "        wanted = set(uids)\n",
+        "        wanted = {r.uid for r in self._planner.all() for u in uids if r.uid[:1] == u[:1]}\n",
+        ENGINE + "test_adversarial.py::test_every_request_of_a_random_mix_gets_what_it_gets_alone",
+    ),
+    Fault(
+        "A generated token that is computed anew after preemption is taken for one of the prompt",
+        "runtime/worker/step/step_planner.py",
+        "            start, end = max(position, segment.start), min(stop, segment.stop)\n",
+        "            segment = request.segments_within(position, position + 1)[0]\n"
+        "            start, end = position, stop\n",
+        ENGINE
+        + "test_where.py::test_a_generated_token_that_is_computed_anew_is_still_a_generated_token",
+    ),
+    Fault(
+        "Of a named and an inline vector at one site, one is dropped",
+        "spec/plan.py",
+        "                edits.extend(edit.bind(lookup, num_layers))\n",
+        "                edits[:] = list(edit.bind(lookup, num_layers))\n",
+        ENGINE + "test_tiers.py::test_named_and_inline_and_server_wide_vectors_add_up_at_one_site",
+    ),
+    Fault(
+        "A name that is registered anew still stands for its old vector",
+        "steering/registry.py",
+        "        entry = self._entries.get(name)\n        if entry is None:\n"
+        "            raise self._unknown(name)\n        return entry.description, entry.vectors\n",
+        "        entry = self.__dict__.setdefault('_old', {}).setdefault(\n"
+        "            name, self._entries.get(name)\n        )\n"
+        "        if entry is None:\n            raise self._unknown(name)\n"
+        "        return entry.description, entry.vectors\n",
+        ENGINE + "test_poisoning.py::test_a_name_that_is_registered_anew_stands_for_its_new_vector",
+    ),
+    Fault(
+        "A plan for an engine that is not enabled is ignored",
+        "runtime/install.py",
+        "    if front is None:\n        enabled = is_enabled",
+        "    if front is None:\n"
+        "        return original(processor, request_id, prompt, params, *args, **kwargs)\n"
+        "        enabled = is_enabled",
+        ENGINE + "test_front_door.py"
+        "::test_an_engine_that_is_not_enabled_refuses_plans_once_midstream_is_loaded",
+    ),
+    Fault(
+        "An edit is left out and nobody says so",
+        "runtime/frontend/results/receipts.py",
+        "    wrong = np.flatnonzero((done != expected) & ~cached)\n",
+        "    wrong = np.flatnonzero(done < 0)\n",
+        "tests/unit/runtime/frontend/results/test_assembly.py::test_a_wrong_number_of_edits_is_found_by_position",
+    ),
+    Fault(
+        "A tap that does not fire goes unnoticed",
+        "runtime/worker/taps/tap_check.py",
+        "        wrong = np.flatnonzero(signatures != self.signature)\n",
+        "        wrong = np.flatnonzero(signatures != signatures)\n",
+        ENGINE + "test_front_door.py"
+        "::test_a_tap_that_does_not_fire_stops_the_engine_before_anything_is_returned",
+    ),
+    Fault(
+        "Edits stay armed for rows of requests that ask for nothing",
+        "runtime/worker/session.py",
+        "        if plan is None:\n            self._disarm()\n",
+        "        if plan is None:\n",
+        ENGINE + "test_off_is_off.py",
+    ),
+    Fault(
+        "Rows past the returned text of a stop string are kept",
+        "runtime/frontend/results/assembly.py",
+        "    chosen = rising[np.isin(positions[rising], wanted)]\n",
+        "    chosen = rising\n",
+        ENGINE + "test_alongside_async.py::test_rows_past_a_stop_string_are_not_there",
+    ),
+    Fault(
+        "A caller is told that rows are kept before they are",
+        "sinks/queue.py",
+        "        self._written.append(entry)\n",
+        "        self._tell(entry, entry.result)\n",
+        "tests/unit/sinks/test_queue.py::test_nothing_is_told_before_the_flush",
+    ),
+    Fault(
+        "A sink without room loses rows",
+        "sinks/byte_budget.py",
+        "            if self._used and self._used + size > self._most and not room.cancelled():\n",
+        "            if False:\n",
+        "tests/unit/sinks/test_queue.py"
+        "::test_a_slow_sink_makes_whoever_brings_more_wait_and_loses_nothing",
+    ),
+    Fault(
+        "A sink gets rows that were asked for elsewhere",
+        "runtime/frontend/results/delivery.py",
+        "np.flatnonzero(np.isin(there.numpy(), wanted))",
+        "np.arange(len(there))",
+        "tests/unit/runtime/frontend/results/test_delivery.py"
+        "::test_each_place_gets_the_rows_of_its_own_captures_and_no_others",
+    ),
+    Fault(
+        "A sink that fails goes unnoticed",
+        "runtime/frontend/results/delivery.py",
+        '            if result.status != "ok":\n',
+        "            if False:\n",
+        "tests/unit/runtime/frontend/results/test_delivery.py::test_two_sinks_at_once_each_say_what_became_of_theirs",
+    ),
+    Fault(
+        "A row that was handed over while its request ran comes once more at the end",
+        "runtime/worker/session.py",
+        "            request.blocks = _since(request.handed, blocks[request.serial])\n",
+        "            request.blocks = blocks[request.serial]\n",
+        "tests/unit/runtime/frontend/rpc/test_collect_partial.py"
+        "::test_each_row_comes_once_while_its_request_runs_or_at_its_end",
+    ),
+    Fault(
+        "A row is read before it has come from the device",
+        "runtime/worker/result_buffer.py",
+        "            stored.shipment.wait()\n",
+        "            pass\n",
+        "tests/unit/runtime/worker/test_result_buffer.py"
+        "::test_rows_of_a_running_request_are_there_when_their_answer_is",
+    ),
+    Fault(
+        "A row that may be of a rejected draft is handed over",
+        "runtime/frontend/results/partial_rows.py",
+        "        return max(0, length - 1 - self._held_back)\n",
+        "        return length + 1\n",
+        ENGINE + "test_speculative.py::test_rows_that_come_on_the_way_are_of_no_rejected_draft",
+    ),
+    Fault(
+        "A sink that had some of a request is not told that no more comes",
+        "runtime/frontend/sync_frontend.py",
+        "                self._end_pieces(uid)\n            self._call",
+        "                self._pieces.pop(uid, None)\n            self._call",
+        ENGINE + "test_sinks_rows.py"
+        "::test_a_call_that_is_given_up_ends_for_the_sink_that_had_some_of_it",
+    ),
+    Fault(
+        "A tensor-parallel rank leaves out the edits that the others do",
+        "runtime/worker/session.py",
+        "            segments = acquire_segments(pieces, self._tables",
+        "            if self._share.rank:\n"
+        "                pieces = [piece._replace(edits=()) for piece in pieces]\n"
+        "            segments = acquire_segments(pieces, self._tables",
+        ENGINE + "test_ranks.py::test_two_tensor_ranks_give_what_one_rank_gives",
+    ),
+    Fault(
+        "Of ranks that share what is captured all move the same part",
+        "runtime/protocol/segments.py",
+        "            return taps[self.rank :: self.ranks]\n",
+        "            return taps[0 :: self.ranks]\n",
+        ENGINE + "test_ranks.py::test_shards_make_up_what_the_first_rank_gathers",
+    ),
+    Fault(
+        "Ranks that were told different things are not found out",
+        "runtime/frontend/rpc/fetch.py",
+        "            if trace[last][which] != traces[against][last][which]:\n",
+        "            if False:\n",
+        "tests/unit/runtime/worker/test_rank_check.py::test_another_batch_is_found",
+    ),
+    Fault(
+        "All results are fetched from the first of several replicas",
+        "runtime/frontend/rpc/replicas.py",
+        "    engine = client.core_engines[number]\n",
+        "    engine = client.core_engines[0]\n",
+        ENGINE + "test_replicas.py::test_each_of_many_at_once_gets_what_one_engine_gives",
+    ),
+    Fault(
+        "A request that one replica has room for is sent to another",
+        "runtime/frontend/async_frontend.py",
+        "            request.data_parallel_rank = order.replica.number\n",
+        "            pass\n",
+        ENGINE + "test_replicas.py::test_each_of_many_at_once_gets_what_one_engine_gives",
+    ),
+    Fault(
+        "A link beneath the root leads a request's files elsewhere",
+        "sinks/safe_paths.py",
+        "FOLDER | os.O_NOFOLLOW",
+        "FOLDER",
+        "tests/unit/sinks/test_files.py"
+        "::test_a_tag_that_is_a_link_is_refused_at_the_door_and_when_it_is_written",
+    ),
+    *KEPT,
+)

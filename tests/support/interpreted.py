@@ -1,0 +1,56 @@
+"""Runs the Triton kernel on the CPU, in Triton's interpreter, against the reference op.
+
+A program of its own: the interpreter is chosen by `TRITON_INTERPRET=1` before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from midstream.ops.site_ref import site_ref
+from midstream.ops.site_triton import site_triton
+from support.site_cases import Case, assert_same, random_case, same_bits
+from support.site_noops import NOOPS, noop_case
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def run(made: Case) -> None:
+    with patch("torch.cuda.device", lambda _device: contextlib.nullcontext()):
+        site_triton(*made.arguments())
+
+
+def main() -> None:
+    edited = 0
+    for seed in range(24):
+        made = random_case(
+            rows=7,
+            width=(1, 20, 80)[seed % 3],
+            dtype=DTYPES[seed // 3 % 3],
+            residual=seed % 2 == 0,
+            max_steps=(0, 3, 10)[seed // 2 % 3],
+            seed=seed,
+        )
+        before, wanted = made.hidden.clone(), made.copy()
+        site_ref(*wanted.arguments())
+        run(made)
+        assert_same(made, wanted, exact=False)
+        edited += int((made.hidden != before).any(1).sum())
+    assert edited > 40, edited
+    for nth, name in enumerate(NOOPS):
+        made = noop_case(name, rows=2, width=20, dtype=DTYPES[nth % 3], residual=nth % 2 == 0)
+        before = made.hidden.clone()
+        run(made)
+        assert same_bits(made.hidden, before), name
+    sys.stdout.write(f"{edited} rows edited\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""What stands in the device's tables, read back as the `site` op reads it."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from midstream.ops import layout
+from midstream.ops.layout import Flags, Op
+from midstream.runtime.protocol.segments import TapProgramStep
+from midstream.runtime.worker.tables.device_buffers import Buffers
+from midstream.runtime.worker.tables.program_table import ProgramTable
+from midstream.spec import Instruction, Steps, Vector
+
+
+def assert_program(buffers: Buffers, index: int, edits: tuple[TapProgramStep, ...]) -> None:
+    """A program of the table does what these edits say: at each tap its own, in their order."""
+    for tap in range(buffers.table.shape[0]):
+        wanted = [(edit, step) for edit in edits if edit.tap == tap for step in edit.steps]
+        start, count, _, reads = buffers.table[tap, index].tolist()
+        assert count == len(wanted)
+        assert bool(reads) == any(step.reads for _, step in wanted)
+        for place, (edit, step) in enumerate(wanted, start):
+            _assert_instruction(buffers, place, edit, step)
+
+
+def _assert_instruction(
+    buffers: Buffers, place: int, edit: TapProgramStep, step: Instruction
+) -> None:
+    op, read, write, slot, flags, ids_start, ids_count, _ = buffers.instructions[place].tolist()
+    assert op == step.op
+    assert flags == step.flags | (Flags.OTHER_IDS if edit.others else Flags.NONE)
+    assert slot == (0 if step.slot is None else 1 + step.slot)
+    assert buffers.params[place].tolist() == [step.a, step.b, step.c, step.d]
+    assert tuple(buffers.lists[ids_start : ids_start + ids_count].tolist()) == edit.ids
+    if step.read is not None:
+        assert buffers.bank[read].tolist() == step.read.numpy().tolist()
+    first = step.first if Flags.ROW_BY_POSITION in step.flags else 0
+    for nth, vector in enumerate(step.write):
+        assert buffers.bank[write + first + nth].tolist() == vector.numpy().tolist()
+
+
+def assert_free(tables: ProgramTable) -> None:
+    """Nobody holds anything."""
+    tables.check_integrity()
+    assert tables._bank.used == tables._lists.used == 0
+    assert tables._instructions.free == tables._instructions.size
+    assert not tables._programs
+    assert not tables._groups
+    assert len(tables._free_programs) == tables._rows - layout.FIRST_FREE_PROGRAM
+    assert len(tables._free_groups) == tables._rows - layout.FIRST_FREE_GROUP
+
+
+# Few of each kind, so that random programs share them.
+vectors = st.integers(0, 5).map(lambda n: Vector.parse([float(n), 1.0, -1.0, 0.5 * n]))
+runs = st.lists(vectors, min_size=1, max_size=4).map(tuple)
+scalars = st.sampled_from([0.0, 0.5, -2.0])
+flags = st.sampled_from(
+    [Flags.COUNTED, Flags.FRESH | Flags.COUNTED, Flags.GATED, Flags.KEEP | Flags.FRESH, Flags.STEP]
+)
+
+
+@st.composite
+def instructions(draw: st.DrawFn) -> Instruction:
+    """An instruction of any kind, with what that kind needs."""
+    op = draw(st.sampled_from(Op))
+    found = {name: draw(scalars) for name in "abcd"}
+    modifiers = draw(flags)
+    if op not in (Op.GATE, Op.PROBE, Op.SCALE):
+        found["write"] = draw(runs)
+        if len(found["write"]) > 1:
+            modifiers |= Flags.ROW_BY_POSITION
+            found["first"] = draw(st.integers(0, 90))
+    if op in (Op.GATE, Op.PROBE):
+        found["slot"] = draw(st.sampled_from([None, 0, 3])) if op is Op.GATE else 1
+    if op in (Op.CLIP, Op.LINEAR, Op.FEATURE, Op.PROBE) or (op is Op.GATE and not found["slot"]):
+        found["read"] = draw(vectors)
+        if op is Op.GATE:
+            found["slot"] = None
+    return Instruction(op, flags=modifiers, **found)
+
+
+all_steps = st.lists(instructions(), min_size=1, max_size=3).map(lambda found: Steps(tuple(found)))
+id_lists = st.sets(st.integers(0, 9), max_size=3).map(lambda found: tuple(sorted(found)))
+
+
+@st.composite
+def edits(draw: st.DrawFn, num_taps: int) -> TapProgramStep:
+    """One edit at one of some taps."""
+    steps, ids = draw(all_steps), draw(id_lists)
+    others = bool(ids) and draw(st.booleans())
+    tap = draw(st.integers(0, num_taps - 1))
+    return TapProgramStep(tap, steps.instructions, steps.digest, ids, others)
+
+
+def programs(num_taps: int) -> st.SearchStrategy[tuple[TapProgramStep, ...]]:
+    """What one token may be asked for."""
+    return st.lists(edits(num_taps), min_size=1, max_size=4).map(tuple)

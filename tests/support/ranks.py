@@ -1,0 +1,53 @@
+"""Engines over several ranks, on two cores or as many GPUs, and what counts as the same there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.adversary_judge import Measure
+from support.engines import engine
+from support.oracle import relative_error
+
+GPUS = torch.cuda.device_count()
+# On a GPU sums depend on which requests share a step, and attention rounds to TF32.
+MEASURE = (
+    Measure(rows=4e-2, tie=0.2, splits=True, error=relative_error) if GPUS else Measure(splits=True)
+)
+# Further from transformers, which has TF32 nowhere: by up to 4.1e-2 where it was seen.
+HOOKED = replace(MEASURE, rows=8e-2, tie=0.4) if GPUS else MEASURE
+PIPELINE = {"pipeline_parallel_size": 2} | (
+    {} if GPUS else {"enforce_eager": False, "async_scheduling": False}
+)
+
+
+@contextmanager
+def ranks(model: Path, **args: Any) -> Iterator[Any]:
+    """An engine whose core and workers are processes of their own."""
+    from vllm import envs
+
+    # The first engine of a process has them remembered.
+    getattr(envs, "disable_envs_cache", lambda: None)()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        with engine(model, **{"enforce_eager": not GPUS, **args}) as llm:
+            try:
+                yield llm
+            finally:
+                # Others of this process go on, and only with the last one would it be shut down.
+                llm.llm_engine.engine_core.shutdown()
+
+
+def usage(llm: Any) -> list[dict[str, Any]]:
+    """What each worker says of itself, in their order."""
+    answers = llm.llm_engine.collective_rpc("midstream_rpc", args=("usage", "null"))
+    return [json.loads(answer["json"]) for answer in answers]

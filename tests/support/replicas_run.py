@@ -1,0 +1,380 @@
+"""An async engine of two replicas, and a single engine asked the same, in a process of its own:
+
+    python -m support.replicas_run MODEL OUT
+
+What came of it is saved to OUT, for tests to look at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from support.async_run import SETTINGS as SINGLE
+from support.async_run import ask, refusal, results, taken, vector
+from support.engines import ALL_SITES, engine, greedy, tokens
+
+REPLICAS = 2
+COUNT = 48
+SEVERAL = 6
+BANK_ROWS = 24
+MIDSTREAM = {"sites": ALL_SITES, "bank_rows": BANK_ROWS, "sinks": {"rows": {}}}
+SETTINGS: dict[str, Any] = {
+    # vLLM's CPU backend cannot sample with a seed where a prompt comes in chunks.
+    **SINGLE, "max_num_batched_tokens": 512, "midstream": MIDSTREAM, "max_num_seqs": 16,
+}  # fmt: skip
+STREAMED = [("resid_mid", 0), ("resid_mid", 2)]
+
+
+def prompt(nth: int) -> dict[str, list[int]]:
+    return tokens(range(3 + nth, 14 + 2 * nth))
+
+
+def plan(nth: int) -> dict[str, Any]:
+    """What request `nth` asks for: each kind of edit, captures, probes, nothing."""
+    from midstream import (
+        Ablate,
+        Affine,
+        Capture,
+        Clamp,
+        Feature,
+        Gate,
+        LoReFT,
+        Probe,
+        Replace,
+        Scale,
+        Steer,
+    )
+
+    # Not the same vectors each time: replicas hold different ones.
+    one, two, three = (vector(50 + nth % 5 + 7 * n) for n in range(3))
+    pair = torch.stack([one, two])
+    last = Capture(2, positions=["last_prompt", "generated"])
+    every = Capture("all", ALL_SITES)
+    return [
+        {"capture": every},
+        {"steer": Steer(one, 1, 0.5, norm="match"), "capture": last},
+        {"steer": Steer(one, 0, 0.7, norm="keep", phase="generated"), "capture": last},
+        {"edits": Ablate(pair, 1), "probes": Probe(three, 2, name="after")},
+        {"edits": Clamp(one, value=0.8, layer=0), "capture": last},
+        {"edits": Affine(pair, pair.flip(0), bias=[0.1, 0.2], scale=0.3, layer=1), "capture": last},
+        {
+            "edits": LoReFT(torch.linalg.qr(pair.T).Q.T.contiguous(), pair.flip(0), [0, 1], 1),
+            "capture": last,
+        },
+        {"edits": Feature(one, two, mode="add", value=0.6, bias=0.1, layer=1), "capture": last},
+        {
+            "edits": [Replace(two, positions=[1, -1], layer=0), Scale(1.3, 1, site="resid_mid")],
+            "capture": every,
+        },
+        {
+            "edits": Gate(Steer(two, 2, 0.6), {"direction": one, "layer": 0}),
+            "probes": Probe(one, 0, name="own"),
+            "capture": last,
+        },
+        {
+            "probes": [
+                Probe(one, 0, name="a", positions="generated"),
+                Probe(two, 2, name="b", positions=[0, -1, "last"]),
+            ]
+        },
+        {},
+    ][nth % 12]
+
+
+def params(nth: int, **more: Any) -> Any:
+    from vllm.sampling_params import RequestOutputKind
+
+    kind = RequestOutputKind[more.pop("kind", ("CUMULATIVE", "DELTA", "FINAL_ONLY")[nth % 3])]
+    given = {"max_tokens": 5 + nth % 7, "detokenize": False, **more}
+    return greedy(**given, output_kind=kind)
+
+
+def sampled(nth: int) -> Any:
+    """Three completions that differ."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=3,
+        seed=nth,
+        max_tokens=8,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+class Spy:
+    """Notes to which engine vLLM sends each request, and lets nobody use its call of all."""
+
+    def __init__(self, client: Any) -> None:
+        self.sent: dict[str, int] = {}
+        choose = client.get_core_engine_for_request
+
+        def noted(request: Any) -> Any:
+            identity = choose(request)
+            self.sent[request.request_id] = client.core_engines.index(identity)
+            return identity
+
+        async def first_answer(*_: Any) -> Any:
+            raise AssertionError("that reaches all engines and returns the first one's answer")
+
+        client.get_core_engine_for_request = noted
+        client.collective_rpc_async = first_answer
+
+    def of(self, name: str) -> list[int]:
+        """The engines of the requests of one call: vLLM puts something before and behind its id."""
+        return [nth for given, nth in self.sent.items() if f"{name}-" in given]
+
+
+async def mix(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
+    """Many requests at once, of which the tables of one replica do not hold what all ask for."""
+    admission, waited = llm._front_end._admission, 0
+
+    async def watch() -> None:
+        nonlocal waited
+        while True:
+            waited = max(waited, admission.waiting)
+            await asyncio.sleep(0.001)
+
+    watching = asyncio.create_task(watch())
+    found["mix"] = await asyncio.gather(
+        *(ask(llm, f"mix{n}", prompt(n), params(n), **plan(n)) for n in range(COUNT))
+    )
+    watching.cancel()
+    found["waited"] = waited
+    found["sent"] = [spy.of(f"mix{n}") for n in range(COUNT)]
+    found["usage"] = await llm.usage()
+    found["several"] = await asyncio.gather(
+        *(ask(llm, f"several{n}", prompt(n), sampled(n), **plan(n)) for n in range(SEVERAL))
+    )
+    found["several sent"] = [spy.of(f"several{n}") for n in range(SEVERAL)]
+    await llm._front_end.check_integrity()
+
+
+async def rooms(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
+    """16 vectors each, of 24 that a replica has room for."""
+    from midstream import Steer
+
+    order: list[str] = []
+    admission = llm._front_end._admission
+
+    async def run(name: str, max_tokens: int, first: int, **more: Any) -> Any:
+        steers = [Steer(vector(first + n), n % 3, 0.01) for n in range(16)]
+        sampling = params(0, max_tokens=max_tokens)
+        out = await ask(llm, name, prompt(2), sampling, steer=steers, **more)
+        order.append(name)
+        return out["receipt"]["status"]
+
+    async def begun(count: int) -> None:
+        while len(llm.output_processor.request_states) < count:
+            await asyncio.sleep(0.001)
+
+    tasks = [asyncio.create_task(run("on1", 120, 100, data_parallel_rank=1))]
+    await begun(1)
+    tasks.append(asyncio.create_task(run("behind", 3, 200, data_parallel_rank=1)))
+    await begun(2)
+    found["pinned waits"] = admission.waiting
+    # The other replica is free, and nobody waits for it.
+    tasks.append(asyncio.create_task(run("any", 40, 300)))
+    await begun(3)
+    tasks.append(asyncio.create_task(run("late", 3, 400)))
+    found["rooms"] = await asyncio.gather(*tasks)
+    found["rooms order"] = order
+    found["rooms sent"] = {name: spy.of(name) for name in order}
+    one = {"data_parallel_rank": REPLICAS}
+    found["no such replica"] = await refusal(ask(llm, "no", prompt(0), params(0), **one, **plan(0)))
+    await llm._front_end.check_integrity()
+
+
+async def streams(llm: Any, found: dict[str, Any]) -> None:
+    """Rows and scores on outputs of requests that go on, and rows for a sink on the way."""
+    from midstream import Capture, Probe
+
+    async def watch(nth: int) -> dict[str, Any]:
+        shown, generated = [], 0
+        captures = [
+            Capture([0, 2], ["resid_mid"], stream=True),
+            Capture("all", ALL_SITES, sink="rows"),
+        ]
+        kind = ("CUMULATIVE", "DELTA")[nth % 2]
+        sampling = params(0, max_tokens=24, kind=kind)
+        given = {"capture": captures, "probes": Probe(vector(0), 1, name="p")}
+        name = f"stream{nth}"
+        async for output in llm.generate(prompt(nth), sampling, name, **given):
+            count = len(output.outputs[0].token_ids)
+            generated = generated + count if kind == "DELTA" else count
+            if output.activations is not None:
+                scores = output.probes["p"].clone()
+                shown.append((generated, output.finished, taken(output.activations), scores))
+        return {"shown": shown, **results(output)}
+
+    found["streams"] = await asyncio.gather(*(watch(nth) for nth in range(8)))
+    sink = llm._front_end.sinks._sinks["rows"]
+    pieces = []
+    for nth in range(8):
+        name = next(
+            one.request_id for one in sink.given if one.request_id.startswith(f"stream{nth}")
+        )
+        rows, parts = sink.whole(name)
+        pieces.append(
+            (len(parts), {tap: each[0].view(torch.float32) for tap, each in rows.items()})
+        )
+    found["pieces"] = pieces
+    await llm._front_end.check_integrity()
+
+
+async def sessions(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
+    """Sessions of streaming input: all inputs of one go to one replica."""
+    from vllm.engine.protocol import StreamingInput
+
+    from midstream import Capture
+
+    async def one(nth: int) -> dict[str, Any]:
+        async def inputs() -> AsyncGenerator[Any, None]:
+            for turn in range(3):
+                yield StreamingInput(tokens(range(5 + nth + turn, 13 + 2 * nth + turn)))
+                await asyncio.sleep(0.1)
+
+        sampling = params(0, max_tokens=3, kind="CUMULATIVE")
+        capture = Capture("all", ALL_SITES)
+        outputs = [
+            one async for one in llm.generate(inputs(), sampling, f"session{nth}", capture=capture)
+        ]
+        output = outputs[-1]
+        return {"rows": taken(output.activations), "receipt": output.receipt.to_dict()}
+
+    found["sessions"] = await asyncio.gather(*(one(nth) for nth in range(4)))
+    found["session sent"] = [spy.of(f"session{nth}") for nth in range(4)]
+    await llm._front_end.check_integrity()
+
+
+async def ends(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
+    """Calls that end early on either replica; what is for all requests; a process that dies."""
+    from midstream import Steer
+
+    long = params(0, max_tokens=200)
+    tasks = [
+        asyncio.create_task(ask(llm, f"cut{n}", prompt(n), long, **plan(n))) for n in range(12)
+    ]
+    for task in tasks:
+        await asyncio.sleep(0.01)
+        task.cancel()
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    found["cancelled"] = [type(one).__name__ for one in ended]
+    await llm._front_end.check_integrity()
+
+    async def abort(nth: int) -> Any:
+        outputs: list[Any] = []
+        async for output in llm.generate(prompt(nth), long, f"abort{nth}", **plan(3)):
+            outputs.append(output)
+            if len(outputs) == 3:
+                await llm.abort(f"abort{nth}")
+        return outputs[-1].outputs[0].finish_reason, len(outputs[-1].probes["after"])
+
+    found["aborted"] = await asyncio.gather(*(abort(nth) for nth in range(4)))
+    await llm._front_end.check_integrity()
+    llm.vectors.register("named", vector(9))
+    llm.steering.set(base=Steer("named", 1, 2.0))
+    found["steered"] = await asyncio.gather(
+        *(ask(llm, f"steered{n}", prompt(n), params(n)) for n in range(4))
+    )
+    found["steered sent"] = [spy.of(f"steered{n}") for n in range(4)]
+    llm.steering.clear()
+    found["unsteered"] = await ask(llm, "unsteered", prompt(0), params(0))
+    await llm._front_end.check_integrity()
+    tasks = [
+        asyncio.create_task(ask(llm, f"lost{n}", prompt(n), long, **plan(n))) for n in range(4)
+    ]
+    await asyncio.sleep(0.2)
+    second = llm._front_end.info.workers[1]["arena"]["pid"]
+    psutil.Process(second).kill()
+    lost = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+    found["lost"] = [type(one).__name__ for one in lost]
+
+
+async def main(model: str, found: dict[str, Any]) -> None:
+    from midstream import AsyncLLM
+    from midstream.config.config import Config
+    from midstream.sinks import registry as finding
+    from midstream.transport.sizing import arena_settings
+
+    entry = EntryPoint("rows", "support.sinking:AsTheyCome", finding.GROUP)
+    finding.entry_points = lambda group: [entry]  # type: ignore[assignment,misc]
+    found["memory"] = arena_settings(Config(), 1).budget
+    llm = AsyncLLM(model, data_parallel_size=REPLICAS, **SETTINGS)
+    try:
+        spy = Spy(llm.engine_core)
+        await llm.ready()
+        found["workers"] = [(one["replica"], one["arena"]["pid"]) for one in llm.info.workers]
+        await mix(llm, spy, found)
+        await rooms(llm, spy, found)
+        await streams(llm, found)
+        await sessions(llm, spy, found)
+        await ends(llm, spy, found)
+    finally:
+        llm.shutdown()
+
+
+def single(model: Path, found: dict[str, Any]) -> None:
+    """The same of one engine."""
+    from midstream import Capture, Probe
+
+    own = {**SETTINGS, "midstream": {**MIDSTREAM, "sinks": {}}}
+    with engine(model, **own) as llm:
+
+        def run(prompts: list[Any], sampling: list[Any], plans: list[dict[str, Any]]) -> Any:
+            asked = {
+                name: [_listed(one.get(name)) for one in plans]
+                for name in ("capture", "steer", "edits", "probes")
+            }
+            return llm.generate(prompts, sampling, use_tqdm=False, **asked)
+
+        outputs = run(
+            [prompt(n) for n in range(COUNT)],
+            [params(n, kind="FINAL_ONLY") for n in range(COUNT)],
+            [plan(n) for n in range(COUNT)],
+        )
+        found["single"] = [
+            {"generated": list(one.outputs[0].token_ids), **results(one)} for one in outputs
+        ]
+        outputs = run(
+            [prompt(n) for n in range(SEVERAL)],
+            [sampled(n) for n in range(SEVERAL)],
+            [plan(n) for n in range(SEVERAL)],
+        )
+        found["single several"] = [[results(child) for child in one.outputs] for one in outputs]
+        streamed = {"capture": Capture("all", ALL_SITES), "probes": Probe(vector(0), 1, name="p")}
+        outputs = run(
+            [prompt(n) for n in range(8)],
+            [params(0, max_tokens=24, kind="FINAL_ONLY")] * 8,
+            [streamed] * 8,
+        )
+        found["single streams"] = [results(one) for one in outputs]
+        # What a session computed on, as one prompt.
+        said = [one["rows"]["resid_pre", 0][2].tolist() for one in found["sessions"]]
+        outputs = run(
+            [tokens(ids) for ids in said],
+            [params(0, max_tokens=1, kind="FINAL_ONLY")] * 4,
+            [{"capture": Capture("all", ALL_SITES)}] * 4,
+        )
+        found["single sessions"] = [taken(one.activations) for one in outputs]
+
+
+def _listed(value: Any) -> Any:
+    return value if value is None or isinstance(value, list) else [value]
+
+
+if __name__ == "__main__":
+    collected: dict[str, Any] = {}
+    asyncio.run(main(sys.argv[1], collected))
+    single(Path(sys.argv[1]), collected)
+    torch.save(collected, sys.argv[2])

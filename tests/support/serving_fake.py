@@ -1,0 +1,366 @@
+"""An engine that computes nothing, and an app like vLLM's around it, with midstream's endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from argparse import Namespace
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import httpx
+import torch
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette import exceptions
+
+from midstream.results.activations import Activations
+from midstream.results.probe_scores import Probes
+from midstream.results.receipt import Captured, Receipt
+from midstream.results.site_table import SiteTable
+from midstream.runtime.frontend.request.prompt.chat import ChatPlan
+from midstream.server import endpoint_plugin as plugin
+from midstream.server.endpoint_plugin import Endpoints
+from midstream.server.server import Server
+from midstream.spec import ModelShape, Plan
+from midstream.steering import VectorRegistry
+from midstream.steering.tiers import Steering
+
+WIDTH = 3
+SHAPE = ModelShape(4, WIDTH, [("resid_post", n) for n in range(4)] + [("resid_mid", 2)])
+TOKENS = 3  # that are generated
+
+
+@dataclass
+class Params:
+    """As vLLM's sampling params, as far as midstream looks at them."""
+
+    n: int = 1
+    extra_args: dict[str, Any] | None = None
+
+    def clone(self) -> Params:
+        return replace(self)
+
+
+def rows(layers: tuple[int, ...], count: int, first: int = 0) -> Activations:
+    """Rows `first` … `count` − 1; row p of layer l is 10·p + l in each place."""
+    at = torch.arange(first, count)
+    values = {
+        ("resid_post", layer): (10.0 * at[:, None] + layer).expand(-1, WIDTH).contiguous()
+        for layer in layers
+    }
+    return Activations(values, dict.fromkeys(values, at), torch.arange(100, 100 + count))
+
+
+def scores(names: list[str], count: int) -> Probes:
+    """Score p is p / 8."""
+    at = torch.arange(count)
+    return Probes(
+        dict.fromkeys(names, at / 8), dict.fromkeys(names, at), torch.arange(100, 100 + count)
+    )
+
+
+class FakeEngine:
+    """What serving needs of a `midstream.AsyncLLM`.
+
+    Attributes:
+        calls: (prompt, params, request id) of every call.
+        running: how many calls are under way.
+        script: gives a call's outputs in place of those that a plan asks for.
+        pause: is awaited before each output.
+    """
+
+    def __init__(self) -> None:
+        self.vectors = VectorRegistry(SHAPE)
+        self.steering = Steering(self.vectors)
+        self.info = SimpleNamespace(
+            shape=SHAPE, dtype="float32", codec="raw", workers=({"runner": "fake"},)
+        )
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(model="fake", revision=None),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        )
+        self.errored = False
+        self.calls: list[tuple[Any, Params, str]] = []
+        self.running = 0
+        self.script: Callable[..., list[Any]] | None = None
+        self.pause: Callable[[], Any] = lambda: asyncio.sleep(0)
+
+    async def ready(self) -> None:
+        """It is."""
+
+    def sites(self) -> SiteTable:
+        return SiteTable.of(SHAPE)
+
+    async def usage(self) -> dict[str, Any]:
+        return {"requests": self.running, "waiting": 0, "workers": []}
+
+    async def generate(
+        self, prompt: str, params: Params, request_id: str
+    ) -> AsyncGenerator[Any, None]:
+        self.calls.append((prompt, params, request_id))
+        self.running += 1
+        try:
+            script = self.script or outputs_of
+            for output in script(prompt, params, request_id):
+                await self.pause()
+                if isinstance(output, Exception):
+                    raise output
+                yield output
+        finally:
+            self.running -= 1
+
+
+def completion(index: int = 0, **changes: Any) -> SimpleNamespace:
+    """vLLM's CompletionOutput, of which nothing was asked."""
+    made: dict[str, Any] = {
+        "index": index,
+        "text": "",
+        "finish_reason": None,
+        "probes": None,
+        "activations": None,
+        "receipt": None,
+        "capture_results": None,
+    }
+    return SimpleNamespace(**{**made, **changes})
+
+
+def outputs_of(prompt: str, params: Params, request_id: str) -> list[Any]:
+    """An output for each token, with what the plan asks for, as `AsyncLLM.generate` has it."""
+    carried = (params.extra_args or {}).get("midstream")
+    plan = carried.plan if isinstance(carried, ChatPlan) else carried
+    assert plan is None or isinstance(plan, Plan)
+    captures = plan.captures if plan is not None else ()
+    layers = tuple(index for one in captures for index in one.layers.indices)
+    streams = any(one.stream for one in captures)
+    names = [probe.name for probe in plan.probes] if plan is not None else []
+    found = []
+    for nth in range(1, TOKENS + 1):
+        count, is_last = len(prompt) + nth - 1, nth == TOKENS
+        each = []
+        for index in range(params.n):
+            made = completion(index, text=f"t{nth}")
+            if names and (params.n == 1 or is_last):
+                made.probes = scores(names, count)
+            if layers and is_last:
+                made.activations = rows(layers, count)
+            elif streams and params.n == 1:
+                made.activations = rows(layers, count, 0 if nth == 1 else count - 1)
+            if plan is not None and is_last:
+                captured = tuple(Captured("resid_post", each, count, count) for each in layers)
+                made.receipt = Receipt(request_id, len(prompt), nth, captured, None)
+            if is_last:
+                made.finish_reason = "length"
+            each.append(made)
+        found.append(SimpleNamespace(request_id=request_id, outputs=each, finished=is_last))
+    return found
+
+
+@dataclass
+class Site:
+    """An app and its engine.
+
+    Attributes:
+        app: with vLLM's endpoints, as far as tests call them, and midstream's.
+        engine: behind it.
+        seen: the bodies that vLLM's endpoints were given.
+    """
+
+    app: FastAPI
+    engine: FakeEngine
+    seen: list[Any] = field(default_factory=list)
+
+    @property
+    def server(self) -> Server:
+        server: Server = self.app.state.midstream
+        return server
+
+    def client(self, address: str = "127.0.0.1", **more: Any) -> httpx.AsyncClient:
+        """Who asks from an address."""
+        transport = httpx.ASGITransport(
+            self.app, raise_app_exceptions=False, client=(address, 5000)
+        )
+        return httpx.AsyncClient(transport=transport, base_url="http://test", **more)
+
+
+async def make(*, host: str | None = "127.0.0.1", has_key: bool = False, **http: Any) -> Site:
+    """An app whose engine is there.
+
+    Args:
+        host: what the server is bound to.
+        has_key: whether vLLM asks for a key, which it does in front of this app.
+        **http: midstream's settings `http`.
+    """
+    app, engine = FastAPI(), FakeEngine()
+    app.state.args = Namespace(
+        api_key=None,
+        host=host,
+        uds=None,
+        worker_cls="auto",
+        additional_config={"midstream": {"http": http or True}},
+    )
+    site = Site(app, engine)
+    _add_endpoints(site)
+    endpoints = Endpoints()
+    # It imports vLLM, which takes seconds.
+    with patch.object(plugin, "_has_key", lambda args: has_key):
+        endpoints.attach_router(app)
+    await endpoints.init_state(engine, app.state, app.state.args)
+    return site
+
+
+@asynccontextmanager
+async def serving(**settings: Any) -> AsyncIterator[tuple[Site, httpx.AsyncClient]]:
+    """An app, and a client of it."""
+    site = await make(**settings)
+    async with site.client() as client:
+        yield site, client
+    site.server.close()
+
+
+async def refused(answer: Any, status: int, problem: str = "") -> dict[str, Any]:
+    """The error of an answer that refuses, once it is there."""
+    found = await answer
+    assert found.status_code == status, found.text
+    error: dict[str, Any] = found.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == status
+    assert problem in error["message"]
+    return error
+
+
+def scope_of(length: str | None = None) -> dict[str, Any]:
+    """A request for a completion, as an ASGI server has it.
+
+    Args:
+        length: what its header says of its body; None: nothing.
+    """
+    headers = [(b"content-type", b"application/json")]
+    if length is not None:
+        headers.append((b"content-length", length.encode()))
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/v1/completions",
+        "raw_path": b"/v1/completions",
+        "root_path": "",
+        "query_string": b"",
+        "headers": headers,
+        "client": ("127.0.0.1", 5000),
+        "server": ("test", 80),
+        "scheme": "http",
+    }
+
+
+def _add_endpoints(site: Site) -> None:
+    async def failed(request: Request, error: Any) -> Any:
+        content = {"message": str(error.detail), "type": "", "param": None}
+        return JSONResponse({"error": {**content, "code": error.status_code}}, error.status_code)
+
+    site.app.add_exception_handler(exceptions.HTTPException, failed)
+
+    async def completions(request: Request) -> Any:
+        return await _answer(site, await _seen(site, request), "prompt")
+
+    async def chat(request: Request) -> Any:
+        return await _answer(site, await _seen(site, request), "messages")
+
+    async def responses(request: Request) -> Any:
+        body = await _seen(site, request)
+        for nth in range(body.get("turns", 1)):
+            async for _ in site.engine.generate(body["input"], Params(), f"resp-{nth}"):
+                pass
+        value = {"id": "resp", "object": "response", "output": []}
+        if not body.get("stream"):
+            return JSONResponse(value)
+        last = json.dumps({"type": "response.completed", "response": value})
+
+        async def events() -> AsyncIterator[str]:
+            yield 'event: response.created\ndata: {"type": "response.created"}\n\n'
+            yield f"event: response.completed\ndata: {last}\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def embeddings(request: Request) -> Any:
+        await _seen(site, request)
+        return JSONResponse({"data": []})
+
+    for path, endpoint in (
+        ("/v1/completions", completions),
+        ("/v1/chat/completions", chat),
+        ("/v1/responses", responses),
+        ("/v1/embeddings", embeddings),
+    ):
+        site.app.add_route(path, endpoint, methods=["POST"])
+
+
+async def _seen(site: Site, request: Request) -> Any:
+    try:
+        body = await request.json()
+    except (ValueError, RecursionError):
+        # As FastAPI has it.
+        raise HTTPException(400, "There was an error parsing the body") from None
+    site.seen.append(body)
+    return body
+
+
+async def _answer(site: Site, body: dict[str, Any], what: str) -> Any:
+    given = body[what]
+    prompts = ["chat"] if what == "messages" else given if isinstance(given, list) else [given]
+    count = body.get("n", 1)
+    calls = [
+        site.engine.generate(
+            prompt, Params(count, dict(body.get("vllm_xargs") or {}) or None), f"cmpl-{nth}"
+        )
+        for nth, prompt in enumerate(prompts)
+    ]
+    if body.get("stream"):
+        return StreamingResponse(
+            _events(calls, count, body.get("events_of", 0), body.get("comment", "")),
+            media_type="text/event-stream",
+        )
+    choices = []
+    for nth, call in enumerate(calls):
+        texts = [""] * count
+        try:
+            async for output in call:
+                for one in output.outputs:
+                    texts[one.index] += one.text
+        except ValueError as error:
+            return JSONResponse(_error(error), 400)
+        choices += [
+            {"index": nth * count + index, "text": text, "finish_reason": "length"}
+            for index, text in enumerate(texts)
+        ]
+    return JSONResponse({"id": "cmpl", "object": "text_completion", "choices": choices})
+
+
+async def _events(calls: list[Any], count: int, first: int, comment: str) -> AsyncIterator[str]:
+    if comment:
+        yield f": {comment}\n\n"
+    try:
+        for nth, call in enumerate(calls):
+            async for output in call:
+                for one in output.outputs:
+                    choice = {
+                        "index": first + nth * count + one.index,
+                        "text": one.text,
+                        "finish_reason": one.finish_reason,
+                    }
+                    yield f"data: {json.dumps({'id': 'cmpl', 'choices': [choice]})}\n\n"
+    except ValueError as error:
+        yield f"data: {json.dumps(_error(error))}\n\n"
+    finally:
+        for call in calls:
+            await call.aclose()
+    yield "data: [DONE]\n\n"
+
+
+def _error(error: Exception) -> dict[str, Any]:
+    return {"error": {"message": str(error), "type": "BadRequestError", "code": 400}}

@@ -1,0 +1,278 @@
+"""An async engine whose rows go to sinks, in a process of its own:
+
+    python -m support.sinks_async MODEL FOLDER
+
+What came of it is saved to FOLDER/found.pt, for tests to look at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncGenerator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.engines import greedy, tokens
+
+COUNT = 24
+NAMES = ("memory", "store", "keeping", "rows")
+KINDS = ("CUMULATIVE", "DELTA", "FINAL_ONLY")
+
+
+def prompt(nth: int) -> dict[str, list[int]]:
+    return tokens(list(range(3 + nth, 8 + 2 * nth)))
+
+
+def params(nth: int, **more: Any) -> Any:
+    from vllm.sampling_params import RequestOutputKind
+
+    kind = RequestOutputKind[more.pop("kind", KINDS[nth % 3])]
+    return greedy(**{"max_tokens": 4 + nth % 4, "detokenize": False, **more}, output_kind=kind)
+
+
+def rows_of(activations: Any) -> dict[Any, Any]:
+    """Rows as plain values."""
+    return {
+        tap: (rows.clone(), activations.positions_of(*tap), activations.token_ids_of(*tap))
+        for tap, rows in activations.items()
+    }
+
+
+def as_rows(found: dict[Any, Any]) -> dict[Any, Any]:
+    """What `AsTheyCome.whole` gives of raw float32 rows, as `rows_of` has it."""
+    return {
+        tap: (encoded.contiguous().view(torch.float32), *rest)
+        for tap, (encoded, *rest) in found.items()
+    }
+
+
+async def ask(llm: Any, name: str, given: Any, sampling: Any, capture: Any) -> Any:
+    """The last output of a call; none before it may have results."""
+    last = None
+    async for output in llm.generate(given, sampling, name, capture=capture):
+        assert last is None or last.capture_results is None
+        last = output
+    return last
+
+
+def kept(output: Any) -> dict[str, Any]:
+    """What a call's output says of its sinks."""
+    return {name: (one.status, one.reason) for name, one in output.capture_results.items()}
+
+
+async def at_once(llm: Any, found: dict[str, Any]) -> None:
+    """Many requests, whose rows go to three places each."""
+    from midstream import Capture
+    from midstream.store import open_store
+
+    captures = [Capture("all", sink=name, tag="many") for name in NAMES]
+    outputs = await asyncio.gather(
+        *(ask(llm, f"r{n}", prompt(n), params(n), captures) for n in range(COUNT))
+    )
+    keeping = llm._front_end.sinks._sinks["keeping"]
+    given = {one.request_id: one for one in keeping.given}
+    store = open_store(outputs[0].capture_results["store"].manifest["store"])
+    rows = llm._front_end.sinks._sinks["rows"]
+    pieces = {output.request_id: rows.whole(output.request_id) for output in outputs}
+    found["many"] = [
+        {
+            "memory": rows_of(output.activations),
+            "store": rows_of(store.get(output.capture_results["store"].manifest["request"])),
+            "keeping": rows_of(given[output.request_id].activations),
+            "rows": as_rows(pieces[output.request_id][0]),
+            "pieces": len(pieces[output.request_id][1]),
+            "generated": len(given[output.request_id].generated_token_ids),
+            "kept": kept(output),
+            "receipt": output.receipt.to_dict(),
+        }
+        for output in outputs
+    ]
+    found["shards"] = len(store.shards)
+    await llm._front_end.check_integrity()
+
+
+async def problems(llm: Any, found: dict[str, Any]) -> None:
+    """Requests whose sinks fail, or are slow, among others."""
+    from midstream import Capture, ReceiptError, SpecError
+
+    async def told(name: str, capture: Any) -> tuple[str, Any]:
+        try:
+            output = await ask(llm, name, prompt(1), params(0), capture)
+        except (ReceiptError, SpecError) as error:
+            outputs = getattr(error, "outputs", [])
+            return type(error).__name__, [str(error), [kept(one) for one in outputs]]
+        return output.receipt.status, kept(output)
+
+    found["failed"] = await asyncio.gather(
+        told("bad", Capture(1, sink="failing", tag="write")),
+        told("well", Capture(1, sink="store")),
+        told("unknown", Capture(1, sink="nowhere")),
+    )
+    keeping = llm._front_end.sinks._sinks["keeping"]
+    keeping.go.clear()
+    slow = asyncio.create_task(told("slow", Capture("all", sink="keeping")))
+    given_up = asyncio.create_task(told("given up", Capture("all", sink="keeping")))
+    found["passing"] = await told("passing", Capture(1, sink="store"))
+    found["slow is done"] = slow.done()
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    keeping.go.set()
+    found["slow"] = await slow
+    await llm._front_end.check_integrity()
+
+
+def wait_for_end(sink: Any, name: str) -> None:
+    """Until a sink has the last piece of a request: of one that was given up nobody is told."""
+    until = time.monotonic() + 30
+    while not any(one.request_id == name and one.is_last for one in sink.given):
+        assert time.monotonic() < until, f"{name} has no end"
+        time.sleep(0.01)
+
+
+async def several(llm: Any, found: dict[str, Any]) -> None:
+    """Several completions, and a sink that is slow to take pieces."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    from midstream import Capture
+
+    captures = [Capture(1), Capture(1, sink="rows")]
+    sampling = SamplingParams(
+        n=2, seed=3, max_tokens=12, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+    sampling.detokenize = False
+    output = await ask(llm, "several", prompt(5), sampling, captures)
+    rows = llm._front_end.sinks._sinks["rows"]
+    found["several"] = []
+    for nth, completion in enumerate(output.outputs):
+        put_together, pieces = rows.whole("several", nth)
+        mine = rows_of(completion.activations)
+        found["several"].append((mine, as_rows(put_together), len(pieces)))
+    rows.go.clear()
+    slow = asyncio.create_task(ask(llm, "slow rows", prompt(5), params(0, max_tokens=30), captures))
+    quick = await ask(llm, "quick", prompt(5), params(0, max_tokens=30), Capture(1))
+    found["slow rows is done"] = (quick.receipt.status, slow.done())
+    rows.go.set()
+    output = await slow
+    found["slow rows"] = (rows_of(output.activations), as_rows(rows.whole("slow rows")[0]))
+    await llm._front_end.check_integrity()
+
+
+async def aborts(llm: Any, found: dict[str, Any]) -> None:
+    """One request that is aborted, and one whose caller leaves."""
+    from midstream import Capture
+    from midstream.store import open_store
+
+    long = params(0, max_tokens=100)
+    ended = [Capture(1, sink=sink, tag="ended") for sink in ("store", "rows")]
+
+    async def abort_after(count: int) -> Any:
+        last = None
+        async for output in llm.generate(prompt(2), long, "aborted", capture=ended):
+            last, count = output, count - 1
+            if not count:
+                await llm.abort("aborted")
+        return last
+
+    async def leave_after(count: int) -> None:
+        stream = llm.generate(prompt(2), long, "left", capture=ended)
+        async for _ in stream:
+            count -= 1
+            if not count:
+                break
+        await stream.aclose()
+
+    aborted, _ = await asyncio.gather(abort_after(3), leave_after(3))
+    whole = await ask(llm, "whole", prompt(2), long, ended)
+    found["aborted"] = (aborted.outputs[0].finish_reason, aborted.capture_results)
+    place = whole.capture_results["store"].manifest
+    store = open_store(place["store"])
+    found["ended"] = [
+        (one.metadata["midstream"]["request_id"], len(one.activations().positions))
+        for one in store.requests
+        if one.tag == "ended"
+    ]
+    rows = llm._front_end.sinks._sinks["rows"]
+    await llm._front_end.check_integrity()
+    found["ended pieces"] = {}
+    for name in ("aborted", "left", "whole"):
+        await asyncio.to_thread(wait_for_end, rows, name)
+        _, pieces = rows.whole(name)
+        found["ended pieces"][name] = [
+            (one.finish_reason, one.receipt.status, len(one.activations.positions))
+            for one in pieces
+        ]
+    await llm._front_end.check_integrity()
+
+
+async def session(llm: Any, found: dict[str, Any]) -> None:
+    """A session of streaming input."""
+    from vllm.engine.protocol import StreamingInput
+
+    from midstream import Capture
+
+    async def inputs() -> AsyncGenerator[Any, None]:
+        for nth in range(2):
+            yield StreamingInput(prompt(nth))
+            await asyncio.sleep(0.05)
+
+    captures = [Capture(1), Capture(1, sink="keeping"), Capture(1, sink="rows")]
+    output = await ask(llm, "session", inputs(), params(1, max_tokens=3), captures)
+    keeping = llm._front_end.sinks._sinks["keeping"]
+    found["session"] = (
+        rows_of(output.activations), rows_of(keeping.given[-1].activations), kept(output)
+    )  # fmt: skip
+    put_together, pieces = llm._front_end.sinks._sinks["rows"].whole("session")
+    found["session pieces"] = (as_rows(put_together), len(pieces))
+
+
+async def main(model: str, folder: Path, found: dict[str, Any]) -> None:
+    from midstream import AsyncLLM
+
+    sinks = {
+        "store": {"root": str(folder / "store"), "group_seconds": 0.2},
+        "keeping": {"queue_bytes": 20_000},
+        "failing": {},
+        "rows": {"queue_bytes": 20_000},
+    }
+    llm = AsyncLLM(
+        model,
+        dtype="float32",
+        max_model_len=256,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+        seed=0,
+        max_num_batched_tokens=64,
+        max_num_seqs=8,
+        midstream={"sinks": sinks},
+    )
+    try:
+        await at_once(llm, found)
+        await problems(llm, found)
+        await several(llm, found)
+        await aborts(llm, found)
+        await session(llm, found)
+        keeping = llm._front_end.sinks._sinks["keeping"]
+    finally:
+        llm.shutdown()
+    found["closed"] = keeping.calls[-1]
+
+
+if __name__ == "__main__":
+    from midstream.runtime.frontend import async_frontend
+    from midstream.sinks import registry as finding
+
+    async_frontend.LOOK_SECONDS = 0.0
+    offered = {"keeping": "Keeping", "failing": "Failing", "rows": "AsTheyCome"}
+    finding.entry_points = lambda group: [  # type: ignore[assignment]
+        EntryPoint(name, f"support.sinking:{cls}", group) for name, cls in offered.items()
+    ]
+    collected: dict[str, Any] = {}
+    asyncio.run(main(sys.argv[1], Path(sys.argv[2]), collected))
+    torch.save(collected, Path(sys.argv[2]) / "found.pt")

@@ -1,0 +1,42 @@
+"""A stale graph is impossible: the check itself, for the CPU's tests and the GPU's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from support.own_process import python
+
+TAPS = [
+    {"sites": ["resid_post"], "layers": "all"},
+    {"sites": ["resid_mid"], "layers": [1]},
+    {"sites": ["resid_post"], "layers": "all"},
+]
+
+
+def run(cache: Path, model: Path, settings: str, args: dict[str, Any]) -> dict[str, Any]:
+    """What one engine did, on the shared cache."""
+    printed = python(
+        "-m", "support.stale", model, settings, json.dumps(args),
+        timeout=540, VLLM_CACHE_ROOT=str(cache),
+    )  # fmt: skip
+    (result,) = [line for line in printed.splitlines() if line.startswith("RESULT ")]
+    return json.loads(result.removeprefix("RESULT "))
+
+
+def check_no_stale_graph(cache: Path, model: Path, args: dict[str, Any]) -> None:
+    """Plain, then enabled, then with other taps, then the first taps again, then plain."""
+    plain = run(cache, model, "plain", args)
+    for settings in TAPS:
+        found = run(cache, model, json.dumps(settings), args)
+        wanted = {
+            (site, layer)
+            for site in settings["sites"]
+            for layer in range(len(found["taps"]))
+            if settings["layers"] == "all"
+        } or {("resid_mid", 1)}
+        assert {tuple(tap) for tap in found["taps"]} == wanted
+        assert found["plain"] == plain["plain"]
+        assert abs(found["moved"] - 3.0) < 0.1, "the edit did not reach its own site"
+    assert run(cache, model, "plain", args)["plain"] == plain["plain"]

@@ -1,0 +1,82 @@
+"""Captured rows in an arena, as a ledger hands them out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from midstream.codecs import Raw
+from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
+from midstream.runtime.worker.result_buffer import ResultBuffer
+from midstream.runtime.worker.row_index import ArenaRows, RowBlock, Scores
+from midstream.transport.arena import Arena, ArenaSettings
+from midstream.transport.ring_copy import CpuShipment
+
+TALLY = torch.zeros(0, 4, dtype=torch.int32)
+NO_SCORES = torch.zeros(0, 3)
+
+
+SEGMENT = 4096
+
+
+def make_arena(budget: int = 1 << 30, overflow: str = "block", folder: str = "/tmp") -> Arena:
+    """An arena of small segments."""
+    return Arena(ArenaSettings(budget, SEGMENT, overflow, Path(folder)), pin=False)
+
+
+@functools.cache
+def _shared() -> Arena:
+    return make_arena()
+
+
+def stored(values: Tensor, arena: Arena | None = None) -> ArenaRows:
+    """[rows, width] of any dtype, in an arena; a worker's are all in one."""
+    arena = arena or _shared()
+    encoded = Raw().encode(values)
+    extent = arena.take(encoded.numel())
+    assert extent is not None
+    extent.memory.view(encoded.shape).copy_(encoded)
+    shipment = CpuShipment((extent,), TALLY, NO_SCORES)
+    return ArenaRows(shipment, extent, encoded.shape[1], arena)
+
+
+def rows_block(
+    taps: tuple[int, ...], positions: Sequence[int], values: Tensor, arena: Arena | None = None
+) -> RowBlock[ArenaRows]:
+    """A block of [positions, taps, width], in one piece."""
+    source = stored(values.reshape(-1, values.shape[-1]), arena)
+    return _block(taps, positions, source)
+
+
+def scores_block(positions: Sequence[int], values: Tensor) -> RowBlock[Scores]:
+    """A block of scores, [positions, slots]."""
+    source = Scores(CpuShipment((), TALLY, values))
+    return _block((0,), positions, source)
+
+
+def unmapped(stage: int = 0, tensor_rank: int = 0) -> RemoteWorker:
+    """A worker whose memory cannot be reached."""
+    arena = {"pid": 0, "fd": 0, "token": ""}
+    return RemoteWorker({"stage": stage, "tensor_rank": tensor_rank, "arena": arena})
+
+
+def outbox_of() -> ResultBuffer:
+    """An outbox of raw rows."""
+    return ResultBuffer(make_arena(), lambda _: Raw())
+
+
+def _block(taps, positions, source):
+    count = len(positions)
+    return RowBlock(
+        taps,
+        0,
+        np.array(positions),
+        [source],
+        np.zeros(count, np.int64),
+        np.arange(count) * len(taps),
+    )

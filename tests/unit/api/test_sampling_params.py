@@ -1,0 +1,273 @@
+"""`midstream.SamplingParams`, which is vLLM's with steering and captures as arguments."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from midstream.api.sampling_params import OWN, SamplingParams
+from midstream.errors import SpecError
+from midstream.spec import Capture, Plan, Steer, Vector
+from midstream.spec.named_vector import Named
+
+vllm = pytest.importorskip("vllm")
+
+V, W = [0.5, 0.25], [1.0, -2.0]
+KEY = "midstream"
+
+
+def plan_of(params) -> Plan | None:
+    from midstream.runtime.install import plan_of
+
+    return plan_of(params)
+
+
+# ---------------------------------------------------------------- it is vLLM's
+
+
+def test_what_it_makes_is_vllms_own():
+    params = SamplingParams(2, temperature=0.5, max_tokens=7, steering_vectors={1: V})
+    assert type(params) is vllm.SamplingParams
+    assert (params.n, params.temperature, params.max_tokens) == (2, 0.5, 7)
+    assert isinstance(params, SamplingParams)
+    assert isinstance(vllm.SamplingParams(), SamplingParams)
+    assert not isinstance(object(), SamplingParams)
+    assert issubclass(vllm.SamplingParams, SamplingParams)
+    assert not issubclass(dict, SamplingParams)
+
+
+def test_without_arguments_of_its_own_it_makes_just_what_vllm_makes():
+    assert SamplingParams(max_tokens=3) == vllm.SamplingParams(max_tokens=3)
+    given = vllm.SamplingParams(extra_args={"a": 1})
+    assert SamplingParams(extra_args={"a": 1}) == given
+
+
+def test_other_attributes_are_vllms():
+    assert SamplingParams.from_optional is vllm.SamplingParams.from_optional
+    assert SamplingParams.from_optional(max_tokens=5).max_tokens == 5
+    assert "from_optional" in dir(SamplingParams)
+    with pytest.raises(AttributeError):
+        _ = SamplingParams.nothing_of_the_kind
+
+
+def test_its_signature_has_vllms_arguments_and_its_own():
+    names = set(inspect.signature(SamplingParams).parameters)
+    assert names == {*inspect.signature(vllm.SamplingParams).parameters, *OWN}
+    for name in OWN:
+        assert f"    {name}: " in SamplingParams.__doc__
+
+
+def test_vllms_own_errors_are_vllms():
+    with pytest.raises(TypeError, match="steering_vector"):
+        SamplingParams(steering_vector={1: V})
+    for make in (vllm.SamplingParams, SamplingParams):
+        with pytest.raises(Exception, match="temperature must be non-negative") as caught:
+            make(temperature=-1)
+        assert not isinstance(caught.value, SpecError)
+
+
+def test_other_extra_args_are_kept_and_not_changed():
+    extra = {"a": [1]}
+    params = SamplingParams(extra_args=extra, steering_vectors={1: V})
+    assert extra == {"a": [1]}
+    assert params.extra_args["a"] == [1]
+    assert plan_of(params) is not None
+
+
+# ---------------------------------------------------------------- what is asked
+
+
+def test_the_tiers_add_up_in_order():
+    params = SamplingParams(
+        steering_module_ref=("happy", 1.5),
+        steering_vectors={"post_block": {15: {"vector": V, "scale": 2.0}}},
+        prefill_steering_vectors={"post_attn": {3: W}},
+        decode_steering_vectors={"pre_attn": {15: V, 16: W}},
+        edits=Steer(W, 0),
+    )
+    assert plan_of(params) == Plan(
+        edits=(
+            Steer(Named("happy", 1.5)),
+            Steer(V, 15, 2.0, "resid_post"),
+            Steer(W, 3, 1.0, "resid_mid", phase="prompt"),
+            Steer(V, 15, 1.0, "resid_pre", phase="generated"),
+            Steer(W, 16, 1.0, "resid_pre", phase="generated"),
+            Steer(W, 0),
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "vector",
+    [V, np.asarray(V), torch.tensor(V, dtype=torch.bfloat16), Vector.parse(V), {"vector": V}],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("hooks", ["post_block", "resid_post"])
+def test_every_form_of_a_vector_says_the_same(vector, hooks):
+    params = SamplingParams(steering_vectors={hooks: {"15": vector}})
+    assert plan_of(params) == Plan(edits=(Steer(V, 15, site="resid_post"),))
+
+
+@pytest.mark.parametrize("ref", ["happy", ("happy", 1), {"name": "happy"}, Named("happy")])
+def test_a_module_is_referred_to_by_its_name(ref):
+    assert plan_of(SamplingParams(steering_module_ref=ref)) == Plan(edits=(Steer("happy"),))
+
+
+@pytest.mark.parametrize(
+    "capture",
+    [
+        Capture(12, "resid_post", "last_prompt"),
+        [{"layers": 12, "positions": "last_prompt"}],
+        {
+            "memory": {
+                "hooks": {"post_block": [12]},
+                "positions": "last_prompt",
+            }
+        },
+    ],
+    ids=["Capture", "list", "consumer"],
+)
+def test_captures_are_taken_in_every_form(capture):
+    params = SamplingParams(capture=capture)
+    assert plan_of(params) == Plan(captures=(Capture(12, "resid_post", "last_prompt"),))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("all_prompt", "prompt"), ("all_generated", "generated"), ("all", "all"), ([1, 2], [1, 2])],
+)
+def test_a_consumers_hooks_are_a_capture_each_at_its_positions(theirs, ours):
+    asked = {"hooks": {"pre_attn": [0], "post_attn": "all"}, "positions": theirs}
+    assert plan_of(SamplingParams(capture={"memory": asked})) == Plan(
+        captures=(Capture(0, "resid_pre", ours), Capture("all", "resid_mid", ours))
+    )
+
+
+def test_probes_are_taken():
+    probe = {"name": "truth", "direction": V, "layer": 3}
+    plan = plan_of(SamplingParams(probes=probe))
+    assert [each.name for each in plan.probes] == ["truth"]
+
+
+WRONG = {
+    "a vector": (
+        {"decode_steering_vectors": {"pre_attn": {15: {"vector": [1.0, None]}}}},
+        'decode_steering_vectors["pre_attn"][15].vector[1]',
+        "expected a number",
+    ),
+    "a bare vector": (
+        {"steering_vectors": {"pre_attn": {15: "x"}}},
+        'steering_vectors["pre_attn"][15]',
+        "expected a list of numbers",
+    ),
+    "a scale": (
+        {"prefill_steering_vectors": {"pre_attn": {15: {"vector": V, "scale": None}}}},
+        'prefill_steering_vectors["pre_attn"][15].scale',
+        "expected a number",
+    ),
+    "a hook point": (
+        {"steering_vectors": {"post_mpl": {15: V}}},
+        'steering_vectors["post_mpl"]',
+        "unknown site",
+    ),
+    "no dict": ({"steering_vectors": V}, "steering_vectors", "expected {layer: vector}"),
+    "an empty dict": ({"steering_vectors": {}}, "steering_vectors", "empty"),
+    "a reference": ({"steering_module_ref": 3}, "steering_module_ref", r"\(name, scale\)"),
+    "its name": ({"steering_module_ref": ("a b", 1)}, "steering_module_ref.name", "A-Z"),
+    "its scale": ({"steering_module_ref": ("a", True)}, "steering_module_ref.scale", "number"),
+    "an edit": ({"edits": [{"op": "stear"}]}, "edits[0].op", "did you mean `steer`"),
+    "a capture": ({"capture": {"layers": "al"}}, "capture.layers", "expected"),
+    "a consumer's hook": (
+        {"capture": {"memory": {"hooks": {"post_blok": [1]}}}},
+        'capture["memory"].hooks["post_blok"]',
+        "unknown site",
+    ),
+    "a consumer's layer": (
+        {"capture": {"memory": {"hooks": {"post_block": [1, 1]}}}},
+        'capture["memory"].hooks["post_block"][1]',
+        "listed twice",
+    ),
+    "a consumer's positions": (
+        {"capture": {"memory": {"hooks": {"post_block": [1]}, "positions": "lst"}}},
+        'capture["memory"].positions',
+        "did you mean `last`",
+    ),
+    "a consumer's field": (
+        {"capture": {"memory": {"hooks": {"post_block": [1]}, "tags": "x"}}},
+        'capture["memory"]',
+        "did you mean `tag`",
+    ),
+    "a consumer's tag": (
+        {"capture": {"memory": {"hooks": {"post_block": [1]}, "tag": 3}}},
+        'capture["memory"].tag',
+        "expected `str`",
+    ),
+    "no hooks": ({"capture": {"memory": {"hooks": {}}}}, 'capture["memory"].hooks', "hook point"),
+    "two plans": (
+        {"steering_vectors": {1: V}, "extra_args": {KEY: {"edits": []}}},
+        "extra_args['midstream']",
+        "give it in one place",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_refused_when_it_is_made_with_its_path(name):
+    given, path, problem = WRONG[name]
+    with pytest.raises(SpecError, match=problem) as caught:
+        SamplingParams(**given)
+    assert caught.value.path == path
+
+
+# ---------------------------------------------------------------- what becomes of it
+
+
+@pytest.fixture
+def params():
+    return SamplingParams(
+        max_tokens=3,
+        steering_vectors={"post_block": {15: {"vector": V, "scale": 2.0}}},
+        decode_steering_vectors={"pre_attn": {15: V}},
+        steering_module_ref="happy",
+        capture={"memory": {"hooks": {"post_block": [12]}, "positions": "last_prompt"}},
+    )
+
+
+def through_msgpack(params):
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    return MsgpackDecoder(vllm.SamplingParams).decode(MsgpackEncoder().encode(params))
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "clone": lambda params: params.clone(),
+    "pickle": lambda params: pickle.loads(pickle.dumps(params)),
+    "msgpack": through_msgpack,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_the_plan_survives_every_way_of_copying(params, how):
+    made = COPIES[how](params)
+    assert type(made) is vllm.SamplingParams
+    assert plan_of(made) == plan_of(params)
+    assert made.max_tokens == 3
+
+
+def test_use_does_not_change_it(params):
+    before = pickle.dumps(params)
+    plan = plan_of(params)
+    assert plan == plan_of(params)
+    assert pickle.dumps(params) == before
+
+
+def test_it_prints_without_the_numbers(params):
+    assert "'midstream': <midstream plan: 1 capture, 3 edits>" in repr(params)
+    assert "f32" not in repr(params)

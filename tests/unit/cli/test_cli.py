@@ -1,0 +1,161 @@
+"""The command: light to import, its options, what it writes, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from midstream.cli.app import COMMANDS, app
+from midstream.tools.doctor import examine
+from midstream.tools.doctor.report import (
+    LACKING,
+    OK,
+    REFUSED,
+    UNBUILT,
+    UNCOMPARED,
+    WRONG,
+    OperationFound,
+    Report,
+    SiteFound,
+)
+
+GOOD = Report(
+    "some/model", "LlamaForCausalLM", "a random copy, 64 wide", OK,
+    sites=(
+        SiteFound("resid_pre", 0, OK, 1e-7),
+        SiteFound("resid_pre", 1, OK, 3e-6),
+        SiteFound("attn_out", 0, LACKING, None, "a Mamba layer has no attention"),
+        SiteFound("mlp_out", 1, UNCOMPARED, None, "no module returns it"),
+    ),
+    operations=(OperationFound("Steer", "resid_pre", 1, OK, 2e-6),),
+    tolerance=5e-4,
+    versions=(("midstream", "0"),),
+)  # fmt: skip
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch):
+    """Calls the command with a doctor that finds this; what it was asked is kept."""
+    asked: list[examine.Options] = []
+
+    def call(report: Report, *arguments: str):
+        def found(options: examine.Options) -> Report:
+            asked.append(options)
+            return report
+
+        monkeypatch.setattr(examine, "examine", found)
+        monkeypatch.setenv("COLUMNS", "200")
+        result = CliRunner().invoke(app, ["doctor", "--verbose", *arguments])
+        return result, asked
+
+    return call
+
+
+def test_importing_it_imports_neither_vllm_nor_torch_nor_transformers():
+    code = (
+        "import sys, midstream.cli.app;"
+        "print([name for name in ('vllm', 'torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_each_sub_command_is_a_module_of_its_own_and_has_help():
+    folder = Path(__file__).resolve().parents[3] / "src/midstream/cli"
+    result = CliRunner().invoke(app, ["--help"])
+    assert result.exit_code == 0
+    for name in COMMANDS:
+        assert (folder / f"{name}.py").is_file()
+        assert name in result.output
+        assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0
+
+
+def test_its_environment_is_gone_when_it_ends_and_never_replaces_what_is_set(monkeypatch):
+    """A process that calls it goes on: with nothing compiled, were this to stay."""
+    seen: dict[str, str] = {}
+
+    def look(options: examine.Options) -> Report:
+        seen.update(os.environ)
+        return GOOD
+
+    monkeypatch.setattr(examine, "examine", look)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+    before = dict(os.environ)
+    assert CliRunner().invoke(app, ["doctor", "some/model"]).exit_code == 0
+    assert (seen["TORCH_COMPILE_DISABLE"], seen["VLLM_CPU_KVCACHE_SPACE"]) == ("1", "3")
+    assert dict(os.environ) == before
+
+
+def test_what_is_found_is_printed_with_a_verdict(run):
+    result, _ = run(GOOD, "some/model")
+    assert result.exit_code == 0
+    said = " ".join(result.output.split())
+    assert "resid_pre │ 0–1 │ ok │ 3.0e-06" in said
+    assert "a Mamba layer has no attention" in said
+    assert "ok: 2 taps and 1 operations match transformers" in said
+    assert "1 do not exist in this model; 1 could not be compared" in said
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "word"),
+    [
+        (WRONG, 1, "wrong: "),
+        (REFUSED, 2, "not supported: "),
+        (UNBUILT, 2, "cannot be built here: "),
+        (UNCOMPARED, 2, "not compared: "),
+    ],
+)
+def test_the_exit_status_says_what_kind_of_outcome_it_is(run, outcome, status, word):
+    result, _ = run(Report("m", "", "a copy", outcome, "because of this"), "m")
+    assert result.exit_code == status
+    assert word + "because of this" in result.output
+
+
+def test_json_goes_to_a_file_or_alone_to_the_standard_output(run, tmp_path):
+    result, _ = run(GOOD, "some/model", "--json", "-")
+    assert json.loads(result.stdout)["sites"][1]["error"] == 3e-6
+    target = tmp_path / "found.json"
+    run(GOOD, "some/model", "--json", str(target))
+    read = json.loads(target.read_text())
+    assert read["outcome"] == "ok"
+    assert read["worst"] == 3e-6
+    assert read["versions"] == {"midstream": "0"}
+
+
+def test_options_say_how_small_and_which_dtype(run):
+    _, asked = run(GOOD, "m", "--layers", "2", "--hidden", "128", "--dtype", "bfloat16")
+    run(GOOD, "m", "--full")
+    assert asked[0].size is not None
+    assert (asked[0].size.layers, asked[0].size.hidden, asked[0].dtype) == (2, 128, "bfloat16")
+    assert asked[1].size is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("m", "--hidden", "100"), "multiple of 64"),
+        (("m", "--dtype", "int8"), "expected one of float32"),
+        (("m", "--json", "/nowhere/at/all.json"), "cannot write"),
+        ((), "Missing argument"),
+    ],
+)
+def test_wrong_options_are_refused_before_any_work(run, arguments, said):
+    result, asked = run(GOOD, *arguments)
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.replace("│", " ").split())
+    assert asked == []
+
+
+def test_python_m_midstream_is_the_same_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "midstream", "doctor", "--help"], capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert "Check that midstream reads and edits a model" in done.stdout

@@ -1,0 +1,310 @@
+"""The sub-commands that look at a store, and keep it: inspect, export, verify, merge, prune."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+from unit.store.making import entry, header, write
+
+from midstream import open_store
+from midstream.cli.app import app
+
+
+@pytest.fixture
+def acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store of three requests in two shards, in the folder that the command runs in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    write("acts", [entry("a", tag="x", metadata={"line": 1}), entry("b", rows=5, seed=3)])
+    write("acts", [entry("c", tag="x", rows=2, seed=6)])
+    return tmp_path / "acts"
+
+
+def run(*arguments: str, status: int = 0) -> str:
+    """What the command prints."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == status, result.output
+    return result.stdout
+
+
+def run_json(*arguments: str, status: int = 0):
+    return json.loads(run(*arguments, "--json", status=status))
+
+
+def damage(root: Path) -> Path:
+    """Flips a bit in the middle of the first shard."""
+    path = sorted(root.glob("*.safetensors"))[0]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", "nowhere"],
+        ["verify", "nowhere"],
+        ["export", "nowhere", "out", "--to", "npz"],
+        ["merge", "nowhere", "--into", "into"],
+        ["prune", "nowhere"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_store_that_is_not_there_is_refused_by_each(acts, arguments):
+    assert "nowhere" in run_json(*arguments, status=2)["error"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "error: nowhere: there is no store here" in result.stderr
+
+
+# ---------------------------------------------------------------- inspect
+
+
+def test_inspect_shows_what_there_is(acts):
+    said = " ".join(run("inspect", "acts").split())
+    assert "acts: 3 requests, 30 rows" in said
+    assert "in 2 shards" in said
+    assert "acme/tiny at abc: 8 wide, bfloat16, codec raw; vLLM 0.32.0, midstream 0.1.0" in said
+    assert "prompts of 2 to 2 tokens" in said
+    assert "resid_pre │ 0 │ 10" in said
+    assert "resid_post │ 0, 3 │ 20" in said
+    assert "x │ 2" in said
+    assert "(none) │ 1" in said
+
+
+def test_inspect_says_the_same_to_machines(acts):
+    found = run_json("inspect", "acts")
+    assert (found["requests"], found["rows"], found["shards"]) == (3, 30, 2)
+    assert found["nbytes"] == sum(path.stat().st_size for path in acts.glob("*.safetensors"))
+    assert found["tags"] == {"x": 2, "": 1}
+    assert [each["codec"] for each in found["headers"]] == ["raw"]
+    assert found["sites"][1] == {"site": "resid_post", "layers": [0, 3], "rows": 20}
+    assert found["prompt_tokens"] == [2, 2, 2]
+
+
+def test_inspect_of_an_empty_store(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "none").mkdir()
+    assert run("inspect", "none").strip() == "none: 0 requests, 0 rows, 0.0 MB in 0 shards"
+    assert run_json("inspect", "none")["prompt_tokens"] is None
+
+
+def test_inspect_shows_one_request(acts):
+    said = " ".join(run("inspect", "acts", "--request", "b").split())
+    assert "b, completion 0: 2 prompt tokens; in" in said
+    assert "resid_post │ 0, 3 │ 10 │ 0–4" in said
+    (found,) = run_json("inspect", "acts", "--request", "a")
+    assert found["taps"][0] == {"site": "resid_pre", "layer": 0, "positions": [0, 1, 2]}
+    assert found["metadata"] == {"line": 1}
+    assert "no request 'z'" in run_json("inspect", "acts", "--request", "z", status=2)["error"]
+
+
+def test_inspect_shows_every_completion_and_every_double_of_a_request(acts):
+    write("acts", [entry("b"), entry("b", child=1)])
+    found = run_json("inspect", "acts", "--request", "b")
+    assert sorted(each["child"] for each in found) == [0, 0, 1]
+    assert len({each["shard"] for each in found}) == 2
+
+
+def test_what_is_stored_cannot_make_a_terminal_do_something(acts):
+    nasty = "\x1b]0;owned\x07\x9b2J"
+    write("nasty", [entry(nasty, tag=nasty, metadata={nasty: nasty})], header(model=nasty))
+    shown = run("inspect", "nasty") + run("inspect", "nasty", "--request", nasty)
+    assert "owned" in shown
+    assert not any(sign in shown for sign in "\x1b\x07\x9b")
+
+
+def test_inspect_of_a_damaged_store_is_refused_and_names_the_shard(acts):
+    path = sorted(acts.glob("*.safetensors"))[0]
+    path.write_bytes(path.read_bytes()[:-10])
+    assert path.name in run_json("inspect", "acts", status=2)["error"]
+
+
+@pytest.mark.parametrize("name", ["norms.svg", "norms.png", "NORMS.PNG"])
+def test_inspect_draws_norms_into_a_file(acts, name):
+    assert f"drawn: {name}" in run("inspect", "acts", "--plot", name)
+    data = Path(name).read_bytes()
+    assert data.startswith(b"<svg" if name.endswith("svg") else b"\x89PNG")
+
+
+def test_a_picture_of_another_kind_or_of_nothing_is_refused(acts, tmp_path):
+    said = run_json("inspect", "acts", "--plot", "norms.gif", status=2)["error"]
+    assert ".png or .svg" in said
+    (tmp_path / "none").mkdir()
+    said = run_json("inspect", "none", "--plot", "norms.svg", status=2)["error"]
+    assert "no rows to draw" in said
+
+
+# ---------------------------------------------------------------- export
+
+
+def test_export_writes_what_is_selected(acts):
+    pq = pytest.importorskip("pyarrow.parquet")
+    said = run("export", "acts", "out.parquet", "--to", "parquet", "--site", "resid_post",
+               "--layer", "3", "--tag", "x", "--position", "0,-1")  # fmt: skip
+    assert "4 rows: out.parquet" in said
+    rows = pq.read_table("out.parquet").to_pydict()
+    assert rows["request"] == ["a", "a", "c", "c"]
+    assert rows["position"] == [0, 1, 0, 1]
+    assert set(rows["layer"]) == {3}
+    found = run_json("export", "acts", "out.arrow", "--to", "arrow", "--token", "1,11")
+    assert (found["rows"], found["written"]) == (18, 1)
+
+
+def test_export_to_npz_is_a_folder_for_each_request(acts):
+    found = run_json("export", "acts", "out", "--to", "npz", "--request", "a", "--request", "b",
+                     "--child", "0", "--model", "acme/tiny", "--codec", "raw")  # fmt: skip
+    assert (found["rows"], found["written"]) == (24, 2)
+    assert sorted(path.name for path in Path("out").rglob("*.npz")) == sorted(
+        2 * ["resid_post.0.npz", "resid_post.3.npz", "resid_pre.0.npz"]
+    )
+    again = run_json("export", "acts", "out", "--to", "npz", status=2)
+    assert "is there already" in again["error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--layer", "7"], "layer: nothing in this store has 7"),
+        (["--tag", "y"], "tag: nothing in this store has 'y'"),
+        (["--position", "lst"], "lst"),
+    ],
+)
+def test_export_refuses_what_is_not_there(acts, arguments, said):
+    error = run_json("export", "acts", "out", "--to", "npz", *arguments, status=2)["error"]
+    assert said in error
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("arguments", [["--to", "csv"], ["--to", "npz", "--layer", "x"]])
+def test_export_refuses_malformed_options(acts, arguments):
+    assert CliRunner().invoke(app, ["export", "acts", "out", *arguments]).exit_code == 2
+
+
+# ---------------------------------------------------------------- verify
+
+
+def test_verify_says_that_all_is_right(acts):
+    assert "acts: 2 of 2 shards are right, 3 requests" in run("verify", "acts")
+    assert run_json("verify", "acts")["findings"] == []
+
+
+def test_verify_says_what_is_wrong_with_which_shard(acts):
+    path = damage(acts)
+    said = run("verify", "acts", status=1)
+    assert "1 of 2 shards are right" in said
+    assert path.name in said
+    found = run_json("verify", "acts", status=1)
+    assert [each["shard"] for each in found["findings"]] == [path.name]
+    assert found["status"] == 1
+
+
+# ---------------------------------------------------------------- merge
+
+
+def test_merge_puts_stores_into_one(acts):
+    write("more", [entry("d")])
+    assert "into: 1 new shards; 4 requests in 1 shards" in run(
+        "merge", "acts", "more", "--into", "into"
+    )
+    again = run_json("merge", "acts", "more", "--into", "into")
+    assert again == {"status": 0, "new": [], "requests": 4, "shards": 1}
+    assert len(open_store("acts").shards) == 2
+
+
+def test_merge_of_a_store_into_itself(acts):
+    found = run_json("merge", "acts", "--into", "acts", "--shard-mb", "1")
+    assert (found["requests"], found["shards"]) == (3, 1)
+
+
+def test_a_damaged_shard_is_not_merged(acts):
+    path = damage(acts)
+    assert path.name in run_json("merge", "acts", "--into", "into", status=2)["error"]
+
+
+# ---------------------------------------------------------------- prune
+
+
+def test_prune_removes_nothing_unless_it_is_told_to(acts):
+    left = acts / ".20200101T000000.000000-0123456789abcdef.safetensors.tmp"
+    left.write_bytes(b"half")
+    long_ago = time.time() - 7200
+    os.utime(left, (long_ago, long_ago))
+    before = sorted(os.listdir(acts))
+    said = run("prune", "acts", "--tag", "x")
+    assert "would be removed, with --yes:" in said
+    assert f"1 files that interrupted writes left: {left.name}" in said
+    assert "2 requests: a, c" in said
+    wanted = run_json("prune", "acts", "--tag", "x")
+    assert not wanted.pop("done")
+    assert sorted(os.listdir(acts)) == before
+    done = run_json("prune", "acts", "--tag", "x", "--yes")
+    assert done.pop("done")
+    assert done == wanted
+    assert [each.request for each in open_store("acts").requests] == ["b"]
+    assert not left.exists()
+    assert "there is nothing to remove" in run("prune", "acts", "--yes")
+
+
+def test_prune_removes_doubles_requests_and_what_is_damaged(acts):
+    write("acts", [entry("b", seed=9)])
+    found = run_json("prune", "acts", "--duplicates", "--yes")
+    assert found["requests"] == [["b", 0]]
+    assert len(open_store("acts")) == 3
+    run("prune", "acts", "--request", "b", "--yes")
+    assert "b" not in open_store("acts")
+    path = damage(acts)
+    said = run_json("prune", "acts", "--damaged")
+    assert said["damaged"] == [path.name]
+    assert path.exists()
+    run("prune", "acts", "--damaged", "--yes")
+    assert run_json("verify", "acts")["findings"] == []
+
+
+def test_what_an_interrupted_merge_left_is_found_before_it_is_removed(acts):
+    """A shard that another one stands for, as after a kill between the two."""
+    names = sorted(path.name for path in acts.glob("*.safetensors"))
+    kept = {name: (acts / name).read_bytes() for name in names}
+    run("merge", "acts", "--into", "acts")
+    (acts / names[0]).write_bytes(kept[names[0]])
+    assert run_json("prune", "acts")["replaced"] == [names[0]]
+    assert (acts / names[0]).exists()
+    assert run_json("prune", "acts", "--yes")["replaced"] == [names[0]]
+    assert not (acts / names[0]).exists()
+
+
+def test_prune_refuses_what_is_not_there(acts):
+    for arguments in (["--tag", "y"], ["--request", "y"], ["--tag", "y", "--yes"]):
+        assert (
+            "nothing in this store has 'y'"
+            in run_json("prune", "acts", *arguments, status=2)["error"]
+        )
+
+
+# ---------------------------------------------------------------- the shell
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script_for_each_shell(monkeypatch, shell):
+    # Otherwise it asks which shell the process was started from.
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    result = CliRunner().invoke(app, ["--show-completion", shell], prog_name="midstream")
+    assert result.exit_code == 0, result.output
+    assert "_MIDSTREAM_COMPLETE" in result.stdout
+
+
+def test_completion_knows_the_sub_commands_and_their_options(monkeypatch):
+    def completed(words: str) -> list[str]:
+        monkeypatch.setenv("_MIDSTREAM_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+        return CliRunner().invoke(app, [], prog_name="midstream").stdout.split()
+
+    assert completed("midstream ins") == ["inspect"]
+    assert completed("midstream capture --keep") == ["--keep-prompts"]

@@ -1,0 +1,354 @@
+"""Both clients return what the offline API returns, and refuse alike."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.serving_fake import make, rows
+from unit.client.both import KINDS, Both
+
+from midstream import Capture, Probe, Steer
+from midstream.client import AsyncClient, Client, ServerError, extra_body
+from midstream.client.outputs import Reader
+from midstream.errors import ConfigError, SpecError
+from midstream.spec.vector import Vector
+
+V = [1.0, 2.0, 2.0]
+PROBE = Probe(V, 1, name="p")
+
+
+@pytest.fixture
+def site():
+    made = asyncio.run(make())
+    yield made
+    made.server.close()
+
+
+@pytest.fixture(params=KINDS)
+def both(request, site):
+    made = Both(request.param, site)
+    yield made
+    made.close()
+
+
+def over(kind, answer):
+    """A client whose server answers with what `answer` makes of a request."""
+    return Both(kind, httpx.MockTransport(answer))
+
+
+@pytest.mark.parametrize("activations", ["handle", "inline"])
+def test_an_answer_has_what_the_offline_api_returns(both, site, activations):
+    given_ = {"capture": Capture([1]), "probes": PROBE, "steer": Steer(V, 1)}
+    output = both.call("complete", "abc", model="m", activations=activations, **given_)
+    assert output.text == "t1t2t3"
+    assert output.receipt.status == "ok"
+    expected = rows((1,), 5)
+    assert torch.equal(output.activations["resid_post", 1], expected["resid_post", 1])
+    assert torch.equal(output.activations.token_ids, expected.token_ids)
+    assert output.probes["p"].tolist() == [nth / 8 for nth in range(5)]
+    assert output.probes.token_ids_of("p").tolist() == [100, 101, 102, 103, 104]
+    assert site.seen == [{"model": "m", "prompt": "abc"}]
+    # What was fetched is not held any longer.
+    assert len(site.server.holding) == 0
+
+
+def test_rows_that_nobody_wants_are_not_there(both, site):
+    output = both.call("complete", "abc", capture=Capture([1]), activations="none")
+    assert output.activations is None
+    assert output.receipt is not None
+    assert len(site.server.holding) == 0
+
+
+def test_without_anything_asked_it_is_a_plain_request(both, site):
+    output = both.call("complete", "abc", max_tokens=2)
+    assert (output.text, output.receipt, output.activations) == ("t1t2t3", None, None)
+    assert site.seen == [{"prompt": "abc", "max_tokens": 2}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "asked", [{"capture": Capture([1])}, {"probes": PROBE}, {"steer": Steer(V, 1)}]
+)
+def test_a_server_that_does_not_know_of_midstream_is_an_error(kind, asked):
+    whole = {"id": "1", "choices": [{"index": 0, "text": "t"}]}
+
+    def answer(request):
+        if json.loads(request.content).get("stream"):
+            return httpx.Response(200, text=f"data: {json.dumps(whole)}\n\ndata: [DONE]\n\n")
+        return httpx.Response(200, json=whole)
+
+    both = over(kind, answer)
+    assert both.call("complete", "abc").text == "t"
+    with pytest.raises(ServerError, match="as if nothing had been asked"):
+        both.call("complete", "abc", **asked)
+    with pytest.raises(ServerError, match="as if nothing had been asked"):
+        both.stream(lambda output: output.text, "abc", **asked)
+
+
+def test_several_choices_have_each_their_own(both):
+    output = both.call("complete", ["abc", "abcd"], n=2, capture=Capture([1]))
+    assert [one.index for one in output.outputs] == [0, 1, 2, 3]
+    assert [len(one.activations["resid_post", 1]) for one in output.outputs] == [5, 5, 6, 6]
+    assert output.activations is output.receipt is None
+
+
+def test_a_chat_is_answered(both):
+    output = both.call("chat", [{"role": "user", "content": "x"}], capture=Capture([1]))
+    assert len(output.activations["resid_post", 1]) == len("chat") + 2
+
+
+def test_a_stream_adds_up_to_the_whole(both):
+    asked = {"capture": Capture([1], stream=True), "probes": PROBE}
+    seen = both.stream(
+        lambda output: (
+            output.text,
+            len(output.probes["p"]),
+            sum(len(each["resid_post", 1]) for each in output.outputs[0].rows),
+            output.receipt is not None,
+        ),
+        "abc",
+        **asked,
+    )
+    assert seen == [("t1", 3, 3, False), ("t1t2", 4, 4, False), ("t1t2t3", 5, 4, True)]
+    whole = both.call("complete", "abc", **asked)
+    (last,) = both.stream(lambda output: output, "abc", **asked)[-1:]
+    assert torch.equal(last.probes["p"], whole.probes["p"])
+    assert torch.equal(last.activations["resid_post", 1], whole.activations["resid_post", 1])
+    early = torch.cat([each["resid_post", 1] for each in last.outputs[0].rows])
+    assert torch.equal(early, whole.activations["resid_post", 1][:4])
+
+
+def test_a_refusal_is_an_error_with_status_and_field(both, site):
+    with pytest.raises(ServerError, match="400: midstream.activations") as caught:
+        both.call("complete", "abc", capture=Capture([1]), activations="zip")
+    assert (caught.value.status, caught.value.param) == (400, "midstream.activations")
+    site.engine.script = lambda *_: [SpecError("capture[0].layers[0]", "there is no layer 9")]
+    for ask in (both.call, lambda _, *args, **named: both.stream(id, *args, **named)):
+        with pytest.raises(ServerError, match="there is no layer 9") as caught:
+            ask("complete", "abc", capture=Capture([9]))
+        assert caught.value.status == 400
+
+
+def test_what_is_malformed_is_not_sent(both, site):
+    with pytest.raises(SpecError, match="layer"):
+        both.call("complete", "abc", capture={"layer": [1]})
+    for name in ("../steering", "a b", "", "a?b", "a#b", "/a", 3):
+        for ask in (["vectors.register", name, V], ["vectors.remove", name]):
+            with pytest.raises(SpecError, match="name"):
+                both.call(*ask)
+    assert site.seen == []
+    assert len(site.engine.vectors) == 0
+
+
+VECTORS = {
+    "by layer": {1: V, -1: {"vector": np.asarray(V), "scale": 2}},
+    "by site": {"resid_post": {1: torch.tensor(V)}, "post_attn": {2: V}},
+    "by tap": {("resid_post", 1): V},
+    "for no layer": torch.tensor(V),
+    "base64": Vector.parse(V).emit(),
+}
+
+
+@pytest.mark.parametrize("vectors", VECTORS.values(), ids=VECTORS)
+def test_vectors_are_registered_as_they_are_offline(both, site, vectors):
+    about = both.call("vectors.register", "a/b:c", vectors)
+    site.engine.vectors.register("same", vectors)
+    assert site.engine.vectors.lookup("a/b:c") == site.engine.vectors.lookup("same")
+    assert about["name"] == "a/b:c"
+    assert [one["name"] for one in both.call("vectors.list")] == ["a/b:c", "same"]
+    assert both.call("vectors.remove", "a/b:c") is None
+    with pytest.raises(ServerError, match="404"):
+        both.call("vectors.remove", "a/b:c")
+
+
+def test_a_path_is_no_vector(both, tmp_path):
+    for path in (str(tmp_path), tmp_path):
+        with pytest.raises(SpecError, match="expected"):
+            both.call("vectors.register", "x", path)
+
+
+def test_steering_is_set_shown_and_cleared(both, site):
+    both.call("vectors.register", "x", {1: V})
+    state = both.call("steering.set", base=[Steer(V, 1), "x", ("x", 2.0)], generated=Steer(V, 2))
+    assert state["epoch"] == 1
+    assert len(site.engine.steering.show().base) == 3
+    assert both.call("steering.show") == state
+    assert both.call("steering.clear")["base"] == []
+    with pytest.raises(ServerError, match="no tier is given"):
+        both.call("steering.set")
+
+
+def test_sites_are_told(both):
+    assert both.call("sites")["hidden_size"] == 3
+
+
+# ------------------------------------------------------------------ servers that are not well
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"<html>Bad Gateway</html>", "502: <html>Bad Gateway</html>"),
+        (b"", "502: None"),
+        (b'{"error": "Unauthorized"}', "502: Unauthorized"),
+        (b'{"detail": "x"}', "502: {'detail': 'x'}"),
+        (b'{"error": {"message": "no", "param": "p"}}', "502: no"),
+        (b"[" * 100_000, r"502: \[\["),
+        (b"\xff", "502: \ufffd"),
+    ],
+)
+def test_any_answer_that_refuses_is_a_server_error(kind, content, message):
+    both = over(kind, lambda request: httpx.Response(502, content=content))
+    for ask in (both.call, lambda _, *args: both.stream(id, *args)):
+        with pytest.raises(ServerError, match=message) as caught:
+            ask("complete", "abc")
+        assert caught.value.status == 502
+        assert len(str(caught.value)) < 1100
+    both.close()
+
+
+def events(*values, done=True):
+    data = b"".join(b"data: " + json.dumps(value).encode() + b"\n\n" for value in values)
+    return data + (b"data: [DONE]\n\n" if done else b"")
+
+
+CHUNKS = [{"id": "r", "choices": [{"index": 0, "text": text}]} for text in "abc"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_that_breaks_off_is_an_error_after_what_there_was(kind):
+    both = over(kind, lambda request: httpx.Response(200, content=events(*CHUNKS, done=False)))
+    seen = []
+    with pytest.raises(ServerError, match="ended before it was over"):
+        both.stream(lambda output: seen.append(output.text), "abc")
+    assert seen == ["a", "ab", "abc"]
+    both.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_in_mid_stream_comes_after_what_there_was(kind):
+    error = {"error": {"message": "no more", "code": 507, "param": "x"}}
+    both = over(kind, lambda request: httpx.Response(200, content=events(*CHUNKS, error)))
+    seen = []
+    with pytest.raises(ServerError, match="507: no more") as caught:
+        both.stream(lambda output: seen.append(output.text), "abc")
+    assert seen == ["a", "ab", "abc"]
+    assert (caught.value.status, caught.value.param) == (507, "x")
+    both.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "url", ["https://example.org/x", "//example.org/x", "/v1/midstream/activations/../vectors", ""]
+)
+def test_keys_go_nowhere_but_to_the_server(kind, url):
+    asked = []
+
+    def answer(request):
+        asked.append(request.url)
+        value = {"choices": [{"index": 0, "text": ""}], "midstream": {"activations": {"url": url}}}
+        return httpx.Response(200, json=value)
+
+    both = over(kind, answer)
+    with pytest.raises(ServerError, match="rows are at"):
+        both.call("complete", "abc")
+    assert len(asked) == 1
+    both.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_are_gone_are_an_error(kind):
+    url = "/v1/midstream/activations/abc"
+
+    def answer(request):
+        if request.method == "GET":
+            return httpx.Response(404, json={"error": {"message": "they have expired"}})
+        value = {"choices": [{"index": 0, "text": ""}], "midstream": {"activations": {"url": url}}}
+        return httpx.Response(200, json=value)
+
+    both = over(kind, answer)
+    with pytest.raises(ServerError, match="404: they have expired"):
+        both.call("complete", "abc")
+    both.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_that_is_not_there_is_httpxs_error(kind):
+    def answer(request):
+        raise httpx.ConnectError("nobody there")
+
+    both = over(kind, answer)
+    with pytest.raises(httpx.ConnectError):
+        both.call("complete", "abc")
+    with pytest.raises(httpx.ConnectError):
+        both.stream(id, "abc")
+    both.close()
+
+
+@pytest.mark.parametrize("cls", [Client, AsyncClient])
+def test_keys_are_sent_and_not_beside_ones_own_connections(cls):
+    client = cls(api_key="a", admin_key="b")
+    assert client._http.headers["authorization"] == "Bearer a"
+    assert client._http.headers["x-midstream-admin-key"] == "b"
+    for keys in ({"api_key": "a"}, {"admin_key": "b"}):
+        with pytest.raises(ConfigError, match="in its own headers"):
+            cls(http=client._http, **keys)
+
+
+# ------------------------------------------------------------------ what is read
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_scores_of_any_cutting_add_up_to_the_whole(data):
+    count = data.draw(st.integers(0, 12))
+    numbers = st.floats(width=32, allow_nan=False) | st.sampled_from(["NaN", "-Infinity"])
+    scores = data.draw(st.lists(numbers, min_size=count, max_size=count))
+    at = sorted(data.draw(st.sets(st.integers(0, 40), min_size=count, max_size=count)))
+    places = sorted(data.draw(st.lists(st.integers(0, count), max_size=5)))
+    reader = Reader()
+    bounds = [0, *places, count]
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        told = {
+            "scores": [
+                float(each) if isinstance(each, float) and abs(each) < float("inf") else str(each)
+                for each in scores[start:stop]
+            ],
+            "positions": at[start:stop],
+            "token_ids": [position + 7 for position in at[start:stop]],
+        }
+        output = reader.read(
+            {"choices": [{"index": 0, "text": "x"}], "midstream": {"probes": {"p": told}}}, {}
+        )
+    found = output.probes["p"]
+    expected = torch.tensor([float(each) for each in scores])
+    assert torch.equal(found.nan_to_num(3.0), expected.nan_to_num(3.0))
+    assert output.probes.positions_of("p").tolist() == at
+    assert output.probes.token_ids_of("p").tolist() == [position + 7 for position in at]
+    assert len(output.text) == len(bounds) - 1
+
+
+def test_an_event_without_choices_changes_nothing():
+    reader = Reader()
+    reader.read({"id": "r", "choices": [{"index": 0, "text": "a"}]}, {})
+    for value in ({"id": "r", "choices": []}, {"id": "r", "choices": None}, {"usage": {}}):
+        assert reader.handles(value) == []
+        assert reader.read(value, {}).text == "a"
+
+
+def test_extra_body_is_what_the_server_reads():
+    from midstream.server.request_field import take_field
+
+    body = extra_body(capture=Capture([1]), steer=Steer(V, 1), probes=PROBE, activations="inline")
+    wishes = take_field(json.loads(json.dumps(body)))
+    assert wishes.activations == "inline"
+    assert wishes.plan.edits == (Steer(V, 1),)
+    assert take_field(extra_body()).plan is None

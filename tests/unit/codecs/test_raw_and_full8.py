@@ -1,0 +1,152 @@
+"""`raw` keeps every bit; `full8` keeps every value to half a step."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import codec_page
+from support.codec_rows import DTYPES, finite_rows, from_bits
+
+from midstream.codecs import Full8, Raw
+
+MAX = torch.finfo(torch.float32).max
+TINY = 2.0**-149
+
+
+def full8(*values: float) -> tuple[str, list[float]]:
+    """The bytes of a float32 row, in hex, and what they read."""
+    data = Full8().encode(torch.tensor([values], dtype=torch.float32))
+    return hexed(data), Full8().decode(data, len(values), torch.float32)[0].tolist()
+
+
+def hexed(data: torch.Tensor) -> str:
+    return bytes(data[0].tolist()).hex()
+
+
+def parts(data: torch.Tensor) -> tuple[float, float, list[int]]:
+    row = bytes(data[0].tolist())
+    return (*struct.unpack_from("<ff", row), list(row[8:]))
+
+
+# ---------------------------------------------------------------- raw
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("float32", "0000803f000020c00000c07f"),
+        ("bfloat16", "803f20c0c07f"),
+        ("float16", "003c00c1007e"),
+    ],
+)
+def test_raw_is_the_bytes_of_the_dtype(dtype, expected):
+    rows = torch.tensor([[1.0, -2.5, torch.nan]], dtype=DTYPES[dtype])
+    assert hexed(Raw().encode(rows)) == expected
+
+
+@given(st.data())
+def test_raw_comes_back_bit_by_bit_whatever_the_bits(data):
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16]))
+    bits = data.draw(st.lists(st.integers(0, 65535), min_size=1, max_size=8))
+    rows = from_bits([bits], dtype)
+    found = Raw().decode(Raw().encode(rows), len(bits), dtype)
+    assert torch.equal(found.view(torch.int16), rows.view(torch.int16))
+
+
+def test_raw_copies_nothing_when_it_need_not():
+    rows = torch.randn(3, 5).bfloat16()
+    data = Raw().encode(rows)
+    assert data.data_ptr() == rows.data_ptr()
+    assert Raw().decode(data, 5, torch.bfloat16).data_ptr() == rows.data_ptr()
+
+
+# ---------------------------------------------------------------- full8, byte by byte
+
+
+@pytest.mark.parametrize(
+    ("values", "scale", "zero", "steps"),
+    [
+        ((0.0, 255.0, 1.0, 100.4), "0000803f", "00000000", "00ff0164"),
+        ((-1.0, 254.0, 0.5, 1.5), "0000803f", "000080bf", "00ff0202"),  # halves to the even
+        ((7.5, 7.5, 7.5), "00000000", "0000f040", "000000"),
+        ((0.0, 0.0), "00000000", "00000000", "0000"),
+        ((-0.0, -0.0), "00000000", "00000000", "0000"),
+        ((-0.0, 510.0), "00000040", "00000000", "00ff"),
+        ((1.0, torch.nan), "00000000", "0000c07f", "0000"),
+        ((torch.inf, 1.0), "00000000", "0000c07f", "0000"),
+        # 1/255 is not a float32: the next above it.
+        ((0.0, 1.0), "8180803b", "00000000", "00ff"),
+        # The range is beyond float32; its 255th part is not, and happens to be exact.
+        ((-MAX, MAX, 0.0), "8080007c", "ffff7fff", "00ff80"),
+        # The smallest denormal is its own step.
+        ((0.0, TINY, 3 * TINY), "01000000", "00000000", "000103"),
+    ],
+)
+def test_the_bytes_of_full8(values, scale, zero, steps):
+    assert full8(*values)[0] == scale + zero + steps
+
+
+def test_what_full8_reads():
+    # In float32 the product would overflow before the zero brings it back.
+    assert full8(-MAX, MAX)[1] == [-MAX, MAX]
+    assert full8(-MAX, 0.0, MAX / 2)[1][0] == -MAX
+    assert full8(2.0**127, MAX)[1] == [2.0**127, MAX]
+    assert full8(0.0, 2.0**126)[1] == pytest.approx([0.0, 2.0**126])
+    assert full8(3 * TINY, 0.0)[1] == [3 * TINY, 0.0]
+    assert full8(1e-3, 1e-3)[1] == [float(np.float32(1e-3))] * 2
+
+
+# ---------------------------------------------------------------- full8, what it keeps
+
+
+def within_the_bound(rows: torch.Tensor) -> None:
+    """|x − x̂| ≤ scale · (1/2 + 2⁻¹⁴) + |x̂| · 2⁻²⁴, and float32's least denormal."""
+    data = Full8().encode(rows)
+    found = Full8().decode(data, rows.shape[1], rows.dtype).double()
+    scale = data[:, :4].reshape(-1).view(torch.float32).double()[:, None]
+    bound = scale * (0.5 + 2**-14) + found.abs() * 2**-24 + TINY / 2
+    assert ((found - rows.double()).abs() <= bound).all()
+    span = rows.double().amax(1) - rows.double().amin(1)
+    least = span / 255
+    assert (scale.squeeze(1) >= least).all()
+    assert (scale.squeeze(1) <= least * (1 + 2**-23) + TINY).all()
+
+
+@given(finite_rows())
+def test_no_value_is_off_by_more_than_half_a_step_whatever_the_row(rows):
+    within_the_bound(rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("size", [1e-6, 1.0, 300.0])
+@pytest.mark.parametrize("offset", [0.0, 1e3])
+def test_no_value_of_a_usual_row_is_off_by_more_than_half_a_step(dtype, size, offset):
+    within_the_bound((torch.randn(64, 1024) * size + offset).to(dtype))
+
+
+@given(finite_rows())
+def test_the_minimum_is_exact_and_so_is_a_row_of_equal_values(rows):
+    found = Full8().decode(Full8().encode(rows), rows.shape[1], rows.dtype)
+    assert torch.equal(found.amin(1), rows.float().amin(1))
+    equal = rows[:, :1].expand(-1, 5)
+    assert torch.equal(Full8().decode(Full8().encode(equal), 5, rows.dtype), equal.float())
+
+
+@given(finite_rows())
+def test_full8_is_what_the_page_says_byte_by_byte(rows):
+    data = Full8().encode(rows)
+    values = rows.float().numpy()
+    assert [bytes(row.tolist()) for row in data] == [codec_page.affine(row) for row in values]
+    found = Full8().decode(data, rows.shape[1], rows.dtype).numpy()
+    expected = [codec_page.read_affine(bytes(row.tolist())) for row in data]
+    assert (found == np.stack(expected)).all()
+
+
+@given(finite_rows())
+def test_what_was_written_is_never_refused(rows):
+    Full8().check(Full8().encode(rows), rows.shape[1], rows.dtype)

@@ -1,0 +1,51 @@
+"""The setting `http`, read strictly."""
+
+from __future__ import annotations
+
+import pytest
+
+from midstream.config.http import HttpSettings, admin_key, plain_http, read_http
+from midstream.errors import ConfigError
+
+
+def test_left_out_or_true_it_has_its_defaults_and_false_is_nothing():
+    assert read_http(None) == read_http(True) == read_http({}) == HttpSettings()
+    assert read_http(False) is None
+
+
+def test_what_is_given_is_set_and_comes_back_from_its_plain_form():
+    found = read_http({"admin": False, "held_seconds": 5})
+    assert (found.admin, found.held_seconds, found.inline_bytes) == (False, 5, 16 << 20)
+    assert read_http(plain_http(found)) == found
+    assert plain_http(None) is False
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (3, "expected true, false or a dict"),
+        ("on", "expected true, false or a dict"),
+        ({"held_second": 5}, "did you mean held_seconds"),
+        ({"zzz": 5}, "there are admin"),
+        ({3: 5}, "no such setting"),
+        ({"admin": 1}, "admin: expected true or false"),
+        ({"held_seconds": 0}, "at least 1"),
+        ({"held_seconds": -1}, "at least 1"),
+        ({"held_seconds": True}, "expected `int`"),
+        ({"held_seconds": 1.5}, "expected `int`"),
+        ({"held_seconds": "5"}, "expected `int`"),
+        ({"held_seconds": None}, "expected `int`"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(value, problem):
+    with pytest.raises(ConfigError, match=problem):
+        read_http(value)
+
+
+def test_an_empty_key_is_none(monkeypatch):
+    monkeypatch.delenv("MIDSTREAM_ADMIN_KEY", raising=False)
+    assert admin_key() is None
+    monkeypatch.setenv("MIDSTREAM_ADMIN_KEY", "")
+    assert admin_key() is None
+    monkeypatch.setenv("MIDSTREAM_ADMIN_KEY", "k")
+    assert admin_key() == "k"

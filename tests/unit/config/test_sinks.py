@@ -1,0 +1,165 @@
+"""The setting `sinks`, in every form, and sinks made from it."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+from support.sinking import Noting
+
+from midstream.config.sinks import QUEUE_BYTES, plain_sinks, read_sinks
+from midstream.errors import ConfigError
+from midstream.sinks import Sink
+from midstream.sinks import registry as finding
+from midstream.sinks.files import FileSink
+from midstream.sinks.registry import make_sink
+from midstream.spec import Capture
+
+HERE = {"filesystem": {"root": "/srv/acts"}}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        HERE,
+        {"filesystem": {"root": Path("/srv/acts")}},
+        {"filesystem": "root=/srv/acts"},
+        "filesystem:root=/srv/acts",
+        ["filesystem:root=/srv/acts"],
+        ("filesystem:root=/srv/acts",),
+    ],
+)
+def test_every_form_says_the_same(given):
+    assert plain_sinks(given) == HERE
+
+
+def test_a_sink_in_one_word_may_have_several_settings_numbers_among_them():
+    word = "store:root=/srv/a,b=c/d,bytes=1048576,note=a:b,flag=true"
+    assert plain_sinks(["log", word]) == {
+        "log": {},
+        "store": {
+            "root": "/srv/a",
+            "b": "c/d",
+            "bytes": 1048576,
+            "note": "a:b",
+            "flag": True,
+        },
+    }
+    assert plain_sinks("store:root=/srv/a,B/c") == {"store": {"root": "/srv/a,B/c"}}
+
+
+@pytest.mark.parametrize(
+    "capture",
+    [{"layers": [1]}, Capture(1), Capture(1, sink="log"), [{"layers": [1], "sink": "log"}]],
+    ids=["dict", "Capture", "Capture for it", "list"],
+)
+def test_a_capture_of_every_request_goes_to_its_sink(capture):
+    (found,) = read_sinks(plain_sinks({"log": {"capture": capture, "level": "debug"}}))
+    assert found.captures == (Capture(1, sink="log"),)
+    assert found.own == {"level": "debug"}
+    assert found.queue_bytes == QUEUE_BYTES
+
+
+def test_settings_are_plain_json_that_reads_back_the_same():
+    plain = plain_sinks({"log": {"capture": [{"layers": "all", "tag": "t"}], "queue_bytes": 7}})
+    again = plain_sinks(json.loads(json.dumps(plain)))
+    assert again == plain
+    (found,) = read_sinks(again)
+    assert (found.queue_bytes, found.captures[0].tag) == (7, "t")
+
+
+def test_memory_takes_a_capture_and_nothing_else():
+    (found,) = read_sinks(plain_sinks({"memory": {"capture": {"layers": [0]}}}))
+    assert found.captures == (Capture(0),)
+    with pytest.raises(ConfigError, match=r"sinks.memory: takes nothing but `capture`"):
+        plain_sinks({"memory": {"root": "x"}})
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (7, r"sinks: expected {sink: settings} or `name:setting=value`, got `int` 7"),
+        ([7], r"sinks: expected `name:setting=value`, got 7"),
+        ("store:root", r"sinks: expected `name:setting=value`, got 'store:root'"),
+        ("store:=x", r"sinks: expected `name:setting=value`"),
+        ("store:root=a,root=b", r"sinks.store.root: given twice"),
+        (["log", "log:level=debug"], "there are two sinks 'log'"),
+        ({"../x": {}}, "the name of a sink: expected 1 to 128"),
+        ({3: {}}, "the name of a sink: expected `str`"),
+        ({"log": 7}, r"sinks.log: expected a dict of settings, got `int`"),
+        ({"log": {"x": object()}}, r"sinks.log: settings are JSON values"),
+        ({"log": {"queue_bytes": 0}}, r"sinks.log.queue_bytes: expected a number of bytes"),
+        ({"log": {"queue_bytes": True}}, r"sinks.log.queue_bytes"),
+        ({"log": {"capture": {"layer": 1}}}, r"sinks.log.capture: unknown field 'layer'"),
+        ({"log": {"capture": [{"layers": "al"}]}}, r"sinks.log.capture\[0\].layers: "),
+        ({"log": {"capture": {"layers": 1, "sink": "npz"}}}, r"log.capture.sink: leave it out"),
+        (
+            {"memory": {"capture": {"layers": 1, "stream": True}}},
+            r"sinks.memory.capture.stream: leave it out; rows of every request",
+        ),
+        (
+            {"log": {"capture": {"layers": 1, "request_id": "r"}}},
+            r"sinks.log.capture.request_id: every request",
+        ),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(given, problem):
+    with pytest.raises(ConfigError, match=problem):
+        plain_sinks(given)
+
+
+# ---------------------------------------------------------------- sinks made from settings
+
+
+def made(given: object) -> list[Sink]:
+    return [make_sink(each) for each in read_sinks(plain_sinks(given))]
+
+
+def test_a_builtin_sink_is_made_of_its_settings(tmp_path):
+    root = tmp_path / "not made yet"
+    sinks = made({"npz": {"root": str(root)}, "filesystem": {"root": str(root)}})
+    assert [type(each) for each in sinks] == [FileSink, FileSink]
+    assert not root.exists(), "settings are only checked"
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("npz", r"sinks.npz: missing a required argument: 'root'; it takes root"),
+        ("log:lvl=debug", r"sinks.log: got an unexpected keyword argument 'lvl'; it takes level"),
+        ("log:level=loud", r"sinks.log: level: expected one of debug"),
+        ("nps:root=x", r"sinks.nps: there is no such sink; there are filesystem, log, memory, npz"),
+    ],
+)
+def test_a_sink_that_cannot_be_made_is_refused_by_name(given, problem):
+    with pytest.raises(ConfigError, match=problem):
+        made(given)
+
+
+def offer(monkeypatch, name, value):
+    found = [EntryPoint(name, value, finding.GROUP)]
+    monkeypatch.setattr(finding, "entry_points", lambda group: found)
+
+
+def test_a_package_offers_a_sink_by_an_entry_point(monkeypatch):
+    offer(monkeypatch, "noting", "support.sinking:Noting")
+    (sink,) = made("noting")
+    assert type(sink) is Noting
+    with pytest.raises(ConfigError, match=r"sinks.noting: .*'x'; it takes no settings"):
+        made("noting:x=1")
+    with pytest.raises(ConfigError, match="there are filesystem, .*noting"):
+        made("nothing")
+
+
+def test_what_is_offered_must_be_a_sink(monkeypatch):
+    offer(monkeypatch, "noting", "support.sinking:delivery")
+    with pytest.raises(ConfigError, match="is no subclass of midstream.sinks.Sink"):
+        made("noting")
+
+
+def test_a_package_cannot_take_the_name_of_a_builtin_sink(monkeypatch):
+    offer(monkeypatch, "log", "support.sinking:Noting")
+    with pytest.raises(ConfigError, match="support.sinking:Noting is called like one of midstream"):
+        made("log")

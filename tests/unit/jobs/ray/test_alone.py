@@ -1,0 +1,95 @@
+"""A job with a cluster of its own, in a process of its own, and what it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+from support.object_store import (
+    bucket,  # noqa: F401
+    object_client,  # noqa: F401
+    object_server,  # noqa: F401
+    s3,  # noqa: F401
+)
+from support.own_process import ROOT
+from unit.jobs.checking import check_rows
+from unit.jobs.fakes import prompts, write_lines
+
+
+def texts(count: int) -> dict[int, str]:
+    return {n + 1: each["text"] for n, each in enumerate(prompts(count))}
+
+
+ALONE = """
+import sys
+from pathlib import Path
+from capturing.fakes import job
+from support.on_ray import Slow
+from midstream.ray import Spread, Spreading
+
+folder = Path(sys.argv[1])
+few = {"max_num_seqs": 4}
+asked = job(folder, out=sys.argv[2], resume=True, flush_seconds=0.05, engine_args=few)
+with Spreading(asked, Spread(address="local")) as spreading:
+    print(spreading.work(Slow).counts.stored)
+"""
+
+
+def alone(folder: Path, out: str) -> subprocess.Popen[str]:
+    """A job in a process of its own, with a cluster of its own."""
+    path = [str(ROOT / "tests"), os.environ.get("PYTHONPATH") or str(ROOT / "src")]
+    return subprocess.Popen(
+        [sys.executable, "-c", ALONE, str(folder), out],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_a_job_that_is_killed_leaves_no_process_and_is_resumed_without_a_doubled_line(tmp_path):
+    write_lines(tmp_path, prompts(600))
+    out = str(tmp_path / "acts")
+    process = alone(tmp_path, out)
+    for _ in range(1200):
+        if len(list((tmp_path / "acts").glob("*.safetensors"))) >= 3:
+            break
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    process.kill()
+    process.communicate()
+    again = alone(tmp_path, out)  # at once: what is left of the first may be writing yet
+    said, err = again.communicate(timeout=200)
+    assert again.returncode == 0, err
+    assert 0 < int(said) < 600
+    check_rows(tmp_path / "acts", texts(600))
+    # Ray's own agents look for their parent some seconds apart.
+    _, alive = psutil.wait_procs(children, timeout=120)
+    assert alive == []
+
+
+def test_a_cluster_that_was_made_for_a_job_ends_with_it(tmp_path, bucket):  # noqa: F811
+    """Its engines are given the job's environment, and so find the object store."""
+    write_lines(tmp_path, prompts(6))
+    out = f"s3://{bucket}/acts"
+    process = alone(tmp_path, out)
+    said, err = process.communicate(timeout=200)
+    assert (process.returncode, said.splitlines()[-1]) == (0, "6"), err
+    check_rows(out, texts(6))
+    assert _processes() == []
+    assert list(tmp_path.glob("ms-ray-*")) == []
+
+
+def _processes() -> list[list[str]]:
+    """Those of clusters that were made for jobs."""
+    found = []
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if any("ms-ray-" in word for word in each.cmdline()):
+                found.append(each.cmdline())
+    return found

@@ -1,0 +1,177 @@
+"""The `site` op on the CPU: the reference implementation against its own definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.nightly import rounds
+from support.site_cases import Step, assert_same, case, expected, random_case, same_bits
+
+import midstream.ops.site
+from midstream.ops import layout
+from midstream.ops.layout import Op
+from midstream.ops.site import site
+
+ADD = [Step(Op.ADD, write=1, a=0.7)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [1, 80, 576, 640])
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("max_steps", [0, 1, 8])
+def test_programs_are_carried_out_captured_and_counted_as_defined(
+    dtype, width, residual, max_steps
+):
+    case = random_case(
+        rows=13, width=width, dtype=dtype, residual=residual, max_steps=max_steps, seed=width
+    )
+    wanted = expected(case)
+    torch.ops.midstream.site(*case.arguments())
+    assert_same(case, wanted, exact=max_steps == 0)
+
+
+@settings(max_examples=rounds(suite=75, nightly=600))
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    rows=st.integers(1, 9),
+    programs=st.integers(1, 4),
+    residual=st.booleans(),
+    captures=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_any_mix_of_programs_is_carried_out_as_defined(
+    seed, rows, programs, residual, captures, dtype
+):
+    case = random_case(
+        rows=rows,
+        width=24,
+        dtype=dtype,
+        residual=residual,
+        captures=captures,
+        max_steps=6,
+        seed=seed,
+        programs=programs,
+    )
+    wanted = expected(case)
+    torch.ops.midstream.site(*case.arguments())
+    assert_same(case, wanted, exact=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("programs", [1, 2])
+def test_additions_are_exact_whether_rows_have_one_program_or_several(dtype, programs):
+    steps = [[Step(Op.ADD, write=row, a=0.3 * row) for row in range(n)] for n in (3, 2)]
+    made = case(steps[:programs], rows=7, width=40, dtype=dtype, captures=False)
+    wanted = expected(made)
+    torch.ops.midstream.site(*made.arguments())
+    assert_same(made, wanted, exact=True)
+
+
+@pytest.mark.parametrize("places", [1, 3])
+@pytest.mark.parametrize("skipped", [[], [2], [0, 1, 4]])
+@pytest.mark.parametrize("ring", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("residual", [True, False])
+def test_captured_rows_are_exact_wherever_they_go(places, skipped, ring, residual):
+    rows = 6
+    made = case([[]], rows=rows, width=40, dtype=torch.bfloat16, residual=residual, captures=False)
+    made.ring = made.ring.to(ring)
+    made.table[2, layout.PLACE] = places
+    made.tokens[:rows, layout.GROUP] = 2
+    made.tokens[:rows, layout.RECORD] = 1 + places * torch.arange(rows, dtype=torch.int32)
+    made.tokens[skipped, layout.RECORD] = 0
+    wanted = expected(made)
+    torch.ops.midstream.site(*made.arguments())
+    assert_same(made, wanted, exact=True)
+    assert int((made.tally - wanted.tally).abs().sum()) == 0
+
+
+def test_records_in_reverse_order_each_get_their_own_row():
+    made = case([[]], rows=5, width=8, captures=False)
+    made.table[2, layout.PLACE] = 1
+    made.tokens[:5, layout.GROUP] = 2
+    made.tokens[:5, layout.RECORD] = torch.tensor([9, 7, 5, 3, 1])
+    wanted = expected(made)
+    torch.ops.midstream.site(*made.arguments())
+    assert_same(made, wanted, exact=True)
+
+
+def test_an_idle_batch_is_left_exactly_as_it_was():
+    case = random_case(rows=9, width=64, dtype=torch.bfloat16, residual=True, max_steps=3, seed=1)
+    case.tokens[:, layout.PROGRAM] = 0
+    before = case.copy()
+    torch.ops.midstream.site(*case.arguments())
+    assert_same(case, before, exact=True)
+
+
+def test_rows_of_padding_beyond_the_words_in_use_are_not_touched():
+    made = case([ADD], rows=6, width=32, captures=False)
+    made.tokens[3:] = 0
+    before = made.copy()
+    torch.ops.midstream.site(*made.arguments())
+    assert torch.equal(made.hidden[3:], before.hidden[3:])
+    assert torch.equal(made.tally[3:], before.tally[3:])
+    assert not torch.equal(made.hidden[:3], before.hidden[:3])
+
+
+def test_an_empty_batch_is_allowed():
+    torch.ops.midstream.site(*case([ADD], rows=0, width=32).arguments())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": torch.ones(2, 4, dtype=torch.int32)}, "tokens must be"),
+        ({"tally": torch.zeros(20, 3, dtype=torch.int32)}, "tally must be"),
+        ({"ids": torch.zeros(5, dtype=torch.int32)}, r"ids must be \[≥ 6\]"),
+        ({"ids": torch.zeros(6)}, "ids must be contiguous"),
+        ({"scores": torch.zeros(5, 3)}, r"scores must be \[≥ 6, 3\]"),
+        ({"tokens": torch.ones(20, 4, dtype=torch.int64)}, "tokens must be contiguous"),
+        ({"table": torch.zeros(20, 5, dtype=torch.int32)}, "table must be"),
+        ({"instructions": torch.zeros(20, 7, dtype=torch.int32)}, "instructions and params must"),
+        ({"params": torch.zeros(20, 4)}, "instructions and params must"),
+        ({"lists": torch.zeros(4)}, "lists must be contiguous"),
+        ({"bank": torch.zeros(4, 33)}, "32 wide"),
+        ({"bank": torch.zeros(4, 32, dtype=torch.float64)}, "bank must be contiguous"),
+        ({"ring": torch.zeros(4, 64)[:, ::2]}, "ring must be contiguous"),
+        ({"residual": torch.zeros(5, 32)}, "residual must be as hidden"),
+        ({"hidden": torch.zeros(6, 64)[:, ::2]}, "hidden must be"),
+    ],
+)
+def test_wrong_shapes_strides_and_dtypes_are_refused(change, message):
+    made = case([ADD], rows=6, width=32, captures=False)
+    for name, value in change.items():
+        setattr(made, name, value)
+    before = made.hidden.clone()
+    with pytest.raises(ValueError, match=message):
+        site(*made.arguments())
+    assert same_bits(made.hidden.contiguous(), before.contiguous())
+
+
+def test_the_op_survives_compilation_in_order_and_in_place():
+    made = case([[*ADD, Step(Op.CLIP, read=2, write=2, a=-0.1, b=0.1, c=0.03)]], rows=8, width=32)
+    made.tokens[:, layout.PROGRAM] = 2
+    wanted = expected(made)
+    doubled = expected(wanted)
+
+    def model(hidden, *rest):
+        torch.ops.midstream.site(hidden, *rest)
+        between = hidden * 2
+        torch.ops.midstream.site(hidden, *rest)
+        return between, hidden * 3
+
+    between, after = torch.compile(model, fullgraph=True)(*made.arguments())
+    torch.testing.assert_close(between, wanted.hidden * 2)
+    torch.testing.assert_close(after, doubled.hidden * 3)
+    assert_same(made, doubled, exact=False)
+
+
+def test_the_op_is_defined_as_its_schema_says():
+    case = random_case(rows=4, width=16, dtype=torch.float32, residual=True, max_steps=2, seed=7)
+    torch.library.opcheck(
+        torch.ops.midstream.site.default,
+        case.arguments(),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+    assert midstream.ops.site.site.__doc__

@@ -1,0 +1,170 @@
+"""What a caller holds in hand: by name, by position, on disk and in a notebook."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from midstream.results.activations import Activations
+
+TOKENS = torch.tensor([11, 12, 13, 14, 15, 16])
+
+
+def make(dtype=torch.float32, **positions):
+    """Two taps of width 4; every value tells its tap and its position."""
+    taps = {("resid_pre", 2): [0, 1, 4], ("resid_post", 10): [0, 1, 4]}
+    taps.update({("resid_post", int(name[1:])): found for name, found in positions.items()})
+    return Activations(
+        {tap: rows(tap, found).to(dtype) for tap, found in taps.items()},
+        {tap: torch.tensor(found, dtype=torch.int64) for tap, found in taps.items()},
+        TOKENS,
+    )
+
+
+def rows(tap, positions):
+    return torch.tensor(
+        [[tap[1], position, len(tap[0]), 0.5] for position in positions]
+    ).reshape(-1, 4)  # fmt: skip
+
+
+def test_vectors_are_found_by_site_and_layer():
+    found = make()
+    assert found["resid_post", 10].tolist() == rows(("resid_post", 10), [0, 1, 4]).tolist()
+    assert found["resid_pre", 2].tolist() == rows(("resid_pre", 2), [0, 1, 4]).tolist()
+
+
+def test_a_sites_alias_finds_the_same_vectors():
+    found = make()
+    assert found["post_block", 10] is found["resid_post", 10]
+    assert found["pre_attn", 2] is found["resid_pre", 2]
+    assert ("post_block", 10) in found
+    assert found.positions_of("post_block", 10).tolist() == [0, 1, 4]
+    assert found.token_ids_of("pre_attn", 2).tolist() == [11, 12, 15]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [("resid_post", 2), ("resid_mid", 10), ("nonsense", 10), ("resid_post", -1), "resid_post", 10],
+)
+def test_what_was_not_captured_is_a_key_error_that_lists_what_was(key):
+    found = make()
+    assert key not in found
+    with pytest.raises(KeyError) as caught:
+        found[key]
+    assert caught.value.args[0] == (
+        f"{key!r} was not captured; there is resid_pre, resid_post; layers 2, 10; "
+        "3 rows of 4, float32"
+    )
+    if isinstance(key, tuple):
+        with pytest.raises(KeyError, match="was not captured"):
+            found.positions_of(*key)
+
+
+def test_it_is_a_mapping_of_what_was_captured():
+    found = make(_11=[3])
+    taps = [("resid_pre", 2), ("resid_post", 10), ("resid_post", 11)]
+    assert list(found) == list(found.keys()) == taps
+    assert len(found) == 3
+    assert [key for key, _ in found.items()] == taps
+    assert all(value is found[key] for key, value in found.items())
+    assert found.sites == ("resid_pre", "resid_post")
+    assert found.layers == (2, 10, 11)
+
+
+def test_positions_and_tokens_speak_for_all_where_all_are_alike():
+    found = make()
+    assert found.positions.tolist() == [0, 1, 4]
+    assert found.token_ids.tolist() == [11, 12, 15]
+
+
+@pytest.mark.parametrize("other", [[0, 1], [0, 1, 5], [], [0]])
+def test_positions_that_differ_between_taps_must_be_asked_for_by_tap(other):
+    found = make(_11=other)
+    with pytest.raises(ValueError, match="captured at different positions; use positions_of"):
+        _ = found.positions
+    with pytest.raises(ValueError, match="different positions"):
+        _ = found.token_ids
+    assert found.positions_of("resid_post", 11).tolist() == other
+    assert found.token_ids_of("resid_post", 11).tolist() == TOKENS[other].tolist()
+
+
+def test_nothing_captured_is_empty_and_not_an_accident():
+    found = Activations({}, {}, TOKENS)
+    assert repr(found) == "Activations(nothing captured)"
+    assert len(found) == 0
+    assert found.positions.tolist() == []
+    assert found.token_ids.tolist() == []
+    with pytest.raises(KeyError, match="there is nothing captured"):
+        found["resid_post", 1]
+
+
+def test_bfloat16_becomes_float32_in_numpy_and_the_rest_stays():
+    for dtype, wanted in (
+        (torch.bfloat16, np.float32),
+        (torch.float16, np.float16),
+        (torch.float32, np.float32),
+    ):
+        found = make(dtype).numpy()
+        assert set(found) == {("resid_pre", 2), ("resid_post", 10)}
+        value = found["resid_post", 10]
+        assert value.dtype == wanted
+        assert value.tolist() == rows(("resid_post", 10), [0, 1, 4]).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_saved_file_gives_back_vectors_positions_and_tokens(tmp_path, dtype):
+    found = make(dtype, _11=[3], _12=[])
+    path = found.save(str(tmp_path / "one.safetensors"))
+    assert path == tmp_path / "one.safetensors"
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "midstream.activations", "version": "1"}
+        assert len(list(file.keys())) == 3 * len(found)
+        for site, layer in found:
+            value = file.get_tensor(f"{site}.{layer}")
+            assert value.dtype == dtype
+            assert torch.equal(value, found[site, layer])
+            positions = file.get_tensor(f"{site}.{layer}.positions")
+            assert torch.equal(positions, found.positions_of(site, layer))
+            tokens = file.get_tensor(f"{site}.{layer}.token_ids")
+            assert torch.equal(tokens, found.token_ids_of(site, layer))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_taps_that_share_one_block_of_memory_are_saved_each_for_itself(tmp_path, count):
+    block = torch.arange(count * 2 * 4.0).view(count, 2, 4)
+    taps = {("resid_pre", 0): 0, ("resid_post", 0): 1}
+    positions = torch.arange(count)
+    found = Activations(
+        {tap: block[:, place] for tap, place in taps.items()},
+        dict.fromkeys(taps, positions),
+        torch.arange(count),
+    )
+    with safe_open(found.save(tmp_path / "shared"), "pt") as file:
+        for (site, layer), place in taps.items():
+            assert torch.equal(file.get_tensor(f"{site}.{layer}"), block[:, place])
+
+
+def test_its_repr_is_one_readable_line():
+    assert repr(make()) == (
+        "Activations(resid_pre, resid_post; layers 2, 10; 3 rows of 4, float32)"
+    )
+    assert repr(make(torch.bfloat16, _11=[3], _12=[1, 2])) == (
+        "Activations(resid_pre, resid_post; layers 2, 10–12; 1–3 rows of 4, bfloat16)"
+    )
+
+
+def test_its_html_has_a_row_for_each_tap_with_its_positions():
+    shown = make(_11=[0, 1, 2, 4])._repr_html_()
+    assert shown.count("<tr>") == 1 + 3
+    assert "<td>resid_pre</td><td>2</td><td>3 × 4</td><td>0–1, 4</td>" in shown
+    assert "<td>resid_post</td><td>11</td><td>4 × 4</td><td>0–2, 4</td>" in shown
+
+
+def test_its_html_is_escaped():
+    tap = ("<script>", 1)
+    found = Activations({tap: torch.zeros(1, 4)}, {tap: torch.zeros(1).long()}, TOKENS)
+    shown = found._repr_html_()
+    assert "<script>" not in shown
+    assert "&lt;script&gt;" in shown

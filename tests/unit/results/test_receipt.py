@@ -1,0 +1,136 @@
+"""Receipts say what was asked and what was done, to people and to programs."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+
+from midstream.errors import ReceiptError
+from midstream.results.receipt import Captured, Edited, Probed, Receipt, Selected
+
+RECEIPT = Receipt(
+    request_id="7",
+    prompt_tokens=5,
+    generated_tokens=3,
+    captured=(Captured("resid_pre", 0, 7, 7), Captured("resid_post", 1, 2, 2)),
+    edited=Edited(expected=10, applied=9, tokens=7),
+)
+FULL = Receipt(
+    request_id="9",
+    prompt_tokens=5,
+    generated_tokens=3,
+    captured=(Captured("resid_post", 1, 2, 2),),
+    edited=None,
+    probed=(Probed("refusal", "resid_mid", 4, 3, 3), Probed("<other>", "resid_pre", 0, 1, 0)),
+    selected=(
+        Selected("capture[0]", ((0, 2),)),
+        Selected("edits[0]", ((0, 1), (3, 6))),
+        Selected("probes[0]", ()),
+    ),
+)
+BROKEN = Receipt(
+    request_id="8<b>",
+    prompt_tokens=5,
+    generated_tokens=3,
+    captured=(Captured("resid_post", 1, 7, 6),),
+    edited=None,
+    problems=("first <problem>", "second"),
+)
+
+
+def test_a_receipt_without_problems_is_ok_and_raises_nothing():
+    assert RECEIPT.status == "ok"
+    RECEIPT.check()
+
+
+def test_a_receipt_with_problems_is_an_error_that_names_the_request_and_every_problem():
+    assert BROKEN.status == "error"
+    with pytest.raises(ReceiptError, match=r"^request 8<b>: first <problem>; second$"):
+        BROKEN.check()
+
+
+def test_its_text_counts_rows_and_edits():
+    assert str(RECEIPT).splitlines() == [
+        "request 7: ok; 5 prompt and 3 generated tokens",
+        "  captured 9 of 9 rows, at 2 sites of layers",
+        "  edited 7 tokens: 9 of 10 edits",
+    ]
+
+
+def test_its_text_tells_scores_and_the_positions_of_every_part():
+    assert str(FULL).splitlines() == [
+        "request 9: ok; 5 prompt and 3 generated tokens",
+        "  captured 2 of 2 rows, at 1 sites of layers",
+        "  probe refusal: 3 of 3 scores",
+        "  probe <other>: 0 of 1 scores",
+        "  capture[0]: positions 0–1",
+        "  edits[0]: positions 0, 3–5",
+        "  probes[0]: positions none",
+    ]
+    assert "&lt;other&gt;" in FULL._repr_html_()
+
+
+def test_its_text_says_nothing_of_what_was_not_asked_for():
+    assert str(Receipt("7", 5, 3, (), None)) == "request 7: ok; 5 prompt and 3 generated tokens"
+    edited = Receipt("7", 5, 3, (), Edited(expected=2, applied=2, tokens=2))
+    assert str(edited).splitlines()[1:] == ["  edited 2 tokens: 2 of 2 edits"]
+
+
+def test_its_text_shows_a_shortfall_and_the_problems():
+    assert str(BROKEN).splitlines() == [
+        "request 8<b>: error; 5 prompt and 3 generated tokens",
+        "  captured 6 of 7 rows, at 1 sites of layers",
+        "  first <problem>",
+        "  second",
+    ]
+
+
+def test_its_html_is_escaped():
+    shown = BROKEN._repr_html_()
+    assert shown.startswith("<pre>")
+    assert shown.endswith("</pre>")
+    assert "8&lt;b&gt;" in shown
+    assert "&lt;problem&gt;" in shown
+    assert "<b>" not in shown
+
+
+def test_its_plain_form_is_json_with_every_field():
+    plain = json.loads(json.dumps(RECEIPT.to_dict()))
+    assert plain == {
+        "status": "ok",
+        "request_id": "7",
+        "prompt_tokens": 5,
+        "generated_tokens": 3,
+        "captured": [
+            {"site": "resid_pre", "layer": 0, "expected": 7, "actual": 7},
+            {"site": "resid_post", "layer": 1, "expected": 2, "actual": 2},
+        ],
+        "edited": {"expected": 10, "applied": 9, "tokens": 7, "cached": 0},
+        "probed": [],
+        "selected": [],
+        "dropped": 0,
+        "problems": [],
+        "kept": [],
+    }
+    full = json.loads(json.dumps(FULL.to_dict()))
+    assert full["probed"][0] == {
+        "name": "refusal", "site": "resid_mid", "layer": 4, "expected": 3, "actual": 3
+    }  # fmt: skip
+    assert full["selected"] == [
+        {"what": "capture[0]", "positions": [[0, 2]]},
+        {"what": "edits[0]", "positions": [[0, 1], [3, 6]]},
+        {"what": "probes[0]", "positions": []},
+    ]
+    assert full == FULL.to_dict()
+    assert BROKEN.to_dict()["edited"] is None
+    assert BROKEN.to_dict()["problems"] == ["first <problem>", "second"]
+
+
+def test_receipts_are_values():
+    assert pickle.loads(pickle.dumps(RECEIPT)) == RECEIPT
+    assert pickle.loads(pickle.dumps(FULL)) == FULL
+    assert len({RECEIPT, pickle.loads(pickle.dumps(RECEIPT)), BROKEN}) == 2
+    with pytest.raises(AttributeError):
+        RECEIPT.problems = ()

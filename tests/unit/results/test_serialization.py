@@ -1,0 +1,200 @@
+"""Rows as bytes between processes: what went in comes out, and no hostile ones do."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+from support.codec_rows import CODECS, DTYPES, finite_rows
+
+from midstream.codecs import Raw, parse_codec
+from midstream.errors import SpecError
+from midstream.results.activations import Activations
+from midstream.results.encoded_rows import Rows
+from midstream.results.serialization import FORMAT, pack, unpack
+
+METADATA = {"format": FORMAT, "version": "1", "codec": "raw", "hidden": "2", "dtype": "float32"}
+AT = torch.tensor([0, 3])
+
+
+def encoded(codec, values):
+    """Rows as they come from the device."""
+    if isinstance(codec, Raw):
+        return values
+    return Rows(codec, values.shape[1], values.dtype, (codec.encode(values)[:, None],), (0,))
+
+
+def same_bits(one, other):
+    return (
+        one.dtype == other.dtype
+        and one.shape == other.shape
+        and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    )
+
+
+@given(
+    st.sampled_from(CODECS),
+    finite_rows(min_width=4),
+    st.lists(st.integers(0, 4000), min_size=3, max_size=3, unique=True).map(sorted),
+)
+def test_every_codec_and_dtype_comes_out_bit_by_bit(spec, values, positions):
+    codec = parse_codec(spec)
+    at = torch.tensor(positions[: len(values)])
+    tokens = torch.arange(7, 5007)
+    given_ = Activations(
+        {
+            ("resid_post", 11): encoded(codec, values),
+            ("resid_mid", 2): encoded(codec, values.flip(0)),
+        },
+        {("resid_post", 11): at, ("resid_mid", 2): at},
+        tokens,
+    )
+    found = unpack(pack(given_, values.shape[1], values.dtype))
+    assert found.codec.spec == codec.spec
+    assert list(found) == [("resid_mid", 2), ("resid_post", 11)]
+    for tap in found:
+        assert same_bits(found[tap], given_[tap])
+        assert same_bits(found.encoded(*tap), given_.encoded(*tap))
+        assert torch.equal(found.positions_of(*tap), at)
+        assert torch.equal(found.token_ids_of(*tap), tokens[at])
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_bits_that_are_no_number_come_out_too(dtype):
+    values = torch.tensor([[float("nan"), float("inf")], [-0.0, -float("inf")]], dtype=dtype)
+    given_ = Activations({("resid_post", 0): values}, {("resid_post", 0): AT}, torch.arange(4))
+    assert same_bits(unpack(pack(given_, 2, dtype))["resid_post", 0], values)
+
+
+@pytest.mark.parametrize("spec", ["raw", "full8", "rp8:k=4", "topk8:k=3"])
+def test_one_row_of_each_of_several_taps_of_one_chunk_comes_out(spec):
+    codec = parse_codec(spec)
+    values = torch.arange(16.0).view(2, 8)
+    chunk = codec.encode(values)[None]  # [records, taps, bytes]
+    at = torch.tensor([3])
+    given_ = Activations(
+        {("resid_post", tap): Rows(codec, 8, torch.float32, (chunk,), (tap,)) for tap in (0, 1)},
+        {("resid_post", 0): at, ("resid_post", 1): at},
+        torch.arange(9),
+    )
+    found = unpack(pack(given_, 8, torch.float32))
+    for tap in found:
+        assert same_bits(found[tap], given_[tap])
+
+
+@pytest.mark.parametrize("spec", CODECS)
+def test_no_rows_and_no_taps_come_out_as_none(spec):
+    codec = parse_codec(spec)
+    none = torch.zeros(0, dtype=torch.int64)
+    rows = encoded(codec, torch.zeros(1, 8))
+    if isinstance(rows, Rows):
+        rows = Rows(codec, 8, torch.float32, (rows.chunks[0][:0],), (0,))
+    else:
+        rows = rows[:0]
+    found = unpack(
+        pack(
+            Activations({("resid_post", 1): rows}, {("resid_post", 1): none}, none),
+            8,
+            torch.float32,
+        )
+    )
+    assert len(found["resid_post", 1]) == 0
+    assert len(unpack(pack(Activations({}, {}, none), 8, torch.float32))) == 0
+
+
+def test_taps_at_different_positions_keep_their_own():
+    one, two = torch.tensor([0, 2]), torch.tensor([1])
+    given_ = Activations(
+        {("resid_post", 0): torch.ones(2, 2), ("resid_post", 1): torch.ones(1, 2)},
+        {("resid_post", 0): one, ("resid_post", 1): two},
+        torch.tensor([5, 6, 7]),
+    )
+    found = unpack(pack(given_, 2, torch.float32))
+    assert found.token_ids_of("resid_post", 0).tolist() == [5, 7]
+    assert found.token_ids_of("resid_post", 1).tolist() == [6]
+
+
+def tensors(**changes):
+    made = {
+        "resid_post.1": torch.ones(2, 2),
+        "resid_post.1.positions": AT,
+        "resid_post.1.token_ids": AT + 1,
+    }
+    made |= changes
+    return {name: value for name, value in made.items() if value is not None}
+
+
+def test_what_is_crafted_here_would_be_read():
+    assert len(unpack(save(tensors(), METADATA))["resid_post", 1]) == 2
+
+
+def crafted(metadata=METADATA, **changes):
+    return save(tensors(**changes), metadata)
+
+
+ROWS, POSITIONS = "resid_post.1", "resid_post.1.positions"
+HOSTILE = {
+    "nothing": b"",
+    "a short header": b"\x08\0\0",
+    "a header of any length": struct.pack("<Q", 1 << 62) + b"{}",
+    "no metadata": crafted(None),
+    "another format": crafted({**METADATA, "format": "x" * 100_000}),
+    "another version": crafted({**METADATA, "version": "2"}),
+    "an unknown codec": crafted({**METADATA, "codec": "zip"}),
+    "a huge codec": crafted({**METADATA, "codec": "rp8:k=99999999999999999999"}),
+    "no dtype": crafted({**METADATA, "dtype": "nn"}),
+    "another dtype": crafted({**METADATA, "dtype": "float16"}),
+    "no hidden size": crafted({**METADATA, "hidden": ""}),
+    "a hidden size of many digits": crafted({**METADATA, "hidden": "9" * 5000}),
+    "a hidden size in other digits": crafted({**METADATA, "hidden": "٢"}),
+    "another hidden size": crafted({**METADATA, "hidden": "3"}),
+    "rows of another codec": crafted({**METADATA, "codec": "full8"}),
+    "one dimension": crafted(**{ROWS: torch.ones(2)}),
+    "no positions": crafted(**{POSITIONS: None}),
+    "positions of another type": crafted(**{POSITIONS: AT.int()}),
+    "too few positions": crafted(**{POSITIONS: AT[:1]}),
+    "a negative position": crafted(**{POSITIONS: -AT}),
+    "a position beyond all": crafted(**{POSITIONS: AT << 60}),
+    "positions without rows": crafted(**{ROWS: None}),
+    "an unknown site": crafted(**{"resid_poste.1": torch.ones(2, 2)}),
+    "a layer in other digits": crafted(**{"resid_post.٣": torch.ones(2, 2)}),
+    "a layer with a zero before it": crafted(**{"resid_post.01": torch.ones(2, 2)}),
+    "something else beside": crafted(**{"more": torch.ones(1)}),
+}
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_bytes_are_refused(data):
+    with pytest.raises(SpecError) as caught:
+        unpack(data)
+    assert len(str(caught.value)) < 1000
+
+
+WHOLE = crafted()
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_damaged_bytes_are_refused_or_read_as_rows(data):
+    place = data.draw(st.integers(0, len(WHOLE) - 1))
+    byte = data.draw(st.integers(0, 255))
+    damaged = WHOLE[:place] + bytes([byte]) + WHOLE[place + 1 :]
+    cut = damaged[: data.draw(st.integers(0, len(damaged)))]
+    for each in (damaged, cut):
+        try:
+            found = unpack(each)
+        except SpecError:
+            continue
+        for tap in found:
+            assert found[tap].shape[0] == len(found.positions_of(*tap))
+
+
+def test_the_file_is_plain_safetensors():
+    assert set(load(WHOLE)) == set(tensors())
+    (size,) = struct.unpack_from("<Q", WHOLE)
+    assert json.loads(WHOLE[8 : 8 + size])["__metadata__"] == METADATA

@@ -1,0 +1,68 @@
+"""What `llm.sites()` says of a model."""
+
+from __future__ import annotations
+
+import pytest
+
+from midstream import sites
+from midstream.results.site_table import SiteState, SiteTable
+from midstream.spec import ModelShape
+
+SHAPE = ModelShape(
+    5,
+    8,
+    [("resid_post", layer) for layer in (0, 1, 2, 4)] + [("resid_mid", 3)],
+    {("resid_mid", layer): "no <norm>" for layer in (0, 1)},
+)
+TABLE = SiteTable.of(SHAPE)
+
+
+def test_it_has_every_site_of_every_layer_in_the_order_of_a_forward():
+    places = [(state.layer, sites.NAMES.index(state.site)) for state in TABLE.states]
+    assert places == sorted(places)
+    assert len(places) == 5 * len(sites.NAMES)
+    assert {(state.site, state.layer) for state in TABLE.states if state.tapped} == SHAPE.taps
+    assert all(bool(state.reason) != state.tapped for state in TABLE.states)
+
+
+def test_one_state_is_found_by_site_or_alias_and_layer():
+    assert TABLE["resid_post", 4] == TABLE["post_block", 4] == SiteState("resid_post", 4, True)
+    assert TABLE["resid_mid", 1].reason == "no <norm>"
+    assert "settings `sites` and `layers`" in TABLE["resid_mid", 2].reason
+
+
+@pytest.mark.parametrize("key", [("resid", 0), ("resid_post", 5), ("resid_post", -1)])
+def test_what_the_model_lacks_is_not_there(key):
+    with pytest.raises(KeyError, match=f"there is no {key[0]} at layer {key[1]}"):
+        TABLE[key]
+
+
+def test_layers_that_are_alike_stand_together():
+    rows = TABLE.rows()
+    assert ("resid_post", "0–2, 4", "tapped") in rows
+    assert ("resid_mid", "0–1", "no <norm>") in rows
+    assert ("resid_mid", "3", "tapped") in rows
+    assert [layers for site, layers, _ in rows if site == "resid_mid"] == ["0–1", "2, 4", "3"]
+    assert list(dict.fromkeys(site for site, *_ in rows)) == list(sites.NAMES)
+
+
+def test_its_text_is_a_table_with_aligned_columns():
+    lines = str(TABLE).splitlines()
+    assert lines[0].split() == ["site", "layers"]
+    assert len(lines) == 1 + len(TABLE.rows())
+    column = lines[0].index("layers")
+    assert all(line[column - 1] == " " and line[column] != " " for line in lines)
+    assert not any(line.endswith(" ") for line in lines)
+
+
+def test_its_html_is_escaped_and_has_the_same_rows():
+    shown = TABLE._repr_html_()
+    assert "no &lt;norm&gt;" in shown
+    assert "<norm>" not in shown
+    assert shown.count("<tr>") == 1 + len(TABLE.rows())
+
+
+def test_a_model_without_taps_says_why():
+    table = SiteTable.of(ModelShape(1, 4, []))
+    assert not any(state.tapped for state in table.states)
+    assert all("not tapped; add it" in state.reason for state in table.states)

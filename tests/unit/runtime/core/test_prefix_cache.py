@@ -1,0 +1,202 @@
+"""The engine core's part, against a small stand-in for vLLM's scheduler."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from support.plans import SMALL, plan_of
+
+from midstream.errors import SpecError
+from midstream.runtime.core.failed_requests import end_failed
+from midstream.runtime.core.prefix_cache import computed_blocks, extra_keys, keys_of
+from midstream.runtime.protocol.cache_keys import cache_keys
+from midstream.runtime.protocol.failures import Failure, failures_of, put
+from midstream.runtime.protocol.request_payload import RequestPayload
+
+TAP = ("resid_post", 0)
+BLOCK = 4
+
+
+def _request(name="r", start=None, read=None):
+    extra_args = None
+    if start is not None or read is not None:
+        edits = [] if start is None else [(TAP, SMALL[0], 1.0, [(start, None)])]
+        captures = [] if read is None else [([TAP], [(read, None)])]
+        plan = plan_of(edits, captures)
+        extra_args = {"midstream": RequestPayload(name, plan.to_bytes(), cache_keys(plan)).pack()}
+    params = SimpleNamespace(extra_args=extra_args)
+    return SimpleNamespace(request_id=name, sampling_params=params)
+
+
+# ---------------------------------------------------------------- keys
+
+
+def test_a_request_that_asks_for_nothing_keeps_vllms_own_keys():
+    for request in (_request(), SimpleNamespace(sampling_params=None)):
+        assert extra_keys(lambda *_: (None, 7), request, 0, 4, 0) == (None, 7)
+        assert extra_keys(lambda *_: (("lora",), 7), request, 0, 4, 0) == (("lora",), 7)
+
+
+def test_the_edits_key_joins_vllms_own_from_the_first_edited_block_on():
+    request = _request(start=6)
+    assert extra_keys(lambda *_: (("salt",), 0), request, 0, 4, 0) == (("salt",), 0)
+    (salt, (name, mark)), index = extra_keys(lambda *_: (("salt",), 3), request, 4, 8, 0)
+    assert (salt, name, index) == ("salt", "midstream", 3)
+    assert mark == keys_of(request).of_block(4, 8)
+    # vLLM's events take a key of one block apart like a pair.
+    assert extra_keys(lambda *_: (None, 0), request, 4, 8, 0) == ((("midstream", mark),), 0)
+
+
+def test_what_comes_next_in_a_session_has_the_keys_of_its_own_params():
+    request = _request(start=6)
+    before = keys_of(request)
+    assert keys_of(request) is before
+    request.sampling_params = _request(start=2).sampling_params
+    assert keys_of(request).first_edited(0) == 2
+    request.sampling_params = _request().sampling_params
+    assert keys_of(request) is None
+
+
+def test_what_did_not_come_through_the_front_door_is_refused():
+    request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"midstream": {}}))
+    with pytest.raises(SpecError, match="without having been checked"):
+        keys_of(request)
+
+
+# ---------------------------------------------------------------- hits
+
+
+@pytest.mark.parametrize(("read", "most"), [(None, 99), (0, 0), (17, 17), (200, 99)])
+def test_a_hit_stays_below_the_first_position_that_must_be_computed(read, most):
+    class Coordinator:
+        def find_longest_cache_hit(self, hashes, max_cache_hit_length):
+            return hashes, max_cache_hit_length
+
+    manager = SimpleNamespace(coordinator=Coordinator())
+
+    def original(manager, request):
+        return manager.coordinator.find_longest_cache_hit("hashes", 99)
+
+    request = _request(start=3, read=read)
+    assert computed_blocks(original, manager, request) == ("hashes", most)
+    # The next request's hit is its own.
+    assert computed_blocks(original, manager, _request(start=3)) == ("hashes", 99)
+
+
+def test_the_cap_is_gone_after_a_look_up_that_failed():
+    class Coordinator:
+        def find_longest_cache_hit(self, hashes, most):
+            raise RuntimeError("broken")
+
+    manager = SimpleNamespace(coordinator=Coordinator())
+    with pytest.raises(RuntimeError, match="broken"):
+        computed_blocks(
+            lambda m, r: m.coordinator.find_longest_cache_hit((), 9), manager, _request(read=2)
+        )
+    assert "find_longest_cache_hit" not in vars(manager.coordinator)
+
+
+# ---------------------------------------------------------------- failures
+
+
+class _Scheduler:
+    """Requests with their blocks; ids over 0, as 0 is the null block's."""
+
+    def __init__(self, **blocks):
+        self.requests = {}
+        self.blocks = {}
+        self.evicted = None
+        self.kv_cache_manager = SimpleNamespace(
+            kv_cache_config=SimpleNamespace(
+                kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))]
+            ),
+            get_blocks=lambda name: SimpleNamespace(blocks=(self.blocks[name],)),
+            block_pool=SimpleNamespace(
+                blocks=[
+                    SimpleNamespace(block_id=nth, block_hash=b"h" if nth % 2 else None)
+                    for nth in range(9)
+                ],
+                evict_blocks=self._evict,
+            ),
+        )
+        for name, (request, ids) in blocks.items():
+            request.request_id = name
+            self.requests[name] = request
+            self.blocks[name] = [SimpleNamespace(block_id=n, is_null=n == 0) for n in ids]
+
+    def _evict(self, ids):
+        self.evicted = ids
+
+    def finish_requests(self, names, status):
+        assert status.name == "FINISHED_ERROR"
+        return [self.requests.pop(name) for name in names if name in self.requests]
+
+    def end(self, **failed):
+        return {request.request_id: why for request, why in end_failed(self, failed)}
+
+
+def test_a_failed_request_ends_and_whoever_has_read_its_wrong_kv():
+    scheduler = _Scheduler(
+        bad=(_request(start=4), [1, 2, 3]),
+        reader=(_request(start=4), [1, 2, 3, 4]),
+        grandchild=(_request(start=4), [1, 2, 3, 4, 5]),
+        prefix_only=(_request(), [1, 6]),
+        other=(_request(start=0), [7, 8]),
+    )
+    ended = scheduler.end(bad=Failure(0, "broken"))
+    assert set(ended) == {"bad", "reader", "grandchild"}
+    assert ended["bad"] == "broken"
+    assert "served KV of a request that failed: broken" in ended["reader"]
+    assert set(scheduler.requests) == {"prefix_only", "other"}
+    assert scheduler.evicted == {1, 3, 5, 7}
+
+
+def test_what_was_right_before_it_failed_taints_nobody():
+    scheduler = _Scheduler(
+        bad=(_request(start=0), [1, 2, 3]),
+        early=(_request(start=0), [1, 2]),
+        late=(_request(start=0), [1, 2, 3]),
+    )
+    assert set(scheduler.end(bad=Failure(8, "x"))) == {"bad", "late"}
+
+
+def test_a_block_in_which_it_failed_is_wrong_as_a_whole():
+    scheduler = _Scheduler(bad=(_request(start=0), [1, 2]), early=(_request(start=0), [1, 2, 3]))
+    assert set(scheduler.end(bad=Failure(7, "x"))) == {"bad", "early"}
+
+
+def test_who_only_reads_taints_nobody():
+    scheduler = _Scheduler(bad=(_request(read=4), [1, 2]), other=(_request(), [1, 2]))
+    assert set(scheduler.end(bad=Failure(0, "x"))) == {"bad"}
+
+
+def test_blocks_that_left_the_window_are_nobodys():
+    scheduler = _Scheduler(bad=(_request(start=0), [0, 2]), other=(_request(start=0), [0, 3]))
+    assert set(scheduler.end(bad=Failure(0, "x"))) == {"bad"}
+
+
+def test_a_request_that_has_ended_already_is_no_matter():
+    scheduler = _Scheduler(other=(_request(start=0), [1]))
+    assert scheduler.end(gone=Failure(0, "x")) == {}
+    assert set(scheduler.requests) == {"other"}
+
+
+# ---------------------------------------------------------------- their way
+
+
+def test_failures_leave_with_any_output_that_reaches_the_scheduler():
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+    failed = {"r": Failure(3, "why")}
+    told = put(EMPTY_MODEL_RUNNER_OUTPUT, failed)
+    assert failures_of(told) == failed
+    # vLLM's one empty output is shared.
+    assert failures_of(EMPTY_MODEL_RUNNER_OUTPUT) == {}
+    for name in ("model_runner_output", "_model_runner_output"):
+        inner = put(EMPTY_MODEL_RUNNER_OUTPUT, {"s": Failure(0, "")})
+        late = SimpleNamespace(**{name: inner})
+        assert put(late, failed) is late
+        assert failures_of(inner) == failed
+    assert put(None, failed) is None
+    assert put(SimpleNamespace(), failed) is None

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.nightly import rounds
+from support.tokenizers import byte_level, sentencepiece_like
+
+from midstream.errors import SpecError
+from midstream.runtime.frontend.request.prompt.message_spans import chat_renderer, message_spans
+from midstream.runtime.frontend.request.prompt.text_map import decode
+
+SENTENCEPIECE = sentencepiece_like()
+BYTE_LEVEL = byte_level()
+
+# Strips contents, and leaves out what earlier answers thought.
+STRIPS = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% set said = m.content.split('</think>')[-1] if m.role == 'assistant' else m.content %}"
+    "{% if m.role == 'assistant' and loop.last %}{% set said = m.content %}{% endif %}"
+    "{{ said | trim }}</{{ m.role }}>{% endfor %}"
+)
+
+# Puts the system's message into the first of the user's, as Llama 2's does.
+REORDERS = (
+    "{% set ns = namespace(system='') %}"
+    "{% for m in messages if m.role == 'system' %}{% set ns.system = m.content %}{% endfor %}"
+    "{% for m in messages if m.role != 'system' %}"
+    "{% if m.role == 'user' %}[INST] "
+    "{% if loop.first and ns.system %}<<SYS>>\n{{ ns.system }}\n<</SYS>>\n\n{% endif %}"
+    "{{ m.content | trim }} [/INST]{% else %} {{ m.content }}<s>{% endif %}{% endfor %}"
+)
+
+# Has the newest question only.
+FORGETS = "{{ messages[-1].content }}"
+
+
+def _chat(*contents, roles=("system", "user", "assistant", "user")):
+    return [{"role": role, "content": each} for role, each in zip(roles, contents, strict=False)]
+
+
+def _ids(tokenizer, messages, **template_kwargs):
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _found(tokenizer, messages, **template_kwargs):
+    """What the tokens of each message spell, or its problem."""
+    ids = _ids(tokenizer, messages, **template_kwargs)
+    found = message_spans(tokenizer, messages, ids, **template_kwargs)
+    assert [each.index for each in found] == list(range(len(messages)))
+    assert [each.role for each in found] == [each["role"] for each in messages]
+    return [each.problem or decode(tokenizer, ids[each.start : each.stop]) for each in found]
+
+
+CONTENTS = ("Be kind.", "the cat", "cat the cat", "the cat")
+
+
+def test_each_message_of_a_plain_chat_is_found_even_if_another_says_the_same():
+    assert _found(BYTE_LEVEL, _chat(*CONTENTS), add_generation_prompt=True) == list(CONTENTS)
+    messages = _chat(*CONTENTS)
+    spans = message_spans(BYTE_LEVEL, messages, _ids(BYTE_LEVEL, messages))
+    assert spans[1].stop < spans[3].start
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCEPIECE])
+@given(contents=st.lists(st.text("the cat😀\n <|é", max_size=8), min_size=1, max_size=4))
+@settings(max_examples=rounds(suite=75, nightly=600))
+def test_the_tokens_of_a_message_are_all_that_have_a_character_of_its_content(tokenizer, contents):
+    messages = _chat(*contents)
+    text, places = "", []
+    for message in messages:
+        text += f"<|im_start|>{message['role']}\n"
+        places.append((len(text), len(text) + len(message["content"])))
+        text += f"{message['content']}<|im_end|>\n"
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    found = message_spans(tokenizer, messages, encoded["input_ids"])
+    for message, span, (start, stop) in zip(messages, found, places, strict=True):
+        assert span.problem is None
+        expected = {
+            nth
+            for nth, (first, end) in enumerate(encoded["offset_mapping"])
+            if first < stop and end > start
+        }
+        # Whitespace alone says nothing.
+        if message["content"].strip():
+            assert set(range(span.start, span.stop)) == expected
+        else:
+            assert span.start == span.stop
+
+
+def test_what_a_template_strips_is_not_part_of_a_message():
+    messages = _chat(
+        " Be kind.\n", "  hi ", "<think>hm, hi</think>\n\nhi there", "so", roles=(
+            "system", "user", "assistant", "user")
+    )  # fmt: skip
+    found = _found(BYTE_LEVEL, messages, chat_template=STRIPS)
+    assert found == ["Be kind.", "hi", "hi there", "so"]
+    last = _found(BYTE_LEVEL, messages[:3], chat_template=STRIPS)
+    assert last == ["Be kind.", "hi", "<think>hm, hi</think>\n\nhi there"]
+
+
+def test_a_message_whose_text_a_template_leaves_out_is_a_problem_of_that_message_only():
+    messages = _chat("a", "b", "<think>only thought</think>", "c")
+    found = _found(BYTE_LEVEL, messages, chat_template=STRIPS)
+    assert (found[0], found[1], found[3]) == ("a", "b", "c")
+    assert found[2] == "the chat template rewrites it, or leaves it out"
+    assert _found(BYTE_LEVEL, messages, chat_template=FORGETS) == [
+        *["the chat template does not write it as it is"] * 3,
+        "c",
+    ]
+
+
+def test_a_system_message_is_found_within_the_first_of_the_users():
+    contents = ("Be kind.", " the cat\n", "Be kind.", "Be kind.")
+    found = _found(BYTE_LEVEL, _chat(*contents), chat_template=REORDERS)
+    assert found == ["Be kind.", "the cat", "Be kind.", "Be kind."]
+    messages = _chat("the cat", "a cat", "cat", "a cat")
+    # A space of the template's is part of the content's first token here.
+    found = _found(SENTENCEPIECE, messages, chat_template=REORDERS)
+    assert [each.strip() for each in found] == ["the cat", "a cat", "cat", "a cat"]
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ messages[0].content }} {{ messages[0].content }}", "writes it more than once"),
+        ("{{ messages[0].content | upper }}", "does not write it as it is"),
+        ("{{ messages[0].content | replace('h', 'x') }}", "rewrites it, or leaves it out"),
+        (
+            "{% if 'hi' in messages[0].content %}!{% endif %}<{{ messages[0].content }}>",
+            "treats it differently from other contents",
+        ),
+        (
+            "<{{ messages[0].content }}>{{ '?' if 'hi' in messages[0].content else '!' }}",
+            "treats it differently from other contents",
+        ),
+        (
+            "{{ messages[0].content }}{% if 'hi' in messages[0].content %}, hi{% endif %}",
+            "writes it more than once",
+        ),
+    ],
+)
+def test_what_a_template_changes_or_repeats_is_refused(template, problem):
+    found = _found(BYTE_LEVEL, [{"role": "user", "content": "hi"}], chat_template=template)
+    assert found == [f"the chat template {problem}"]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0].content }}{% if messages[0].content | length < 9 %} (short){% endif %}",
+        "{% if 'hello' in messages[0].content %}!{% endif %}{{ messages[0].content }}",
+    ],
+)
+def test_what_a_template_adds_to_a_content_is_not_part_of_it(template):
+    messages = [{"role": "user", "content": "hello"}]
+    assert _found(BYTE_LEVEL, messages, chat_template=template) == ["hello"]
+
+
+def test_a_content_of_several_texts_goes_from_the_first_to_the_last():
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}"
+        "{% else %}{% for part in m.content %}{{ part.text }};{% endfor %}{% endif %}{% endfor %}"
+    )
+    messages = [
+        {"role": "system", "content": "he"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "the"}, {"type": "text", "text": "cat"}],
+        },
+        {"role": "user", "content": "the"},
+    ]
+    assert _found(BYTE_LEVEL, messages, chat_template=template) == ["he", "the;cat", "the"]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "x"}}], "type 'image_url', which is no text"),
+        ([{"type": "text", "text": "a"}, 5], "type 'int', which is no text"),
+        ({"text": "a"}, "its content is a `dict`, not text"),
+    ],
+)
+def test_a_content_that_is_no_text_is_a_problem_of_that_message_only(content, problem):
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "he"}]
+    found = _found(BYTE_LEVEL, messages, chat_template=template)
+    assert problem in found[0]
+    assert found[1] == "he"
+
+
+def test_a_message_without_content_has_no_tokens():
+    messages = [{"role": "assistant", "content": None}, {"role": "user"}, *_chat("", "he")]
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% endfor %}"
+    assert _found(BYTE_LEVEL, messages, chat_template=template) == ["", "", "", "he"]
+
+
+def test_a_prompt_that_is_not_the_rendered_chat_is_refused():
+    messages = _chat("he", "the cat")
+    ids = _ids(BYTE_LEVEL, messages)
+    for other in (ids[:-1], [*ids, 5], ids[1:]):
+        with pytest.raises(SpecError, match="not those of the chat as its template renders it"):
+            message_spans(BYTE_LEVEL, messages, other)
+
+
+def test_a_prompt_with_a_token_put_before_it_counts_that_token():
+    bos = "<s>{{ messages[0].content }}"
+    messages = [{"role": "user", "content": "he"}]
+    (found,) = message_spans(
+        BYTE_LEVEL, messages, _ids(BYTE_LEVEL, messages, chat_template=bos), chat_template=bos
+    )
+    assert (found.start, found.stop) == (1, 2)
+
+
+def test_a_content_that_has_the_mark_in_it_is_found():
+    contents = ("midstreamcontent0mark", "the midstreamcontent1mark", "he")
+    assert _found(BYTE_LEVEL, _chat(*contents)) == list(contents)
+
+
+def test_the_messages_are_left_as_they_were():
+    messages = _chat(*CONTENTS)
+    _found(BYTE_LEVEL, messages)
+    assert messages == _chat(*CONTENTS)
+
+
+def test_vllms_renderer_is_asked_for_the_text_with_the_calls_own_arguments():
+    asked = []
+
+    class Renderer:
+        def render_messages(self, messages, params):
+            asked.append(params)
+            kwargs = params.get_apply_chat_template_kwargs()
+            text = BYTE_LEVEL.apply_chat_template(messages, **kwargs)
+            return messages, {"prompt": text} if text != "he" else {"prompt_token_ids": [1]}
+
+    render = chat_renderer(
+        Renderer(), add_generation_prompt=True, chat_template_kwargs={"deep": True}, tools=[]
+    )
+    messages = _chat(*CONTENTS)
+    ids = _ids(BYTE_LEVEL, messages, add_generation_prompt=True)
+    found = message_spans(BYTE_LEVEL, messages, ids, render=render)
+    assert [decode(BYTE_LEVEL, ids[each.start : each.stop]) for each in found] == list(CONTENTS)
+    assert asked[0].chat_template_kwargs["deep"] is True
+    assert asked[0].chat_template_kwargs["tokenize"] is False
+    tokens_only = chat_renderer(Renderer(), chat_template=FORGETS)
+    with pytest.raises(SpecError, match="made into tokens without a text"):
+        tokens_only([{"role": "user", "content": "he"}])
+
+
+@pytest.mark.model
+def test_smollm2s_own_template_has_each_message_where_it_says(smollm2):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    contents = ["What is\n\nthe capital?", "Paris 😀", " Paris  "]
+    messages = _chat(*contents, roles=("user", "assistant", "user"))
+    found = _found(tokenizer, messages, add_generation_prompt=True)
+    assert found == contents

@@ -1,0 +1,370 @@
+"""From what the workers sent to activations and receipts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.answers import DEEP, POST, PRE, WIDTH, answer, assembled, output, rows, vector
+from support.plans import VECTORS, plan_of
+
+from midstream.errors import ReceiptError
+from midstream.runtime.frontend.results.assembly import assemble
+from midstream.spec import Where
+
+EVERYWHERE = ((0, None),)
+READ = plan_of(captures=[([PRE, POST], EVERYWHERE)], prompt_len=3)
+STEER = plan_of(edits=[(POST, VECTORS[0], 2.0, ((1, None),))], prompt_len=3)
+
+
+# ---------------------------------------------------------------- rows
+
+
+def test_a_request_gets_its_rows_by_tap_with_positions_and_tokens():
+    found = assembled(READ, [answer(("x", [2] * 4, [rows([PRE, POST], range(4))]))])
+    assert list(found.activations) == [PRE, POST]
+    for tap in (PRE, POST):
+        assert found.activations[tap].tolist() == [vector(tap, p) for p in range(4)]
+    assert found.activations.positions.tolist() == [0, 1, 2, 3]
+    assert found.activations.token_ids.tolist() == [100, 101, 102, 200]
+    assert found.receipt.status == "ok"
+    assert [(c.site, c.layer, c.expected, c.actual) for c in found.receipt.captured] == [
+        ("resid_pre", 0, 4, 4),
+        ("resid_post", 1, 4, 4),
+    ]
+    assert found.receipt.edited is None
+    assert (found.receipt.prompt_tokens, found.receipt.generated_tokens) == (3, 2)
+    assert found.activations is found.outputs[0].activations
+    assert found.receipt is found.outputs[0].receipt
+
+
+def test_positions_computed_twice_are_there_once_as_they_were_the_last_time():
+    answers = [
+        answer(("x", [2] * 4, [rows([PRE, POST], range(4), 1), rows([PRE, POST], range(2), 2)]))
+    ]
+    found = assembled(READ, answers)
+    assert found.activations[POST].tolist() == [
+        vector(POST, 0, 2), vector(POST, 1, 2), vector(POST, 2, 1), vector(POST, 3, 1),
+    ]  # fmt: skip
+    assert found.receipt.status == "ok"
+
+
+def test_blocks_of_several_groups_make_one_run_of_rows():
+    plan = plan_of(captures=[([PRE], EVERYWHERE), ([POST], ((1, 3),))], prompt_len=3)
+    answers = [
+        answer(
+            (
+                "x",
+                [2] * 4,
+                [rows([PRE], range(1)), rows([PRE, POST], range(1, 3)), rows([PRE], range(3, 4))],
+            )
+        )
+    ]
+    found = assembled(plan, answers)
+    assert found.activations[PRE].tolist() == [vector(PRE, p) for p in range(4)]
+    assert found.activations[POST].tolist() == [vector(POST, p) for p in (1, 2)]
+    assert found.activations.positions_of(*PRE).tolist() == [0, 1, 2, 3]
+    assert found.activations.token_ids_of(*POST).tolist() == [101, 102]
+    assert found.receipt.status == "ok"
+
+
+def test_pipeline_stages_each_give_their_own_layers():
+    plan = plan_of(
+        edits=[(PRE, VECTORS[0], 1.0, EVERYWHERE), (DEEP, VECTORS[1], 1.0, ((2, None),))],
+        captures=[([PRE, DEEP], EVERYWHERE)],
+        prompt_len=3,
+    )
+    answers = [
+        answer(("x", [3] * 4, [rows([PRE], range(4))]), stage=0),
+        answer(("x", [2, 2, 3, 3], [rows([DEEP], range(4))]), stage=1),
+    ]
+    found = assembled(plan, answers)
+    assert found.activations[PRE].tolist() == [vector(PRE, p) for p in range(4)]
+    assert found.activations[DEEP].tolist() == [vector(DEEP, p) for p in range(4)]
+    assert found.receipt.status == "ok"
+    assert found.receipt.edited.applied == 6
+
+
+def test_rows_past_the_final_length_are_dropped():
+    # Asynchronous scheduling computes a step more than the request turns out to have.
+    both = plan_of(
+        edits=[(POST, VECTORS[0], 2.0, EVERYWHERE)], captures=[([POST], EVERYWHERE)], prompt_len=3
+    )
+    found = assembled(both, [answer(("x", [3] * 6, [rows([POST], range(6))]))])
+    assert found.activations.positions.tolist() == [0, 1, 2, 3]
+    assert found.receipt.edited.applied == 4
+    assert found.receipt.status == "ok"
+
+
+def test_of_a_capture_of_the_last_row_only_that_row_is_kept():
+    plan = plan_of(captures=[([POST], Where(((0, 1),), last_from=3))], prompt_len=3)
+    answers = [
+        answer(("x", [2, 0, 0, 2, 2], [rows([POST], [0]), rows([POST], [3]), rows([POST], [4])]))
+    ]
+    found = assembled(plan, answers, generated=3)
+    assert found.activations.positions.tolist() == [0, 4]
+    assert found.activations[POST].tolist() == [vector(POST, 0), vector(POST, 4)]
+    assert found.receipt.status == "ok"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_rows_keep_the_models_dtype_and_may_be_written_to(dtype):
+    torch_dtype = getattr(torch, dtype)
+    found = assembled(
+        READ,
+        [answer(("x", [2] * 4, [rows([PRE, POST], range(4), dtype=torch_dtype)]), dtype=dtype)],
+        dtype,
+    )
+    assert found.activations[POST].dtype == torch_dtype
+    found.activations[POST][0] = 9
+    assert found.activations[POST][0].tolist() == [9.0] * 4
+    assert found.activations[PRE][0].tolist() == vector(PRE, 0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_capture_without_any_row_is_empty_but_of_the_models_shape_and_dtype(dtype, tmp_path):
+    # "generated", of a request that stopped at its first token.
+    plan = plan_of(captures=[([PRE, POST], ((3, None),))], prompt_len=3)
+    found = assembled(plan, [answer(("x", [0] * 3, []), dtype=dtype)], dtype, generated=1)
+    assert found.receipt.status == "ok"
+    assert found.activations[POST].shape == (0, WIDTH)
+    assert found.activations[POST].dtype == getattr(torch, dtype)
+    assert found.activations.positions.tolist() == []
+    assert found.activations.positions.dtype == torch.int64
+    assert found.activations.save(tmp_path / "empty").exists()
+
+
+def test_a_prompt_of_embeddings_has_positions_all_the_same():
+    found = output()
+    found.prompt_token_ids = None
+    assemble(found, READ, [answer(("x", [2] * 4, [rows([PRE, POST], range(4))]))], "float32")
+    assert found.activations.positions.tolist() == [0, 1, 2, 3]
+    assert found.activations.token_ids.tolist() == [0, 0, 0, 200]
+    assert found.receipt.status == "ok"
+
+
+# ---------------------------------------------------------------- several completions
+
+
+def child(n, length=4):
+    return (f"{n}_x", [2] * length, [rows([PRE, POST], range(length), version=n)])
+
+
+def test_children_are_told_apart_by_their_exact_index_in_any_order():
+    order = [10, 1, 0, 11, 2, 9, 3, 8, 4, 7, 5, 6]
+    found = assembled(READ, [answer(*(child(n) for n in order))], completions=12)
+    for n, completion in enumerate(found.outputs):
+        assert completion.activations[POST].tolist() == [vector(POST, p, n) for p in range(4)]
+        assert completion.activations.token_ids.tolist() == [100, 101, 102, 200 + 10 * n]
+        assert completion.receipt.status == "ok"
+    assert not hasattr(found, "activations")
+    assert not hasattr(found, "receipt")
+
+
+def test_a_child_that_the_workers_lost_is_the_only_one_with_a_problem():
+    answers = [answer(*(child(n) for n in range(12) if n != 1))]
+    found = assembled(READ, answers, completions=12)
+    wrong = [n for n, one in enumerate(found.outputs) if one.receipt.status == "error"]
+    assert wrong == [1]
+    assert "the workers know nothing of it" in found.outputs[1].receipt.problems[0]
+
+
+@pytest.mark.parametrize("name", ["10_x", "1_x", "x", "not-a-number_x", "_"])
+def test_a_lone_completion_has_its_rows_whatever_its_request_is_called(name):
+    found = assembled(READ, [answer((name, [2] * 4, [rows([PRE, POST], range(4))]))])
+    assert found.receipt.status == "ok"
+
+
+def test_children_are_put_together_from_every_stage():
+    answers = [
+        answer(*((f"{n}_x", [2] * 4, [rows([PRE], range(4), n)]) for n in (1, 0)), stage=0),
+        answer(*((f"{n}_x", [2] * 4, [rows([DEEP], range(4), n)]) for n in (0, 1)), stage=1),
+    ]
+    plan = plan_of(captures=[([PRE, DEEP], EVERYWHERE)], prompt_len=3)
+    found = assembled(plan, answers, completions=2)
+    for n, completion in enumerate(found.outputs):
+        for tap in (PRE, DEEP):
+            assert completion.activations[tap].tolist() == [vector(tap, p, n) for p in range(4)]
+
+
+# ---------------------------------------------------------------- receipts
+
+
+def test_edits_are_counted_position_by_position():
+    found = assembled(STEER, [answer(("x", [0, 3, 3, 3], []))])
+    assert found.receipt.status == "ok"
+    edited = found.receipt.edited
+    assert (edited.expected, edited.applied, edited.tokens) == (3, 3, 3)
+    assert found.activations is None
+
+
+def test_tensor_parallel_ranks_do_the_same_and_are_counted_once():
+    answers = [
+        answer(("x", [0, 3, 3, 3], []), tensor_rank=rank, tensor_ranks=2) for rank in range(2)
+    ]
+    receipt = assembled(STEER, answers).receipt
+    assert receipt.edited.applied == 3
+    assert not receipt.problems
+
+
+def test_a_rank_that_did_other_edits_than_the_first_is_a_problem():
+    answers = [
+        answer(("x", [0, 3, 3, 3], []), tensor_rank=0, tensor_ranks=2),
+        answer(("x", [0, 3, 2, 2], []), tensor_rank=1, tensor_ranks=2),
+    ]
+    assert assembled(STEER, answers).receipt.problems == (
+        "2 positions were not edited alike on workers 0.0.0 and 0.0.1; the first is 2",
+    )
+
+
+def test_a_rank_that_knows_nothing_of_a_request_is_a_problem():
+    answers = [
+        answer(("x", [0, 3, 3, 3], []), tensor_rank=0, tensor_ranks=2),
+        answer(tensor_rank=1, tensor_ranks=2),
+    ]
+    assert assembled(STEER, answers).receipt.problems == ("worker 0.0.1 knows nothing of it",)
+
+
+def test_rows_that_ranks_share_come_together():
+    plan = replace(plan_of(captures=[([PRE, POST, DEEP], EVERYWHERE)], prompt_len=3), sharded=True)
+    answers = [
+        answer(("x", [2] * 4, [rows([PRE, DEEP], range(4))]), tensor_rank=0, tensor_ranks=2),
+        answer(("x", [2] * 4, [rows([POST], range(4))]), tensor_rank=1, tensor_ranks=2),
+    ]
+    found = assembled(plan, answers)
+    assert not found.receipt.problems
+    assert list(found.activations) == [PRE, POST, DEEP]
+    for tap in (PRE, POST, DEEP):
+        assert found.activations.positions_of(*tap).tolist() == [0, 1, 2, 3]
+        assert found.activations[tap].tolist() == [vector(tap, p) for p in range(4)]
+
+
+def test_rows_that_ranks_share_otherwise_from_one_position_to_the_next_come_in_order():
+    captures = [([PRE], ((0, 2),)), ([PRE, POST], ((2, None),))]
+    plan = replace(plan_of(captures=captures, prompt_len=3), sharded=True)
+    answers = [
+        answer(("x", [2] * 4, [rows([PRE], range(2)), rows([PRE], range(2, 4))]), tensor_ranks=2),
+        answer(("x", [2] * 4, [rows([POST], range(2, 4))]), tensor_rank=1, tensor_ranks=2),
+    ]
+    found = assembled(plan, answers)
+    assert not found.receipt.problems
+    assert found.activations[PRE].tolist() == [vector(PRE, p) for p in range(4)]
+    assert found.activations[POST].tolist() == [vector(POST, p) for p in range(2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("done", "message"),
+    [
+        (
+            [0, 3, 2, 3],
+            "1 positions were not edited as asked: position 2 got 0 edits and probes, expected 1",
+        ),
+        (
+            [0, 4, 3, 3],
+            "1 positions were not edited as asked: position 1 got 2 edits and probes, expected 1",
+        ),
+        (
+            [3, 3, 3, 3],
+            "1 positions were not edited as asked: position 0 got 1 edits and probes, expected 0",
+        ),
+        (
+            [0, 3],
+            "2 positions were not edited as asked: position 2 got 0 edits and probes, expected 1",
+        ),
+        ([], "3 positions were not edited as asked: position 1 got 0 edits and probes, expected 1"),
+    ],
+)
+def test_a_wrong_number_of_edits_is_found_by_position(done, message):
+    receipt = assembled(STEER, [answer(("x", done, []))]).receipt
+    assert receipt.problems == (message,)
+    with pytest.raises(ReceiptError, match="request x: .* positions were not edited as asked"):
+        receipt.check()
+
+
+def test_an_edit_left_out_on_one_stage_only_is_a_problem():
+    plan = plan_of(
+        edits=[(PRE, VECTORS[0], 1.0, EVERYWHERE), (DEEP, VECTORS[1], 1.0, EVERYWHERE)],
+        prompt_len=3,
+    )
+    answers = [
+        answer(("x", [0, 3, 3, 3], []), stage=0),
+        answer(("x", [3, 3, 3, 3], []), stage=1),
+    ]
+    receipt = assembled(plan, answers).receipt
+    assert receipt.problems == (
+        "1 positions were not edited as asked: position 0 got 1 edits and probes, expected 2",
+    )
+
+
+@pytest.mark.parametrize(
+    ("positions", "actual"), [(range(3), 3), (range(1, 4), 3), ([1], 1), (None, 0)]
+)
+def test_a_missing_row_is_found_by_tap(positions, actual):
+    found = [rows([PRE], range(4))]
+    if positions is not None:
+        found.append(rows([POST], positions))
+    receipt = assembled(READ, [answer(("x", [2] * 4, found))]).receipt
+    assert receipt.problems == (f"resid_post of layer 1: {actual} rows came, expected 4",)
+    assert [one.actual for one in receipt.captured] == [4, actual]
+
+
+def test_a_request_that_the_workers_do_not_know_has_nothing_and_says_so():
+    plan = plan_of(
+        edits=[(POST, VECTORS[0], 2.0, EVERYWHERE)], captures=[([POST], EVERYWHERE)], prompt_len=3
+    )
+    found = assembled(plan, [answer()])
+    assert found.receipt.status == "error"
+    assert found.receipt.problems[0] == "the workers know nothing of it"
+    assert "resid_post of layer 1: 0 rows came, expected 4" in found.receipt.problems
+    edited = found.receipt.edited
+    assert (edited.expected, edited.applied, edited.tokens) == (4, 0, 4)
+    assert found.activations[POST].shape == (0, WIDTH)
+
+
+def test_a_workers_own_problem_is_told_with_the_workers_place():
+    answers = [
+        answer(("x", [2] * 4, [rows([PRE, POST], range(4))]), stage=0),
+        answer(("x", [], [], "no tap fired"), stage=1),
+    ]
+    assert assembled(READ, answers).receipt.problems == ("no tap fired (worker 0.1.0)",)
+
+
+# ---------------------------------------------------------------- what was not computed
+
+
+def test_edits_of_positions_from_the_cache_are_counted_apart():
+    # 3 of the prompt and 2 generated: 4 rows, edited from position 1 on.
+    receipt = assembled(STEER, [answer(("x", [1, 1, 3, 3], []))]).receipt
+    assert receipt.status == "ok"
+    edited = receipt.edited
+    assert (edited.expected, edited.applied, edited.cached, edited.tokens) == (3, 2, 1, 3)
+    assert "2 of 3 edits, 1 from the prefix cache" in str(receipt)
+
+
+def test_a_row_from_the_cache_is_a_missing_row():
+    answers = [answer(("x", [1, 2, 2, 2], [rows([PRE, POST], range(1, 4))]))]
+    problems = assembled(READ, answers).receipt.problems
+    assert problems == tuple(
+        f"{site} of layer {layer}: 3 rows came, expected 4" for site, layer in (PRE, POST)
+    )
+
+
+def test_what_only_some_stages_had_from_the_cache_is_a_problem():
+    plan = plan_of(
+        edits=[(PRE, VECTORS[0], 1.0, EVERYWHERE), (DEEP, VECTORS[1], 1.0, EVERYWHERE)],
+        prompt_len=3,
+    )
+    answers = [
+        answer(("x", [1, 3, 3, 3], []), stage=0),
+        answer(("x", [3, 3, 3, 3], []), stage=1),
+    ]
+    assert "position 0 got 1 edits" in assembled(plan, answers).receipt.problems[0]
+
+
+def test_a_request_that_the_engine_ended_says_why():
+    plain = output(3, 2)
+    plain.outputs[0].finish_reason = "error"
+    plain.outputs[0].stop_reason = "it was served wrong KV"
+    assemble(plain, STEER, [answer(("x", [2, 3, 3, 3], []))], "float32")
+    assert plain.receipt.problems == ("it was served wrong KV",)

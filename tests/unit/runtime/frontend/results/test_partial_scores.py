@@ -1,0 +1,92 @@
+"""What is known of a completion that goes on is a beginning of what is known at its end."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import hypothesis.strategies as st
+import numpy as np
+import torch
+from hypothesis import given
+
+from midstream.runtime.frontend.results.partial_scores import StreamState
+from midstream.runtime.protocol.scores import ScoreBlock
+from midstream.spec.positions.position_set import Match, Where
+
+TAP = ["resid_post", 1]
+WORKER = {"taps": [TAP]}
+ELSEWHERE = {"taps": [["resid_post", 2]]}
+PROMPT_LEN = 4
+
+WHERES = st.sampled_from(
+    [
+        Where(((0, None),)),
+        Where(((0, 2), (3, 4), (6, 9))),
+        Where(((4, None),)),
+        Where((), (Match(((4, None),), (1, 3)),)),
+        Where(((0, 4),), (Match(((5, 9),), (0, 2), others=True),)),
+        Where(((0, 4),), last_from=5),
+        Where(()),
+    ]
+)
+
+
+def plan_of(wheres):
+    probes = [
+        SimpleNamespace(name=f"p{n}", site=TAP[0], layer=TAP[1], slot=n, where=where)
+        for n, where in enumerate(wheres)
+    ]
+    unnamed = SimpleNamespace(name="", site=TAP[0], layer=TAP[1], slot=9, where=Where(((0, None),)))
+    return SimpleNamespace(probes=[*probes, unnamed])
+
+
+def answer(span, slots):
+    positions = np.arange(*span)
+    values = torch.tensor(positions[:, None] * 10 + np.arange(slots), dtype=torch.float32)
+    # The order of the workers is no order of positions; one of them has another layer's.
+    return [ScoreBlock(ELSEWHERE, positions, -values), ScoreBlock(WORKER, positions, values)]
+
+
+@given(
+    wheres=st.lists(WHERES, min_size=1, max_size=3),
+    pieces=st.lists(st.lists(st.integers(0, 3), max_size=5), min_size=1, max_size=20),
+    is_delta=st.booleans(),
+)
+def test_scores_so_far_are_those_of_the_rows_so_far(wheres, pieces, is_delta):
+    streamed = StreamState(plan_of(wheres), [7] * PROMPT_LEN)
+    generated: list[int] = []
+    handed_out = []
+    for piece in pieces:
+        generated += piece
+        shown = piece if is_delta else list(generated)
+        streamed.see(SimpleNamespace(token_ids=shown), is_delta)
+        span = streamed.next_span()
+        if span is not None:
+            streamed.add(answer(span, len(wheres)))
+        known = PROMPT_LEN + len(generated) - 1
+        tokens = [7] * PROMPT_LEN + generated
+        found = streamed.probes()
+        for nth, where in enumerate(wheres):
+            so_far = Where(where.ranges, where.matches)
+            expected = [p for a, b in so_far.final(known, tokens) for p in range(a, b)]
+            assert found.positions_of(f"p{nth}").tolist() == expected
+            assert found[f"p{nth}"].tolist() == [10 * p + nth for p in expected]
+            assert found.token_ids_of(f"p{nth}").tolist() == [tokens[p] for p in expected]
+            handed_out.append((found[f"p{nth}"], [10 * p + nth for p in expected]))
+    assert streamed.generated == generated
+    # What a caller was given stays as it was, and is its own to change.
+    for scores, expected in handed_out:
+        assert scores.tolist() == expected
+        scores.fill_(-1)
+
+
+def test_nobody_is_asked_where_no_probe_selects_anything():
+    streamed = StreamState(plan_of([Where(((0, 2),))]), [7] * PROMPT_LEN)
+    streamed.see(SimpleNamespace(token_ids=[1]), False)
+    assert streamed.next_span() == (0, 4)
+    streamed.see(SimpleNamespace(token_ids=[1, 1]), False)
+    assert streamed.next_span() is None
+    nothing = StreamState(SimpleNamespace(probes=[]), [7] * PROMPT_LEN)
+    nothing.see(SimpleNamespace(token_ids=[1]), False)
+    assert nothing.next_span() is None
+    assert nothing.probes() is None

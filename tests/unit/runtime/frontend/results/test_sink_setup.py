@@ -1,0 +1,38 @@
+"""Where rows are kept rides with an engine's settings, and is no part of what is hashed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from types import SimpleNamespace
+
+import pytest
+from support.sinking import ORIGIN
+
+from midstream.config.config import Config
+from midstream.runtime.frontend.results import sink_setup as own_sinks
+from midstream.runtime.frontend.results.sink_setup import open_sinks
+from midstream.runtime.vllm.additional_config import Settings
+
+PLAIN = Config.parse({"sinks": {"log": {"level": "debug"}}}).to_dict()
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [lambda one: one, copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))],
+)
+def test_the_sinks_are_there_and_in_no_text_of_the_settings(monkeypatch, copied):
+    monkeypatch.setattr(own_sinks, "origin_of", lambda *_: ORIGIN)
+    found = copied(Settings(PLAIN))
+    assert json.loads(json.dumps(found)) == {k: v for k, v in PLAIN.items() if k != "sinks"}
+    config = SimpleNamespace(additional_config={"midstream": found})
+    sinks = open_sinks(config, None)
+    assert sinks.names == ("memory", "log")
+    sinks.close()
+
+
+def test_settings_that_no_front_end_completed_have_none(monkeypatch):
+    monkeypatch.setattr(own_sinks, "origin_of", lambda *_: ORIGIN)
+    config = SimpleNamespace(additional_config={"midstream": {"sites": ["resid_post"]}})
+    assert open_sinks(config, None).names == ("memory",)

@@ -1,0 +1,198 @@
+"""Rows that are handed over while their requests run: each once, and the rest at the end."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.fake_steps import Fake, FakeEngine, captured
+from support.plans import plan_of, random_plan
+
+from midstream.runtime.worker.row_index import CapturedRowIndex
+
+PRE, POST = ("resid_pre", 1), ("resid_post", 1)
+EVERYWHERE = ((0, None),)
+ALL = plan_of(captures=[([POST], EVERYWHERE)])
+TWO = plan_of(captures=[([PRE, POST], ((0, 5),)), ([POST], ((3, None),))])
+
+
+def hand_over(engine, stops):
+    """{uid: {id: stop}}; the rows that came, by uid."""
+    with engine.session.handing_over(stops) as found:
+        return {
+            uid: [(one.id, captured(one)) for one in requests] for uid, requests in found.items()
+        }
+
+
+def until(fake, stop):
+    return {(tap, position): row for (tap, position), row in fake.rows.items() if position < stop}
+
+
+def assert_same(mine, theirs):
+    assert set(mine) == set(theirs)
+    assert all((mine[key] == row).all() for key, row in theirs.items())
+
+
+def run(seed, lag):
+    """Chunks, decode steps and preemptions of a few requests, some of which are asked for rows."""
+    draw = random.Random(seed)
+    engine = FakeEngine(seed, lag=lag)
+    fakes = [Fake(f"r{n}", random_plan(draw, 40) or ALL) for n in range(4)]
+    got = {fake.id: {} for fake in fakes}
+    reached = dict.fromkeys(got, 0)
+    for fake in fakes:
+        engine.add(fake)
+    for _ in range(40):
+        batch = [(fake, draw.randint(1, 5)) for fake in fakes if draw.random() < 0.7]
+        if batch:
+            engine.step(batch)
+        for fake in fakes:
+            reached[fake.id] = max(reached[fake.id], fake.computed)
+            if draw.random() < 0.05 or fake.computed > 50:
+                fake.computed = 0
+                engine.add(fake)
+        # Of the last there are never any before the end.
+        asked = {
+            fake.id: draw.randint(0, reached[fake.id]) for fake in fakes[:-1] if draw.random() < 0.3
+        }
+        answer = hand_over(engine, {name: {name: stop} for name, stop in asked.items()})
+        for fake in fakes:
+            for name, rows in answer.get(fake.id, ()):
+                assert name == fake.id
+                now = until(fake, asked[name])
+                assert not set(rows) & set(got[name]), "a row came twice"
+                assert_same(rows, {key: row for key, row in now.items() if key in rows})
+                assert set(now) <= {*rows, *got[name]}, "a row that was asked for did not come"
+                got[name] |= {key: row.copy() for key, row in rows.items()}
+    return engine, fakes, got
+
+
+@pytest.mark.parametrize(("seed", "lag"), [(0, None), (1, 0), (2, 2), (3, 5), (4, 1)])
+def test_each_row_comes_once_while_its_request_runs_or_at_its_end(seed, lag):
+    engine, fakes, got = run(seed, lag)
+    assert sum(map(len, got.values())) > 50
+    for fake in fakes:
+        engine.session.finish(fake.id)
+        (request,) = engine.take(fake.id)
+        assert request.problem == ""
+        assert request.done.tolist() == fake.done
+        rest = captured(request)
+        assert not set(rest) & set(got[fake.id])
+        # What was handed over before it was computed again stands as it was.
+        assert_same({**rest, **got[fake.id]}, {**fake.rows, **got[fake.id]})
+    engine.session.check_integrity()
+
+
+def test_a_chunked_prompt_hands_over_what_it_has_and_then_goes_on_from_there():
+    engine, fake, other = FakeEngine(lag=3), Fake("a", TWO), Fake("b", ALL)
+    for one in (fake, other):
+        engine.add(one)
+    engine.step([(fake, 4), (other, 2)])
+    for stop, step in ((100, 3), (6, 2), (9, 1)):
+        before = set(fake.rows)
+        (found,) = hand_over(engine, {"a": {"a": stop}})["a"]
+        assert {position for _, position in found[1]} <= {p for _, p in before if p < stop}
+        engine.step([(fake, step)])
+    (request,) = engine.take("a")
+    assert {position for _, position in captured(request)} == {9}
+    (request,) = engine.take("b")
+    assert_same(captured(request), other.rows)
+    engine.session.check_integrity()
+
+
+def test_what_nobody_asks_for_any_more_is_free_while_the_request_runs():
+    engine, fake = FakeEngine(), Fake("a", ALL)
+    engine.add(fake)
+    for _ in range(30):
+        engine.step([(fake, 1)])
+        hand_over(engine, {"a": {"a": fake.computed}})
+        assert len(engine.session._ledger) == 0
+    segments = engine.arena.used
+    assert segments["memory_bytes"] == 4096, "rows that were handed over take room"
+    (request,) = engine.take("a")
+    assert captured(request) == {}
+
+
+def test_a_request_that_has_ended_is_handed_over_and_one_that_was_taken_is_unknown():
+    engine, fake = FakeEngine(), Fake("a", ALL, uid="u")
+    engine.add(fake)
+    engine.step([(fake, 3)])
+    engine.session.finish("a")
+    ((name, rows),) = hand_over(engine, {"u": {"a": 2, "else": 9}, "v": {"a": 3}})["u"]
+    assert (name, len(rows)) == ("a", 2)
+    (request,) = engine.take("u")
+    assert [position for _, position in captured(request)] == [2]
+    assert hand_over(engine, {"u": {"a": 3}}) == {"u": []}
+    engine.session.check_integrity()
+
+
+def test_the_completions_of_one_prompt_are_asked_for_one_by_one():
+    engine = FakeEngine()
+    fakes = [Fake(f"{n}_x", ALL, uid="u") for n in range(3)]
+    for fake in fakes:
+        engine.add(fake)
+    engine.step([(fake, 4) for fake in fakes])
+    found = dict(hand_over(engine, {"u": {"0_x": 2, "2_x": 4}})["u"])
+    assert {name: len(rows) for name, rows in found.items()} == {"0_x": 2, "2_x": 4}
+    rest = {request.id: len(captured(request)) for request in engine.take("u")}
+    assert rest == {"0_x": 2, "1_x": 4, "2_x": 0}
+
+
+class Given:
+    """A step's rows, that note when they go."""
+
+    def __init__(self, freed, nth):
+        self._freed, self._nth = freed, nth
+
+    def rows(self):
+        raise AssertionError("nobody reads them")
+
+    def free(self):
+        self._freed.append(self._nth)
+
+
+runs = st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(1, 4), st.sampled_from([0, 1]))
+
+
+@settings(max_examples=150)
+@given(
+    steps=st.lists(st.lists(runs, min_size=1, max_size=4), max_size=6),
+    stops=st.lists(st.dictionaries(st.integers(0, 2), st.integers(0, 14)), max_size=4),
+)
+def test_the_ledger_gives_the_latest_row_below_a_stop_and_keeps_all_others(steps, stops):
+    ledger, freed = CapturedRowIndex(), []
+    kinds = [ledger.kind((0,)), ledger.kind((0, 2))]
+    wanted: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
+    for nth, step in enumerate(steps):
+        serial, position, length, kind = (np.array(column) for column in zip(*step, strict=True))
+        first = 10 * np.arange(len(step))
+        ledger.note(Given(freed, nth), serial, position, length, first, np.array(kinds)[kind])
+        for run, (whose, start, count, which) in enumerate(step):
+            for row in range(count):
+                place = (nth, 10 * run + row * (1 + which))
+                wanted.setdefault((whose, which), {})[start + row] = place
+    oldest = 0
+    for each in [*stops, dict.fromkeys(range(3), 99)]:
+        found, remains = ledger.take_until(each, oldest)
+        assert set(found) == set(each)
+        for whose, stop in each.items():
+            for which in range(2):
+                rows = wanted.get((whose, which), {})
+                mine = {p: rows.pop(p) for p in sorted(rows) if p < stop}
+                blocks = [one for one in found[whose] if len(one.taps) == 1 + which]
+                told = {
+                    p: (one.sources[s]._nth, f)
+                    for one in blocks
+                    for p, s, f in zip(
+                        one.positions.tolist(), one.source.tolist(), one.first.tolist(), strict=True
+                    )
+                }
+                assert told == mine
+        ledger.free_spent()
+        # Only where all were asked for does it say where to look next.
+        oldest = remains if set(each) == {0, 1, 2} else 0
+    assert len(ledger) == 0
+    assert sorted(freed) == list(range(len(steps)))

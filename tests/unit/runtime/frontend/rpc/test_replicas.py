@@ -1,0 +1,164 @@
+"""The engines behind one front end: each is called by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+from types import SimpleNamespace
+
+import pytest
+from support.stored import unmapped
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from midstream.config.config import Config
+from midstream.errors import UnsupportedError
+from midstream.runtime.frontend.engine_info import describe
+from midstream.runtime.frontend.rpc import replicas
+from midstream.runtime.frontend.rpc.replicas import busy, call, call_all, replicas_of
+from midstream.runtime.vllm.additional_config import Settings
+from midstream.runtime.vllm.additional_config import replicas_of as replicas_here
+from midstream.runtime.vllm.engine_rules import check_offline
+
+
+class Client:
+    """As vLLM's, of several engines with two workers each."""
+
+    def __init__(self, count):
+        self.core_engines = [f"engine {nth}".encode() for nth in range(count)]
+        self.lb_engines = [[nth, 10 * nth] for nth in range(count)]
+        self.calls = []
+        self.resources = SimpleNamespace(engine_dead=False)
+
+    async def _call_utility_async(self, method, *args, engine):
+        name, timeout, (op, argument), named = args
+        assert (method, name, timeout, named) == ("collective_rpc", "midstream_rpc", None, None)
+        self.calls.append((engine, op, json.loads(argument)))
+        await asyncio.sleep(0)
+        return [{"from": (engine, worker)} for worker in range(2)]
+
+    async def collective_rpc_async(self, *_):
+        raise AssertionError("the first engine's answer is not that of all")
+
+
+def test_an_operation_goes_to_the_engine_that_it_is_for_and_to_no_other():
+    client = Client(3)
+    answers = asyncio.run(call(client, 2, "collect", ["u"]))
+    assert client.calls == [(b"engine 2", "collect", ["u"])]
+    assert [one["from"] for one in answers] == [(b"engine 2", 0), (b"engine 2", 1)]
+
+
+def test_an_operation_of_all_gives_the_answers_of_each_in_order():
+    client = Client(3)
+    answers = asyncio.run(call_all(client, "usage"))
+    assert [[one["from"] for one in each] for each in answers] == [
+        [(engine, worker) for worker in range(2)] for engine in client.core_engines
+    ]
+
+
+def test_each_replica_has_a_courier_of_its_own_and_they_do_not_wait_for_each_other():
+    client = Client(2)
+    started, go = [], asyncio.Event()
+
+    async def slow(method, *args, engine):
+        started.append(engine)
+        await go.wait()
+        return [{}]
+
+    client._call_utility_async = slow
+
+    async def work():
+        replicas = replicas_of(client, [[unmapped()], [unmapped()]])
+        assert [one.number for one in replicas] == [0, 1]
+        tasks = [asyncio.create_task(one.courier.release("u")) for one in replicas]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert sorted(started) == client.core_engines
+        go.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(work())
+
+
+def test_who_waits_for_an_engine_that_ends_is_told(monkeypatch):
+    monkeypatch.setattr(replicas, "_BETWEEN_LOOKS", 0.01)
+    client, cancelled = Client(2), []
+
+    async def never(method, *args, engine):
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(engine)
+            raise
+
+    client._call_utility_async = never
+
+    async def work():
+        asked = asyncio.create_task(call(client, 1, "collect", ["u"]))
+        await asyncio.sleep(0.05)
+        assert not asked.done()
+        client.resources.engine_dead = True
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(asked, 5)
+        await asyncio.sleep(0)
+
+    asyncio.run(work())
+    assert cancelled == [b"engine 1"]
+
+
+@pytest.mark.parametrize("more", [(), (0.5,)])
+def test_how_busy_engines_are_is_what_waits_and_runs(more):
+    client = Client(3)
+    client.lb_engines = [[1, 2, *more], [0, 0, *more], [3, 9, *more]]
+    assert busy(client) == [3, 0, 12]
+
+
+def test_one_engine_has_no_load_balancer_to_ask():
+    client = Client(1)
+    del client.lb_engines
+    assert busy(client) == [0]
+
+
+def test_workers_are_told_apart_by_their_replica():
+    one = {
+        "num_layers": 2, "hidden_size": 8, "lacking": [], "taps": [["resid_post", 0]],
+        "dtype": "float32", "codec": "raw", "return": "gathered", "stage": 0, "tensor_rank": 0,
+        "room": {"bank_rows": 1, "programs": 1, "max_edits": 1, "token_ids": 1, "probes": 1},
+    }  # fmt: skip
+    answers = [[{"json": json.dumps({**one, "stage": s})} for s in range(2)] for _ in range(2)]
+    info = describe(answers)
+    found = [(worker["replica"], worker["stage"]) for worker in info.workers]
+    assert found == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_how_many_engines_share_a_machine_rides_unseen_with_the_settings():
+    plain = Settings(Config().to_dict())
+    config = SimpleNamespace(additional_config={"midstream": plain})
+    assert replicas_here(config) == 1
+    text = json.dumps(plain)
+    plain.replicas = 4
+    assert json.dumps(plain) == text
+    assert replicas_here(pickle.loads(pickle.dumps(config))) == 4
+    assert replicas_here(SimpleNamespace(additional_config={"midstream": {}})) == 1
+
+
+def test_an_offline_engine_of_several_replicas_is_refused_with_what_to_use_instead():
+    check_offline(1)
+    with pytest.raises(UnsupportedError, match=r"data_parallel_size=2: .*midstream\.AsyncLLM"):
+        check_offline(2)
+
+
+def test_any_offline_engine_is_refused_before_it_starts_anything():
+    patches = pytest.importorskip("midstream.runtime.install")
+    started = []
+    config = SimpleNamespace(
+        additional_config={"midstream": {}},
+        parallel_config=SimpleNamespace(data_parallel_size=2),
+    )
+    with pytest.raises(UnsupportedError, match="data_parallel_size=2"):
+        patches._engine_init(lambda *_: started.append(1), SimpleNamespace(), config, object, False)
+    assert not started
+    # One that does not name midstream is vLLM's own affair.
+    config.additional_config = {}
+    patches._engine_init(lambda *_: started.append(1), SimpleNamespace(), config, object, False)
+    assert started == [1]

@@ -1,0 +1,203 @@
+"""Finding a model's decoder layers, and refusing what is not understood."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from midstream.errors import UnsupportedError
+from midstream.runtime.models.convention import Lack, Output, pair, single
+from midstream.runtime.models.decoder import find_decoder
+from midstream.runtime.models.registry import (
+    CONVENTIONS,
+    LAYER_LISTS,
+    Choice,
+    LayerConvention,
+    Refusal,
+    Returns,
+)
+from midstream.sites import NAMES
+
+KNOWN = single("norm")
+
+
+def layer_class(name="Layer", *bases, **namespace):
+    """A layer class as vLLM's `model_executor/models/tests_own.py` would define it."""
+    namespace = {
+        "__module__": "vllm.model_executor.models.tests_own",
+        "__qualname__": name,
+        "forward": lambda self, hidden_states: hidden_states,
+        **namespace,
+    }
+    return type(name, bases or (nn.Module,), namespace)
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """Makes layer classes of some convention."""
+
+    def make(convention=KNOWN, name="Layer", **namespace):
+        key = "model_executor.models.tests_own", name
+        monkeypatch.setitem(CONVENTIONS, key, convention)
+        return layer_class(name, **namespace)
+
+    return make
+
+
+def holding(path, layers):
+    """A model whose `path` is a list of those layers."""
+    model = root = type("SomeForCausalLM", (nn.Module,), {})()
+    *folders, last = path.split(".")
+    for name in folders:
+        setattr(root, name, nn.Module())
+        root = getattr(root, name)
+    setattr(root, last, nn.ModuleList(layers))
+    return model
+
+
+def find(model, tensor_parallel_size=1, float16=False):
+    return find_decoder(model, tensor_parallel_size, float16)
+
+
+@pytest.mark.parametrize("path", LAYER_LISTS)
+def test_layers_are_found_wherever_models_keep_them(known, path):
+    cls = known()
+    decoder = find(holding(path, [cls() for _ in range(3)]))
+    assert decoder.num_layers == 3
+    assert [layer.index for layer in decoder.layers] == [0, 1, 2]
+    assert all(layer.convention is KNOWN for layer in decoder.layers)
+    assert decoder.lacking == {}
+
+
+def test_the_layers_are_those_of_the_language_model_where_there_are_several(known):
+    cls, tower = known(), known(Refusal("it is of a vision tower"), "TowerLayer")
+    language = holding("model.layers", [cls(), cls()])
+    model = holding("model.layers", [tower()])
+    model.get_language_model = lambda: language
+    assert [type(layer.module) for layer in find(model).layers] == [cls, cls]
+
+
+def test_a_list_that_is_empty_or_no_module_list_is_passed_over(known):
+    model = holding("model.layers", [])
+    with pytest.raises(UnsupportedError, match="SomeForCausalLM: its decoder layers were not fou"):
+        find(model)
+    model.layers = nn.ModuleList([known()()])
+    assert find(model).num_layers == 1
+    plain = nn.Module()
+    plain.layers = [known()()]
+    with pytest.raises(UnsupportedError, match="were not found"):
+        find(plain)
+
+
+def test_a_model_without_layers_is_refused_with_the_places_looked_at():
+    with pytest.raises(UnsupportedError) as caught:
+        find(nn.Linear(2, 2))
+    assert str(caught.value).startswith("Linear: its decoder layers were not found; looked for")
+    for path in LAYER_LISTS:
+        assert path in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["PPMissingLayer", "Identity"])
+def test_layers_of_other_pipeline_stages_are_skipped_and_keep_their_numbers(known, missing):
+    cls, gone = known(), type(missing, (nn.Identity,), {})
+    decoder = find(holding("model.layers", [gone(), gone(), cls(), cls(), gone()]))
+    assert decoder.num_layers == 5
+    assert [layer.index for layer in decoder.layers] == [2, 3]
+
+
+def test_a_stage_may_have_no_layer_at_all():
+    decoder = find(holding("model.layers", [nn.Identity(), nn.Identity()]))
+    assert decoder.layers == ()
+    assert decoder.num_layers == 2
+
+
+def test_an_unknown_class_is_refused_by_name(known):
+    model = holding("model.layers", [known()(), layer_class("StrangerLayer")()])
+    message = (
+        "layer 1 of SomeForCausalLM, a StrangerLayer, cannot be tapped: midstream does not know "
+        "what model_executor.models.tests_own.StrangerLayer takes and returns"
+    )
+    with pytest.raises(UnsupportedError) as caught:
+        find(model)
+    assert str(caught.value) == message
+
+
+def test_a_class_that_overrides_forward_is_not_taken_for_its_base(known):
+    base = known()
+    inherits = layer_class("Inherits", base)
+    del inherits.forward
+    overrides = layer_class("Overrides", base)
+    assert find(holding("model.layers", [inherits()])).layers[0].convention is KNOWN
+    with pytest.raises(UnsupportedError, match="does not know what .*Overrides takes"):
+        find(holding("model.layers", [overrides()]))
+
+
+def test_a_class_of_the_same_name_elsewhere_is_unknown(known):
+    known()
+    other = layer_class("Layer", __module__="someone.elses.plugin")
+    with pytest.raises(UnsupportedError, match=r"does not know what someone\.elses\.plugin\.Layer"):
+        find(holding("model.layers", [other()]))
+
+
+def test_a_refused_class_is_refused_with_its_reason(known):
+    cls = known(Refusal("it carries several streams"))
+    with pytest.raises(UnsupportedError, match="layer 0 of .* cannot be tapped: it carries seve"):
+        find(holding("model.layers", [cls()]))
+
+
+def test_a_partial_sum_is_refused_under_tensor_parallelism_only(known):
+    cls = known(pair("norm", tp_partial=True))
+    model = holding("model.layers", [cls()])
+    assert len(find(model).layers) == 1
+    with pytest.raises(UnsupportedError, match=r"a partial sum .*; use tensor_parallel_size=1"):
+        find(model, tensor_parallel_size=2)
+
+
+def test_a_scaled_down_stream_is_refused_in_float16_only(known):
+    cls = known(LayerConvention(Returns.SINGLE, mid="norm", float16_scaled=True))
+    model = holding("model.layers", [cls()])
+    assert len(find(model).layers) == 1
+    with pytest.raises(UnsupportedError, match=r"scaled-down stream in float16.*dtype=bfloat16"):
+        find(model, float16=True)
+
+
+def test_sites_that_a_layer_lacks_are_listed_with_the_reason(known):
+    whole = known()
+    lone = known(single(no_mid="one mixer", mlp=Lack("it has no MLP")), "Lone")
+    late = known(single("norm", no_pre="a copy is read", attn=Lack("it is scaled")), "Late")
+    decoder = find(holding("model.layers", [whole(), lone(), late()]))
+    assert decoder.lacking == {
+        ("resid_mid", 1): "one mixer",
+        ("mlp_in", 1): "it has no MLP",
+        ("mlp_out", 1): "it has no MLP",
+        ("resid_pre", 2): "a copy is read",
+        ("attn_out", 2): "it is scaled",
+    }
+
+
+def test_of_a_convention_that_says_nothing_of_branches_all_of_them_are_lacking(known):
+    cls = known(LayerConvention(Returns.SINGLE, mid="norm"))
+    lacking = find(holding("model.layers", [cls()])).lacking
+    assert [site for site in NAMES if (site, 0) in lacking] == ["attn_out", "mlp_in", "mlp_out"]
+    assert all("does not know where" in reason for reason in lacking.values())
+
+
+def test_a_branch_that_is_a_partial_sum_is_lacking_under_tensor_parallelism_only(known):
+    cls = known(single("norm", attn=Output("self_attn", partial=True)))
+    model = holding("model.layers", [cls()])
+    assert find(model).lacking == {}
+    [(tap, reason)] = find(model, tensor_parallel_size=2).lacking.items()
+    assert tap == ("attn_out", 0)
+    assert "a partial sum under tensor parallelism" in reason
+    assert "use tensor_parallel_size=1" in reason
+
+
+def test_a_choice_is_made_for_each_layer_by_how_it_was_built(known):
+    other = single(no_mid="parallel")
+    cls = known(Choice("parallel", true=other, false=KNOWN))
+    layers = [cls(), cls()]
+    layers[0].parallel, layers[1].parallel = False, True
+    decoder = find(holding("model.layers", layers))
+    assert [layer.convention for layer in decoder.layers] == [KNOWN, other]
+    with pytest.raises(UnsupportedError, match="it has no 'parallel', which decides"):
+        find(holding("model.layers", [cls()]))

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.nightly import rounds
+from support.plans import SMALL, add, gated, plan_of, random_plan
+
+from midstream.runtime.protocol.cache_keys import CacheKeys, cache_keys
+from midstream.spec import (
+    Capture,
+    Gate,
+    Match,
+    ModelShape,
+    Plan,
+    Probe,
+    Prompt,
+    ResolvedPlan,
+    Steer,
+    Where,
+)
+from midstream.spec.resolve.resolve import resolve
+
+TAP, LATER = ("resid_post", 0), ("resid_post", 1)
+SHAPE = ModelShape(4, 3, [("resid_post", layer) for layer in range(4)])
+LENGTH = 24
+DIGEST = "714dd6c9328bae1b99a4a2ac76856072eb57b02dee7d96a283f415fafb39dfc9"
+
+
+def _steer(where, tap=TAP, scale=1.0):
+    return plan_of([(tap, SMALL[0], scale, where)])
+
+
+def _asked(plan: ResolvedPlan, position: int) -> list[object]:
+    """What changes the computation at a position, looked up one edit at a time."""
+    found: list[object] = []
+
+    def has(ranges):
+        return any(a <= position and (b is None or position < b) for a, b in ranges)
+
+    for edit in plan.edits:
+        content = (edit.site, edit.layer, edit.steps.digest)
+        found += [content] if has(edit.where.ranges) else []
+        found += [
+            (*content, match.ids, match.others) for match in edit.where.matches if has(match.ranges)
+        ]
+    for probe in plan.probes:
+        if not probe.name and has(probe.where.possible):
+            found.append((probe.site, probe.layer, probe.steps.digest))
+    return found
+
+
+@given(st.integers(0, 10**9), st.integers(0, LENGTH - 1), st.integers(1, 16))
+@settings(max_examples=rounds(suite=200, nightly=1600))
+def test_a_block_is_plain_exactly_where_none_of_its_tokens_is_edited(seed, start, size):
+    plan = random_plan(random.Random(seed), LENGTH) or plan_of()
+    asked = [_asked(plan, position) for position in range(start, start + size)]
+    key = cache_keys(plan).of_block(start, start + size)
+    assert (key is None) == (not any(asked))
+
+
+@given(st.integers(0, 10**9), st.integers(0, LENGTH - 1), st.integers(1, 16), st.data())
+@settings(max_examples=rounds(suite=300, nightly=2400))
+def test_two_plans_share_a_block_exactly_if_they_do_the_same_to_each_of_its_tokens(
+    seed, start, size, data
+):
+    draw = random.Random(seed)
+    one = random_plan(draw, LENGTH) or plan_of()
+    # Another plan that is often alike in part: some edits left out, moved, or added.
+    other = random_plan(draw, LENGTH) or plan_of()
+    kept = tuple(edit for edit in one.edits if data.draw(st.booleans()))
+    added = other.edits if data.draw(st.booleans()) else ()
+    gates = one.probes if data.draw(st.booleans()) else ()
+    other = ResolvedPlan(one.prompt_len, kept + added, other.captures, gates)
+    stop = start + size
+    same = all(_asked(one, position) == _asked(other, position) for position in range(start, stop))
+    keys = [cache_keys(plan).of_block(start, stop) for plan in (one, other)]
+    assert (keys[0] == keys[1]) == same
+
+
+@given(st.integers(0, 10**9), st.integers(0, LENGTH + 4))
+def test_the_first_edited_position_is_found(seed, position):
+    plan = random_plan(random.Random(seed), LENGTH) or plan_of()
+    edited = [at for at in range(position, 200) if _asked(plan, at)]
+    assert cache_keys(plan).first_edited(position) == (edited[0] if edited else None)
+
+
+@given(st.integers(0, 10**9))
+def test_the_first_row_to_compute_is_the_first_that_is_captured_or_probed(seed):
+    plan = random_plan(random.Random(seed), LENGTH) or plan_of()
+    wheres = [one.where for one in plan.captures]
+    wheres += [one.where for one in plan.probes if one.name]
+    firsts = [
+        position
+        for where in wheres
+        for position in [next((at for at in range(200) if _possible(where, at)), None)]
+        if position is not None
+    ]
+    assert cache_keys(plan).first_read == min(firsts, default=None)
+
+
+def _possible(where: Where, position: int) -> bool:
+    ranges = [*where.ranges, *(each for match in where.matches for each in match.ranges)]
+    in_range = any(a <= position and (b is None or position < b) for a, b in ranges)
+    return in_range or (where.last_from is not None and position >= where.last_from)
+
+
+@given(st.integers(0, 10**9))
+def test_keys_survive_msgpack(seed):
+    keys = cache_keys(random_plan(random.Random(seed), LENGTH) or plan_of())
+    travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(keys.pack()))
+    assert CacheKeys.unpack(travelled) == keys
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [],
+        [[0], ["a"]],
+        [[1], ["a"], None],
+        [[0, 5, 5], ["a", "", "b"], None],
+        [[0, 5, 3], ["a", "", "b"], None],
+        [[0], ["a", "b"], None],
+        [[0], [7], None],
+        [[0], ["a"], "first"],
+        [[0, "4"], ["a", "b"], None],
+    ],
+)
+def test_what_are_no_keys_is_refused(value):
+    with pytest.raises(ValueError, match="no cache keys"):
+        CacheKeys.unpack(value)
+
+
+def test_blocks_before_the_first_edit_are_plain_and_it_begins_in_the_middle_of_one():
+    keys = cache_keys(_steer([(40, None)]))
+    assert keys.of_block(0, 32) is None
+    middle, after = keys.of_block(32, 64), keys.of_block(64, 96)
+    assert middle is not None
+    assert after is not None
+    assert middle != after
+    assert keys.of_block(96, 128) == after
+    # It begins elsewhere in the block: other KV.
+    assert cache_keys(_steer([(41, None)])).of_block(32, 64) != middle
+    assert cache_keys(_steer([(41, None)])).of_block(64, 96) == after
+
+
+def test_an_edit_of_the_prompt_is_the_same_in_a_longer_prompt():
+    short, long = cache_keys(_steer([(0, 70)])), cache_keys(_steer([(0, 100)]))
+    assert short.of_block(0, 32) == long.of_block(0, 32)
+    assert short.of_block(32, 64) == long.of_block(32, 64)
+    assert short.of_block(64, 96) != long.of_block(64, 96)
+
+
+def test_captures_and_named_probes_change_no_key():
+    edits = [(TAP, SMALL[0], 1.0, [(3, 9)])]
+    plain = cache_keys(plan_of(edits))
+    reading = cache_keys(plan_of(edits, [([TAP], [(5, None)])], [("p", LATER, [(4, 6)])]))
+    assert (reading.starts, reading.marks) == (plain.starts, plain.marks)
+    assert (plain.first_read, reading.first_read) == (None, 4)
+
+
+def test_what_a_gate_reads_is_in_the_key():
+    def keys(where):
+        edit = (LATER, gated(add(), slot=0, b=0.5), [(0, 8)])
+        return cache_keys(plan_of([edit], probes=[("", TAP, where)])).of_block(0, 8)
+
+    assert keys([(0, 8)]) != keys([(0, 7)])
+
+
+def test_token_ids_are_in_the_key():
+    def keys(ids, others=False):
+        return cache_keys(_steer(Where((), (Match(((4, None),), ids, others),)))).of_block(0, 8)
+
+    assert len({keys((1,)), keys((2,)), keys((1, 2)), keys((1,), True)}) == 4
+
+
+def test_the_order_of_edits_is_in_the_key_and_where_they_came_from_is_not():
+    one, other = (TAP, SMALL[0], 1.0, [(0, 8)]), (TAP, SMALL[1], 1.0, [(0, 8)])
+    plan = plan_of([one, other])
+    key = cache_keys(plan).of_block(0, 8)
+    assert key != cache_keys(plan_of([other, one])).of_block(0, 8)
+    moved = replace(plan, edits=tuple(replace(edit, source=-1) for edit in plan.edits))
+    assert cache_keys(moved).of_block(0, 8) == key
+
+
+def test_all_that_changes_what_is_computed_changes_the_key():
+    def key(edits=None, **changes):
+        steer = Steer(**{"vector": [1, 2, 3], "layer": 1, "positions": "prompt", **changes})
+        plan = Plan.make(Capture(0), edits or steer, Probe([1, 0, 0], 2))
+        return cache_keys(resolve(plan, SHAPE, Prompt(10), 5)).of_block(0, 16)
+
+    gate = Gate(Steer([1, 2, 3], 1, positions="prompt"), Probe([1, 0, 0], 0), threshold=0.5)
+    keys = [
+        key(),
+        key(vector=[1, 2, 4]),
+        key(layer=2),
+        key(scale=2),
+        key(norm="keep"),
+        key(norm="match"),
+        key(positions=slice(9)),
+        key(positions={"tokens": [1]}, phase="generated"),
+        key(positions={"tokens": [2]}, phase="generated"),
+        key(positions="all", exclude={"tokens": [2]}, phase="generated"),
+        key(gate),
+        key(Gate(gate.edit, gate.probe, threshold=0.25)),
+        key(Gate(gate.edit, Probe([0, 1, 0], 0), threshold=0.5)),
+        key(Gate(gate.edit, Probe([1, 0, 0], 1), threshold=0.5)),
+        key(Gate(gate.edit, gate.probe, threshold=0.5, sharpness=1.0)),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert key(positions=slice(10)) == key(layer=-3) == key()
+
+
+def test_the_key_is_the_same_in_every_process():
+    plan = resolve(Plan.make(None, Steer([1, 2, 3], 1), None), SHAPE, Prompt(10), 5)
+    assert cache_keys(plan).of_block(0, 16) == DIGEST

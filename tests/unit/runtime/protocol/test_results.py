@@ -1,0 +1,114 @@
+"""What a worker sent, cut by its header."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.plans import plan_of
+from support.stored import outbox_of, rows_block, scores_block
+
+from midstream.runtime.protocol.results import expand, split
+from midstream.runtime.worker.request_state import RequestState
+
+TAPS = [("resid_pre", 0), ("resid_mid", 0), ("resid_post", 1)]
+WORKER = {
+    "stage": 0,
+    "tensor_rank": 0,
+    "tensor_ranks": 1,
+    "hidden_size": 3,
+    "dtype": "float32",
+    "taps": [list(tap) for tap in TAPS],
+}
+WIDTH = 3
+
+positions = st.sets(st.integers(0, 20), min_size=1, max_size=6).map(sorted)
+places = st.sets(st.integers(0, 2), min_size=1).map(lambda found: tuple(sorted(found)))
+
+
+@st.composite
+def requests(draw: st.DrawFn, name: str) -> RequestState:
+    """A finished request of two probes, with random rows and scores."""
+    plan = plan_of(probes=[(f"p{n}", TAPS[0], ((0, None),)) for n in range(2)])
+    found = RequestState(name, "u", plan, 0, [])
+    found.done = np.array(draw(st.lists(st.integers(0, 0xFFFF), max_size=5)), np.uint16)
+    found.problem = draw(st.sampled_from(["", "bad"]))
+    seed = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    for taps in draw(st.lists(places, max_size=3, unique=True)):
+        at = np.array(draw(positions))
+        values = torch.randn(at.size, len(taps), WIDTH, generator=seed)
+        found.blocks.append(rows_block(taps, at, values))
+    if draw(st.booleans()):
+        at = np.array(draw(positions))
+        found.scores.append(scores_block(at, torch.randn(at.size, 4, generator=seed)))
+    return found
+
+
+@settings(max_examples=100)
+@given(st.data(), st.permutations(range(11)))
+def test_what_goes_into_an_outbox_comes_out_of_its_parts(data, order):
+    sent = [data.draw(requests(f"{n}_x")) for n in order[: data.draw(st.integers(1, 4))]]
+    outbox = outbox_of()
+    header = outbox.put("u", sent, mapped=False)
+    answers = [({**header, "worker": WORKER, "leased": None}, outbox.read("u", 0, 10**9))]
+    found = split(answers, num_completions=12)
+    assert set(found) == {int(request.id.split("_")[0]) for request in sent}
+    for request in sent:
+        (part,) = found[int(request.id.split("_")[0])]
+        assert part.problem == request.problem
+        assert part.done.tolist() == request.done.tolist()
+        blocks = part.blocks()
+        assert [block.taps for block in blocks] == [
+            [TAPS[tap] for tap in block.taps] for block in request.blocks
+        ]
+        for block, wanted in zip(blocks, request.blocks, strict=True):
+            assert block.positions.tolist() == wanted.positions.tolist()
+            assert torch.equal(torch.cat(block.chunks), wanted.values)
+        scores = part.scores()
+        assert len(scores) == len(request.scores)
+        for (at, values), wanted in zip(scores, request.scores, strict=True):
+            assert at.tolist() == wanted.positions.tolist()
+            assert torch.equal(values, wanted.values[:, 0, :2])
+    assert sum(part.size for parts in found.values() for part in parts) == header["nbytes"]
+
+
+def test_every_worker_gives_each_completion_a_part():
+    answers = []
+    for stage in range(2):
+        outbox = outbox_of()
+        sent = [
+            RequestState(f"{n}_x", "u", plan_of(), 0, [], problem=f"{stage}.{n}") for n in (1, 0)
+        ]
+        header = outbox.put("u", sent, mapped=False)
+        answers.append(
+            ({**header, "worker": {"stage": stage}, "leased": None}, outbox.read("u", 0, 9))
+        )
+    found = split(answers, 2)
+    assert [part.problem for part in found[0]] == ["0.0", "1.0"]
+    assert [part.problem for part in found[1]] == ["0.1", "1.1"]
+    assert [part.worker["stage"] for part in found[0]] == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["x", "7_x", "no-number_x", "_"])
+def test_a_lone_completion_has_all_whatever_its_request_is_called(name):
+    outbox = outbox_of()
+    header = outbox.put("u", [RequestState(name, "u", plan_of(), 0, [])], mapped=False)
+    assert list(split([({**header, "worker": WORKER, "leased": None}, b"")], 1)) == [0]
+
+
+def test_rows_may_be_written_to_without_touching_what_was_sent():
+    outbox = outbox_of()
+    request = RequestState("x", "u", plan_of(), 0, [])
+    request.blocks = [rows_block((0,), [4], torch.ones(1, 1, WIDTH))]
+    header = outbox.put("u", [request], mapped=False)
+    data = outbox.read("u", 0, 99)
+    (part,) = split([({**header, "worker": WORKER, "leased": None}, data)], 1)[0]
+    part.blocks()[0].chunks[0].zero_()
+    assert part.blocks()[0].chunks[0].view(torch.float32).tolist() == [[[1.0] * WIDTH]]
+
+
+def test_ranges_as_positions():
+    assert expand([(2, 4), (9, 10)]).tolist() == [2, 3, 9]
+    assert expand([]).dtype == expand([(0, 1)]).dtype == np.int64

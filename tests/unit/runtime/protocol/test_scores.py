@@ -1,0 +1,143 @@
+"""Scores of requests that go on: those asked for, once each, while nothing is forgotten."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.fake_steps import Fake, FakeEngine
+from support.nightly import rounds
+from support.plans import VECTORS, plan_of
+
+from midstream.runtime.protocol import scores as peeks
+from midstream.runtime.worker.row_index import CapturedRowIndex
+
+PRE, POST = ("resid_pre", 1), ("resid_post", 1)
+EVERYWHERE = ((0, None),)
+SOME = plan_of(probes=[("a", PRE, ((2, 5), (7, 9))), ("b", POST, ((3, None),))])
+ALL = plan_of(probes=[("p", POST, EVERYWHERE)])
+SILENT = plan_of(edits=[(POST, VECTORS[0], 2.0, EVERYWHERE)])
+WORKER = {"stage": 0}
+
+
+def peek(engine: FakeEngine, spans: dict[str, tuple[int, int]]) -> dict[str, peeks.ScoreBlock]:
+    """There and back, as over the wire."""
+    asked = peeks.read(json.dumps(spans))
+    answer = peeks.pack(engine.session.peek(asked))
+    return {uid: seen for uid, [seen] in peeks.unpack([WORKER], [answer]).items()}
+
+
+def check(fake: Fake, span: tuple[int, int], seen: dict[str, peeks.ScoreBlock]) -> None:
+    expected = sorted(position for position in fake.scored if span[0] <= position < span[1])
+    if not expected:
+        assert fake.id not in seen
+        return
+    found = seen[fake.id]
+    assert found.worker is WORKER
+    assert found.positions.tolist() == expected
+    for (slot, position), score in fake.scores.items():
+        if position in expected:
+            assert found.values[expected.index(position), slot] == score
+
+
+@pytest.mark.parametrize("lag", [None, 2])
+@pytest.mark.parametrize("seed", range(5))
+def test_each_request_is_told_the_scores_of_the_span_it_asks_for(seed, lag):
+    draw = random.Random(seed)
+    engine = FakeEngine(seed, lag=lag)
+    fakes = [Fake(f"r{nth}", plan) for nth, plan in enumerate([SOME, ALL, SILENT, None, ALL, SOME])]
+    for fake in fakes:
+        engine.add(fake)
+    for _ in range(25):
+        batch = [(fake, draw.randint(1, 3)) for fake in fakes if draw.random() < 0.8]
+        engine.step(batch)
+        if draw.random() < 0.2:
+            preempted = draw.choice(fakes)
+            again = preempted.computed
+            preempted.computed = 0
+            engine.step([(preempted, again)])
+        spans = {}
+        for fake in draw.sample(fakes, 4):
+            start = draw.randint(0, fake.computed)
+            spans[fake.id] = (start, draw.randint(start, fake.computed))
+        seen = peek(engine, spans)
+        for fake in fakes:
+            if fake.id in spans:
+                check(fake, spans[fake.id], seen)
+            else:
+                assert fake.id not in seen
+    for fake in fakes:
+        engine.session.finish(fake.id)
+        check(fake, (0, fake.computed), peek(engine, {fake.id: (0, fake.computed)}))
+        taken = engine.take(fake.id)
+        if fake.scored:
+            assert taken[0].scores[0].positions.tolist() == sorted(fake.scored)
+        assert peek(engine, {fake.id: (0, fake.computed)}) == {}
+    engine.session.check_integrity()
+
+
+@dataclass
+class Shipped:
+    """A step's scores, and whether somebody has looked at them."""
+
+    values: torch.Tensor
+    looked: int = 0
+
+    def rows(self) -> torch.Tensor:
+        self.looked += 1
+        return self.values
+
+    def free(self) -> None:
+        pass
+
+
+def note(ledger: CapturedRowIndex, position: int, value: float, serial: int = 7) -> Shipped:
+    shipped = Shipped(torch.tensor([[value, -value]]))
+    one = {"serial": serial, "position": position, "length": 1, "first": 0}
+    arrays = {name: np.array([number], np.int64) for name, number in one.items()}
+    ledger.note(shipped, **arrays, kind=np.array([ledger.kind((0,))], np.int64))
+    return shipped
+
+
+def test_a_look_waits_for_the_steps_that_it_needs_and_no_other():
+    ledger = CapturedRowIndex()
+    steps = [note(ledger, position, float(position)) for position in range(6)]
+    found = ledger.look((0,), {7: (3, 5)}, 2)[7]
+    assert found.positions.tolist() == [3, 4]
+    assert found.values[:, 0, 0].tolist() == [3.0, 4.0]
+    assert [bool(step.looked) for step in steps] == [False, False, False, True, True, False]
+    assert ledger.look((0,), {7: (3, 5)}, 0) == {}
+    assert ledger.look((0, 1), {7: (3, 5)}, 2) == {}
+    assert len(ledger) == 6
+
+
+@settings(max_examples=rounds(suite=100, nightly=800))
+@given(
+    positions=st.lists(st.tuples(st.integers(7, 8), st.integers(0, 6)), max_size=20),
+    spans=st.fixed_dictionaries({}, optional={s: st.tuples(st.integers(0, 6), st.integers(0, 7))
+                                              for s in (7, 8, 9)}),
+)  # fmt: skip
+def test_of_a_position_that_was_computed_again_the_latest_row_is_found(positions, spans):
+    ledger = CapturedRowIndex()
+    latest: dict[tuple[int, int], float] = {}
+    for nth, (serial, position) in enumerate(positions):
+        note(ledger, position, float(nth), serial)
+        latest[serial, position] = float(nth)
+    expected = {
+        serial: {p: v for (whose, p), v in sorted(latest.items()) if whose == serial and a <= p < b}
+        for serial, (a, b) in spans.items()
+    }
+    expected = {serial: rows for serial, rows in expected.items() if rows}
+    count = sum(len(rows) for rows in expected.values())
+    found = ledger.look((0,), spans, count)
+    told = {
+        serial: dict(zip(block.positions.tolist(), block.values[:, 0, 0].tolist(), strict=True))
+        for serial, block in found.items()
+    }
+    assert told == expected

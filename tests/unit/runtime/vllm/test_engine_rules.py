@@ -1,0 +1,170 @@
+"""Engine settings that cannot be served are refused by name; all others pass."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from midstream.errors import UnsupportedError
+from midstream.runtime.vllm.engine_rules import RULES, SPECULATION, check_settings
+
+
+def config(**changes):
+    """A VllmConfig that every rule finds nothing in, with fields set by dotted path (`__`)."""
+    made = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            use_ubatching=False,
+            prefill_context_parallel_size=1,
+            use_sequence_parallel_moe=False,
+            distributed_executor_backend="mp",
+            enable_elastic_ep=False,
+        ),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
+        model_config=SimpleNamespace(is_encoder_decoder=False),
+        offload_config=SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=0)),
+        additional_config={"midstream": {}},
+        speculative_config=None,
+        kv_transfer_config=None,
+    )
+    for path, value in changes.items():
+        *holders, name = path.split("__")
+        holder = made
+        for one in holders:
+            holder = getattr(holder, one)
+        setattr(holder, name, value)
+    return made
+
+
+# What switches each rule on, by the setting that it names.
+REFUSED = {
+    "enable_dbo": {"parallel_config__use_ubatching": True},
+    "prefill_context_parallel_size > 1": {"parallel_config__prefill_context_parallel_size": 2},
+    "kv_sharing_fast_prefill": {"cache_config__kv_sharing_fast_prefill": True},
+    "sequence-parallel mixture of experts": {"parallel_config__use_sequence_parallel_moe": True},
+    "compilation_config.pass_config.enable_sp": {
+        "compilation_config__pass_config__enable_sp": True
+    },
+    'additional_config["decode_backend"] = "latency_specialized"': {
+        "additional_config": {"midstream": {}, "decode_backend": "latency_specialized"}
+    },
+    'speculative_config["method"] other than ngram, ngram_gpu, draft_model, eagle, eagle3, mtp, '
+    "medusa, mlp_speculator": {"speculative_config": SimpleNamespace(method="suffix")},
+    'speculative_config["enable_adaptive_verification"]': {
+        "speculative_config": SimpleNamespace(method="eagle", enable_adaptive_verification=True)
+    },
+    "kv_transfer_config": {"kv_transfer_config": SimpleNamespace(kv_connector="x")},
+    'distributed_executor_backend other than "uni", "mp", and "ray" as vLLM has it by default '
+    "(VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1)": {
+        "parallel_config__distributed_executor_backend": "external_launcher"
+    },
+    "enable_elastic_ep": {"parallel_config__enable_elastic_ep": True},
+    "--api-server-count > 1": {"parallel_config___api_process_count": 2},
+    "an encoder-decoder model": {"model_config__is_encoder_decoder": True},
+    "cpu_offload_gb with UVA switched off": {"offload_config__uva__cpu_offload_gb": 4},
+}
+
+
+@pytest.fixture(autouse=True)
+def envs(monkeypatch):
+    """Stands in for `vllm.envs`, with UVA switched off."""
+    found = SimpleNamespace(VLLM_WEIGHT_OFFLOADING_DISABLE_UVA=True)
+    package = SimpleNamespace(envs=found, __path__=[])
+    monkeypatch.setitem(sys.modules, "vllm", package)
+    monkeypatch.setitem(sys.modules, "vllm.envs", found)
+    return found
+
+
+def test_ordinary_settings_pass():
+    check_settings(config())
+
+
+def test_every_rule_has_a_case_here():
+    assert set(REFUSED) == {rule.setting for rule in RULES}
+    assert len(RULES) == len(REFUSED)
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_each_rule_fires_alone_and_names_its_setting_and_reason(setting):
+    given = config(**REFUSED[setting])
+    assert [rule.setting for rule in RULES if rule.found(given)] == [setting]
+    with pytest.raises(UnsupportedError) as caught:
+        check_settings(given)
+    reason = next(rule.reason for rule in RULES if rule.setting == setting)
+    assert f"\n  {setting}: {reason}" in str(caught.value)
+    assert "leave `midstream` out of additional_config" in str(caught.value)
+
+
+def test_all_that_is_wrong_is_named_at_once():
+    changes = {path: value for one in REFUSED.values() for path, value in one.items()}
+    both = SimpleNamespace(method="dspark", enable_adaptive_verification=True)
+    changes["speculative_config"] = both
+    with pytest.raises(UnsupportedError) as caught:
+        check_settings(config(**changes))
+    assert len(str(caught.value).splitlines()) == 1 + len(RULES)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("parallel_config", "use_ubatching"),
+        ("parallel_config", "prefill_context_parallel_size"),
+        ("parallel_config", "use_sequence_parallel_moe"),
+        ("parallel_config", "enable_elastic_ep"),
+        ("cache_config", "kv_sharing_fast_prefill"),
+        ("compilation_config.pass_config", "enable_sp"),
+        ("model_config", "is_encoder_decoder"),
+        ("offload_config", "uva"),
+        ("", "offload_config"),
+        ("", "kv_transfer_config"),
+    ],
+)
+def test_a_release_that_has_not_got_a_setting_yet_passes(path, name):
+    given = holder = config()
+    for one in filter(None, path.split(".")):
+        holder = getattr(holder, one)
+    delattr(holder, name)
+    check_settings(given)
+
+
+@pytest.mark.parametrize("backend", [None, "uni", "mp", "ray"])
+def test_executors_that_answer_calls_between_steps_pass(backend):
+    check_settings(config(parallel_config__distributed_executor_backend=backend))
+
+
+def test_rays_first_executor_and_those_of_ones_own_are_refused(envs):
+    class Own:
+        pass
+
+    with pytest.raises(UnsupportedError, match="during a step"):
+        check_settings(config(parallel_config__distributed_executor_backend=Own))
+    envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND = False
+    with pytest.raises(UnsupportedError, match="VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1"):
+        check_settings(config(parallel_config__distributed_executor_backend="ray"))
+
+
+@pytest.mark.parametrize("method", SPECULATION)
+def test_drafting_that_leaves_the_models_forward_alone_passes(method):
+    check_settings(config(speculative_config=SimpleNamespace(method=method)))
+
+
+@pytest.mark.parametrize(
+    "method", ["suffix", "custom_class", "extract_hidden_states", "dflash", "dspark", None]
+)
+def test_other_ways_of_drafting_are_refused(method):
+    with pytest.raises(UnsupportedError, match="method.* other than ngram, .*mlp_speculator"):
+        check_settings(config(speculative_config=SimpleNamespace(method=method)))
+
+
+def test_offloading_is_fine_where_uva_is_on(envs):
+    envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA = False
+    check_settings(config(offload_config__uva__cpu_offload_gb=4))
+    del envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA
+    check_settings(config(offload_config__uva__cpu_offload_gb=4))
+
+
+@pytest.mark.parametrize("value", [None, {}, {"decode_backend": "default"}, object()])
+def test_other_plugins_settings_pass(value):
+    check_settings(config(additional_config=value))

@@ -1,0 +1,337 @@
+"""The tables of programs: what they say to the device, what is shared, and what finds no room."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.fake_steps import make_buffers
+from support.nightly import rounds
+from support.plans import KINDS, SMALL, VECTORS, add, edits_of, rows
+from support.programs import assert_free, assert_program, edits, programs
+
+from midstream.errors import SpecError
+from midstream.ops import layout
+from midstream.ops.layout import Flags, Op
+from midstream.runtime.protocol.segments import TapProgramStep
+from midstream.runtime.worker.tables.program_table import ProgramTable
+from midstream.spec import Steps, Vector
+
+NUM_TAPS = 6
+
+
+def numbered(count):
+    """Programs of one addition each, of vectors that nobody else has."""
+    return [edits_of((0, add(Vector.parse([float(n), 9.0, 9.0, 9.0])))) for n in range(count)]
+
+
+# ---------------------------------------------------------------- what the device reads
+
+
+@settings(max_examples=rounds(suite=75, nightly=600))
+@given(programs(NUM_TAPS))
+def test_a_program_says_at_each_tap_what_its_edits_do_in_their_order(wanted):
+    buffers = make_buffers()
+    tables = ProgramTable(buffers)
+    index = tables.acquire_program(wanted)
+    assert index >= layout.FIRST_FREE_PROGRAM
+    assert_program(buffers, index, wanted)
+    always = [edit for edit in wanted if not edit.ids]
+    assert tables.fewest[index] == sum(step.counted for edit in always for step in edit.steps)
+    assert tables.most[index] == sum(step.counted for edit in wanted for step in edit.steps)
+    assert tables.by_id[index] == (len(always) < len(wanted))
+    assert tables.by_position[index] == any(
+        Flags.ROW_BY_POSITION in step.flags for edit in wanted for step in edit.steps
+    )
+    tables.release_program(wanted)
+    assert_free(tables)
+
+
+def test_every_kind_of_edit_is_written():
+    buffers = make_buffers()
+    tables = ProgramTable(buffers)
+    wanted = edits_of(*((nth % NUM_TAPS, steps) for nth, steps in enumerate([*KINDS, rows(3, 40)])))
+    assert {step.op for edit in wanted for step in edit.steps} == set(Op) - {Op.PROBE}
+    assert_program(buffers, tables.acquire_program(wanted), wanted)
+
+
+def test_programs_and_groups_share_rows_of_the_table_without_touching_each_other():
+    buffers = make_buffers()
+    tables = ProgramTable(buffers)
+    wanted = numbered(4)
+    groups = [(0,), (2, 5), (1, 3, 4)]
+    indices = [tables.acquire_group(taps) for taps in groups]
+    programs_at = [tables.acquire_program(each) for each in wanted]
+    later = tables.acquire_group((0, 1, 2, 3, 4, 5))
+    for index, each in zip(programs_at, wanted, strict=True):
+        assert_program(buffers, index, each)
+    for index, taps in zip([*indices, later], [*groups, tuple(range(6))], strict=True):
+        places = buffers.table[:, index, layout.PLACE].tolist()
+        assert [places[tap] for tap in taps] == list(range(1, len(taps) + 1))
+        assert sum(map(bool, places)) == len(taps)
+    codes = make_buffers().table[:, 0]
+    assert (buffers.table[:, 0] == codes).all(), "the codes of the taps were overwritten"
+
+
+def test_an_index_used_again_says_nothing_of_what_was_there():
+    buffers = make_buffers()
+    tables = ProgramTable(buffers)
+    first = edits_of((0, KINDS[5]), (3, KINDS[6]))
+    index = tables.acquire_program(first)
+    tables.release_program(first)
+    second = edits_of((2, add()))
+    assert tables.acquire_program(second) == index
+    assert_program(buffers, index, second)
+    assert (tables.fewest[index], tables.most[index]) == (1, 1)
+    group = tables.acquire_group((0, 1))
+    tables.release_group((0, 1))
+    assert tables.acquire_group((4,)) == group
+    assert buffers.table[:, group, layout.PLACE].tolist() == [0, 0, 0, 0, 1, 0]
+
+
+def test_nothing_to_edit_is_the_program_that_is_only_watched():
+    tables = ProgramTable(make_buffers())
+    assert tables.acquire_program(()) == layout.WATCH_PROGRAM
+    assert tables.acquire_group(()) == layout.NO_GROUP
+    tables.release_program(())
+    tables.release_group(())
+    assert_free(tables)
+
+
+# ---------------------------------------------------------------- shared by content
+
+
+def test_equal_edits_share_one_program_and_their_vectors_whoever_made_them():
+    tables = ProgramTable(make_buffers())
+    steps = add(VECTORS[0])
+    one = edits_of((0, steps), (2, add(VECTORS[1], 2.0)))
+    other = edits_of((0, add(Vector(VECTORS[0].data))), (2, add(VECTORS[1], 2.0)))
+    index = tables.acquire_program(one)
+    assert tables.acquire_program(other) == index
+    assert tables.used_rows == 2
+    tables.release_program(one)
+    assert tables._programs, "the other still uses it"
+    tables.release_program(other)
+    assert_free(tables)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        edits_of((1, add(VECTORS[0]))),
+        edits_of((0, add(VECTORS[0], 2.0))),
+        edits_of((0, add(VECTORS[1]))),
+        edits_of((0, (replace(add()[0], flags=Flags.COUNTED | Flags.KEEP),))),
+        edits_of((0, add()), ids=(1,)),
+        edits_of((0, add()), ids=(2,)),
+        edits_of((0, add()), ids=(1,), others=True),
+        edits_of((0, add()), (0, add())),
+        (),
+    ],
+)
+def test_edits_that_differ_in_anything_are_different_programs(other):
+    tables = ProgramTable(make_buffers())
+    index = tables.acquire_program(edits_of((0, add(VECTORS[0]))))
+    assert tables.acquire_program(other) != index
+
+
+def test_vectors_and_lists_are_shared_between_programs():
+    tables = ProgramTable(make_buffers(bank_rows=3, token_ids=2))
+    held = [
+        edits_of((nth, add(VECTORS[0], float(nth))), (5, add(SMALL[1])), ids=(4, 7))
+        for nth in range(5)
+    ]
+    for each in held:
+        tables.acquire_program(each)
+    assert tables.used_rows == 2
+    assert tables._lists.used == 2
+    for each in held:
+        tables.release_program(each)
+    assert_free(tables)
+
+
+# ---------------------------------------------------------------- no room
+
+
+@pytest.mark.parametrize(
+    ("room", "wanted", "message"),
+    [
+        ({"bank_rows": 2}, edits_of(*((0, add(VECTORS[n])) for n in range(3))), "bank_rows"),
+        ({"bank_rows": 2}, edits_of((0, rows(3, 0))), "3 rows do not fit .*`bank_rows`"),
+        ({"max_edits": 2}, edits_of(*((n, add()) for n in range(3))), "3 instructions .*max_edits"),
+        ({"token_ids": 2}, edits_of((0, add()), ids=(1, 2, 3)), "3 token ids .*`token_ids`"),
+        ({"programs": 2}, edits_of((0, add())), "all 2 combinations of edits .*`programs`"),
+    ],
+)
+def test_what_does_not_fit_is_refused_naming_the_setting_and_leaves_nothing(room, wanted, message):
+    buffers = make_buffers(**room)
+    tables = ProgramTable(buffers)
+    with pytest.raises(SpecError, match=message):
+        tables.acquire_program(wanted)
+    assert_free(tables)
+
+
+def test_groups_that_do_not_fit_are_refused_naming_the_setting():
+    tables = ProgramTable(make_buffers(programs=3))
+    tables.acquire_group((0,))
+    tables.acquire_group((1,))
+    with pytest.raises(SpecError, match="all 3 combinations of captures .*`programs`"):
+        tables.acquire_group((2,))
+    tables.release_group((0,))
+    tables.acquire_group((2,))
+
+
+def test_what_finds_no_room_leaves_those_that_have_it_as_they_were():
+    buffers = make_buffers(bank_rows=4, max_edits=4)
+    tables = ProgramTable(buffers)
+    held = numbered(3)
+    places = {each: tables.acquire_program(each) for each in held}
+    for wanted in (edits_of((0, rows(2, 0))), edits_of((0, add()), (1, add()))):
+        with pytest.raises(SpecError):
+            tables.acquire_program(wanted)
+        for each, index in places.items():
+            assert_program(buffers, index, each)
+    assert tables.used_rows == 3
+    for each in held:
+        tables.release_program(each)
+    assert_free(tables)
+
+
+@pytest.mark.parametrize(
+    ("room", "wanted"),
+    [
+        ({"bank_rows": 8}, edits_of((2, rows(4, 10)))),
+        ({"max_edits": 8}, edits_of((2, add()), (3, add()), (0, add()), (2, add(scale=3.0)))),
+        ({"token_ids": 8}, edits_of((2, add()), ids=(6, 7, 8, 9))),
+    ],
+)
+def test_room_that_is_scattered_is_made_whole_and_nobody_notices(room, wanted):
+    buffers = make_buffers(**room)
+    tables = ProgramTable(buffers)
+    held = [edits_of((0, add(Vector.parse([float(n), 9.0, 9.0, 9.0]))), ids=(n,)) for n in range(8)]
+    places = {each: tables.acquire_program(each) for each in held}
+    for each in held[::2]:
+        tables.release_program(each)
+        del places[each]
+    # Four are free, and no two of them beside each other.
+    places[wanted] = tables.acquire_program(wanted)
+    for each, index in places.items():
+        assert_program(buffers, index, each)
+    for each in places:
+        tables.release_program(each)
+    assert_free(tables)
+
+
+def test_what_is_released_after_a_move_is_released_where_it_is_now():
+    buffers = make_buffers(max_edits=8)
+    tables = ProgramTable(buffers)
+    held = numbered(8)
+    for each in held:
+        tables.acquire_program(each)
+    for each in held[::2]:
+        tables.release_program(each)
+    large = edits_of(*((0, add(scale=float(n))) for n in range(4)))
+    running = [*held[1::2], large]
+    tables.acquire_program(large)
+    for nth in range(4):
+        tables.release_program(running.pop(0))
+        running.append(edits_of((1, add(scale=10.0 + nth))))
+        tables.acquire_program(running[-1])
+        for each in running:
+            assert_program(buffers, tables._programs[each].index, each)
+    for each in running:
+        tables.release_program(each)
+    assert_free(tables)
+
+
+def test_use_is_counted_across_a_move():
+    buffers = make_buffers(bank_rows=4)
+    tables = ProgramTable(buffers)
+    one, two, three = numbered(3)
+    shared = edits_of((1, add(Vector.parse([1.0, 9.0, 9.0, 9.0]), 5.0)))
+    for each in (one, two, two, three, shared):
+        tables.acquire_program(each)
+    tables.release_program(one)
+    wanted = edits_of((0, rows(2, 0)))
+    tables.acquire_program(wanted)  # moves: one row is free at either end
+    tables.release_program(two)
+    assert_program(buffers, tables._programs[two].index, two)
+    tables.release_program(two)
+    assert tables.used_rows == 4, "a vector that another program shares was let go"
+    for each in (three, shared, wanted):
+        tables.release_program(each)
+    assert_free(tables)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.one_of(st.none(), programs(NUM_TAPS))),
+        min_size=4,
+        max_size=40,
+    )
+)
+def test_whatever_comes_and_goes_every_program_keeps_saying_what_it_said(steps):
+    buffers = make_buffers(bank_rows=14, programs=9, max_edits=24, token_ids=7)
+    tables = ProgramTable(buffers)
+    held: list[tuple[TapProgramStep, ...]] = []
+    for nth, wanted in steps:
+        if wanted is None:
+            if held:
+                tables.release_program(held.pop(nth % len(held)))
+        else:
+            assert _acquire(tables, wanted) == _has_room(buffers, held, wanted)
+            if wanted in tables._programs and tables._programs[wanted].users > held.count(wanted):
+                held.append(wanted)
+        for each in held:
+            assert_program(buffers, tables._programs[each].index, each)
+        tables.check_integrity()
+    for each in held:
+        tables.release_program(each)
+    assert_free(tables)
+
+
+def _acquire(tables: ProgramTable, wanted: tuple[TapProgramStep, ...]) -> bool:
+    try:
+        tables.acquire_program(wanted)
+    except SpecError:
+        return False
+    return True
+
+
+def _has_room(buffers, held, wanted) -> bool:
+    """Whether everything would fit, laid out anew."""
+    every = {*held, wanted}
+    runs = {
+        run
+        for each in every
+        for edit in each
+        for step in edit.steps
+        for run in ([(step.read,)] if step.read else []) + ([step.write] if step.write else [])
+    }
+    lists = {edit.ids for each in every for edit in each if edit.ids}
+    return (
+        len(every) <= buffers.table.shape[1] - layout.FIRST_FREE_PROGRAM
+        and sum(len(edit.steps) for each in every for edit in each) <= buffers.instructions.shape[0]
+        and sum(map(len, runs)) <= buffers.bank.shape[0]
+        and sum(map(len, lists)) <= buffers.lists.shape[0]
+    )
+
+
+@given(edits(NUM_TAPS))
+def test_an_edit_is_known_by_its_content(edit):
+    again = TapProgramStep(edit.tap, edit.steps, Steps(edit.steps).digest, edit.ids, edit.others)
+    assert again == edit
+    assert hash(again) == hash(edit)
+    assert edit != "something else"
+    assert edit.counted == sum(Flags.COUNTED in step.flags for step in edit.steps)
+    assert replace(edit, tap=edit.tap + 1) != edit
+
+
+def test_counts_of_programs_are_arrays_that_a_step_can_index():
+    tables = ProgramTable(make_buffers())
+    index = tables.acquire_program(edits_of((0, add()), (1, add())))
+    assert tables.fewest[np.array([0, 1, index])].tolist() == [0, 0, 2]

@@ -1,0 +1,237 @@
+"""Taps on the branches: `attn_out`, `mlp_in` and `mlp_out`, in every form of layer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support.branching import KINDS, Layer, LoneAttention, Pair, Parallel, PostNormAlone, Single
+from support.tapping import ROWS, WIDTH, arm, assert_same_out, make_buffers, read, tapped
+from torch import Tensor, nn
+
+from midstream.errors import TapError, UnsupportedError
+from midstream.ops import layout
+from midstream.runtime.models.convention import pair, single
+from midstream.runtime.models.decoder import DecoderLayer
+from midstream.runtime.models.registry import Half, Input, LayerConvention, Output, Returns
+from midstream.runtime.worker.tables.device_buffers import code
+from midstream.runtime.worker.taps.taps import tap_layer
+from midstream.sites import NAMES
+
+VALUES = (1.25, -0.5, 2.0, 0.75, -1.5, 3.0)
+
+
+def has(kind) -> tuple[str, ...]:
+    """The sites of a kind of layer."""
+    return tuple(name for name in NAMES if kind.convention.lack(name) is None)
+
+
+def stream_of(kind, out) -> Tensor:
+    """The stream in what a layer returned, [T, width]."""
+    hidden, residual = out if isinstance(out, tuple) else (out, None)
+    if residual is not None and kind.convention.returns is Returns.PAIR:
+        hidden = hidden + residual
+    return hidden.reshape(-1, WIDTH)
+
+
+def inputs(kind, shape=(ROWS, WIDTH)) -> tuple[Tensor, ...]:
+    """(positions, stream), or the stream's two halves where the layer takes two."""
+    torch.manual_seed(4)
+    one, two = torch.randn(shape), torch.randn(shape)
+    is_pair = kind.convention.returns is Returns.PAIR
+    return (torch.arange(ROWS), one, two) if is_pair else (torch.arange(ROWS), one)
+
+
+def expect(kind, layer: Layer, args, edits: dict[str, float]) -> tuple[Tensor, Tensor]:
+    """([T, width], [T, sites, width]): the stream at the exit and at every site, by arithmetic."""
+    seen = {}
+
+    def at(site: str, x: Tensor) -> Tensor:
+        seen[site] = x + edits.get(site, 0.0)
+        return seen[site]
+
+    with torch.no_grad():
+        out = layer.reference(at, sum(args[1:]).reshape(-1, WIDTH))
+    assert set(seen) == set(has(kind)), "the reference and the convention name other sites"
+    return out, torch.stack([seen[site] for site in has(kind)], dim=1)
+
+
+def check(kind, edits: dict[str, float], shape=(ROWS, WIDTH), function=None) -> None:
+    """A tapped layer does and reads what the arithmetic says."""
+    sites = has(kind)
+    plain, layer, buffers = tapped(kind, tuple((site, 0) for site in sites))
+    args = inputs(kind, shape)
+    arm(buffers, ROWS, len(sites), {sites.index(site): value for site, value in edits.items()})
+    with torch.no_grad():
+        out = (function or (lambda f: f))(layer)(*(arg.clone() for arg in args))
+    wanted, seen = expect(kind, plain, args, edits)
+    torch.testing.assert_close(stream_of(kind, out), wanted)
+    torch.testing.assert_close(read(buffers, ROWS, len(sites)), seen)
+    signature = sum(code((site, 0)) for site in sites)
+    wrapped = (signature + 2**31) % 2**32 - 2**31
+    assert buffers.tally[:ROWS, layout.SIGNATURE].tolist() == [wrapped] * ROWS
+    assert buffers.tally[:ROWS, layout.EDITS].tolist() == [len(edits)] * ROWS
+
+
+def name(value) -> str:
+    return value if isinstance(value, str) else value.__name__
+
+
+CASES = [(kind, site) for kind in KINDS for site in has(kind)]
+
+
+@pytest.mark.parametrize("shape", [(ROWS, WIDTH), (1, ROWS, WIDTH)], ids=["TH", "1TH"])
+@pytest.mark.parametrize("kind", KINDS, ids=name)
+def test_every_site_is_read_and_nothing_is_changed(kind, shape):
+    check(kind, {}, shape)
+    plain, layer, _ = tapped(kind, tuple((site, 0) for site in has(kind)))
+    args = inputs(kind, shape)
+    assert_same_out(layer(*(a.clone() for a in args)), plain(*(a.clone() for a in args)))
+
+
+@pytest.mark.parametrize(("kind", "site"), CASES, ids=name)
+def test_an_edit_is_seen_downstream_and_only_there(kind, site):
+    check(kind, {site: 2.5})
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name)
+def test_edits_at_all_sites_at_once_add_up_in_the_order_of_the_sites(kind):
+    check(kind, dict(zip(has(kind), VALUES, strict=False)))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name)
+def test_the_compiled_layer_does_what_the_eager_one_does(kind):
+    torch._dynamo.reset()
+    compiled = lambda layer: torch.compile(layer, fullgraph=True)  # noqa: E731
+    check(kind, dict(zip(has(kind), VALUES, strict=False)), function=compiled)
+
+
+@pytest.mark.parametrize(("kind", "site"), CASES, ids=name)
+def test_each_site_can_be_tapped_alone(kind, site):
+    plain, layer, buffers = tapped(kind, ((site, 0),))
+    args = inputs(kind)
+    arm(buffers, ROWS, 1, {0: 2.5})
+    with torch.no_grad():
+        out = layer(*(arg.clone() for arg in args))
+    wanted, seen = expect(kind, plain, args, {site: 2.5})
+    torch.testing.assert_close(stream_of(kind, out), wanted)
+    torch.testing.assert_close(read(buffers, ROWS, 1)[:, 0], seen[:, has(kind).index(site)])
+
+
+@pytest.mark.parametrize("kind", [Parallel, PostNormAlone], ids=name)
+def test_a_shared_input_is_copied_only_where_the_mlps_is_tapped(kind):
+    _, layer, _ = tapped(kind, (("mlp_in", 0),))
+    _, other, _ = tapped(kind, (("mlp_out", 0),))
+    given = []
+    for each in (layer, other):
+        each.mlp.linear.register_forward_pre_hook(lambda _m, args: given.append(args[0]))
+        x = torch.randn(ROWS, WIDTH)
+        each.mlp(x)
+        given[-1] = given[-1].data_ptr() == x.data_ptr()
+    assert given == [False, True]
+
+
+def test_a_layer_is_swapped_only_for_the_sites_at_its_own_entry_and_exit():
+    _, layer, _ = tapped(Single, (("mlp_out", 0), ("attn_out", 0)))
+    assert type(layer) is Single
+    _, layer, _ = tapped(Pair, (("mlp_out", 0),))
+    assert type(layer).__name__ == "TappedPair"
+    assert type(layer.mlp) is type(layer.self_attn) is type(Pair().mlp)
+    _, layer, _ = tapped(LoneAttention, (("attn_out", 0),))
+    assert type(layer).__name__ == "TappedLoneAttention"
+
+
+def test_a_module_of_two_names_is_tapped_once():
+    """As Kimi's experts, which are `mlp` and `block_sparse_moe`."""
+
+    class Twice(Single):
+        convention = single("norm", mlp="mlp", mlp_out="again")
+
+        def __init__(self):
+            super().__init__()
+            self.again = self.mlp
+
+    check(Twice, {"mlp_in": 1.0, "mlp_out": 2.0})
+
+
+def test_a_module_shared_by_two_layers_is_refused():
+    first, second = Single(), Single()
+    second.mlp = first.mlp
+    taps = {("mlp_in", 0): 0, ("mlp_in", 1): 1}
+    buffers = make_buffers(taps)
+    tap_layer(DecoderLayer(0, first, Single.convention), taps, buffers)
+    with pytest.raises(UnsupportedError, match="a TappedMix is shared by several layers"):
+        tap_layer(DecoderLayer(1, second, Single.convention), taps, buffers)
+
+
+@pytest.mark.parametrize(
+    ("convention", "message"),
+    [
+        (single("norm", mlp="moe"), "Single has no module 'moe', at which mlp_in is to be found"),
+        (single("norm", attn="attn"), "no module 'attn', at which attn_out is"),
+        (single("norm", mlp_out="mlp.down"), "no module 'mlp.down', at which mlp_out is"),
+        (single("norm", attn="mlp"), "mlp_out and another site are both what 'mlp' returns"),
+    ],
+)
+def test_a_layer_that_is_not_as_its_convention_says_is_refused(convention, message):
+    taps = {(site, 0): n for n, site in enumerate(NAMES)}
+    with pytest.raises(UnsupportedError, match=message):
+        tap_layer(DecoderLayer(0, Single(), convention), taps, make_buffers(taps))
+
+
+class Wrong(nn.Module):
+    """An MLP that is called by keyword and returns no tensor first."""
+
+    def forward(self, x: Tensor | None = None):
+        return [x]
+
+
+@pytest.mark.parametrize(
+    ("site", "message"),
+    [
+        ("mlp_in", r"called with or returned a tuple of 0: \(\); a tensor was to come first"),
+        ("mlp_out", r"TappedWrong was called with or returned a tuple of 1: \(list\)"),
+    ],
+)
+def test_a_module_that_is_not_called_as_expected_is_an_error_and_not_a_guess(site, message):
+    layer = Single()
+    layer.mlp = Wrong()
+    tap_layer(DecoderLayer(0, layer, Single.convention), {(site, 0): 0}, make_buffers([(site, 0)]))
+    with pytest.raises(TapError, match=message):
+        layer.mlp(x=torch.zeros(ROWS, WIDTH))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: single("norm", returns=Returns.SINGLE, mlp=Output("norm")),
+        lambda: pair(no_mid="none"),
+        lambda: pair("norm", attn=Half.AT_EXIT),
+        lambda: pair("norm", mlp_out=Half.AT_MID),
+        lambda: single("norm", attn=Half.AT_MID),
+        lambda: LayerConvention(Returns.SINGLE, mid="norm", mlp_out=Half.AT_EXIT),
+        lambda: LayerConvention(Returns.PAIR, no_mid="none", attn_out=Half.AT_MID),
+    ],
+)
+def test_conventions_that_make_no_sense_cannot_be_written(make):
+    with pytest.raises(AssertionError):
+        make()
+
+
+def test_what_is_not_said_of_a_convention_is_lacking_by_name():
+    convention = LayerConvention(Returns.SINGLE, mid="norm")
+    for site in ("attn_out", "mlp_in", "mlp_out"):
+        assert "does not know where" in (convention.lack(site) or "")
+    assert convention.lack("resid_mid") is None
+    assert single("norm", mlp=Input("mlp")).branches["mlp_out"] == Output("mlp")
+
+
+def test_a_tapped_layer_is_copied_with_its_roles():
+    plain, layer, buffers = tapped(PostNormAlone, (("resid_mid", 0), ("mlp_in", 0)))
+    copied = copy.deepcopy(layer)
+    args = inputs(PostNormAlone)
+    arm(buffers, ROWS, 2, {1: 5.0})
+    assert_same_out(copied(*(a.clone() for a in args)), plain(*(a.clone() for a in args)))
+    with pytest.raises(AssertionError):
+        assert_same_out(layer(*args), plain(*inputs(PostNormAlone)))

@@ -1,0 +1,109 @@
+"""Thousands of requests, of which some are given up: nothing of any of them is left behind."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from support.fake_steps import FakeEngine, view_of
+from support.nightly import rounds
+from support.plans import plan_of, random_plan
+
+from midstream.spec import Vector
+
+POST = ("resid_post", 1)
+
+
+def many_plans(count):
+    """Different plans, as they travel."""
+    draw = random.Random(7)
+    found = []
+    while len(found) < count:
+        plan = random_plan(draw, 8)
+        if plan is not None:
+            found.append(plan.to_bytes())
+    vectors = [Vector.parse([float(n), 1.0, 2.0, 3.0]) for n in range(20)]
+    return found + [plan_of([(POST, vector, 1.0, ((0, None),))]).to_bytes() for vector in vectors]
+
+
+def assert_empty(session):
+    """Every kind of thing that a request takes is free."""
+    session.check_integrity()
+    tables, planner = session._tables, session._planner
+    assert tables._bank.used == tables._lists.used == 0
+    assert tables._instructions.free == tables._instructions.size
+    assert not tables._programs
+    assert not tables._groups
+    assert len(tables._free_programs) == tables._rows - 2
+    assert len(tables._free_groups) == tables._rows - 1
+    assert len(planner) == 0
+    assert not planner._slot_of
+    assert not planner._done.any()
+    assert sorted(planner._free) == list(range(len(planner._by_slot)))
+    assert all(request is None for request in planner._by_slot)
+    assert not session._left
+    assert not session._leaving
+    assert not session._in_flight
+    assert len(session._ledger) == len(session._scores) == 0
+
+
+@pytest.mark.parametrize("lag", [None, 3])
+def test_thousands_of_requests_come_and_go_and_leave_nothing_behind(lag):
+    engine = FakeEngine(lag=lag, max_model_len=16, bank_rows=96, programs=400, max_edits=1500)
+    session, draw = engine.session, random.Random(1)
+    packed = many_plans(60)
+    made = 0
+    fates = dict.fromkeys(("ended", "aborted", "taken as it ran", "never ran"), 0)
+    while made < rounds(suite=2_000, nightly=20_000):
+        fate = {f"r{made + n}": "never ran" for n in range(50)}
+        for name in fate:
+            session.add(name, f"u{name}", draw.choice(packed))
+        made += len(fate)
+        for step in range(2):
+            running = [name for name, now in fate.items() if now in ("never ran", "runs")]
+            chosen = [name for name in running if draw.random() < 0.8]
+            count = [1] * len(chosen)
+            session.before_forward(view_of(chosen, count, [step] * len(chosen), count))
+            engine.forward(len(chosen))
+            session.after_forward()
+            fate |= dict.fromkeys(chosen, "runs")
+            for name in running[::7]:
+                session.finish(name)
+                fate[name] = "aborted"
+        names = list(fate)
+        draw.shuffle(names)
+        for name in names:
+            if fate[name] == "runs":
+                fate[name] = draw.choice(["ended", "taken as it ran"])
+                if fate[name] == "ended":
+                    session.finish(name)
+            fates[fate[name]] += 1
+        for start in range(0, len(names), 10):
+            taken = engine.take_many([f"u{name}" for name in names[start : start + 10]])
+            for uid, found in taken.items():
+                assert [one.uid for one in found] == [uid]
+                assert found[0].problem == ""
+        session.check_integrity()
+    assert all(fates.values())
+    assert len(session._planner._by_slot) <= 64, "slots are not used again"
+    assert_empty(session)
+
+
+def test_requests_that_found_no_room_leave_nothing_behind_either():
+    engine = FakeEngine(max_model_len=16, bank_rows=6, programs=8, max_edits=12, token_ids=3)
+    session, draw = engine.session, random.Random(2)
+    packed = many_plans(60)
+    refused = 0
+    for made in range(600):
+        session.add(f"r{made}", f"u{made}", draw.choice(packed))
+        if made % 5 == 4:
+            names = [f"r{made - n}" for n in range(5)]
+            session.before_forward(view_of(names, [2] * 5, [0] * 5, [1] * 10))
+            engine.forward(10)
+            session.after_forward()
+            for n in range(5):
+                (request,) = engine.take(f"u{made - n}")
+                refused += "raise the setting" in request.problem
+                assert not request.problem or request.done.tolist() == [0, 0]
+            assert_empty(session)
+    assert 50 < refused < 550

@@ -1,0 +1,300 @@
+"""Sparse autoencoders from files, and the edits of their features."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.formulas import apply
+
+from midstream.errors import SpecError
+from midstream.sae.sae import SAE
+from midstream.spec import Feature
+
+WIDTH, FEATURES = 6, 9
+FLAT = {
+    "architecture": "standard",
+    "d_in": WIDTH,
+    "d_sae": FEATURES,
+    "hook_name": "blocks.8.hook_resid_pre",
+    "hook_layer": 8,
+    "hook_head_index": None,
+    "activation_fn_str": "relu",
+    "apply_b_dec_to_input": True,
+    "finetuning_scaling_factor": False,
+    "normalize_activations": "none",
+    "model_name": "gpt2-small",
+}
+NEW = {
+    "architecture": "jumprelu",
+    "d_in": WIDTH,
+    "d_sae": FEATURES,
+    "dtype": "float32",
+    "apply_b_dec_to_input": False,
+    "normalize_activations": "none",
+    "reshape_activations": "none",
+    "metadata": {"hook_name": "blocks.3.hook_mlp_out", "sae_lens_version": "6.12.1"},
+}
+
+
+def tensors(threshold=False):
+    random = torch.Generator().manual_seed(0)
+    found = {
+        "W_enc": torch.randn(WIDTH, FEATURES, generator=random),
+        "b_enc": torch.randn(FEATURES, generator=random),
+        "W_dec": torch.randn(FEATURES, WIDTH, generator=random),
+        "b_dec": torch.randn(WIDTH, generator=random),
+    }
+    if threshold:
+        found["threshold"] = torch.rand(FEATURES, generator=random)
+    return found
+
+
+def write(folder, config, weights):
+    if config is not None:
+        (folder / "cfg.json").write_text(json.dumps(config))
+    save_file(weights, folder / "sae_weights.safetensors")
+    return folder
+
+
+def reference(config, weights, x):
+    """SAELens's own sums, in float64."""
+    w = {name: tensor.double() for name, tensor in weights.items()}
+    h = torch.as_tensor(x).double()
+    loading = config.get("model_from_pretrained_kwargs", {})
+    if loading.get("center_writing_weights"):
+        h = h - h.mean(-1, keepdim=True)
+    before = (h - w["b_dec"] * config["apply_b_dec_to_input"]) @ w["W_enc"] + w["b_enc"]
+    acts = torch.relu(before)
+    if "threshold" in w:
+        acts = acts * (before > w["threshold"])
+    return acts, acts @ w["W_dec"] + w["b_dec"]
+
+
+def cases():
+    centered = {**FLAT, "model_from_pretrained_kwargs": {"center_writing_weights": True}}
+    return pytest.mark.parametrize(
+        ("config", "weights"),
+        [(FLAT, tensors()), (NEW, tensors(True)), (centered, tensors())],
+        ids=["flat", "new", "centered"],
+    )
+
+
+@cases()
+def test_features_are_encoded_and_decoded_as_they_were_trained(tmp_path, config, weights):
+    sae = SAE.load(write(tmp_path, config, weights))
+    x = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(1))
+    acts, back = reference(config, weights, x)
+    found = sae.encode(x)
+    assert found.dtype == torch.float32
+    assert torch.allclose(found.double(), acts, atol=1e-5)
+    assert 0 < (acts > 0).sum() < acts.numel()
+    assert torch.allclose(sae.decode(found).double(), back, atol=1e-5)
+    as_array = sae.encode(x.numpy())
+    assert isinstance(as_array, np.ndarray)
+    assert np.array_equal(as_array, found.numpy())
+    assert np.array_equal(sae.decode(as_array), sae.decode(found).numpy())
+
+
+@cases()
+def test_setting_a_feature_sets_it_and_keeps_the_error(tmp_path, config, weights):
+    sae = SAE.load(write(tmp_path, config, weights))
+    x = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    acts, _ = reference(config, weights, x)
+    for index in range(FEATURES):
+        decoder = weights["W_dec"][index].double().numpy()
+        act = acts[:, index : index + 1].numpy()
+        for mode, value, amount in [
+            ("set", 3, 3 - act),
+            ("add", 3, 3),
+            ("scale", 3, 2 * act),
+            ("ablate", None, -act),
+        ]:
+            found = apply(sae.feature(index, mode, value), x)
+            assert np.allclose(found, x.numpy() + amount * decoder, atol=1e-4), (index, mode)
+
+
+def test_the_place_is_that_of_the_hook_unless_it_is_given(tmp_path):
+    sae = SAE.load(write(tmp_path, NEW, tensors(True)))
+    feature = sae.feature(2, value=1, positions=[3], phase="prompt", exclude=[0])
+    assert isinstance(feature, Feature)
+    assert (feature.layers.indices, feature.sites.names) == ((3,), ("mlp_out",))
+    assert feature.positions.include == (3,)
+    assert (feature.positions.phase, feature.positions.exclude) == ("prompt", (0,))
+    other = sae.feature(2, value=1, layer=5, site="resid_post")
+    assert (other.layers.indices, other.sites.names) == ((5,), ("resid_post",))
+    assert sae.feature(2, value=1, layer=5).sites.names == ("mlp_out",)
+    assert (sae.width, sae.num_features) == (WIDTH, FEATURES)
+
+
+@pytest.mark.parametrize(
+    ("hook", "tap"),
+    [
+        ("blocks.0.hook_resid_pre", ("resid_pre", 0)),
+        ("blocks.11.hook_resid_mid", ("resid_mid", 11)),
+        ("blocks.11.hook_resid_post", ("resid_post", 11)),
+        ("blocks.4.hook_attn_out", ("attn_out", 4)),
+        ("blocks.4.hook_mlp_out", ("mlp_out", 4)),
+        ("blocks.4.mlp.hook_in", ("mlp_in", 4)),
+    ],
+)
+def test_hooks_are_sites(tmp_path, hook, tap):
+    config = {key: value for key, value in FLAT.items() if key != "hook_layer"}
+    sae = SAE.load(write(tmp_path, {**config, "hook_name": hook}, tensors()))
+    feature = sae.feature(0, value=1)
+    assert (feature.sites.names[0], feature.layers.indices[0]) == tap
+
+
+@pytest.mark.parametrize(
+    "hook", ["blocks.4.attn.hook_z", "blocks.4.hook_mlp_in", "blocks.x.hook_resid_pre", "h.4", ""]
+)
+def test_a_hook_that_is_no_site_is_refused_only_where_it_is_needed(tmp_path, hook):
+    sae = SAE.load(write(tmp_path, {**FLAT, "hook_name": hook, "hook_layer": 4}, tensors()))
+    with pytest.raises(SpecError, match="hook_name: .* is no known place"):
+        sae.feature(0, value=1)
+    assert sae.feature(0, value=1, layer=1, site="resid_pre").layers.indices == (1,)
+
+
+def test_tensors_alone_are_enough_if_it_is_said_what_they_mean(tmp_path):
+    weights = tensors(True)
+    path = tmp_path / "mine.safetensors"
+    save_file(weights, path)
+    with pytest.raises(SpecError, match="no cfg.json beside it.*give `apply_b_dec_to_input`"):
+        SAE.load(path)
+    x = torch.randn(5, WIDTH)
+    for subtract in (False, True):
+        sae = SAE.load(path, apply_b_dec_to_input=subtract)
+        acts, _ = reference({"apply_b_dec_to_input": subtract}, weights, x)
+        assert torch.allclose(sae.encode(x).double(), acts, atol=1e-5)
+    with pytest.raises(SpecError, match="no hook_name is known: give both"):
+        sae.feature(0, value=1, layer=3)
+    save_file({**weights, "b_dec": torch.zeros(WIDTH)}, path)
+    assert not SAE.load(path).apply_b_dec_to_input
+
+
+def test_half_precision_is_read_as_float32(tmp_path):
+    weights = {name: tensor.bfloat16() for name, tensor in tensors().items()}
+    sae = SAE.load(write(tmp_path, FLAT, weights))
+    assert {sae.w_enc.dtype, sae.b_dec.dtype} == {torch.float32}
+    assert torch.equal(sae.w_dec, weights["W_dec"].float())
+
+
+def test_a_configuration_beside_the_file_counts(tmp_path):
+    folder = write(tmp_path, FLAT, tensors())
+    sae = SAE.load(folder / "sae_weights.safetensors")
+    assert (sae.apply_b_dec_to_input, sae.hook_name) == (True, FLAT["hook_name"])
+    with pytest.raises(SpecError, match="apply_b_dec_to_input: .*cfg.json says so already"):
+        SAE.load(folder, apply_b_dec_to_input=True)
+
+
+def test_a_threshold_below_zero_is_that_of_the_relu_before_it(tmp_path):
+    weights = {**tensors(), "threshold": torch.full((FEATURES,), -1.0)}
+    sae = SAE.load(write(tmp_path, NEW, weights))
+    assert sae.feature(0, value=1).threshold == 0
+    x = torch.randn(20, WIDTH)
+    relu = SAE.load(write(tmp_path, {**NEW, "architecture": "standard"}, tensors())).encode(x)
+    assert torch.equal(sae.encode(x), relu)
+
+
+@pytest.mark.parametrize("index", [-1, FEATURES, True, "0", 1.0])
+def test_a_feature_that_is_not_there_is_refused(tmp_path, index):
+    sae = SAE.load(write(tmp_path, FLAT, tensors()))
+    with pytest.raises(SpecError, match="^index: "):
+        sae.feature(index, value=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "problem"),
+    [
+        ({"architecture": "gated"}, "architecture", "`standard`, `jumprelu`, got 'gated'"),
+        ({"architecture": "topk"}, "architecture", "got 'topk'"),
+        ({"architecture": "transcoder"}, "architecture", "got 'transcoder'"),
+        ({"architecture": 3}, "architecture", "got 3"),
+        ({"architecture": "jumprelu"}, "architecture", "`jumprelu`, with no tensor `threshold`"),
+        ({"activation_fn_str": "topk"}, "activation_fn", "expected `relu`, got 'topk'"),
+        ({"activation_fn": "tanh-relu"}, "activation_fn", "got 'tanh-relu'"),
+        ({"normalize_activations": "layer_norm"}, "normalize_activations", "got 'layer_norm'"),
+        (
+            {"normalize_activations": "expected_average_only_in"},
+            "normalize_activations",
+            "expected `none`, got 'expected_average_only_in'",
+        ),
+        ({"normalize_activations": True}, "normalize_activations", "expected `none`, got True"),
+        ({"reshape_activations": "hook_z"}, "reshape_activations", "got 'hook_z'"),
+        ({"finetuning_scaling_factor": True}, "finetuning_scaling_factor", "got True"),
+        ({"hook_head_index": 0}, "hook_head_index", "expected `None`, got 0"),
+        ({"hook_layer": 7}, "hook_layer", "7 contradicts `hook_name`"),
+        ({"hook_name": 7}, "hook_name", "expected `str`, got `int`"),
+        ({"apply_b_dec_to_input": "yes"}, "apply_b_dec_to_input", "expected `bool`, got `str`"),
+        ({"d_in": 7}, "d_in", r"7, but W_enc is \[6, 9\]"),
+        ({"d_sae": "9"}, "d_sae", "expected `int`, got `str`"),
+        ({"metadata": []}, "metadata", "expected an object, got `list`"),
+        ({"metadata": {"hook_head_index": 2}, "hook_head_index": 2}, "hook_head_index", "got 2"),
+    ],
+)
+def test_a_configuration_that_cannot_be_followed_is_refused(tmp_path, change, field, problem):
+    folder = write(tmp_path, {**FLAT, **change}, tensors())
+    with pytest.raises(SpecError, match=problem) as caught:
+        SAE.load(folder)
+    assert caught.value.path == f"{folder / 'cfg.json'}.{field}"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": NaN}', '{"a": 1, "a": 2}', " " * (1 << 21)])
+def test_a_configuration_that_is_none_is_refused(tmp_path, text):
+    folder = write(tmp_path, None, tensors())
+    (folder / "cfg.json").write_text(text)
+    with pytest.raises(SpecError) as caught:
+        SAE.load(folder)
+    assert caught.value.path.startswith(str(folder / "cfg.json"))
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "problem"),
+    [
+        ({"W_enc": None}, "", "missing tensor `W_enc`"),
+        ({"r_mag": torch.zeros(1)}, "", "unknown tensor 'r_mag', which may change the features"),
+        ({"W_enc": torch.zeros(3)}, ".W_enc", r"expected shape \[width, features\], got \[3\]"),
+        ({"W_dec": torch.zeros(WIDTH, FEATURES)}, ".W_dec", r"shape \[9, 6\].*got \[6, 9\]"),
+        ({"b_dec": torch.zeros(1)}, ".b_dec", r"expected shape \[6\]"),
+        ({"scaling_factor": torch.full((9,), 2.0)}, ".scaling_factor", "factors other than 1"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(tmp_path, change, path, problem):
+    weights = {name: each for name, each in {**tensors(), **change}.items() if each is not None}
+    folder = write(tmp_path, FLAT, weights)
+    with pytest.raises(SpecError, match=problem) as caught:
+        SAE.load(folder)
+    assert caught.value.path == f"{folder / 'sae_weights.safetensors'}{path}"
+
+
+def test_scaling_factors_of_one_are_nothing(tmp_path):
+    sae = SAE.load(write(tmp_path, FLAT, {**tensors(), "scaling_factor": torch.ones(FEATURES)}))
+    assert sae.num_features == FEATURES
+
+
+def test_a_threshold_of_a_relu_sae_is_refused(tmp_path):
+    with pytest.raises(SpecError, match="`standard`, with a tensor `threshold`"):
+        SAE.load(write(tmp_path, FLAT, tensors(True)))
+
+
+@pytest.mark.parametrize("name", ["sae.pt", "sae.bin", "sae.npz", "sae", "gone.safetensors"])
+def test_other_files_are_refused_without_being_read(tmp_path, name):
+    if not name.startswith("gone"):
+        (tmp_path / name).write_bytes(b"\x80\x04cos\nsystem\n(S'false'\ntR.")
+    with pytest.raises(SpecError, match=name.partition(".")[0]):
+        SAE.load(tmp_path / name)
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    folder = write(tmp_path, FLAT, tensors())
+    (folder / "sae_weights.safetensors").write_bytes(b"\x10" + bytes(30))
+    with pytest.raises(SpecError, match="expected a safetensors file"):
+        SAE.load(folder)
+
+
+def test_a_folder_without_its_files_is_refused(tmp_path):
+    with pytest.raises(SpecError, match="cfg.json: No such file"):
+        SAE.load(tmp_path)

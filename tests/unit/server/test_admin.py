@@ -1,0 +1,95 @@
+"""Vectors and steering are changed by whom the server lets, and by nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from support.serving_fake import refused, serving
+
+from midstream.config.http import ADMIN_HEADER
+
+pytestmark = pytest.mark.anyio
+VECTORS, STEERING = "/v1/midstream/vectors", "/v1/midstream/steering"
+CAPTURES = "/v1/midstream/captures"
+V = [1.0, 2.0, 2.0]
+
+
+CHANGES = [
+    ("PUT", f"{VECTORS}/x", V),
+    ("DELETE", f"{VECTORS}/x", None),
+    ("PUT", STEERING, {"base": []}),
+    ("DELETE", STEERING, None),
+    ("POST", "/v1/steering/set", {"vectors": {"post_block": {"1": V}}}),
+    ("POST", "/v1/steering/clear", None),
+    ("POST", "/v1/steering/modules/register", {"name": "x", "vectors": V}),
+    ("POST", "/v1/steering/modules/unregister", {"name": "x"}),
+]
+READS = [VECTORS, STEERING, "/v1/midstream/sites", CAPTURES, "/v1/steering",
+         "/v1/steering/layers", "/v1/steering/modules"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path", "body"), CHANGES)
+async def test_changes_need_the_admin_key_where_there_is_one(method, path, body, monkeypatch):
+    monkeypatch.setenv("MIDSTREAM_ADMIN_KEY", "secret")
+    async with serving(host="0.0.0.0") as (site, client):
+        site.engine.vectors.register("x", V)
+        epoch = site.engine.steering.epoch
+        await refused(client.request(method, path, json=body), 401)
+        wrong = {ADMIN_HEADER: "wrong"}
+        await refused(client.request(method, path, json=body, headers=wrong), 401)
+        assert (site.engine.steering.epoch, len(site.engine.vectors)) == (epoch, 1)
+        right = {ADMIN_HEADER: "secret"}
+        answer = await client.request(method, path, json=body, headers=right)
+        assert answer.status_code in (200, 204)
+
+
+@pytest.mark.parametrize(("method", "path", "body"), CHANGES)
+async def test_beyond_loopback_without_a_key_nobody_may(method, path, body):
+    async with serving(host=None) as (site, client):
+        site.engine.vectors.register("x", V)
+        await refused(client.request(method, path, json=body), 403)
+        # A body that is malformed tells nobody more.
+        await refused(client.request(method, path, json={"unknown": 1}), 403)
+        for read in READS:
+            assert (await client.get(read)).status_code == 200
+
+
+@pytest.mark.parametrize(("method", "path", "body"), CHANGES)
+async def test_a_page_of_another_place_may_not(method, path, body):
+    async with serving() as (site, client):
+        site.engine.vectors.register("x", V)
+        page = {"origin": "https://example.org"}
+        await refused(client.request(method, path, json=body, headers=page), 403)
+        answer = await client.request(method, path, json=body)
+        assert answer.status_code in (200, 204)
+
+
+async def test_before_the_engine_is_there_all_is_503():
+    async with serving() as (site, client):
+        site.server._llm = None
+        for method, path, body in CHANGES:
+            await refused(client.request(method, path, json=body), 503)
+        for path in READS:
+            if path != CAPTURES:
+                await refused(client.get(path), 503)
+
+
+async def test_names_registered_and_removed_at_once_are_whole_or_gone():
+    async with serving() as (site, client):
+        seen = set()
+
+        async def work(nth):
+            vectors = {str(layer): [float(nth)] * 3 for layer in range(nth % 4 + 1)}
+            for _ in range(6):
+                assert (await client.put(f"{VECTORS}/x", json=vectors)).status_code == 200
+                shown = await client.get(f"{VECTORS}/x")
+                if shown.status_code == 200:
+                    about = shown.json()
+                    assert len(about["taps"]) == len(about["vectors"])
+                    seen.add(len(about["taps"]))
+                assert (await client.delete(f"{VECTORS}/x")).status_code in (204, 404)
+
+        await asyncio.gather(*(work(nth) for nth in range(8)))
+        assert len(site.engine.vectors) == 0
+    assert len(seen) > 1

@@ -1,0 +1,245 @@
+"""Rows that are held: found by whoever knows their id, up to a limit and for a while."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from midstream.config.http import HttpSettings
+from midstream.errors import HttpError
+from midstream.server.capture_cache import CaptureCache
+
+LIMITS = HttpSettings(
+    held_bytes=100, client_bytes=60, client_captures=3, held_captures=5, held_seconds=10
+)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def holding(clock):
+    made = CaptureCache(LIMITS, clock)
+    yield made
+    made.close()
+
+
+def read(holding, name):
+    found = holding.open(name)
+    if found is None:
+        return None
+    try:
+        return os.pread(found[1], 1 << 20, 0)
+    finally:
+        os.close(found[1])
+
+
+def files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def status_of(holding, size, client):
+    with pytest.raises(HttpError) as caught:
+        holding.store(b"x" * size, client, "r", {})
+    return caught.value.status
+
+
+def test_what_is_held_is_read_until_it_is_deleted(holding):
+    held = holding.store(b"abc", "me", "r-1", {"codec": "raw"})
+    assert read(holding, held.id) == b"abc"
+    assert (held.nbytes, held.request_id, held.about) == (3, "r-1", {"codec": "raw"})
+    assert holding.delete(held.id)
+    assert read(holding, held.id) is None
+    assert not holding.delete(held.id)
+    assert len(holding) == holding.nbytes == 0
+
+
+def test_ids_cannot_be_guessed(holding):
+    ids = {holding.store(b"", str(nth), "r", {}).id for nth in range(5)}
+    assert len(ids) == 5
+    assert all(len(one) == 32 for one in ids)
+
+
+def test_a_client_is_refused_with_429_for_bytes_and_for_captures(holding):
+    holding.store(b"x" * 50, "me", "r", {})
+    assert status_of(holding, 11, "me") == 429
+    holding.store(b"x" * 10, "me", "r", {})
+    holding.store(b"", "me", "r", {})
+    assert status_of(holding, 0, "me") == 429
+    holding.store(b"x" * 40, "you", "r", {})
+
+
+def test_everybody_is_refused_with_507_for_bytes_and_for_captures(holding):
+    for client in "ab":
+        holding.store(b"x" * 50, client, "r", {})
+    assert status_of(holding, 1, "c") == 507
+    with pytest.raises(HttpError, match="100 bytes of captures"):
+        holding.check("c")
+    holding.close()
+    for nth in range(5):
+        holding.store(b"", str(nth), "r", {})
+    assert status_of(holding, 0, "new") == 507
+
+
+def test_what_is_refused_leaves_no_file_open(holding):
+    holding.store(b"x" * 60, "me", "r", {})
+    before = files()
+    assert status_of(holding, 1, "me") == 429
+    assert files() == before
+
+
+def test_rows_that_were_refused_meanwhile_leave_no_file_open(holding, monkeypatch):
+    from midstream.server import capture_cache as held
+
+    make = held._file_of
+
+    def slow(data):
+        # Another request of the client is quicker.
+        monkeypatch.setattr(held, "_file_of", make)
+        holding.store(b"x" * 60, "me", "r", {})
+        return make(data)
+
+    monkeypatch.setattr(held, "_file_of", slow)
+    before = files()
+    assert status_of(holding, 60, "me") == 429
+    assert files() == before + 1
+    assert holding.nbytes == 60
+
+
+def test_rows_expire_and_their_room_is_there_again(holding, clock):
+    held = holding.store(b"x" * 60, "me", "r", {})
+    assert held.expires_at == 10
+    clock.now = 9.9
+    assert read(holding, held.id) == b"x" * 60
+    before = files()
+    clock.now = 10
+    assert read(holding, held.id) is None
+    assert holding.of_client("me") == []
+    assert not holding.delete(held.id)
+    assert files() == before - 1
+    holding.check("me")
+
+
+def test_what_has_expired_is_not_counted_though_nobody_asked_for_it(holding, clock):
+    holding.store(b"x" * 60, "me", "r", {})
+    clock.now = 11
+    assert len(holding) == 0
+    assert holding.nbytes == 0
+
+
+def test_whoever_reads_has_the_same_rows_though_they_expire_and_the_number_is_used_again(
+    holding, clock
+):
+    held = holding.store(b"mine", "me", "r", {})
+    _, file = holding.open(held.id)
+    clock.now = 10
+    others = [holding.store(b"theirs", "you", "r", {}) for _ in range(3)]
+    assert held.file in {one.file for one in others}
+    assert os.pread(file, 100, 0) == b"mine"
+    os.close(file)
+
+
+def test_a_client_is_shown_its_own_only_oldest_first(holding):
+    first = holding.store(b"1", "me", "a", {})
+    holding.store(b"2", "you", "b", {})
+    second = holding.store(b"3", "me", "c", {})
+    assert holding.of_client("me") == [first, second]
+    assert holding.of_client("nobody") == []
+
+
+def test_threads_that_hold_and_delete_at_once_leave_nothing_and_pass_no_limit(clock):
+    holding = CaptureCache(HttpSettings(held_bytes=64, client_bytes=64), clock)
+    before, most, wrong = files(), [], []
+
+    def work(nth: int) -> None:
+        data = bytes([nth]) * 8
+        for _ in range(200):
+            try:
+                held = holding.store(data, str(nth), "r", {})
+            except HttpError:
+                continue
+            most.append(holding.nbytes)
+            if read(holding, held.id) != data:
+                wrong.append(nth)
+            holding.delete(held.id)
+
+    threads = [threading.Thread(target=work, args=(nth,)) for nth in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert 8 <= max(most) <= 64
+    assert (len(holding), files()) == (0, before)
+
+
+class HoldingMachine(RuleBasedStateMachine):
+    """Held against a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.holding = CaptureCache(LIMITS, self.clock)
+        self.expected: dict[str, tuple[bytes, str, float]] = {}
+
+    @rule(data=st.binary(max_size=60), client=st.sampled_from("abc"))
+    def hold(self, data: bytes, client: str) -> None:
+        mine = [one for one in self.expected.values() if one[1] == client]
+        total = sum(len(one[0]) for one in self.expected.values())
+        status = 0
+        if len(mine) >= 3 or sum(len(one[0]) for one in mine) + len(data) > 60:
+            status = 429
+        elif len(self.expected) >= 5 or total + len(data) > 100:
+            status = 507
+        try:
+            held = self.holding.store(data, client, "r", {})
+        except HttpError as refusal:
+            found = refusal.status
+        else:
+            found = 0
+            self.expected[held.id] = (data, client, held.expires_at)
+        assert found == status
+
+    @rule(nth=st.integers(0, 5))
+    def delete(self, nth: int) -> None:
+        if nth < len(self.expected):
+            name = list(self.expected)[nth]
+            del self.expected[name]
+            assert self.holding.delete(name)
+
+    @rule(seconds=st.integers(1, 12))
+    def wait(self, seconds: int) -> None:
+        self.clock.now += seconds
+        self.expected = {
+            name: one for name, one in self.expected.items() if one[2] > self.clock.now
+        }
+
+    @invariant()
+    def is_as_expected(self) -> None:
+        assert len(self.holding) == len(self.expected)
+        for name, (data, _, _) in self.expected.items():
+            assert read(self.holding, name) == data
+        for client in "abc":
+            ids = [name for name, one in self.expected.items() if one[1] == client]
+            assert [held.id for held in self.holding.of_client(client)] == ids
+
+    def teardown(self) -> None:
+        self.holding.close()
+
+
+TestHolding = HoldingMachine.TestCase
+TestHolding.settings = settings(max_examples=30, stateful_step_count=25)

@@ -1,0 +1,216 @@
+"""Real connections to a server of this machine: slow ones, many at once, ones that break off."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import pytest
+import torch
+import uvicorn
+from support.serving_fake import Site, make, rows
+
+from midstream import Capture, Probe, Steer
+from midstream.client import Client, ServerError
+
+V = [1.0, 2.0, 2.0]
+
+
+class Listening:
+    """A server in a thread."""
+
+    def __init__(self, **http: int) -> None:
+        self.site: Site = asyncio.run(make(**http))
+        config = uvicorn.Config(self.site.app, port=0, log_level="critical", lifespan="off")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        (server,) = self._server.servers
+        found: tuple[str, int] = server.sockets[0].getsockname()
+        return found
+
+    @property
+    def url(self) -> str:
+        return "http://{}:{}".format(*self.address)
+
+    def __enter__(self) -> Listening:
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        self.site.server.close()
+
+
+@pytest.fixture
+def listening() -> Iterator[Listening]:
+    with Listening() as found:
+        yield found
+
+
+@contextmanager
+def connection(address, head):
+    """A socket that has sent something."""
+    with socket.create_connection(address) as found:
+        found.sendall(head)
+        yield found
+
+
+def head(length, path="/v1/completions", method="POST"):
+    return (
+        f"{method} {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n"
+        f"content-length: {length}\r\n\r\n"
+    ).encode()
+
+
+def until(holds, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it never came to hold"
+        time.sleep(0.02)
+
+
+def test_connections_that_send_a_byte_now_and_then_keep_nobody_waiting(listening):
+    body = json.dumps({"prompt": "abc", "midstream": {"capture": {"layers": [1]}}}).encode()
+    with ExitStack() as stack, Client(listening.url) as client:
+        client.complete("abc")  # what is done once is done
+        paths = ["/v1/completions", "/v1/midstream/steering", "/v1/midstream/steering/x"]
+        slow = [
+            stack.enter_context(
+                connection(
+                    listening.address,
+                    head(len(body), paths[nth % 3], "POST" if nth % 3 == 0 else "PUT"),
+                )
+            )
+            for nth in range(50)
+        ]
+        longest = 0.0
+        for byte in body[:4]:
+            for each in slow:
+                each.sendall(bytes([byte]))
+            begin = time.monotonic()
+            output = client.complete("abc", capture=Capture([1]))
+            client.steering.set(base=Steer(V, 1))
+            longest = max(longest, time.monotonic() - begin)
+            assert len(output.activations["resid_post", 1]) == 5
+            time.sleep(0.1)
+        assert longest < 2.0
+        # Whoever goes on to the end is answered, be it late.
+        slow[0].sendall(body[4:])
+        assert slow[0].recv(100).startswith(b"HTTP/1.1 200")
+    assert listening.site.engine.running == 0
+
+
+def test_a_body_that_is_announced_too_long_is_refused_before_it_comes():
+    with (
+        Listening(max_body_bytes=1000) as listening,
+        connection(listening.address, head(10**12)) as slow,
+    ):
+        assert slow.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_a_client_that_breaks_off_in_mid_stream_ends_its_call_and_leaves_nothing(listening):
+    site = listening.site
+    site.engine.pause = lambda: asyncio.sleep(0.05)
+    body = {"prompt": "abc", "stream": True, "midstream": {"capture": {"layers": [1]}}}
+    sent = json.dumps(body).encode()
+    with connection(listening.address, head(len(sent)) + sent) as client:
+        until(lambda: site.engine.running == 1)
+    until(lambda: site.engine.running == 0)
+    before = len(os.listdir("/proc/self/fd"))
+    for nth in range(20):
+        with connection(listening.address, head(len(sent)) + sent) as client:
+            until(lambda count=nth + 2: len(site.engine.calls) >= count)
+            if nth % 2:
+                client.recv(10)
+    until(lambda: site.engine.running == 0)
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    assert len(site.server.holding) == 0
+
+
+def test_a_client_that_breaks_off_while_it_fetches_leaves_no_file_open(listening):
+    from midstream.results.serialization import pack
+
+    data = pack(rows((1,), 200_000), 3, torch.float32)
+    held = listening.site.server.holding.hold(data, "me", "r", {})
+    until(lambda: True)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        ask = f"GET /v1/midstream/activations/{held.id} HTTP/1.1\r\nhost: test\r\n\r\n".encode()
+        with connection(listening.address, ask) as client:
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+def test_many_clients_with_plans_of_their_own_get_their_own_results(listening):
+    def work(nth):
+        prompt = "x" * (nth % 5 + 1)
+        with Client(listening.url) as client:
+            for _ in range(2):
+                asked = {"capture": Capture([nth % 4]), "probes": Probe(V, 1, name=f"p{nth}")}
+                if nth % 2:
+                    *_, output = client.stream(prompt, **asked)
+                else:
+                    output = client.complete(prompt, **asked)
+                count = len(prompt) + 2
+                expected = rows((nth % 4,), count)["resid_post", nth % 4]
+                assert torch.equal(output.activations["resid_post", nth % 4], expected)
+                assert list(output.probes) == [f"p{nth}"]
+                assert len(output.probes[f"p{nth}"]) == count
+        return nth
+
+    with ThreadPoolExecutor(10) as pool:
+        assert list(pool.map(work, range(10))) == list(range(10))
+    assert len(listening.site.server.holding) == 0
+
+
+def test_names_registered_steered_by_and_removed_from_many_connections_stay_whole(listening):
+    refused = []
+
+    def work(nth):
+        with Client(listening.url) as client:
+            for turn in range(5):
+                name = f"n{(nth + turn) % 3}"
+                client.vectors.register(name, {layer: [float(nth + 1)] * 3 for layer in (1, 2)})
+                try:
+                    state = client.steering.set(base=name)
+                except ServerError as error:
+                    refused.append(error.status)
+                else:
+                    vectors = {edit["vector"]["f32"] for edit in state["base"]}
+                    assert len(state["base"]) == 2
+                    assert len(vectors) == 1
+                try:
+                    client.vectors.remove(name)
+                except ServerError as error:
+                    refused.append(error.status)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
+    assert set(refused) <= {400, 404}
+    assert len(listening.site.engine.vectors) == 0
+
+
+def test_a_header_that_is_none_reaches_nobody(listening):
+    ask = b"GET /v1/midstream/vectors HTTP/1.1\r\nhost: test\r\nx: a\rb: c\r\n\r\n"
+    with connection(listening.address, ask) as client:
+        assert client.recv(100).startswith(b"HTTP/1.1 400")
+    with httpx.Client(base_url=listening.url) as client:
+        answer = client.get("/v1/midstream/steering/x%0d%0aset-cookie:%20a=b")
+        assert answer.status_code in (400, 404)
+        assert "set-cookie" not in answer.headers
+        name = "a%0d%0aset-cookie:%20a=b"
+        assert "set-cookie" not in client.get(f"/v1/midstream/activations/{name}").headers

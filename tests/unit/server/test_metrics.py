@@ -1,0 +1,138 @@
+"""Metrics say what the engine has counted, and ask it only when they are asked."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from midstream.server.metrics import COUNTERS, GAUGES, Metrics
+
+STATE: dict[str, Any] = {
+    "requests": 3,
+    "waiting": 1,
+    "sinks": {"store": 70},
+    "totals": {
+        "completions": {"ok": 5, "error": 2},
+        "aborted": 1,
+        "rows": 40,
+        "row_bytes": 4000,
+        "dropped": 6,
+        "edits": 24,
+        "cached_edits": 8,
+        "scores": 16,
+        "sink_failures": 9,
+    },
+    "held": {"captures": 2, "bytes": 300},
+    "vectors": 4,
+    "steering": {"epoch": 11, "digest": "d"},
+    "workers": [
+        {
+            "replica": 3,
+            "stage": stage,
+            "tensor_rank": 0,
+            "arena": {
+                "memory_bytes": 1000 + stage,
+                "free_bytes": 100,
+                "disk_bytes": 10,
+                "budget_bytes": 5000,
+                "leases": 2,
+                "segments": 1,
+                "spills": 3,
+            },
+            "ring_rows": 640,
+            "steps": {
+                "steps": 50 + stage,
+                "active": 20,
+                "planner_ns": 2_500_000_000,
+                "ring_last": 7,
+                "ring_most": 90,
+            },
+        }
+        for stage in range(2)
+    ],
+}
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry) -> Metrics:
+    return Metrics(registry)
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(f"midstream:{name}", labels)
+
+
+def test_every_metric_is_told_by_a_status(metrics, registry):
+    metrics.take(STATE)
+    metrics.refused(429)
+    found = {
+        sample.name.removeprefix("midstream:")
+        for family in registry.collect()
+        for sample in family.samples
+    }
+    assert {f"{name}_total" for name, _, _ in COUNTERS} <= found
+    assert {name for name, _, _ in GAUGES} <= found
+
+
+def test_counters_and_gauges_are_what_the_status_says(metrics, registry):
+    metrics.take(STATE)
+    assert value(registry, "completions_total", status="ok") == 5
+    assert value(registry, "receipt_mismatches_total") == 2
+    assert value(registry, "captured_bytes_total") == 4000
+    assert value(registry, "planner_seconds_total", worker="3.1.0") == 2.5
+    assert value(registry, "arena_bytes", worker="3.1.0") == 1001
+    assert value(registry, "steps_total", worker="3.0.0") == 50
+    assert value(registry, "sink_unwritten_bytes", sink="store") == 70
+    assert value(registry, "requests_running") == 3
+    assert value(registry, "held_bytes") == 300
+
+
+def test_a_counter_grows_by_what_was_counted_since(metrics, registry):
+    metrics.take(STATE)
+    metrics.take(STATE)
+    assert value(registry, "captured_rows_total") == 40
+    later = copy.deepcopy(STATE)
+    later["totals"]["rows"] = 45
+    later["totals"]["completions"]["partial"] = 1
+    metrics.take(later)
+    assert value(registry, "captured_rows_total") == 45
+    assert value(registry, "completions_total", status="partial") == 1
+
+
+def test_refusals_are_counted_by_status(metrics, registry):
+    for status in (400, 400, 413):
+        metrics.refused(status)
+    assert value(registry, "refusals_total", status="400") == 2
+    assert value(registry, "refusals_total", status="413") == 1
+
+
+def test_however_often_they_are_read_the_engine_is_asked_once_a_second(metrics):
+    asked = []
+    now = [100.0]
+
+    async def state() -> dict[str, Any]:
+        asked.append(now[0])
+        await asyncio.sleep(0)
+        return STATE
+
+    async def read() -> None:
+        await metrics.refresh(state, lambda: now[0])
+
+    async def main() -> None:
+        await asyncio.gather(*(read() for _ in range(5)))
+        now[0] += 0.9
+        await read()
+        now[0] += 0.2
+        await asyncio.gather(*(read() for _ in range(5)))
+
+    asyncio.run(main())
+    assert asked == [100.0, pytest.approx(101.1)]

@@ -1,0 +1,272 @@
+"""What is midstream's is taken out of requests; all else reaches vLLM as it was sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from support.serving_fake import Params, make, scope_of, serving
+
+from midstream.runtime.frontend.request.prompt.chat import ChatPlan
+from midstream.server.http_request import CURRENT
+from midstream.server.middleware import Middleware
+from midstream.spec import Capture, Plan
+
+pytestmark = pytest.mark.anyio
+CAPTURE = {"layers": [1]}
+ASKS = {"capture": CAPTURE, "activations": "inline"}
+JSON = {"content-type": "application/json"}
+
+
+async def ignore(message):
+    """Nobody receives it."""
+
+
+def given(body):
+    """Receives a body in one message."""
+
+    async def receive():
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive
+
+
+async def post(client, body, path="/v1/completions", **more):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return await client.post(path, content=content, headers=JSON, **more)
+
+
+async def test_the_field_is_taken_out_and_the_plan_goes_with_the_call():
+    async with serving() as (site, client):
+        answer = await post(client, {"prompt": "abc", "max_tokens": 3, "midstream": ASKS})
+    assert answer.status_code == 200
+    assert site.seen == [{"prompt": "abc", "max_tokens": 3}]
+    ((_, params, _),) = site.engine.calls
+    assert params.extra_args == {"midstream": Plan((Capture([1]),))}
+    assert answer.json()["midstream"]["receipt"]["request_id"] == "cmpl-0"
+    assert CURRENT.get() is None
+
+
+async def test_text_in_vllm_xargs_is_the_same_and_other_arguments_stay():
+    async with serving() as (site, client):
+        xargs = {"midstream": json.dumps(ASKS), "other": 1}
+        answer = await post(client, {"prompt": "abc", "vllm_xargs": xargs})
+    assert site.seen == [{"prompt": "abc", "vllm_xargs": {"other": 1}}]
+    ((_, params, _),) = site.engine.calls
+    assert params.extra_args == {"other": 1, "midstream": Plan((Capture([1]),))}
+    assert "receipt" in answer.json()["midstream"]
+
+
+async def test_a_chats_plan_knows_its_messages_and_template():
+    messages = [{"role": "user", "content": "hi"}]
+    async with serving() as (site, client):
+        await post(
+            client,
+            {"messages": messages, "chat_template": "x", "add_generation_prompt": None,
+             "midstream": ASKS},
+            "/v1/chat/completions",
+        )  # fmt: skip
+    ((_, params, _),) = site.engine.calls
+    carried = params.extra_args["midstream"]
+    assert isinstance(carried, ChatPlan)
+    assert (carried.messages, carried.template) == (messages, {"chat_template": "x"})
+
+
+async def test_an_empty_field_asks_for_nothing_and_is_no_field_of_vllms():
+    async with serving() as (site, client):
+        answer = await post(client, {"prompt": "abc", "midstream": {}})
+    assert site.seen == [{"prompt": "abc"}]
+    assert "midstream" not in answer.json()
+
+
+PLAIN = {
+    "without it": b'{"prompt": "abc",\n "temperature": 1.50}',
+    "the word as text": b'{"prompt": "midstream", "note": "\\"midstream\\""}',
+    "the word within": b'{"prompt": "x", "metadata": {"midstream": {"capture": 1}}}',
+    "escapes": b'{"prompt": "\\u0061\\ud83d"}',
+    "other bytes": b'{"prompt": "\\u0000 \xe2\x82\xac"}',
+    "the word, later taken back": b'{"prompt": "x", "vllm_xargs": {"a": 1}}',
+}
+
+
+@pytest.mark.parametrize("body", PLAIN.values(), ids=PLAIN)
+async def test_a_body_that_does_not_ask_reaches_vllm_byte_by_byte(body):
+    site = await make()
+    seen = []
+
+    async def noting(scope, receive, send):
+        message = await receive()
+        seen.append(message["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    await Middleware(noting, site.server)(scope_of(), given(body), ignore)
+    assert seen == [body]
+
+
+SPELT = {
+    "escaped": b'{"prompt": "abc", "m\\u0069dstream": {"capture": 3}}',
+    "in capitals": b'{"prompt": "abc", "\\u006Didstream": {"capture": 3}}',
+    "escaped in xargs": b'{"vllm_xargs": {"midstrea\\u006d": "{"}}',
+    "after white space": b'\n\t {"prompt": "abc", "midstream"\n:3}',
+    "UTF-16": json.dumps({"prompt": "a", "midstream": ASKS}).encode("utf-16"),
+    "UTF-16 without mark": json.dumps({"prompt": "a", "midstream": ASKS}).encode("utf-16-be"),
+    "UTF-32": json.dumps({"prompt": "a", "midstream": ASKS}).encode("utf-32"),
+    "UTF-8 with a mark": json.dumps({"prompt": "a", "midstream": ASKS}).encode("utf-8-sig"),
+    "twice": b'{"midstream": {}, "prompt": "abc", "midstream": {}}',
+    "another field twice": b'{"midstream": {}, "prompt": "abc", "prompt": "abd"}',
+    "NaN elsewhere": b'{"midstream": {}, "prompt": "abc", "temperature": NaN}',
+    "both places": b'{"midstream": {}, "vllm_xargs": {"midstream": "{}"}}',
+    "null": b'{"midstream": null}',
+    "beam search": b'{"prompt": "a", "use_beam_search": true, "midstream": {}}',
+    "in the background": b'{"prompt": "a", "background": true, "midstream": {}}',
+    "an integer of a million digits": b'{"midstream": {"capture": {"layers": ['
+    + b"9" * 1_000_000
+    + b"]}}}",
+}
+
+
+@pytest.mark.parametrize("body", SPELT.values(), ids=SPELT)
+async def test_however_it_is_spelt_it_is_never_passed_over(body):
+    async with serving() as (site, client):
+        answer = await post(client, body)
+    assert (site.engine.calls, site.seen) == ([], [])
+    assert answer.status_code == 400
+
+
+async def test_depths_are_refused_and_break_nothing():
+    async with serving() as (site, client):
+        answers = {}
+        # Just below the depth that Python reads, it may yet be too deep to be written.
+        for depth in (50, *range(700, 1000, 7), 100_000):
+            deep = b"[" * depth + b"]" * depth
+            body = b'{"prompt": "abc", "midstream": {}, "x": ' + deep + b"}"
+            answers[depth] = (await post(client, body)).status_code
+    assert answers.pop(50) == 200
+    assert answers.pop(100_000) == 400
+    assert set(answers.values()) <= {200, 400}
+    assert len(site.seen) == len(site.engine.calls)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/v1/completions/", "/v2/completions", "/inference/v1/generate"]
+)
+async def test_elsewhere_it_is_refused_with_the_paths_that_can(path):
+    async with serving() as (site, client):
+        answer = await post(client, {"prompt": "abc", "midstream": ASKS}, path)
+        assert (await post(client, {"input": "abc"}, "/v1/embeddings")).status_code == 200
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert "use /v1/completions, /v1/chat/completions, /v1/responses" in error["message"]
+    assert error["param"] == "midstream"
+    assert site.seen == [{"input": "abc"}]
+
+
+async def test_a_plan_that_goes_past_the_middleware_is_refused():
+    async with serving() as (site, _):
+        params = Params(extra_args={"midstream": {"capture": CAPTURE}})
+        with pytest.raises(ValueError, match="this endpoint cannot return results"):
+            site.engine.generate("abc", params, "r")
+        assert site.engine.calls == []
+        plain = [each async for each in site.engine.generate("abc", Params(), "r")]
+        assert len(plain) == 3
+
+
+async def test_before_the_engine_is_there_it_is_503():
+    site = await make()
+    site.server._llm = None
+    async with site.client() as client:
+        answer = await post(client, {"prompt": "abc", "midstream": ASKS})
+        assert answer.status_code == 503
+        assert (await post(client, {"prompt": "abc"})).status_code == 200
+
+
+# ------------------------------------------------------------------ lengths
+
+
+async def test_a_body_is_refused_by_its_header_before_it_is_read():
+    async with serving(max_body_bytes=100) as (site, client):
+        for path in ("/v1/completions", "/v1/embeddings", "/v1/midstream/steering"):
+            answer = await post(client, b"{" + b" " * 99 + b"}", path)
+            assert answer.status_code == 413
+            assert "100 bytes" in answer.json()["error"]["message"]
+        assert (await post(client, b'{"prompt": "abc"}'.ljust(100))).status_code == 200
+    assert len(site.seen) == 1
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "1" * 30, "101"])
+async def test_any_length_in_the_header_is_understood(length):
+    sent, received = [], []
+
+    async def receive():
+        received.append(1)
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    site = await make(max_body_bytes=100)
+    await site.app(scope_of(length), receive, send)
+    assert sent[0]["status"] == 413
+    assert received == []
+
+
+async def test_chunks_are_refused_as_soon_as_they_are_too_many():
+    taken = 0
+
+    async def chunks():
+        nonlocal taken
+        for _ in range(1000):
+            taken += 1
+            yield b" " * 10
+
+    async with serving(max_body_bytes=100) as (site, client):
+        answer = await client.post("/v1/completions", content=chunks(), headers=JSON)
+    assert answer.status_code == 413
+    assert taken < 20
+    assert site.seen == []
+
+
+async def test_a_client_that_leaves_while_it_sends_leaves_nothing():
+    messages = [
+        {"type": "http.request", "body": b'{"prompt"', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    sent = []
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    site = await make()
+    await site.app(scope_of(), receive, send)
+    assert sent[0]["status"] == 400
+    assert site.seen == []
+
+
+async def test_a_body_in_many_parts_is_one():
+    async def parts():
+        for byte in json.dumps({"prompt": "abc", "midstream": ASKS}).encode():
+            yield bytes([byte])
+
+    async with serving() as (site, client):
+        answer = await client.post("/v1/completions", content=parts(), headers=JSON)
+    assert answer.status_code == 200
+    assert site.seen == [{"prompt": "abc"}]
+
+
+async def test_two_requests_at_once_have_each_their_own_plan():
+    async with serving() as (site, client):
+        site.engine.pause = lambda: asyncio.sleep(0.001)
+        asks = [{"capture": {"layers": [nth % 4]}, "activations": "inline"} for nth in range(20)]
+        answers = await asyncio.gather(
+            *(post(client, {"prompt": "abc", "midstream": each}) for each in asks),
+            *(post(client, {"prompt": "abc"}) for _ in range(20)),
+        )
+    for nth, answer in enumerate(answers[:20]):
+        rows = answer.json()["midstream"]["activations"]["rows"]
+        assert list(rows) == [f"resid_post.{nth % 4}"]
+    assert all("midstream" not in answer.json() for answer in answers[20:])

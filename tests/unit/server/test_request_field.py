@@ -1,0 +1,153 @@
+"""The field `midstream` of a body: read strictly, found in either place, taken out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.spec.strategies import json_values, plans, reads_or_refuses
+
+from midstream.errors import SpecError
+from midstream.server.request_field import RETURNS, read_field, take_field
+from midstream.spec import Capture, Plan, Steer
+
+CAPTURE = {"layers": [1]}
+
+
+def test_wishes_are_a_plan_and_how_rows_come():
+    found = read_field({"capture": CAPTURE, "activations": "inline"})
+    assert found.plan == Plan((Capture([1]),))
+    assert found.activations == "inline"
+    assert read_field({}).plan is None
+    assert read_field({"capture": CAPTURE}).activations == "handle"
+
+
+def test_steer_needs_no_op_and_goes_before_the_edits():
+    steer = {"vector": [1.0], "layer": 1}
+    found = read_field({"steer": steer, "edits": [{"op": "scale", "factor": 2, "layer": 2}]})
+    assert [edit.op for edit in found.plan.edits] == ["steer", "scale"]
+    assert found.plan.edits[0] == Steer([1.0], 1)
+
+
+@settings(max_examples=15)  # plans take long to make
+@given(plans, st.sampled_from(RETURNS))
+def test_whatever_a_plan_says_arrives_in_both_places(plan, returned):
+    asked = {**plan.to_dict(), "activations": returned}
+    text = json.dumps(asked)
+    bodies = [
+        {"prompt": "x", "midstream": json.loads(text)},
+        {"prompt": "x", "vllm_xargs": {"midstream": text, "other": 1}},
+    ]
+    for body in bodies:
+        found = take_field(body)
+        assert found.plan == plan
+        assert found.activations == returned
+    assert bodies == [{"prompt": "x"}, {"prompt": "x", "vllm_xargs": {"other": 1}}]
+
+
+def test_a_body_without_the_field_has_no_wishes_and_stays_as_it_is():
+    for body in ({}, {"prompt": "midstream"}, {"vllm_xargs": {"a": 1}}, {"vllm_xargs": None}):
+        before = json.dumps(body)
+        assert take_field(body) is None
+        assert json.dumps(body) == before
+
+
+WRONG = {
+    "no object": ({"midstream": 3}, "midstream", "expected a dict"),
+    "a list": ({"midstream": []}, "midstream", "expected a dict"),
+    "null": ({"midstream": None}, "midstream", "expected a dict"),
+    "an unknown field": ({"midstream": {"captures": {}}}, "midstream", "did you mean `capture`"),
+    "a null within": ({"midstream": {"capture": None}}, "midstream.capture", "omit it instead"),
+    "an unknown form": (
+        {"midstream": {"activations": "base64"}},
+        "midstream.activations",
+        "expected one of handle, inline, none",
+    ),
+    "a form that cannot be compared": (
+        {"midstream": {"activations": ["inline"]}},
+        "midstream.activations",
+        "expected one of",
+    ),
+    "a bad layer": (
+        {"midstream": {"capture": {"layers": ["x"]}}},
+        "midstream.capture.layers[0]",
+        "expected",
+    ),
+    "both places": (
+        {"midstream": {}, "vllm_xargs": {"midstream": "{}"}},
+        "vllm_xargs.midstream",
+        "use only one",
+    ),
+    "no text in xargs": (
+        {"vllm_xargs": {"midstream": {"capture": CAPTURE}}},
+        "vllm_xargs.midstream",
+        "expected JSON as text",
+    ),
+    "bad text in xargs": (
+        {"vllm_xargs": {"midstream": "{"}},
+        "vllm_xargs.midstream",
+        "expected JSON",
+    ),
+    "deep text in xargs": (
+        {"vllm_xargs": {"midstream": "[" * 100_000}},
+        "vllm_xargs.midstream",
+        "nested too deeply",
+    ),
+    "a field twice in xargs": (
+        {"vllm_xargs": {"midstream": '{"activations": "none", "activations": "inline"}'}},
+        "vllm_xargs.midstream",
+        "twice",
+    ),
+    "NaN in xargs": (
+        {"vllm_xargs": {"midstream": '{"steer": {"vector": [NaN], "layer": 1}}'}},
+        "vllm_xargs.midstream",
+        "NaN is not a JSON number",
+    ),
+    "a path as vectors": (
+        {"midstream": {"steer": {"vector": "/etc/passwd", "layer": 1}}},
+        "midstream.steer.vector",
+        "the first no dot or slash",
+    ),
+    "a second steer": (
+        {"midstream": {"steer": [{"vector": [1], "layer": 1}, {"vector": [1]}]}},
+        "midstream.steer[1].layer",
+        "missing",
+    ),
+    "a path as an SAE": (
+        {"midstream": {"edits": [{"op": "feature", "sae": "/srv/sae", "index": 1, "layer": 1}]}},
+        "midstream.edits[0]",
+        "unknown field 'sae'",
+    ),
+    "a tag that leaves its folder": (
+        {"midstream": {"capture": {"layers": [1], "sink": "store", "tag": "../x"}}},
+        "midstream.capture.tag",
+        "the first no dot",
+    ),
+    "an id that leaves its folder": (
+        {"midstream": {"capture": {"layers": [1], "sink": "store", "request_id": "a/b"}}},
+        "midstream.capture.request_id",
+        "expected",
+    ),
+    "a sink that leaves its folder": (
+        {"midstream": {"capture": {"layers": [1], "sink": "../store"}}},
+        "midstream.capture.sink",
+        "expected",
+    ),
+}
+
+
+@pytest.mark.parametrize(("body", "path", "problem"), WRONG.values(), ids=WRONG)
+def test_what_is_malformed_is_refused_with_its_place(body, path, problem):
+    with pytest.raises(SpecError, match=problem) as caught:
+        take_field(body)
+    assert caught.value.path.startswith(path)
+
+
+FIELDS = st.sampled_from(["capture", "edits", "steer", "probes", "activations"])
+
+
+@given(st.dictionaries(FIELDS, json_values))
+def test_any_value_is_read_or_refused(value):
+    reads_or_refuses(read_field, value)

@@ -1,0 +1,322 @@
+"""Results are put on answers: one body or events, one choice or several, or why there are none."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.serving_fake import completion, rows, scope_of, scores, serving
+
+from midstream.errors import SpecError
+from midstream.http.sse import DONE, Events
+from midstream.results.receipt import CaptureResult, Receipt
+from midstream.results.serialization import unpack
+
+pytestmark = pytest.mark.anyio
+PROBE = {"direction": [1, 0, 0], "layer": 1, "name": "p"}
+INLINE = {"capture": {"layers": [1]}, "activations": "inline"}
+HANDLE = {"capture": {"layers": [1]}}
+PATH = "/v1/completions"
+
+
+async def ask(client, midstream, path=PATH, **body):
+    what = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "abc"}
+    return await client.post(path, json={**what, **body, "midstream": midstream})
+
+
+async def stream(client, midstream, path=PATH, **body):
+    """The events' values; DONE where it is that."""
+    async with client.stream(
+        "POST", path, json={"prompt": "abc", "stream": True, **body, "midstream": midstream}
+    ) as answer:
+        assert answer.status_code == 200
+        events = Events()
+        found = [one async for data in answer.aiter_bytes() for one in events.feed(data)]
+    assert events.rest == b""
+    return [DONE if one.data == DONE else one.value for one in found if one.data]
+
+
+def rows_in(told):
+    return unpack(base64.b64decode(told["base64"]))
+
+
+async def until(holds):
+    for _ in range(200):
+        await asyncio.sleep(0.01)
+        if holds():
+            return
+    pytest.fail("it never came to hold")
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+# ------------------------------------------------------------------ one body
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
+async def test_an_answer_has_receipt_scores_and_rows(path):
+    async with serving() as (_, client):
+        answer = await ask(client, {**INLINE, "probes": PROBE}, path)
+    told = answer.json()["midstream"]
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    count = told["receipt"]["prompt_tokens"] + 2
+    assert told["probes"]["p"]["scores"] == [nth / 8 for nth in range(count)]
+    assert told["probes"]["p"]["positions"] == list(range(count))
+    found = rows_in(told["activations"])
+    expected = rows((1,), count)
+    assert torch.equal(found["resid_post", 1], expected["resid_post", 1])
+    assert torch.equal(found.token_ids, expected.token_ids)
+
+
+async def test_each_of_several_choices_has_its_own():
+    async with serving() as (_, client):
+        answer = await ask(client, INLINE, prompt=["abc", "abcde"], n=2)
+    value = answer.json()
+    assert "midstream" not in value
+    lengths = [
+        len(rows_in(choice["midstream"]["activations"])["resid_post", 1])
+        for choice in value["choices"]
+    ]
+    assert lengths == [5, 5, 7, 7]
+
+
+async def test_a_handle_is_fetched_and_none_is_nothing():
+    async with serving() as (site, client):
+        told = (await ask(client, HANDLE)).json()["midstream"]["activations"]
+        data = await client.get(told["url"])
+        assert (data.status_code, len(data.content)) == (200, told["bytes"])
+        assert torch.equal(unpack(data.content)["resid_post", 1], rows((1,), 5)["resid_post", 1])
+        assert told["rows"] == {"resid_post.1": 5}
+        told = (await ask(client, {**HANDLE, "activations": "none"})).json()["midstream"]
+        assert "activations" not in told
+        assert len(site.server.holding) == 1
+
+
+async def test_a_response_has_one_result_or_one_for_each_turn():
+    async with serving() as (_, client):
+        for turns in (1, 2):
+            answer = await client.post(
+                "/v1/responses", json={"input": "abc", "turns": turns, "midstream": INLINE}
+            )
+            told = answer.json()["midstream"]
+            each = [told] if turns == 1 else told["turns"]
+            assert [one["receipt"]["request_id"] for one in each] == ["resp-0", "resp-1"][:turns]
+
+
+async def test_numbers_that_json_has_not_have_names():
+    def script(prompt, params, request_id):
+        given = scores(["p"], 3)
+        given["p"][:] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+        return [output(completion(probes=given, receipt=Receipt(request_id, 1, 1, (), None)))]
+
+    async with serving() as (site, client):
+        site.engine.script = script
+        answer = await ask(client, {"probes": PROBE})
+    assert b"NaN" not in answer.content.replace(b'"NaN"', b"")
+    told = answer.json()["midstream"]["probes"]["p"]["scores"]
+    assert told == ["NaN", "Infinity", "-Infinity"]
+
+
+async def test_what_became_of_rows_at_sinks_is_told():
+    kept = {"store": CaptureResult("partial", "no disk", ("/srv/a",)), "memory": CaptureResult()}
+
+    def script(prompt, params, request_id):
+        return [
+            output(completion(receipt=Receipt(request_id, 1, 1, (), None), capture_results=kept))
+        ]
+
+    async with serving() as (site, client):
+        site.engine.script = script
+        told = (await ask(client, HANDLE)).json()["midstream"]
+    assert told["captures"] == {
+        "store": {"status": "partial", "reason": "no disk", "paths": ["/srv/a"]}
+    }
+
+
+async def test_more_than_an_answer_may_have_is_413():
+    async with serving(inline_bytes=139) as (_, client):
+        answer = await ask(client, INLINE)
+        assert answer.status_code == 413
+        error = answer.json()["error"]
+        assert "140 bytes" in error["message"]
+        assert error["param"] == "midstream.activations"
+    async with serving(inline_bytes=140) as (_, client):
+        assert (await ask(client, INLINE)).status_code == 200
+
+
+async def test_no_room_is_said_before_anything_is_computed():
+    async with serving(client_captures=1) as (site, client):
+        assert (await ask(client, HANDLE)).status_code == 200
+        assert (await ask(client, HANDLE)).status_code == 429
+        assert len(site.engine.calls) == 1
+        assert (await ask(client, INLINE)).status_code == 200
+    async with serving(held_captures=1) as (site, client):
+        assert (await ask(client, HANDLE)).status_code == 200
+        assert (await ask(client, HANDLE)).status_code == 507
+
+
+async def test_of_an_answer_that_is_refused_nothing_stays_held():
+    async with serving(client_captures=3) as (site, client):
+        before = descriptors()
+        answer = await ask(client, HANDLE, n=4)
+        assert answer.status_code == 429
+        assert (len(site.server.holding), descriptors()) == (0, before)
+
+
+async def test_what_the_engine_refuses_is_as_the_client_wrote_it():
+    async with serving() as (site, client):
+        site.engine.script = lambda *_: [SpecError("edits[0].layer", "there is no layer 9")]
+        answer = await ask(client, {"steer": {"vector": [1, 0, 0], "layer": 9}})
+    assert answer.status_code == 400
+    assert "midstream.steer.layer: there is no layer 9" in answer.json()["error"]["message"]
+
+
+async def test_an_answer_that_is_none_stays_as_it_is():
+    async with serving() as (site, client):
+        site.engine.script = lambda *_: [ValueError("no")]
+        answer = await ask(client, HANDLE)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "no")
+    assert int(answer.headers["content-length"]) == len(answer.content)
+
+
+# ------------------------------------------------------------------ events
+
+
+async def test_scores_and_rows_come_with_each_token_and_add_up_to_the_whole():
+    asked = {"capture": {"layers": [1], "stream": True}, "probes": PROBE, "activations": "inline"}
+    async with serving() as (_, client):
+        *tokens, done = await stream(client, asked)
+    assert done == DONE
+    told = [event["midstream"] for event in tokens]
+    assert [len(one["probes"]["p"]["scores"]) for one in told] == [3, 1, 1]
+    every = [score for one in told for score in one["probes"]["p"]["scores"]]
+    assert every == [nth / 8 for nth in range(5)]
+    assert ["receipt" in one for one in told] == [False, False, True]
+    early = torch.cat([rows_in(one)["resid_post", 1] for each in told[:-1] for one in each["rows"]])
+    whole = rows_in(told[-1]["activations"])["resid_post", 1]
+    assert torch.equal(early, whole[:4])
+    assert torch.equal(whole, rows((1,), 5)["resid_post", 1])
+
+
+async def test_events_of_several_choices_say_whose_results_they_have():
+    async with serving() as (_, client):
+        *tokens, done = await stream(client, INLINE, prompt=["abc", "abcd"])
+    assert done == DONE
+    assert all("midstream" not in event for event in tokens)
+    told = [
+        (choice["index"], len(rows_in(choice["midstream"]["activations"])["resid_post", 1]))
+        for event in tokens
+        for choice in event["choices"]
+        if "midstream" in choice
+    ]
+    assert told == [(0, 5), (1, 6)]
+
+
+async def test_what_no_event_of_its_choice_has_told_is_told_at_the_end():
+    async with serving() as (_, client):
+        # vLLM's events are of other choices than its last output.
+        *tokens, left, done = await stream(client, INLINE, events_of=7)
+    assert done == DONE
+    assert all("midstream" not in event for event in tokens)
+    assert left["midstream"]["receipt"]["status"] == "ok"
+    assert (left["object"], left["choices"]) == ("midstream", [])
+
+
+async def test_a_stream_of_a_response_has_the_results_with_its_last_event():
+    async with serving() as (_, client):
+        answer = await client.post(
+            "/v1/responses", json={"input": "abc", "stream": True, "midstream": INLINE}
+        )
+    first, last = Events().feed(answer.content)
+    assert "midstream" not in first.value
+    assert last.name == b"response.completed"
+    assert last.value["midstream"]["receipt"]["status"] == "ok"
+
+
+async def test_a_stream_that_begins_with_an_error_has_the_errors_status():
+    async with serving() as (site, client):
+        site.engine.script = lambda *_: [SpecError("capture[0].layers[0]", "there is no layer 9")]
+        answer = await ask(client, HANDLE, stream=True)
+    assert answer.status_code == 400
+    assert answer.headers["content-type"] == "application/json"
+    assert "midstream.capture.layers[0]" in answer.json()["error"]["message"]
+
+
+async def test_where_a_comment_went_out_before_it_the_error_is_an_event():
+    async with serving() as (site, client):
+        site.engine.script = lambda *_: [SpecError("", "no")]
+        error, done = await stream(client, HANDLE, comment="wait")
+    assert (error["error"]["code"], done) == (400, DONE)
+
+
+async def test_an_error_in_mid_stream_is_an_event_and_ends_it():
+    async with serving(inline_bytes=1) as (site, client):
+        asked = {"capture": {"layers": [1], "stream": False}, "activations": "inline"}
+        *tokens, error, done = await stream(client, asked)
+        assert site.engine.running == 0
+    assert len(tokens) == 2
+    assert done == DONE
+    assert error["error"]["code"] == 413
+
+
+async def test_a_client_that_leaves_in_mid_stream_leaves_nothing():
+    async with serving() as (site, client):
+        before = descriptors()
+        gone = asyncio.Event()
+        sent = []
+        messages = [body_of({"prompt": "abc", "stream": True, "midstream": HANDLE})]
+
+        async def receive():
+            if messages:
+                return messages.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            sent.append(message)
+            if len(sent) == 2:
+                gone.set()
+                await asyncio.sleep(0.05)
+
+        site.engine.pause = lambda: asyncio.sleep(0.01)
+        await site.app(scope_of(), receive, send)
+        assert len(site.engine.calls) == 1
+        await until(lambda: site.engine.running == 0)
+        assert (len(site.server.holding), descriptors()) == (0, before)
+
+
+async def test_a_request_that_is_cancelled_while_its_rows_are_packed_leaves_nothing(monkeypatch):
+    from midstream.server import results_json as answers
+
+    pack, packing = answers.pack, asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(*given):
+        loop.call_soon_threadsafe(packing.set)
+        asyncio.run(asyncio.sleep(0.1))
+        return pack(*given)
+
+    monkeypatch.setattr(answers, "pack", slow)
+    async with serving() as (site, client):
+        before = descriptors()
+        task = asyncio.ensure_future(ask(client, HANDLE))
+        await packing.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: (len(site.server.holding), descriptors()) == (0, before))
+
+
+def output(*completions):
+    return SimpleNamespace(request_id="cmpl-0", outputs=list(completions), finished=True)
+
+
+def body_of(value):
+    return {"type": "http.request", "body": json.dumps(value).encode(), "more_body": False}

@@ -1,0 +1,177 @@
+"""Server-wide steering over HTTP, by midstream's endpoints and by those that others have."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+from support.serving_fake import refused, serving
+
+pytestmark = pytest.mark.anyio
+STEERING = "/v1/midstream/steering"
+V = [1.0, 2.0, 2.0]
+
+
+async def test_tiers_are_set_shown_and_cleared():
+    async with serving() as (site, client):
+        site.engine.vectors.register("x", {1: V})
+        steer = {"op": "steer", "vector": V, "layer": "all", "scale": 2}
+        answer = await client.put(STEERING, json={"base": steer, "generated": ["x", ["x", 3.0]]})
+        state = answer.json()
+        assert state["epoch"] == 1
+        assert [len(state[tier]) for tier in ("base", "prompt", "generated")] == [1, 0, 2]
+        assert (await client.get(STEERING)).json() == state
+        state = (await client.put(STEERING, json={"base": []})).json()
+        assert [len(state[tier]) for tier in ("base", "prompt", "generated")] == [0, 0, 2]
+        state = (await client.delete(STEERING)).json()
+        assert (state["epoch"], state["generated"]) == (3, [])
+        assert not site.engine.steering
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ({}, "no tier is given"),
+        ({"base": None}, "no tier is given"),
+        ({"bases": []}, "bases"),
+        ([], "body"),
+        ({"base": 3}, "expected an edit"),
+        ({"base": "unknown"}, "no vectors are registered"),
+        ({"base": {"op": "steer", "vector": V, "layer": 9}}, "out of range"),
+        ({"base": {"op": "steer", "vector": [1], "layer": 1}}, "expected 3"),
+        ({"prompt": {"op": "steer", "vector": V, "layer": 1, "phase": "generated"}}, "contradicts"),
+        ({"base": [["x", 1e39]]}, "overflows"),
+    ],
+)
+async def test_wrong_tiers_are_refused_and_change_nothing(body, problem):
+    async with serving() as (site, client):
+        site.engine.vectors.register("x", {1: V})
+        await refused(client.put(STEERING, json=body), 400, problem)
+        assert site.engine.steering.epoch == 0
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"base": [], "base": []}', b'{"base": NaN}', b"{", b"", b"[" * 100_000, b"\xff"]
+)
+@pytest.mark.parametrize("path", [STEERING, "/v1/steering/set"])
+async def test_bodies_are_read_strictly(body, path):
+    async with serving() as (site, client):
+        method = "PUT" if path == STEERING else "POST"
+        answer = client.request(
+            method, path, content=body, headers={"content-type": "application/json"}
+        )
+        await refused(answer, 400)
+        assert site.engine.steering.epoch == 0
+
+
+async def test_a_body_of_another_kind_is_refused():
+    async with serving() as (_, client):
+        await refused(client.put(STEERING, content=b'{"base": []}'), 400)
+
+
+async def test_each_change_answers_with_the_state_that_it_made():
+    async with serving() as (_, client):
+        bodies = [{"base": {"1": [float(nth + 1), 0, 0]}} for nth in range(20)]
+        answers = await asyncio.gather(*(client.put(STEERING, json=body) for body in bodies))
+        states = [answer.json() for answer in answers]
+    assert sorted(state["epoch"] for state in states) == list(range(1, 21))
+    assert len({state["digest"] for state in states}) == 20
+
+
+# ------------------------------------------------------------------ as elsewhere
+
+
+async def test_vectors_by_hook_point_are_set_and_their_norms_shown():
+    async with serving() as (site, client):
+        body = {
+            "vectors": {"post_block": {"1": V, "-1": {"vector": V, "scale": -2}}},
+            "decode_vectors": {"post_attn": {"2": V}},
+        }
+        answer = (await client.post("/v1/steering/set", json=body)).json()
+        assert answer == {"status": "ok", "layers_updated": [1, 2, 3], "epoch": 1}
+        shown = (await client.get("/v1/steering")).json()
+        assert shown == {
+            "steering": {
+                "1": {"resid_post": {"vectors": 3.0}},
+                "2": {"resid_mid": {"decode_vectors": 3.0}},
+                "3": {"resid_post": {"vectors": 6.0}},
+            },
+            "epoch": 1,
+        }
+        answer = await client.post("/v1/steering/set", json={"prefill_vectors": {"1": V}})
+        assert answer.json()["layers_updated"] == [1]
+        state = site.engine.steering.show()
+        assert [len(state.base), len(state.prompt), len(state.generated)] == [2, 1, 1]
+        body = {"vectors": {"1": V}, "replace": True}
+        await client.post("/v1/steering/set", json=body)
+        state = site.engine.steering.show()
+        assert [len(state.base), len(state.prompt), len(state.generated)] == [1, 0, 0]
+        assert (await client.post("/v1/steering/clear")).json()["epoch"] == 4
+        assert (await client.get("/v1/steering")).json()["steering"] == {}
+
+
+async def test_steering_that_was_set_elsewhere_is_shown_as_far_as_it_adds_vectors():
+    async with serving() as (_, client):
+        edits = [
+            {"op": "steer", "vector": V, "layer": "all"},
+            {"op": "steer", "vector": V, "layer": 0},
+            {"op": "scale", "factor": 2, "layer": 1},
+        ]
+        await client.put(STEERING, json={"base": edits})
+        shown = (await client.get("/v1/steering")).json()["steering"]
+        norms = {layer: found["resid_post"]["vectors"] for layer, found in shown.items()}
+        assert norms == {"0": 6.0, "1": 3.0, "2": 3.0, "3": 3.0}
+        answer = await client.post("/v1/steering/set", json={"decode_vectors": {"2": V}})
+        assert answer.json()["layers_updated"] == [2]
+
+
+async def test_norms_of_the_largest_numbers_are_numbers():
+    async with serving() as (_, client):
+        largest = {"vector": [3e38, 3e38, 3e38], "scale": 3e38}
+        await client.post("/v1/steering/set", json={"vectors": {"1": largest}})
+        shown = (await client.get("/v1/steering")).json()["steering"]
+        assert math.isfinite(shown["1"]["resid_post"]["vectors"])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"replace": False},
+        {"vectors": {}},
+        {"vectors": "x"},
+        {"vectors": {"post_block": V}},
+        {"vectors": {"pre_attn": {"1": V}}},
+        {"vectors": {"1": V}, "replace": "maybe"},
+        {"vectors": {"1": V}, "unknown": 1},
+    ],
+)
+async def test_wrong_vectors_are_refused_and_change_nothing(body):
+    async with serving() as (site, client):
+        await refused(client.post("/v1/steering/set", json=body), 400)
+        assert site.engine.steering.epoch == 0
+
+
+async def test_modules_are_named_vectors():
+    async with serving() as (site, client):
+        module = {"name": "a/b", "vectors": {"post_block": {"1": V}}}
+        answer = await client.post("/v1/steering/modules/register", json=module)
+        assert answer.json()["status"] == "ok"
+        assert "a/b" in site.engine.vectors
+        listed = (await client.get("/v1/steering/modules")).json()["modules"]
+        assert [one["name"] for one in listed] == ["a/b"]
+        answer = await client.post("/v1/steering/modules/unregister", json={"name": "a/b"})
+        assert answer.json() == {"status": "ok", "name": "a/b"}
+        again = client.post("/v1/steering/modules/unregister", json={"name": "a/b"})
+        await refused(again, 404)
+
+
+async def test_what_can_be_steered_is_what_is_tapped():
+    async with serving() as (_, client):
+        found = (await client.get("/v1/steering/layers")).json()
+        assert found["hidden_size"] == 3
+        assert found["layers"]["2"] == ["resid_mid", "resid_post"]
+        table = (await client.get("/v1/midstream/sites")).json()
+        assert (table["num_layers"], table["hidden_size"]) == (4, 3)
+        assert len(table["sites"]) > 4

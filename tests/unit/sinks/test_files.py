@@ -1,0 +1,312 @@
+"""A folder for each request: whole or not there, never elsewhere, never overwritten."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.sinking import ORIGIN, RECEIPT, WIDTH, activations, delivery
+
+from midstream.codecs import Codec, parse_codec
+from midstream.errors import SpecError
+from midstream.results.activations import Activations
+from midstream.results.encoded_rows import Rows
+from midstream.sinks.files import FileSink
+
+TAPS = (("resid_pre", 0), ("resid_post", 1))
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def sink(root):
+    made = FileSink(str(root))
+    made.open(ORIGIN)
+    return made
+
+
+def reduced(codec: Codec) -> Activations:
+    """Rows as they come from the device under a codec."""
+    plain = activations(TAPS)
+    rows = {
+        tap: Rows(codec, WIDTH, torch.float32, (codec.encode(value)[:, None],), (0,))
+        for tap, value in plain.items()
+    }
+    return Activations(rows, dict.fromkeys(rows, plain.positions), torch.arange(100, 104))
+
+
+def written(sink: FileSink, **given: Any) -> Any:
+    sink.write(delivery(**given))
+    (result,) = sink.flush()
+    return result
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+# ---------------------------------------------------------------- what is there
+
+
+def test_a_request_has_a_file_for_each_site_and_layer_and_a_manifest(sink, root):
+    result = written(sink, name="r1", tag="v1", activations=activations(TAPS))
+    assert files_in(root) == [
+        "v1", "v1/r1", "v1/r1/manifest.json", "v1/r1/resid_post.1.npz", "v1/r1/resid_pre.0.npz",
+    ]  # fmt: skip
+    assert result.status == "ok"
+    assert sorted(result.paths) == [
+        str(root / "v1" / "r1" / name)
+        for name in ("manifest.json", "resid_post.1.npz", "resid_pre.0.npz")
+    ]
+    expected = activations(TAPS)
+    for site, layer in TAPS:
+        with np.load(root / "v1" / "r1" / f"{site}.{layer}.npz") as found:
+            assert sorted(found) == ["positions", "rows", "token_ids"]
+            assert np.array_equal(found["rows"], expected[site, layer].numpy())
+            assert found["positions"].tolist() == [0, 2]
+            assert found["token_ids"].tolist() == [100, 102]
+
+
+def test_the_manifest_has_shapes_paths_codec_and_whose_they_are(sink, root):
+    result = written(sink, name="r1", metadata={"a": [1]}, activations=activations(TAPS))
+    on_disk = json.loads((root / "r1" / "manifest.json").read_text())
+    assert on_disk["files"][0] == {
+        "path": "resid_pre.0.npz",
+        "site": "resid_pre",
+        "layer": 0,
+        "rows": 2,
+        "arrays": {
+            "rows": {"shape": [2, WIDTH], "dtype": "float32"},
+            "positions": {"shape": [2], "dtype": "int64"},
+            "token_ids": {"shape": [2], "dtype": "int64"},
+        },
+        "scales": None,
+    }
+    wanted = {"codec": "raw", "request_id": "7", "metadata": {"a": [1]}, "model": "a/model",
+              "hidden_size": WIDTH, "prompt_tokens": 3, "generated_tokens": 2, "completion": 0,
+              "status": "ok", "problems": []}  # fmt: skip
+    assert {name: on_disk[name] for name in wanted} == wanted
+    # To the caller it is the same, with paths that need no folder.
+    for one in on_disk["files"]:
+        one["path"] = str(root / "r1" / one["path"])
+    assert result.manifest == on_disk
+
+
+def test_bfloat16_is_read_as_float32_bit_by_bit(sink, root):
+    rows = activations(dtype=torch.bfloat16)
+    written(sink, activations=rows)
+    with np.load(root / "r" / "resid_post.1.npz") as found:
+        assert found["rows"].dtype == np.float32
+        assert np.array_equal(found["rows"], rows["resid_post", 1].float().numpy())
+
+
+@pytest.mark.parametrize("spec", ["full8", "rp8:k=4,seed=3", "topk8:k=3"])
+def test_rows_of_a_codec_read_from_their_arrays_as_the_codec_reads_them(sink, root, spec):
+    codec = parse_codec(spec)
+    rows = reduced(codec)
+    result = written(sink, activations=rows)
+    assert result.manifest["codec"] == codec.spec
+    for site, layer in TAPS:
+        with np.load(root / "r" / f"{site}.{layer}.npz") as found:
+            values = found["zero"][:, None] + found["scale"][:, None] * found["q"].astype(
+                np.float32
+            )
+            if "indices" in found:
+                full = np.zeros((2, WIDTH), np.float32)
+                np.put_along_axis(full, found["indices"], values, axis=1)
+                values = full
+            assert np.array_equal(values, rows[site, layer].numpy())
+            scales = next(f["scales"] for f in result.manifest["files"] if f["site"] == site)
+            assert scales == {"min": found["scale"].min(), "max": found["scale"].max()}
+
+
+def test_each_of_several_completions_has_a_folder(sink, root):
+    for nth in range(2):
+        sink.write(delivery("r", completion=nth, completions=2))
+    assert [one.status for one in sink.flush()] == ["ok", "ok"]
+    assert sorted(os.listdir(root / "r")) == ["0", "1"]
+    assert json.loads((root / "r" / "1" / "manifest.json").read_text())["completion"] == 1
+
+
+def test_rows_that_never_came_leave_empty_arrays(sink, root):
+    written(sink, activations=activations(positions=()))
+    with np.load(root / "r" / "resid_post.1.npz") as found:
+        assert found["rows"].shape == (0, WIDTH)
+
+
+# ---------------------------------------------------------------- durable, whole, never overwritten
+
+
+def test_a_folder_appears_with_all_of_its_files_after_they_were_synced(sink, root, monkeypatch):
+    seen: list[str] = []
+    rename, fsync = os.rename, os.fsync
+
+    def watched_rename(*args: Any, **kwargs: Any) -> None:
+        seen.append("rename")
+        assert not (root / "r").exists()
+        rename(*args, **kwargs)
+        assert files_in(root / "r") == ["manifest.json", "resid_post.1.npz"]
+
+    def watched_fsync(descriptor: int) -> None:
+        seen.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    sink.write(delivery())
+    assert files_in(root)[0].endswith(".part")
+    monkeypatch.setattr(os, "rename", watched_rename)
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    sink.flush()
+    part, *files = sorted(seen[:3])
+    assert part.endswith(".part")
+    assert files == ["manifest.json", "resid_post.1.npz"]
+    assert seen[3:] == ["rename", "root"]
+
+
+def test_what_is_there_is_not_overwritten(sink, root):
+    assert written(sink).status == "ok"
+    before = (root / "r" / "manifest.json").read_bytes()
+    with pytest.raises(FileExistsError, match="is there already"):
+        sink.write(delivery(metadata={"other": 1}))
+    assert not sink.flush()
+    assert (root / "r" / "manifest.json").read_bytes() == before
+    assert os.listdir(root) == ["r"]
+
+
+def test_of_two_that_come_at_once_under_one_name_the_second_is_an_error(sink, root):
+    sink.write(delivery(metadata={"first": 1}))
+    sink.write(delivery(metadata={"second": 1}))
+    first, second = sink.flush()
+    assert first.status == "ok"
+    assert (second.status, "not empty" in second.reason) == ("error", True)
+    assert json.loads((root / "r" / "manifest.json").read_text())["metadata"] == {"first": 1}
+
+
+def test_a_write_that_fails_leaves_nothing_and_the_next_is_well(sink, root, monkeypatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez", full)
+        with pytest.raises(OSError, match="No space left"):
+            sink.write(delivery())
+    assert os.listdir(root) == []
+    assert written(sink).status == "ok"
+
+
+def test_a_root_that_is_deleted_is_an_error_and_not_made_anew(sink, root):
+    sink.write(delivery())
+    for path in sorted(root.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    root.rmdir()
+    (result,) = sink.flush()
+    assert (result.status, "No such file" in result.reason) == ("error", True)
+    with pytest.raises(FileNotFoundError):
+        sink.write(delivery())
+    assert not root.exists()
+
+
+# ---------------------------------------------------------------- nowhere else
+
+
+@pytest.mark.parametrize("target", ["folder", "nothing"])
+def test_a_tag_that_is_a_link_is_refused_at_the_door_and_when_it_is_written(
+    sink, root, tmp_path, target
+):
+    outside = tmp_path / "outside"
+    if target == "folder":
+        outside.mkdir()
+    (root / "v1").symlink_to(outside)
+    with pytest.raises(SpecError, match="v1 is not a folder") as caught:
+        sink.check("v1", "r1")
+    assert caught.value.path == "tag"
+    with pytest.raises(OSError, match="v1"):
+        sink.write(delivery(tag="v1"))
+    assert not outside.exists() or not any(outside.iterdir())
+
+
+def test_an_id_that_is_a_link_is_refused_too(sink, root, tmp_path):
+    (tmp_path / "outside").mkdir()
+    (root / "r").symlink_to(tmp_path / "outside")
+    with pytest.raises(SpecError, match="is there already"):
+        sink.check("", "r")
+    with pytest.raises(FileExistsError):
+        sink.write(delivery())
+    with pytest.raises(OSError, match="r"):
+        sink.write(delivery(completions=2))
+    assert not any((tmp_path / "outside").iterdir())
+
+
+def test_a_link_laid_between_write_and_flush_gets_nothing(sink, root, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    sink.write(delivery(tag="v1"))
+    (root / "v1").rename(root / "moved")
+    (root / "v1").symlink_to(outside)
+    (result,) = sink.flush()
+    assert result.status == "error"
+    assert not any(outside.iterdir())
+
+
+def test_the_door_lets_pass_what_is_not_there_yet(sink, root):
+    sink.check("v1", "r1")
+    sink.check("", "")
+    written(sink, name="r1", tag="v1")
+    sink.check("v1", "r2")
+    with pytest.raises(SpecError, match="r1 is there already; use another id") as caught:
+        sink.check("v1", "r1")
+    assert caught.value.path == "request_id"
+
+
+def test_the_root_itself_may_be_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    sink = FileSink(str(tmp_path / "link"))
+    sink.open(ORIGIN)
+    assert written(sink).status == "ok"
+    assert (tmp_path / "real" / "r" / "manifest.json").exists()
+
+
+@settings(max_examples=30)
+@given(
+    st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", fullmatch=True),
+    st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", fullmatch=True),
+)
+def test_every_allowed_name_is_a_folder_right_beneath_the_one_before(tmp_path_factory, tag, name):
+    root = tmp_path_factory.mktemp("names")
+    sink = FileSink(str(root))
+    sink.open(ORIGIN)
+    assert written(sink, tag=tag, name=name).status == "ok"
+    assert os.listdir(root) == [tag]
+    assert os.listdir(root / tag) == [name]
+
+
+# ---------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize("root", ["", None, 7, ["a"]])
+def test_a_root_that_is_no_path_is_refused(root):
+    with pytest.raises(ValueError, match="root: expected the path of a folder"):
+        FileSink(root)
+
+
+def test_a_root_that_is_a_file_keeps_the_engine_from_starting(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        FileSink(str(tmp_path / "file")).open(ORIGIN)
+
+
+def test_a_receipt_with_problems_is_in_the_manifest(sink):
+    bad = replace(RECEIPT, problems=("a row is missing",))
+    manifest = written(sink, receipt=bad).manifest
+    assert (manifest["status"], manifest["problems"]) == ("error", ["a row is missing"])

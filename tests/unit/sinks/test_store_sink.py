@@ -1,0 +1,191 @@
+"""The sink that writes a store: what was acknowledged is in it, exactly, with whose it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+import torch
+from support.sinking import ORIGIN, WIDTH, activations, delivery
+
+from midstream.codecs import parse_codec
+from midstream.errors import StoreError
+from midstream.results.activations import Activations
+from midstream.results.encoded_rows import Rows
+from midstream.results.receipt import Captured, Receipt, Selected
+from midstream.sinks.store_sink import StoreSink, brief, outline
+from midstream.spec import Capture, Plan, Probe, Steer
+from midstream.spec.vector import Vector
+from midstream.store import open_store
+
+TAPS = (("resid_pre", 0), ("resid_post", 1), ("resid_post", 3))
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def sink(root):
+    made = StoreSink(str(root))
+    made.open(ORIGIN)
+    return made
+
+
+def test_what_was_flushed_is_in_the_store_as_it_came(sink, root):
+    rows = activations(TAPS, dtype=torch.float32)
+    for nth in range(3):
+        result = sink.write(
+            delivery(f"r{nth}", tag="v1", metadata={"label": nth}, activations=rows)
+        )
+    assert len(open_store(root)) == 0
+    sink.flush()
+    assert result.manifest == {"store": str(root), "request": "r2", "child": 0, "tag": "v1"}
+    assert result.paths == (str(root),)
+    store = open_store(root)
+    assert [(each.request, each.tag) for each in store.requests] == [
+        (f"r{n}", "v1") for n in range(3)
+    ]
+    found = store.find("r1")
+    assert found.metadata["label"] == 1
+    assert found.prompt_tokens == 3
+    stored = found.activations()
+    assert sorted(stored) == sorted(TAPS)
+    for tap in TAPS:
+        assert torch.equal(stored[tap], rows[tap])
+        assert stored.positions_of(*tap).tolist() == [0, 2]
+        assert stored.token_ids_of(*tap).tolist() == [100, 102]
+    assert len(store.shards) == 1
+    header = store.shards[0].header
+    assert (header.model, header.codec, header.dtype) == ("a/model", "raw", "float32")
+
+
+def test_completions_of_one_request_are_its_children(sink, root):
+    for nth in range(2):
+        sink.write(delivery("r", completion=nth, completions=2))
+    sink.flush()
+    assert [(each.request, each.child) for each in open_store(root).requests] == [
+        ("r", 0),
+        ("r", 1),
+    ]
+
+
+def test_what_midstream_knows_of_a_request_is_in_its_metadata(sink, root):
+    sink.write(delivery())
+    sink.flush()
+    own = open_store(root).find("r").metadata["midstream"]
+    assert own["request_id"] == "7"
+    assert own["receipt"]["status"] == "ok"
+    assert "request_id" not in own["receipt"], "it is said once"
+    assert own["finish_reason"] == "length"
+    assert own["plan"]["capture"][0]["sink"] == "store"
+    assert not {"prompt", "text"} & set(own), "texts are stored on request only"
+
+
+def test_texts_are_stored_on_request(root):
+    sink = StoreSink(str(root), prompts=True)
+    sink.open(ORIGIN)
+    sink.write(delivery())
+    sink.flush()
+    own = open_store(root).find("r").metadata["midstream"]
+    assert (own["prompt"], own["text"]) == ("abc", "de")
+
+
+def test_a_plan_is_stored_without_the_numbers_of_its_vectors():
+    vector = [0.5] * WIDTH
+    plan = Plan((Capture(1),), (Steer(vector, 1),), (Probe(vector, 1),))
+    found = outline(plan)
+    digest = Vector.parse(vector).digest
+    assert found["edits"][0]["vector"] == {"sha256": digest}
+    assert found["capture"] == plan.to_dict()["capture"]
+    assert '"f32"' not in str(found)
+
+
+def test_a_receipt_is_stored_in_brief_and_says_as_much():
+    captured = [
+        *(Captured("resid_post", layer, 9, 9) for layer in (3, 0, 1, 2, 7)),
+        Captured("mlp_out", 0, 9, 9),
+        Captured("resid_post", 8, 9, 4),
+    ]
+    receipt = Receipt(
+        "7", 9, 1, tuple(captured), None, selected=(Selected("capture[0]", ((0, 9),)),)
+    )
+    assert brief(receipt) == {
+        "status": "ok",
+        "captured": [
+            {"site": "resid_post", "layers": [[0, 4], [7, 8]], "expected": 9, "actual": 9},
+            {"site": "mlp_out", "layers": [[0, 1]], "expected": 9, "actual": 9},
+            {"site": "resid_post", "layers": [[8, 9]], "expected": 9, "actual": 4},
+        ],
+        "selected": [{"what": "capture[0]", "positions": [[0, 9]]}],
+    }
+    wrong = dataclasses.replace(receipt, problems=("late",), dropped=2)
+    assert brief(wrong)["problems"] == ["late"]
+    assert (brief(wrong)["status"], brief(wrong)["dropped"]) == ("error", 2)
+
+
+def test_rows_of_several_codecs_are_in_shards_of_their_own(sink, root):
+    plain = activations(TAPS[:1])
+    codec = parse_codec("rp8:k=4")
+    tap = TAPS[0]
+    coded = Rows(codec, WIDTH, torch.float32, (codec.encode(plain[tap])[:, None],), (0,))
+    reduced = Activations({tap: coded}, {tap: plain.positions}, torch.arange(100, 104))
+    sink.write(delivery("raw", activations=plain))
+    sink.write(delivery("rp8", activations=reduced))
+    sink.flush()
+    store = open_store(root)
+    assert sorted(shard.header.codec for shard in store.shards) == ["raw", "rp8:k=4,seed=0"]
+    assert torch.equal(store.get("rp8")[tap], reduced[tap])
+    assert torch.equal(store.get("rp8").encoded(*tap), reduced.encoded(*tap))
+
+
+def test_a_flush_that_fails_lets_go_of_what_it_had_and_the_next_one_is_well(sink, root):
+    sink.write(delivery("lost"))
+    os.rename(root, root.with_name("moved"))
+    with pytest.raises(StoreError):
+        sink.flush()
+    root.mkdir(exist_ok=True)
+    sink.write(delivery("kept"))
+    sink.flush()
+    sink.close()
+    assert [each.request for each in open_store(root).requests] == ["kept"]
+
+
+def test_a_request_that_is_held_already_is_an_error_of_its_own(sink, root):
+    sink.write(delivery("r"))
+    with pytest.raises(StoreError, match="added before"):
+        sink.write(delivery("r"))
+    sink.flush()
+    assert len(open_store(root)) == 1
+
+
+def test_the_stores_own_name_cannot_be_the_callers(sink):
+    with pytest.raises(ValueError, match="metadata: 'midstream' is the store's own name"):
+        sink.write(delivery(metadata={"midstream": 1}))
+
+
+def test_a_store_that_cannot_be_written_to_keeps_the_engine_from_starting(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError):
+        StoreSink(str(tmp_path / "file")).open(ORIGIN)
+    with pytest.raises(StoreError, match="dtype"):
+        StoreSink(str(tmp_path / "s")).open(dataclasses.replace(ORIGIN, dtype="float8"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"root": ""}, "root: expected the path of a store"),
+        ({"root": 7}, "root: expected the path"),
+        ({"root": "x", "shard_bytes": 0}, "shard_bytes: expected a number of bytes, got 0"),
+        ({"root": "x", "shard_bytes": "1"}, "shard_bytes"),
+        ({"root": "x", "group_seconds": "1"}, "group_seconds: expected a number"),
+        ({"root": "x", "group_seconds": -1}, "group_seconds: expected 0 to 60"),
+        ({"root": "x", "prompts": 1}, "prompts: expected `bool`"),
+    ],
+)
+def test_a_wrong_setting_is_refused(settings, problem):
+    with pytest.raises(ValueError, match=problem):
+        StoreSink(**settings)

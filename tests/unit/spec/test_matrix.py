@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import base64
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.spec.strategies import floats32
+
+from midstream.errors import SpecError
+from midstream.spec.matrix import emit_rows, read_directions, read_rows
+from midstream.spec.named_vector import Named
+from midstream.spec.vector import Vector
+
+NUMBERS = [[1.5, -2.0, 0.25], [0.0, 8.0, 1.0]]
+ROWS = tuple(Vector.parse(row) for row in NUMBERS)
+TEXT = base64.b64encode(struct.pack("<6f", *NUMBERS[0], *NUMBERS[1])).decode()
+
+matrices = st.integers(1, 4).flatmap(
+    lambda width: st.lists(
+        st.lists(floats32, min_size=width, max_size=width), min_size=1, max_size=4
+    )
+)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        NUMBERS,
+        tuple(map(tuple, NUMBERS)),
+        ROWS,
+        [ROWS[0], {"f32": TEXT[16:]}],
+        [np.array(NUMBERS[0]), torch.tensor(NUMBERS[1])],
+        np.array(NUMBERS),
+        np.array(NUMBERS, np.float16),
+        np.array(NUMBERS).T.copy().T,
+        torch.tensor(NUMBERS),
+        torch.tensor(NUMBERS, dtype=torch.bfloat16, requires_grad=True),
+        {"f32": TEXT, "shape": [2, 3]},
+    ],
+)
+def test_every_form_gives_the_same_rows(value):
+    assert read_rows(value) == ROWS
+    assert read_directions(value) == ROWS
+
+
+@pytest.mark.parametrize(
+    "value", [NUMBERS[0], np.array(NUMBERS[0]), torch.tensor(NUMBERS[0]), ROWS[0], ROWS[0].emit()]
+)
+def test_one_vector_is_a_matrix_of_one_row(value):
+    assert read_rows(value) == (ROWS[0],)
+
+
+@given(matrices)
+def test_what_is_emitted_is_read_back(numbers):
+    rows = read_rows(numbers)
+    assert read_rows(emit_rows(rows)) == rows
+    assert read_directions(emit_rows(rows)) == rows
+
+
+def test_rows_by_name_are_emitted_as_names():
+    rows = (Named("a"), ROWS[0])
+    assert emit_rows(rows) == [{"name": "a", "scale": 1.0}, ROWS[0].emit()]
+    for form in (emit_rows(rows), ["a", NUMBERS[0]], [{"name": "a"}, ROWS[0]]):
+        assert read_directions(form) == rows
+    assert read_directions("a") == read_directions(["a"]) == (Named("a"),)
+
+
+@pytest.mark.parametrize(
+    ("value", "path", "problem"),
+    [
+        ([], "", "at least one row, got none"),
+        (np.zeros((0, 3)), "", "at least one row, got none"),
+        (np.zeros((3, 0)), "[0]", "empty"),
+        (np.zeros((1, 2, 3)), "", "one dimension"),
+        ([[1], [2, 3]], "[1]", "2 numbers, and 1 in a row before"),
+        ([[1.0], 2.0], "[1]", "got `float`"),
+        ([1.0, [2.0]], "[1]", "one dimension"),
+        ([[1, float("nan")]], "[0][1]", "finite number, got nan"),
+        (torch.tensor([[1.0], [float("inf")]]), "[1][0]", "finite number, got inf"),
+        (["a"], "[0]", "got `str`"),
+        ("a", "", "got `str`"),
+        (None, "", "got `None`"),
+        ([[0.0]] * 257, "", "at most 256 rows can be given, got 257"),
+        ({"f32": TEXT, "shape": [3, 3]}, "f32", "expected 36 bytes, 3 rows of 3 float32, got 24"),
+        ({"f32": TEXT, "shape": [2, 0]}, "shape[1]", "at least 1, got 0"),
+        ({"f32": TEXT, "shape": [2.0, 3]}, "shape[0]", "expected `int`"),
+        ({"f32": TEXT, "shape": [2]}, "shape", r"expected \[rows, width\], got 1 parts"),
+        ({"f32": TEXT, "shape": 6}, "shape", r"expected \[rows, width\], got `int`"),
+        ({"f32": TEXT, "shape": [257, 3]}, "shape", "at most 256 rows"),
+        ({"f32": 3, "shape": [2, 3]}, "f32", "base64 as `str`"),
+        ({"shape": [2, 3]}, "", "missing field `f32`"),
+        ({"f32": TEXT, "shape": [2, 3], "x": 1}, "", "unknown field 'x'"),
+    ],
+)
+def test_what_is_no_matrix_is_refused(value, path, problem):
+    with pytest.raises(SpecError, match=problem) as caught:
+        read_rows(value)
+    assert caught.value.path == path

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from support.formulas import read_score, run
+from unit.spec.strategies import numbers, probes
+
+from midstream.errors import SpecError
+from midstream.ops.layout import Flags, Op
+from midstream.spec import Named, Probe
+
+FULL = {
+    "direction": {"f32": "AACAPwAAAEA="},
+    "bias": 0.5,
+    "name": "harm:a.b-1_",
+    "layer": -1,
+    "site": "mlp_out",
+    "positions": ["last"],
+    "phase": "all",
+}
+
+
+def test_a_dict_is_the_arguments_and_what_is_emitted_has_every_field():
+    assert Probe.parse(FULL).to_dict() == FULL
+    probe = Probe([1, 2], 3)
+    assert (probe.bias, probe.name, probe.layers.indices) == (0.0, "probe", (3,))
+    assert probe == Probe([1, 2], [3], 0, ["resid_post"], "probe")
+    assert Probe.parse(probe) is probe
+
+
+@given(probes())
+def test_a_probe_survives_json(probe):
+    assert Probe.parse(json.loads(json.dumps(probe.to_dict()))) == probe
+
+
+@given(probes(), numbers(3))
+def test_its_instruction_computes_its_score_and_leaves_the_vector(probe, h):
+    (step,) = probe.instructions(3)
+    assert (step.op, step.flags, step.slot) == (Op.PROBE, Flags.FRESH | Flags.COUNTED, None)
+    scores = {}
+    h = np.array([h])
+    assert (run([dataclasses.replace(step, slot=4)], h, scores) == h).all()
+    assert np.allclose(scores[4], read_score(probe, h), rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "problem"),
+    [
+        ({"op": "probe"}, "", "unknown field 'op'"),
+        ({"direction": [None]}, "direction[0]", "got `None`"),
+        ({"direction": Named("a", 2)}, "direction.scale", "has no scale"),
+        ({"bias": True}, "bias", "got `bool`"),
+        ({"layer": "all"}, "layer", 'a probe reads at one layer, got "all"'),
+        ({"layer": [1, 2]}, "layer", "a probe reads at one layer, got 2 layers"),
+        ({"layer": None}, "layer", "missing; it can be left out only where"),
+        ({"site": ["resid_pre", "resid_mid"]}, "site", "a probe reads at one site, got 2"),
+        ({"positions": "end"}, "positions", "got 'end'"),
+        ({"name": ""}, "name", "expected 1 to 64 of the characters"),
+        ({"name": "a" * 65}, "name", "expected 1 to 64 of the characters"),
+        ({"name": "a b"}, "name", "expected 1 to 64 of the characters.*got 'a b'"),
+        ({"name": "a\n"}, "name", "expected 1 to 64 of the characters"),
+        ({"name": 3}, "name", "expected a name, `str`, got `int`"),
+        ({"threshold": 3}, "", "unknown field 'threshold'; known: `direction`, `layer`"),
+    ],
+)
+def test_a_malformed_field_is_refused_by_its_path(change, path, problem):
+    with pytest.raises(SpecError, match=problem) as caught:
+        Probe.parse({**FULL, **change})
+    assert caught.value.path == path
+
+
+def test_a_direction_of_another_width_is_refused_when_lowered():
+    with pytest.raises(SpecError, match="direction: expected 3 numbers, the model's hidden size"):
+        Probe([1, 2], 0).instructions(3)

@@ -1,0 +1,300 @@
+"""Files of vectors, and files that pretend to be some."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import struct
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from unit.demo.model.gguf_file import gguf_bytes, text
+
+from midstream.errors import SpecError
+from midstream.spec import Vector
+from midstream.steering import files
+from midstream.steering.files import read_file
+
+ROWS = {"15": [1.0, 2.5], "pre_attn:0": [-3.0, 0.5]}
+WANTED = {
+    ("resid_post", 15): Vector.parse([1.0, 2.5]),
+    ("resid_pre", 0): Vector.parse([-3.0, 0.5]),
+}
+
+
+def found(path):
+    return {(one.site, one.layer): one.vector for one in read_file(path)}
+
+
+def control_vector(
+    directions, *, kind=0, architecture: bytes | None = b"controlvector", dtype="<f4"
+) -> bytes:
+    metadata = [(b"controlvector.model_hint", 8, text(b"llama"))]
+    if architecture is not None:
+        metadata.insert(0, (b"general.architecture", 8, text(architecture)))
+    metadata.append((b"controlvector.layer_count", 5, struct.pack("<i", len(directions))))
+    return gguf_bytes(
+        metadata,
+        [
+            (name, np.shape(row), kind, np.asarray(row, dtype).tobytes())
+            for name, row in directions.items()
+        ],
+    )
+
+
+# ---------------------------------------------------------------- what is read
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_safetensors_of_every_float_type(tmp_path, dtype):
+    path = tmp_path / "v.safetensors"
+    save_file({key: torch.tensor(row, dtype=dtype) for key, row in ROWS.items()}, path)
+    assert found(path) == WANTED
+    assert found(str(path)) == WANTED
+
+
+@pytest.mark.parametrize("dtype", ["<f4", ">f4", "<f2", "<f8"])
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_npz_of_every_float_type(tmp_path, dtype, save):
+    path = tmp_path / "v.npz"
+    save(path, **{key: np.asarray(row, dtype) for key, row in ROWS.items()})
+    assert found(path) == WANTED
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(0, "<f4"), (1, "<f2")])
+def test_a_control_vectors_direction_n_is_resid_post_of_layer_n(tmp_path, kind, dtype):
+    path = tmp_path / "happy.gguf"
+    given = {b"direction.1": [1.0, 2.5], b"direction.15": [-3.0, 0.5]}
+    path.write_bytes(control_vector(given, kind=kind, dtype=dtype))
+    assert found(path) == {
+        ("resid_post", 1): Vector.parse([1.0, 2.5]),
+        ("resid_post", 15): Vector.parse([-3.0, 0.5]),
+    }
+
+
+def test_a_file_with_only_the_key_vector_is_for_no_tap(tmp_path):
+    path = tmp_path / "v.npz"
+    np.savez(path, vector=np.asarray([1.0, 2.0]))
+    assert read_file(path) == Vector.parse([1.0, 2.0])
+
+
+# ---------------------------------------------------------------- what is not
+
+
+@pytest.mark.parametrize("ending", [".pt", ".pth", ".bin", ".pkl", ".PT", ".ckpt", ".joblib"])
+def test_pickles_are_refused_by_name_and_not_opened(tmp_path, ending):
+    with pytest.raises(SpecError, match=r"hold pickles, which can run code.*safetensors"):
+        read_file(tmp_path / f"not there{ending}")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("v.json", r"expected \.safetensors, \.npz or \.gguf, got a file that ends in '\.json'"),
+        ("v", "a name without an ending"),
+        ("v.npy", "has no layers"),
+        ("v.npz", "No such file"),
+        ("v\0.npz", "cannot be a file's name"),
+    ],
+)
+def test_other_files_are_refused_with_those_that_are_read(tmp_path, name, problem):
+    with pytest.raises(SpecError, match=problem):
+        read_file(tmp_path / name)
+
+
+def test_a_folder_and_a_pipe_are_no_files(tmp_path):
+    (tmp_path / "a.npz").mkdir()
+    os.mkfifo(tmp_path / "b.npz")
+    for name in ("a.npz", "b.npz"):
+        with pytest.raises(SpecError, match="not a file"):
+            read_file(tmp_path / name)
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "npz", "gguf"])
+def test_too_large_a_file_is_refused_before_it_is_read(tmp_path, ending):
+    path = tmp_path / f"v.{ending}"
+    with path.open("wb") as file:
+        file.truncate(files.MAX_FILE_BYTES + 1)
+    with pytest.raises(SpecError, match="at most 268435456"):
+        read_file(path)
+
+
+class Bomb:
+    def __reduce__(self):
+        return (pytest.fail, ("unpickled",))
+
+
+def test_an_npz_with_a_pickle_in_it_runs_nothing(tmp_path):
+    path = tmp_path / "v.npz"
+    np.savez(path, **{"15": np.array([Bomb()], object)})
+    with pytest.raises(SpecError, match="tensor '15': expected an array of real numbers"):
+        read_file(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("15.npy", pickle.dumps(Bomb()))
+    with pytest.raises(SpecError, match="tensor '15': not an array of numpy's format"):
+        read_file(path)
+
+
+def npy(header: str, data: bytes = b"") -> bytes:
+    body = header.encode("latin1")
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(body)) + body + data
+
+
+NPY = {
+    "a shape that is not there": (
+        npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1000,), }", bytes(8)),
+        "ends after 8 of 4000 bytes",
+    ),
+    "a shape larger than any vector": (
+        npy("{'descr': '<f4', 'fortran_order': False, 'shape': (999999999999,), }", bytes(8)),
+        "1 to 1048576 numbers",
+    ),
+    "a negative shape": (
+        npy("{'descr': '<f4', 'fortran_order': False, 'shape': (-1,), }"),
+        "another header",
+    ),
+    "two dimensions": (
+        npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1, 2), }", bytes(8)),
+        r"one dimension, got shape \[1, 2\]",
+    ),
+    "no dimension": (
+        npy("{'descr': '<f4', 'fortran_order': False, 'shape': (), }", bytes(4)),
+        r"one dimension, got shape \[\]",
+    ),
+    "nothing in it": (
+        npy("{'descr': '<f4', 'fortran_order': False, 'shape': (0,), }"),
+        "1 to 1048576",
+    ),
+    "code for a header": (npy("__import__('os').abort()"), "another header"),
+    "a deep header": (npy("(" * 9000), "another header"),
+    "no such number": (
+        npy("{'descr': '<f3', 'fortran_order': False, 'shape': (1,), }", bytes(4)),
+        "no numbers of type <f3",
+    ),
+    "more than it says": (
+        npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1,), }", bytes(8)),
+        "longer than its header says",
+    ),
+    "not finite": (
+        npy(
+            "{'descr': '<f4', 'fortran_order': False, 'shape': (2,), }",
+            np.asarray([1, np.inf], "<f4").tobytes(),
+        ),
+        r"tensor '15'\[1\]: expected a finite number",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NPY)
+def test_a_hostile_array_is_refused_with_the_reason(tmp_path, name):
+    member, problem = NPY[name]
+    path = tmp_path / "v.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("15.npy", member)
+    with pytest.raises(SpecError, match=problem):
+        read_file(path)
+
+
+def test_a_damaged_member_is_found_by_its_checksum(tmp_path):
+    path = tmp_path / "v.npz"
+    np.savez(path, **{"15": np.asarray([1.25, 7.0])})
+    data = bytearray(path.read_bytes())
+    data[data.index(struct.pack("<d", 1.25)) + 7] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(SpecError, match="CRC"):
+        read_file(path)
+
+
+GGUFS = {
+    "a model": (control_vector({b"direction.1": [1.0]}, architecture=b"llama"), "got 'llama'"),
+    "no architecture": (control_vector({b"direction.1": [1.0]}, architecture=None), "got none"),
+    "layer 0": (control_vector({b"direction.0": [1.0]}), "no direction for layer 0"),
+    "another tensor": (control_vector({b"output.weight": [1.0]}), r"expected `direction\.N`"),
+    "a layer that is none": (control_vector({b"direction.-1": [1.0]}), r"expected `direction\.N`"),
+    "a leading zero": (control_vector({b"direction.01": [1.0]}), "names no tap"),
+    "a matrix": (control_vector({b"direction.1": [[1.0, 2.0]]}), "one dimension"),
+    "quantised": (
+        gguf_bytes(
+            [(b"general.architecture", 8, text(b"controlvector"))],
+            [(b"direction.1", (32,), 8, bytes(34))],
+        ),
+        "expected F32 or F16, got Q8_0",
+    ),
+    "empty": (control_vector({}), "there are no vectors"),
+    "not finite": (control_vector({b"direction.1": [np.nan]}), r"'direction\.1'\[0\]"),
+    "cut off": (control_vector({b"direction.1": [1.0] * 32})[:-4], "truncated"),
+    "no GGUF": (b"GGML" + bytes(64), "start with"),
+}
+
+
+@pytest.mark.parametrize("name", GGUFS)
+def test_what_is_no_control_vector_is_refused_with_the_reason(tmp_path, name):
+    data, problem = GGUFS[name]
+    path = tmp_path / "v.gguf"
+    path.write_bytes(data)
+    with pytest.raises(SpecError, match=problem) as caught:
+        read_file(path)
+    assert str(path) in caught.value.problem
+
+
+def test_a_models_safetensors_is_refused_by_its_first_key(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"model.layers.0.mlp.weight": torch.zeros(2, 2)}, path)
+    with pytest.raises(SpecError, match=r"model\.layers\.0\.mlp\.weight' names no tap"):
+        read_file(path)
+
+
+def test_a_saved_capture_is_refused_for_its_shape(tmp_path):
+    path = tmp_path / "rows.safetensors"
+    save_file({"resid_post.3": torch.zeros(5, 2)}, path)
+    with pytest.raises(SpecError, match=r"tensor 'resid_post\.3': expected one dimension"):
+        read_file(path)
+
+
+def test_two_keys_for_one_tap_are_refused(tmp_path):
+    path = tmp_path / "v.safetensors"
+    save_file({"3": torch.ones(2), "post_block.3": torch.ones(2)}, path)
+    with pytest.raises(SpecError, match="a second vector for resid_post of layer 3"):
+        read_file(path)
+
+
+def test_too_many_tensors_are_refused_before_any_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_ITEMS", 1)
+    path = tmp_path / "v.safetensors"
+    save_file({"3": torch.ones(2), "4": torch.ones(2)}, path)
+    with pytest.raises(SpecError, match="2 tensors; a file of vectors has at most 1"):
+        read_file(path)
+
+
+def whole(ending: str) -> bytes:
+    if ending == "gguf":
+        return control_vector({b"direction.1": [1.0, 2.0], b"direction.2": [3.0, 4.0]})
+    if ending == "npz":
+        buffer = io.BytesIO()
+        np.savez(buffer, **{"1": np.ones(3), "2": np.ones(3)})
+        return buffer.getvalue()
+    from safetensors.torch import save
+
+    return save({"1": torch.ones(3), "2": torch.ones(3)})
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "npz", "gguf"])
+@given(data=st.data())
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damage_is_a_spec_error_or_reads(tmp_path, ending, data):
+    damaged = bytearray(whole(ending))
+    for place, byte in data.draw(
+        st.lists(st.tuples(st.integers(0, len(damaged) - 1), st.integers(0, 255)), max_size=4)
+    ):
+        damaged[place] = byte
+    path = tmp_path / f"v.{ending}"
+    path.write_bytes(damaged[: data.draw(st.integers(0, len(damaged)))])
+    with contextlib.suppress(SpecError):
+        read_file(path)

@@ -1,0 +1,267 @@
+"""Names for vectors, checked against a model."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from midstream.errors import NoRoomError, SpecError
+from midstream.spec import ModelShape, Plan, Steer, Vector
+from midstream.spec.named_vector import Named
+from midstream.steering import VectorRegistry
+from midstream.steering import registry as module
+
+# Four layers, three wide; resid_mid is tapped at layer 2 only, and layer 0 has none.
+SHAPE = ModelShape(
+    4,
+    3,
+    [*(("resid_post", layer) for layer in range(4)), ("resid_mid", 2)],
+    {("resid_mid", 0): "it has no norm there"},
+)
+V, W = Vector.parse([1.0, 2.0, 2.0]), Vector.parse([0.0, -1.0, 0.0])
+
+
+@pytest.fixture
+def registry() -> VectorRegistry:
+    return VectorRegistry(SHAPE)
+
+
+def test_what_is_registered_is_looked_up_by_tap_in_the_order_of_a_forward_pass(registry):
+    registry.register("happy", {"resid_post": {-1: V, 2: W}, "post_attn": {2: V}})
+    assert list(registry.lookup("happy").items()) == [
+        (("resid_mid", 2), V),
+        (("resid_post", 2), W),
+        (("resid_post", 3), V),
+    ]
+    assert "happy" in registry
+    assert "sad" not in registry
+    assert len(registry) == 1
+
+
+def test_one_vector_is_for_no_tap_in_particular(registry):
+    for value in (V, [1, 2, 2], np.asarray([1.0, 2, 2]), V.emit()):
+        registry.register("plain", value)
+        assert dict(registry.lookup("plain")) == {None: V}
+
+
+def test_a_file_is_registered_like_its_dict(registry, tmp_path):
+    np.savez(tmp_path / "v.npz", **{"post_attn.2": V.numpy(), "-1": W.numpy()})
+    registry.register("file", tmp_path / "v.npz")
+    registry.register("dict", {("resid_mid", 2): V, 3: W})
+    assert registry.lookup("file") == registry.lookup("dict")
+    np.savez(tmp_path / "one.npz", vector=V.numpy())
+    registry.register("one", str(tmp_path / "one.npz"))
+    assert dict(registry.lookup("one")) == {None: V}
+
+
+def test_a_scale_is_multiplied_in(registry):
+    registry.register("x", {1: {"vector": V, "scale": -2}})
+    assert registry.lookup("x")[("resid_post", 1)] == Vector.parse([-2.0, -4.0, -4.0])
+    with pytest.raises(SpecError, match="overflows float32") as caught:
+        registry.register("x", {1: {"vector": [3e38, 0, 0], "scale": 2}})
+    assert caught.value.path == "vectors[1][0]"
+
+
+def test_what_is_looked_up_cannot_be_changed(registry):
+    registry.register("x", V)
+    with pytest.raises(TypeError):
+        registry.lookup("x")[None] = W
+
+
+WRONG = {
+    "the width": ([1.0], "vectors", "expected 3 numbers, the model's hidden size, got 1"),
+    "the width at a tap": ({1: [1.0] * 4}, "vectors[1]", "expected 3 numbers"),
+    "the layer": ({"resid_post": {4: V}}, 'vectors["resid_post"][4]', "layer 4 is out of range"),
+    "a negative layer": ({-5: V}, "vectors[-5]", "out of range"),
+    "a site not tapped": (
+        {"resid_pre": {1: V}},
+        'vectors["resid_pre"][1]',
+        r'resid_pre at layer 1 is not tapped; .*settings `sites`/`layers`.*"midstream"',
+    ),
+    "a layer not tapped": ({("resid_mid", 3): V}, 'vectors[("resid_mid", 3)]', "is not tapped"),
+    "a site that is not there": (
+        {"resid_mid": {0: V}},
+        'vectors["resid_mid"][0]',
+        "cannot be tapped: it has no norm there",
+    ),
+    "one tap twice": ({3: V, -1: V}, "vectors[-1]", r"the same tap as \[3\]"),
+    "a number": (5, "vectors", "expected a list of numbers"),
+    "no file": ("nowhere.npz", "vectors", "nowhere.npz: No such file"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_the_model_is_refused_and_nothing_changes(registry, name):
+    registry.register("x", V)
+    value, path, problem = WRONG[name]
+    with pytest.raises(SpecError, match=problem) as caught:
+        registry.register("x", value)
+    assert caught.value.path == path
+    assert registry.lookup("x")[None] == V
+    assert registry.list()[0].registered == 1
+
+
+@given(name=st.text(max_size=8) | st.from_regex(r"[\w.:/ -]{0,80}", fullmatch=True))
+def test_a_name_that_can_be_registered_can_be_asked_for_and_no_other(name):
+    registry = VectorRegistry(SHAPE)
+    try:
+        registry.register(name, V)
+    except SpecError:
+        with pytest.raises(SpecError):
+            Named(name)
+        return
+    assert Steer(name, layer=1).bind(registry.lookup) == (Steer(V, layer=1),)
+
+
+@pytest.mark.parametrize("name", ["a", "org/model:v1.2_x-y", "x" * 128])
+def test_what_may_be_a_name(registry, name):
+    registry.register(name, V)
+    assert name in registry
+
+
+@pytest.mark.parametrize("name", ["", "a b", "é", "a\n", ".a", "/a", "x" * 129, 3, None])
+def test_what_cannot_be_a_name_is_refused(registry, name):
+    with pytest.raises(SpecError) as caught:
+        registry.register(name, V)
+    assert caught.value.path == "name"
+    assert len(registry) == 0
+
+
+def test_an_unknown_name_is_refused_with_those_that_are_there(registry):
+    with pytest.raises(SpecError, match="no vectors are registered as 'hapy'; registered: none"):
+        registry.lookup("hapy")
+    registry.register("happy", V)
+    with pytest.raises(SpecError, match=r"did you mean `happy`\?\); registered: `happy`"):
+        registry.lookup("hapy")
+    with pytest.raises(SpecError, match="`str`, got `int`"):
+        registry.lookup(3)
+    with pytest.raises(SpecError, match="did you mean"):
+        registry.remove("hapy")
+
+
+def test_a_removed_name_is_gone(registry):
+    registry.register("x", V)
+    registry.remove("x")
+    assert "x" not in registry
+    assert list(registry.list()) == []
+
+
+def test_there_is_room_for_so_many_names_and_for_replacing_one(registry, monkeypatch):
+    monkeypatch.setattr(module, "MAX_NAMES", 1)
+    registry.register("x", V)
+    with pytest.raises(SpecError, match="remove one first"):
+        registry.register("y", V)
+    registry.register("x", W)
+    assert registry.lookup("x")[None] == W
+
+
+# ---------------------------------------------------------------- replacing
+
+
+def test_a_plan_that_was_bound_keeps_its_vectors_when_the_name_is_replaced(registry):
+    registry.register("mood", {1: V})
+    plan = Plan.make(edits=Steer("mood", scale=2))
+    before = plan.bind(registry.lookup)
+    looked_up = registry.lookup("mood")
+    registry.register("mood", {2: W})
+    assert before.edits == (Steer(V, layer=1, scale=2),)
+    assert dict(looked_up) == {("resid_post", 1): V}
+    assert plan.bind(registry.lookup).edits == (Steer(W, layer=2, scale=2),)
+    registry.remove("mood")
+    assert before.edits == (Steer(V, layer=1, scale=2),)
+
+
+def test_readers_see_the_old_vectors_or_the_new_ones_never_a_mixture(registry):
+    both = [{layer: [float(n)] * 3 for layer in range(4)} for n in (1, 2)]
+    registry.register("x", both[0])
+    seen, stop = set(), threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            seen.add(frozenset(vector.digest for vector in registry.lookup("x").values()))
+            registry.list()
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for thread in readers:
+        thread.start()
+    for nth in range(300):
+        registry.register("x", both[nth % 2])
+        registry.register(f"other{nth}", V)
+    stop.set()
+    for thread in readers:
+        thread.join()
+    assert seen
+    assert all(len(digests) == 1 for digests in seen)
+
+
+# ---------------------------------------------------------------- listing
+
+
+def test_descriptions_are_sorted_and_say_what_is_there(registry):
+    registry.register("b", {1: V, 3: W})
+    registry.register("a", W)
+    described = registry.register("a", V)
+    first, second = registry.list()
+    assert first == described
+    assert (first.name, first.taps, first.norms, first.width) == ("a", (None,), (3.0,), 3)
+    assert first.registered == 2
+    assert second.taps == (("resid_post", 1), ("resid_post", 3))
+    assert second.norms == (3.0, 1.0)
+    assert second.to_dict()["taps"] == [["resid_post", 1], ["resid_post", 3]]
+
+
+def test_a_digest_covers_taps_and_contents_and_nothing_else(registry):
+    def digest(vectors):
+        return registry.register("x", vectors).digest
+
+    assert digest({1: V, 2: W}) == digest({("resid_post", 2): W, "post_block": {-3: V}})
+    different = [{1: V, 2: W}, {1: W, 2: V}, {1: V}, {2: V}, V, {("resid_mid", 2): V}]
+    assert len({digest(vectors) for vectors in different}) == len(different)
+    assert registry.register("y", V).digest == digest(V)
+
+
+def test_a_listing_prints_as_a_table(registry):
+    assert str(registry) == "no named vectors"
+    assert registry._repr_html_() == "<p>no named vectors</p>"
+    registry.register("happy", dict.fromkeys(range(4), V))
+    head, row = str(registry.list()).splitlines()
+    assert head.split() == ["name", "taps", "norms", "width", "digest", "registered"]
+    assert row.startswith("happy  resid_post.0, resid_post.1, resid_post.2, resid_post.3  3, 3, 3")
+    assert str(registry.list()[0]) == str(registry.list())
+    assert registry._repr_html_().startswith("<table><thead><tr><th>name</th>")
+    assert "<td>happy</td>" in registry.list()._repr_html_()
+
+
+def test_html_is_escaped():
+    from midstream.steering.listing import html_table
+
+    assert html_table(["<b>"], [["a & <i>"]]) == (
+        "<table><thead><tr><th>&lt;b&gt;</th></tr></thead>"
+        "<tbody><tr><td>a &amp; &lt;i&gt;</td></tr></tbody></table>"
+    )
+
+
+def test_vectors_take_no_more_room_than_there_is_and_a_name_makes_room_for_itself(registry):
+    registry.register("a", {1: V, 2: V}, 36)
+    for vectors in ({1: V, 2: V}, {1: V, 2: V, 3: V}):
+        with pytest.raises(NoRoomError, match="beside the 24 that are registered, of 36"):
+            registry.register("b", vectors, 36)
+    assert "b" not in registry
+    registry.register("b", V, 36)
+    registry.register("a", {2: W, 3: W}, 36)
+    registry.remove("b")
+    registry.register("a", {1: V, 2: V, 3: V}, 36)
+    registry.register("c", {1: V, 2: V, 3: V})
+
+
+def test_a_name_is_shown_as_it_is_at_one_moment(registry):
+    registry.register("x", {1: V})
+    description, vectors = registry.show("x")
+    assert (description,) == registry.list()
+    assert vectors == registry.lookup("x")
+    with pytest.raises(SpecError, match="no vectors are registered as 'y'"):
+        registry.show("y")

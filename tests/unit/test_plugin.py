@@ -1,0 +1,181 @@
+"""Installed but not enabled, midstream does nothing at all; enabled, its hooks are in."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# It imports vLLM in a process of its own, which takes as long as an engine's start.
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).resolve().parents[2]
+PATCHED = [
+    "vllm.engine.arg_utils.EngineArgs.create_engine_config",
+    "vllm.plugins.load_endpoint_plugins",
+    "vllm.v1.engine.async_llm.AsyncLLM.from_vllm_config",
+    "vllm.v1.engine.core.EngineCore._initialize_kv_caches",
+    "vllm.v1.engine.core.EngineCore.preprocess_add_request",
+    "vllm.v1.engine.input_processor.InputProcessor.process_inputs",
+    "vllm.v1.engine.llm_engine.LLMEngine.__init__",
+    "vllm.v1.engine.llm_engine.LLMEngine.abort_request",
+    "vllm.v1.engine.llm_engine.LLMEngine.step",
+    "vllm.v1.engine.output_processor.OutputProcessor.do_tracing",
+    "vllm.v1.engine.output_processor.instrument_manual",
+    "vllm.v1.worker.worker_base.WorkerWrapperBase.init_device",
+]
+ENABLING = [
+    "args",
+    "args, with settings",
+    "args, in the environment",
+    "args, in the environment as JSON",
+    "args, on the command line",
+    "args, on the command line in one word",
+    "args, a worker class",
+    "args, a worker class on the command line",
+    "core",
+    "worker",
+    "twice",
+]
+IDLE = [
+    "args, plain",
+    "args, of others",
+    "args, false",
+    "args, none",
+    "args, 0 in the environment",
+    "args, empty in the environment",
+    "args, of others on the command line",
+    "args, another worker class",
+    "core, plain",
+    "core, of others",
+    "worker, plain",
+    "worker, of others",
+]
+
+
+def run(*arguments):
+    kept = {k: v for k, v in os.environ.items() if k not in ("MIDSTREAM", "VLLM_PLUGINS")}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={
+            **kept,
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT / "src")]),
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            return json.loads(line.removeprefix("RESULT "))
+    raise AssertionError(f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What `support.enabling` saw, in a process with vLLM."""
+    return run("-m", "support.enabling")
+
+
+def test_loading_the_plugins_changes_nothing_in_vllm(found):
+    assert found["watched"] > 1000, "too little was watched for this to mean anything"
+    assert found["ours_before"] == []
+    assert found["after_plugins"] == []
+
+
+def test_making_engine_args_without_midstream_changes_nothing_in_vllm(found):
+    assert found["after_engine_args"] == []
+    assert found["environment_kept"]
+
+
+def test_the_plugin_was_really_called(found):
+    assert "midstream.plugin" in found["ours"]
+
+
+def test_loading_the_plugins_imports_only_light_modules(found):
+    heavy = [
+        name
+        for name in found["ours"]
+        if name.startswith("midstream.runtime.") and name != "midstream.plugin"
+    ]
+    assert heavy == []
+    # `ops.layout` is a table of numbers, in which edits are written down.
+    for name in ("ops.site", "transport", "llm", "activations", "demo", "models"):
+        assert f"midstream.{name}" not in found["ours"]
+    # vLLM ships general plugins of its own.
+    own = ("midstream", "vllm.plugins.lora_resolvers", "vllm.lora.resolver")
+    outside = {name.split(".")[0] for name in found["imported"] if not name.startswith(own)}
+    assert outside <= set(sys.stdlib_module_names), "vLLM alone would not have imported these"
+
+
+@pytest.mark.parametrize("scenario", ENABLING)
+def test_enabled_the_hooks_are_in_and_no_others(found, scenario):
+    seen = found["scenarios"][scenario]
+    assert seen["changed"] == PATCHED
+    assert seen["error"].split(":")[0] in ("", "Stop")
+
+
+@pytest.mark.parametrize("scenario", IDLE)
+def test_not_enabled_nothing_is_patched_wherever_the_plugins_are_loaded(found, scenario):
+    seen = found["scenarios"][scenario]
+    assert seen["changed"] == []
+    assert "midstream.runtime.install" not in seen["ours"]
+    assert seen["error"].split(":")[0] in ("", "Stop")
+
+
+def test_every_scenario_is_looked_at(found):
+    assert set(found["scenarios"]) == {*ENABLING, *IDLE, "plain, then enabled"}
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="vLLM loads plugins once in a process (plugins_loaded): register() is not called again "
+    "for a second engine, so a plain engine before an enabled vllm.LLM keeps the hooks out of this "
+    "process; without midstream.activate(), an engine that runs in it does nothing, silently",
+)
+def test_an_engine_enabled_after_a_plain_one_in_the_same_process_has_the_hooks(found):
+    assert found["scenarios"]["plain, then enabled"]["changed"] == PATCHED
+
+
+IMPORTS = """
+import sys
+before = set(sys.modules)
+{statement}
+import json
+print("RESULT", json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["import midstream", "from midstream.plugin import register; register()"],
+)
+def test_importing_midstream_brings_in_neither_torch_nor_vllm_nor_numpy(statement):
+    imported = run("-c", IMPORTS.format(statement=statement))
+    assert any(name.startswith("midstream.spec") for name in imported)
+    others = {name.split(".")[0] for name in imported} - {"midstream"}
+    assert others <= set(sys.stdlib_module_names), "the base install has no more than numpy"
+    assert not others & {"asyncio", "multiprocessing", "urllib", "http", "email"}, "not for free"
+
+
+def test_register_looks_at_the_environment_only_when_called():
+    program = (
+        "import os, sys, json\n"
+        "import midstream.plugin\n"
+        "os.environ['MIDSTREAM'] = {value!r}\n"
+        "sys.modules['midstream.runtime.install'] = fake = type(sys)('fake')\n"
+        "fake.activate = lambda: calls.append(1)\n"
+        "calls = []\n"
+        "midstream.plugin.register()\n"
+        "print('RESULT', json.dumps(len(calls)))\n"
+    )
+    for value, calls in (("1", 1), ("{}", 1), ("0", 0), ("", 0), (" ", 0), ("nonsense", 1)):
+        assert run("-c", program.format(value=value)) == calls, value

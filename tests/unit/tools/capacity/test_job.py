@@ -1,0 +1,97 @@
+"""Jobs and fleets: what is refused, and who moves which rows."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.tools.capacity.plans import job
+
+from midstream.errors import SpecError
+from midstream.tools.capacity import Fleet
+from midstream.tools.capacity.job import ranks, read_return, stages
+
+
+@given(st.integers(1, 130), st.integers(1, 16))
+def test_layers_are_shared_out_as_vllm_does_it(layers, pp):
+    from vllm.distributed.utils import get_pp_indices
+
+    if pp > layers:
+        return
+    assert [(each.start, each.stop) for each in stages(layers, pp)] == [
+        get_pp_indices(layers, rank, pp) for rank in range(pp)
+    ]
+
+
+@given(st.integers(0, 200), st.sampled_from((1, 2, 4, 8)))
+def test_the_ranks_of_a_stage_move_each_row_once(taps, tp):
+    sharded, gathered = ranks(taps, tp, "sharded"), ranks(taps, tp, "gathered")
+    assert sum(sharded) == sum(gathered) == taps
+    assert len(sharded) == len(gathered) == tp
+    assert gathered[0] == taps
+    assert max(sharded) - min(sharded) <= 1
+    assert sharded == [sum(i % tp == rank for i in range(taps)) for rank in range(tp)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "engines", "nodes"),
+    [
+        ((1, 1, 8, None, None), 1, 1),
+        ((8, 2, 8, None, None), 1, 2),
+        ((8, 2, 8, 64, None), 32, 64),
+        ((4, 1, 8, 64, None), 128, 64),
+        ((4, 1, 8, None, 3), 3, 2),
+        ((1, 1, 8, 2, 5), 5, 2),
+    ],
+)
+def test_a_fleet_has_as_many_engines_and_machines_as_go_together(arguments, engines, nodes):
+    fleet = Fleet.of(*arguments)
+    assert (fleet.engines, fleet.nodes) == (engines, nodes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((0, 1, 8, None, None), "tp: expected a whole number from 1"),
+        ((16, 1, 8, None, None), "tp: expected at most the 8 GPUs.*use pp"),
+        ((3, 1, 8, None, None), "tp: expected a divisor of the 8 GPUs"),
+        ((8, 0, 8, None, None), "pp: expected a whole number from 1"),
+        ((1, 1, 0, None, None), "gpus_per_node: expected"),
+        ((8, 2, 8, 3, None), "nodes: 3 machines have 24 GPUs.*tp · pp = 16"),
+        ((8, 2, 8, 2, 2), "dp: 2 engines take 32 GPUs, and there are 16; at most 1"),
+        ((1, 1, 8, 0, None), "nodes: expected a whole number from 1"),
+        ((1, 1, 8, None, 0), "dp: expected a whole number from 1"),
+    ],
+)
+def test_a_fleet_that_does_not_come_out_even_is_refused_with_what_would(arguments, said):
+    with pytest.raises(SpecError, match=said):
+        Fleet.of(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tokens": 0}, "tokens: expected a whole number from 1"),
+        ({"request_tokens": 0}, "request_tokens: expected"),
+        ({"step_tokens": 0}, "step_tokens: expected"),
+        ({"fraction": 0.0}, "fraction: expected a share above 0 and up to 1"),
+        ({"fraction": 1.5}, "fraction: expected"),
+        ({"fraction": float("nan")}, "fraction: expected"),
+        ({"layers": [32]}, "layers.*out of range: the model has 32 layers"),
+        ({"layers": [31, -1]}, "layer -1 is layer 31 again"),
+        ({"layers": "some"}, 'expected "all" or indices'),
+        ({"sites": "resid"}, "unknown|expected"),
+        ({"pp": 33, "gpus_per_node": 8}, "pp: expected at most the 32 layers"),
+    ],
+)
+def test_a_job_that_cannot_be_is_refused_by_its_field(fields, said):
+    with pytest.raises(SpecError, match=said):
+        job(**fields)
+
+
+def test_a_layout_is_gathered_or_sharded_and_both_where_it_matters():
+    assert read_return("", 1) == ("gathered",)
+    assert read_return("", 2) == ("gathered", "sharded")
+    assert read_return("sharded", 8) == ("sharded",)
+    with pytest.raises(SpecError, match="return: expected gathered and sharded|return: expected"):
+        read_return("scattered", 8)

@@ -1,0 +1,134 @@
+"""The doctor's side of transformers: it finds the sites by arithmetic, where their names say they
+are, and holds what the tests' own oracle holds, plain and edited.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from support import tiny
+from support.oracle import Branches, HookEdit, Oracle, relative_error
+
+from midstream.tools.doctor.model_copy import save_copy, small_config
+from midstream.tools.doctor.reference import Reference
+from midstream.tools.doctor.site_finder import Place
+from midstream.tools.doctor.small_config import Size
+
+TOKENS = [5, 17, 33, 101, 8, 77, 54, 23, 9]
+NORM, PRE_FF = "post_attention_layernorm", "pre_feedforward_layernorm"
+PRE_NORM = {
+    "attn_out": Place("self_attn"),
+    "resid_mid": Place(NORM, entry=True),
+    "mlp_in": Place(NORM),
+    "mlp_out": Place("mlp"),
+}
+SANDWICH = {
+    "attn_out": Place(NORM),
+    "resid_mid": Place(PRE_FF, entry=True),
+    "mlp_in": Place(PRE_FF),
+    "mlp_out": Place("post_feedforward_layernorm"),
+}
+POST_NORM = {
+    "attn_out": Place(NORM),
+    "resid_mid": Place("mlp", entry=True),
+    "mlp_in": Place("mlp", entry=True, shared=True),
+    "mlp_out": Place("post_feedforward_layernorm"),
+}
+PARALLEL = {
+    "attn_out": Place("self_attn"),
+    "mlp_in": Place("mlp", entry=True, shared=True),
+    "mlp_out": Place("mlp"),
+}
+
+
+def copy_of(config: hf.PretrainedConfig, folder: Path) -> Reference:
+    save_copy(small_config(config, Size(2)), folder, 3)
+    found = Reference(folder)
+    found.find_sites(TOKENS)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "places"),
+    [
+        (hf.LlamaConfig(), PRE_NORM),
+        (hf.Gemma2Config(), SANDWICH),
+        (hf.Olmo2Config(), POST_NORM),
+        (hf.CohereConfig(), PARALLEL),
+    ],
+    ids=["pre-norm", "sandwich", "post-norm", "parallel"],
+)
+def test_the_sites_are_found_where_their_names_say_they_are(config, places, tmp_path):
+    found = copy_of(config, tmp_path)
+    assert [layer.found for layer in found.places] == [places] * len(found.layers)
+
+
+def test_what_is_scaled_where_it_is_added_is_not_found_and_said_to_be_missing(tmp_path):
+    found = copy_of(hf.GraniteConfig(residual_multiplier=0.3), tmp_path)
+    for site in ("attn_out", "mlp_out"):
+        assert "scaled" in found.missing((site, 0)), site
+    for site in ("resid_pre", "resid_mid", "mlp_in", "resid_post"):
+        assert found.missing((site, 1)) is None
+    assert found.places[0].found["resid_mid"] == Place(NORM, entry=True)
+
+
+def test_where_attention_and_mamba_are_added_at_once_the_stream_behind_them_is_found(tmp_path):
+    found = copy_of(hf.FalconH1Config(attention_out_multiplier=0.7), tmp_path)
+    assert found.missing(("attn_out", 0))
+    assert found.places[0].found["resid_mid"] == Place("pre_ff_layernorm", entry=True)
+    assert found.places[0].found["mlp_out"] == Place("feed_forward")
+
+
+def test_a_layer_that_is_a_mixer_alone_has_one_branch(tmp_path):
+    found = copy_of(hf.MambaConfig(), tmp_path)
+    assert found.places[0].found == {"attn_out": Place("mixer")}
+    assert found.missing(("mlp_out", 0))
+
+
+ORACLES = {
+    "llama": Branches(),
+    "gemma3": Branches(NORM, mlp_out="post_feedforward_layernorm"),
+    "gpt2": Branches(attn_out="attn"),
+    "opt": Branches(mlp_in="fc1", mlp_out="fc2"),
+    "phi": Branches(),
+}
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_values_and_edits_are_those_of_the_tests_own_oracle(name, tmp_path):
+    path = tiny.make(name, tmp_path)
+    spec = tiny.MODELS[name]
+    oracle = Oracle(path, spec.layers, spec.mid, branches=ORACLES[name])
+    reference = Reference(path)
+    reference.find_sites(TOKENS)
+    assert set(oracle.sites) == {
+        site
+        for site in ("resid_pre", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post")
+        if reference.missing((site, 1)) is None
+    }
+    draw = torch.Generator().manual_seed(1)
+    for site in (None, *oracle.sites):
+        hooks, changes = [], {}
+        if site is not None:
+            vector = torch.randn(reference.width, generator=draw)
+            hooks = [HookEdit(site, 1, vector, 2.0, lambda position: True)]
+            changes = {(site, 1): lambda rows, v=vector: rows + 2.0 * v}
+        logits, expected = oracle.run(TOKENS, hooks)
+        seen = reference.run(TOKENS, changes)
+        assert relative_error(seen.logits, logits) < 1e-5, site
+        for tap, value in expected.items():
+            assert relative_error(seen.values[tap], value) < 1e-5, (site, tap)
+        if site is not None:
+            moved = seen.values[site, 1] - seen.before[site, 1]
+            assert relative_error(moved, (2.0 * vector).expand_as(moved)) < 1e-5
+
+
+def test_greedy_tokens_come_with_the_pass_that_computed_them(tmp_path):
+    found = copy_of(hf.LlamaConfig(), tmp_path)
+    tokens, seen = found.generate(TOKENS, 3)
+    whole = found.run([*TOKENS, *tokens])
+    assert seen.logits.shape[0] == len(TOKENS) + 2
+    assert whole.logits[len(TOKENS) - 1 : -1].argmax(dim=-1).tolist() == tokens

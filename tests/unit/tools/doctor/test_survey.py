@@ -1,0 +1,52 @@
+"""What docs/data/models.json says of vLLM's architectures."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+from support.sources import package_path
+
+ROOT = Path(__file__).resolve().parents[4]
+FOUND = json.loads((ROOT / "docs/data/models.json").read_text())
+MODELS = FOUND["models"]
+OUTCOMES = {"ok", "refused", "not compared", "cannot be built"}
+
+
+def registry(name: str) -> list[str]:
+    """The architectures in one of the registry's tables, as its source has them."""
+    tree = ast.parse((package_path("vllm") / "model_executor/models/registry.py").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return [key.value for key in node.value.keys if key is not None]
+    raise AssertionError(f"the registry has no {name}")
+
+
+def test_every_decoder_only_text_architecture_of_vllm_has_an_outcome():
+    own = registry("_TEXT_GENERATION_MODELS")
+    through = registry("_TRANSFORMERS_SUPPORTED_MODELS")
+    assert len(own) > 100
+    missing = {*own, *(name for name in through if name.endswith("ForCausalLM"))} - set(MODELS)
+    assert missing == set()
+
+
+def test_at_least_sixty_are_ok_and_none_is_wrong():
+    assert {one["outcome"] for one in MODELS.values()} <= OUTCOMES
+    assert sum(one["outcome"] == "ok" for one in MODELS.values()) >= 60
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_outcome_has_what_it_stands_on(name):
+    one = MODELS[name]
+    if one["outcome"] != "ok":
+        assert one["reason"]
+        return
+    assert one["layer_classes"]
+    assert one["worst"] < 0.15
+    # The stream is compared at every layer that has it, and something was edited.
+    assert one["compared"] >= 2 * one["layers"] - 1
+    assert one["operations"] >= 8
+    for site in ("resid_pre", "resid_post"):
+        assert all(site not in sites for sites in one["not compared"].values())

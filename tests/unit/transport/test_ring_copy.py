@@ -1,0 +1,227 @@
+"""Rows on their way from the ring to the arena."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.stored import make_arena
+
+from midstream.codecs import Full8, Raw, parse_codec
+from midstream.transport.arena import Arena, ArenaSettings
+from midstream.transport.base import Parcel, Shipment
+from midstream.transport.ring_copy import CpuTransport, CudaTransport, host_transport
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def ring(rows=8, width=3, device="cpu"):
+    return torch.arange(rows * width, dtype=torch.float32, device=device).view(rows, width)
+
+
+def tally(rows=4, device="cpu"):
+    return torch.arange(rows * 4, dtype=torch.int32, device=device).view(rows, 4)
+
+
+def scores(rows=4, device="cpu"):
+    return torch.arange(rows * 2, dtype=torch.float32, device=device).view(rows, 2)
+
+
+def raw(first: int, num_rows: int) -> list[Parcel]:
+    return [Parcel(first, num_rows, Raw())]
+
+
+def rows_of(shipment: Shipment, nth: int = 0, dtype=torch.float32, width: int = 3):
+    shipment.wait()
+    extent = shipment.extents[nth]
+    assert extent is not None
+    return extent.memory.view(dtype).view(-1, width)
+
+
+def test_a_ring_on_the_cpu_gets_the_transport_of_the_cpu():
+    assert isinstance(host_transport(ring(), make_arena()), CpuTransport)
+
+
+def test_a_shipment_has_the_rows_and_the_tally_of_its_step():
+    transport = host_transport(ring(), make_arena())
+    assert transport.capacity == 8
+    shipment = transport.ship(raw(transport.reserve(5), 5), tally(), scores())
+    assert shipment.ready()
+    assert torch.equal(rows_of(shipment), ring()[:5])
+    assert torch.equal(shipment.tally(), tally())
+    assert torch.equal(shipment.scores(), scores())
+
+
+def test_what_was_shipped_does_not_change_with_the_next_step():
+    source, counts, read = ring(), tally(), scores()
+    transport = host_transport(source, make_arena())
+    shipment = transport.ship(raw(transport.reserve(8), 8), counts, read)
+    for each in (source, counts, read):
+        each.zero_()
+    transport.ship(raw(0, 8), counts, read)
+    assert torch.equal(rows_of(shipment), ring())
+    assert torch.equal(shipment.tally(), tally())
+    assert torch.equal(shipment.scores(), scores())
+
+
+def test_each_codec_has_its_own_part_of_the_ring_and_of_the_arena():
+    transport = host_transport(ring(), make_arena())
+    parcels = [Parcel(0, 3, Raw()), Parcel(3, 5, Full8())]
+    shipment = transport.ship(parcels, tally(), scores(0))
+    assert torch.equal(rows_of(shipment), ring()[:3])
+    reduced = rows_of(shipment, 1, torch.uint8, Full8().row_bytes(3, torch.float32))
+    assert torch.equal(reduced, Full8().encode(ring()[3:]))
+
+
+def test_of_what_is_dropped_the_tally_comes_all_the_same():
+    transport = host_transport(ring(rows=4096), make_arena(4096, "drop"))
+    kept = transport.ship(raw(0, 300), tally(), scores(0))
+    lost = transport.ship(raw(0, 300), tally(), scores())
+    assert lost.extents == (None,)
+    assert torch.equal(lost.tally(), tally())
+    assert torch.equal(lost.scores(), scores())
+    assert torch.equal(rows_of(kept), ring(rows=4096)[:300])
+
+
+def test_a_copy_is_of_what_was_there_when_it_was_sent():
+    positions = torch.arange(4)
+    copy = host_transport(ring(), make_arena()).copy(positions)
+    positions.zero_()
+    assert copy.values().tolist() == [0, 1, 2, 3]
+
+
+def test_a_step_that_captures_nothing_still_ships_its_tally():
+    transport = host_transport(ring(), make_arena())
+    shipment = transport.ship([], tally(), scores(0))
+    assert shipment.extents == ()
+    assert torch.equal(shipment.tally(), tally())
+    assert shipment.scores().shape == (0, 2)
+
+
+def test_rows_keep_the_rings_dtype():
+    transport = host_transport(ring().bfloat16(), make_arena())
+    shipment = transport.ship(raw(0, 2), tally(), scores(0))
+    assert torch.equal(rows_of(shipment, dtype=torch.bfloat16), ring().bfloat16()[:2])
+
+
+def test_a_step_may_fill_the_ring_but_no_more():
+    transport = host_transport(ring(), make_arena())
+    assert transport.reserve(8) == 0
+    with pytest.raises(AssertionError, match="captures 9 rows, .* holds 8: .*staging_bytes"):
+        transport.reserve(9)
+
+
+# ---------------------------------------------------------------- CUDA
+
+
+def pinned_arena(segment: int = 1 << 20) -> Arena:
+    return Arena(ArenaSettings(64 << 20, segment, "block", Path("/tmp")), pin=True)
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_a_ring_on_cuda_gets_the_transport_of_cuda():
+    assert isinstance(host_transport(ring(device="cuda"), pinned_arena()), CudaTransport)
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_rows_arrive_in_pinned_memory_as_they_were_when_shipped():
+    source, counts, read = ring(device="cuda"), tally(device="cuda"), scores(device="cuda")
+    transport = host_transport(source, pinned_arena())
+    shipment = transport.ship(raw(transport.reserve(5), 5), counts, read)
+    counts.zero_()
+    read.zero_()
+    assert torch.equal(rows_of(shipment), ring()[:5])
+    assert torch.equal(shipment.tally(), tally())
+    assert torch.equal(shipment.scores(), scores())
+    assert shipment.ready()
+    assert rows_of(shipment).is_pinned()
+    assert shipment.scores().is_pinned()
+
+
+@needs_cuda
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", ["raw", "full8", "rp8:k=64", "topk8:k=16"])
+def test_steps_that_lap_the_ring_while_copies_are_under_way_lose_nothing(codec):
+    rows, width, steps = 64, 4096, 200
+    used = parse_codec(codec)
+    source = torch.zeros(rows, width, device="cuda")
+    base = torch.randn(width, generator=torch.Generator().manual_seed(0)).cuda()
+    transport = host_transport(source, pinned_arena())
+    shipments = []
+    for step in range(steps):
+        count = 1 + step * 7 % 40
+        first = transport.reserve(count)
+        assert first + count <= rows
+        source[first : first + count] = base * float(step + 1)
+        read = torch.full((5, 2), float(step), device="cuda")
+        parcel = Parcel(first, count, used)
+        shipments.append((step, count, transport.ship([parcel], tally(device="cuda"), read)))
+        read.fill_(-1)
+    for step, count, shipment in shipments:
+        assert bool((shipment.scores() == float(step)).all())
+        wanted = used.encode((base * float(step + 1)).expand(count, width).contiguous()).cpu()
+        found = rows_of(shipment, 0, torch.uint8, wanted.shape[1])
+        assert torch.equal(found, wanted), f"step {step} was overwritten"
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_what_is_beyond_the_memory_arrives_in_files_from_cuda(tmp_path):
+    arena = Arena(ArenaSettings(1 << 20, 1 << 20, "spill", tmp_path), pin=True)
+    source = torch.arange(1 << 18, dtype=torch.float32, device="cuda").view(-1, 1024)
+    transport = host_transport(source, arena)
+    shipments = [transport.ship(raw(0, 256), tally(device="cuda"), scores(0)) for _ in range(4)]
+    assert arena.used["disk_bytes"] == 3 << 20
+    for shipment in shipments:
+        assert torch.equal(rows_of(shipment, width=1024), source.cpu())
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_another_process_reads_what_arrived_from_cuda_without_a_copy():
+    arena = pinned_arena()
+    source = torch.arange(1 << 16, dtype=torch.float32, device="cuda").view(-1, 64)
+    shipment = host_transport(source, arena).ship(raw(0, 1024), tally(device="cuda"), scores(0))
+    shipment.wait()
+    (extent,) = shipment.extents
+    assert extent is not None
+    script = (
+        "import sys, torch; from midstream.transport.memory import map_shared;"
+        "pid, fd, size, offset, count = map(int, sys.argv[1:]);"
+        "rows = map_shared(pid, fd, size)[offset:][:count].view(torch.float32);"
+        "assert torch.equal(rows, torch.arange(count // 4, dtype=torch.float32))"
+    )
+    fd, size = arena.describe([extent.segment])[extent.segment]
+    numbers = [os.getpid(), fd, size, extent.offset, extent.memory.numel()]
+    subprocess.run([sys.executable, "-c", script, *map(str, numbers)], check=True)
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_a_step_without_captures_ships_its_tally_from_cuda():
+    transport = host_transport(ring(device="cuda"), pinned_arena())
+    counts = tally(device="cuda")
+    shipment = transport.ship([], counts, scores(0, device="cuda"))
+    assert shipment.extents == ()
+    assert shipment.scores().shape == (0, 2)
+    assert torch.equal(shipment.tally(), tally())
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_on_cuda_a_copy_arrives_before_what_is_queued_after_it():
+    positions = torch.arange(4, device="cuda")
+    copy = host_transport(ring(device="cuda"), pinned_arena()).copy(positions)
+    torch.cuda._sleep(10**9)
+    later = torch.cuda.Event()
+    positions.zero_()
+    later.record()
+    assert copy.values().tolist() == [0, 1, 2, 3]
+    assert not later.query(), "it was waited for work that was queued after the copy"
+    torch.cuda.synchronize()
