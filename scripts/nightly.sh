@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The tests that take long: thousands of random requests, eager and compiled, each held against the
-# same request alone; and those that run longer when MIDSTREAM_NIGHTLY is set (helpers/nightly.py).
+# The tests that take long: tests/nightly, those marked `nightly` elsewhere, and those that run
+# longer when MIDSTREAM_NIGHTLY is set (support/nightly.py), like properties with 500 examples.
 #   scripts/nightly.sh [options of pytest]     MIDSTREAM_ADVERSARY_SEED=7 for other requests
 # A mix that differs is written to MIDSTREAM_ADVERSARY_FOLDER, default nightly-results.
 set -euo pipefail
@@ -10,5 +10,10 @@ export MIDSTREAM_NIGHTLY=1
 export MIDSTREAM_ADVERSARY_FOLDER=${MIDSTREAM_ADVERSARY_FOLDER:-nightly-results}
 export MIDSTREAM_ADVERSARY_SEED=${MIDSTREAM_ADVERSARY_SEED:-$(date +%Y%m%d)}
 echo "seed $MIDSTREAM_ADVERSARY_SEED"
-mapfile -t longer < <(grep -rlE "helpers.nightly|mark.nightly" --include="test_*.py" tests | sort)
-exec "$python" -m pytest "${longer[@]}" "$@"
+if [ $# -eq 0 ]; then
+  mapfile -t longer < <(
+    grep -rlE "support.nightly|mark.nightly|hypothesis" --include="test_*.py" tests | sort
+  )
+  set -- tests/nightly "${longer[@]}"
+fi
+exec "$python" -m pytest "$@"

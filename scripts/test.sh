@@ -1,13 +1,25 @@
 #!/usr/bin/env bash
-# Sets up like scripts/demo.sh, then runs the linters, the type checker and the tests.
+# Sets up like scripts/demo.sh, then runs the linters and the type checker beside the tests.
 #   scripts/test.sh [options of pytest]     e.g. scripts/test.sh -m "not engine"
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh dev
 bin=${MIDSTREAM_VENV:-.venv}/bin
-"$bin/ruff" check .
-"$bin/ruff" format --check .
-"$bin/mypy"
+checks=$(mktemp)
+run=$(mktemp --suffix=.xml)
+trap 'rm -f "$checks" "$run"' EXIT
+{
+  "$bin/ruff" check . && "$bin/ruff" format --check . && "$bin/mypy"
+} >"$checks" 2>&1 &
+lint=$!
 # Two files at a time: most of an engine test is Python on one core. tests/conftest.py has the long
-# ones come first.
-exec "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# ones come first, and keeps the tests of a file together.
+status=0
+"$bin/python" -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --junitxml="$run" "$@" || status=$?
+# Of a run of everything: has a file become much slower than recorded?
+if [ $# -eq 0 ] && [ $status -eq 0 ]; then
+  "$bin/python" scripts/durations.py check "$run" || status=1
+fi
+wait $lint || { status=1; printf 'ruff or mypy failed:\n'; }
+cat "$checks"
+exit $status

@@ -1,48 +1,88 @@
-"""Fixtures shared by all tests."""
+"""Fixtures of all tests; which tests are run by default, in which groups, and in which order."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from support import releases
+from support.nightly import NIGHTLY
 
 ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
 # How long an example takes says nothing here: a first one imports what it needs.
-settings.register_profile("midstream", deadline=None)
-settings.load_profile("midstream")
+settings.register_profile("dev", deadline=None, max_examples=30)
+settings.register_profile(
+    "nightly", deadline=None, max_examples=500, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("nightly" if NIGHTLY else "dev")
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Two engines at a time: the threads of one must not wait for those of the other. PyTorch reads
     # this when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
-
-# Those that take minutes, the longest first: begun last, they would keep one process busy while the
-# other has nothing left to do. Before them, one that makes models in transformers: where vLLM has
-# run one by transformers' code, as it does Phi, that class is vLLM's for good in the process.
-LONG = (
-    "doctor/test_reference.py", "engine/test_ranks.py", "engine/test_ray.py",
-    "engine/test_parity.py", "engine/test_serving.py", "engine/test_stale_graph.py",
-    "engine/test_processes.py", "engine/test_arena.py", "engine/test_serving_ends.py",
-    "engine/test_replicas.py", "ray/test_spreading.py", "ray/test_alone.py",
-    "engine/test_speculative.py", "engine/test_capture_command.py", "examples/test_examples.py",
-)  # fmt: skip
+# Before all others: it makes models in transformers, and where vLLM has run one by transformers'
+# code, as it does Phi, that class is vLLM's for good in the process.
+FIRST = "unit/tools/doctor/test_reference.py"
+# Files without a record of their own, by folder: engines before the rest.
+SLOW = ("engine/", "system/", "nightly/", "gpu/")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
+def has_device() -> bool:
+    """Whether there is a CUDA device."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
-    def when(item: pytest.Item) -> int:
-        name = item.path.relative_to(here).as_posix() if here in item.path.parents else ""
-        if name in LONG:
-            return LONG.index(name)
-        return len(LONG) + (not name.startswith(("engine/", "examples/", "demo/")))
 
+collect_ignore = [] if has_device() else ["gpu"]
+
+
+def durations() -> dict[str, float]:
+    """Seconds that each file of tests took when that was recorded; see scripts/durations.py."""
+    found: dict[str, float] = json.loads((TESTS / "durations.json").read_text())["files"]
+    return found
+
+
+def name_of(item: pytest.Item) -> str:
+    """The file of a test, relative to `tests`."""
+    return item.path.relative_to(TESTS).as_posix() if TESTS in item.path.parents else ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        name = name_of(item)
+        if name.startswith("nightly/"):
+            item.add_marker(pytest.mark.nightly)
+        if name.startswith(("engine/", "system/", "nightly/")):
+            item.add_marker(pytest.mark.engine)
+        if item.get_closest_marker("xdist_group") is None:
+            # A file's tests stay together: they share fixtures, and engines with them.
+            item.add_marker(pytest.mark.xdist_group(name))
+    if not NIGHTLY and not _names_nightly(config):
+        left = [item for item in items if item.get_closest_marker("nightly") is not None]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item.get_closest_marker("nightly") is None]
+    known = durations()
+
+    def when(item: pytest.Item) -> float:
+        name = name_of(item)
+        if name == FIRST:
+            return float("-inf")
+        return -known.get(name, 5.0 if name.startswith(SLOW) else 1.0)
+
+    # The longest first: begun last, it would keep one process busy while the other has nothing.
     items.sort(key=when)
+
+
+def _names_nightly(config: pytest.Config) -> bool:
+    """Whether the command line asks for tests that are left out by default."""
+    named = any("nightly" in word or "::" in word for word in config.args)
+    return named or "nightly" in (config.option.markexpr or "")
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +96,7 @@ def smollm2() -> Path:
 @pytest.fixture(scope="module", params=releases.names())
 def release(request: pytest.FixtureRequest) -> Iterator[Path]:
     """The `vllm` folder of each release whose sources are checked, one after the other."""
-    from support import sources
+    from support import sources  # which imports torch, and many tests do without
 
     folder = releases.folder_of(request.param)
     with sources.sources_in(folder):

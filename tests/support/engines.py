@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
 _live: list[Any] = []
+# Blocks of KV cache of an engine on a tiny model. vLLM zeroes what it takes, by default a GiB.
+_BLOCKS, _TINY = 512, 64
 ALL_SITES = ["resid_pre", "resid_mid", "resid_post"]
 
 
@@ -37,6 +40,10 @@ def engine(model: Path, *, plain: bool = False, **args: Any) -> Iterator[Any]:
         "seed": 0,
         **args,
     }
+    if json.loads((model / "config.json").read_text()).get("hidden_size", _TINY) <= _TINY:
+        settings.setdefault("num_gpu_blocks_override", _BLOCKS)
+    # vLLM collects garbage five times as it starts; what has been imported is no part of it.
+    gc.freeze()
     if plain:
         from vllm import LLM
     else:
@@ -56,6 +63,7 @@ def engine(model: Path, *, plain: bool = False, **args: Any) -> Iterator[Any]:
         if not _live:
             llm.llm_engine.engine_core.shutdown()
         del llm
+        gc.unfreeze()
         gc.collect()
         torch._dynamo.reset()
 
