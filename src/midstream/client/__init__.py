@@ -1,6 +1,6 @@
-"""For programs that ask a server: `Client`, `AsyncClient`, and what goes beside other clients.
+"""Clients of a midstream server: `Client`, `AsyncClient`, and `extra_body` for OpenAI clients.
 
-Needs httpx, and no vLLM.
+Needs httpx and torch, but not vLLM.
 """
 
 from midstream.client.async_client import AsyncClient

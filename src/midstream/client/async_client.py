@@ -1,4 +1,4 @@
-"""`midstream.AsyncClient`: as `Client`, for an event loop."""
+"""`midstream.AsyncClient`: the asyncio version of `Client`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from midstream.client.outputs import Reader, ServedOutput
 
 
 class AsyncClient:
-    """As `midstream.Client`, whose methods have the documentation; here each is awaited."""
+    """Asyncio client of a midstream server; see `midstream.Client`, whose methods it has as
+    coroutines.
+    """
 
     def __init__(
         self,
@@ -22,8 +24,18 @@ class AsyncClient:
         timeout: float | None = 600.0,
         http: Any = None,
     ) -> None:
-        """Args:
-        base_url: and the others: as for `Client`; `http` is an httpx.AsyncClient.
+        """Create a client; the arguments are those of `Client`.
+
+        Args:
+            base_url: URL of the server, without `/v1`.
+            api_key: API key of the server.
+            admin_key: key for changes of vectors and steering.
+            timeout: timeout of a request in seconds; None: no timeout.
+            http: an httpx.AsyncClient to use instead of a new one, with its own base URL, keys and
+                timeout.
+
+        Raises:
+            ConfigError: keys are given together with `http`.
         """
         import httpx
 
@@ -35,17 +47,17 @@ class AsyncClient:
         self.steering = AsyncSteering(self)
 
     async def complete(self, prompt: Any, **given: Any) -> ServedOutput:
-        """Completes a prompt."""
-        return await self._ask(protocol.COMPLETIONS, protocol.body_of(given, prompt=prompt))
+        """Complete a prompt; see `Client.complete`."""
+        return await self._complete(protocol.COMPLETIONS, protocol.body_of(given, prompt=prompt))
 
     async def chat(self, messages: Any, **given: Any) -> ServedOutput:
-        """Answers a conversation."""
-        return await self._ask(protocol.CHAT, protocol.body_of(given, messages=messages))
+        """Answer a conversation; see `Client.chat`."""
+        return await self._complete(protocol.CHAT, protocol.body_of(given, messages=messages))
 
     async def stream(
         self, prompt: Any = None, *, messages: Any = None, **given: Any
     ) -> AsyncIterator[ServedOutput]:
-        """What there is so far, event by event."""
+        """Yield the accumulated output after each event; see `Client.stream`."""
         path = protocol.COMPLETIONS if messages is None else protocol.CHAT
         body = protocol.body_of(given, prompt=prompt, messages=messages, stream=True)
         reader, stream = Reader(), protocol.Stream()
@@ -54,33 +66,33 @@ class AsyncClient:
                 protocol.check(response.status_code, await response.aread())
             async for data in response.aiter_bytes():
                 for value in stream.feed(data):
-                    yield reader.read(value, await self._follow(reader, value))
+                    yield reader.read(value, await self._fetch_rows(reader, value))
         stream.end()
-        protocol.check_told(body, reader.output)
+        protocol.check_enabled(body, reader.output)
 
     async def read(self, answer: Any) -> ServedOutput:
-        """What this client would have returned of an answer that another one got."""
+        """Convert a response of another client to a ServedOutput; see `Client.read`."""
         value = protocol.plain(answer)
         reader = Reader()
-        return reader.read(value, await self._follow(reader, value))
+        return reader.read(value, await self._fetch_rows(reader, value))
 
     async def sites(self) -> dict[str, Any]:
-        """What can be read and edited."""
+        """Return every site of every layer; see `Client.sites`."""
         found: dict[str, Any] = await self.call("GET", protocol.SITES)
         return found
 
     async def status(self) -> dict[str, Any]:
-        """What the server is."""
+        """Return versions, settings and usage of the server; see `Client.status`."""
         found: dict[str, Any] = await self.call("GET", protocol.STATUS)
         return found
 
     async def call(self, method: str, path: str, json: Any = None) -> Any:
-        """One request of any kind."""
+        """Send one request; see `Client.call`."""
         response = await self._http.request(method, path, json=json)
         return protocol.check(response.status_code, response.content)
 
     async def close(self) -> None:
-        """Ends its connections."""
+        """Close all connections."""
         await self._http.aclose()
 
     async def __aenter__(self) -> AsyncClient:
@@ -94,12 +106,14 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _ask(self, path: str, body: dict[str, Any]) -> ServedOutput:
+    async def _complete(self, path: str, body: dict[str, Any]) -> ServedOutput:
         reader = Reader()
         value = await self.call("POST", path, body)
-        return protocol.check_told(body, reader.read(value, await self._follow(reader, value)))
+        return protocol.check_enabled(
+            body, reader.read(value, await self._fetch_rows(reader, value))
+        )
 
-    async def _follow(self, reader: Reader, value: dict[str, Any]) -> dict[str, bytes]:
+    async def _fetch_rows(self, reader: Reader, value: dict[str, Any]) -> dict[str, bytes]:
         found = {}
         for url in reader.handles(value):
             response = await self._http.get(url)
@@ -111,48 +125,48 @@ class AsyncClient:
 
 
 class AsyncVectors:
-    """Named vectors of a server."""
+    """Named vectors of a server; see `midstream.client.synchronous.Vectors`."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
 
     async def register(self, name: str, vectors: Any) -> dict[str, Any]:
-        """Registers vectors under a name."""
+        """Register vectors under a name."""
         found: dict[str, Any] = await self._client.call(
             "PUT", protocol.path_of(name), protocol.upload_of(vectors)
         )
         return found
 
     async def list(self) -> list[dict[str, Any]]:
-        """What is registered."""
+        """Return the registered names with their properties."""
         answer = await self._client.call("GET", protocol.VECTORS)
         found: list[dict[str, Any]] = answer["vectors"]
         return found
 
     async def remove(self, name: str) -> None:
-        """Forgets a name."""
+        """Remove a name."""
         await self._client.call("DELETE", protocol.path_of(name))
 
 
 class AsyncSteering:
-    """Server-wide steering."""
+    """Server-wide steering of a server."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
 
     async def set(self, **tiers: Any) -> dict[str, Any]:
-        """Sets tiers."""
+        """Set tiers."""
         found: dict[str, Any] = await self._client.call(
             "PUT", protocol.STEERING, protocol.tiers_of(tiers)
         )
         return found
 
     async def show(self) -> dict[str, Any]:
-        """What is in force."""
+        """Return the active steering."""
         found: dict[str, Any] = await self._client.call("GET", protocol.STEERING)
         return found
 
     async def clear(self) -> dict[str, Any]:
-        """Empties all tiers."""
+        """Clear all tiers."""
         found: dict[str, Any] = await self._client.call("DELETE", protocol.STEERING)
         return found

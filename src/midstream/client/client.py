@@ -1,4 +1,4 @@
-"""`midstream.Client`: asks a server, and waits."""
+"""`midstream.Client`: a blocking client of a midstream server."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from midstream.client.outputs import Reader, ServedOutput
 
 
 class Client:
-    """Asks a server that has midstream, and returns what the offline API returns.
+    """Client of a midstream server; returns results in the form of the offline API.
 
-    It works beside the `openai` client: that goes to the same server, with `extra_body`.
+    Works beside the `openai` client, which can send requests to the same server with `extra_body`.
     """
 
     def __init__(
@@ -25,16 +25,18 @@ class Client:
         timeout: float | None = 600.0,
         http: Any = None,
     ) -> None:
-        """Args:
-        base_url: the server's, without `/v1`.
-        api_key: the server's key.
-        admin_key: for what changes the server: vectors and steering.
-        timeout: seconds that one answer may take.
-        http: an httpx.Client to use instead of one of its own, with its own base URL, keys and
-            timeout.
+        """Create a client.
+
+        Args:
+            base_url: URL of the server, without `/v1`.
+            api_key: API key of the server.
+            admin_key: key for changes of vectors and steering.
+            timeout: timeout of a request in seconds; None: no timeout.
+            http: an httpx.Client to use instead of a new one, with its own base URL, keys and
+                timeout.
 
         Raises:
-            ConfigError: keys besides `http`.
+            ConfigError: keys are given together with `http`.
         """
         import httpx
 
@@ -46,28 +48,37 @@ class Client:
         self.steering = SteeringOfServer(self)
 
     def complete(self, prompt: Any, **given: Any) -> ServedOutput:
-        """Completes a prompt.
+        """Complete a prompt.
 
         Args:
-            prompt: as `/v1/completions` takes it.
-            **given: `capture`, `steer`, `edits`, `probes` and `activations` as `extra_body` has
-                them; all else are fields of the body, as `model`, `max_tokens`, `temperature`.
+            prompt: as for `/v1/completions`.
+            **given: `capture`, `steer`, `edits`, `probes` and `activations` as for `extra_body`;
+                all others are fields of the request body, such as `model`, `max_tokens`,
+                `temperature`.
 
         Raises:
-            SpecError: what is asked for is malformed.
-            ServerError: the server refused it, or does not know of midstream.
-            httpx.HTTPError: the server cannot be reached, or the connection broke.
+            SpecError: an argument for midstream is malformed.
+            ServerError: the server rejected the request, or midstream is not enabled there.
+            httpx.HTTPError: the server is unreachable, or the connection failed.
         """
-        return self._ask(protocol.COMPLETIONS, protocol.body_of(given, prompt=prompt))
+        return self._complete(protocol.COMPLETIONS, protocol.body_of(given, prompt=prompt))
 
     def chat(self, messages: Any, **given: Any) -> ServedOutput:
-        """Answers a conversation; as `complete`."""
-        return self._ask(protocol.CHAT, protocol.body_of(given, messages=messages))
+        """Answer a conversation; arguments and exceptions are those of `complete`.
+
+        Args:
+            messages: as for `/v1/chat/completions`.
+            **given: as for `complete`.
+        """
+        return self._complete(protocol.CHAT, protocol.body_of(given, messages=messages))
 
     def stream(
         self, prompt: Any = None, *, messages: Any = None, **given: Any
     ) -> Iterator[ServedOutput]:
-        """As `complete` or `chat`, but what there is so far, event by event. The last has all."""
+        """Yield the accumulated output after each event of a stream; the last one is complete.
+
+        Arguments and exceptions are those of `complete`, or of `chat` if `messages` is given.
+        """
         path = protocol.COMPLETIONS if messages is None else protocol.CHAT
         body = protocol.body_of(given, prompt=prompt, messages=messages, stream=True)
         reader, stream = Reader(), protocol.Stream()
@@ -76,41 +87,46 @@ class Client:
                 protocol.check(response.status_code, response.read())
             for data in response.iter_bytes():
                 for value in stream.feed(data):
-                    yield reader.read(value, self._follow(reader, value))
+                    yield reader.read(value, self._fetch_rows(reader, value))
         stream.end()
-        protocol.check_told(body, reader.output)
+        protocol.check_enabled(body, reader.output)
 
     def read(self, answer: Any) -> ServedOutput:
-        """What this client would have returned of an answer that another one got, as `openai`'s.
+        """Convert a response of another client, such as `openai`'s, to a ServedOutput.
+
+        Fetches rows that the server has cached for it.
 
         Args:
-            answer: its JSON, or an object with `model_dump`. Of a stream, none of its events.
+            answer: JSON of the response, or an object with `model_dump`; not an event of a stream.
+
+        Raises:
+            ServerError: the rows cannot be fetched.
         """
         value = protocol.plain(answer)
         reader = Reader()
-        return reader.read(value, self._follow(reader, value))
+        return reader.read(value, self._fetch_rows(reader, value))
 
     def sites(self) -> dict[str, Any]:
-        """What can be read and edited, and why the rest cannot."""
+        """Return every site of every layer: tapped, or the reason why not."""
         found: dict[str, Any] = self.call("GET", protocol.SITES)
         return found
 
     def status(self) -> dict[str, Any]:
-        """What the server is, and what is in use."""
+        """Return versions, settings and usage of the server."""
         found: dict[str, Any] = self.call("GET", protocol.STATUS)
         return found
 
     def call(self, method: str, path: str, json: Any = None) -> Any:
-        """One request of any kind; the answer's JSON.
+        """Send one request, and return the JSON of its response; None if it is empty.
 
         Raises:
-            ServerError: the server refused it.
+            ServerError: the server rejected the request.
         """
         response = self._http.request(method, path, json=json)
         return protocol.check(response.status_code, response.content)
 
     def close(self) -> None:
-        """Ends its connections."""
+        """Close all connections."""
         self._http.close()
 
     def __enter__(self) -> Client:
@@ -124,13 +140,13 @@ class Client:
     ) -> None:
         self.close()
 
-    def _ask(self, path: str, body: dict[str, Any]) -> ServedOutput:
+    def _complete(self, path: str, body: dict[str, Any]) -> ServedOutput:
         reader = Reader()
         value = self.call("POST", path, body)
-        return protocol.check_told(body, reader.read(value, self._follow(reader, value)))
+        return protocol.check_enabled(body, reader.read(value, self._fetch_rows(reader, value)))
 
-    def _follow(self, reader: Reader, value: dict[str, Any]) -> dict[str, bytes]:
-        """Fetches the rows that the server holds, and has it let go of them."""
+    def _fetch_rows(self, reader: Reader, value: dict[str, Any]) -> dict[str, bytes]:
+        """Fetch the rows that the server has cached, and delete them there."""
         found = {}
         for url in reader.handles(value):
             response = self._http.get(url)
@@ -148,41 +164,43 @@ class Vectors:
         self._client = client
 
     def register(self, name: str, vectors: Any) -> dict[str, Any]:
-        """Registers vectors under a name; what `VectorRegistry.register` takes, but no path."""
+        """Register vectors under a name, as `VectorRegistry.register`, except from a path."""
         found: dict[str, Any] = self._client.call(
             "PUT", protocol.path_of(name), protocol.upload_of(vectors)
         )
         return found
 
     def list(self) -> list[dict[str, Any]]:
-        """What is registered."""
+        """Return the registered names with their properties."""
         found: list[dict[str, Any]] = self._client.call("GET", protocol.VECTORS)["vectors"]
         return found
 
     def remove(self, name: str) -> None:
-        """Forgets a name."""
+        """Remove a name."""
         self._client.call("DELETE", protocol.path_of(name))
 
 
 class SteeringOfServer:
-    """Server-wide steering."""
+    """Server-wide steering of a server."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
 
     def set(self, **tiers: Any) -> dict[str, Any]:
-        """Sets tiers: `base`, `prompt`, `generated`, each an edit, its dict, a name, or a list."""
+        """Set the tiers `base`, `prompt` and `generated`: each an edit, its dict, a name, or a
+        list.
+        """
         found: dict[str, Any] = self._client.call(
             "PUT", protocol.STEERING, protocol.tiers_of(tiers)
         )
         return found
 
     def show(self) -> dict[str, Any]:
-        """What is in force."""
+        """Return the active steering."""
         found: dict[str, Any] = self._client.call("GET", protocol.STEERING)
         return found
 
     def clear(self) -> dict[str, Any]:
-        """Empties all tiers."""
+        """Clear all tiers."""
         found: dict[str, Any] = self._client.call("DELETE", protocol.STEERING)
         return found

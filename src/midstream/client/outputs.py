@@ -1,4 +1,4 @@
-"""What a server answered, as the offline API has it."""
+"""Results of a server, in the form of the offline API."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from midstream.results.serialization import unpack
 
 @dataclass(slots=True)
 class ServedCompletion:
-    """One choice.
+    """One choice of a response.
 
     Attributes:
-        index: which.
-        text: what was generated; of a stream, so far.
-        finish_reason: the server's, once it has ended.
-        activations, probes, receipt, capture_results: as `midstream.LLM.generate` puts them on a
-            completion; None where nothing was asked for or nothing is known yet.
-        rows: of a stream, captured rows in the order in which they came, from captures with
-            `stream`.
+        index: index of the choice.
+        text: generated text; of a stream, the text so far.
+        finish_reason: the server's reason, once the choice has ended; else None.
+        activations: captured rows; None if nothing was captured, not yet known, or kept on the
+            server.
+        probes: probe scores; of a stream, the scores so far. None if there are none.
+        receipt: the receipt; None until the choice has ended, or if the request had no plan.
+        capture_results: results of sinks by name; None if no rows went to a sink.
+        rows: of a stream, partial rows of captures with `stream`, in the order received.
     """
 
     index: int
@@ -44,12 +46,12 @@ class ServedCompletion:
 
 @dataclass(slots=True)
 class ServedOutput:
-    """One answer.
+    """One response.
 
     Attributes:
-        request_id: the server's.
-        outputs: its choices, by index.
-        raw: the answer's JSON; of a stream, the latest event's.
+        request_id: the server's request id.
+        outputs: choices by index.
+        raw: JSON of the response; of a stream, of the latest event.
     """
 
     request_id: str = ""
@@ -58,24 +60,24 @@ class ServedOutput:
 
     @property
     def text(self) -> str:
-        """Of the only choice, or of the first."""
+        """Text of the first choice; empty if there are no choices."""
         return self.outputs[0].text if self.outputs else ""
 
     @property
     def activations(self) -> Activations | None:
-        """Of the only choice; None where there are several."""
+        """Activations of the only choice; None with several choices."""
         found: Activations | None = self._only("activations")
         return found
 
     @property
     def probes(self) -> Probes | None:
-        """As `activations`."""
+        """Probe scores of the only choice; None with several choices."""
         found: Probes | None = self._only("probes")
         return found
 
     @property
     def receipt(self) -> Receipt | None:
-        """As `activations`."""
+        """Receipt of the only choice; None with several choices."""
         found: Receipt | None = self._only("receipt")
         return found
 
@@ -83,40 +85,42 @@ class ServedOutput:
         return getattr(self.outputs[0], name) if len(self.outputs) == 1 else None
 
 
-_HELD = re.compile("/v1/midstream/activations/[A-Za-z0-9_-]{1,64}")
+_CAPTURE_PATH = re.compile("/v1/midstream/activations/[A-Za-z0-9_-]{1,64}")
 
 
 class Reader:
-    """Reads answers; of one request."""
+    """Accumulates the responses or stream events of one request."""
 
     def __init__(self) -> None:
         self.output = ServedOutput()
         self._scores: dict[tuple[int, str], dict[str, list[Any]]] = {}
 
     def handles(self, value: Mapping[str, Any]) -> list[str]:
-        """Where the rows are that an answer does not have itself.
+        """Return the URLs of rows that are cached on the server.
 
         Raises:
-            ServerError: they are said to be elsewhere than on the server.
+            ServerError: a URL is not a path of a capture on the server.
         """
-        told = [value.get(KEY), *(choice.get(KEY) for choice in value.get("choices") or ())]
+        fields = [value.get(KEY), *(choice.get(KEY) for choice in value.get("choices") or ())]
         urls = [
             one["activations"]["url"]
-            for one in told
+            for one in fields
             if one and "url" in (one.get("activations") or {})
         ]
         for url in urls:
-            # Keys go where it leads.
-            if not _HELD.fullmatch(url):
-                raise ServerError(500, f"the server says that rows are at {url[:200]!r}")
+            # The request to this URL includes the client's keys: never send them elsewhere.
+            if not _CAPTURE_PATH.fullmatch(url):
+                raise ServerError(
+                    500, f"the server sent an invalid handle: rows are at {url[:200]!r}"
+                )
         return urls
 
     def read(self, value: dict[str, Any], fetched: Mapping[str, bytes]) -> ServedOutput:
-        """Takes in an answer, or an event of a stream.
+        """Add a response or a stream event, and return the accumulated output.
 
         Args:
-            value: its JSON.
-            fetched: what is at those of its handles that were followed.
+            value: JSON of the response or event.
+            fetched: contents of fetched handles, by URL.
         """
         self.output.raw = value
         self.output.request_id = value.get("id", self.output.request_id)
@@ -124,11 +128,11 @@ class Reader:
             one = self._choice(choice["index"])
             one.text += _text(choice)
             one.finish_reason = choice.get("finish_reason") or one.finish_reason
-            self._take(one, choice.get(KEY), fetched)
+            self._add_results(one, choice.get(KEY), fetched)
         if value.get("object") == "response":
-            self._choice(0).text = _text_of_response(value)
+            self._choice(0).text = _responses_text(value)
         if value.get(KEY) is not None:
-            self._take(self._choice(0), value[KEY], fetched)
+            self._add_results(self._choice(0), value[KEY], fetched)
         return self.output
 
     def _choice(self, index: int) -> ServedCompletion:
@@ -136,32 +140,32 @@ class Reader:
             self.output.outputs.append(ServedCompletion(len(self.output.outputs)))
         return self.output.outputs[index]
 
-    def _take(
-        self, one: ServedCompletion, told: Mapping[str, Any] | None, fetched: Mapping[str, bytes]
+    def _add_results(
+        self, one: ServedCompletion, results: Mapping[str, Any] | None, fetched: Mapping[str, bytes]
     ) -> None:
-        if not told:
+        if not results:
             return
-        if "receipt" in told:
-            one.receipt = Receipt.from_dict(told["receipt"])
-        if "probes" in told:
-            one.probes = self._probes(one.index, told["probes"])
-        if "captures" in told:
+        if "receipt" in results:
+            one.receipt = Receipt.from_dict(results["receipt"])
+        if "probes" in results:
+            one.probes = self._probes(one.index, results["probes"])
+        if "captures" in results:
             one.capture_results = {
                 sink: CaptureResult(each["status"], each["reason"], tuple(each["paths"]))
-                for sink, each in told["captures"].items()
+                for sink, each in results["captures"].items()
             }
-        for rows in told.get("rows", ()):
+        for rows in results.get("rows", ()):
             one.rows.append(unpack(base64.b64decode(rows["base64"])))
-        rows = told.get("activations")
+        rows = results.get("activations")
         if rows is not None:
             if "base64" in rows:
                 one.activations = unpack(base64.b64decode(rows["base64"]))
             elif rows["url"] in fetched:
                 one.activations = unpack(fetched[rows["url"]])
 
-    def _probes(self, index: int, told: Mapping[str, Any]) -> Probes:
-        """All scores so far: those that an answer has are new."""
-        for name, new in told.items():
+    def _probes(self, index: int, results: Mapping[str, Any]) -> Probes:
+        """Return all scores so far; each event has new scores only."""
+        for name, new in results.items():
             known = self._scores.setdefault(
                 (index, name), {"scores": [], "positions": [], "token_ids": []}
             )
@@ -176,7 +180,7 @@ class Reader:
             tokens[known["positions"]] = torch.tensor(known["token_ids"], dtype=torch.int64)
         return Probes(
             {
-                # Names of what JSON has no numbers for are read as such.
+                # NaN and infinities are sent as strings, which float() parses.
                 name: torch.tensor([float(score) for score in known["scores"]])
                 for name, known in mine.items()
             },
@@ -188,8 +192,8 @@ class Reader:
         )
 
 
-def _text_of_response(value: Mapping[str, Any]) -> str:
-    """Of an answer of `/v1/responses`, which has no choices."""
+def _responses_text(value: Mapping[str, Any]) -> str:
+    """Return the text of a Responses API body, which has no choices."""
     return "".join(
         part["text"]
         for item in value.get("output") or ()
@@ -200,7 +204,7 @@ def _text_of_response(value: Mapping[str, Any]) -> str:
 
 
 def _text(choice: Mapping[str, Any]) -> str:
-    """Of a completion, a chat's message, or what is new of it."""
+    """Return the text of a completion, of a chat message, or of a stream delta."""
     if "text" in choice:
         return choice["text"] or ""
     message = choice.get("message") or choice.get("delta") or {}

@@ -1,4 +1,4 @@
-"""The requests that clients make, without the making: what is sent, and what is read of it."""
+"""Sans-I/O protocol of the clients: request bodies, paths, and parsing of responses."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 VECTORS, STEERING = "/v1/midstream/vectors", "/v1/midstream/steering"
 SITES, STATUS = "/v1/midstream/sites", "/v1/midstream/status"
 PLAN = ("capture", "steer", "edits", "probes")
-ASKED = (*PLAN, "activations")
+FIELDS = (*PLAN, "activations")
 
 
 def headers_of(api_key: str | None, admin_key: str | None) -> dict[str, str]:
-    """Those of every request."""
+    """Return the headers of every request."""
     found = {}
     if api_key is not None:
         found["authorization"] = f"Bearer {api_key}"
@@ -34,71 +34,74 @@ def headers_of(api_key: str | None, admin_key: str | None) -> dict[str, str]:
 
 
 def body_of(given: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """A request's body.
+    """Return the JSON body of a request.
 
     Args:
-        given: the arguments of the call: those of midstream's, and the server's own.
-        more: fields that the call itself sets.
+        given: keyword arguments of the call: midstream's, and fields of the server's API.
+        more: fields that the call itself sets; those that are None are omitted.
 
     Raises:
-        SpecError: what is asked of midstream is malformed.
+        SpecError: an argument for midstream is malformed.
     """
-    asked = {name: given[name] for name in ASKED if name in given}
-    body = {name: value for name, value in given.items() if name not in ASKED}
+    fields = {name: given[name] for name in FIELDS if name in given}
+    body = {name: value for name, value in given.items() if name not in FIELDS}
     body |= {name: value for name, value in more.items() if value is not None}
-    return {**body, **extra_body(**asked)} if asked else body
+    return {**body, **extra_body(**fields)} if fields else body
 
 
-def check_told(body: Mapping[str, Any], output: ServedOutput) -> ServedOutput:
-    """What came of a request, if it tells of all that was asked of midstream.
+def check_enabled(body: Mapping[str, Any], output: ServedOutput) -> ServedOutput:
+    """Return the output, after checking that it has receipts if the request had a plan.
 
     Raises:
-        ServerError: it does not: nothing on that server knows of midstream.
+        ServerError: it has none: midstream is not enabled on the server.
     """
-    asked = body.get(KEY, {}).keys() & set(PLAN)
-    if asked and any(one.receipt is None for one in output.outputs):
+    fields = body.get(KEY, {}).keys() & set(PLAN)
+    if fields and any(one.receipt is None for one in output.outputs):
         raise ServerError(
             500,
-            "the server answered as if nothing had been asked of midstream: it is not enabled "
-            "there. Start it with `midstream serve`, or see that VLLM_PLUGINS, where it is set, "
-            "names midstream, and that --additional-config does",
+            "the server ignored the field `midstream`: midstream is not enabled there. Start it "
+            "with `midstream serve`, or check that --additional-config enables midstream and that "
+            "VLLM_PLUGINS, if it is set, includes midstream",
         )
     return output
 
 
 def plain(answer: Any) -> dict[str, Any]:
-    """The JSON of an answer that another client got."""
+    """Return the JSON of a response that another client received."""
     found: dict[str, Any] = answer.model_dump() if hasattr(answer, "model_dump") else dict(answer)
     return found
 
 
 def check_http(http: Any, *keys: str | None) -> None:
-    """Whether a caller's own connections can be used as asked.
+    """Check that a caller's own HTTP client is not combined with keys.
 
     Raises:
-        ConfigError: there are keys besides, which they would not send.
+        ConfigError: it is: `http` would not send the keys.
     """
     if http is not None and any(key is not None for key in keys):
         raise ConfigError(
-            "http: give the keys in its own headers; api_key and admin_key are not used"
+            "http: api_key and admin_key are unsupported with it; set the keys in its own headers"
         )
 
 
 def path_of(name: str) -> str:
-    """Where vectors are.
+    """Return the path of named vectors.
 
     Raises:
-        SpecError: no vectors can be called so.
+        SpecError: the name is invalid.
     """
     with at("name"):
         return f"{VECTORS}/{quote(read_name(name))}"
 
 
 def upload_of(vectors: Any) -> Any:
-    """Vectors as the server takes them.
+    """Return vectors in the JSON form of the server.
 
     Args:
-        vectors: as `VectorRegistry.register` takes them, but no path.
+        vectors: as for `VectorRegistry.register`, except a path.
+
+    Raises:
+        SpecError: the vectors are malformed.
     """
     from midstream.spec import Vector
 
@@ -122,10 +125,10 @@ def _part(value: Any) -> Any:
 
 
 def check(status: int, content: bytes) -> Any:
-    """The JSON of an answer; None of an empty one.
+    """Return the JSON of a response; None if it is empty.
 
     Raises:
-        ServerError: it is a refusal.
+        ServerError: the status is 400 or higher.
     """
     try:
         value = json.loads(content) if content else None
@@ -137,17 +140,17 @@ def check(status: int, content: bytes) -> Any:
 
 
 class Stream:
-    """An answer that comes as events."""
+    """Parser of a streamed response."""
 
     def __init__(self) -> None:
         self._events = Events()
-        self.is_over = False
+        self.is_done = False
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """What is whole now.
+        """Yield the events that are complete after more bytes.
 
         Raises:
-            ServerError: the server says that something went wrong, after what it said before.
+            ServerError: an event reports an error.
         """
         for event in self._events.feed(data):
             value = self._value(event)
@@ -155,17 +158,17 @@ class Stream:
                 yield value
 
     def end(self) -> None:
-        """No more comes.
+        """Check that the stream is complete.
 
         Raises:
-            ServerError: it was not over.
+            ServerError: it ended early.
         """
-        if not self.is_over:
-            raise ServerError(500, "the stream ended before it was over")
+        if not self.is_done:
+            raise ServerError(500, "the stream ended before it was complete")
 
     def _value(self, event: Event) -> dict[str, Any] | None:
         if event.data == DONE:
-            self.is_over = True
+            self.is_done = True
             return None
         value = event.value
         if not isinstance(value, dict):
@@ -178,7 +181,7 @@ class Stream:
 
 
 def tiers_of(tiers: Mapping[str, Any]) -> dict[str, Any]:
-    """Tiers of server-wide steering as the server takes them."""
+    """Return tiers of server-wide steering in the JSON form of the server."""
     return {tier: _tier(value) for tier, value in tiers.items()}
 
 

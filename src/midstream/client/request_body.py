@@ -1,4 +1,4 @@
-"""What a client sends: a request's body, with midstream's field in it."""
+"""Request body of a client: the field `midstream`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ def extra_body(
     probes: Any = None,
     activations: str = "handle",
 ) -> dict[str, Any]:
-    """What the `openai` client's `extra_body` takes, to capture, edit and probe.
+    """Return the argument `extra_body` of the `openai` client, to capture, edit and probe.
 
     Args:
-        capture, steer, edits, probes: as `midstream.LLM.generate` takes them, for one prompt.
-        activations: how captured rows come: "handle", "inline" or "none".
+        capture, steer, edits, probes: as for `midstream.LLM.generate`, for one prompt.
+        activations: how captured rows are returned: "handle" (cached on the server, to be fetched),
+            "inline" (in the response) or "none".
+
+    Returns:
+        `{"midstream": {…}}`, JSON values.
 
     Raises:
-        SpecError: something is malformed.
+        SpecError: an argument is malformed.
     """
     plan = PromptArguments(capture, steer, edits, probes).plan()
-    asked: dict[str, Any] = {} if plan is None else plan.to_dict()
-    return {KEY: {**asked, "activations": activations}}
+    fields: dict[str, Any] = {} if plan is None else plan.to_dict()
+    return {KEY: {**fields, "activations": activations}}

@@ -128,7 +128,7 @@ def path_of(scope: Scope) -> str:
 
 
 class _Replay:
-    """ASGI `receive` that returns a body that was already read, then the messages that follow it."""
+    """ASGI `receive` that returns a body that was already read, then all later messages."""
 
     def __init__(self, body: bytes, receive: Receive) -> None:
         self._message: Message | None = {"type": "http.request", "body": body, "more_body": False}

@@ -95,7 +95,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(
 
 NOISE = """
 import os, sys
-from midstream.demo import surroundings
+from midstream import console as surroundings
 with surroundings.quiet(verbose={verbose}) as console:
     print("python noise")
     sys.stderr.write("error noise\\n")
@@ -132,7 +132,7 @@ def test_verbose_keeps_nothing_away() -> None:
 
 def test_a_user_s_own_settings_win() -> None:
     code = (
-        "import os; from midstream.demo import surroundings;"
+        "import os; from midstream import console as surroundings;"
         "always, quiet = surroundings.defaults(surroundings.ALWAYS), surroundings.quiet;\n"
         "with always, quiet(verbose=False) as console:\n"
         "    console.print(os.environ['VLLM_CPU_KVCACHE_SPACE'], os.environ['VLLM_LOGGING_LEVEL'])"

@@ -72,9 +72,9 @@ def test_lines_go_where_vllms_go_unless_somebody_has_said_where(ours, monkeypatc
     # Here and not in the fixture: pytest puts handlers of its own on loggers that tell nobody else.
     ours.handlers = []
     monkeypatch.setattr(theirs, "handlers", [handler])
-    events.show()
+    events.attach_handlers()
     assert ours.handlers == [handler]
     own = Kept()
     ours.handlers = [own]
-    events.show()
+    events.attach_handlers()
     assert ours.handlers == [own]

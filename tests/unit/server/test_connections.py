@@ -87,7 +87,7 @@ def test_connections_that_send_a_byte_now_and_then_keep_nobody_waiting(listening
     body = json.dumps({"prompt": "abc", "midstream": {"capture": {"layers": [1]}}}).encode()
     with ExitStack() as stack, Client(listening.url) as client:
         client.complete("abc")  # what is done once is done
-        paths = ["/v1/completions", "/v1/midstream/steering", "/v1/midstream/steering/x"]
+        paths = ["/v1/completions", "/v1/midstream/steering", "/v1/midstream/vectors/x"]
         slow = [
             stack.enter_context(
                 connection(
@@ -145,7 +145,7 @@ def test_a_client_that_breaks_off_while_it_fetches_leaves_no_file_open(listening
     from midstream.results.serialization import pack
 
     data = pack(rows((1,), 200_000), 3, torch.float32)
-    held = listening.site.server.holding.hold(data, "me", "r", {})
+    held = listening.site.server.holding.store(data, "me", "r", {})
     until(lambda: True)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
@@ -209,7 +209,7 @@ def test_a_header_that_is_none_reaches_nobody(listening):
     with connection(listening.address, ask) as client:
         assert client.recv(100).startswith(b"HTTP/1.1 400")
     with httpx.Client(base_url=listening.url) as client:
-        answer = client.get("/v1/midstream/steering/x%0d%0aset-cookie:%20a=b")
+        answer = client.get("/v1/midstream/vectors/x%0d%0aset-cookie:%20a=b")
         assert answer.status_code in (400, 404)
         assert "set-cookie" not in answer.headers
         name = "a%0d%0aset-cookie:%20a=b"

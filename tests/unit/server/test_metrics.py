@@ -72,8 +72,8 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
 
 
 def test_every_metric_is_told_by_a_status(metrics, registry):
-    metrics.take(STATE)
-    metrics.refused(429)
+    metrics.update(STATE)
+    metrics.count_refusal(429)
     found = {
         sample.name.removeprefix("midstream:")
         for family in registry.collect()
@@ -84,7 +84,7 @@ def test_every_metric_is_told_by_a_status(metrics, registry):
 
 
 def test_counters_and_gauges_are_what_the_status_says(metrics, registry):
-    metrics.take(STATE)
+    metrics.update(STATE)
     assert value(registry, "completions_total", status="ok") == 5
     assert value(registry, "receipt_mismatches_total") == 2
     assert value(registry, "captured_bytes_total") == 4000
@@ -97,20 +97,20 @@ def test_counters_and_gauges_are_what_the_status_says(metrics, registry):
 
 
 def test_a_counter_grows_by_what_was_counted_since(metrics, registry):
-    metrics.take(STATE)
-    metrics.take(STATE)
+    metrics.update(STATE)
+    metrics.update(STATE)
     assert value(registry, "captured_rows_total") == 40
     later = copy.deepcopy(STATE)
     later["totals"]["rows"] = 45
     later["totals"]["completions"]["partial"] = 1
-    metrics.take(later)
+    metrics.update(later)
     assert value(registry, "captured_rows_total") == 45
     assert value(registry, "completions_total", status="partial") == 1
 
 
 def test_refusals_are_counted_by_status(metrics, registry):
     for status in (400, 400, 413):
-        metrics.refused(status)
+        metrics.count_refusal(status)
     assert value(registry, "refusals_total", status="400") == 2
     assert value(registry, "refusals_total", status="413") == 1
 

@@ -108,7 +108,7 @@ WRONG = {
     "a path as vectors": (
         {"midstream": {"steer": {"vector": "/etc/passwd", "layer": 1}}},
         "midstream.steer.vector",
-        "the first no dot or slash",
+        "not starting with a dot or slash",
     ),
     "a second steer": (
         {"midstream": {"steer": [{"vector": [1], "layer": 1}, {"vector": [1]}]}},
@@ -123,7 +123,7 @@ WRONG = {
     "a tag that leaves its folder": (
         {"midstream": {"capture": {"layers": [1], "sink": "store", "tag": "../x"}}},
         "midstream.capture.tag",
-        "the first no dot",
+        "not starting with a dot",
     ),
     "an id that leaves its folder": (
         {"midstream": {"capture": {"layers": [1], "sink": "store", "request_id": "a/b"}}},

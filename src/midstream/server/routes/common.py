@@ -53,8 +53,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the OpenAPI entries of an endpoint's error responses."""
     found: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in statuses}
-    # Without it FastAPI would promise a 422 of a form of its own, which is not ok_response here.
-    found["default"] = {"model": ErrorBody, "description": "Something went wrong in the server."}
+    # Without a default FastAPI documents a 422 with its own body, which these routes never return.
+    found["default"] = {"model": ErrorBody, "description": "Internal server error."}
     return found
 
 

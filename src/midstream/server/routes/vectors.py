@@ -40,7 +40,7 @@ def listing(server: ServerDep) -> dict[str, Any]:
 
 
 @router.get(
-    "/v1/midstream/steering/{name:path}",
+    "/v1/midstream/vectors/{name:path}",
     summary="Show one name with its vectors",
     responses={
         **ok_response({**ABOUT, "vectors": [{"f32": "AACAPw=="}]}),
@@ -56,7 +56,7 @@ def show(name: Name, server: ServerDep) -> dict[str, Any]:
 
 
 @router.put(
-    "/v1/midstream/steering/{name:path}",
+    "/v1/midstream/vectors/{name:path}",
     summary="Register vectors under a name, replacing earlier ones",
     description="JSON: `{layer: vector}`, `{site: {layer: vector}}`, or one vector without a "
     'layer; a vector is a list of numbers, `{"f32": base64}` or '
@@ -84,7 +84,7 @@ async def register(name: Name, request: Request, server: AdminDep) -> dict[str, 
 
 
 @router.delete(
-    "/v1/midstream/steering/{name:path}",
+    "/v1/midstream/vectors/{name:path}",
     status_code=204,
     summary="Remove a name",
     description="Requests that were accepted with it keep their vectors.",
