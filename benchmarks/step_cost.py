@@ -52,9 +52,10 @@ def main() -> None:
 def measure(sequences: int, layers: int, hidden: int, what: str, device: str) -> dict[str, float]:
     """Microseconds of both hooks."""
     from midstream.runtime.worker.step.step_batch import StepBatch
+    from midstream.spec.resolve.wire import to_bytes
 
     session = make_session(sequences, layers, hidden, device)
-    plan = make_plan(layers, hidden, what).to_bytes()
+    plan = to_bytes(make_plan(layers, hidden, what))
     names = [f"r{n}" for n in range(sequences)]
     for name in names:
         session.add(name, name, plan)

@@ -10,9 +10,12 @@ import difflib
 import json
 import math
 import numbers
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
+
+import msgspec
 
 from midstream.errors import SpecError
 
@@ -24,6 +27,12 @@ FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 _SHOWN = 60
 _HINTED = 10_000
+_PROBLEM = 400
+# The end of msgspec's messages: "… - at `$.edits[0].site`".
+_PLACE = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
+
+T = TypeVar("T")
+D = TypeVar("D")
 
 
 @contextmanager
@@ -158,6 +167,25 @@ def read_json(text: str | bytes) -> object:
     except ValueError as error:
         raise SpecError("", f"expected JSON: {error}") from None
     return value
+
+
+def read_message(read: Callable[[D], T], data: D) -> T:
+    """Read a message with one of msgspec's typed decoders.
+
+    Args:
+        read: decoder.
+        data: argument of the decoder.
+
+    Raises:
+        SpecError: `data` is malformed; the path leads to the wrong field.
+    """
+    try:
+        return read(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        text = str(error)
+    found = _PLACE.fullmatch(text)
+    problem, path = found.groups() if found else (text, "")
+    raise SpecError(path[:_SHOWN], (problem[:1].lower() + problem[1:])[:_PROBLEM])
 
 
 def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -22,6 +22,7 @@ from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.sites import Tap
 from midstream.spec import Instruction, ResolvedPlan, Where
+from midstream.spec.resolve.wire import to_bytes
 from midstream.transport.arena import Arena, Extent
 from midstream.transport.base import Parcel, Shipment, Transport
 from midstream.transport.ring_copy import host_transport
@@ -179,7 +180,7 @@ class FakeEngine:
 
     def add(self, fake: Fake) -> None:
         if fake.plan is not None:
-            self.session.add(fake.id, fake.uid or fake.id, fake.plan.to_bytes())
+            self.session.add(fake.id, fake.uid or fake.id, to_bytes(fake.plan))
 
     def take(self, uid: str) -> list[RequestState]:
         """What the session has of one uid; the rows are not held any more."""

@@ -20,8 +20,10 @@ import midstream.spec as spec
 
 USE = """
 plan = spec.Plan.parse({"edits": [{"op": "steer", "vector": [1, 2], "layer": 0}]})
-resolved = spec.resolve(plan, spec.ModelShape(1, 2, [("resid_post", 0)]), spec.Prompt(3), None)
-assert spec.ResolvedPlan.from_bytes(resolved.to_bytes()) == resolved
+from midstream.spec.resolve.resolve import resolve
+resolved = resolve(plan, spec.ModelShape(1, 2, [("resid_post", 0)]), spec.Prompt(3), None)
+from midstream.spec.resolve import wire
+assert wire.from_bytes(wire.to_bytes(resolved)) == resolved
 """
 
 

@@ -42,6 +42,7 @@ from midstream.runtime.worker.tables.program_table import ProgramTable
 from midstream.runtime.worker.taps.tap_check import TapSignature
 from midstream.sites import Tap
 from midstream.spec import ResolvedPlan
+from midstream.spec.resolve.wire import from_bytes
 from midstream.transport.arena import Arena, Extent
 from midstream.transport.base import Copy, Parcel, Shipment, Transport
 
@@ -341,7 +342,7 @@ class WorkerSession:
             self._armed = _NO_TOKENS
 
     def _parse_and_cut(self, plan: bytes) -> tuple[ResolvedPlan, list[PlanSegment]]:
-        resolved = ResolvedPlan.from_bytes(plan)
+        resolved = from_bytes(plan)
         return resolved, cut(resolved, self._taps, self._share)
 
     def _await_positions(self, plan: StepPlan, view: StepBatch) -> Copy | None:

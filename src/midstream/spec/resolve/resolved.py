@@ -1,4 +1,4 @@
-"""What one request asks for, made concrete: instructions and captures, at taps, at positions."""
+"""`ResolvedPlan`: a request's instructions and captures, at taps and positions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from midstream.spec.instructions import Instruction
 from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.ranges import clip, merge
 
-Final = tuple[tuple[int, int], ...]
+Final = tuple[tuple[int, int], ...]  # bounded ranges [start, stop) of positions
 
 
 def digest_steps(steps: tuple[Instruction, ...]) -> str:
-    """sha256 of all that some instructions do, in hex."""
+    """Return the sha256 of the instructions' content, in hex."""
     content = [
         [
             int(step.op),
@@ -38,11 +38,11 @@ def digest_steps(steps: tuple[Instruction, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The instructions of an edit or probe, which several taps may share.
+    """The instructions of an edit or probe; several taps may share one.
 
     Attributes:
         instructions: in order.
-        digest: of their content.
+        digest: sha256 of their content, in hex.
     """
 
     instructions: tuple[Instruction, ...]
@@ -58,10 +58,9 @@ class ResolvedEdit:
 
     Attributes:
         site, layer: the tap.
-        steps: the instructions, of which the last counts as one edit.
-        where: at which positions.
-        source: which of the plan's edits it comes from; negative: of the edits before those, the
-            last of which is −1.
+        steps: the instructions; the last counts as one edit.
+        where: the positions.
+        source: index of the plan's edit; negative: of the server-wide edits, whose last is −1.
     """
 
     site: str
@@ -76,10 +75,10 @@ class ResolvedProbe:
     """One score at one tap.
 
     Attributes:
-        name: under which the caller gets it; empty: only gates read it.
+        name: key of the score in the output; empty: only gates read the score.
         site, layer: the tap.
-        steps: one PROBE instruction, whose slot no other probe of the plan has.
-        where: at which positions.
+        steps: one PROBE instruction, with a slot that is unique in the plan.
+        where: the positions.
     """
 
     name: str
@@ -98,13 +97,13 @@ class ResolvedProbe:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedCapture:
-    """Read some taps, for the tokens at some positions.
+    """One capture: its taps and positions.
 
     Attributes:
-        taps: in the order in which a forward pass reaches them.
-        where: at which positions.
-        source: which of the plan's captures it comes from; negative: of those of every request,
-            the last of which is −1.
+        taps: in the order of a forward pass.
+        where: the positions.
+        source: index of the plan's capture; negative: of the server-wide captures, whose last is
+            −1.
     """
 
     taps: tuple[Tap, ...]
@@ -113,11 +112,11 @@ class ResolvedCapture:
 
 
 class Alike(NamedTuple):
-    """Taps that the same captures name.
+    """Taps that are selected by the same captures.
 
     Attributes:
-        captures: which of the plan's.
-        taps: in the order in which a forward pass reaches them.
+        captures: indices of the plan's captures.
+        taps: in the order of a forward pass.
     """
 
     captures: tuple[int, ...]
@@ -128,19 +127,19 @@ class Alike(NamedTuple):
 class ResolvedPlan:
     """A plan for one model and one prompt.
 
-    `length` in the methods is the number of rows of the request, P + G − 1 when it has ended, and
-    `tokens` the id of each of them (only generated ones are looked at).
+    In the methods, `length` is the number of rows of the request, P + G − 1 when it has ended,
+    and `tokens` the token id of each row (only those of generated tokens are read).
 
     Attributes:
         prompt_len: P, in tokens.
         edits: edits of one token at one tap apply in this order.
-        captures: where two overlap, a row is captured once.
-        probes: each sees the vector after the edits at its tap.
-        codec: how captured vectors leave the device.
-        sharded: whether the ranks of a tensor-parallel group share that; otherwise the first of
-            them moves all.
-        taps: all that are captured, in the order in which a forward pass reaches them.
-        alike: the same, those together that the same captures name: they have the same rows.
+        captures: where captures overlap, a row is captured once.
+        probes: each reads the vector after the edits at its tap.
+        codec: encoding of the captured vectors.
+        sharded: whether all ranks of a tensor-parallel group transfer captured vectors; otherwise
+            the first rank transfers all.
+        taps: all captured taps, in the order of a forward pass.
+        alike: `taps` grouped by the captures that select them; taps of a group have equal rows.
     """
 
     prompt_len: int
@@ -149,32 +148,32 @@ class ResolvedPlan:
     probes: tuple[ResolvedProbe, ...] = ()
     codec: str = "raw"
     sharded: bool = False
-    # Many requests share a plan: what they all need is worked out once.
+    # Computed once, because many requests share a plan.
     taps: tuple[Tap, ...] = field(init=False, compare=False, repr=False)
     alike: tuple[Alike, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        naming: dict[Tap, list[int]] = {}
+        captures_of: dict[Tap, list[int]] = {}
         for index, capture in enumerate(self.captures):
             for tap in capture.taps:
-                naming.setdefault(tap, []).append(index)
-        taps = tuple(sorted(naming, key=order))
+                captures_of.setdefault(tap, []).append(index)
+        taps = tuple(sorted(captures_of, key=order))
         alike: dict[tuple[int, ...], list[Tap]] = {}
         for tap in taps:
-            alike.setdefault(tuple(naming[tap]), []).append(tap)
+            alike.setdefault(tuple(captures_of[tap]), []).append(tap)
         found = tuple(Alike(captures, tuple(each)) for captures, each in alike.items())
         object.__setattr__(self, "taps", taps)
         object.__setattr__(self, "alike", found)
 
     def ranges_of(self, captures: tuple[int, ...], length: int, tokens: Sequence[int]) -> Final:
-        """The positions that any of these captures has."""
+        """Return the positions selected by any of these captures."""
         found = [
             each for index in captures for each in self.captures[index].where.final(length, tokens)
         ]
         return clip(merge(found), length)
 
     def expected_rows(self, length: int, tokens: Sequence[int]) -> dict[Tap, int]:
-        """How many rows each tap's capture has, for every tap that a capture names."""
+        """Return the number of captured rows of each captured tap."""
         found = dict.fromkeys(self.taps, 0)
         for captures, taps in self.alike:
             ranges = self.ranges_of(captures, length, tokens)
@@ -183,24 +182,7 @@ class ResolvedPlan:
 
     @property
     def slots(self) -> int:
-        """How many scores a token may have."""
+        """Number of score columns that the plan needs per token."""
         steps = [probe.steps for probe in self.probes] + [edit.steps for edit in self.edits]
         slots = [one.slot for each in steps for one in each.instructions if one.slot is not None]
         return 1 + max(slots, default=-1)
-
-    def to_bytes(self) -> bytes:
-        """The form in which a plan travels to the workers; see `wire`."""
-        from midstream.spec.resolve.wire import to_bytes
-
-        return to_bytes(self)
-
-    @staticmethod
-    def from_bytes(data: bytes) -> ResolvedPlan:
-        """The plan that `to_bytes` wrote.
-
-        Raises:
-            SpecError: anything else.
-        """
-        from midstream.spec.resolve.wire import from_bytes
-
-        return from_bytes(data)

@@ -13,6 +13,7 @@ from midstream.runtime.core.prefix_cache import computed_blocks, extra_keys, key
 from midstream.runtime.protocol.cache_keys import cache_keys
 from midstream.runtime.protocol.failures import Failure, failures_of, put
 from midstream.runtime.protocol.request_payload import RequestPayload
+from midstream.spec.resolve.wire import to_bytes
 
 TAP = ("resid_post", 0)
 BLOCK = 4
@@ -24,7 +25,7 @@ def _request(name="r", start=None, read=None):
         edits = [] if start is None else [(TAP, SMALL[0], 1.0, [(start, None)])]
         captures = [] if read is None else [([TAP], [(read, None)])]
         plan = plan_of(edits, captures)
-        extra_args = {"midstream": RequestPayload(name, plan.to_bytes(), cache_keys(plan)).pack()}
+        extra_args = {"midstream": RequestPayload(name, to_bytes(plan), cache_keys(plan)).pack()}
     params = SimpleNamespace(extra_args=extra_args)
     return SimpleNamespace(request_id=name, sampling_params=params)
 

@@ -14,7 +14,6 @@ from midstream.ops import layout
 from midstream.runtime.protocol.segments import APPLIED_0, CACHED, RankShare
 from midstream.runtime.worker.session import WorkerSession
 from midstream.runtime.worker.tables.device_buffers import code
-from midstream.spec import ResolvedPlan
 
 EVERYWHERE = ((0, None),)
 POST = ("resid_post", 1)
@@ -404,11 +403,9 @@ def test_a_request_without_room_runs_without_its_edits_and_names_the_setting(siz
 
 
 def test_a_plan_for_taps_of_other_ranks_asks_nothing_of_this_one():
-    plan = ResolvedPlan.from_bytes(
-        plan_of(
-            edits=[(("resid_post", 9), VECTORS[0], 1.0, EVERYWHERE)],
-            captures=[([("resid_post", 9)], EVERYWHERE)],
-        ).to_bytes()
+    plan = plan_of(
+        edits=[(("resid_post", 9), VECTORS[0], 1.0, EVERYWHERE)],
+        captures=[([("resid_post", 9)], EVERYWHERE)],
     )
     engine, fake = FakeEngine(), Fake("a", plan)
     engine.add(fake)

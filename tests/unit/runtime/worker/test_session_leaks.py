@@ -10,6 +10,7 @@ from support.nightly import rounds
 from support.plans import plan_of, random_plan
 
 from midstream.spec import Vector
+from midstream.spec.resolve.wire import to_bytes
 
 POST = ("resid_post", 1)
 
@@ -21,9 +22,9 @@ def many_plans(count):
     while len(found) < count:
         plan = random_plan(draw, 8)
         if plan is not None:
-            found.append(plan.to_bytes())
+            found.append(to_bytes(plan))
     vectors = [Vector.parse([float(n), 1.0, 2.0, 3.0]) for n in range(20)]
-    return found + [plan_of([(POST, vector, 1.0, ((0, None),))]).to_bytes() for vector in vectors]
+    return found + [to_bytes(plan_of([(POST, vector, 1.0, ((0, None),))])) for vector in vectors]
 
 
 def assert_empty(session):

@@ -24,6 +24,7 @@ from midstream.spec.operations import Edit
 from midstream.spec.resolve.resolve import resolve
 from midstream.spec.resolve.session_rules import check_growing
 from midstream.spec.resolve.tap_lookup import find_taps
+from midstream.spec.resolve.wire import to_bytes
 from midstream.validation import at
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class PlanResolver:
         need = replace(need, rows=self._most_rows(resolved, prompt.length, max_tokens))
         self._check_ring(resolved)
         self._check_gates(resolved)
-        return resolved, need, resolved.to_bytes(), cache_keys(resolved)
+        return resolved, need, to_bytes(resolved), cache_keys(resolved)
 
     def _most_rows(self, plan: ResolvedPlan, prompt_len: int, max_tokens: int | None) -> int:
         length = self._max_length
