@@ -41,7 +41,7 @@ PLANS = {
 
 def pages() -> dict[str, dict[str, str]]:
     """Every block, by page."""
-    # What they were reckoned from is nearly the same in all of them: the first shows it.
+    # The rates are nearly the same in all of them, so only the first shows them.
     shown = {name: plan(text, nth == 0) for nth, (name, text) in enumerate(PLANS.items())}
     made = {"row costs": row_costs(), "rates": rates(), "named shapes": named_shapes()}
     return {"docs/scaling.md": made | shown}
@@ -75,23 +75,27 @@ def row_costs() -> str:
 
 
 def rates() -> str:
-    """What else plans reckon with."""
+    """Table of the other rates of the estimates."""
     known = known_rates()
     rows = [
-        ["a GPU's prompts", f"{known.gpu_flops.value / 1e12:,.0f} TFLOP/s", known.gpu_flops],
-        ["copies from a GPU to the host", _gb(known.bus.value), known.bus],
-        ["the host around a step", f"{known.step.value * 1e6:,.0f} µs", known.step],
-        ["the front end, for a request", f"{known.request.value * 1e3:.2f} ms", known.request],
-        ["the front end, reading rows", _gb(known.reader.value), known.reader],
-        ["an engine's store writer", _gb(known.writer.value), known.writer],
-        ["the network of a machine", _gb(known.network.value), known.network],
-        ["the store, in all", _gb(known.store.value), known.store],
         [
-            "of its speed, what a GPU keeps in an engine of several",
+            "prompt processing of a GPU",
+            f"{known.gpu_flops.value / 1e12:,.0f} TFLOP/s",
+            known.gpu_flops,
+        ],
+        ["copies from a GPU to the host", _gb(known.bus.value), known.bus],
+        ["host time of a step", f"{known.step.value * 1e6:,.0f} µs", known.step],
+        ["front-end time of a request", f"{known.request.value * 1e3:.2f} ms", known.request],
+        ["front end, reading rows", _gb(known.reader.value), known.reader],
+        ["store writer of an engine", _gb(known.writer.value), known.writer],
+        ["network of a machine", _gb(known.network.value), known.network],
+        ["store, total", _gb(known.store.value), known.store],
+        [
+            "multi-GPU efficiency",
             f"{known.efficiency.value:.0%}",
             known.efficiency,
         ],
-        ["a GPU's memory", f"{known.gpu_memory.value / 1e9:.0f} GB", known.gpu_memory],
+        ["memory of a GPU", f"{known.gpu_memory.value / 1e9:.0f} GB", known.gpu_memory],
     ]
     table = [[str(what), str(value), one.basis, one.source] for what, value, one in rows]
     return markers.table(["what", "", "", "from"], table)
@@ -112,16 +116,16 @@ def named_shapes() -> str:
                 f"{size.weights.met / 1e9:.3g} B",
             ]
         )
-    head = ["name", "layers", "width", "weights", "met by a token, embeddings beside"]
+    head = ["name", "layers", "width", "weights", "active per token, without embeddings"]
     return markers.table(head, rows, numbers=True)
 
 
 def plan(arguments: str, is_whole: bool) -> str:
-    """A plan's command, and what it prints; with or without what it was reckoned from."""
+    """A `midstream plan` command and its output, with or without the rates."""
     done = CliRunner().invoke(app, ["plan", *shlex.split(arguments)])
     if done.exit_code:
         raise RuntimeError(f"midstream plan {arguments}: {done.output}")
-    text = done.output if is_whole else done.output.partition("reckoned from:")[0]
+    text = done.output if is_whole else done.output.partition("estimated from:")[0]
     return f"```bash\nmidstream plan {arguments}\n```\n\n```text\n{text.rstrip()}\n```"
 
 

@@ -23,12 +23,12 @@ def test_it_says_bytes_time_what_saturates_first_and_what_to_choose():
     assert result.exit_code == 0
     said = " ".join(result.output.split())
     assert "llama-70b: 80 layers of 8,192, bfloat16, 70.6 B weights" in said
-    assert "1,000,000,000 tokens in requests of 512; resid_post of 80 layers: 80 rows" in said
+    assert "1,000,000,000 tokens in requests of 512; resid_post at 80 layers: 80 rows" in said
     assert "1 engine of 8 GPUs (TP 8, PP 1) on 1 machine of 8" in said
     assert "raw gathered 16,384 1.31 MB 1.31 PB" in said
     assert "topk8:k=64 sharded 200 16.0 kB" in said
-    assert said.count("saturates first") >= 2
-    assert "choose rp8:k=512,seed=0, sharded" in said
+    assert said.count("bottleneck") >= 2
+    assert "recommended: rp8:k=512,seed=0, sharded" in said
     for basis in ("measured", "derived", "assumed"):
         assert basis in said
     assert "given" not in said
@@ -67,7 +67,7 @@ def test_a_configuration_s_folder_is_read_and_positions_are_a_share(tmp_path):
     asked = ("--model", str(tmp_path), "--tokens", "1000", "--layers", "1,-1")
     refused = run(*asked)
     assert refused.exit_code == 2
-    assert "tokens_per_second: how many weights" in refused.output
+    assert "tokens_per_second: required for" in refused.output
     result = run(*asked, "--tokens-per-second", "1e5", "--fraction", "0.5", "--json")
     load = json.loads(result.stdout)["loads"][0]
     assert (load["rows_per_token"], load["bytes_per_token"]) == (1.0, 128.0)
@@ -85,8 +85,8 @@ def test_a_configuration_s_folder_is_read_and_positions_are_a_share(tmp_path):
         (("--return", "both"), "return: expected"),
         (("--tp", "3"), "tp: expected a divisor"),
         (("--nodes", "3", "--pp", "2"), "nodes: 3 machines have 24 GPUs"),
-        (("--tokens", "0"), "tokens: expected a whole number from 1"),
-        (("--fraction", "2"), "fraction: expected a share"),
+        (("--tokens", "0"), "tokens: expected an integer of at least 1"),
+        (("--fraction", "2"), "fraction: expected a number"),
         (("--bus", "0"), "bus: expected a number above 0"),
         (("--dtype", "int8"), "dtype: expected auto"),
     ],

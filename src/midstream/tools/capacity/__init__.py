@@ -1,4 +1,4 @@
-"""What a large capture will take, reckoned beforehand: bytes, rates, and what gives out first."""
+"""`midstream plan`: estimate of a capture job's data volume, speed and first bottleneck."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which codec and layout to choose, and why."""
+"""Recommendation of a codec and a layout, with reasons."""
 
 from __future__ import annotations
 
@@ -13,43 +13,52 @@ from midstream.tools.capacity.job import PlannedJob
 from midstream.tools.capacity.load import STAGING_SHARE, WRITER, Load, load_of
 from midstream.tools.capacity.rates import Rates
 
-# From what loses nothing to what loses most.
+# Codecs that are compared by default, from lossless to most lossy.
 USUAL = ("raw", "full8", "rp8:k=512,seed=0", "topk8:k=64")
-# A job that is no more than so much slower than the model alone keeps its pace.
+# A job keeps the model's pace if it takes at most this many times as long as without captures.
 PACE = 1.25
-# What is so much faster, and no less, is worth a layout that is not the default.
+# Least speedup at which the layout that is not the default is recommended.
 WORTH = 1.05
+# Resolution of `Capacity.fraction`.
 _STEPS = 1000
-# Of codecs that do not keep whole vectors.
-_KEPT = {"rp8": "lengths of vectors and angles between them, alone", "topk8": "the largest values"}
+# What codecs that do not store whole vectors preserve.
+_PRESERVED = {
+    "rp8": "only vector norms and the angles between vectors",
+    "topk8": "only the largest values of each vector",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to choose.
+    """Recommendation for a planned job.
 
     Attributes:
-        load: the choice.
-        reasons: why, a sentence each.
-        notes: what else must be seen to, a sentence each.
-        room: what each codec leaves room for, in its better layout; none where all of the job
-            keeps the pace.
+        load: the recommended codec and layout, with their load.
+        reasons: reasons, one sentence each.
+        notes: further settings to check, one sentence each.
+        capacities: for each codec that does not keep the pace, in its better layout, how much
+            smaller the job must be.
     """
 
     load: Load
     reasons: tuple[str, ...]
     notes: tuple[str, ...]
-    room: tuple[Room, ...]
+    capacities: tuple[Capacity, ...]
 
 
 def loads_of(
     job: PlannedJob, codecs: Sequence[str], layouts: Sequence[str], rates: Rates
 ) -> list[Load]:
-    """The job with each codec and layout, in this order; without codecs with the usual ones that
-    can write vectors of its model.
+    """Return the job's load for each codec and layout, in this order.
+
+    Args:
+        job: the planned job.
+        codecs: codec specs; empty: those of `USUAL` that support the model's vectors.
+        layouts: gathered, sharded, or both.
+        rates: rates to estimate with.
 
     Raises:
-        SpecError: a codec that was named is none, or cannot write such vectors.
+        SpecError: a given codec is unknown or does not support the model's vectors.
     """
     found = []
     for text in codecs or USUAL:
@@ -63,13 +72,15 @@ def loads_of(
 
 
 def advise(job: PlannedJob, loads: Sequence[Load], rates: Rates) -> Advice:
-    """The choice among some loads: of the codecs with which the job keeps the model's pace the one
-    that loses least, and where none does, the fastest; sharded only where it is faster.
+    """Recommend one of several loads.
+
+    The recommendation is the least lossy codec with which the job keeps the model's pace; if none
+    does, the fastest. Sharded is recommended only where it is faster.
 
     Args:
-        job: what is planned.
-        loads: at least one, those with less lossy codecs first.
-        rates: what they were reckoned from.
+        job: the planned job.
+        loads: at least one, less lossy codecs first.
+        rates: rates that the loads were estimated with.
     """
     by_codec = [_layout(loads, codec) for codec in dict.fromkeys(one.codec for one in loads)]
     in_pace = [one for one in by_codec if one.first.share <= PACE]
@@ -77,33 +88,37 @@ def advise(job: PlannedJob, loads: Sequence[Load], rates: Rates) -> Advice:
     reasons = [_against(one) for one in by_codec[: by_codec.index(chosen)] if one is not chosen]
     if in_pace:
         reasons.append(
-            f"{chosen.codec}: {chosen.first.share:.2f} times as long, the least lossy that keeps "
-            f"the model's pace; it waits for: {chosen.first.name}."
+            f"{chosen.codec}: the least lossy codec that keeps the model's pace; the job takes "
+            f"{chosen.first.share:.2f} times as long as without captures. "
+            f"Bottleneck: {chosen.first.name}."
         )
     else:
         reasons.append(
-            f"{chosen.codec}: the nearest to the model's pace, which none keeps; "
-            f"{chosen.first.share:.1f} times as long, waiting for: {chosen.first.name}."
+            f"{chosen.codec}: the fastest; no codec keeps the model's pace. The job takes "
+            f"{chosen.first.share:.1f} times as long as without captures. "
+            f"Bottleneck: {chosen.first.name}."
         )
-    if (kept := _KEPT.get(chosen.codec.partition(":")[0])) is not None:
-        reasons.append(f"It keeps {kept}. For whole vectors take fewer taps or fewer tokens.")
+    if (preserved := _PRESERVED.get(chosen.codec.partition(":")[0])) is not None:
+        reasons.append(
+            f"It preserves {preserved}. To store whole vectors, capture fewer taps or tokens."
+        )
     over = [one for one in by_codec if one.first.share > PACE]
     return Advice(
         chosen,
         (*reasons, *_about_layout(job, loads, chosen)),
         tuple(_notes(job, chosen, rates)),
-        tuple(room_of(job, one, rates) for one in over),
+        tuple(capacity_of(job, one, rates) for one in over),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What a codec and layout leave room for at the model's pace.
+class Capacity:
+    """The largest captures that keep the model's pace with one codec and layout.
 
     Attributes:
-        codec, returned: which.
-        taps: how many of the job's, spread over its layers, of every token that it keeps.
-        fraction: of all tokens, the share whose rows at every tap may be kept.
+        codec, returned: codec spec; gathered or sharded.
+        taps: number of taps, spread evenly over the job's, if the job's fraction of tokens is kept.
+        fraction: fraction of all tokens that may be kept, if every tap of the job is captured.
     """
 
     codec: str
@@ -112,32 +127,32 @@ class Room:
     fraction: float
 
 
-def room_of(job: PlannedJob, load: Load, rates: Rates) -> Room:
-    """How much less would keep the pace, with the codec and layout of a load."""
+def capacity_of(job: PlannedJob, load: Load, rates: Rates) -> Capacity:
+    """Return how many taps or tokens keep the pace, with the codec and layout of `load`."""
     codec = parse_codec(load.codec)
 
-    def holds(smaller: PlannedJob) -> bool:
+    def keeps_pace(smaller: PlannedJob) -> bool:
         return load_of(smaller, codec, load.returned, rates).first.share <= PACE
 
     count = len(job.taps)
-    # What is needed grows with both.
-    taps = bisect_left(range(1, count + 1), True, key=lambda n: not holds(_spread(job, n)))
+    # The load grows monotonically with both, so a binary search finds the limit.
+    taps = bisect_left(range(1, count + 1), True, key=lambda n: not keeps_pace(_thinned(job, n)))
     steps = bisect_left(
         range(1, _STEPS + 1),
         True,
-        key=lambda n: not holds(replace(job, fraction=job.fraction * n / _STEPS)),
+        key=lambda n: not keeps_pace(replace(job, fraction=job.fraction * n / _STEPS)),
     )
-    return Room(load.codec, load.returned, taps, job.fraction * steps / _STEPS)
+    return Capacity(load.codec, load.returned, taps, job.fraction * steps / _STEPS)
 
 
-def _spread(job: PlannedJob, count: int) -> PlannedJob:
-    """The job with so many of its taps, evenly spread."""
+def _thinned(job: PlannedJob, count: int) -> PlannedJob:
+    """Return the job with `count` of its taps, evenly spread."""
     chosen = tuple(job.taps[n * len(job.taps) // count] for n in range(count))
     return replace(job, taps=chosen)
 
 
 def _layout(loads: Sequence[Load], codec: str) -> Load:
-    """The better layout of a codec: gathered, unless sharded is worth it."""
+    """Return the better layout of a codec: gathered, unless sharded is faster by `WORTH`."""
     mine = {one.returned: one for one in loads if one.codec == codec}
     if GATHERED not in mine or SHARDED not in mine:
         return next(iter(mine.values()))
@@ -147,14 +162,14 @@ def _layout(loads: Sequence[Load], codec: str) -> Load:
 
 def _against(load: Load) -> str:
     return (
-        f"{load.codec}: the job would take {load.first.share:.1f} times as long as the model "
-        f"alone; it waits for: {load.first.name}."
+        f"{load.codec}: the job would take {load.first.share:.1f} times as long as without "
+        f"captures. Bottleneck: {load.first.name}."
     )
 
 
 def _about_layout(job: PlannedJob, loads: Sequence[Load], chosen: Load) -> list[str]:
     if job.fleet.tp == 1:
-        return ["With tp 1 there is one rank to move rows: gathered and sharded are the same."]
+        return ["With tp 1, one rank transfers all rows: gathered and sharded are the same."]
     other = next(
         (o for o in loads if o.codec == chosen.codec and o.returned != chosen.returned), None
     )
@@ -165,13 +180,13 @@ def _about_layout(job: PlannedJob, loads: Sequence[Load], chosen: Load) -> list[
     parts = f"{_most(sharded) / max(_most(gathered), 1e-9):.0%} of a stage's bytes"
     if sharded is chosen:
         return [
-            f"sharded: each rank moves at most {parts}, where gathered has the first of them move "
-            f"all; the job is {sharded.rate / gathered.rate:.2f} times as fast."
+            f"sharded: each rank transfers at most {parts}; with gathered, the first rank "
+            f"transfers all. The job is {sharded.rate / gathered.rate:.2f} times as fast."
         ]
     gain = sharded.rate / gathered.rate - 1
     if gain < 0.005:
         return [
-            f"gathered: {gathered.first.name} saturates first, and sharded does not change that."
+            f"gathered: the bottleneck is {gathered.first.name}, which sharded does not relieve."
         ]
     return [f"gathered: sharded would make the job only {gain:.0%} faster."]
 
@@ -187,33 +202,35 @@ def _notes(job: PlannedJob, chosen: Load, rates: Rates) -> list[str]:
     if chosen.ring_bytes > ring:
         fitting = int(job.step_tokens * ring / chosen.ring_bytes)
         notes.append(
-            f"The ring: rows of a full step of {job.step_tokens:,} tokens take "
-            f"{chosen.ring_bytes / 1e9:.1f} GB of a rank, and by default it has "
-            f"{ring / 1e9:.1f} GB. Such requests are refused; set staging_bytes to twice what "
-            f"a step takes, or max_num_batched_tokens to {fitting:,} or less."
+            f"Staging ring too small: rows of a full step of {job.step_tokens:,} tokens take "
+            f"{chosen.ring_bytes / 1e9:.1f} GB of a rank, and the default ring has "
+            f"{ring / 1e9:.1f} GB. Such requests are rejected. Set staging_bytes to twice the "
+            f"size of a step's rows, or max_num_batched_tokens to at most {fitting:,}."
         )
     weights = job.size.weights
     if weights is not None:
         mine = weights.total * job.size.itemsize / job.fleet.gpus
         if mine > 0.9 * memory:
             notes.append(
-                f"The weights take {mine / 1e9:.0f} GB of each GPU's {memory / 1e9:.0f} GB: they "
-                "do not fit, unless they are quantised; raise tp or pp."
+                f"The weights take {mine / 1e9:.0f} GB of each GPU's {memory / 1e9:.0f} GB and do "
+                "not fit unless they are quantised. Increase tp or pp."
             )
         if weights.has_experts:
             notes.append(
-                "The speed is that of a dense model with as many weights as a token meets; models "
-                "with experts were not measured. Say what yours does with --tokens-per-second."
+                "The speed is estimated as that of a dense model with the weights active per "
+                "token; models with experts were not measured. Pass your model's speed with "
+                "--tokens-per-second."
             )
     if job.fleet.spans_nodes:
         notes.append(
-            "An engine spans machines: rows of a stage that is not beside the front end come "
-            "through vLLM's own messages, whose speed was not measured."
+            "An engine spans machines: rows of stages on other machines than the front end are "
+            "transferred in vLLM's own messages, whose speed was not measured."
         )
     slow = chosen.resource(WRITER)
     if chosen.first is slow and slow.basis == "measured":
         notes.append(
-            "The store writer's rate is into memory. Measure that of your disk or network, with "
-            "`python benchmarks/disk.py FOLDER --shape none`, and give it with --writer."
+            "The store writer's rate was measured with a store in memory. Measure your disk or "
+            "network with `python benchmarks/disk.py FOLDER --shape none` and pass the result "
+            "with --writer."
         )
     return notes

@@ -1,4 +1,4 @@
-"""What is planned: which rows of how many tokens, and on what they are computed."""
+"""Planned capture job: model, taps, number of tokens, and the machines it runs on."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ STEP_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The machines, and how engines lie on them.
+    """Machines and the layout of engines on them.
 
     Attributes:
-        tp: GPUs that share each layer.
-        pp: pipeline stages.
-        engines: replicas.
-        gpus_per_node: of one machine.
-        nodes: machines.
+        tp: tensor-parallel size, GPUs per layer.
+        pp: number of pipeline stages.
+        engines: number of replicas.
+        gpus_per_node: GPUs of one machine.
+        nodes: number of machines.
     """
 
     tp: int
@@ -36,23 +36,30 @@ class Fleet:
 
     @staticmethod
     def of(tp: int, pp: int, gpus_per_node: int, nodes: int | None, dp: int | None) -> Fleet:
-        """A fleet of as many machines, or of as many engines, or of both; of one engine where
-        neither is said.
+        """Create a fleet from a number of machines, of engines, or of both.
+
+        Args:
+            tp: tensor-parallel size.
+            pp: number of pipeline stages.
+            gpus_per_node: GPUs of one machine.
+            nodes: number of machines; None: as few as `dp` engines need.
+            dp: number of engines; None: as many as `nodes` machines hold, or 1 without `nodes`.
 
         Raises:
-            SpecError: it does not come out even. The path is the field that is wrong.
+            SpecError: a number is invalid or the engines do not fit the machines. The path is the
+                name of the field.
         """
         for name, value in {"tp": tp, "pp": pp, "gpus_per_node": gpus_per_node}.items():
             _at_least_one(name, value)
         if tp > gpus_per_node:
             raise SpecError(
                 "tp",
-                f"expected at most the {gpus_per_node} GPUs of a machine, got {tp}: each layer "
-                "would wait for the network; use pp for more",
+                f"expected at most {gpus_per_node}, the GPUs of a machine, got {tp}: otherwise "
+                "every layer waits for the network; use pp for more GPUs",
             )
         if gpus_per_node % tp:
             raise SpecError(
-                "tp", f"expected a divisor of the {gpus_per_node} GPUs of a machine, got {tp}"
+                "tp", f"expected a divisor of {gpus_per_node}, the GPUs of a machine, got {tp}"
             )
         one = tp * pp
         if nodes is None:
@@ -63,14 +70,15 @@ class Fleet:
             if gpus % one:
                 raise SpecError(
                     "nodes",
-                    f"{nodes} machines have {gpus} GPUs, which do not come out even in engines of "
-                    f"tp · pp = {one}; say with dp how many engines there are",
+                    f"{nodes} machines have {gpus} GPUs, which is not a multiple of an engine's "
+                    f"tp · pp = {one}; set the number of engines with dp",
                 )
             dp = gpus // one
         if _at_least_one("dp", dp) * one > gpus:
             raise SpecError(
                 "dp",
-                f"{dp} engines take {dp * one} GPUs, and there are {gpus}; at most {gpus // one}",
+                f"expected at most {gpus // one}, got {dp}: {dp} engines need {dp * one} GPUs, "
+                f"and there are {gpus}",
             )
         return Fleet(tp, pp, dp, gpus_per_node, nodes)
 
@@ -81,27 +89,27 @@ class Fleet:
 
     @property
     def engines_of_a_node(self) -> int:
-        """How many engines have their front end on the machine that has most of them."""
+        """Largest number of engines whose front ends share one machine."""
         return min(self.engines, max(1, self.gpus_per_node // self.gpus))
 
     @property
     def spans_nodes(self) -> bool:
-        """Whether an engine is larger than a machine."""
+        """Whether one engine needs more than one machine."""
         return self.gpus > self.gpus_per_node
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedJob:
-    """A capture that is planned.
+    """A planned capture job.
 
     Attributes:
-        size: the model.
-        taps: what is captured: (site, layer), in the order in which a forward reaches them.
-        tokens: how many are computed, all told.
+        size: size of the model.
+        taps: captured taps, (site, layer), in the order of the forward pass.
+        tokens: total number of tokens computed.
         request_tokens: tokens of one request.
-        fraction: of the tokens, the share whose rows are kept.
+        fraction: fraction of the tokens whose rows are kept.
         step_tokens: tokens of a full step (vLLM's `max_num_batched_tokens`).
-        fleet: on what.
+        fleet: machines and engines.
     """
 
     size: ModelSize
@@ -124,10 +132,10 @@ class PlannedJob:
         fraction: float = 1.0,
         step_tokens: int = STEP_TOKENS,
     ) -> PlannedJob:
-        """Reads layers and sites as `Capture` does.
+        """Create a job. `layers` and `sites` are parsed as in `Capture`.
 
         Raises:
-            SpecError: a field is wrong; the path is its name.
+            SpecError: a field is invalid; the path is its name.
         """
         for name, value in {
             "tokens": tokens,
@@ -136,10 +144,10 @@ class PlannedJob:
         }.items():
             _at_least_one(name, value)
         if not 0 < fraction <= 1:
-            raise SpecError("fraction", f"expected a share above 0 and up to 1, got {fraction}")
+            raise SpecError("fraction", f"expected a number above 0 and at most 1, got {fraction}")
         if fleet.pp > size.num_layers:
             raise SpecError(
-                "pp", f"expected at most the {size.num_layers} layers of the model, got {fleet.pp}"
+                "pp", f"expected at most {size.num_layers}, the model's layers, got {fleet.pp}"
             )
         with at("sites"):
             names = Sites.parse(sites)
@@ -151,14 +159,14 @@ class PlannedJob:
         return PlannedJob(size, taps, tokens, request_tokens, fraction, step_tokens, fleet)
 
     def taps_of_stages(self) -> list[int]:
-        """How many taps each pipeline stage has."""
+        """Return the number of taps of each pipeline stage."""
         bounds = stages(self.size.num_layers, self.fleet.pp)
         return [sum(layer in part for _, layer in self.taps) for part in bounds]
 
 
 def stages(layers: int, pp: int) -> list[range]:
-    """The layers of each pipeline stage, as vLLM shares them out: what does not come out even goes
-    to stages before the last, from behind.
+    """Return the layers of each pipeline stage, divided as vLLM does: remaining layers go to the
+    stages before the last, starting from the end.
     """
     sizes = [layers // pp] * pp
     for behind in range(2, layers % pp + 2):
@@ -168,8 +176,9 @@ def stages(layers: int, pp: int) -> list[range]:
 
 
 def ranks(taps: int, tp: int, returned: str) -> list[int]:
-    """How many of a stage's taps each of its ranks moves: all of them the first, or each every
-    tp-th.
+    """Return how many of a stage's taps each of its ranks transfers.
+
+    Gathered: the first rank transfers all. Sharded: each rank transfers every tp-th.
     """
     if returned == GATHERED:
         return [taps] + [0] * (tp - 1)
@@ -177,10 +186,10 @@ def ranks(taps: int, tp: int, returned: str) -> list[int]:
 
 
 def read_return(text: str, tp: int) -> tuple[str, ...]:
-    """The layouts that are meant; empty: both, where there are two.
+    """Parse the option `--return` into layouts; an empty text means both, or one with tp 1.
 
     Raises:
-        SpecError: no such layout.
+        SpecError: the layout is unknown.
     """
     if not text:
         return RETURNS if tp > 1 else (GATHERED,)
@@ -191,5 +200,5 @@ def read_return(text: str, tp: int) -> tuple[str, ...]:
 
 def _at_least_one(name: str, value: int) -> int:
     if not is_int(value) or value < 1:
-        raise SpecError(name, f"expected a whole number from 1, got {value!r}")
+        raise SpecError(name, f"expected an integer of at least 1, got {value!r}")
     return int(value)

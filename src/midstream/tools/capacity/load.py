@@ -1,4 +1,4 @@
-"""What a capture loads: bytes of a token, and how much of each thing the model's pace needs."""
+"""Load of a capture job: bytes per token, and the utilisation of each resource."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ from midstream.tools.capacity.rates import (
 )
 from midstream.version import __version__
 
-# What `midstream capture` keeps of a request beside its rows, as JSON: terms, plan, receipt. A test
-# compares it with a store that was written.
+# Size of the JSON that `midstream capture` stores per request beside its rows: terms, plan and
+# receipt. A test compares it with a written store.
 METADATA_BYTES = 600
-MEASURED_TAPS = 32  # of the figures for the host
-STAGING_SHARE = 16  # of a GPU's memory: the ring's default is no more than that part
+# Number of taps with which the host's rates were measured.
+MEASURED_TAPS = 32
+# The default staging ring takes at most 1 / STAGING_SHARE of a GPU's memory.
+STAGING_SHARE = 16
 
 COMPUTE = "compute"
 ENCODING = "encoding on the device"
@@ -43,15 +45,14 @@ STORE = "store"
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """One thing that a capture needs.
+    """Utilisation of one resource.
 
     Attributes:
-        name: which.
-        where: one of what there is: "busiest rank", "engine", "machine", "all".
-        share: how much of it is needed for as many tokens as the model computes where nothing is
-            captured; above 1 it holds the job back.
-        needed, available: bytes/s at that speed, and what there is; None for what is time.
-        basis: of `available`: measured, derived, assumed, given.
+        name: name of the resource.
+        where: which instance is meant: "busiest rank", "engine", "machine", "all".
+        share: utilisation at the model's speed without captures; a resource above 1 slows the job.
+        needed, available: bytes/s needed at that speed, and available; None for processing time.
+        basis: basis of `available`: measured, derived, assumed, given.
     """
 
     name: str
@@ -64,23 +65,24 @@ class Resource:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A job with one codec and layout.
+    """Load of a job with one codec and layout. Values per token are averages.
 
     Attributes:
-        codec: its spec.
+        codec: codec spec.
         returned: gathered or sharded.
-        row_bytes: of one encoded row.
-        rows: of a token: how many, on average.
-        token_bytes: of a token's rows, on average.
-        stored_bytes: of a token, with all that the store adds.
-        rank_bytes: of a token, by stage and rank: what each of an engine's GPUs moves.
-        ring_bytes: that one full step takes of the fullest rank's ring, before encoding.
-        resources: all that is needed; the first that gives out is `first`.
-        engine: tokens/s of one engine, if nothing were captured.
-        row: seconds that a row adds to its engine's call.
+        row_bytes: bytes of one encoded row.
+        rows: rows per token.
+        token_bytes: bytes per token of encoded rows.
+        stored_bytes: bytes per token in the store, overhead included.
+        rank_bytes: bytes per token that each GPU of an engine transfers, by stage and rank.
+        ring_bytes: bytes of the fullest rank's staging ring that one full step takes, before
+            encoding.
+        resources: utilisation of every resource.
+        engine: tokens/s of one engine without captures.
+        row: seconds that one row adds to its engine's call.
         encoder: bytes/s of vectors that a device encodes; None: they are not encoded.
-        engines, gpus: how many there are, and of how many GPUs each is.
-        tokens: of the whole job.
+        engines, gpus: number of engines, and GPUs per engine.
+        tokens: total number of tokens.
     """
 
     codec: str
@@ -101,34 +103,34 @@ class Load:
 
     @property
     def model_rate(self) -> float:
-        """Tokens/s of all engines, if nothing were captured."""
+        """Tokens/s of all engines without captures."""
         return self.engine.value * self.engines
 
     @property
     def first(self) -> Resource:
-        """What saturates first."""
+        """The bottleneck: the resource with the highest utilisation."""
         return max(self.resources, key=lambda one: one.share)
 
     @property
     def rate(self) -> float:
-        """Tokens/s of all engines: what the first to saturate leaves."""
+        """Tokens/s of all engines with captures, limited by the bottleneck."""
         return self.model_rate / self.first.share
 
     @property
     def seconds(self) -> float:
-        """How long the job takes."""
+        """Duration of the job in seconds."""
         return self.tokens / self.rate
 
     @property
     def total_bytes(self) -> float:
-        """Of the store, in the end."""
+        """Final size of the store in bytes."""
         return self.stored_bytes * self.tokens
 
     def resource(self, name: str) -> Resource:
-        """One of the resources.
+        """Return a resource by name.
 
         Raises:
-            KeyError: it is not one of this job's.
+            KeyError: the job does not use it.
         """
         for one in self.resources:
             if one.name == name:
@@ -137,10 +139,10 @@ class Load:
 
 
 def engine_rate(job: PlannedJob, rates: Rates) -> Figure:
-    """Tokens/s of one engine that captures nothing: as given, or by its FLOP/s.
+    """Return tokens/s of one engine without captures: as given, or estimated from FLOP/s.
 
     Raises:
-        SpecError: the model's kind is not known here, so that it must be given.
+        SpecError: the number of weights is unknown and no speed was given.
     """
     if rates.engine is not None:
         return rates.engine
@@ -148,8 +150,9 @@ def engine_rate(job: PlannedJob, rates: Rates) -> Figure:
     if flops is None or job.size.weights is None:
         raise SpecError(
             "tokens_per_second",
-            f"how many weights {job.size.name} has cannot be told from its configuration, so its "
-            "speed cannot be estimated; say how many prompt tokens one engine computes in a second",
+            f"required for {job.size.name}: its configuration does not determine the number of "
+            "weights, so its speed cannot be estimated; pass the prompt tokens that one engine "
+            "computes per second",
         )
     gpus = job.fleet.gpus
     efficiency = rates.efficiency.value if gpus > 1 else 1.0
@@ -160,24 +163,24 @@ def engine_rate(job: PlannedJob, rates: Rates) -> Figure:
     else:
         basis = GIVEN if rates.gpu_flops.basis == GIVEN else DERIVED
     source = (
-        f"{rates.gpu_flops.value / 1e12:,.0f} TFLOP/s a GPU × {gpus}"
+        f"{rates.gpu_flops.value / 1e12:,.0f} TFLOP/s per GPU × {gpus}"
         + (f" × {efficiency:g}" if gpus > 1 else "")
-        + f", {flops / 1e9:,.1f} GFLOP a token"
+        + f", {flops / 1e9:,.1f} GFLOP per token"
     )
     return Figure(value, basis, source)
 
 
 def load_of(job: PlannedJob, codec: Codec, returned: str, rates: Rates) -> Load:
-    """What a job needs with a codec and a layout.
+    """Return the load of a job with one codec and layout.
 
     Args:
-        job: what is planned.
-        codec: how rows are encoded.
+        job: the planned job.
+        codec: codec of the rows.
         returned: gathered or sharded.
-        rates: what there is.
+        rates: available rates.
 
     Raises:
-        SpecError: the codec cannot write vectors so short, or the model's speed is not known.
+        SpecError: the codec does not support vectors this short, or the model's speed is unknown.
     """
     size, fleet = job.size, job.fleet
     row_bytes = codec.row_bytes(size.hidden_size, getattr(torch, size.dtype))
@@ -213,8 +216,10 @@ def load_of(job: PlannedJob, codec: Codec, returned: str, rates: Rates) -> Load:
 
 
 def stored_bytes(job: PlannedJob, codec: Codec) -> float:
-    """Bytes that the store takes for a token, on average: its rows, its index, its part of what is
-    written once for a request and once for a shard, and the checksums.
+    """Return the average bytes per token in the store.
+
+    Includes rows, index and checksums, and the token's part of what is written per request and per
+    shard.
     """
     size = job.size
     header = Header(
@@ -226,7 +231,7 @@ def stored_bytes(job: PlannedJob, codec: Codec) -> float:
         vllm="0.00.0",
         midstream=__version__,
     )
-    # Where fewer than one token of a request is kept, on average, only some requests are stored.
+    # If less than one token per request is kept on average, only some requests are stored.
     some = min(1.0, job.request_tokens * job.fraction)
     kept = job.request_tokens * job.fraction / some
     line = Line(
@@ -243,14 +248,14 @@ def stored_bytes(job: PlannedJob, codec: Codec) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Busiest:
-    """What passes where most of it passes, of a token.
+    """Data volumes per token.
 
     Attributes:
-        job: what is planned.
-        taps: of the rank that moves most of them.
-        rank_bytes: of that rank's rows.
-        token_bytes: of all rows.
-        stored_bytes: as the store takes them.
+        job: the planned job.
+        taps: taps of the rank that transfers the most.
+        rank_bytes: bytes per token of that rank's rows.
+        token_bytes: bytes per token of all rows.
+        stored_bytes: bytes per token in the store.
     """
 
     job: PlannedJob
@@ -262,7 +267,7 @@ class _Busiest:
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """What the device takes: see `Load`."""
+    """Rates of the device; the attributes are those of `Load`."""
 
     engine: Figure
     row: Figure
@@ -288,14 +293,15 @@ def _resources(one: _Busiest, costs: _Costs, rates: Rates) -> list[Resource]:
     bytes_through(BUS, "busiest rank", one.rank_bytes, rates.bus)
     wider = max(1.0, len(job.taps) / MEASURED_TAPS)
     time_of(STEP, "worker", rates.step.value * wider / job.step_tokens, rates.step.basis)
-    # One process: it puts results together, and what is stored passes through it.
-    asked = rates.request.value * wider / job.request_tokens
-    time_of(FRONT_END, "engine", asked + one.token_bytes / rates.reader.value, rates.request.basis)
+    # A single process merges the results of an engine, and all stored rows pass through it.
+    per_request = rates.request.value * wider / job.request_tokens
+    reading = one.token_bytes / rates.reader.value
+    time_of(FRONT_END, "engine", per_request + reading, rates.request.basis)
     bytes_through(WRITER, "engine", one.stored_bytes, rates.writer)
-    leaving = one.stored_bytes * fleet.engines_of_a_node
+    outgoing = one.stored_bytes * fleet.engines_of_a_node
     if fleet.spans_nodes:
-        # Between stages vLLM hands on the stream as two tensors.
-        leaving += 2 * job.size.vector_bytes
-    bytes_through(NETWORK, "machine", leaving, rates.network)
+        # Between pipeline stages, vLLM sends the residual stream as two tensors.
+        outgoing += 2 * job.size.vector_bytes
+    bytes_through(NETWORK, "machine", outgoing, rates.network)
     bytes_through(STORE, "all", one.stored_bytes * fleet.engines, rates.store)
     return found

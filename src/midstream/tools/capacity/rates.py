@@ -1,7 +1,7 @@
-"""What things cost: what was measured, on what, and what is made of it.
+"""Rates that capacity estimates use: measured, derived, assumed or given.
 
-Every measured number is one of `benchmarks/results`, named by its file and its place in it; a test
-holds them to that. What no benchmark of this repository has measured is an assumption, and says so.
+Every measured number refers to a file of `benchmarks/results` and a path in it; a test compares
+them. A rate that no benchmark of this repository has measured is marked as an assumption.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ WRITER = "2026-11-22-h200-writer-memory.json"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A number of a benchmark's result.
+    """A number from a benchmark result.
 
     Attributes:
-        value: as it is there.
-        file: in `benchmarks/results`.
-        path: the keys that lead to it.
+        value: value in the result.
+        file: file name in `benchmarks/results`.
+        path: JSON keys of the value.
     """
 
     value: float
@@ -37,12 +37,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A rate that a plan reckons with.
+    """A rate used in an estimate.
 
     Attributes:
-        value: in the unit that its name says.
-        basis: measured, derived (from what was measured), assumed, or given (by whoever asks).
-        source: what it is from.
+        value: value, in the unit of the attribute that holds it.
+        basis: measured, derived (from measurements), assumed, or given (by the caller).
+        source: where the value is from.
     """
 
     value: float
@@ -52,16 +52,19 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One shape of benchmarks/capture_cost.py: prompts of which every token was captured at every
-    layer, with one token generated each.
+    """Measurements of one shape of benchmarks/capture_cost.py.
+
+    Prompts are captured at every token and layer, and one token is generated for each. Times are
+    seconds of the whole call.
 
     Attributes:
-        prompts, length, layers, vector_bytes: its size.
-        plain: seconds of plain vLLM.
-        idle: of the tapped engine, with nothing captured.
-        last: with the last prompt token's rows alone.
-        last_read: … until they are tensors.
-        codecs: with every row, by codec.
+        prompts, length, layers, vector_bytes: number of prompts, tokens of a prompt, layers, and
+            bytes of a vector.
+        plain: time of plain vLLM.
+        idle: time of the tapped engine without captures.
+        last: time with captures of the last prompt token only.
+        last_read: time to read the rows of `last` as tensors.
+        codecs: time with every row captured, by codec.
     """
 
     prompts: int
@@ -76,21 +79,21 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """How many vectors were captured."""
+        """Number of captured vectors."""
         return self.prompts * self.length * self.layers
 
     def per_row(self, codec: str) -> float:
-        """Seconds that one row adds to the call, over plain vLLM."""
+        """Return the seconds that one row adds to a call of plain vLLM."""
         return max(0.0, self.codecs[codec].value - self.plain.value) / self.rows
 
     @property
     def per_request(self) -> float:
-        """Seconds that one request's results take, rows beside: its call's and its reader's."""
+        """Seconds that one request's results take beside the rows, for the call and the reader."""
         added = self.last.value + self.last_read.value - self.idle.value
         return max(0.0, added) / self.prompts
 
 
-# In the order of `_CODECS`, then plain, idle, last prompt token, and what it takes to read that.
+# Variant of the benchmark by codec.
 _CODECS = {
     "raw": "every token, raw",
     "full8": "every token, full8",
@@ -102,6 +105,15 @@ _CODECS = {
 def _workload(
     file: str, shape: str, size: tuple[int, int, int, int], took: list[float]
 ) -> Workload:
+    """Create a workload.
+
+    Args:
+        file: file name in `benchmarks/results`.
+        shape: shape's key in it.
+        size: prompts, length, layers, vector_bytes.
+        took: seconds for each codec in the order of `_CODECS`, then for plain, idle, last and
+            last_read; see `Workload`.
+    """
     prompts, length, _, _ = size
     work = ("shapes", shape, "work", f"prefill of {prompts} × {length} tokens")
 
@@ -154,7 +166,7 @@ NARROW = _workload(
         0.04933627000002616,
     ],
 )
-# benchmarks/results/2026-11-22-h200-transport.json: GB/s from the device's ring to another process.
+# benchmarks/results/2026-11-22-h200-transport.json: GB/s from the staging ring to another process.
 BUS = Measured(55.377992009302275, TRANSPORT, ("bus_gb_s",))
 READER = Measured(19.01259422777633, TRANSPORT, ("raw", "pages_gb_s"))
 ENCODERS = {
@@ -162,11 +174,11 @@ ENCODERS = {
     "rp8": Measured(70.93199712354101, TRANSPORT, ("rp8:k=512,seed=0", "vectors_gb_s")),
     "topk8": Measured(70.35586546196963, TRANSPORT, ("topk8:k=64", "vectors_gb_s")),
 }
-# benchmarks/results/2026-11-22-h200-step-cost.json: the host's part of a step, 256 × 32 rows.
+# benchmarks/results/2026-11-22-h200-step-cost.json: host time of a step, 256 × 32 rows.
 STEP_BEFORE = Measured(76.82300000055875, STEP_COST, ("captures, vectors of 1", "before_us"))
 STEP_AFTER = Measured(178.23500000702097, STEP_COST, ("captures, vectors of 1", "after_us"))
-# benchmarks/results/2026-11-22-h200-writer-memory.json: rows into a store in memory, by the host of
-# the GPUs; to its disk, -writer-disk.json, 2.3 GB/s.
+# benchmarks/results/2026-11-22-h200-writer-memory.json: writing rows into a store in memory, on the
+# GPUs' host. To its disk: 2.3 GB/s, -writer-disk.json.
 STORE_WRITER = Measured(2.8813116724719476, WRITER, ("ways", "store", "gb_s"))
 
 MEASUREMENTS = (
@@ -182,15 +194,16 @@ MEASUREMENTS = (
     STEP_AFTER,
     STORE_WRITER,
 )
-MEASURED_K = 512  # of rp8
+# The k of `rp8` in the measurements.
+MEASURED_K = 512
 
 
 def flops_of(size: ModelSize, length: int) -> float | None:
-    """Floating-point operations of one prompt token; None where the weights are not known.
+    """Return the floating-point operations per prompt token; None if the weights are unknown.
 
     Args:
-        size: the model.
-        length: tokens of a request. Of those before it a token meets half as many, on average.
+        size: size of the model.
+        length: tokens of a request; a token attends to half as many on average.
     """
     if size.weights is None:
         return None
@@ -199,7 +212,7 @@ def flops_of(size: ModelSize, length: int) -> float | None:
 
 
 def flops_per_gpu() -> Figure:
-    """FLOP/s that the 8B shape's prefill came to on one H200."""
+    """Return the FLOP/s achieved by the prefill of the 8B shape on one H200."""
     from midstream.tools.capacity.shape import read_model
 
     flops = flops_of(read_model("llama-8b"), WIDE.length)
@@ -209,12 +222,13 @@ def flops_per_gpu() -> Figure:
 
 
 def row_seconds(codec: str, vector_bytes: int, k: int = MEASURED_K) -> Figure:
-    """Seconds by which one captured row lengthens an engine's call: tap, copy, codec, the tail of
-    the last step. The calls that it was measured in are few steps long, so that a longer job pays
-    less.
+    """Return the seconds that one captured row adds to an engine's call.
 
-    Measured at vectors of 2 and of 8 KiB. Between those it is interpolated, beyond them taken to
-    grow with the width, below them to stay; and with k, for an `rp8` of more than was measured.
+    Includes tap, copy, codec and the end of the last step. The measured calls have few steps, so
+    this overestimates the cost in a long job.
+
+    Measured for vectors of 2 and 8 KiB: interpolated between these, proportional to the width above
+    and constant below. For `rp8` with a larger k than measured, also proportional to k.
     """
     narrow, wide = NARROW.per_row(codec), WIDE.per_row(codec)
     low, high = NARROW.vector_bytes, WIDE.vector_bytes
@@ -227,7 +241,7 @@ def row_seconds(codec: str, vector_bytes: int, k: int = MEASURED_K) -> Figure:
 
 
 def encoder_rate(codec: str, k: int = MEASURED_K) -> Figure | None:
-    """Bytes of vectors that a device encodes in a second; None: `raw` does nothing to them."""
+    """Return the bytes of vectors that a device encodes per second; None for `raw`."""
     found = ENCODERS.get(codec)
     if found is None:
         return None
@@ -241,20 +255,20 @@ def _more(codec: str, k: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """All that a plan reckons with. Bytes and seconds.
+    """All rates of an estimate, in bytes and seconds.
 
     Attributes:
         bus: bytes/s from one GPU to the host.
-        reader: bytes/s that one process reads of what arrived.
-        request: seconds of the front end for the results of one request, at 32 taps.
-        step: seconds of the host around a forward, at 256 sequences and 32 layers.
+        reader: bytes/s of received rows that one process reads.
+        request: seconds of the front end per request's results, at 32 taps.
+        step: seconds of the host per forward pass, at 256 sequences and 32 layers.
         writer: bytes/s of one engine's store writer.
         network: bytes/s out of one machine.
         store: bytes/s into the store, from all machines together.
         gpu_flops: FLOP/s of one GPU.
-        efficiency: what of that is left where several GPUs make one engine.
-        gpu_memory: bytes of one GPU.
-        engine: tokens/s of one engine, where it is known; None: by FLOP/s.
+        efficiency: fraction of `gpu_flops` that each GPU achieves in an engine of several.
+        gpu_memory: bytes of memory of one GPU.
+        engine: tokens/s of one engine, if given; None: estimated from FLOP/s.
     """
 
     bus: Figure
@@ -270,10 +284,11 @@ class Rates:
     engine: Figure | None = None
 
     def with_given(self, **values: float | None) -> Rates:
-        """These rates, with those in their place that are not None.
+        """Return these rates, with those replaced whose value is not None.
 
         Raises:
-            SpecError: one is not a positive number; the path is its name.
+            SpecError: a value is not a positive finite number, or an efficiency above 1; the path
+                is its name.
         """
         found: dict[str, Figure] = {}
         for name, value in values.items():
@@ -283,22 +298,24 @@ class Rates:
                 raise SpecError(name, f"expected a number above 0, got {value}")
             found[name] = Figure(value, GIVEN, "as given")
         if (share := found.get("efficiency")) is not None and share.value > 1:
-            raise SpecError("efficiency", f"expected a share of 1, above 0, got {share.value}")
+            raise SpecError(
+                "efficiency", f"expected a number above 0 and at most 1, got {share.value}"
+            )
         return replace(self, **found)
 
 
 def known_rates() -> Rates:
-    """What was measured, and assumptions for the rest."""
+    """Return the measured rates, and assumptions for the others."""
     gb = 1e9
     return Rates(
         bus=Figure(BUS.value * gb, MEASURED, f"copies to pinned memory on an H200, {TRANSPORT}"),
         reader=Figure(
-            READER.value * gb, MEASURED, f"one process that looks at every page, {TRANSPORT}"
+            READER.value * gb, MEASURED, f"one process that reads every page, {TRANSPORT}"
         ),
         request=Figure(
             WIDE.per_request,
             DERIVED,
-            f"one row of each of 32 layers against none, 64 requests, {CAPTURE_8B}",
+            f"one row per layer of 32 compared with none, 64 requests, {CAPTURE_8B}",
         ),
         step=Figure(
             (STEP_BEFORE.value + STEP_AFTER.value) / 1e6,
@@ -308,11 +325,11 @@ def known_rates() -> Rates:
         writer=Figure(
             STORE_WRITER.value * gb,
             MEASURED,
-            f"into memory; a disk or a network may take less, {WRITER}",
+            f"into memory; a disk or network may be slower, {WRITER}",
         ),
         network=Figure(25 * gb, ASSUMED, "200 Gbit/s"),
         store=Figure(100 * gb, ASSUMED, "a parallel file system or an object store"),
         gpu_flops=flops_per_gpu(),
-        efficiency=Figure(0.8, ASSUMED, "what several GPUs keep of their speed as one engine"),
+        efficiency=Figure(0.8, ASSUMED, "multi-GPU efficiency of one engine"),
         gpu_memory=Figure(141 * gb, ASSUMED, "an H200"),
     )

@@ -1,4 +1,4 @@
-"""What a plan must know of a model: its width, its layers, and how many weights a token meets."""
+"""Size of a model: width, number of layers, and weights active per token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _QWEN3: dict[str, Any] = {
     "vocab_size": 151936,
     "torch_dtype": "bfloat16",
 }
-# What the models' own config.json say.
+# Fields of the models' own config.json.
 NAMED: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
         **_LLAMA,
@@ -82,7 +82,7 @@ NAMED: dict[str, dict[str, Any]] = {
         "num_attention_heads": 128,
     },
 }
-# Names of fields in configurations of other families.
+# Alternative field names in configurations of other model families.
 _ALSO = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
@@ -91,15 +91,15 @@ _ALSO = {
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """A model's size.
+    """Size of a model.
 
     Attributes:
-        name: as it was asked for.
+        name: name or path, as requested.
         source: where the sizes are from.
         hidden_size: width of the residual stream.
-        num_layers: decoder layers.
-        dtype: of the vectors: bfloat16, float16 or float32.
-        weights: how many there are; None for a kind of model whose layers are not known here.
+        num_layers: number of decoder layers.
+        dtype: dtype of the vectors: bfloat16, float16 or float32.
+        weights: numbers of weights; None for an unknown model family.
     """
 
     name: str
@@ -111,27 +111,27 @@ class ModelSize:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number of the dtype."""
+        """Bytes of one element."""
         return DTYPES[self.dtype]
 
     @property
     def vector_bytes(self) -> int:
-        """Bytes of one vector of the stream."""
+        """Bytes of one vector of the residual stream."""
         return self.hidden_size * self.itemsize
 
 
 def read_model(model: str, dtype: str = "auto") -> ModelSize:
-    """A model by the name of a known shape, by its folder, or by its config.json.
+    """Read the size of a model by the name of a built-in shape, by folder or by config.json.
 
     Nothing is downloaded.
 
     Args:
-        model: one of `NAMED`, a folder that has a config.json, or such a file.
-        dtype: what the engine computes in. "auto": what the configuration says, and bfloat16
-            where that is float32, as vLLM does on a GPU.
+        model: one of `NAMED`, a folder with a config.json, or such a file.
+        dtype: dtype of the engine. "auto": the configuration's, with float32 replaced by
+            bfloat16, as vLLM does on a GPU.
 
     Raises:
-        SpecError: there is no such thing, or it does not say what must be known. The path is
+        SpecError: the model does not exist or its configuration lacks a field. The path is
             `model`, with the field of the configuration, or `dtype`.
     """
     if model in NAMED:
@@ -155,8 +155,18 @@ def read_model(model: str, dtype: str = "auto") -> ModelSize:
 
 
 def read_config(config: Mapping[str, Any], name: str, source: str, dtype: str) -> ModelSize:
-    """A model's size by the fields of its config.json. Arguments and errors as of `read_model`."""
-    # The language model of one that also sees or hears.
+    """Return a model's size from the fields of its config.json.
+
+    Args:
+        config: fields of config.json.
+        name: name of the model.
+        source: where the fields are from.
+        dtype: see `read_model`.
+
+    Raises:
+        SpecError: see `read_model`.
+    """
+    # The language model's part of a multimodal configuration.
     inner = config.get("text_config")
     text: Mapping[str, Any] = {**config, **inner} if isinstance(inner, dict) else config
     return ModelSize(
@@ -181,15 +191,17 @@ def _number(config: Mapping[str, Any], name: str) -> int:
     return int(found)
 
 
-def _dtype(config: Mapping[str, Any], asked: str) -> str:
-    if asked in DTYPES:
-        return asked
-    if asked != "auto":
-        raise SpecError("dtype", f"expected auto, {listed(DTYPES)}; got {show(asked)}")
+def _dtype(config: Mapping[str, Any], requested: str) -> str:
+    if requested in DTYPES:
+        return requested
+    if requested != "auto":
+        raise SpecError("dtype", f"expected auto, {listed(DTYPES)}; got {show(requested)}")
     found = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     found = found.removeprefix("torch.")
     if found not in DTYPES:
         raise SpecError(
-            "dtype", f"the configuration says {show(found)}; say which of {listed(DTYPES)} it is"
+            "dtype",
+            f"the configuration has the unsupported dtype {show(found)}; set one of "
+            f"{listed(DTYPES)}",
         )
     return "bfloat16" if found == "float32" else found

@@ -1,4 +1,4 @@
-"""A plan as text for people, and as JSON values."""
+"""Output of `midstream plan` as text and as JSON values."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _WIDTH = 96
 
 
 def render(job: PlannedJob, loads: Sequence[Load], advice: Advice, rates: Rates) -> str:
-    """The whole plan, as lines."""
+    """Return the whole estimate as text."""
     chosen = advice.load
     parts = [
         _head(job),
         _columns(_codec_rows(loads), "<<" + ">" * 5 + "<"),
-        "needed for as many tokens as the model computes alone, "
-        f"{chosen.model_rate:,.0f} a second in all:",
+        "bandwidth needed at the model's speed without captures, "
+        f"{chosen.model_rate:,.0f} tokens/s in total:",
         _columns(_needs_rows(loads), "<<>>>>"),
         _per_token(chosen),
         _columns(_resource_rows(chosen), "<<>>>< "),
         _advice(advice),
-        "reckoned from:\n" + _columns(_figure_rows(chosen, rates), "<><<"),
+        "estimated from:\n" + _columns(_figure_rows(chosen, rates), "<><<"),
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def to_dict(job: PlannedJob, loads: Sequence[Load], advice: Advice, rates: Rates) -> dict[str, Any]:
-    """The whole plan, as JSON values: bytes, seconds, tokens."""
+    """Return the whole estimate as JSON values, in bytes, seconds and tokens."""
     return {
         "model": {**asdict(job.size), "vector_bytes": job.size.vector_bytes},
         "job": {
@@ -54,7 +54,7 @@ def to_dict(job: PlannedJob, loads: Sequence[Load], advice: Advice, rates: Rates
             "return": advice.load.returned,
             "reasons": list(advice.reasons),
             "notes": list(advice.notes),
-            "room": [asdict(one) for one in advice.room],
+            "room": [asdict(one) for one in advice.capacities],
         },
     }
 
@@ -89,8 +89,8 @@ def _head(job: PlannedJob) -> str:
                 f"{size.name}: {size.num_layers} layers of {size.hidden_size:,}, "
                 f"{size.dtype}{weights}"
             ),
-            f"{job.tokens:,} tokens in requests of {job.request_tokens:,}; {sites} of {layers} "
-            f"layers: {len(job.taps)} rows of {kept}",
+            f"{job.tokens:,} tokens in requests of {job.request_tokens:,}; {sites} at {layers} "
+            f"layers: {len(job.taps)} rows for {kept}",
             f"{_count(fleet.engines, 'engine')} of {_count(fleet.gpus, 'GPU')} (TP {fleet.tp}, "
             f"PP {fleet.pp}) on {_count(fleet.nodes, 'machine')} of {fleet.gpus_per_node}",
         ]
@@ -100,9 +100,9 @@ def _head(job: PlannedJob) -> str:
 def _per_token(load: Load) -> str:
     busiest = max(max(stage) for stage in load.rank_bytes)
     return (
-        f"with {load.codec}, {load.returned}: {load.rows:g} rows a token, "
-        f"{load.token_bytes:,.0f} bytes, {load.stored_bytes:,.0f} stored, {busiest:,.0f} through "
-        f"the busiest rank:"
+        f"per token with {load.codec}, {load.returned}: {load.rows:g} rows, "
+        f"{load.token_bytes:,.0f} bytes, {load.stored_bytes:,.0f} bytes stored, {busiest:,.0f} "
+        f"bytes on the busiest rank:"
     )
 
 
@@ -111,12 +111,12 @@ def _codec_rows(loads: Sequence[Load]) -> list[list[str]]:
         [
             "codec",
             "return",
-            "bytes a row",
-            "a token",
+            "bytes/row",
+            "per token",
             "stored",
             "tokens/s",
             "time",
-            "saturates first",
+            "bottleneck",
         ]
     ]
     for one in loads:
@@ -136,7 +136,7 @@ def _codec_rows(loads: Sequence[Load]) -> list[list[str]]:
 
 
 def _needs_rows(loads: Sequence[Load]) -> list[list[str]]:
-    """Bandwidths, of each codec and layout."""
+    """Return the bandwidths needed by each codec and layout, as table rows."""
     head = ["codec", "return", "bus, busiest rank", "writer, engine", "network, machine", "store"]
     names = (BUS, WRITER, NETWORK, STORE)
     every = [[one.resource(name) for name in names] for one in loads]
@@ -144,13 +144,13 @@ def _needs_rows(loads: Sequence[Load]) -> list[list[str]]:
         [one.codec, one.returned, *(_needed(each)[0] for each in found)]
         for one, found in zip(loads, every, strict=True)
     ]
-    return [head, *rows, ["there is", "", *(_needed(each)[1] for each in every[0])]]
+    return [head, *rows, ["available", "", *(_needed(each)[1] for each in every[0])]]
 
 
 def _resource_rows(load: Load) -> list[list[str]]:
-    rows = [["", "of", "needed", "there is", "share", ""]]
+    rows = [["", "per", "needed", "available", "share", ""]]
     for one in load.resources:
-        mark = "saturates first" if one is load.first else ""
+        mark = "bottleneck" if one is load.first else ""
         rows.append([one.name, one.where, *_needed(one), f"{one.share:.1%}", mark])
     return rows
 
@@ -162,7 +162,7 @@ def _needed(one: Resource) -> tuple[str, str]:
 
 
 def _figures(load: Load, rates: Rates) -> dict[str, Figure]:
-    """What the plan was reckoned from, by name."""
+    """Return the figures that the estimate is based on, by name."""
     found = {"engine": load.engine}
     if rates.engine is None:
         found["gpu_flops"] = rates.gpu_flops
@@ -176,24 +176,24 @@ def _figures(load: Load, rates: Rates) -> dict[str, Figure]:
 
 
 _NAMES = {
-    "engine": "an engine, nothing captured",
-    "gpu_flops": "a GPU",
-    "efficiency": "of it in an engine of several",
-    "row": "a captured row, on its device",
-    "encoder": "encoding on a GPU",
-    "bus": "bus of a GPU",
-    "step": "host, around a step",
-    "request": "front end, a request",
+    "engine": "engine without captures",
+    "gpu_flops": "GPU",
+    "efficiency": "multi-GPU efficiency",
+    "row": "captured row, on its device",
+    "encoder": "encoding, per GPU",
+    "bus": "bus, per GPU",
+    "step": "host, per step",
+    "request": "front end, per request",
     "reader": "front end, reading",
-    "writer": "store writer of an engine",
-    "network": "network of a machine",
-    "store": "store, in all",
-    "gpu_memory": "memory of a GPU",
+    "writer": "store writer, per engine",
+    "network": "network, per machine",
+    "store": "store, total",
+    "gpu_memory": "memory, per GPU",
 }
 
 
 def _value(name: str, value: float) -> str:
-    """A figure in its unit."""
+    """Format a figure in its unit."""
     if name == "engine":
         return f"{value:,.0f} tokens/s"
     if name == "gpu_flops":
@@ -214,12 +214,10 @@ def _figure_rows(load: Load, rates: Rates) -> list[list[str]]:
 
 def _advice(advice: Advice) -> str:
     chosen = advice.load
-    lines = [f"choose {chosen.codec}, {chosen.returned}"]
+    lines = [f"recommended: {chosen.codec}, {chosen.returned}"]
     lines += [_item(text) for text in (*advice.reasons, *advice.notes)]
-    if advice.room:
-        lines.append(
-            _item(f"At the model's pace (no more than {PACE - 1:.0%} slower) there is room for:")
-        )
+    if advice.capacities:
+        lines.append(_item(f"Captures that keep the model's pace (at most {PACE - 1:.0%} slower):"))
         rows = [
             [
                 f"    {one.codec}",
@@ -227,14 +225,14 @@ def _advice(advice: Advice) -> str:
                 _count(one.taps, "tap"),
                 f"or {one.fraction:.1%} of the tokens",
             ]
-            for one in advice.room
+            for one in advice.capacities
         ]
         lines.append(_columns(rows, "<<><"))
     return "\n".join(lines)
 
 
 def _item(text: str) -> str:
-    """A sentence with a dash before it, over as many lines as it takes."""
+    """Format a sentence as a wrapped list item."""
     lines, line = [], "-"
     for word in text.split():
         if len(line) + 1 + len(word) > _WIDTH:
@@ -253,7 +251,7 @@ def _columns(rows: Sequence[Sequence[str]], align: str) -> str:
 
 
 def _bytes(value: float) -> str:
-    """A number of bytes with three digits, in powers of a thousand."""
+    """Format a number of bytes with three significant digits, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
         if value < 999.5 or unit == "PB":
             digits = 0 if unit == "B" or value >= 99.95 else 1 if value >= 9.995 else 2

@@ -1,4 +1,4 @@
-"""How many weights a model has, by the fields of its config.json."""
+"""Number of weights of a model, computed from the fields of its config.json."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from midstream.validation import is_int
 
-# Families whose layers are attention and a gated MLP of three matrices, or experts of that kind.
-# In others something else may be in a layer, and a count would be a guess.
+# Families whose layers consist of attention and a gated MLP of three matrices, or experts of that
+# kind. Layers of other families may contain something else, so a count would be a guess.
 GATED = (
     "llama",
     "mistral",
@@ -29,13 +29,14 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_siz
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A model's weights. Norms and biases, a ten-thousandth of them, are not counted.
+    """Numbers of a model's weights, without norms and biases, which are about 0.01 %.
 
     Attributes:
-        total: all of them, embeddings included.
-        met: those of the layers that one token is multiplied by; of experts, those of its own.
-        heads_width: heads · the width of one: what attention's own products grow with.
-        has_experts: whether there are layers with routed experts.
+        total: all weights, embeddings included.
+        met: weights of the layers that are active for one token; of experts, only the chosen ones.
+        heads_width: number of heads · head width, which attention's own products are proportional
+            to.
+        has_experts: whether some layers have routed experts.
     """
 
     total: int
@@ -45,10 +46,10 @@ class Weights:
 
 
 def count_weights(config: Mapping[str, Any]) -> Weights | None:
-    """The weights of a model; None where its kind is not known here, or a field is missing.
+    """Count the weights of a model; return None for an unknown family or a missing field.
 
     Args:
-        config: the fields of its config.json.
+        config: fields of config.json.
     """
     if config.get("model_type") not in GATED or not all(is_int(config.get(n)) for n in _NEEDED):
         return None
@@ -68,7 +69,7 @@ def count_weights(config: Mapping[str, Any]) -> Weights | None:
 
 
 def _attention(config: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int]:
-    """The weights of a layer's attention, and heads · the width of one."""
+    """Return (weights of a layer's attention, number of heads · head width)."""
     if config.get("kv_lora_rank") is not None:
         return _latent_attention(config, hidden, heads)
     width = int(config.get("head_dim") or hidden // heads)
@@ -77,7 +78,7 @@ def _attention(config: Mapping[str, Any], hidden: int, heads: int) -> tuple[int,
 
 
 def _latent_attention(config: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int]:
-    """As `_attention`, of keys and values that come out of one narrow vector (MLA)."""
+    """Return the same as `_attention`, for multi-head latent attention (MLA)."""
     rank, rope = int(config["kv_lora_rank"]), int(config["qk_rope_head_dim"])
     plain, value = int(config["qk_nope_head_dim"]), int(config["v_head_dim"])
     narrow = config.get("q_lora_rank")
@@ -93,7 +94,7 @@ def _dense(config: Mapping[str, Any], hidden: int) -> tuple[int, int]:
 
 
 def _experts(config: Mapping[str, Any], hidden: int) -> tuple[int, int]:
-    """All weights of a layer of experts, and those that one token meets."""
+    """Return (all weights of a layer with experts, weights active for one token)."""
     one = 3 * hidden * int(config.get("moe_intermediate_size") or config["intermediate_size"])
     count, chosen = _experts_of(config), int(config["num_experts_per_tok"])
     shared = one * int(config.get("n_shared_experts") or 0)

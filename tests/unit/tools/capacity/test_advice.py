@@ -44,7 +44,11 @@ def test_no_less_lossy_codec_keeps_the_pace_and_no_layout_is_much_faster(planned
 
 def test_where_all_is_wide_open_nothing_needs_to_be_lost():
     _, advised = advice(job("llama-8b", layers=[16]), rates=WIDE_OPEN)
-    assert (advised.load.codec, advised.load.returned, advised.room) == ("raw", "gathered", ())
+    assert (advised.load.codec, advised.load.returned, advised.capacities) == (
+        "raw",
+        "gathered",
+        (),
+    )
 
 
 def test_a_narrow_writer_asks_for_a_smaller_codec_or_fewer_rows():
@@ -53,30 +57,34 @@ def test_a_narrow_writer_asks_for_a_smaller_codec_or_fewer_rows():
     assert advised.load.codec == "rp8:k=512,seed=0"
     said = " ".join(advised.reasons)
     assert "raw: the job would take" in said
-    assert "it waits for: store writer" in said
-    assert "For whole vectors take fewer" in said
-    assert [one.codec for one in advised.room] == ["raw", "full8"]
+    assert "Bottleneck: store writer" in said
+    assert "To store whole vectors, capture fewer" in said
+    assert [one.codec for one in advised.capacities] == ["raw", "full8"]
 
 
 @pytest.mark.parametrize("codec", ["raw", "full8"])
 def test_what_there_is_room_for_keeps_the_pace_and_a_little_more_does_not(codec):
     planned = job("llama-70b", tp=8)
     _, advised = advice(planned)
-    room = next(one for one in advised.room if one.codec == codec)
+    capacity = next(one for one in advised.capacities if one.codec == codec)
 
     def share(**fields):
         smaller = replace(planned, **fields)
-        return load_of(smaller, parse_codec(codec), room.returned, RATES).first.share
+        return load_of(smaller, parse_codec(codec), capacity.returned, RATES).first.share
 
-    assert share(taps=planned.taps[: room.taps]) <= PACE < share(taps=planned.taps[: room.taps + 1])
-    assert share(fraction=room.fraction) <= PACE < share(fraction=room.fraction + 0.001)
+    assert (
+        share(taps=planned.taps[: capacity.taps])
+        <= PACE
+        < share(taps=planned.taps[: capacity.taps + 1])
+    )
+    assert share(fraction=capacity.fraction) <= PACE < share(fraction=capacity.fraction + 0.001)
 
 
 def test_sharded_is_advised_where_the_first_rank_holds_all_others_back():
     planned = job("llama-70b", tp=8)
     _, advised = advice(planned, ["topk8:k=64"], WIDE_OPEN)
     assert advised.load.returned == "sharded"
-    assert "each rank moves at most 12% of a stage's bytes" in " ".join(advised.reasons)
+    assert "each rank transfers at most 12% of a stage's bytes" in " ".join(advised.reasons)
     _, advised = advice(job("llama-70b", layers=[40], tp=8), ["raw"], WIDE_OPEN)
     assert advised.load.returned == "gathered"
 
@@ -87,14 +95,14 @@ def test_a_ring_that_is_too_small_and_a_model_too_large_are_told():
     gathered = load_of(job("llama-70b", tp=8), parse_codec("raw"), "gathered", WIDE_OPEN)
     assert gathered.ring_bytes == 80 * 8192 * 2 * 8192
     alone = advise(job("llama-70b", tp=8), [gathered], WIDE_OPEN)
-    (ring,) = [note for note in alone.notes if note.startswith("The ring")]
+    (ring,) = [note for note in alone.notes if note.startswith("Staging ring")]
     assert "10.7 GB" in ring
     assert "8.8 GB" in ring
     assert not [note for note in advised.notes if "ring" in note]
     _, advised = advice(job("llama-405b", layers=[5], tp=8))
-    assert not [note for note in advised.notes if "do not fit" in note]
+    assert not [note for note in advised.notes if "not fit unless" in note]
     _, advised = advice(job("llama-405b", layers=[5], tp=4))
-    assert [note for note in advised.notes if "do not fit" in note]
+    assert [note for note in advised.notes if "not fit unless" in note]
 
 
 def test_experts_and_engines_that_span_machines_are_told():

@@ -52,15 +52,18 @@ def test_a_fleet_has_as_many_engines_and_machines_as_go_together(arguments, engi
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((0, 1, 8, None, None), "tp: expected a whole number from 1"),
-        ((16, 1, 8, None, None), "tp: expected at most the 8 GPUs.*use pp"),
-        ((3, 1, 8, None, None), "tp: expected a divisor of the 8 GPUs"),
-        ((8, 0, 8, None, None), "pp: expected a whole number from 1"),
+        ((0, 1, 8, None, None), "tp: expected an integer of at least 1"),
+        ((16, 1, 8, None, None), "tp: expected at most 8, the GPUs.*use pp"),
+        ((3, 1, 8, None, None), "tp: expected a divisor of 8, the GPUs"),
+        ((8, 0, 8, None, None), "pp: expected an integer of at least 1"),
         ((1, 1, 0, None, None), "gpus_per_node: expected"),
         ((8, 2, 8, 3, None), "nodes: 3 machines have 24 GPUs.*tp · pp = 16"),
-        ((8, 2, 8, 2, 2), "dp: 2 engines take 32 GPUs, and there are 16; at most 1"),
-        ((1, 1, 8, 0, None), "nodes: expected a whole number from 1"),
-        ((1, 1, 8, None, 0), "dp: expected a whole number from 1"),
+        (
+            (8, 2, 8, 2, 2),
+            "dp: expected at most 1, got 2: 2 engines need 32 GPUs, and there are 16",
+        ),
+        ((1, 1, 8, 0, None), "nodes: expected an integer of at least 1"),
+        ((1, 1, 8, None, 0), "dp: expected an integer of at least 1"),
     ],
 )
 def test_a_fleet_that_does_not_come_out_even_is_refused_with_what_would(arguments, said):
@@ -71,17 +74,17 @@ def test_a_fleet_that_does_not_come_out_even_is_refused_with_what_would(argument
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"tokens": 0}, "tokens: expected a whole number from 1"),
+        ({"tokens": 0}, "tokens: expected an integer of at least 1"),
         ({"request_tokens": 0}, "request_tokens: expected"),
         ({"step_tokens": 0}, "step_tokens: expected"),
-        ({"fraction": 0.0}, "fraction: expected a share above 0 and up to 1"),
+        ({"fraction": 0.0}, "fraction: expected a number above 0 and at most 1"),
         ({"fraction": 1.5}, "fraction: expected"),
         ({"fraction": float("nan")}, "fraction: expected"),
         ({"layers": [32]}, "layers.*out of range: the model has 32 layers"),
-        ({"layers": [31, -1]}, "layer -1 is layer 31 again"),
-        ({"layers": "some"}, 'expected "all" or indices'),
+        ({"layers": [31, -1]}, "layer -1 is the same as layer 31"),
+        ({"layers": "some"}, 'expected "all" or layer indices'),
         ({"sites": "resid"}, "unknown|expected"),
-        ({"pp": 33, "gpus_per_node": 8}, "pp: expected at most the 32 layers"),
+        ({"pp": 33, "gpus_per_node": 8}, "pp: expected at most 32, the model's layers"),
     ],
 )
 def test_a_job_that_cannot_be_is_refused_by_its_field(fields, said):

@@ -220,7 +220,7 @@ def test_the_stage_with_most_of_the_taps_is_the_busiest():
 def test_speeds_that_cannot_be_told_must_be_given():
     size = read_config({"hidden_size": 64, "num_hidden_layers": 2}, "odd", "", "auto")
     planned = replace(job(), size=size, taps=(("resid_post", 0),))
-    with pytest.raises(SpecError, match="tokens_per_second: how many weights odd has"):
+    with pytest.raises(SpecError, match="tokens_per_second: required for odd"):
         engine_rate(planned, RATES)
     found = engine_rate(planned, RATES.with_given(engine=5.0))
     assert (found.value, found.basis) == (5.0, "given")

@@ -81,5 +81,5 @@ def test_given_rates_take_the_place_of_known_ones_and_say_so():
     rates = known_rates().with_given(bus=5e9, store=None)
     assert (rates.bus.value, rates.bus.basis) == (5e9, "given")
     assert rates.store == known_rates().store
-    with pytest.raises(SpecError, match="efficiency: expected a share of 1"):
+    with pytest.raises(SpecError, match="efficiency: expected a number above 0 and at most 1"):
         known_rates().with_given(efficiency=1.5)
