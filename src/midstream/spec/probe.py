@@ -1,4 +1,4 @@
-"""A request to read a number."""
+"""`Probe`: a linear score of selected tokens at one tap."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 @dataclass(frozen=True, slots=True, init=False)
 class Probe(Operation):
-    """Read one number of some tokens, at one tap: score = ⟨h, direction⟩ + bias.
+    """A linear probe of the selected tokens at one tap: score = ⟨h, direction⟩ + bias.
 
-    It sees h with all edits of that site in it. Alain and Bengio 2016 (linear probes,
-    arXiv:1610.01644).
+    h includes all edits at that tap. Alain and Bengio 2016 (linear probes, arXiv:1610.01644).
 
     Attributes:
-        direction: as wide as the model; or a name.
+        direction: a vector of the model's hidden size, or a name.
         bias: in units of the score.
-        name: under which the scores come back; 1 to 64 of the characters A–Z a–z 0–9 _ . : -
+        name: key of the scores in the output; 1 to 64 of the characters A–Z a–z 0–9 _ . : -
         layers, sites: one each.
     """
 
@@ -48,17 +47,17 @@ class Probe(Operation):
         phase: object = None,
         exclude: object = None,
     ) -> None:
-        """Reads each field in any of its forms.
+        """Create a probe; each field accepts any of its forms.
 
         Args:
-            direction: what Vector.parse takes, or a name.
-            layer: an int; it may be left out for the name of a vector registered for one tap.
+            direction: any form of Vector.parse, or a name.
+            layer: an int; may be omitted for the name of a vector registered for one tap.
             bias: a number.
-            site: a site's name or alias; "resid_post" if left out.
+            site: a site's name or alias; default "resid_post".
             name: None: "probe".
-            positions: what Positions takes.
-            phase: "prompt" or "generated" leaves only such tokens of the positions.
-            exclude: positions to leave out.
+            positions: any form of Positions.
+            phase: "prompt" or "generated" restricts the positions to tokens of that phase.
+            exclude: positions to exclude.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -73,32 +72,34 @@ class Probe(Operation):
         layers = self.layers.indices
         if "layer" not in self.left and (layers == "all" or len(layers) > 1):
             shown = '"all"' if layers == "all" else f"{len(layers)} layers"
-            raise SpecError("layer", f"a probe reads at one layer, got {shown}; use one for each")
+            raise SpecError(
+                "layer", f"a probe reads one layer, got {shown}; use one probe per layer"
+            )
         if len(self.sites) > 1:
             raise SpecError(
-                "site", f"a probe reads at one site, got {len(self.sites)}; use one for each"
+                "site", f"a probe reads one site, got {len(self.sites)}; use one probe per site"
             )
 
     def own(self) -> dict[str, Any]:
         return {"direction": self.direction, "bias": self.bias, "name": self.name}
 
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> tuple[Probe, ...]:
-        """The same by value, at one tap.
+        """Return the probe with its name replaced by the vector, at one tap.
 
         Args:
-            lookup, num_layers: as of Operation.bind.
+            lookup, num_layers: see Operation.bind.
 
         Raises:
-            SpecError: the name is unknown, has no vector for the tap that is asked for, or
-                several, of which none is asked for.
+            SpecError: the name is unknown, has no vector for the requested tap, or has several
+                taps and none is requested.
         """
-        # Not super(): the class that it would find is the one before `slots` was added.
+        # super() without arguments fails here: `slots=True` replaces the class.
         found = Operation.bind(self, lookup, num_layers)
         if len(found) > 1:
             raise SpecError(
                 "layer",
-                f"`{self.names()[0]}` is registered for {len(found)} taps, and a probe reads at "
-                "one; give `layer` and `site`",
+                f"`{self.names()[0]}` is registered for {len(found)} taps, but a probe reads one "
+                "tap; give `layer` and `site`",
             )
         return found
 

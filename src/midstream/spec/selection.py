@@ -1,4 +1,4 @@
-"""Which sites, and which layers."""
+"""`Sites` and `Layers`: selections of hook points."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from midstream.validation import MAX_ITEMS, at, hint, is_int, kind, listed, read
 
 
 def read_site(value: object) -> str:
-    """The canonical name of a site given by name or alias."""
+    """Return the canonical name of a site, given by name or alias.
+
+    Raises:
+        SpecError: `value` is not the name of a site.
+    """
     if not isinstance(value, str):
         raise SpecError("", f"expected the name of a site, `str`, got {kind(value)}")
     name = canonical(value)
@@ -25,7 +29,7 @@ def read_site(value: object) -> str:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Sites:
-    """Some sites, in the order given.
+    """A list of sites, in the given order.
 
     Attributes:
         names: canonical names, at least one, each once.
@@ -34,20 +38,20 @@ class Sites:
     names: tuple[str, ...]
 
     def __init__(self, sites: object) -> None:
-        """Reads a name, or a list or tuple of names; aliases are accepted.
+        """Read a name, or a list or tuple of names; aliases are accepted.
 
         Raises:
-            SpecError: an unknown name, the same site twice, or none.
+            SpecError: an unknown name, a duplicate site, or an empty list.
         """
         object.__setattr__(self, "names", _read_sites(sites))
 
     @staticmethod
     def parse(value: object) -> Sites:
-        """`value` as Sites, from anything the constructor takes."""
+        """Return a Sites, from a Sites or any form of the constructor's argument."""
         return value if isinstance(value, Sites) else Sites(value)
 
     def emit(self) -> list[str]:
-        """The JSON form, which `parse` reads back."""
+        """Return the JSON form, which `parse` reads."""
         return list(self.names)
 
     def __iter__(self) -> Iterator[str]:
@@ -59,7 +63,7 @@ class Sites:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Layers:
-    """Some layers, in the order given, or all that are tapped.
+    """A list of layers, in the given order, or all tapped layers.
 
     Attributes:
         indices: "all", or at least one index, each once; −1 is the last layer.
@@ -68,20 +72,20 @@ class Layers:
     indices: tuple[int, ...] | Literal["all"]
 
     def __init__(self, layers: object = "all") -> None:
-        """Reads "all", an int, or a list, tuple or range of ints.
+        """Read "all", an int, or a list, tuple or range of ints.
 
         Raises:
-            SpecError: something else, the same index twice, or none.
+            SpecError: another form, a duplicate index, or an empty list.
         """
         object.__setattr__(self, "indices", _read_layers(layers))
 
     @staticmethod
     def parse(value: object) -> Layers:
-        """`value` as Layers, from anything the constructor takes."""
+        """Return a Layers, from a Layers or any form of the constructor's argument."""
         return value if isinstance(value, Layers) else Layers(value)
 
     def emit(self) -> list[int] | str:
-        """The JSON form, which `parse` reads back."""
+        """Return the JSON form, which `parse` reads."""
         return "all" if self.indices == "all" else list(self.indices)
 
 
@@ -99,7 +103,7 @@ def _read_sites(value: object) -> tuple[str, ...]:
         with at(f"[{index}]"):
             name = read_site(item)
             if name in names:
-                raise SpecError("", f"{show(item)} names the site `{name}` a second time")
+                raise SpecError("", f"duplicate site {show(item)}: `{name}` is already listed")
             names.append(name)
     return tuple(names)
 
@@ -109,24 +113,24 @@ def _read_layers(value: object) -> tuple[int, ...] | Literal["all"]:
         return value.indices
     if isinstance(value, str):
         if value != "all":
-            raise SpecError("", f'expected "all" or indices of layers, got {show(value)}')
+            raise SpecError("", f'expected "all" or layer indices, got {show(value)}')
         return "all"
     if is_int(value):
         return (read_int(value),)
     if not isinstance(value, (list, tuple, range)):
         raise SpecError("", f'expected "all", `int` or a list of `int`, got {kind(value)}')
     if not value:
-        raise SpecError("", 'expected at least one layer; use "all" for all')
-    # Not by len(), which a range may be too long for.
+        raise SpecError("", 'expected at least one layer; use "all" for all layers')
+    # len() overflows for long ranges.
     if value[MAX_ITEMS:]:
-        raise SpecError("", f"at most {MAX_ITEMS} layers can be listed")
+        raise SpecError("", f"expected at most {MAX_ITEMS} layers")
     found: dict[int, None] = {}
     for index, item in enumerate(value):
         with at(f"[{index}]"):
             if isinstance(item, str) and item == "all":
                 if len(value) == 1:
                     return "all"
-                raise SpecError("", '"all" stands alone')
+                raise SpecError("", '"all" cannot be combined with layer indices')
             layer = read_int(item)
             if layer in found:
                 raise SpecError("", f"layer {layer} is listed twice")

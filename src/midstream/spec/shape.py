@@ -1,4 +1,4 @@
-"""What must be known of an engine to check a request against it."""
+"""`ModelShape`: a model's dimensions and the engine's taps, for checking plans."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from midstream.sites import Tap
 
 @dataclass(frozen=True, slots=True, init=False)
 class ModelShape:
-    """The model, and where the engine taps it.
+    """A model's dimensions and the taps of the engine.
 
     Attributes:
-        num_layers: layers of the model.
+        num_layers: number of layers of the model.
         hidden_size: width of its residual stream.
-        taps: each (canonical site, layer from 0) that is tapped.
-        reasons: each (site, layer) that the model does not have, and why; sorted.
+        taps: the tapped (canonical site, layer from 0) pairs.
+        reasons: the (site, layer) pairs that the model lacks, each with the reason; sorted.
     """
 
     num_layers: int
@@ -37,9 +37,9 @@ class ModelShape:
         object.__setattr__(self, "reasons", tuple(sorted(dict(reasons).items())))
 
     def reason(self, tap: Tap) -> str | None:
-        """Why the model has no such site, if that is why it is not tapped."""
+        """Return why the model lacks this tap; None if it does not lack it."""
         return dict(self.reasons).get(tap)
 
     def tapped_layers(self, site: str) -> list[int]:
-        """The layers at which a site is tapped, ascending."""
+        """Return the layers at which a site is tapped, ascending."""
         return sorted(layer for name, layer in self.taps if name == site)

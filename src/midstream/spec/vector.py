@@ -1,4 +1,4 @@
-"""A steering vector by value, wherever it came from."""
+"""`Vector`: an immutable float32 vector, from Python values, arrays, tensors or JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# Far above any model's width: bounds what one request can make us convert.
+# Bounds the conversion work of one request; far above any model's width.
 MAX_SIZE = 1 << 20
 
 _FORMS = (
@@ -33,7 +33,7 @@ class Vector:
         digest: sha256 of `data`, in hex.
 
     Raises:
-        SpecError: `data` is empty, not a whole number of float32, or not finite throughout.
+        SpecError: `data` is empty, not a whole number of float32, or has a non-finite number.
     """
 
     data: bytes
@@ -50,15 +50,15 @@ class Vector:
 
     @staticmethod
     def parse(value: object) -> Vector:
-        """A vector from any of its forms, on any device, rounded to float32.
+        """Read a vector from any of its forms, on any device, rounded to float32.
 
         Args:
             value: a Vector, a list or tuple of numbers, a 1-D numpy array or torch tensor, or
                 `{"f32": "<base64>"}`.
 
         Raises:
-            SpecError: not one of these; not [size] with size ≥ 1; a value that is not finite or
-                does not fit float32 (the path has its index).
+            SpecError: another form; a shape other than [size] with size ≥ 1; a number that is not
+                finite or exceeds float32's range (the path has its index).
         """
         if isinstance(value, Vector):
             return value
@@ -74,7 +74,7 @@ class Vector:
 
     @property
     def size(self) -> int:
-        """How many numbers there are."""
+        """The number of elements."""
         return len(self.data) // 4
 
     @property
@@ -85,13 +85,13 @@ class Vector:
         return float(np.linalg.norm(self.numpy().astype(np.float64)))
 
     def numpy(self) -> NDArray[np.float32]:
-        """The numbers, float32 [size], read-only and without a copy."""
+        """Return the numbers as a read-only float32 array [size] without a copy."""
         import numpy as np
 
         return np.frombuffer(self.data, dtype="<f4")
 
     def emit(self) -> dict[str, object]:
-        """The JSON form, which `parse` reads back."""
+        """Return the JSON form, which `parse` reads."""
         return {"f32": base64.b64encode(self.data).decode("ascii")}
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ def _check_size(size: int) -> None:
     if size == 0:
         raise SpecError("", "the vector is empty")
     if size > MAX_SIZE:
-        raise SpecError("", f"a vector has at most {MAX_SIZE} numbers, got {size}")
+        raise SpecError("", f"expected at most {MAX_SIZE} numbers, got {size}")
 
 
 def _from_numbers(values: list[Any] | tuple[Any, ...]) -> Vector:
@@ -113,7 +113,7 @@ def _from_numbers(values: list[Any] | tuple[Any, ...]) -> Vector:
 
     _check_size(len(values))
     found = []
-    # A try about the loop, not `at` within it: there may be many thousands.
+    # One try around the loop is faster than `at` for every number.
     try:
         for value in values:
             found.append(read_float32(value))
@@ -130,7 +130,11 @@ def _from_base64(value: Mapping[Any, Any]) -> Vector:
 
 
 def read_base64(text: object) -> bytes:
-    """The bytes of a base64 text."""
+    """Decode a base64 text.
+
+    Raises:
+        SpecError: `text` is not base64.
+    """
     if not isinstance(text, str):
         raise SpecError("", f"expected base64 as `str`, got {kind(text)}")
     try:
@@ -140,7 +144,7 @@ def read_base64(text: object) -> bytes:
 
 
 def _host_array(tensor: Any) -> Any:
-    """A torch tensor's values, float64 (which holds all of torch's real types), on the host."""
+    """Return a torch tensor's values on the host, float64 (exact for torch's real dtypes)."""
     _check_shape(tensor)
     if tensor.is_complex() or str(tensor.dtype) == "torch.bool":
         raise SpecError("", f"expected real numbers, got a tensor of {tensor.dtype}")

@@ -77,7 +77,7 @@ def test_the_phase_is_shorthand_for_that_of_the_positions():
 @pytest.mark.parametrize("phase", ["generated", "all"])
 def test_a_phase_that_contradicts_that_of_the_positions_is_refused(phase):
     with pytest.raises(
-        SpecError, match=f'"{phase}" contradicts the positions\' own.*"prompt"'
+        SpecError, match=f'"{phase}" contradicts the phase of the positions.*"prompt"'
     ) as caught:
         Capture(0, positions=Positions("all", "prompt"), phase=phase)
     assert caught.value.path == "phase"
@@ -91,7 +91,7 @@ def test_a_phase_that_contradicts_that_of_the_positions_is_refused(phase):
         ({"sites": ["resid"]}, "sites[0]", "unknown site 'resid'"),
         ({"positions": [0, 1.5]}, "positions[1]", "got `float`"),
         ({"positions": None}, "positions", "got `None`"),
-        ({"positions": "generated"}, "positions", 'never has a token of phase "prompt"'),
+        ({"positions": "generated"}, "positions", 'cannot select a token of phase "prompt"'),
         (
             {"phase": "decode"},
             "phase",
@@ -102,12 +102,12 @@ def test_a_phase_that_contradicts_that_of_the_positions_is_refused(phase):
             "",
             "unknown field 'layer' .did you mean `layers`.*known: `layers`, `sites`",
         ),
-        ({"sink": ""}, "sink", "expected 1 to 128 of A-Z"),
+        ({"sink": ""}, "sink", "expected 1 to 128 of the characters A-Z"),
         ({"sink": None}, "sink", "expected `str`, got `None`"),
-        ({"tag": "../up"}, "tag", "expected 1 to 128 of A-Z.*got '../up'"),
+        ({"tag": "../up"}, "tag", "expected 1 to 128 of the characters A-Z.*got '../up'"),
         ({"request_id": "a/b"}, "request_id", "got 'a/b'"),
         ({"stream": 1}, "stream", "expected `bool`, got `int`"),
-        ({"stream": True, "sink": "store"}, "stream", "the sink 'store' are on no output"),
+        ({"stream": True, "sink": "store"}, "stream", "requires the sink \"memory\", got 'store'"),
         ({"metadata": [1]}, "metadata", "expected a dict of JSON values, got `list`"),
     ],
 )
@@ -118,7 +118,7 @@ def test_a_malformed_field_is_refused_by_its_path(change, path, problem):
 
 
 def test_a_contradiction_with_given_positions_names_the_item():
-    with pytest.raises(SpecError, match="'last' never has a token") as caught:
+    with pytest.raises(SpecError, match="'last' cannot select a token") as caught:
         Capture(0, positions=Positions(["all", "last"]), phase="prompt")
     assert caught.value.path == "positions[1]"
 

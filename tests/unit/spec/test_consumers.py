@@ -60,7 +60,7 @@ def test_the_fields_of_a_capture_are_not_taken_for_consumers():
 @pytest.mark.parametrize(
     ("change", "path", "problem"),
     [
-        ({"tag": "../../etc"}, 'capture["filesystem"].tag', "first no dot"),
+        ({"tag": "../../etc"}, 'capture["filesystem"].tag', "not starting with a dot"),
         ({"tag": "/etc"}, 'capture["filesystem"].tag', "A-Z"),
         ({"request_id": "."}, 'capture["filesystem"].request_id', "A-Z"),
         ({"request_id": "x" * 129}, 'capture["filesystem"].request_id', "at most 128 characters"),
@@ -74,7 +74,7 @@ def test_the_fields_of_a_capture_are_not_taken_for_consumers():
         ({"positions": "lst"}, 'capture["filesystem"].positions', "lst"),
         ({"metadata": {"a": float("nan")}}, 'capture["filesystem"].metadata', "JSON"),
         ({"metadata": {"a": "x" * 70000}}, 'capture["filesystem"].metadata', "at most 65536"),
-        ({"metadata": {1: "x"}}, 'capture["filesystem"].metadata', "names are `str`"),
+        ({"metadata": {1: "x"}}, 'capture["filesystem"].metadata', "names must be `str`"),
         ({"layer": 3}, 'capture["filesystem"]', "unknown field 'layer'"),
     ],
 )
@@ -93,7 +93,7 @@ def test_a_sink_whose_name_is_none_is_refused():
 
 def test_two_captures_for_one_place_cannot_be_described_otherwise():
     one, other = (Capture(n, sink="store", metadata={"a": n}) for n in (1, 2))
-    with pytest.raises(SpecError, match=r"not that of capture\[0\]") as caught:
+    with pytest.raises(SpecError, match=r"differs from the metadata of capture\[0\]") as caught:
         Plan((one, other))
     assert caught.value.path == "capture[1].metadata"
     elsewhere = Capture(2, sink="store", tag="b", metadata={"a": 2})

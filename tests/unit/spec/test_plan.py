@@ -17,7 +17,7 @@ from midstream.spec.positions.items import TokenIds
 CAPTURE = {"layers": [0, 1]}
 STEER = {"op": "steer", "vector": [1.0, 2.0], "layer": 1}
 PROBE = {"direction": [1.0, 2.0], "layer": 1}
-NOTHING = "asks for nothing: give `capture`, `edits` or `probes`"
+NOTHING = "the plan is empty: give `capture`, `edits` or `probes`"
 OPS = "`steer`, `ablate`, `clamp`, `feature`, `affine`, `loreft`, `replace`, `scale`, `gate`"
 
 
@@ -84,12 +84,14 @@ def test_equal_edits_are_kept_as_they_add_up():
 
 def test_overlapping_captures_are_allowed_but_not_equal_ones():
     assert len(Plan.parse({"capture": [CAPTURE, {"layers": [0]}]}).captures) == 2
-    with pytest.raises(SpecError, match=r"^capture\[2\]: the same as capture\[0\]$"):
+    with pytest.raises(SpecError, match=r"^capture\[2\]: duplicate of capture\[0\]$"):
         Plan.make([Capture(0), Capture(1), {"layers": [0], "sites": "post_block"}])
 
 
 def test_each_probe_has_a_name_of_its_own():
-    with pytest.raises(SpecError, match="`probe` is the name of probes.0.; give another") as caught:
+    with pytest.raises(
+        SpecError, match="`probe` is already the name of probes.0.; use another"
+    ) as caught:
         Plan.make(probes=[Probe([1], 0), Probe([1], 0, name="b"), Probe([2], 1)])
     assert caught.value.path == "probes[2].name"
     assert len(Plan.make(probes=[Probe([1], 0), Probe([1], 0, name="b")]).probes) == 2
@@ -153,9 +155,9 @@ def test_a_plan_tells_whether_it_needs_the_prompts_tokens(part):
             "edits.positions.slice[2]",
             "at least 1",
         ),
-        ({"edits": [STEER] * 1025}, "edits", "at most 1024 can be listed, got 1025"),
-        ({"capture": [3] * 1025}, "capture", "at most 1024 can be listed, got 1025"),
-        ({"probes": [PROBE] * 1025}, "probes", "at most 1024 can be listed, got 1025"),
+        ({"edits": [STEER] * 1025}, "edits", "expected at most 1024, got 1025"),
+        ({"capture": [3] * 1025}, "capture", "expected at most 1024, got 1025"),
+        ({"probes": [PROBE] * 1025}, "probes", "expected at most 1024, got 1025"),
         ([CAPTURE], "", "expected a dict of `capture`, `edits`, `probes`, got `list`"),
         (None, "", "expected a dict of `capture`, `edits`, `probes`, got `None`"),
     ],
@@ -177,8 +179,11 @@ def test_a_malformed_plan_is_refused_by_the_path_of_what_is_wrong(value, path, p
         ("capture", "expected JSON"),
         ('{"capture": {"layers": [0]}} x', "expected JSON"),
         (b'\xff\xfe{"capture"', "expected JSON.*utf-8"),
-        ('{"capture": {"layers": 0}, "capture": {"layers": 1}}', "'capture' twice in one object"),
-        ('{"capture": {"layers": 0, "layers": 1}}', "'layers' twice in one object"),
+        (
+            '{"capture": {"layers": 0}, "capture": {"layers": 1}}',
+            "duplicate JSON field 'capture' in one object",
+        ),
+        ('{"capture": {"layers": 0, "layers": 1}}', "duplicate JSON field 'layers' in one object"),
         ('{"edits": {"op": "steer", "vector": [NaN], "layer": 0}}', "NaN is not a JSON number"),
         (
             '{"edits": {"op": "steer", "vector": [-Infinity], "layer": 0}}',
@@ -199,7 +204,7 @@ def test_the_constructor_refuses_what_parsing_would_have_read():
         Plan([Capture(0)])
     with pytest.raises(SpecError, match="edits: expected a tuple of edits; see Plan.make"):
         Plan((), (STEER,))
-    with pytest.raises(SpecError, match="asks for nothing"):
+    with pytest.raises(SpecError, match="the plan is empty"):
         Plan()
 
 

@@ -1,7 +1,6 @@
-"""The edits: what can be done to a token's vector, as small values that cannot change.
+"""Edits: interventions on a token's vector, as immutable values.
 
-Each says what is meant, in a formula, reads and emits its own JSON form, and lowers itself to
-instructions.
+Each edit documents its formula, reads and emits its JSON form, and compiles to instructions.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ __all__ = [
 
 
 def parse_edit(value: object) -> Edit:
-    """An edit, or a dict that says by its `op` which one it is.
+    """Read an edit, or its dict with `op`.
 
     Raises:
-        SpecError: something else, or a field is unknown, missing or malformed.
+        SpecError: another form, or a field is unknown, missing or malformed.
     """
     if isinstance(value, Edit):
         return value
@@ -58,7 +57,7 @@ def parse_edit(value: object) -> Edit:
         raise bad_edit(value, OPS)
     if "op" not in value:
         raise missing_op(OPS)
-    # Before the other fields, as they depend on it.
+    # `op` determines the other fields, so it is read first.
     with at("op"):
         word = read_word(value["op"], OPS)
     return KINDS_BY_OP[word].parse(value)

@@ -1,4 +1,4 @@
-"""Taking directions out."""
+"""`Ablate`: projecting directions out of h."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from midstream.validation import at
 
 @dataclass(frozen=True, slots=True, init=False)
 class Ablate(Operation):
-    """Project some tokens' vectors out of a subspace: h ← h − strength · Σ ⟨h, u⟩ u, over an
-    orthonormal basis u of the span of the directions.
+    """Project the selected tokens' vectors out of a subspace: h ← h − strength · Σ ⟨h, u⟩ u.
 
-    Arditi et al. 2024 (arXiv:2406.11717) with one direction and strength 1.
+    The sum is over an orthonormal basis u of the span of the directions. One direction with
+    strength 1 is the ablation of Arditi et al. 2024 (arXiv:2406.11717).
 
     Attributes:
-        directions: each as wide as the model, or a name; linearly independent. Their lengths and
-            order do not matter. The basis is worked out in float64 and rounded to float32.
-        strength: 1 takes the directions out, 0 changes nothing, 2 reflects.
+        directions: vectors of the model's hidden size, or names; linearly independent. Their
+            lengths and order have no effect. The basis is computed in float64 and rounded to
+            float32.
+        strength: 1 removes the directions, 0 changes nothing, 2 reflects.
     """
 
     op = "ablate"
@@ -43,18 +44,17 @@ class Ablate(Operation):
         phase: object = None,
         exclude: object = None,
     ) -> None:
-        """Reads each field in any of its forms.
+        """Create an edit; each field accepts any of its forms.
 
         Args:
             directions: one direction [width] or several [k, width]: a list, array, tensor or
-                base64, with its `shape` where there are several; a name, or a list of which some
-                are names.
+                base64 (with `shape` for several); a name, or a list that includes names.
             strength: a number.
-            layer, site, positions, phase, exclude: as for Steer.
+            layer, site, positions, phase, exclude: see Steer.
 
         Raises:
-            SpecError: a field is malformed; its path starts with the field's name. A direction is
-                zero, or depends on those before it.
+            SpecError: a field is malformed (its path starts with the field's name), or a direction
+                is zero or linearly dependent on earlier ones.
         """
         with at("directions"):
             self._set(directions=read_directions(directions))

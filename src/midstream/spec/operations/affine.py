@@ -1,4 +1,4 @@
-"""Affine maps of low rank, among them trained ones."""
+"""`Affine` and `LoReFT`: low-rank affine maps of h."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from midstream.spec.operation import SITE, Operation, one_edit, read_scalar, row
 from midstream.spec.vector import Vector
 from midstream.validation import at
 
-# How far rows may be from orthonormal: about what storing them in bfloat16 does to wide ones.
+# Tolerance for orthonormal rows: about the error of rounding wide rows to bfloat16.
 ORTHONORMAL_TO = 1e-3
 
 
@@ -26,8 +26,8 @@ class Affine(Operation):
     All r terms read the same h.
 
     Attributes:
-        read: r rows, each as wide as the model.
-        write: as many.
+        read: r vectors of the model's hidden size.
+        write: r vectors of the model's hidden size.
         bias: [r].
         scale: 0 changes nothing.
     """
@@ -51,14 +51,14 @@ class Affine(Operation):
         phase: object = None,
         exclude: object = None,
     ) -> None:
-        """Reads each field in any of its forms.
+        """Create an edit; each field accepts any of its forms.
 
         Args:
             read, write: [r, width], or [width] for r = 1: lists, 2-D arrays or tensors, or base64
-                with its `shape`.
-            bias: [r], what Vector.parse takes, or one number for all.
+                with `shape`.
+            bias: [r], any form of Vector.parse, or one number for all rows.
             scale: a number.
-            layer, site, positions, phase, exclude: as for Steer.
+            layer, site, positions, phase, exclude: see Steer.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -66,7 +66,7 @@ class Affine(Operation):
         with at("read"):
             self._set(read=read_rows(read))
         with at("write"):
-            self._set(write=_alike(write, "read", self.read))
+            self._set(write=_read_like(write, "read", self.read))
         with at("bias"):
             self._set(bias=_read_bias(bias, len(self.read)))
         with at("scale"):
@@ -79,7 +79,7 @@ class Affine(Operation):
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         reads = rows_by_value("read", self.read, width)
         writes = rows_by_value("write", self.write, width)
-        return _rank_one_each(reads, writes, self.bias, float32(self.scale))
+        return _rank_one_terms(reads, writes, self.bias, float32(self.scale))
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -87,11 +87,11 @@ class LoReFT(Operation):
     """Replace h within a learned subspace: h ← h + Rᵀ (W h + b − R h).
 
     Wu et al. 2024 (representation finetuning, arXiv:2404.03592). In `pyreft` R is the transpose
-    of `rotate_layer.weight`, W and b are `learned_source`'s.
+    of `rotate_layer.weight`; W and b are the weight and bias of `learned_source`.
 
     Attributes:
-        rotation: R, r rows, each as wide as the model; orthonormal to within 1e-3.
-        weight: W, as many rows.
+        rotation: R, r vectors of the model's hidden size; orthonormal to within 1e-3.
+        weight: W, r vectors of the model's hidden size.
         bias: b, [r].
     """
 
@@ -112,17 +112,17 @@ class LoReFT(Operation):
         phase: object = None,
         exclude: object = None,
     ) -> None:
-        """Reads each field in any of its forms.
+        """Create an edit; each field accepts any of its forms.
 
         Args:
             rotation, weight: [r, width], or [width] for r = 1: lists, 2-D arrays or tensors, or
-                base64 with its `shape`.
-            bias: [r], what Vector.parse takes, or one number for all.
-            layer, site, positions, phase, exclude: as for Steer.
+                base64 with `shape`.
+            bias: [r], any form of Vector.parse, or one number for all rows.
+            layer, site, positions, phase, exclude: see Steer.
 
         Raises:
-            SpecError: a field is malformed; its path starts with the field's name. The rows of
-                `rotation` are not orthonormal.
+            SpecError: a field is malformed (its path starts with the field's name), or the rows
+                of `rotation` are not orthonormal.
         """
         with at("rotation"):
             self._set(rotation=read_rows(rotation))
@@ -130,11 +130,11 @@ class LoReFT(Operation):
             if error > ORTHONORMAL_TO:
                 raise SpecError(
                     "",
-                    f"expected orthonormal rows, but their products differ from that by "
-                    f"{error:.3g}, more than {ORTHONORMAL_TO:g}",
+                    f"expected orthonormal rows; their inner products are off by {error:.3g}, "
+                    f"more than {ORTHONORMAL_TO:g}",
                 )
         with at("weight"):
-            self._set(weight=_alike(weight, "rotation", self.rotation))
+            self._set(weight=_read_like(weight, "rotation", self.rotation))
         with at("bias"):
             self._set(bias=_read_bias(bias, len(self.rotation)))
         self._set_place(layer, site, positions, phase, exclude)
@@ -147,10 +147,10 @@ class LoReFT(Operation):
         with at("weight"):
             rows = wide(rows_by_value("", self.weight, width)) - wide(rotation)
             reads = read_rows(rows)
-        return _rank_one_each(reads, rotation, self.bias, 1.0)
+        return _rank_one_terms(reads, rotation, self.bias, 1.0)
 
 
-def _rank_one_each(
+def _rank_one_terms(
     reads: tuple[Vector, ...], writes: tuple[Vector, ...], bias: Vector, scale: float
 ) -> tuple[Instruction, ...]:
     return one_edit(
@@ -161,8 +161,8 @@ def _rank_one_each(
     )
 
 
-def _alike(value: object, other: str, rows: tuple[Vector, ...]) -> tuple[Vector, ...]:
-    """Rows of the same shape as those of another field."""
+def _read_like(value: object, other: str, rows: tuple[Vector, ...]) -> tuple[Vector, ...]:
+    """Read rows whose shape must be that of `rows`, the rows of field `other`."""
     found = read_rows(value)
     shapes = [[len(each), each[0].size] for each in (rows, found)]
     if shapes[0] != shapes[1]:
@@ -175,5 +175,5 @@ def _read_bias(value: object, rank: int) -> Vector:
         return Vector.parse([read_scalar(value)] * rank)
     found = Vector.parse(value)
     if found.size != rank:
-        raise SpecError("", f"expected {rank} numbers, one for each row, got {found.size}")
+        raise SpecError("", f"expected {rank} numbers, one per row, got {found.size}")
     return found

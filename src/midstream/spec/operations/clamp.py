@@ -1,4 +1,4 @@
-"""Bringing the coordinate along a direction into a range."""
+"""`Clamp`: clipping or setting the coordinate of h along a direction."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from midstream.validation import FLOAT32_MAX, at
 
 @dataclass(frozen=True, slots=True, init=False)
 class Clamp(Operation):
-    """Set the coordinate of h along a direction, or keep it within a range.
+    """Set the coordinate of h along a direction, or clip it to a range.
 
-    With u = v/‖v‖ and x = ⟨h, u⟩: h ← h + strength · (clip(x, low, high) − x) · u. What is
-    orthogonal to the direction stays as it is.
+    With u = v/‖v‖ and x = ⟨h, u⟩: h ← h + strength · (clip(x, low, high) − x) · u. The component
+    orthogonal to the direction is unchanged.
 
     Attributes:
-        direction: v, as wide as the model, not zero; or a name. Its length does not matter.
-        low, high: the range, in units of h; None: open. To set the coordinate is a range of one
-            value, low = high.
-        strength: 1 moves the coordinate all the way, 0 changes nothing.
+        direction: v, a nonzero vector of the model's hidden size, or a name. Its length has no
+            effect.
+        low, high: the range, in units of h; None: unbounded. Equal bounds set the coordinate.
+        strength: 1 moves the coordinate fully, 0 changes nothing.
     """
 
     op = "clamp"
@@ -49,14 +49,14 @@ class Clamp(Operation):
         phase: object = None,
         exclude: object = None,
     ) -> None:
-        """Reads each field in any of its forms.
+        """Create an edit; each field accepts any of its forms.
 
         Args:
-            direction: what Vector.parse takes, or a name.
-            value: a number to which the coordinate is set; then neither `low` nor `high`.
-            low, high: numbers, low ≤ high; at least one of them, if there is no `value`.
+            direction: any form of Vector.parse, or a name.
+            value: the number to set the coordinate to; excludes `low` and `high`.
+            low, high: numbers, low ≤ high; at least one of them if `value` is omitted.
             strength: a number.
-            layer, site, positions, phase, exclude: as for Steer.
+            layer, site, positions, phase, exclude: see Steer.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -64,7 +64,7 @@ class Clamp(Operation):
         with at("direction"):
             found = read_direction(direction)
             if isinstance(found, Vector):
-                check_nonzero(found, "the vector is zero, which is no direction")
+                check_nonzero(found, "the vector is zero; expected a direction")
             self._set(direction=found)
         if value is not None:
             for name, bound in (("low", low), ("high", high)):
@@ -73,7 +73,7 @@ class Clamp(Operation):
             with at("value"):
                 low = high = read_scalar(value)
         elif low is None and high is None:
-            raise SpecError("", "nothing to clamp to: give `value`, `low` or `high`")
+            raise SpecError("", "missing bounds: give `value`, `low` or `high`")
         for name, bound in (("low", low), ("high", high)):
             with at(name):
                 self._set(**{name: None if bound is None else read_scalar(bound)})
@@ -100,7 +100,7 @@ class Clamp(Operation):
                     Op.CLIP,
                     read=u,
                     write=(u,),
-                    # No coordinate is past the largest float32, and it can be written as JSON.
+                    # The largest float32 bounds every coordinate and, unlike infinity, is JSON.
                     a=-FLOAT32_MAX if self.low is None else float32(self.low),
                     b=FLOAT32_MAX if self.high is None else float32(self.high),
                     c=float32(self.strength),

@@ -1,4 +1,4 @@
-"""One feature of a sparse autoencoder."""
+"""`Feature`: changing one feature of a sparse autoencoder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODES = ("set", "add", "scale", "ablate")
 
 @dataclass(frozen=True, slots=True, init=False)
 class Feature(Operation):
-    """Change one feature of a sparse autoencoder (SAE), and leave all else of h as it is.
+    """Change one feature of a sparse autoencoder (SAE) and nothing else in h.
 
     With x = ⟨h, encoder⟩ + bias and act(x) = x where x > threshold, else 0:
 
@@ -29,17 +29,17 @@ class Feature(Operation):
     | scale | h + (value − 1) · act(x) · decoder |
     | ablate | h − act(x) · decoder |
 
-    Nothing is decoded: what the SAE does not reconstruct of h, its error term, is kept.
+    h is not replaced by a reconstruction, so the SAE's error term is kept.
 
     With threshold 0 this is a ReLU SAE (Cunningham et al. 2023, arXiv:2309.08600; Bricken et al.
-    2023); above it a JumpReLU SAE (Rajamanoharan et al. 2024, arXiv:2407.14435).
+    2023), otherwise a JumpReLU SAE (Rajamanoharan et al. 2024, arXiv:2407.14435).
 
     Attributes:
-        encoder: the feature's column of W_enc, as wide as the model.
-        decoder: the feature's row of W_dec, as wide as the model.
+        encoder: the feature's column of W_enc, [hidden size].
+        decoder: the feature's row of W_dec, [hidden size].
         mode: one of the above.
         value: a feature activation; for "scale" a factor. None for "ablate".
-        bias: of the encoder, with that of the decoder folded in.
+        bias: the encoder bias, including the folded decoder bias.
         threshold: at least 0.
     """
 
@@ -67,18 +67,18 @@ class Feature(Operation):
         phase: object = None,
         exclude: object = None,
     ) -> None:
-        """Reads each field in any of its forms.
+        """Create an edit; each field accepts any of its forms.
 
         Args:
-            encoder, decoder: what Vector.parse takes.
+            encoder, decoder: any form of Vector.parse.
             mode: "set", "add", "scale" or "ablate".
-            value: a number; left out for "ablate", and only then.
+            value: a number; required unless the mode is "ablate", which takes none.
             bias: a number, the feature's entry of b_enc.
             threshold: a number of at least 0, the feature's entry of the JumpReLU thresholds;
                 None: 0.
-            decoder_bias: b_dec, what Vector.parse takes, for an SAE that subtracts it from h
-                before it encodes: then bias − ⟨encoder, decoder_bias⟩ becomes the `bias`.
-            layer, site, positions, phase, exclude: as for Steer.
+            decoder_bias: b_dec, any form of Vector.parse, for an SAE that subtracts it from h
+                before encoding: bias − ⟨encoder, decoder_bias⟩ becomes the attribute `bias`.
+            layer, site, positions, phase, exclude: see Steer.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -94,7 +94,7 @@ class Feature(Operation):
             self._set(bias=read_scalar(bias))
         if decoder_bias is not None:
             with at("decoder_bias"):
-                self._set(bias=self._folded(Vector.parse(decoder_bias)))
+                self._set(bias=self._fold_bias(Vector.parse(decoder_bias)))
         with at("threshold"):
             self._set(threshold=0.0 if threshold is None else read_scalar(threshold))
             if self.threshold < 0:
@@ -140,13 +140,14 @@ class Feature(Operation):
             return None
         if value is None:
             others = listed(mode for mode in MODES if mode != "ablate")
-            raise SpecError("", f'missing: {others} need a value; "ablate" needs none')
+            raise SpecError("", f"missing: modes {others} require a value")
         return read_scalar(value)
 
-    def _folded(self, decoder_bias: Vector) -> float:
+    def _fold_bias(self, decoder_bias: Vector) -> float:
         if decoder_bias.size != self.encoder.size:
             raise SpecError(
-                "", f"expected {self.encoder.size} numbers, as `encoder`, got {decoder_bias.size}"
+                "",
+                f"expected {self.encoder.size} numbers, as in `encoder`, got {decoder_bias.size}",
             )
         encoder, shift = wide([self.encoder, decoder_bias])
         return read_scalar(self.bias - float(encoder @ shift))

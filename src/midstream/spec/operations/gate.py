@@ -1,4 +1,4 @@
-"""Edits that depend on what a probe reads."""
+"""`Gate`: an edit that is conditional on a probe's score."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from midstream.validation import at, read_fields, read_int, read_word
 
 @dataclass(frozen=True, slots=True, init=False)
 class Reading:
-    """What a gate looks at: score = ⟨h, direction⟩ + bias.
+    """The probe of a gate: score = ⟨h, direction⟩ + bias.
 
     Attributes:
-        direction: as wide as the model, or a name.
-        bias: added to the product.
-        tap: (canonical site, layer) at which h is read, −1 being the last layer. None: where the
-            edit is, when its turn comes.
+        direction: a vector of the model's hidden size, or a name.
+        bias: in units of the score.
+        tap: (canonical site, layer) at which h is read; layer −1 is the last. None: the tap of
+            the edit, with earlier edits applied.
     """
 
     direction: Vector | Named
@@ -52,13 +52,13 @@ class Reading:
         layer: object = None,
         site: object = None,
     ) -> None:
-        """Reads each field in any of its forms.
+        """Create a reading; each field accepts any of its forms.
 
         Args:
-            direction: what Vector.parse takes, or a name.
+            direction: any form of Vector.parse, or a name.
             bias: a number.
-            layer: an int; None: where the edit is.
-            site: a site's name or alias, with `layer` only; "resid_post" if left out.
+            layer: an int; None: the tap of the edit.
+            site: a site's name or alias, only with `layer`; default "resid_post".
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -75,21 +75,21 @@ class Reading:
                 tap = (SITE if site is None else read_site(site), index)
         elif site is not None:
             raise SpecError(
-                "layer", "missing: `site` needs it; leave out both to read where the edit is"
+                "layer", "missing: `site` requires `layer`; omit both to read the edit's own tap"
             )
         object.__setattr__(self, "tap", tap)
 
     @staticmethod
     def parse(value: object) -> Reading:
-        """A Reading; a Probe of all positions; a direction; or a dict of the arguments.
+        """Read a Reading, a Probe of all positions, a direction, or a dict of the arguments.
 
         Raises:
-            SpecError: something else, or a field is unknown, missing or malformed.
+            SpecError: another form, or a field is unknown, missing or malformed.
         """
         if isinstance(value, Reading):
             return value
         if isinstance(value, Probe):
-            return _of_probe(value)
+            return _from_probe(value)
         if isinstance(value, Mapping) and not {"f32", "name"} & set(value):
             return Reading(
                 **read_fields(value, required=("direction",), optional=("bias", "layer", "site"))
@@ -97,33 +97,33 @@ class Reading:
         return Reading(value)
 
     def to_dict(self) -> dict[str, object]:
-        """The JSON form, which `parse` reads back."""
+        """Return the JSON form, which `parse` reads."""
         found: dict[str, object] = {"direction": self.direction.emit(), "bias": self.bias}
         if self.tap is not None:
             found |= {"layer": self.tap[1], "site": self.tap[0]}
         return found
 
     def at_tap(self, direction: Vector, tap: Tap | None) -> Reading:
-        """The same by value, read at a tap."""
+        """Return a copy with the direction by value, read at `tap`."""
         site, layer = (None, None) if tap is None else tap
         return Reading(direction, self.bias, layer, site)
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Gate:
-    """Carry out an edit only where, or as far as, a probe fires.
+    """Apply an edit only to tokens, or to the degree, that a probe's score exceeds a threshold.
 
-    With score = ⟨h, direction⟩ + bias, the amount that the edit adds is multiplied by g: 1 where
+    With score = ⟨h, direction⟩ + bias, the contribution of the edit is multiplied by g: 1 if
     score > threshold, else 0; or with a sharpness, g = σ(sharpness · (score − threshold)). For
-    `Steer(norm="keep")` it is the scale that g multiplies. Lee et al. 2024 (conditional
-    activation steering, arXiv:2409.05907).
+    `Steer(norm="keep")`, g multiplies the scale. Lee et al. 2024 (conditional activation
+    steering, arXiv:2409.05907).
 
     Attributes:
-        edit: any edit but a Gate. Where it applies is where the Gate does.
-        probe: what is read, and where. A tap of its own must not come after any of the edit's in
-            the forward pass, which is checked when the model is known.
+        edit: any edit but a Gate. It determines the gate's taps and positions.
+        probe: the direction and tap that are read. The tap must not come after a tap of the edit
+            in the forward pass; this is checked when the plan is resolved.
         threshold: in units of the score.
-        sharpness: not 0; None: a step.
+        sharpness: not 0; None: a step function.
     """
 
     op: ClassVar[str] = "gate"
@@ -136,11 +136,11 @@ class Gate:
     def __init__(
         self, edit: object, probe: object, threshold: object = 0.0, sharpness: object = None
     ) -> None:
-        """Reads each field in any of its forms.
+        """Create a gate; each field accepts any of its forms.
 
         Args:
             edit: an edit, or a dict with `op`.
-            probe: what Reading.parse takes: a direction, a dict of `direction`, `bias`, `layer`
+            probe: any form of Reading.parse: a direction, a dict of `direction`, `bias`, `layer`
                 and `site`, or a Probe.
             threshold: a number.
             sharpness: a number, or None.
@@ -157,32 +157,34 @@ class Gate:
         with at("sharpness"):
             found = None if sharpness is None else read_scalar(sharpness)
             if found is not None and float32(found) == 0:
-                raise SpecError("", "0 is ½ whatever the score; leave it out for a step")
+                raise SpecError(
+                    "", "must not be 0, where the gate is always ½; omit `sharpness` for a step"
+                )
             object.__setattr__(self, "sharpness", found)
 
     @property
     def layers(self) -> Layers:
-        """The edit's."""
+        """The layers of the edit."""
         return self.edit.layers
 
     @property
     def sites(self) -> Sites:
-        """The edit's."""
+        """The sites of the edit."""
         return self.edit.sites
 
     @property
     def positions(self) -> Positions:
-        """The edit's."""
+        """The positions of the edit."""
         return self.edit.positions
 
     @property
     def left(self) -> tuple[str, ...]:
-        """The edit's."""
+        """The omitted fields of the edit; see Operation."""
         return self.edit.left
 
     @staticmethod
     def parse(value: object) -> Gate:
-        """A Gate, or a dict of the constructor's arguments and optionally `"op": "gate"`.
+        """Read a Gate, or a dict of the constructor's arguments and optionally `"op": "gate"`.
 
         Raises:
             SpecError: a field is unknown, missing or malformed.
@@ -197,7 +199,7 @@ class Gate:
         return Gate(**given)
 
     def to_dict(self) -> dict[str, object]:
-        """The JSON form, with every field, which `parse` reads back."""
+        """Return the JSON form, with every field, which `parse` reads."""
         return {
             "op": self.op,
             "edit": self.edit.to_dict(),
@@ -207,13 +209,13 @@ class Gate:
         }
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
-        """A GATE that reads the stream, then the edit's own instructions, GATED.
+        """Return a GATE that reads the stream, then the edit's instructions with flag GATED.
 
         Args:
             width: the model's hidden size.
 
         Raises:
-            SpecError: a vector is not of that width, or is still a name.
+            SpecError: a vector has another width, or is a name that was not bound.
         """
         with at("probe.direction"):
             direction = by_value(self.probe.direction, width)
@@ -228,36 +230,36 @@ class Gate:
             c=0.0 if self.sharpness is None else float32(self.sharpness),
             flags=Flags.FRESH | (Flags.STEP if step else Flags.NONE),
         )
-        # The gate has taken h already, and changes nothing.
+        # The GATE already read h and does not change it, so no further FRESH is needed.
         return (
             gate,
             *(replace(each, flags=(each.flags | Flags.GATED) & ~Flags.FRESH) for each in steps),
         )
 
     def names(self) -> tuple[str, ...]:
-        """The names of registered vectors that it uses, each once."""
+        """Return the names of the registered vectors in use, each once."""
         names = dict.fromkeys(self.edit.names())
         if isinstance(self.probe.direction, Named):
             names[self.probe.direction.name] = None
         return tuple(names)
 
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> tuple[Gate, ...]:
-        """The same by value: a Gate around each edit that the edit's own `bind` gives.
+        """Return copies with names replaced by vectors: one Gate per edit that binding gives.
 
-        A direction that is registered for a single tap is read there, unless the probe has a tap.
-        One that is registered for several is read where each edit is, with its vector there.
+        A direction registered for a single tap is read there, unless the probe has a tap. A
+        direction registered for several taps is read at each edit's tap, with its vector there.
 
         Args:
-            lookup, num_layers: as of Operation.bind.
+            lookup, num_layers: see Operation.bind.
 
         Raises:
-            SpecError: a name is unknown, or has no vector for a tap that is asked for.
+            SpecError: a name is unknown, or has no vector for a requested tap.
         """
         with at("edit"):
             edits = self.edit.bind(lookup, num_layers)
         direction = self.probe.direction
         if isinstance(direction, Vector):
-            return tuple(self._around(edit, self.probe) for edit in edits)
+            return tuple(self._wrap(edit, self.probe) for edit in edits)
         with at("probe"):
             with at("direction"):
                 registered = lookup(direction.name)
@@ -282,16 +284,16 @@ class Gate:
             tap = taps[0]
         if tap is not None or is_plain(registered):
             vector = registered[None] if tap is None else pick(name, registered, tap)
-            return [self._around(edit, self.probe.at_tap(vector, tap))]
+            return [self._wrap(edit, self.probe.at_tap(vector, tap))]
         layers = from_start(edit.layers, num_layers).indices
         if layers == "all":
             raise SpecError(
                 "layer",
-                f"missing: `{name}` is registered for several layers, and the edit is at all; give "
-                "the probe's layer, or list the edit's",
+                f"missing: `{name}` is registered for several layers, but the edit has "
+                "layer=\"all\"; give the probe's layer, or list the edit's layers",
             )
         return [
-            self._around(
+            self._wrap(
                 edit.replace(layer=layer, site=site),
                 self.probe.at_tap(pick(name, registered, (site, layer)), None),
             )
@@ -299,7 +301,7 @@ class Gate:
             for site in edit.sites
         ]
 
-    def _around(self, edit: PlainEdit, probe: Reading) -> Gate:
+    def _wrap(self, edit: PlainEdit, probe: Reading) -> Gate:
         return Gate(edit, probe, self.threshold, self.sharpness)
 
 
@@ -308,7 +310,9 @@ def _read_inner(value: object) -> PlainEdit:
         return value
     known = tuple(PLAIN)
     if isinstance(value, Gate) or (isinstance(value, Mapping) and value.get("op") == Gate.op):
-        raise SpecError("", "a `gate` cannot be around another `gate`; add up their directions")
+        raise SpecError(
+            "", "a `gate` cannot contain another `gate`; use the sum of their directions"
+        )
     if not isinstance(value, Mapping):
         raise bad_edit(value, known)
     if "op" not in value:
@@ -318,10 +322,10 @@ def _read_inner(value: object) -> PlainEdit:
     return PLAIN[word].parse(value)
 
 
-def _of_probe(probe: Probe) -> Reading:
+def _from_probe(probe: Probe) -> Reading:
     if probe.positions != Positions("all"):
         raise SpecError(
-            "positions", "the edit's positions are the gate's; give a probe without its own"
+            "positions", "a gate uses the edit's positions; give a probe without positions"
         )
     layers = probe.layers.indices
     layer = None if "layer" in probe.left or layers == "all" else layers[0]

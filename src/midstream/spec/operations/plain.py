@@ -1,4 +1,4 @@
-"""The edits that stand on their own: all but those around another edit."""
+"""Edits that contain no other edit: all but `Gate`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ PLAIN: dict[str, type[PlainEdit]] = {each.op: each for each in KINDS}
 
 
 def bad_edit(value: object, known: tuple[str, ...]) -> SpecError:
-    """What to raise for what is no edit at all."""
+    """Return the error for a value that is no edit."""
     return SpecError("", f"expected an edit, or a dict with `op`, got {kind(value)}; {_ops(known)}")
 
 
 def missing_op(known: tuple[str, ...]) -> SpecError:
-    """What to raise for a dict that does not say which edit it is."""
+    """Return the error for a dict without `op`."""
     return SpecError("", f"missing field `op`; {_ops(known)}")
 
 

@@ -1,4 +1,4 @@
-"""Putting other vectors in the place of h."""
+"""`Replace`: replacing h by given vectors (activation patching)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from midstream.validation import MAX_ITEMS, at
 
 @dataclass(frozen=True, slots=True, init=False)
 class Replace(Operation):
-    """Replace some tokens' vectors by given ones, or move towards them:
-    h ← (1 − alpha) · h + alpha · row.
+    """Replace h by given vectors, or interpolate: h ← (1 − alpha) · h + alpha · row.
 
     With rows captured from another prompt this is activation patching: Vig et al. 2020
     (arXiv:2004.12265), Meng et al. 2022 (arXiv:2202.05262), Wang et al. 2022 (arXiv:2211.00593).
 
     Attributes:
-        rows: each as wide as the model: one for all tokens that are selected, or as many as there
-            are, of which the k-th token gets the k-th.
+        rows: vectors of the model's hidden size: one for all selected tokens, or one per selected
+            token, in order.
         alpha: 1 replaces, 0 changes nothing.
     """
 
@@ -43,14 +42,14 @@ class Replace(Operation):
         phase: object = None,
         exclude: object = None,
     ) -> None:
-        """Reads each field in any of its forms.
+        """Create an edit; each field accepts any of its forms.
 
         Args:
             rows: [width] or [n, width], n at most 4096: a list, array or tensor, or base64 with
-                its `shape`.
+                `shape`.
             alpha: a number.
-            layer, site, positions, phase, exclude: as for Steer. With several rows the positions
-                must be as many, which is checked when the prompt's length is known.
+            layer, site, positions, phase, exclude: see Steer. n > 1 rows require n selected
+                positions; this is checked when the plan is resolved.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.

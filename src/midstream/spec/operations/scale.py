@@ -1,4 +1,4 @@
-"""Making vectors longer or shorter."""
+"""`Scale`: multiplying h by a number."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from midstream.validation import at
 
 @dataclass(frozen=True, slots=True, init=False)
 class Scale(Operation):
-    """Multiply some tokens' vectors by a number: h ← factor · h.
+    """Multiply the selected tokens' vectors by a number: h ← factor · h.
 
-    At `attn_out` or `mlp_out`, factor 0 takes out what that branch adds (a zero ablation).
+    At `attn_out` or `mlp_out`, factor 0 removes that branch's contribution (zero ablation).
 
     Attributes:
         factor: 1 changes nothing.
@@ -35,11 +35,11 @@ class Scale(Operation):
         phase: object = None,
         exclude: object = None,
     ) -> None:
-        """Reads each field in any of its forms.
+        """Create an edit; each field accepts any of its forms.
 
         Args:
             factor: a number.
-            layer, site, positions, phase, exclude: as for Steer.
+            layer, site, positions, phase, exclude: see Steer.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.

@@ -1,4 +1,4 @@
-"""Adding a vector."""
+"""`Steer`: adding a steering vector to h."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ NORMS = ("match", "keep")
 
 @dataclass(frozen=True, slots=True, init=False)
 class Steer(Operation):
-    """Add scale · vector to some tokens: h ← h + scale · v.
+    """Add a steering vector to the selected tokens: h ← h + scale · v.
 
-    With `norm="match"` the vector is first brought to the length of h:
-    h ← h + scale · (‖h‖/‖v‖) · v. With `norm="keep"` the sum is brought back to it:
+    With `norm="match"` the vector is first rescaled to the norm of h:
+    h ← h + scale · (‖h‖/‖v‖) · v. With `norm="keep"` the sum is rescaled to the norm of h:
     s = h + scale · v, h ← (‖h‖/‖s‖) · s.
 
     Turner et al. 2023 (activation addition, arXiv:2308.10248), Rimsky et al. 2024 (contrastive
@@ -29,7 +29,7 @@ class Steer(Operation):
     arXiv:2310.01405).
 
     Attributes:
-        vector: v, as wide as the model; or a name, whose scale multiplies this one.
+        vector: v, a vector of the model's hidden size; or a name, whose scale multiplies `scale`.
         scale: finite, within float32's range.
         norm: None, "match" or "keep".
     """
@@ -51,20 +51,20 @@ class Steer(Operation):
         norm: object = None,
         exclude: object = None,
     ) -> None:
-        """Reads each field in any of its forms.
+        """Create an edit; each field accepts any of its forms.
 
         Args:
-            vector: what Vector.parse takes: a list, array, tensor or base64; or the name of a
+            vector: any form of Vector.parse: a list, array, tensor or base64; or the name of a
                 registered vector, as `str`, Named or `{"name": …, "scale": …}`.
-            layer: "all", an int, or a list, tuple or range of ints. It may be left out for a
-                name: see `bind`.
+            layer: "all", an int, or a list, tuple or range of ints. May be omitted for a name:
+                see `bind`.
             scale: a number.
-            site: a site's name or alias, or a list of these; "resid_post" if left out, or for a
-                name where that is registered.
-            positions: what Positions takes, but for "last".
-            phase: "prompt" or "generated" leaves only such tokens of the positions.
-            norm: None, "match", or "keep"; "match" needs a vector that is not zero.
-            exclude: positions to leave out.
+            site: a site's name or alias, or a list of these; default "resid_post", or for a name
+                the sites it is registered for.
+            positions: any form of Positions, except "last".
+            phase: "prompt" or "generated" restricts the positions to tokens of that phase.
+            norm: None, "match", or "keep"; "match" requires a nonzero vector.
+            exclude: positions to exclude.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -74,7 +74,7 @@ class Steer(Operation):
         with at("vector"):
             found = read_vector(vector)
             if self.norm == "match" and isinstance(found, Vector):
-                check_nonzero(found, "the vector is zero, so it has no norm to match to that of h")
+                check_nonzero(found, 'the vector is zero; norm="match" requires a nonzero vector')
             self._set(vector=found)
         with at("scale"):
             self._set(scale=read_scalar(scale))
@@ -93,7 +93,7 @@ class Steer(Operation):
             vector = by_value(self.vector, width)
         a = float32(self.scale)
         if self.norm == "match":
-            # The unit vector and not scale/‖v‖, which overflows for the shortest vectors.
+            # scale/‖v‖ as a factor would overflow for very short vectors.
             return one_edit([Instruction(Op.ADD_MATCHED, write=(unit(vector),), a=a)])
         flags = Flags.KEEP if self.norm == "keep" else Flags.NONE
         return one_edit([Instruction(Op.ADD, write=(vector,), a=a, flags=flags)])

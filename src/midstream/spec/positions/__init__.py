@@ -1,1 +1,1 @@
-"""Which tokens a capture, edit or probe selects."""
+"""Position selections: which tokens a capture, edit or probe applies to."""

@@ -1,7 +1,7 @@
-"""Which positions of one request are meant, as far as its prompt tells.
+"""`Where`: the positions selected in one request, as far as its prompt determines them.
 
-What depends on a generated token's id is decided where that token is computed, and again in the
-front end when all of them are known.
+Selections by a generated token's id are decided by the worker when the token is computed, and
+again by the front end when the request has ended.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from midstream.spec.positions.ranges import Range, Ranges, clip, merge
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Generated tokens, by their ids.
+    """Generated tokens selected by their ids.
 
     Attributes:
-        ranges: where they may be; all at or past the prompt's end.
+        ranges: the candidate positions; all at or after the prompt's end.
         ids: token ids, ascending, at least one.
-        others: the tokens whose id is *not* among these.
+        others: whether to select the tokens whose id is *not* in `ids` instead.
     """
 
     ranges: Ranges
@@ -29,16 +29,16 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A selection for one prompt.
+    """The positions selected in one request.
 
-    `ranges` and `matches` are disjoint: no position is in two of them. The final row, where
-    `last_from` has it selected, may be in one of them as well.
+    `ranges` and `matches` are pairwise disjoint. The final row, if selected by `last_from`, may
+    also be in one of them.
 
     Attributes:
-        ranges: positions that are selected whatever is generated.
+        ranges: positions that are selected regardless of the generated tokens.
         matches: generated tokens that are selected by their ids; at most two.
-        last_from: where the request's final row may lie, if that is selected too: it is when its
-            position is at least this. None: it is not. Captures and probes only.
+        last_from: the request's final row is selected if its position is at least this. None: it
+            is not selected. Captures and probes only.
     """
 
     ranges: Ranges
@@ -47,24 +47,24 @@ class Where:
 
     @property
     def num_ranges(self) -> int:
-        """How many ranges it is made of."""
+        """Number of ranges, including those of `matches`."""
         return len(self.ranges) + sum(len(match.ranges) for match in self.matches)
 
     @property
     def possible(self) -> Ranges:
-        """Every position that may turn out to be selected."""
+        """Every position that may be selected, depending on the generated tokens."""
         found = [*self.ranges, *(each for match in self.matches for each in match.ranges)]
         if self.last_from is not None:
             found.append((self.last_from, None))
         return merge(found)
 
     def final(self, length: int, tokens: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """The positions selected of a request that ended.
+        """Return the selected positions of a request that has ended.
 
         Args:
-            length: its rows, P + G − 1.
-            tokens: the id of the token at each position below `length`; only generated ones are
-                looked at, and only where there are `matches`.
+            length: its number of rows, P + G − 1.
+            tokens: the token id of each position below `length`; only those of generated tokens
+                are read, and only for `matches`.
         """
         found: list[Range] = list(self.ranges)
         for match in self.matches:

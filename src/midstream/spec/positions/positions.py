@@ -1,7 +1,7 @@
-"""Which positions of a request, as written: before its prompt is known.
+"""`Positions`: a selection of token positions, before the prompt is known.
 
-A position is the index of a token in its request, prompt first, from 0. With P prompt tokens and G
-generated ones there are rows at 0 … P + G − 2: the last sampled token is never fed back.
+A position is the index of a token in its request, from 0, prompt tokens first. A request with P
+prompt and G generated tokens has rows at 0 … P + G − 2: the last sampled token is never fed back.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ PHASES = ("all", "prompt", "generated")
 
 @dataclass(frozen=True, slots=True, init=False)
 class Positions:
-    """The union of some selections, less the union of others, within one phase.
+    """The union of the included items minus the union of the excluded ones, within one phase.
 
     Attributes:
         include: at least one of
             `"all"`; `"prompt"`, 0 … P − 1; `"generated"`, P …; `"last_prompt"`, P − 1;
-            `"last"`, the final row, which is known only at the end;
-            an int, where a negative one counts back from the prompt's end, so that it is known
-            before anything is generated: −1 is the last prompt token, not the request's last;
+            `"last"`, the final row, known only when the request ends;
+            an int; a negative one counts back from the prompt's end, so that it is known before
+            generation: −1 is the last prompt token, not the request's last token;
             a Span; a Window; TokenIds; a Text; a Role.
-        phase: "all", or the only tokens that are meant: "prompt" or "generated".
-        exclude: the same kinds of items, but for "all" and "last"; none: nothing is left out.
-            Not together with `"last"` in `include`: whether the final row is left out would be
-            known only when it is computed.
+        phase: "all", or "prompt" or "generated" to select only such tokens.
+        exclude: the same kinds of items, except "all" and "last"; may be empty. Must be empty if
+            `include` has `"last"`: whether the final row is excluded would be known only when it
+            is computed.
     """
 
     include: tuple[Item, ...]
@@ -47,17 +47,18 @@ class Positions:
     def __init__(
         self, include: object = "all", phase: object = "all", exclude: object = ()
     ) -> None:
-        """Reads one item or a list or tuple of them, for `include` and for `exclude`.
+        """Read one item, or a list or tuple of items, for `include` and for `exclude`.
 
         Besides the forms above, a span may be a `slice`, a `range` or `{"slice": [start, stop,
-        step]}`, whose last parts may be null or left out. The other kinds have JSON forms as
-        well: `{"window": [start, stop, step]}` (the step may be left out), `{"tokens": [id, …]}`,
+        step]}`, whose stop and step may be null or omitted. The other kinds have JSON forms as
+        well: `{"window": [start, stop, step]}` (the step may be omitted), `{"tokens": [id, …]}`,
         `{"text": "…", "occurrence": "all"}`, `{"role": "user", "message": -1}`.
 
         Raises:
-            SpecError: an item of another kind, the same item twice, none in `include`, an item
-                that is always empty or has no token of the phase, or an `exclude` with `"last"`.
-                The path is that within `include`, or begins with `phase` or `exclude`.
+            SpecError: an item of another kind, a duplicate item, an empty `include`, an item that
+                is always empty or cannot select a token of the phase, or an `exclude` together
+                with `"last"`. The path is relative to `include`, or starts with `phase` or
+                `exclude`.
         """
         with at("phase"):
             word: Any = read_word(phase, PHASES)
@@ -72,21 +73,23 @@ class Positions:
 
     @staticmethod
     def parse(value: object) -> Positions:
-        """`value` as Positions, from anything that the constructor takes for `include`."""
+        """Return a Positions, from a Positions or any form of the constructor's `include`."""
         return value if isinstance(value, Positions) else Positions(value)
 
     @staticmethod
     def within(value: object, phase: object, exclude: object = None) -> Positions:
-        """Positions from the fields `positions`, `phase` and `exclude`, named so in errors.
+        """Return Positions from the fields `positions`, `phase` and `exclude`.
+
+        Error paths start with these field names.
 
         Args:
-            value: a Positions, or what the constructor takes for `include`.
+            value: a Positions, or any form of the constructor's `include`.
             phase: None: not given.
             exclude: None: not given.
 
         Raises:
-            SpecError: as the constructor; also if `value` is a Positions of another phase, or
-                has an `exclude` of its own and another is given.
+            SpecError: see the constructor; also if `value` is a Positions of another phase, or
+                its own `exclude` differs from the given one.
         """
         if isinstance(value, Positions):
             return _narrowed(value, phase, exclude)
@@ -94,14 +97,14 @@ class Positions:
             phase = "all"
         with at("phase"):
             word = read_word(phase, PHASES)
-        # Read by itself first, so that an error within it is one of `positions`.
+        # Read separately first, so that the path of an error starts with `positions`.
         with at("positions"):
             items = _read_include(value, word)
         return Positions(items, word, () if exclude is None else exclude)
 
     @property
     def needs_prompt(self) -> bool:
-        """Whether what is selected depends on more of the prompt than its length."""
+        """Whether the selection depends on more of the prompt than its length."""
         return any(
             isinstance(item, (Text, Role))
             or (isinstance(item, TokenIds) and self.phase != "generated")
@@ -109,51 +112,54 @@ class Positions:
         )
 
     def emit(self) -> list[object]:
-        """The JSON form of `include`, which the constructor reads back."""
+        """Return the JSON form of `include`, which the constructor reads."""
         return _emit(self.include)
 
     def emit_exclude(self) -> list[object]:
-        """The JSON form of `exclude`, which the constructor reads back; empty if there is none."""
+        """Return the JSON form of `exclude`, which the constructor reads; may be empty."""
         return _emit(self.exclude)
 
     def to_dict(self) -> dict[str, object]:
-        """The JSON form as the fields `positions`, `phase` and, if there is any, `exclude`."""
+        """Return the JSON form: fields `positions`, `phase` and, if not empty, `exclude`."""
         found: dict[str, object] = {"positions": self.emit(), "phase": self.phase}
         if self.exclude:
             found["exclude"] = self.emit_exclude()
         return found
 
     def path(self, index: int) -> str:
-        """Where item `index` is, for messages: without an index if it is the only one."""
+        """Return the error path of item `index`: without an index if it is the only item."""
         return "positions" if len(self.include) == 1 else f"positions[{index}]"
 
     def exclude_path(self, index: int) -> str:
-        """Where item `index` of `exclude` is, for messages: without an index if the only one."""
+        """Return the error path of `exclude`'s item `index`: no index if it is the only item."""
         return "exclude" if len(self.exclude) == 1 else f"exclude[{index}]"
 
 
 _LAST_WITH_EXCLUDE = (
-    '"last" cannot be in a selection that leaves something out; ask for "last" in a capture or '
-    "probe of its own"
+    '"last" cannot be combined with `exclude`; use a separate capture or probe for "last"'
 )
 
 
 def _narrowed(value: Positions, phase: object, exclude: object) -> Positions:
-    """The same with a phase and an exclude from beside it, unless they contradict its own."""
+    """Return a copy with the phase and exclude fields applied.
+
+    Raises:
+        SpecError: they contradict the positions' own phase or exclude.
+    """
     word: str = value.phase
     if phase is not None:
         with at("phase"):
             word = read_word(phase, PHASES)
             if value.phase not in ("all", word):
                 raise SpecError(
-                    "", f'"{word}" contradicts the positions\' own phase, "{value.phase}"'
+                    "", f'"{word}" contradicts the phase of the positions, "{value.phase}"'
                 )
     left_out = value.exclude
     if exclude is not None:
         with at("exclude"):
             given = _read_exclude(exclude, word)
             if left_out and set(given) != set(left_out):
-                raise SpecError("", "the positions have an exclude of their own; give only one")
+                raise SpecError("", "the positions already have an `exclude`; give only one")
         left_out = given
     if (word, left_out) == (value.phase, value.exclude):
         return value
@@ -164,7 +170,7 @@ def _read_include(value: object, phase: str) -> tuple[Item, ...]:
     if not isinstance(value, (list, tuple)):
         return (read_item(value, phase, WORDS),)
     if not value:
-        raise SpecError("", 'expected at least one position; use "all" for all')
+        raise SpecError("", 'expected at least one position; use "all" for all positions')
     return read_items(value, phase, WORDS)
 
 

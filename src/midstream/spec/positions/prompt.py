@@ -1,4 +1,4 @@
-"""What is known of a prompt when positions are looked for in it."""
+"""`Prompt`: a prompt's length, token ids, text and chat messages, for locating positions."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from midstream.spec.positions.text_map import TextMap
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message of a chat, in the prompt made of it.
+    """A chat message, located in the prompt.
 
     Attributes:
-        role: as the caller wrote it.
-        index: its place among all messages, from 0.
-        start: position of the first token that has a character of its content.
-        stop: past the last; equal to `start` if it has no content.
-        problem: None, or why its tokens are not known: then it has no `start` and `stop` of use.
+        role: as given by the caller.
+        index: index among all messages, from 0.
+        start: position of the first token with a character of the message's content.
+        stop: position after the last such token; equal to `start` if there is no content.
+        problem: why the tokens are unknown; then `start` and `stop` are invalid. None: known.
     """
 
     role: str
@@ -31,18 +31,18 @@ class Message:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt: its length, and whatever else positions may be found by.
+    """A prompt: its length, and optional information for locating positions.
 
-    What is costly may be given as a function, which is called at most once, when it is needed.
+    `text` and `messages` may be functions, which are called at most once, on first use.
 
     Attributes:
         length: P, in tokens, at least 1.
-        token_ids: the id of each token; None: not known, as with prompt embeddings.
-        text: its text and each token's place in it; None: not known.
-        messages: those of the chat that it was made of; None: it was not made of a chat.
+        token_ids: the id of each token; None: unknown, as with prompt embeddings.
+        text: the text and each token's span in it; None: unknown.
+        messages: the chat's messages; None: the prompt was not made from a chat.
 
     Raises:
-        SpecError: a length below 1, or another number of token ids.
+        SpecError: a length below 1, or a number of token ids other than `length`.
     """
 
     length: int
@@ -60,21 +60,23 @@ class Prompt:
 
     @cached_property
     def text_map(self) -> TextMap | None:
-        """`text`, worked out if it is a function.
+        """`text`, evaluated if it is a function.
 
         Raises:
-            SpecError: the function's own, or it gives another number of tokens.
+            SpecError: raised by the function, or the text has another number of tokens.
         """
         found = self.text() if callable(self.text) else self.text
         if found is not None and len(found) != self.length:
-            raise SpecError("", f"the text is of {len(found)} tokens, the prompt of {self.length}")
+            raise SpecError(
+                "", f"the text has {len(found)} tokens, but the prompt has {self.length}"
+            )
         return found
 
     @cached_property
     def chat(self) -> tuple[Message, ...] | None:
-        """`messages`, worked out if it is a function.
+        """`messages`, evaluated if it is a function.
 
         Raises:
-            SpecError: the function's own.
+            SpecError: raised by the function.
         """
         return self.messages() if callable(self.messages) else self.messages

@@ -1,4 +1,4 @@
-"""Set operations on positions; `midstream.spec.positions.ranges` has the union."""
+"""Set operations on position ranges: intersection, difference, complement, overlay."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from midstream.spec.positions.ranges import Range, Ranges
 
 
 def intersect(one: Ranges, other: Ranges) -> Ranges:
-    """The positions in both, of two well-formed sets."""
+    """Return the positions in both of two well-formed sets."""
     found: list[Range] = []
     left, right = 0, 0
     while left < len(one) and right < len(other):
@@ -16,7 +16,7 @@ def intersect(one: Ranges, other: Ranges) -> Ranges:
         low, high = max(start, other_start), least(stop, other_stop)
         if high is None or low < high:
             found.append((low, high))
-        # The range that ends first cannot meet anything further.
+        # The range that ends first cannot intersect later ranges.
         if stop is not None and stop == high:
             left += 1
         else:
@@ -25,12 +25,12 @@ def intersect(one: Ranges, other: Ranges) -> Ranges:
 
 
 def subtract(one: Ranges, other: Ranges) -> Ranges:
-    """The positions in `one` and not in `other`, of two well-formed sets."""
+    """Return the positions in `one` but not in `other`, of two well-formed sets."""
     return intersect(one, complement(other))
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """The positions from 0 on that are not in a well-formed set."""
+    """Return the positions ≥ 0 that are not in a well-formed set."""
     found: list[Range] = []
     reached: int | None = 0
     for start, stop in ranges:
@@ -41,20 +41,20 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def least(one: int | None, other: int | None) -> int | None:
-    """The smaller of two ends, where None is endless."""
+    """Return the smaller of two range ends; None means unbounded."""
     if one is None or other is None:
         return other if one is None else one
     return min(one, other)
 
 
 def overlay(parts: Sequence[Ranges]) -> Iterator[tuple[int, int | None, tuple[int, ...]]]:
-    """Cuts all positions wherever one of several well-formed sets begins or ends.
+    """Split the positions at every start and stop of several well-formed sets.
 
     Yields:
-        (start, stop, indices of the sets that hold all of it), from position 0 on, in order; the
-        last has no stop.
+        (start, stop, indices of the sets that contain [start, stop)), in order from position 0;
+        the last stop is None.
     """
-    # A sweep over the bounds: which sets begin or end at each.
+    # Sweep line: the sets that start or stop at each bound.
     bounds: dict[int, list[int]] = {0: []}
     for nth, ranges in enumerate(parts):
         for start, stop in ranges:

@@ -1,17 +1,17 @@
-"""Sets of positions as ranges: sorted, disjoint, merged, half-open, the last perhaps endless."""
+"""Position sets as sorted, disjoint, merged, half-open ranges; the last may be unbounded."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 
-# Each [start, stop); a stop of None is the request's end, and only the last may have it.
+# [start, stop); a stop of None is the request's end, allowed for the last range only.
 Range = tuple[int, int | None]
 Ranges = tuple[Range, ...]
 
 
 def merge(ranges: Iterable[Range]) -> Ranges:
-    """The union of ranges in any order, of which none is empty."""
+    """Return the union of non-empty ranges given in any order."""
     merged: list[Range] = []
     for start, stop in sorted(ranges, key=lambda each: each[0]):
         if not merged:
@@ -28,7 +28,7 @@ def merge(ranges: Iterable[Range]) -> Ranges:
 
 
 def clip(ranges: Ranges, length: int) -> tuple[tuple[int, int], ...]:
-    """The positions below `length`."""
+    """Return the positions below `length`."""
     return tuple(
         (start, length if stop is None else min(stop, length))
         for start, stop in ranges
@@ -37,16 +37,16 @@ def clip(ranges: Ranges, length: int) -> tuple[tuple[int, int], ...]:
 
 
 def count(ranges: Ranges, length: int) -> int:
-    """How many positions there are below `length`."""
+    """Return the number of positions below `length`."""
     return sum(stop - start for start, stop in clip(ranges, length))
 
 
 def well_formed(ranges: Ranges) -> bool:
-    """Whether the ranges are what `merge` makes: it returns them unchanged."""
+    """Return whether the ranges are sorted, disjoint and merged, as `merge` returns them."""
     previous: float = -1
     for start, stop in ranges:
         end = math.inf if stop is None else stop
-        # Touching ranges would have been merged; the first may start at 0.
+        # Adjacent ranges would have been merged; the first may start at 0.
         if start <= previous or end <= start:
             return False
         previous = end

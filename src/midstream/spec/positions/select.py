@@ -1,4 +1,4 @@
-"""Positions as written into positions as counted, for one prompt."""
+"""Selection of positions in one prompt: from `Positions` to `Where`."""
 
 from __future__ import annotations
 
@@ -19,35 +19,33 @@ __all__ = ["MAX_RANGES", "select"]
 
 
 def select(positions: Positions, prompt: Prompt, max_tokens: int | None) -> Where:
-    """What is selected, for this prompt: (include − exclude) within the phase.
+    """Return the positions selected in a prompt: (include − exclude) within the phase.
 
     Args:
-        positions: as written.
+        positions: the selection.
         prompt: the prompt; its length is enough unless `positions.needs_prompt`.
-        max_tokens: most tokens that may be generated, at least 1; None: unknown.
+        max_tokens: maximum number of generated tokens, at least 1; None: unknown.
 
     Returns:
-        The same for every `max_tokens` but for parts that would lie wholly past the last row,
-        which are left out. For a prompt that is fully known only tokens yet to be generated are
-        left to `matches`.
+        The selected positions. The result does not depend on `max_tokens`, except that ranges
+        entirely past the last possible row are dropped. `matches` covers generated tokens only.
 
     Raises:
-        SpecError: an item of `include` that selects nothing (words and token ids may), a
-            selection that is empty, one of too many ranges, or an item that is found by what is
-            not known of the prompt. The path is relative to the value that has the field
-            `positions`.
+        SpecError: an item of `include` selects nothing (words and token ids may), the selection
+            is empty or has too many ranges, or the prompt lacks the information to locate an
+            item. The path is relative to the value with the field `positions`.
     """
     return _Selector(positions, Locator(prompt, max_tokens, positions.phase)).select()
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
-    """The items of one side: what is meant whatever is generated, and token ids.
+class _Located:
+    """The located items of `include` or `exclude`.
 
     Attributes:
-        ranges: by all but token ids; they may lie beyond the phase.
-        prompt: the prompt's tokens with one of the ids.
-        ids: of all TokenIds.
+        ranges: ranges of all items except TokenIds; they may exceed the phase.
+        prompt: ranges of the prompt's tokens that match TokenIds.
+        ids: the ids of all TokenIds.
     """
 
     ranges: Ranges
@@ -62,11 +60,11 @@ class _Selector:
 
     def select(self) -> Where:
         positions = self.positions
-        included = self._named(positions.include, positions.path, strict=True)
-        excluded = self._named(positions.exclude, positions.exclude_path, strict=False)
-        certain = self._prompt_part(included, excluded)
-        later, matches = self._generated_part(included, excluded)
-        ranges = self._reachable(merge((*certain, *later)))
+        included = self._locate(positions.include, positions.path, strict=True)
+        excluded = self._locate(positions.exclude, positions.exclude_path, strict=False)
+        prompt_part = self._prompt_part(included, excluded)
+        generated_part, matches = self._generated_part(included, excluded)
+        ranges = self._reachable(merge((*prompt_part, *generated_part)))
         last_from = self._last_from(ranges)
         if not ranges and not matches and last_from is None:
             raise NothingSelectedError("positions", self._why_empty())
@@ -74,13 +72,19 @@ class _Selector:
         if where.num_ranges > MAX_RANGES:
             raise SpecError(
                 "positions",
-                f"{where.num_ranges} separate ranges of positions are selected, and a plan has "
-                f"room for {MAX_RANGES}",
+                f"{where.num_ranges} separate ranges of positions are selected, more than the "
+                f"limit of {MAX_RANGES} per plan",
             )
         return where
 
-    def _named(self, items: Iterable[Item], path: Callable[[int], str], strict: bool) -> _Named:
-        """Args: `strict`: whether an item that selects nothing is an error."""
+    def _locate(self, items: Iterable[Item], path: Callable[[int], str], strict: bool) -> _Located:
+        """Locate items in the prompt.
+
+        Args:
+            items: the items of `include` or `exclude`.
+            path: returns the error path of an item by its index.
+            strict: whether an item that selects nothing is an error.
+        """
         found: list[Range] = []
         by_id: list[Range] = []
         ids: set[int] = set()
@@ -97,38 +101,37 @@ class _Selector:
                 if strict and not here.ranges and here.nothing:
                     raise NothingSelectedError("", here.nothing)
                 found.extend(here.ranges)
-        return _Named(merge(found), merge(by_id), frozenset(ids))
+        return _Located(merge(found), merge(by_id), frozenset(ids))
 
-    def _prompt_part(self, included: _Named, excluded: _Named) -> Ranges:
+    def _prompt_part(self, included: _Located, excluded: _Located) -> Ranges:
         if self.positions.phase == "generated":
             return ()
-        meant = merge((*included.ranges, *included.prompt))
-        left_out = merge((*excluded.ranges, *excluded.prompt))
-        return intersect(subtract(meant, left_out), ((0, self.locator.prompt.length),))
+        wanted = merge((*included.ranges, *included.prompt))
+        unwanted = merge((*excluded.ranges, *excluded.prompt))
+        return intersect(subtract(wanted, unwanted), ((0, self.locator.prompt.length),))
 
     def _generated_part(
-        self, included: _Named, excluded: _Named
+        self, included: _Located, excluded: _Located
     ) -> tuple[Ranges, tuple[Match, ...]]:
-        """Tokens selected whatever their ids, and by their ids."""
+        """Return the generated tokens selected regardless of their ids, and those by id."""
         if self.positions.phase == "prompt":
             return (), ()
         allowed = subtract(((self.locator.prompt.length, None),), excluded.ranges)
-        meant = intersect(included.ranges, allowed)
+        wanted = intersect(included.ranges, allowed)
         matches = []
         if excluded.ids:
-            matches.append(Match(self._reachable(meant), tuple(sorted(excluded.ids)), others=True))
-            certain: Ranges = ()
+            matches.append(Match(self._reachable(wanted), tuple(sorted(excluded.ids)), others=True))
+            by_position: Ranges = ()
         else:
-            certain = meant
+            by_position = wanted
         ids = included.ids - excluded.ids
         if ids:
             rest = self._reachable(subtract(allowed, included.ranges))
             matches.append(Match(rest, tuple(sorted(ids))))
-        return certain, tuple(match for match in matches if match.ranges)
+        return by_position, tuple(match for match in matches if match.ranges)
 
     def _reachable(self, ranges: Ranges) -> Ranges:
-        """The ranges of which a part may come to be, in full: what is asked for does not depend on
-        max_tokens."""
+        """Return, unclipped, the ranges that max_tokens lets the request reach in part."""
         rows = self.locator.rows
         return ranges if rows is None else tuple(each for each in ranges if each[0] < rows)
 
@@ -138,7 +141,7 @@ class _Selector:
         found = max(self.locator.prompt.length - 1, self.locator.phase_range[0])
         if self.locator.rows is not None and found >= self.locator.rows:
             return None
-        # The final row is selected already where all rows from here on are.
+        # The final row is already selected if all rows from `found` on are.
         if ranges and ranges[-1][1] is None and ranges[-1][0] <= found:
             return None
         return found
@@ -146,11 +149,11 @@ class _Selector:
     def _why_empty(self) -> str:
         problem = f"nothing is selected: {self.locator.lengths}"
         if self.positions.phase != "all":
-            problem += f', and only tokens of phase "{self.positions.phase}" are meant'
+            problem += f', and `phase` selects only tokens of phase "{self.positions.phase}"'
         if self.positions.exclude:
-            problem += ", and `exclude` leaves none of them"
+            problem += ", and `exclude` removes all of them"
         elif any(isinstance(item, TokenIds) for item in self.positions.include):
-            problem += ", and none of the token ids is there"
+            problem += ", and none of the token ids occurs"
         if self.locator.max_tokens == 1:
             problem += f"; {NEVER_FED}"
         return problem

@@ -1,4 +1,4 @@
-"""The prompt's text and where in it each token is."""
+"""`TextMap`: a prompt's text and the character span of each token."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TextMap:
-    """A text and, for each token, the half-open span of characters that it stands for.
+    """A text and, for each token, its half-open span of characters.
 
-    Tokens that only together make up a character share the span of all of them. A token may stand
-    for no character. Starts and stops ascend (not strictly).
+    Tokens that form a character only together share its span. A span may be empty. Starts and
+    stops ascend, not strictly.
 
     Attributes:
-        text: all of the prompt, special tokens spelt out.
-        starts: per token, where in `text` it begins.
-        stops: per token, where it ends.
+        text: the whole prompt, including special tokens as text.
+        starts: per token, index of its first character in `text`.
+        stops: per token, index after its last character.
 
     Raises:
-        ValueError: starts and stops differ in number, or are not such.
+        ValueError: starts and stops differ in length, do not ascend, or exceed the text.
     """
 
     text: str
@@ -36,29 +36,29 @@ class TextMap:
             before = (start, stop)
 
     def __len__(self) -> int:
-        """How many tokens there are."""
+        """Return the number of tokens."""
         return len(self.starts)
 
     def tokens(self, start: int, stop: int) -> tuple[int, int]:
-        """The tokens that have a character of `text[start:stop]`: the first, and past the last."""
+        """Return the half-open range of tokens with a character in `text[start:stop]`."""
         first = bisect_right(self.stops, start)
         return (first, first if start >= stop else max(first, bisect_left(self.starts, stop)))
 
     def find(self, wanted: str) -> list[tuple[int, int]]:
-        """The tokens of each occurrence that begins and ends where tokens do.
+        """Return the token ranges of the occurrences that start and end at token boundaries.
 
-        Whitespace between a token's edge and the occurrence does not matter. Occurrences are in
-        the order in which they begin, and may overlap.
+        Whitespace between a token boundary and the occurrence is ignored. Occurrences are ordered
+        by their start and may overlap.
 
         Args:
             wanted: at least one character.
 
         Returns:
-            For each its first token, and past the last.
+            The half-open token range of each occurrence.
         """
         found = []
         text = self.text
-        # Only where a token begins can an occurrence begin, so that the text is read once.
+        # Occurrences start at token boundaries only, so one pass over the text is enough.
         for start, stop in dict.fromkeys(zip(self.starts, self.stops, strict=True)):
             for begin in range(start, stop):
                 if text.startswith(wanted, begin) and self._ends(begin + len(wanted)):
@@ -68,7 +68,10 @@ class TextMap:
         return found
 
     def around(self, wanted: str) -> list[str] | None:
-        """What the tokens spell where the text first is, with one on each side; None: nowhere."""
+        """Return the texts of the tokens at the first occurrence, plus one token on each side.
+
+        None: the text does not occur.
+        """
         begin = self.text.find(wanted)
         if begin < 0:
             return None
@@ -78,6 +81,6 @@ class TextMap:
         return [self.text[start:end] for start, end in spans]
 
     def _ends(self, end: int) -> bool:
-        """Whether the token that has the character before has only whitespace from here on."""
+        """Return whether the token of character `end` − 1 has only whitespace from `end` on."""
         rest = self.text[end : self.stops[bisect_left(self.starts, end) - 1]]
         return not rest or rest.isspace()

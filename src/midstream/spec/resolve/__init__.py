@@ -1,1 +1,1 @@
-"""Checking a plan against a model and a prompt."""
+"""Resolution of plans against a model and a prompt, and the encoding sent to workers."""

@@ -1,4 +1,4 @@
-"""A plan, checked against a model and a prompt and made concrete."""
+"""Resolution of a plan against a model and a prompt, into a `ResolvedPlan`."""
 
 from __future__ import annotations
 
@@ -37,34 +37,34 @@ def resolve(
     before: tuple[Edit, ...] = (),
     also: tuple[Capture, ...] = (),
 ) -> ResolvedPlan:
-    """What the plan asks for, of this model, for this prompt.
+    """Resolve a plan for one model and one prompt.
 
     Args:
-        plan: what one request asks for, its named vectors bound; None: nothing of its own.
+        plan: the request's plan, with names bound; None: server-wide edits and captures only.
         shape: the model and its taps.
         prompt: the prompt; for most plans its length is enough.
-        max_tokens: most tokens that may be generated, at least 1; None: unknown.
-        before: edits of every request, which come before its own. One of them that selects
-            nothing here is left out: it was not this request that asked.
-        also: captures of every request, which come after its own; left out likewise.
+        max_tokens: maximum number of generated tokens, at least 1; None: unknown.
+        before: server-wide edits, applied before the plan's. Those that select nothing in this
+            request are skipped rather than rejected.
+        also: server-wide captures, added after the plan's; skipped likewise.
 
     Raises:
-        SpecError: the model has no such layer, a site is not tapped, a vector is not as wide as
-            the model, or nothing is selected. The path is that in `plan.to_dict()`.
+        SpecError: the model lacks a layer, a site is not tapped, a vector's size is not the
+            hidden size, or nothing is selected. The path is relative to `plan.to_dict()`.
     """
     return _Resolver(shape, prompt, max_tokens).resolve(plan or NOTHING, before, also)
 
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """In the place of a plan, of which there is none."""
+    """The empty plan of a request without one (a Plan cannot be empty)."""
 
     captures: tuple[Capture, ...] = ()
     edits: tuple[Edit, ...] = ()
     probes: tuple[Probe, ...] = ()
 
     def origin(self, index: int) -> int:
-        """As of a plan."""
+        """Return `index`; see `Plan.origin`."""
         return index
 
 
@@ -72,7 +72,7 @@ NOTHING = Nothing()
 
 
 class _Resolver:
-    """One plan's way through; collects what gates need besides the plan's own probes."""
+    """Resolves one plan; adds the probes that its gates read."""
 
     def __init__(self, shape: ModelShape, prompt: Prompt, max_tokens: int | None) -> None:
         if max_tokens is not None and max_tokens < 1:
@@ -80,12 +80,12 @@ class _Resolver:
         self._shape = shape
         self._prompt = prompt
         self._max_tokens = max_tokens
-        self._room = MAX_RANGES
+        self._free_ranges = MAX_RANGES
         self._selected: dict[Positions, Where] = {}
         self._probes: list[ResolvedProbe] = []
         self._slots = 0
-        # What gates read: several gates on the same score share its slot.
-        self._gated: dict[tuple[Tap, Instruction, Where], int] = {}
+        # Score slots read by gates; gates that read the same score share its slot.
+        self._gate_slots: dict[tuple[Tap, Instruction, Where], int] = {}
 
     def resolve(
         self, plan: Plan | Nothing, before: tuple[Edit, ...], also: tuple[Capture, ...]
@@ -114,16 +114,16 @@ class _Resolver:
     def _select(self, positions: Positions) -> Where:
         where = self._selected.get(positions)
         if where is None:
-            # Edits at many layers are mostly for the same tokens.
+            # Edits at many layers usually select the same tokens.
             where = select(positions, self._prompt, self._max_tokens)
             self._selected[positions] = where
-        if where.num_ranges > self._room:
+        if where.num_ranges > self._free_ranges:
             raise SpecError(
                 "positions",
                 f"the plan selects more than {MAX_RANGES} separate ranges of positions; use steps "
                 "of 1",
             )
-        self._room -= where.num_ranges
+        self._free_ranges -= where.num_ranges
         return where
 
     def _resolve_capture(self, capture: Capture, source: int) -> ResolvedCapture:
@@ -140,7 +140,7 @@ class _Resolver:
         self, edit: Edit, source: int, where: Where | None = None
     ) -> list[ResolvedEdit]:
         instructions = edit.instructions(self._shape.hidden_size)
-        # Where a gate stands is written in the edit that it is around.
+        # A gate's location is in the inner edit.
         with at("edit") if isinstance(edit, Gate) else nullcontext():
             taps = find_taps(edit.layers, edit.sites, self._shape, "layer", "site")
             where = where or self._select(edit.positions)
@@ -162,8 +162,9 @@ class _Resolver:
     def _gate_slot(
         self, edit: Gate, taps: tuple[Tap, ...], gate: Instruction, where: Where
     ) -> tuple[Tap, int | None]:
-        """Where a gate's score is read, and the slot in which later taps find it; None: there are
-        none.
+        """Return the tap at which a gate's score is read, and its slot.
+
+        The slot is None if the gate applies at that tap only.
         """
         assert edit.probe.tap is not None
         site, index = edit.probe.tap
@@ -177,35 +178,35 @@ class _Resolver:
                 raise SpecError(
                     "layer",
                     f"the gate reads {site} of layer {layer}, which is computed after "
-                    f"{late[0][0]} of layer {late[0][1]}, where it is to decide; read an earlier "
-                    "site, or the edit's own",
+                    f"{late[0][0]} of layer {late[0][1]}, where its edit applies; read an earlier "
+                    "site, or the site of the edit",
                 )
         if taps == (tap,):
             return tap, None
         if tap in taps:
-            # The edit itself notes the score, before it changes what was scored.
+            # The edit stores the score itself, before it changes the vector.
             return tap, self._new_slot()
         probe = Instruction(Op.PROBE, gate.read, a=gate.a, flags=Flags.FRESH | Flags.COUNTED)
-        # Gates that only decide differently read the same score.
+        # Gates that differ in threshold or sharpness alone share a score.
         key = (tap, probe, where)
-        slot = self._gated.get(key)
+        slot = self._gate_slots.get(key)
         if slot is None:
-            slot = self._gated[key] = self._new_slot()
+            slot = self._gate_slots[key] = self._new_slot()
             self._probes.append(ResolvedProbe("", *tap, Steps((replace(probe, slot=slot),)), where))
         return tap, slot
 
     def _gated_steps(
         self, steps: tuple[Instruction, ...], taps: tuple[Tap, ...], tap: Tap, slot: int | None
     ) -> list[Steps]:
-        """The edit's instructions at each tap: the gate decides once, by what is in the slot."""
+        """Return the edit's instructions at each tap; the gate reads the score in the slot."""
         if slot is None:
             return [Steps(steps)] * len(taps)
         gate = steps[0]
-        noted = Instruction(Op.PROBE, gate.read, a=gate.a, flags=Flags.FRESH, slot=slot)
-        here = Steps((noted, *steps))
-        blind = replace(gate, read=None, a=0.0, slot=slot, flags=gate.flags & ~Flags.FRESH)
-        # The gate no longer reads the stream: the first that does has to take it itself.
-        later = Steps((blind, *_refreshed(list(steps[1:]))))
+        score = Instruction(Op.PROBE, gate.read, a=gate.a, flags=Flags.FRESH, slot=slot)
+        here = Steps((score, *steps))
+        by_slot = replace(gate, read=None, a=0.0, slot=slot, flags=gate.flags & ~Flags.FRESH)
+        # This gate does not read the stream, so the first instruction that does needs FRESH.
+        later = Steps((by_slot, *_refreshed(list(steps[1:]))))
         return [here if each == tap else later for each in taps]
 
     def _new_slot(self) -> int:
@@ -215,8 +216,9 @@ class _Resolver:
     def _place_rows(
         self, steps: tuple[Instruction, ...], where: Where
     ) -> list[tuple[tuple[Instruction, ...], Where]]:
-        """The edit as it is; or, where the k-th position gets the k-th of several rows, one edit
-        for each run of positions.
+        """Return one (instructions, positions) pair, or one per run of positions.
+
+        One per run if the edit has several rows, where the k-th position gets the k-th row.
         """
         (nth, rows) = next(
             ((nth, step.write) for nth, step in enumerate(steps) if len(step.write) > 1), (0, ())
@@ -226,28 +228,29 @@ class _Resolver:
         if where.matches or where.ranges[-1][1] is None:
             raise SpecError(
                 "positions",
-                f"there are {len(rows)} rows, one for each position, so the positions must be "
-                "known and end; give one row for all, or positions like slice(3, 9)",
+                f"with {len(rows)} rows, one per position, the positions must be fixed and "
+                "bounded; give a single row, or positions like slice(3, 9)",
             )
         runs = [(start, stop) for start, stop in where.ranges if stop is not None]
         count = sum(stop - start for start, stop in runs)
         if count != len(rows):
             raise SpecError(
-                "rows", f"{len(rows)} rows for {count} positions; give one row, or one for each"
+                "rows",
+                f"got {len(rows)} rows for {count} positions; give one row, or one per position",
             )
         parts = []
         used = 0
         for start, stop in runs:
-            mine = rows[used : used + stop - start]
+            own = rows[used : used + stop - start]
             used += stop - start
             flags = steps[nth].flags | Flags.ROW_BY_POSITION
-            placed = replace(steps[nth], write=mine, first=start, flags=flags)
+            placed = replace(steps[nth], write=own, first=start, flags=flags)
             parts.append(((*steps[:nth], placed, *steps[nth + 1 :]), Where(((start, stop),))))
         return parts
 
 
 def _refreshed(steps: list[Instruction]) -> list[Instruction]:
-    """The instructions with FRESH on the first that reads the stream."""
+    """Return the instructions with FRESH set on the first that reads the stream."""
     for nth, step in enumerate(steps):
         if step.reads:
             return [*steps[:nth], step.with_flags(Flags.FRESH), *steps[nth + 1 :]]

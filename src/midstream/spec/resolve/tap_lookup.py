@@ -1,4 +1,4 @@
-"""Layers and sites as written into the taps of one model; what is not tapped is refused."""
+"""Lookup of the taps that layers and sites select in one model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from midstream.validation import at
 def find_taps(
     layers: Layers, sites: Sites, shape: ModelShape, layer_field: str, site_field: str
 ) -> tuple[Tap, ...]:
-    """The taps that are meant, in the order in which a forward pass reaches them.
+    """Return the selected taps, in the order of a forward pass.
 
     Args:
-        layers, sites: as written; "all" means every layer at which the site is tapped.
+        layers, sites: the selection; "all" means every layer at which the site is tapped.
         shape: the model and its taps.
-        layer_field, site_field: names of the fields, for messages.
+        layer_field, site_field: names of the fields, for error paths.
 
     Raises:
-        SpecError: there is no such layer, or a site is not tapped.
+        SpecError: the model lacks a layer, a layer is listed twice, or a site is not tapped.
     """
     names = sites.names
     taps: list[Tap] = []
@@ -39,7 +39,9 @@ def find_taps(
             layer = find_layer(index, shape)
             if layer in chosen:
                 raise SpecError(
-                    "", f"layer {index} is layer {chosen[layer]} again, of {shape.num_layers}"
+                    "",
+                    f"layer {index} is the same as layer {chosen[layer]}: the model has "
+                    f"{shape.num_layers} layers",
                 )
         chosen[layer] = index
         for nth, site in enumerate(names):
@@ -49,7 +51,7 @@ def find_taps(
 
 
 def find_layer(index: int, shape: ModelShape) -> int:
-    """The layer counted from 0.
+    """Return a layer's index counted from 0.
 
     Raises:
         SpecError: the model has no such layer.
@@ -58,14 +60,18 @@ def find_layer(index: int, shape: ModelShape) -> int:
     if not -count <= index < count:
         raise SpecError(
             "",
-            f"layer {index} is out of range: the model has {count} layers, 0 to {count - 1} "
-            f"(or −{count} to −1)",
+            f"layer {index} is out of range: the model has {count} layers, "
+            f"expected 0 to {count - 1} (or −{count} to −1)",
         )
     return index % count
 
 
 def check_tapped(tap: Tap, shape: ModelShape, site_path: str, layer_path: str) -> None:
-    """Raises SpecError, under one of the two paths, if the tap is not there."""
+    """Check that a tap exists.
+
+    Raises:
+        SpecError: the tap does not exist; its path is `site_path` or `layer_path`.
+    """
     if tap in shape.taps:
         return
     site, layer = tap
@@ -91,5 +97,5 @@ def _not_tapped(what: str) -> str:
 
 
 def _element(name: str, index: int, length: int) -> str:
-    """Where an element is: without an index if it is the only one, which may stand alone."""
+    """Return the error path of a list's element: without an index if it is the only one."""
     return name if length == 1 else f"{name}[{index}]"

@@ -53,7 +53,7 @@ def test_items_cannot_be_changed():
 
 
 def test_long_items_are_shown_short():
-    assert str(TokenIds(list(range(4096)))) == "TokenIds(0, 1, 2, 3, 4, 5, 6, 7, … 4096 in all)"
+    assert str(TokenIds(list(range(4096)))) == "TokenIds(0, 1, 2, 3, 4, 5, 6, 7, … 4096 in total)"
     assert len(str(Text("a" * 60000, 2))) < 90
     assert str(Role("user", "all")) == "Role('user', 'all')"
 
@@ -78,7 +78,7 @@ def test_long_items_are_shown_short():
         (lambda: TokenIds([1.0]), "[0]", "expected `int`, got `float`"),
         (lambda: Text(""), "text", "expected 1 to 65536 characters, got 0"),
         (lambda: Text("a" * 65537), "text", "expected 1 to 65536 characters, got 65537"),
-        (lambda: Text("\ud83d"), "text", "half of a surrogate pair"),
+        (lambda: Text("\ud83d"), "text", "unpaired surrogate"),
         (lambda: Text(b"a"), "text", "expected `str`, got `bytes`"),
         (lambda: Text("a", "first"), "occurrence", "`int` or \"all\", got 'first'"),
         (lambda: Text("a", True), "occurrence", '`int` or "all", got `bool`'),

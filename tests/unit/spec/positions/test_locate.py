@@ -37,11 +37,11 @@ def test_occurrences_of_a_text_are_counted_from_either_end():
 @pytest.mark.parametrize(
     ("item", "problem"),
     [
-        (Text("dog"), "the prompt has no 'dog'$"),
-        (Text("Cat"), "the prompt has no 'Cat'$"),
-        (Text("sat"), "but does not begin and end where tokens do; the tokens there: "
+        (Text("dog"), "the prompt does not contain 'dog'$"),
+        (Text("Cat"), "the prompt does not contain 'Cat'$"),
+        (Text("sat"), "but not at token boundaries; the tokens there: "
                       "' cat' ' sat,' ' cat'$"),
-        (Text("cat", 2), "occurrence 2 is out of range: the prompt has 2 of 'cat', 0 to 1"),
+        (Text("cat", 2), "occurrence 2 is out of range: .* has 2 of 'cat', expected 0 to 1"),
         (Text("cat", -3), "occurrence -3 is out of range"),
     ],
 )  # fmt: skip
@@ -62,11 +62,14 @@ def test_a_role_is_the_content_of_its_last_message_or_of_others():
     ("item", "problem"),
     [
         (Role("usr"), "no message of role 'usr'; its roles: 'system', 'user', 'assistant', 'tool'"),
-        (Role("user", 2), "message 2 is out of range: the chat has 2 of role 'user', 0 to 1"),
+        (
+            Role("user", 2),
+            "message 2 is out of range: the chat has 2 of role 'user', expected 0 to 1",
+        ),
         (Role("user", -3), "message -3 is out of range"),
-        (Role("assistant"), "there is no content in the prompt"),
-        (Role("assistant", "all"), "there is no content in the prompt"),
-        (Role("tool"), "the tokens of message 4 are not known: its content has a part of type"),
+        (Role("assistant"), "the message has no content in the prompt"),
+        (Role("assistant", "all"), "the message has no content in the prompt"),
+        (Role("tool"), "the tokens of message 4 are unknown: its content has a part of type"),
     ],
 )
 def test_a_message_that_is_not_there_is_explained(item, problem):
@@ -101,7 +104,7 @@ def test_a_prompt_that_contradicts_itself_is_refused():
         Prompt(0)
     with pytest.raises(SpecError, match="expected 3, one per token, got 2"):
         Prompt(3, (1, 2))
-    with pytest.raises(SpecError, match="the text is of 5 tokens, the prompt of 4"):
+    with pytest.raises(SpecError, match="the text has 5 tokens, but the prompt has 4"):
         select(Positions(Text("cat")), Prompt(4, text=WORDS), 4)
 
 

@@ -121,8 +121,8 @@ def test_a_range_of_negative_ints_selects_just_these():
         (range(0, -2), "", r"range\(0, -2, 1\) is empty"),
         (range(9, 0, -1), "step", "at least 1, got -1"),
         (range(10**40), "stop", r"within ±2\*\*31, got an integer of 133 bits"),
-        ({"slice": []}, "slice", "expected 1 to 3 parts"),
-        ({"slice": [1, 2, 3, 4]}, "slice", "expected 1 to 3 parts, start, stop, step, got 4"),
+        ({"slice": []}, "slice", "expected 1 to 3 numbers"),
+        ({"slice": [1, 2, 3, 4]}, "slice", "expected 1 to 3 numbers, start, stop, step, got 4"),
         ({"slice": 3}, "slice", r"expected \[start, stop, step\], got `int`"),
         ({"slice": [5, 5]}, "slice", "the span 5:5 is empty"),
         ({"slice": [0, "9"]}, "slice[1]", "expected `int`, got `str`"),
@@ -139,7 +139,7 @@ def test_a_range_of_negative_ints_selects_just_these():
             "expected a dict of one of `slice`, `window`, `tokens`, `text`, `role`, got an em",
         ),
         ({"text": "a", "slice": [0]}, "", "unknown field 'text'; known: `slice`"),
-        ({"window": [0]}, "window", "expected 2 to 3 parts, start, stop, step, got 1"),
+        ({"window": [0]}, "window", "expected 2 to 3 numbers, start, stop, step, got 1"),
         ({"window": [3, 3]}, "window", r"Window\(3, 3\) is empty"),
         ({"window": [0, 3.0]}, "window[1]", "expected `int`, got `float`"),
         ({"window": [0, 3, 0]}, "window[2]", "at least 1, got 0"),
@@ -152,10 +152,10 @@ def test_a_range_of_negative_ints_selects_just_these():
         (
             [TokenIds(list(range(4096))), 3, TokenIds(9999)],
             "[2]",
-            "at most 4096 token ids can be listed in all",
+            "expected at most 4096 token ids in total",
         ),
-        ({1: 2}, "", "names of fields are `str`, got `int`"),
-        (list(range(4097)), "", "at most 4096 items can be listed, got 4097; use slices"),
+        ({1: 2}, "", "field names must be `str`, got `int`"),
+        (list(range(4097)), "", "expected at most 4096 items, got 4097; use slices"),
     ],
 )
 def test_what_selects_nothing_or_is_malformed_is_refused(value, path, problem):
@@ -183,11 +183,11 @@ def test_what_selects_nothing_or_is_malformed_is_refused(value, path, problem):
     ],
 )
 def test_an_item_that_has_no_token_of_the_phase_is_refused(item, phase):
-    with pytest.raises(SpecError, match=f'never has a token of phase "{phase}"') as caught:
+    with pytest.raises(SpecError, match=f'cannot select a token of phase "{phase}"') as caught:
         Positions(["all", item], phase)
     assert caught.value.path == "[1]"
     if item != "last":
-        with pytest.raises(SpecError, match="never has a token of phase") as caught:
+        with pytest.raises(SpecError, match="cannot select a token of phase") as caught:
             Positions("all", phase, [99, item])
         assert caught.value.path == "exclude[1]"
 
@@ -240,7 +240,7 @@ def test_what_is_left_out_may_be_one_item_a_list_or_nothing():
 
 
 def test_the_final_row_cannot_be_selected_where_something_is_left_out():
-    with pytest.raises(SpecError, match="in a capture or probe of its own") as caught:
+    with pytest.raises(SpecError, match="use a separate capture or probe") as caught:
         Positions(["all", "last"], exclude=3)
     assert caught.value.path == "exclude"
 

@@ -20,7 +20,7 @@ from midstream.spec.positions.prompt import Prompt
 from midstream.spec.positions.ranges import clip, well_formed
 from midstream.spec.positions.select import MAX_RANGES, select
 
-LAST_SAMPLED = "the last sampled token is never fed back, so it has no row"
+LAST_SAMPLED = "the last sampled token is never fed back, so it has no activations"
 
 # An id that no selection names, and all those that one may.
 UNNAMED = 9
@@ -187,7 +187,7 @@ FOUR = prompt_of([0, 2, 0, 1])
 )
 def test_token_ids_and_what_is_left_out(positions, where):
     if where is None:
-        with pytest.raises(SpecError, match="nothing is selected.*and `exclude` leaves none"):
+        with pytest.raises(SpecError, match="nothing is selected.*and `exclude` removes all"):
             select(positions, FOUR, 9)
     else:
         assert select(positions, FOUR, 9) == where
@@ -195,7 +195,7 @@ def test_token_ids_and_what_is_left_out(positions, where):
 
 def test_where_nothing_is_generated_no_token_is_left_to_be_matched():
     assert select(Positions(TokenIds(0)), FOUR, 1) == Where(((0, 1), (2, 3)))
-    with pytest.raises(SpecError, match=f"none of the token ids is there; {LAST_SAMPLED}"):
+    with pytest.raises(SpecError, match=f"none of the token ids occurs; {LAST_SAMPLED}"):
         select(Positions(TokenIds(7)), FOUR, 1)
 
 
@@ -206,7 +206,9 @@ def test_what_is_asked_for_does_not_depend_on_max_tokens():
 
 
 def test_a_span_with_a_step_needs_an_end_only_where_there_is_none():
-    with pytest.raises(SpecError, match="the span 0::2 needs a stop.*no max_tokens") as caught:
+    with pytest.raises(
+        SpecError, match="the span 0::2 needs a stop.*max_tokens is not set"
+    ) as caught:
         select(Positions([0, slice(None, None, 2)]), Prompt(4), None)
     assert caught.value.path == "positions[1]"
     with pytest.raises(SpecError, match=r"Window\(0, None, 2\) needs a stop") as caught:
@@ -257,12 +259,12 @@ def test_a_span_with_a_step_needs_an_end_only_where_there_is_none():
             "prompt",
             5,
             "positions",
-            'nothing.*only tokens of phase "prompt" are meant',
+            'nothing.*only tokens of phase "prompt"',
         ),
-        (slice(0, 2**31, 2), "all", None, "positions", "1073741824 single positions.*65536"),
-        (TokenIds(1), "all", 5, "positions", 'no token ids to look for.*phase="generated"'),
-        ([0, Text("a")], "all", 5, "positions[1]", "no text to look in"),
-        (Role("user"), "all", 5, "positions", r"a chat's messages; use chat\(\) instead"),
+        (slice(0, 2**31, 2), "all", None, "positions", "1073741824 separate positions.*65536"),
+        (TokenIds(1), "all", 5, "positions", 'no token ids.*phase="generated"'),
+        ([0, Text("a")], "all", 5, "positions[1]", "no text to search"),
+        (Role("user"), "all", 5, "positions", r"chat messages; use chat\(\) instead"),
     ],
 )
 def test_what_selects_nothing_is_refused_and_explained(include, phase, max_tokens, path, problem):
@@ -279,7 +281,7 @@ def test_what_is_left_out_must_be_known_as_well():
 
 def test_more_ranges_than_a_plan_has_room_for_are_refused():
     ids = tuple(number % 2 for number in range(2 * MAX_RANGES + 2))
-    with pytest.raises(SpecError, match="65537 separate ranges.*room for 65536"):
+    with pytest.raises(SpecError, match="65537 separate ranges.*limit of 65536"):
         select(Positions(TokenIds(0), "prompt"), Prompt(len(ids), ids), 5)
     where = select(Positions(TokenIds(0), "prompt"), Prompt(len(ids) - 2, ids[2:]), 5)
     assert where.num_ranges == MAX_RANGES

@@ -216,14 +216,14 @@ HINT = r"`sites`/`layers` of midstream \(additional_config=\{\"midstream\": \{\"
         (
             {"capture": Capture([0, 40])},
             "capture[0].layers[1]",
-            r"layer 40 is out of range: the model has 30 layers, 0 to 29 \(or −30 to −1\)",
+            r"layer 40 is out of range: the model has 30 layers, expected 0 to 29 \(or −30 to −1\)",
         ),
         ({"capture": [Capture(0), Capture(-31)]}, "capture[1].layers", "layer -31 is out of range"),
         ({"edits": Steer(V, 30)}, "edits[0].layer", "layer 30 is out of range"),
         (
             {"capture": Capture([0, 28, -2])},
             "capture[0].layers[2]",
-            "layer -2 is layer 28 again, of 30",
+            "layer -2 is the same as layer 28: the model has 30 layers",
         ),
         (
             {"edits": [Steer(V, 0), Steer([1.0] * 5, 0)]},

@@ -158,7 +158,9 @@ def test_a_gate_on_what_is_computed_later_is_refused():
         ),
     ):
         site = "resid_mid" if "resid_mid" in after else "resid_post"
-        with pytest.raises(SpecError, match=f"the gate reads {after}, where it is to") as caught:
+        with pytest.raises(
+            SpecError, match=f"the gate reads {after}, where its edit applies"
+        ) as caught:
             _resolve(Gate(Steer(V, [3, 5], site=site), reading))
         assert caught.value.path == "edits[0].probe.layer"
 
@@ -183,7 +185,7 @@ def test_a_gate_on_what_is_computed_later_is_refused():
             "edit.rows",
             "6 rows for 5 positions",
         ),
-        (Gate(Replace(ROWS, 1), Reading(V)), "edit.positions", "must be known and end"),
+        (Gate(Replace(ROWS, 1), Reading(V)), "edit.positions", "must be fixed and bounded"),
     ],
 )
 def test_an_error_in_a_gate_has_the_path_of_its_json_form(gate, path, problem):
@@ -231,11 +233,11 @@ def test_rows_may_be_of_generated_positions_that_are_known():
 @pytest.mark.parametrize(
     ("positions", "path", "problem"),
     [
-        (slice(0, 5), "rows", "6 rows for 5 positions; give one row, or one for each"),
+        (slice(0, 5), "rows", "6 rows for 5 positions; give one row, or one per position"),
         (slice(0, 7), "rows", "6 rows for 7 positions"),
-        ("all", "positions", "must be known and end; give one row for all"),
-        ("generated", "positions", "must be known and end"),
-        ({"tokens": [3]}, "positions", "must be known and end"),
+        ("all", "positions", "must be fixed and bounded; give a single row"),
+        ("generated", "positions", "must be fixed and bounded"),
+        ({"tokens": [3]}, "positions", "must be fixed and bounded"),
     ],
 )
 def test_rows_that_do_not_match_their_positions_are_refused(positions, path, problem):

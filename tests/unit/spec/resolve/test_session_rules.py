@@ -62,7 +62,7 @@ def test_positions_counted_from_the_start_and_ids_are_known_whatever_comes(posit
     ],
 )
 def test_what_depends_on_where_the_prompt_ends_is_refused_by_its_place(positions, path):
-    with pytest.raises(SpecError, match="in a session of streaming input") as found:
+    with pytest.raises(SpecError, match="unsupported in a streaming-input session") as found:
         check_growing(plan_at(positions), ())
     assert found.value.path == f"capture[0].{path}"
 

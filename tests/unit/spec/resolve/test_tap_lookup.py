@@ -60,9 +60,14 @@ def test_all_layers_are_those_at_which_the_site_is_tapped():
         ([0], "mlp_in", "l", "mlp_in at layer 0 cannot be tapped: no norm there"),
         ("all", "mlp_in", "s", "mlp_in cannot be tapped at any layer: no norm there"),
         ("all", ["resid_post", "resid_pre"], "s[1]", "resid_pre at any layer is not tapped"),
-        ([0, 4], "resid_post", "l[1]", r"layer 4 is out of range: the model has 4 layers, 0 to 3"),
+        (
+            [0, 4],
+            "resid_post",
+            "l[1]",
+            r"layer 4 is out of range: the model has 4 layers, expected 0 to 3",
+        ),
         ([-5], "resid_post", "l", r"out of range: .* \(or −4 to −1\)"),
-        ([2, -2], "resid_post", "l[1]", "layer -2 is layer 2 again, of 4"),
+        ([2, -2], "resid_post", "l[1]", "layer -2 is the same as layer 2: the model has 4 layers"),
     ],
 )
 def test_what_is_not_there_is_refused_under_the_field_that_asked(layers, sites, path, problem):
