@@ -229,13 +229,13 @@ FAULTS: tuple[Fault, ...] = (
         "A caller is told that rows are kept before they are",
         "sinks/queue.py",
         "        self._written.append(entry)\n",
-        "        self._tell(entry, entry.result)\n",
+        "        self._report(entry, entry.result)\n",
         "tests/unit/sinks/test_queue.py::test_nothing_is_told_before_the_flush",
     ),
     Fault(
         "A sink without room loses rows",
         "sinks/byte_budget.py",
-        "            if self._used and self._used + size > self._most and not room.cancelled():\n",
+        "            if self._used and self._used + size > self._most and not grant.cancelled():\n",
         "            if False:\n",
         "tests/unit/sinks/test_queue.py"
         "::test_a_slow_sink_makes_whoever_brings_more_wait_and_loses_nothing",

@@ -1,9 +1,9 @@
-"""The setting `sinks`: which sinks an engine has, in any of the forms that one may write.
+"""Parser of the setting `sinks`, which configures an engine's sinks.
 
-- `{"store": {"root": "acts"}, "log": {}}`: each sink's settings by its name;
-- `"filesystem:root=/srv/acts"`, or a list of such: a sink in one word, for a command line;
-- besides the sink's own settings, `capture`, a capture (or a list) of every request, and
-  `queue_bytes`, how much may wait for the sink.
+- `{"store": {"root": "acts"}, "log": {}}`: settings by sink name;
+- `"filesystem:root=/srv/acts"` or a list of such strings, for a command line;
+- besides the sink's own settings, `capture`, a capture or list of captures for every request, and
+  `queue_bytes`, the limit of bytes that wait for the sink.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from midstream.errors import ConfigError, SpecError
 from midstream.spec.capture import Capture
 from midstream.spec.sink_target import MEMORY, read_name
 
-# Flushed at half of it, which makes one shard of the default size.
+# Half of it is flushed at once, which makes one shard of about the default size.
 QUEUE_BYTES = 480 << 20
 
 _PATH = "midstream.sinks"
-# A comma ends a value only where another setting begins.
+# A comma separates settings only if another `name=` follows.
 _BETWEEN = re.compile(r",(?=[a-z_]+=)")
 
 
 @dataclass(frozen=True, slots=True)
 class SinkSettings:
-    """One sink's settings.
+    """Settings of one sink.
 
     Attributes:
-        name: of the sink.
-        own: what its constructor takes.
-        captures: of every request, for this sink.
-        queue_bytes: how many bytes of rows may wait for it, or to be flushed by it.
+        name: name of the sink.
+        own: keyword arguments of its constructor.
+        captures: captures of every request for this sink.
+        queue_bytes: limit for rows that wait to be written or flushed, in bytes.
     """
 
     name: str
@@ -44,10 +44,10 @@ class SinkSettings:
 
 
 def plain_sinks(value: object) -> dict[str, dict[str, Any]]:
-    """The setting as plain JSON values: {name: {setting: value}}.
+    """Return the setting as plain JSON values: {name: {setting: value}}.
 
     Raises:
-        ConfigError: it is none of the forms above, or a sink is there twice.
+        ConfigError: the value has none of the forms above, or a sink is configured twice.
     """
     if isinstance(value, Mapping):
         listed = [(name, settings) for name, settings in value.items()]
@@ -61,18 +61,18 @@ def plain_sinks(value: object) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, settings in listed:
         if name in found:
-            raise ConfigError(f"{_PATH}: there are two sinks {name!r}")
+            raise ConfigError(f"{_PATH}: sink {name!r} is configured twice")
         found[name] = _plain(name, settings)
     return found
 
 
 def read_sinks(plain: Mapping[str, Mapping[str, Any]]) -> tuple[SinkSettings, ...]:
-    """The sinks of what `plain_sinks` gives, in its order."""
+    """Parse the result of `plain_sinks`, in its order."""
     return tuple(_read(name, settings) for name, settings in plain.items())
 
 
 def _read_word(word: object) -> tuple[str, dict[str, Any]]:
-    """`name`, or `name:setting=value,setting=value`."""
+    """Parse `name` or `name:setting=value,setting=value`."""
     if not isinstance(word, str):
         raise ConfigError(f"{_PATH}: expected `name:setting=value`, got {word!r}")
     name, _, rest = word.partition(":")
@@ -88,7 +88,7 @@ def _read_word(word: object) -> tuple[str, dict[str, Any]]:
 
 
 def _value(text: str) -> Any:
-    """A number, a list and the like as in JSON; whatever is none is a string."""
+    """Return the value of JSON text, or the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -99,7 +99,7 @@ def _plain(name: object, settings: object) -> dict[str, Any]:
     try:
         read_name(name, may_be_empty=False)
     except SpecError as error:
-        raise ConfigError(f"{_PATH}: the name of a sink: {error}") from None
+        raise ConfigError(f"{_PATH}: sink name: {error}") from None
     if isinstance(settings, str):
         _, settings = _read_word(f"{name}:{settings}")
     if settings is None:
@@ -111,7 +111,7 @@ def _plain(name: object, settings: object) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(json.dumps(dict(settings), default=_from_value))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{_PATH}.{name}: settings are JSON values: {error}") from None
+        raise ConfigError(f"{_PATH}.{name}: settings must be JSON values: {error}") from None
     read = _read(str(name), found)
     if read.captures:
         found["capture"] = [capture.to_dict() for capture in read.captures]
@@ -119,12 +119,12 @@ def _plain(name: object, settings: object) -> dict[str, Any]:
 
 
 def _from_value(value: object) -> object:
-    """Paths and captures, as one writes them in Python."""
+    """Convert Capture and path objects for JSON."""
     if isinstance(value, Capture):
         return value.to_dict()
     if hasattr(value, "__fspath__"):
         return value.__fspath__()
-    raise TypeError(f"`{type(value).__name__}` is none")
+    raise TypeError(f"got `{type(value).__name__}`")
 
 
 def _read(name: str, settings: Mapping[str, Any]) -> SinkSettings:
@@ -133,7 +133,7 @@ def _read(name: str, settings: Mapping[str, Any]) -> SinkSettings:
     queue_bytes = own.pop("queue_bytes", QUEUE_BYTES)
     if isinstance(queue_bytes, bool) or not isinstance(queue_bytes, int) or queue_bytes < 1:
         raise ConfigError(
-            f"{_PATH}.{name}.queue_bytes: expected a number of bytes, got {queue_bytes!r}"
+            f"{_PATH}.{name}.queue_bytes: expected a positive number of bytes, got {queue_bytes!r}"
         )
     parts = [] if given is None else given if isinstance(given, list) else [given]
     captures = []
@@ -141,7 +141,7 @@ def _read(name: str, settings: Mapping[str, Any]) -> SinkSettings:
         place = f"capture[{nth}]" if isinstance(given, list) else "capture"
         captures.append(_read_capture(name, place, part))
     if name == MEMORY and own:
-        raise ConfigError(f"{_PATH}.{name}: takes nothing but `capture`, got {sorted(own)}")
+        raise ConfigError(f"{_PATH}.{name}: the only setting is `capture`, got {sorted(own)}")
     return SinkSettings(name, own, tuple(captures), queue_bytes)
 
 
@@ -153,13 +153,13 @@ def _read_capture(name: str, place: str, value: object) -> Capture:
     except SpecError as error:
         raise ConfigError(f"{_PATH}.{name}.{error.under(place)}") from None
     if found.sink != name:
-        raise ConfigError(f"{_PATH}.{name}.{place}.sink: leave it out; this is that of {name!r}")
+        raise ConfigError(f"{_PATH}.{name}.{place}.sink: must be omitted or {name!r}")
     if found.stream:
         raise ConfigError(
-            f"{_PATH}.{name}.{place}.stream: leave it out; rows of every request come at its end"
+            f"{_PATH}.{name}.{place}.stream: must be omitted; these rows arrive at a request's end"
         )
     if found.request_id:
         raise ConfigError(
-            f"{_PATH}.{name}.{place}.request_id: every request is captured so, and has its own"
+            f"{_PATH}.{name}.{place}.request_id: must be omitted; the capture is for all requests"
         )
     return found

@@ -1,4 +1,4 @@
-"""Rows of a store in other tools' files: NumPy's npz, Parquet, Arrow."""
+"""Export of stored rows to files of other tools: NumPy npz, Parquet, Arrow."""
 
 from midstream.export.arrow import export_arrow, export_parquet, record_batches
 from midstream.export.npz import export_npz

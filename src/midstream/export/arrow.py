@@ -1,4 +1,4 @@
-"""Rows of a store as Arrow record batches, and as Parquet and Arrow files."""
+"""Export of stored rows as Arrow record batches, and as Parquet and Arrow files."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ import torch
 from midstream.errors import StoreError
 from midstream.store import Batch, Header, Selection
 
-_BATCH_BYTES = 16 << 20  # of vectors
-_NAMES = ("request", "tag", "site")  # columns of few different values
+_BATCH_BYTES = 16 << 20  # bytes of vectors per record batch
+_NAMES = ("request", "tag", "site")  # columns with few distinct values
 
 
 def record_batches(selection: Selection) -> Any:
-    """Rows as a `pyarrow.RecordBatchReader`, which reads them as it is read.
+    """Return the rows as a `pyarrow.RecordBatchReader`, which reads them lazily.
 
     Columns: `request`, `tag`, `site` string; `child`, `layer` int32; `position`, `token_id` int64;
-    `vector` a list of fixed size: decoded, of float32, or of float16 where codec raw kept that.
-    (Arrow has no bfloat16; float32 holds all of its values.) The schema's metadata has under
-    `midstream` the headers of the shards, as JSON.
+    `vector` a fixed-size list with the decoded vector, of float16 for float16 rows with codec raw,
+    else of float32. (Arrow has no bfloat16; float32 represents all of its values.) The schema's
+    metadata has the shards' headers under `midstream`, as JSON.
 
     Raises:
-        StoreError: the selection is empty, so that nobody knows how wide its vectors are; or
-            pyarrow is not installed. While it is read: rows are damaged.
+        StoreError: the selection is empty, so that the width of its vectors is unknown, or pyarrow
+            is not installed. During iteration: rows are damaged.
     """
     pa = _pyarrow()
     schema, rows = _schema(selection)
@@ -39,11 +39,12 @@ def record_batches(selection: Selection) -> Any:
 
 
 def export_parquet(selection: Selection, path: str | os.PathLike[str]) -> Path:
-    """Writes the columns of `record_batches` to a Parquet file, compressed by zstd. It loads as
-    `datasets.Dataset.from_parquet(path)` and wherever else Parquet does.
+    """Write the columns of `record_batches` to a Parquet file, compressed with zstd.
+
+    `datasets.Dataset.from_parquet(path)` and other Parquet readers can load it.
 
     Raises:
-        StoreError: as `record_batches`; or there is a file already, or it cannot be written.
+        StoreError: as `record_batches`; or the file exists already or cannot be written.
     """
     reader = record_batches(selection)
     from pyarrow import parquet
@@ -60,11 +61,12 @@ def export_parquet(selection: Selection, path: str | os.PathLike[str]) -> Path:
 
 
 def export_arrow(selection: Selection, path: str | os.PathLike[str]) -> Path:
-    """Writes the columns of `record_batches` as an Arrow stream. It can be memory-mapped:
-    `datasets.Dataset.from_file(path)` reads only what is asked for.
+    """Write the columns of `record_batches` as an Arrow stream file.
+
+    The file can be memory-mapped: `datasets.Dataset.from_file(path)` reads only accessed rows.
 
     Raises:
-        StoreError: as `record_batches`; or there is a file already, or it cannot be written.
+        StoreError: as `record_batches`; or the file exists already or cannot be written.
     """
     reader = record_batches(selection)
     from pyarrow import ipc
@@ -79,18 +81,18 @@ def _pyarrow() -> Any:
     try:
         import pyarrow
     except ImportError:
-        raise StoreError('this needs pyarrow: pip install "midstream[arrow]"') from None
+        raise StoreError('pyarrow is required: pip install "midstream[arrow]"') from None
     return pyarrow
 
 
 def _schema(selection: Selection) -> tuple[Any, int]:
-    """The schema of a selection's record batches, and how many rows each of them has."""
+    """Return the schema of a selection's record batches, and the rows per batch."""
     pa = _pyarrow()
     headers: list[Header] = list(
         dict.fromkeys(segment.shard.header for segment in selection.segments)
     )
     if not headers:
-        raise StoreError("there are no rows to export: the selection is empty")
+        raise StoreError("no rows to export: the selection is empty")
     first = headers[0]
     nothing = torch.zeros(0, first.row_bytes, dtype=torch.uint8)
     values = first.open_codec().decode(nothing, first.hidden_size, first.torch_dtype)
@@ -135,20 +137,20 @@ def _record_batch(batch: Batch, schema: Any) -> Any:
 
 @contextmanager
 def _unfinished(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Another file's path, which becomes this one if nothing is raised.
+    """Yield the path of a temporary file, which is renamed to `path` if nothing is raised.
 
     Raises:
-        StoreError: there is a file already, or it cannot be written.
+        StoreError: the file exists already or cannot be written.
     """
     target = Path(path)
     if os.path.lexists(target):
-        raise StoreError(f"{target} is there already")
+        raise StoreError(f"{target} exists already")
     part = target.parent / f".{target.name}.{uuid.uuid4().hex}.part"
     try:
         yield str(part)
         part.rename(target)
     except OSError as error:
-        # By the name that was asked for.
+        # The message names the target, not the temporary file.
         problem = os.strerror(error.errno) if error.errno else error
         raise StoreError(f"{target}: {problem}") from error
     finally:

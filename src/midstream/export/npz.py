@@ -1,4 +1,4 @@
-"""Rows of a store as npz files, one for each site and layer of a request: NumPy reads them."""
+"""Export of stored rows as npz files, one per site and layer of a request."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from midstream.store import Selection
 from midstream.store.format.shard import Shard
 from midstream.validation import show
 
-_LONGEST_NAME = 200
-_CUT = 180  # of a longer one, before its digest: 245 in all
+_MAX_NAME = 200
+_CUT = 180  # characters kept of a longer name, before its digest: 245 in total
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows of one tap of a request: which rows of which group of its shard."""
+    """Rows of one tap of a request: indices `rows` into a group of its shard."""
 
     tap: Tap
     group: int
@@ -42,24 +42,25 @@ class _Part:
 
 
 def export_npz(selection: Selection, folder: str | os.PathLike[str]) -> list[Path]:
-    """Writes `folder/tag/request/resid_post.12.npz` and so on, with a `manifest.json` beside them.
+    """Write `folder/tag/request/resid_post.12.npz` and so on, each request with `manifest.json`.
 
-    The files are those of the sink `npz`: `positions`, `token_ids`, and `rows` or, of a codec that
-    reduces them, what it wrote; see `midstream.sinks.npz_arrays.arrays_of`. The manifest has shapes,
-    dtypes, paths, the codec and the range of its scales, and the request's metadata. Of a request
-    with several completions, or another than the first, `folder/tag/request/1` is the second's.
-    A request's folder appears by a rename, with all that is in it. What of a name cannot be a
-    folder's is written as in URLs: `a/b` is `a%2Fb`.
+    The files have the format of the sink `npz`: `positions`, `token_ids`, and `rows` or the encoded
+    arrays of other codecs; see `midstream.sinks.npz_arrays.arrays_of`. The manifest has shapes,
+    dtypes, paths, the codec, the range of its scales, and the request's metadata. If the selection
+    has any completion of a request but its first, completion i is in `folder/tag/request/i`. Each
+    folder appears atomically by a rename. Characters that a folder name cannot have are
+    percent-encoded: `a/b` becomes `a%2Fb`.
 
     Args:
         selection: the rows.
-        folder: made if it is missing.
+        folder: target folder; created if missing.
 
     Returns:
         The folder of each completion.
 
     Raises:
-        StoreError: one of them is there already, or was stored twice; rows are damaged.
+        StoreError: a completion's folder exists already, a completion was stored twice, or rows
+            are damaged.
         OSError: a file cannot be written.
     """
     requests = _by_request(selection)
@@ -69,9 +70,11 @@ def export_npz(selection: Selection, folder: str | os.PathLike[str]) -> list[Pat
     for place, (shard, request, _) in zip(places, requests, strict=True):
         name = show(shard.lines[request].request)
         if os.path.lexists(place):
-            raise StoreError(f"request {name}: {place} is there already")
+            raise StoreError(f"request {name}: {place} exists already")
         if place in seen:
-            raise StoreError(f"request {name}: it was stored more than once; see `prune`")
+            raise StoreError(
+                f"request {name}: stored more than once; remove duplicates with `prune`"
+            )
         seen.add(place)
     for place, (shard, request, parts) in zip(places, requests, strict=True):
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +90,7 @@ def export_npz(selection: Selection, folder: str | os.PathLike[str]) -> list[Pat
 
 
 def _by_request(selection: Selection) -> list[tuple[Shard, int, list[_Part]]]:
-    """The completions of a selection, in the order of their shards, and which rows they have."""
+    """Return the completions of a selection, in the order of shards, with their rows."""
     found: dict[tuple[str, int], tuple[Shard, int, list[_Part]]] = {}
     for segment in selection.segments:
         owners, bounds = segment.shard.owners(segment.group)
@@ -102,7 +105,7 @@ def _by_request(selection: Selection) -> list[tuple[Shard, int, list[_Part]]]:
 
 
 def _with_several(requests: Sequence[tuple[Shard, int]]) -> set[tuple[str, str]]:
-    """(tag, request) of those of whom another completion than the first is there."""
+    """Return (tag, request) of the requests with a completion other than the first."""
     lines = [shard.lines[request] for shard, request in requests]
     return {(line.tag, line.request) for line in lines if line.child}
 
@@ -115,11 +118,11 @@ def _place(folder: Path, shard: Shard, request: int, several: set[tuple[str, str
 
 
 def _folder_name(name: str) -> str:
-    """A name that a folder can have, another for each name."""
+    """Return a valid folder name, distinct for each `name`."""
     safe = quote(name, safe="+=,@ ")
     if safe.startswith("."):
         safe = f"%2E{safe[1:]}"
-    if len(safe) > _LONGEST_NAME:
+    if len(safe) > _MAX_NAME:
         safe = f"{safe[:_CUT]}~{sha256(name.encode()).hexdigest()}"
     return safe
 
@@ -131,7 +134,7 @@ def _fill(folder: Path, shard: Shard, request: int, parts: Sequence[_Part]) -> N
     for site, layer in activations:
         arrays = arrays_of(activations, site, layer, header.hidden_size)
         name = f"{site}.{layer}.npz"
-        # None of them is called `allow_pickle`, which is an argument of savez.
+        # No array is named `allow_pickle`, which is an argument of savez.
         np.savez(folder / name, **arrays)  # type: ignore[arg-type]
         files.append(
             {
@@ -157,7 +160,7 @@ def _fill(folder: Path, shard: Shard, request: int, parts: Sequence[_Part]) -> N
 
 
 def _activations(shard: Shard, parts: Sequence[_Part]) -> Activations:
-    """The rows of one completion, read."""
+    """Read the rows of one completion."""
     header = shard.header
     values: dict[Tap, Tensor | Rows] = {}
     positions: dict[Tap, Tensor] = {}

@@ -1,1 +1,1 @@
-"""Other tools' files, read without running anything that is in them."""
+"""Sparse autoencoders and their file formats, read without running code from files."""

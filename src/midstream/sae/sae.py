@@ -1,4 +1,4 @@
-"""Sparse autoencoders from their files, whose features can then be read and changed."""
+"""Sparse autoencoders: loading, encoding, decoding, and edits of features."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class SAE:
         b_dec: [width].
         threshold: [features], for JumpReLU; None for ReLU.
         apply_b_dec_to_input: whether b_dec is subtracted from x first.
-        centered: the SAE reads x less its mean: it was trained on a model that TransformerLens
-            had given a stream of mean 0 (`center_writing_weights`), which it does for models
-            with LayerNorm.
-        hook_name: TransformerLens's name of the place that it was trained on; None: not known.
+        centered: whether the mean of x is subtracted first: the SAE was trained on a model whose
+            residual stream TransformerLens had centered (`center_writing_weights`), as it does
+            for models with LayerNorm.
+        hook_name: TransformerLens's name of the hook point; None if unknown.
     """
 
     w_enc: Tensor = field(repr=False)
@@ -53,19 +53,19 @@ class SAE:
 
     @staticmethod
     def load(path: str | os.PathLike[str], apply_b_dec_to_input: bool | None = None) -> SAE:
-        """An SAE from a folder as SAELens saves it, or from its tensors alone.
+        """Load an SAE from a folder in the format of SAELens, or from a file of tensors.
 
         Args:
             path: a folder with `cfg.json` and `sae_weights.safetensors`, or a safetensors file
-                with W_enc, b_enc, W_dec, b_dec and, for JumpReLU, threshold. A `cfg.json` beside
-                such a file is read too.
-            apply_b_dec_to_input: for a file without `cfg.json`, and only then: whether b_dec is
-                subtracted before the encoder. Not needed where b_dec is zero.
+                with W_enc, b_enc, W_dec, b_dec and, for JumpReLU, threshold. A `cfg.json` in the
+                same folder is read too.
+            apply_b_dec_to_input: whether b_dec is subtracted before the encoder. Only for a file
+                without `cfg.json`, and optional if b_dec is zero.
 
         Raises:
-            SpecError: no such file; a file that is not safetensors; an architecture, activation
-                or normalisation that is not known here; or tensors that do not fit. The message
-                starts with the file and the field.
+            SpecError: the file does not exist or is not safetensors; the architecture, activation
+                or normalisation is unsupported; or shapes do not match. The message starts with
+                the file and the field.
         """
         given = Path(path)
         weights = given / WEIGHTS if given.is_dir() else given
@@ -85,7 +85,9 @@ class SAE:
             with at(str(weights)):
                 return _without_config(tensors, apply_b_dec_to_input)
         if apply_b_dec_to_input is not None:
-            raise SpecError("apply_b_dec_to_input", f"{config_path} says so already; leave it out")
+            raise SpecError(
+                "apply_b_dec_to_input", f"already specified by {config_path}; must be omitted"
+            )
         with at(str(config_path)):
             _check(config, tensors)
         return SAE(
@@ -94,22 +96,22 @@ class SAE:
 
     @property
     def width(self) -> int:
-        """H, the size of the vectors that it encodes."""
+        """Size of the encoded vectors, H."""
         return int(self.w_enc.shape[0])
 
     @property
     def num_features(self) -> int:
-        """F."""
+        """Number of features, F."""
         return int(self.w_enc.shape[1])
 
     def encode(self, x: Array) -> Array:
-        """The features' activations.
+        """Return the activations of the features.
 
         Args:
-            x: [..., width], of the site that the SAE was trained on.
+            x: [..., width], vectors of the site that the SAE was trained on.
 
         Returns:
-            float32 [..., features], a tensor or array as `x` is.
+            float32 [..., features], a tensor or array like `x`.
         """
         import torch
 
@@ -125,13 +127,13 @@ class SAE:
         return result
 
     def decode(self, a: Array) -> Array:
-        """The vectors that activations stand for.
+        """Return the vectors reconstructed from activations.
 
         Args:
             a: [..., features].
 
         Returns:
-            float32 [..., width], a tensor or array as `a` is.
+            float32 [..., width], a tensor or array like `a`.
         """
         import torch
 
@@ -149,25 +151,27 @@ class SAE:
         phase: object = None,
         exclude: object = None,
     ) -> Feature:
-        """An edit of one feature.
+        """Return an edit of one feature.
 
         Args:
             index: 0 … features − 1.
             mode, value: as for Feature.
-            layer, site: where; what is left out is taken from `hook_name`.
+            layer, site: the tap; taken from `hook_name` by default.
             positions, phase, exclude: as for Feature.
 
         Raises:
-            SpecError: there is no such feature, a field is malformed, or a place is left out and
-                `hook_name` does not tell.
+            SpecError: the feature does not exist, a field is malformed, or `layer` or `site` is
+                omitted and `hook_name` does not determine it.
         """
         with at("index"):
             nth = read_int(index)
             if not 0 <= nth < self.num_features:
-                raise SpecError("", f"there are features 0 to {self.num_features - 1}, got {nth}")
+                raise SpecError("", f"expected 0 to {self.num_features - 1}, got {nth}")
         if layer is None or site is None:
             if self.hook_name is None:
-                raise SpecError("layer", "no hook_name is known: give both `layer` and `site`")
+                raise SpecError(
+                    "layer", "the SAE has no hook_name; specify both `layer` and `site`"
+                )
             hook_site, hook_layer = hook_tap(self.hook_name)
             layer = hook_layer if layer is None else layer
             site = hook_site if site is None else site
@@ -180,7 +184,7 @@ class SAE:
             mode,
             value,
             bias=bias,
-            # A threshold below 0 is that of the ReLU before it.
+            # The ReLU before the threshold makes a negative threshold equivalent to 0.
             threshold=None if threshold is None else max(threshold, 0.0),
             site=site,
             positions=positions,
@@ -189,7 +193,7 @@ class SAE:
         )
 
     def _encoder(self, index: int) -> tuple[Tensor, float]:
-        """A feature's row, float64 [width], and its bias with b_dec folded in."""
+        """Return a feature's encoder row, float64 [width], and its bias with b_dec folded in."""
         row = self.w_enc[:, index].double()
         bias = float(self.b_enc[index])
         if self.apply_b_dec_to_input:
@@ -215,8 +219,8 @@ def _without_config(tensors: dict[str, Tensor], subtract: bool | None) -> SAE:
         if bool(tensors["b_dec"].any()):
             raise SpecError(
                 "",
-                f"there is no {CONFIG} beside it, which says whether b_dec is subtracted from the "
-                "input; give `apply_b_dec_to_input`",
+                f"missing {CONFIG}, which specifies whether b_dec is subtracted from the input; "
+                "give `apply_b_dec_to_input`",
             )
         subtract = False
     return SAE(*_in_order(tensors), subtract)
@@ -225,19 +229,19 @@ def _without_config(tensors: dict[str, Tensor], subtract: bool | None) -> SAE:
 def _check(config: SaeConfig, tensors: dict[str, Tensor]) -> None:
     jumps = config.architecture == "jumprelu"
     if jumps != ("threshold" in tensors):
-        has = "no tensor" if jumps else "a tensor"
-        raise SpecError("architecture", f"`{config.architecture}`, with {has} `threshold`")
+        has = "there is no tensor" if jumps else "there is a tensor"
+        raise SpecError("architecture", f"`{config.architecture}`, but {has} `threshold`")
     width, features = tensors["W_enc"].shape
     for name, said, found in (("d_in", config.width, width), ("d_sae", config.features, features)):
         if said is not None and said != found:
-            raise SpecError(name, f"{said}, but W_enc is {[width, features]}")
+            raise SpecError(name, f"{said}, but W_enc has shape {[width, features]}")
 
 
 def _not_safetensors(path: Path) -> str:
     if path.suffix in _PICKLES:
         return (
-            f"{path}: {path.suffix} files can hold pickles, which can run code, and are not read; "
-            "save the tensors with safetensors.torch.save_file"
+            f"{path}: {path.suffix} files are unsupported, since they can contain pickles, which "
+            "can run code; save the tensors with safetensors.torch.save_file"
         )
     return f"{path}: expected a folder with {CONFIG} and {WEIGHTS}, or a .safetensors file"
 

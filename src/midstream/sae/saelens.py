@@ -1,8 +1,8 @@
-"""Sparse autoencoders as SAELens saves them: `cfg.json` beside `sae_weights.safetensors`.
+"""Reader of SAELens files: `cfg.json` and `sae_weights.safetensors`.
 
-Two layouts of the configuration are read: the flat one, and that of SAELens 6, in which what is
-said of the model stands under `metadata`. What would change how a feature is computed and is not
-known here is refused by its name.
+Two layouts of the configuration are supported: the flat one, and that of SAELens 6, which has the
+model's fields under `metadata`. Unsupported fields that would change how features are computed are
+rejected by name.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ CONFIG = "cfg.json"
 WEIGHTS = "sae_weights.safetensors"
 ARCHITECTURES = ("standard", "jumprelu")
 
-# TransformerLens's hooks at which the vector is one of our sites'. `hook_mlp_in` is not among
-# them: what it is depends on the version.
+# TransformerLens hooks that correspond to a site. `hook_mlp_in` is missing because its meaning
+# depends on the version.
 HOOKS = {
     "hook_resid_pre": "resid_pre",
     "hook_attn_out": "attn_out",
@@ -42,15 +42,15 @@ _KNOWN = (*_REQUIRED, "threshold", "scaling_factor")
 
 @dataclass(frozen=True, slots=True)
 class SaeConfig:
-    """What a `cfg.json` says of how features are computed.
+    """Fields of a `cfg.json` that determine how features are computed.
 
     Attributes:
         architecture: one of `ARCHITECTURES`.
-        hook_name: TransformerLens's name of the place that was encoded; None if it is not said.
-        apply_b_dec_to_input: b_dec is subtracted before the encoder.
-        centered: the SAE was trained on a model whose stream has mean 0
+        hook_name: TransformerLens's name of the hook point; None if not specified.
+        apply_b_dec_to_input: whether b_dec is subtracted before the encoder.
+        centered: whether the SAE was trained on a model whose residual stream has mean 0
             (`center_writing_weights`).
-        width, features: H and F; None if they are not said.
+        width, features: H and F; None if not specified.
     """
 
     architecture: str
@@ -62,15 +62,15 @@ class SaeConfig:
 
 
 def read_config(path: Path) -> SaeConfig:
-    """The configuration in a file.
+    """Read a `cfg.json`.
 
     Raises:
-        SpecError: it is not such a file, or it names something that cannot be computed here. The
-            path is the field's.
+        SpecError: the file is not a SAELens configuration, or a field is unsupported. The path is
+            the field's.
         OSError: the file cannot be read.
     """
     if path.stat().st_size > _MAX_CONFIG_BYTES:
-        raise SpecError("", f"more than {_MAX_CONFIG_BYTES} bytes: no configuration of SAELens")
+        raise SpecError("", f"not a SAELens configuration: more than {_MAX_CONFIG_BYTES} bytes")
     found = read_json(path.read_bytes())
     if not isinstance(found, dict):
         raise SpecError("", f"expected an object, got {kind(found)}")
@@ -78,7 +78,7 @@ def read_config(path: Path) -> SaeConfig:
     if not isinstance(more, dict):
         raise SpecError("metadata", f"expected an object, got {kind(more)}")
     fields = {**more, **found}
-    _refuse(fields)
+    _check_supported(fields)
     hook_name = fields.get("hook_name", fields.get("hook_point"))
     if hook_name is not None and not isinstance(hook_name, str):
         raise SpecError("hook_name", f"expected `str`, got {kind(hook_name)}")
@@ -98,28 +98,29 @@ def read_config(path: Path) -> SaeConfig:
 
 
 def hook_tap(hook_name: str) -> tuple[str, int]:
-    """The (site, layer) of one of TransformerLens's hooks: `blocks.8.hook_resid_pre`.
+    """Return the (site, layer) of a TransformerLens hook, for example `blocks.8.hook_resid_pre`.
 
     Raises:
-        SpecError: another hook, at which there is no site.
+        SpecError: the hook has no corresponding site.
     """
     match = _HOOK.fullmatch(hook_name)
     if match is None or match[2] not in HOOKS:
         raise SpecError(
             "hook_name",
-            f"{show(hook_name)} is no known place; known: `blocks.<layer>.` and one of "
-            f"{listed(HOOKS)}; give `layer` and `site`, if it is one of the sites",
+            f"unsupported hook {show(hook_name)}; expected `blocks.<layer>.` and one of "
+            f"{listed(HOOKS)}; specify `layer` and `site` if it corresponds to a site",
         )
     return HOOKS[match[2]], int(match[1])
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors W_enc [H, F], b_enc [F], W_dec [F, H], b_dec [H] and, if there, threshold [F],
-    float32 on the host.
+    """Read W_enc [H, F], b_enc [F], W_dec [F, H], b_dec [H] and, if present, threshold [F].
+
+    Tensors are float32 on the host.
 
     Raises:
-        SpecError: the file is damaged, a tensor is missing, unknown or of another shape. The path
-            is the tensor's name.
+        SpecError: the file is damaged, or a tensor is missing, unknown or has a wrong shape. The
+            path is the tensor's name.
         OSError: the file cannot be read.
     """
     import torch
@@ -134,23 +135,23 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise SpecError("", f"expected a safetensors file: {error}") from None
     scaling = tensors.pop("scaling_factor", None)
     if scaling is not None and not bool((scaling == 1).all()):
-        raise SpecError("scaling_factor", "factors other than 1 are not known here")
+        raise SpecError("scaling_factor", "unsupported; all factors must be 1")
     _check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     return tensors
 
 
-def _refuse(fields: Mapping[str, Any]) -> None:
+def _check_supported(fields: Mapping[str, Any]) -> None:
     architecture = fields.get("architecture", "standard")
     if architecture not in ARCHITECTURES:
         raise SpecError(
             "architecture",
-            f"expected one of {listed(ARCHITECTURES)}, got {_shown(architecture)}: a feature of "
-            "such an SAE is not computed from its own encoder row alone, or not known here",
+            f"expected one of {listed(ARCHITECTURES)}, got {_shown(architecture)}: in other "
+            "architectures a feature may depend on more than its own encoder row",
         )
     activation = fields.get("activation_fn", fields.get("activation_fn_str", "relu"))
     if activation not in ("relu", "jumprelu"):
         raise SpecError("activation_fn", f"expected `relu`, got {_shown(activation)}")
-    # Older files have a bool, of which False is "none".
+    # Older files have a bool; False means "none".
     normalize = fields.get("normalize_activations", "none")
     if normalize not in ("none", None, False):
         raise SpecError(
@@ -171,7 +172,7 @@ def _refuse(fields: Mapping[str, Any]) -> None:
 
 
 def _check_layer(layer: object, hook_name: str | None) -> None:
-    """Two fields say which layer it is: they have to agree."""
+    """Check that the two fields which specify the layer agree."""
     if layer is None or hook_name is None:
         return
     match = _HOOK.fullmatch(hook_name)
@@ -183,12 +184,12 @@ def _check_layer(layer: object, hook_name: str | None) -> None:
 def _check_names(names: list[str]) -> None:
     for name in _REQUIRED:
         if name not in names:
-            raise SpecError("", f"missing tensor `{name}`; there are {listed(sorted(names)[:8])}")
+            raise SpecError("", f"missing tensor `{name}`; found {listed(sorted(names)[:8])}")
     for name in names:
         if name not in _KNOWN:
             raise SpecError(
                 "",
-                f"unknown tensor {show(name)}, which may change the features; known: "
+                f"unknown tensor {show(name)}, which might change the features; expected "
                 f"{listed(_KNOWN)}",
             )
 
@@ -208,7 +209,7 @@ def _check_shapes(shapes: Mapping[str, tuple[int, ...]]) -> None:
         if name in shapes and shapes[name] != shape:
             raise SpecError(
                 name,
-                f"expected shape {list(shape)}, as W_enc is {list(encoder)}, got "
+                f"expected shape {list(shape)} to match W_enc {list(encoder)}, got "
                 f"{list(shapes[name])}",
             )
 

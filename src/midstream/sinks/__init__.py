@@ -1,4 +1,4 @@
-"""Where captured rows may go besides the output of their request; `docs/sinks.md` has how."""
+"""Sinks, destinations for captured rows besides the request's output; see `docs/sinks.md`."""
 
 from midstream.results.receipt import CaptureResult
 from midstream.sinks.base import Delivery, Origin, Sink

@@ -1,7 +1,7 @@
-"""What a sink is, and what it is given.
+"""Sink interface and the deliveries that sinks receive.
 
-A sink keeps captured rows. It lives in the process of the caller, in a thread of its own, where it
-may be slow and may fail without the engine noticing more than that its rows wait.
+A sink stores captured rows. It runs in the caller's process, in a thread of its own. A slow or
+failing sink affects the engine only by the rows that wait for it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Wants = Literal["rows", "requests"]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where rows come from: the same for all that an engine gives its sinks.
+    """Origin of rows; the same for all deliveries of an engine.
 
     Attributes:
-        model, revision: as the engine was given them; revision may be empty.
+        model, revision: as passed to the engine; revision may be empty.
         num_layers, hidden_size: of the model.
-        dtype: name of the model's dtype, as "bfloat16".
+        dtype: name of the model's dtype, for example "bfloat16".
         vllm, midstream: versions.
         tensor_parallel_size: of the engine.
     """
@@ -42,31 +42,30 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Captured rows of one completion, and whose they are.
+    """Captured rows of one completion, with the request's context.
 
     Attributes:
-        name: under which to keep them: the `request_id` of the capture; or, where there is none,
-            the request's id and something that no other request has. A file may be called so.
-        tag: of the capture; may be empty. A folder may be called so.
-        metadata: JSON values, of the capture.
+        name: name under which to store the rows: the `request_id` of the capture or, without one,
+            the request's id with a unique suffix. Valid as a file name.
+        tag: tag of the capture; may be empty. Valid as a folder name.
+        metadata: metadata of the capture, JSON values.
         request_id: vLLM's id of the request.
-        completion: which of the request's completions, from 0.
-        completions: how many it has.
-        prompt: its text; None where the prompt was given as tokens or embeddings.
-        prompt_token_ids: None where it was given as embeddings.
-        prompt_tokens: how many there are.
-        text: what was generated; empty without a tokenizer, and while the request runs.
-        generated_token_ids: as far as they are known; the last of them was not computed on, and
-            with the last piece never will be, so it has no row.
-        finish_reason: vLLM's, as "stop" or "length"; None while the request runs.
-        plan: what the request asked for itself; None: these are captures of every request.
-        receipt: what was done for the completion. While the request runs it says how many rows have
-            come of each site and layer, up to and with this piece (as `expected` and as `actual`),
-            and nothing else.
-        activations: the rows; of a sink that wants them as they come, those of this piece. A site
-            and layer of which it has none is there with no rows.
-        piece: of a sink that wants rows as they come, the how manieth piece, from 0.
-        is_last: whether no other piece follows; the receipt is that of the whole then.
+        completion: index of the completion, from 0.
+        completions: number of completions of the request.
+        prompt: text of the prompt; None if the prompt was tokens or embeddings.
+        prompt_token_ids: None if the prompt was embeddings.
+        prompt_tokens: number of prompt tokens.
+        text: generated text; empty without a tokenizer, and while the request runs.
+        generated_token_ids: the tokens known so far. The last one was not computed on yet, and
+            after the last piece never will be, so it has no row.
+        finish_reason: vLLM's, for example "stop" or "length"; None while the request runs.
+        plan: the request's own plan; None for captures that sinks apply to every request.
+        receipt: receipt of the completion. While the request runs it only has the number of rows
+            delivered per site and layer, including this piece, as `expected` and as `actual`.
+        activations: the rows; for a sink with `wants = "rows"` those of this piece. A site and
+            layer without rows is present and empty.
+        piece: index of the piece, from 0, for a sink with `wants = "rows"`.
+        is_last: whether this is the last piece; its receipt covers the whole completion.
     """
 
     name: str
@@ -89,25 +88,26 @@ class Delivery:
 
 
 class Sink(ABC):
-    """Keeps captured rows. What its constructor takes by name are its settings.
+    """Destination for captured rows. The constructor's keyword arguments are the sink's settings.
 
-    The constructor only checks its settings, and may be called several times; it raises ValueError
-    or TypeError for what is wrong, which comes out as a ConfigError that names the sink. Of one
-    that is used, `open` is called first and `close` last. All methods but the constructor, `open`
-    and `check` are called from one thread.
+    The constructor only checks the settings and may be called several times. ValueError and
+    TypeError of it are reported as a ConfigError that names the sink. For a sink in use, `open` is
+    called first and `close` last. All methods except the constructor, `open` and `check` are called
+    from one thread.
 
     Attributes:
-        wants: "requests": each completion's rows in one delivery, once it has ended. "rows": in
-            pieces, as they come. Of one completion they come in order, each row once, and the last
-            says so: it ends those before it, also where the completion failed or was aborted, in
-            which case it has no rows, the finish reason "abort" and a receipt that says so. What is
-            short comes in one piece, which is the last, and what is aborted before its first piece
-            does not come at all. Pieces of several completions come mixed.
-        group_seconds: how long a write may wait for others to be flushed with it, where a caller
-            waits for it.
-        piece_seconds: with "rows", after how long a running completion's rows are sent for.
-        piece_bytes: with "rows", at how many bytes of them that is, if it comes first. How much of
-            a prompt has been computed is known only with the first token.
+        wants: "requests": one delivery per completion, after its end. "rows": pieces while the
+            completion runs. Pieces of a completion arrive in order, contain each row once, and the
+            last one has `is_last`. A completion that failed or was aborted also ends with such a
+            piece; it has no rows, the finish reason "abort" and a receipt with the problem. A short
+            completion is a single piece. A completion that is aborted before its first piece is not
+            delivered. Pieces of several completions are interleaved.
+        group_seconds: how long a write may wait to be flushed together with others, in seconds, if
+            a caller waits for it.
+        piece_seconds: with "rows", the interval after which rows of a running completion are
+            collected, in seconds.
+        piece_bytes: with "rows", the size in bytes at which they are collected earlier. The
+            computed part of a prompt is known only with the first generated token.
     """
 
     wants: ClassVar[Wants] = "requests"
@@ -116,13 +116,13 @@ class Sink(ABC):
     piece_bytes: int = 16 << 20
 
     def open(self, origin: Origin) -> None:
-        """Called once, before anything else; what it raises keeps the engine from starting."""
+        """Open the sink. Called once, before other methods; an exception aborts engine start."""
         return
 
     def check(self, tag: str, request_id: str) -> None:
-        """Whether rows can be kept under a tag and id that a caller gave; both may be empty.
+        """Check whether rows can be stored under a caller's tag and id; both may be empty.
 
-        Called at the front door, on the thread that steps the engine: it must be quick.
+        Called during request validation, on the thread that steps the engine: it must be quick.
 
         Raises:
             SpecError: they cannot; the path is "tag" or "request_id".
@@ -131,27 +131,27 @@ class Sink(ABC):
 
     @abstractmethod
     def write(self, delivery: Delivery) -> CaptureResult | None:
-        """Takes a delivery.
+        """Write a delivery.
 
         Returns:
-            What became of it; None: all is well. It is told to the caller after `flush`.
+            The result, which the caller gets after `flush`; None for success.
 
         Raises:
-            Exception: of any kind; the request's receipt says so, and nobody else's.
+            Exception: any kind; it is reported in the receipt of this request only.
         """
 
     def flush(self) -> Sequence[CaptureResult] | None:
-        """Makes durable what was written. Only then are callers told that it is kept.
+        """Make all writes durable. Callers get their results only afterwards.
 
         Returns:
-            For each write since the last flush that did not raise, in order, what became of it;
-            None: what `write` said.
+            The results of the writes since the last flush that did not raise, in order; None to
+            use the results of `write`.
 
         Raises:
-            Exception: of any kind; it is taken for the result of all of those writes.
+            Exception: any kind; it becomes the result of all of these writes.
         """
         return None
 
     def close(self) -> None:
-        """Called once, after the last flush."""
+        """Close the sink. Called once, after the last flush."""
         return

@@ -1,4 +1,4 @@
-"""How much may be on its way to a sink."""
+"""Byte budget of a sink's pending deliveries."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from concurrent.futures import Future
 
 
 class ByteBudget:
-    """Room for so many bytes, given first come first served. What is larger than all of it gets it
-    all. For any thread.
+    """Budget of bytes, granted in the order of requests. Thread-safe.
+
+    A request above the whole budget is granted while nothing else is in use.
     """
 
     def __init__(self, most: int) -> None:
@@ -20,34 +21,34 @@ class ByteBudget:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody waits for room."""
+        """Whether a request waits for its grant."""
         return bool(self._waiting)
 
     @property
     def used(self) -> int:
-        """Bytes that are taken."""
+        """Bytes in use."""
         return self._used
 
     def take(self, size: int) -> Future[None]:
-        """Is done once there is room; until then whoever waits may cancel it."""
-        room: Future[None] = Future()
+        """Request bytes; the future completes with the grant and may be cancelled before."""
+        grant: Future[None] = Future()
         with self._lock:
-            self._waiting.append((size, room))
+            self._waiting.append((size, grant))
             self._admit()
-        return room
+        return grant
 
     def give(self, size: int) -> None:
-        """Gives room back."""
+        """Release bytes."""
         with self._lock:
             self._used -= size
             self._admit()
 
     def _admit(self) -> None:
         while self._waiting:
-            size, room = self._waiting[0]
-            if self._used and self._used + size > self._most and not room.cancelled():
+            size, grant = self._waiting[0]
+            if self._used and self._used + size > self._most and not grant.cancelled():
                 return
             self._waiting.popleft()
-            if room.set_running_or_notify_cancel():
+            if grant.set_running_or_notify_cancel():
                 self._used += size
-                room.set_result(None)
+                grant.set_result(None)

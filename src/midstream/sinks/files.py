@@ -1,9 +1,9 @@
-"""The sinks `npz` and `filesystem`: a folder for each request, a file for each site and layer.
+"""Sinks `npz` and `filesystem`: a folder per request, an npz file per site and layer.
 
-`root/tag/name/manifest.json` and `root/tag/name/resid_post.12.npz`; without a tag `root/name/…`;
-where a request has several completions `root/tag/name/0/…`, `…/1/…`. A folder appears with all that
-is in it, by a rename, after its files have reached the disk. What is there is never overwritten.
-Names that begin with a dot and end in `.part` are unfinished, and may be deleted.
+Paths are `root/tag/name/manifest.json` and `root/tag/name/resid_post.12.npz`; without a tag
+`root/name/…`; with several completions `root/tag/name/0/…`, `…/1/…`. A folder appears atomically by
+a rename, after its files were synced to disk. Existing files are never overwritten. Names that
+begin with a dot and end in `.part` are unfinished and may be deleted.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from midstream.sinks.safe_paths import FOLDER, folder_beneath, is_there
 MANIFEST = "manifest.json"
 FORMAT = "midstream.npz"
 VERSION = 1
-_AT_A_TIME = 8
+_SYNC_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """One that is written, and not yet where it is to be.
+    """A written folder that is not yet renamed to its final name.
 
     Attributes:
-        parents: the folders between the root and it.
-        part, name: what it is called, and is to be called.
+        parents: names of the folders between the root and this one.
+        part, name: temporary and final name.
         files: names of its files.
-        manifest: as its caller gets it.
+        manifest: the manifest, with full paths, as the caller gets it.
     """
 
     parents: tuple[str, ...]
@@ -50,13 +50,13 @@ class _Folder:
 
 
 class FileSink(Sink):
-    """Writes npz files; see the module. NumPy alone is needed to read them."""
+    """Writes npz files; see the module. Reading them requires only NumPy."""
 
     group_seconds = 0.01
 
     def __init__(self, root: str) -> None:
         """Args:
-        root: a folder; made if it is missing.
+        root: path of a folder; created if missing.
         """
         if not isinstance(root, str) or not root:
             raise ValueError(f"root: expected the path of a folder, got {root!r}")
@@ -68,16 +68,16 @@ class FileSink(Sink):
         self._origin = origin
         os.makedirs(self._root, exist_ok=True)
         if not os.access(self._root, os.W_OK | os.X_OK):
-            raise PermissionError(f"{self._root} cannot be written to")
+            raise PermissionError(f"{self._root} is not writable")
 
     def check(self, tag: str, request_id: str) -> None:
-        """Refuses a tag that is a link or a file, and an id that is there already."""
+        """Reject a tag that is a link or a file, and an id that exists already."""
         try:
             with folder_beneath(self._root, [tag] if tag else [], makes=False) as folder:
                 if request_id and is_there(request_id, folder):
                     raise SpecError(
                         "request_id",
-                        f"{os.path.join(self._root, tag, request_id)} is there already; use "
+                        f"{os.path.join(self._root, tag, request_id)} exists already; use "
                         "another id",
                     )
         except FileNotFoundError:
@@ -97,7 +97,7 @@ class FileSink(Sink):
         part = f".{name}.{uuid.uuid4().hex}.part"
         with folder_beneath(self._root, parents, makes=True) as parent:
             if is_there(name, parent):
-                raise FileExistsError(f"{path} is there already")
+                raise FileExistsError(f"{path} exists already")
             os.mkdir(part, dir_fd=parent)
             folder = os.open(part, FOLDER | os.O_NOFOLLOW, dir_fd=parent)
             try:
@@ -132,7 +132,7 @@ class FileSink(Sink):
         ]
 
     def _fill(self, delivery: Delivery, folder: int) -> dict[str, Any]:
-        """Writes the files of a delivery; returns its manifest, whose paths are names yet."""
+        """Write the files of a delivery; return its manifest, with file names as paths."""
         activations, origin = delivery.activations, self._origin
         assert origin is not None
         files = []
@@ -164,7 +164,7 @@ class FileSink(Sink):
             "hidden_size": origin.hidden_size,
             "dtype": origin.dtype,
             "codec": activations.codec.spec,
-            # The residual stream is the same on all ranks; one of them gives all of it.
+            # The residual stream is identical on all ranks; rank 0 returns all of it.
             "return": "gathered",
             "vllm": origin.vllm,
             "midstream": origin.midstream,
@@ -175,13 +175,13 @@ class FileSink(Sink):
         return manifest
 
     def _sync(self, files: Sequence[tuple[tuple[str, ...], str]]) -> dict[tuple[str, ...], str]:
-        """Has files reach the disk, several at a time, which a disk does at the price of few.
+        """Sync files to disk, several in parallel, which costs little more than one.
 
         Args:
-            files: of each the folders from the root, and its name.
+            files: (folders from the root, name) of each file.
 
         Returns:
-            By folder what went wrong, if anything.
+            The error message of each folder that has one.
         """
 
         def sync(file: tuple[tuple[str, ...], str]) -> str:
@@ -194,12 +194,12 @@ class FileSink(Sink):
             return ""
 
         distinct = list(dict.fromkeys(files))
-        with ThreadPoolExecutor(_AT_A_TIME) as pool:
-            told = zip(distinct, pool.map(sync, distinct), strict=True)
-            return {folders: problem for (folders, _), problem in told if problem}
+        with ThreadPoolExecutor(_SYNC_THREADS) as pool:
+            results = zip(distinct, pool.map(sync, distinct), strict=True)
+            return {folders: problem for (folders, _), problem in results if problem}
 
     def _move(self, folder: _Folder) -> str:
-        """Has a folder be where it is looked for; returns what went wrong, if anything."""
+        """Rename a folder to its final name; return the error message, or an empty string."""
         try:
             with folder_beneath(self._root, folder.parents, makes=False) as parent:
                 os.rename(folder.part, folder.name, src_dir_fd=parent, dst_dir_fd=parent)
@@ -221,7 +221,7 @@ def _new_file(name: str, folder: int) -> Any:
 
 
 def _remove(name: str, folder: int, parent: int) -> None:
-    """What cannot be removed, as on a disk that is gone, is unfinished by its name."""
+    """Remove an unfinished folder; if that fails, its name still marks it as unfinished."""
     with suppress(OSError):
         for file in os.listdir(folder):
             os.unlink(file, dir_fd=folder)

@@ -1,4 +1,4 @@
-"""The sink `log`: a line for each completion, through Python's `logging`."""
+"""Sink `log`: one log line per completion."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 class LogSink(Sink):
-    """Logs whose rows came, of which sites and layers, how many, and how long they are on average.
+    """Logs each completion's request, and the number and mean norm of its rows per tap.
 
-    Nothing is kept. The logger is called `midstream.captures`.
+    No rows are stored. The logger is `midstream.captures`.
     """
 
     def __init__(self, level: str = "info") -> None:
         """Args:
-        level: at which the lines are logged: "debug", "info", "warning" or "error".
+        level: log level of the lines: "debug", "info", "warning" or "error".
         """
         if not isinstance(level, str) or level not in LEVELS:
             raise ValueError(f"level: expected one of {', '.join(LEVELS)}, got {level!r}")
@@ -33,7 +33,7 @@ class LogSink(Sink):
 
 
 def line(delivery: Delivery) -> str:
-    """A delivery in one line."""
+    """Return a one-line summary of a delivery."""
     who = f"request {delivery.request_id}"
     if delivery.completions > 1:
         who += f", completion {delivery.completion}"

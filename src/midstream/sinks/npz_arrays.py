@@ -1,4 +1,4 @@
-"""Captured rows as NumPy arrays by name, as `npz` files have them."""
+"""NumPy arrays of captured rows, as stored in npz files."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def arrays_of(activations: Activations, site: str, layer: int, hidden: int) -> Arrays:
-    """The rows of one site and layer, `positions` and `token_ids` (int64 [n]) with them.
+    """Return the rows of one site and layer, with `positions` and `token_ids`, int64 [n].
 
-    Codec `raw`: `rows` [n, hidden], bfloat16 as float32, which holds all of its values. All others:
-    `q` uint8, `scale` and `zero` float32 [n]; a row reads `zero + scale · q`. q is [n, hidden] of
-    `full8`, [n, k] of `rp8` and `topk8`, which has `indices` int64 [n, k] besides.
+    Codec `raw`: `rows` [n, hidden]; bfloat16 is converted to float32, which represents all of its
+    values. Other codecs: `q` uint8, `scale` and `zero` float32 [n]; a row is `zero + scale · q`.
+    `q` is [n, hidden] for `full8` and [n, k] for `rp8` and `topk8`; `topk8` also has `indices`
+    int64 [n, k].
 
     Args:
-        activations: the rows.
-        site, layer: which of them.
-        hidden: width of the vectors that were captured.
+        activations: the captured rows.
+        site, layer: the tap.
+        hidden: width of the captured vectors.
     """
     codec = activations.codec
     if isinstance(codec, Raw):
@@ -54,7 +55,7 @@ def _reduced(codec: Codec, data: Tensor, hidden: int) -> Arrays:
 
 
 def described(arrays: Arrays) -> dict[str, Any]:
-    """What a manifest says of them: shapes, dtypes, and the range of the scales."""
+    """Return the arrays' entry in a manifest: shapes, dtypes, and the range of the scales."""
     scale = arrays.get("scale")
     finite = None if scale is None else scale[np.isfinite(scale)]
     return {

@@ -1,4 +1,4 @@
-"""The way to one sink: a queue, and a thread that writes what comes, flushes and tells."""
+"""Delivery queue of one sink, with a thread that writes, flushes and reports results."""
 
 from __future__ import annotations
 
@@ -28,35 +28,36 @@ _FOREVER = float("inf")
 
 @dataclass(slots=True)
 class _Entry:
-    """One delivery on its way.
+    """One pending delivery.
 
     Attributes:
-        delivery: None once it is written: its rows may go.
-        size: how many bytes it takes of the bound.
-        patience: for how many seconds after it is written its caller would wait for a flush.
-        told: gets the result.
-        result: what the sink said of the write.
+        delivery: the delivery; None once it is written, to free its rows.
+        size: bytes that it uses of the budget.
+        patience: seconds after the write by which it must be flushed.
+        done: future of the result.
+        result: result of the write.
     """
 
     delivery: Delivery | None
     size: int
     patience: float
-    told: Future[CaptureResult] = field(default_factory=Future)
+    done: Future[CaptureResult] = field(default_factory=Future)
     result: CaptureResult = field(default_factory=CaptureResult)
 
 
 class SinkQueue:
-    """One sink's. Deliveries are written in the order in which they come, and flushed together:
-    when the first of their callers has lost patience, when there is no room for more, or when
-    nothing else will come.
+    """Queue of one sink. Deliveries are written in order and flushed in groups.
+
+    A group is flushed when the patience of its first delivery has passed, when the budget is full,
+    or when the queue is drained.
     """
 
     def __init__(self, name: str, sink: Sink, most_bytes: int, patience: float = PATIENCE) -> None:
         """Args:
-        name: of the sink.
-        sink: opened.
-        most_bytes: of deliveries that its caller was not told of yet.
-        patience: for how many seconds what is put may wait for a flush.
+        name: name of the sink.
+        sink: the sink, opened.
+        most_bytes: limit for deliveries whose result is pending, in bytes.
+        patience: maximum wait of a delivery for its flush, in seconds.
         """
         self.name = name
         self._sink = sink
@@ -65,8 +66,8 @@ class SinkQueue:
         self._bound = ByteBudget(most_bytes)
         self._queue: deque[_Entry] = deque()
         self._written: list[_Entry] = []
-        self._unflushed = 0  # bytes of what is written
-        self._due = 0.0  # when what is written is to be flushed
+        self._unflushed = 0  # bytes of the written deliveries
+        self._due = 0.0  # monotonic time at which they must be flushed
         self._draining = False
         self._closing = False
         self._changed = threading.Condition()
@@ -74,48 +75,53 @@ class SinkQueue:
         self._process = os.getpid()
 
     def put(self, delivery: Delivery, size: int) -> Future[CaptureResult]:
-        """Hands over a delivery when there is room for it, and waits until there is. Others may
-        join its flush until patience has an end, room is needed, or the queue is drained.
+        """Queue a delivery, blocking until the budget has capacity for it.
+
+        It is flushed when the queue's patience has passed, capacity is needed, or the queue is
+        drained. Returns the future of the result.
         """
-        room = self._take(size)
+        grant = self._acquire(size)
         try:
-            room.result()
+            grant.result()
         except BaseException:
-            self._withdraw(room, size)
+            self._withdraw(grant, size)
             raise
         return self._append(_Entry(delivery, size, self._patience))
 
     async def put_soon(self, delivery: Delivery, size: int) -> Future[CaptureResult]:
-        """As `put`, for an event loop. For the last of a completion's deliveries somebody waits:
-        others may join its flush as long as the sink says.
+        """Queue a delivery as `put` does, for an event loop.
+
+        A caller waits for the last delivery of a completion, which is therefore flushed after the
+        sink's `group_seconds`.
         """
-        room = self._take(size)
+        grant = self._acquire(size)
         try:
-            await asyncio.wrap_future(room)
+            await asyncio.wrap_future(grant)
         except BaseException:
-            self._withdraw(room, size)
+            self._withdraw(grant, size)
             raise
         patience = self._sink.group_seconds if delivery.is_last else self._patience
         return self._append(_Entry(delivery, size, patience))
 
     def put_empty(self, delivery: Delivery) -> None:
-        """Hands over a delivery without rows, which needs no room; nobody is told of it."""
+        """Queue a delivery without rows, which uses no capacity and whose result is discarded."""
         self._append(_Entry(delivery, 0, self._patience))
 
     @property
     def unwritten(self) -> int:
-        """Bytes of deliveries whose caller was not told of them yet."""
+        """Bytes of deliveries whose result is pending."""
         return self._bound.used
 
     def drain(self) -> None:
-        """Has all that was put written and flushed without waiting for more."""
+        """Write and flush all queued deliveries without waiting for more. Does not block."""
         with self._changed:
             self._draining = True
             self._changed.notify()
 
     def close(self) -> None:
-        """Writes and flushes what there is, closes the sink and waits for that. In a process that
-        was forked it does nothing: all of that is its parent's.
+        """Write and flush all queued deliveries and close the sink. Blocks until done.
+
+        Does nothing in a forked process, because the queue belongs to its parent.
         """
         if os.getpid() != self._process:
             return
@@ -127,37 +133,37 @@ class SinkQueue:
                 self._start()
             self._changed.notify()
         thread = self._thread
-        # A collector of garbage may run this in any thread.
+        # The garbage collector may call this in any thread.
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _take(self, size: int) -> Future[None]:
-        room = self._bound.take(size)
-        if not room.done():
+    def _acquire(self, size: int) -> Future[None]:
+        grant = self._bound.take(size)
+        if not grant.done():
             with self._changed:
-                self._changed.notify()  # what is written must be flushed to make room
-        return room
+                self._changed.notify()  # flushing the written deliveries frees capacity
+        return grant
 
-    def _withdraw(self, room: Future[None], size: int) -> None:
-        """Whoever waited for room has gone."""
-        if not room.cancel():
+    def _withdraw(self, grant: Future[None], size: int) -> None:
+        """Cancel or release a grant whose caller was interrupted."""
+        if not grant.cancel():
             self._bound.give(size)
 
     def _append(self, entry: _Entry) -> Future[CaptureResult]:
-        entry.told.set_running_or_notify_cancel()  # nobody can cancel it from here on
+        entry.done.set_running_or_notify_cancel()  # from now on it cannot be cancelled
         with self._changed:
             if self._closing:
                 self._bound.give(entry.size)
-                entry.told.set_result(CaptureResult("error", "the sink is closed"))
-                return entry.told
+                entry.done.set_result(CaptureResult("error", "the sink is closed"))
+                return entry.done
             self._queue.append(entry)
             if self._thread is None:
                 self._start()
             self._changed.notify()
-        return entry.told
+        return entry.done
 
     def _start(self) -> None:
-        # A daemon: it must not keep the process alive; whoever made the queue closes it.
+        # A daemon thread does not keep the process alive; the queue's owner closes the queue.
         self._thread = threading.Thread(
             target=self._run, name=f"midstream sink {self.name}", daemon=True
         )
@@ -174,11 +180,12 @@ class SinkQueue:
                 break
         _, problem = _guarded(self._sink.close)
         if problem:
-            _LOGGER.error("sink %s could not be closed: %s", self.name, problem)
+            _LOGGER.error("closing the sink %s failed: %s", self.name, problem)
 
     def _next(self) -> _Entry | None:
-        """What is to be written next. None: what is written is to be flushed, if anything is; if
-        not, this is the end.
+        """Return the next delivery to write, blocking until there is one.
+
+        None: the written deliveries must be flushed or, if there are none, the thread must end.
         """
         with self._changed:
             while True:
@@ -200,7 +207,7 @@ class SinkQueue:
         assert delivery is not None
         result, problem = _guarded(lambda: self._sink.write(delivery))
         if problem:
-            self._tell(entry, CaptureResult("error", problem))
+            self._report(entry, CaptureResult("error", problem))
             return
         if result is not None:
             entry.result = result
@@ -214,22 +221,23 @@ class SinkQueue:
         written, self._written = self._written, []
         self._unflushed = 0
         if results is not None and len(results) != len(written):
-            problem = f"flush gave {len(results)} results for {len(written)} writes"
+            problem = f"flush returned {len(results)} results for {len(written)} writes"
         for nth, entry in enumerate(written):
             if problem:
                 entry.result = CaptureResult("error", problem)
             elif results is not None:
                 entry.result = results[nth]
-            self._tell(entry, entry.result)
+            self._report(entry, entry.result)
 
-    def _tell(self, entry: _Entry, result: CaptureResult) -> None:
+    def _report(self, entry: _Entry, result: CaptureResult) -> None:
         self._bound.give(entry.size)
-        entry.told.set_result(result)
+        entry.done.set_result(result)
 
 
 def _guarded(call: Callable[[], T]) -> tuple[T | None, str]:
-    """What a call of the sink gave, and what it raised, for those whose rows they were: it must not
-    end the thread on which all others wait.
+    """Call a method of the sink; return its result and the message of its exception.
+
+    An exception must not end the thread, on which all deliveries depend.
     """
     try:
         return call(), ""

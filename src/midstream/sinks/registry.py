@@ -1,6 +1,6 @@
-"""Sinks by their names: those that midstream has, and those of other packages.
+"""Registry of sinks by name: built-in sinks and those of other packages.
 
-A package offers one by an entry point of the group `midstream.sinks`, which is a subclass of Sink.
+A package registers a sink with an entry point of the group `midstream.sinks`, a subclass of Sink.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ BUILTIN = {
 
 
 def make_sink(settings: SinkSettings) -> Sink:
-    """A sink with these settings, not opened yet.
+    """Create a sink without opening it.
 
     Raises:
-        ConfigError: there is no such sink, or a setting is wrong.
+        ConfigError: the sink is unknown, or a setting is invalid.
     """
     cls = _find(settings.name)
     path = f"midstream.sinks.{settings.name}"
@@ -37,7 +37,7 @@ def make_sink(settings: SinkSettings) -> Sink:
         signature.bind(**settings.own)
     except TypeError as error:
         takes = ", ".join(signature.parameters) or "no settings"
-        raise ConfigError(f"{path}: {error}; it takes {takes}") from None
+        raise ConfigError(f"{path}: {error}; the sink takes {takes}") from None
     try:
         return cls(**settings.own)
     except (TypeError, ValueError) as error:
@@ -50,15 +50,17 @@ def _find(name: str) -> type[Sink]:
         module, _, attribute = BUILTIN[name].partition(":")
         if name in found:
             raise ConfigError(
-                f"midstream.sinks.{name}: {found[name].value} is called like one of midstream's "
-                "own; rename it"
+                f"midstream.sinks.{name}: {found[name].value} has the name of a built-in sink; "
+                "rename it"
             )
         cls: Any = getattr(importlib.import_module(module), attribute)
     elif name in found:
         cls = found[name].load()
     else:
         known = ", ".join(sorted({MEMORY, *BUILTIN, *found}))
-        raise ConfigError(f"midstream.sinks.{name}: there is no such sink; there are {known}")
+        raise ConfigError(f"midstream.sinks.{name}: unknown sink; known: {known}")
     if not (isinstance(cls, type) and issubclass(cls, Sink)):
-        raise ConfigError(f"midstream.sinks.{name}: {cls!r} is no subclass of midstream.sinks.Sink")
+        raise ConfigError(
+            f"midstream.sinks.{name}: {cls!r} is not a subclass of midstream.sinks.Sink"
+        )
     return cls

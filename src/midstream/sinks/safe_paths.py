@@ -1,4 +1,4 @@
-"""Folders beneath a root, and never elsewhere, whatever links somebody has laid there."""
+"""Folder access that never leaves a root folder, regardless of symbolic links in it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 @contextmanager
 def folder_beneath(root: str, parts: Sequence[str], *, makes: bool) -> Iterator[int]:
-    """A descriptor of the folder `root/part/part`.
+    """Open the folder `root/part/part` and yield its descriptor.
 
     Args:
-        root: itself it may be a link.
-        parts: names, each one part of a path.
-        makes: whether folders that are missing are made; durably, but for the root.
+        root: path of an existing folder, which may be a link.
+        parts: names of nested folders.
+        makes: whether to create missing folders below the root, durably.
 
     Raises:
-        OSError: one is missing, or is a link or no folder.
+        OSError: a folder is missing, is a link or is not a folder.
     """
     found = os.open(root, FOLDER)
     try:
@@ -35,7 +35,7 @@ def folder_beneath(root: str, parts: Sequence[str], *, makes: bool) -> Iterator[
 
 
 def is_there(name: str, folder: int) -> bool:
-    """Whether a folder has anything of this name, be it a link that leads nowhere."""
+    """Whether a folder has an entry of this name, including dangling links."""
     try:
         os.lstat(name, dir_fd=folder)
     except FileNotFoundError:

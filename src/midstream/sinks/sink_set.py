@@ -1,4 +1,4 @@
-"""The sinks of one engine, opened, each with its queue."""
+"""Open sinks of one engine, each with its queue."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from midstream.validation import at, hint, listed, show
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How often a sink that wants rows as they come is given some; see `Sink`."""
+    """Interval and size of the pieces for a sink with `wants = "rows"`; see `Sink`."""
 
     seconds: float
     nbytes: int
 
 
 class SinkSet:
-    """What an engine was started with; `memory` is always among it."""
+    """The sinks that an engine was started with; `memory` is always included."""
 
     def __init__(self, settings: Sequence[SinkSettings], origin: Origin) -> None:
-        """Makes and opens them.
+        """Create and open the sinks.
 
         Args:
-            settings: of each.
-            origin: where their rows will come from.
+            settings: settings of each sink.
+            origin: origin of their rows.
 
         Raises:
-            ConfigError: there is no such sink, or a setting is wrong.
-            Exception: whatever one of them raises when it is opened.
+            ConfigError: a sink is unknown, or a setting is invalid.
+            Exception: any exception of a sink's `open`.
         """
         self._sinks: dict[str, Sink] = {}
         self._queues: dict[str, SinkQueue] = {}
@@ -54,14 +54,14 @@ class SinkSet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a capture's `sink` may be here."""
+        """Valid values of a capture's `sink`."""
         return (MEMORY, *self._sinks)
 
     def check(self, plan: Plan) -> None:
-        """Whether the rows of a plan's captures can go where they are to.
+        """Check whether the sinks can store the rows of a plan's captures.
 
         Raises:
-            SpecError: there is no such sink, or it cannot keep them under that tag or id.
+            SpecError: a sink is unknown, or cannot store rows under the capture's tag or id.
         """
         for index, (sink, tag, request_id) in enumerate(one.place for one in plan.captures):
             if sink == MEMORY:
@@ -71,17 +71,17 @@ class SinkSet:
                     raise SpecError(
                         "sink",
                         f"this engine has no sink {show(sink)}{hint(sink, self.names)}; it has "
-                        f"{listed(self.names)}, and others if it is started with "
+                        f"{listed(self.names)}; configure others at engine start with "
                         f'midstream={{"sinks": {{"{sink}": {{…}}}}}}',
                     )
                 self._sinks[sink].check(tag, request_id)
 
     def queue(self, name: str) -> SinkQueue:
-        """The way to one of them, which is not `memory`."""
+        """Return the queue of a sink other than `memory`."""
         return self._queues[name]
 
     def pace(self, name: str) -> Pace | None:
-        """How often a sink gets rows of requests that run; None: not before their end."""
+        """Return the pace of a sink for running requests; None if it gets rows at their end."""
         sink = self._sinks.get(name)
         if sink is None or sink.wants != "rows":
             return None
@@ -89,15 +89,15 @@ class SinkSet:
 
     @property
     def unwritten(self) -> dict[str, int]:
-        """By sink, how many bytes it was given that are not there for good."""
+        """Bytes by sink that were delivered and are not durable yet."""
         return {name: queue.unwritten for name, queue in self._queues.items()}
 
     def drain(self) -> None:
-        """Nothing else will come for now: what did is written and flushed."""
+        """Write and flush all pending deliveries without waiting for more. Does not block."""
         for queue in self._queues.values():
             queue.drain()
 
     def close(self) -> None:
-        """Writes and flushes what came, and closes them all. Waits for that."""
+        """Write and flush all pending deliveries and close the sinks. Blocks until done."""
         for queue in self._queues.values():
             queue.close()

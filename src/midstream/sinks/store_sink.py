@@ -1,4 +1,4 @@
-"""The sink `store`: a directory of shards, which `midstream.open_store` reads."""
+"""Sink `store`: a directory of shards, which `midstream.open_store` reads."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from midstream.spec import Plan
 from midstream.store import Entry, Header, TapRows, Writer
 from midstream.store.writer import SHARD_BYTES
 
-# The store's metadata of a request is the caller's, and under this name what midstream knows of it.
+# A request's metadata is the caller's, plus midstream's own data under this key.
 OWN = "midstream"
-# Of a receipt, what is said of its request anyway.
-_SAID = ("request_id", "prompt_tokens", "generated_tokens")
+# Fields of a receipt that the entry contains anyway.
+_REDUNDANT = ("request_id", "prompt_tokens", "generated_tokens")
 
 
 class StoreSink(Sink):
-    """Writes a shard at each flush. Where one cannot be written, callers are told so and what was
-    in it is let go: it is nowhere.
+    """Writes a shard at each flush.
+
+    If the shard cannot be written, its deliveries are discarded and reported as errors.
     """
 
     def __init__(
@@ -40,10 +41,11 @@ class StoreSink(Sink):
         prompts: bool = False,
     ) -> None:
         """Args:
-        root: the store's directory, made where there is none.
-        shard_bytes: how long a shard gets at most.
-        group_seconds: how long a caller of `AsyncLLM` waits for others to share a shard.
-        prompts: whether the prompt's text and what was generated are kept.
+        root: the store's directory, created if missing, or `s3://bucket/prefix`.
+        shard_bytes: target length of a shard in bytes.
+        group_seconds: how long a caller of `AsyncLLM` waits for others to share a shard, in
+            seconds, 0 to 60.
+        prompts: whether to store the prompt's text and the generated text.
         """
         if not isinstance(root, str) or not root:
             raise ValueError(f"root: expected the path of a store, got {root!r}")
@@ -64,11 +66,11 @@ class StoreSink(Sink):
 
     def open(self, origin: Origin) -> None:
         self._origin = origin
-        self._writer("raw")  # finds out whether the store can be written to
+        self._writer("raw")  # raises if the store is not writable
 
     def write(self, delivery: Delivery) -> CaptureResult:
         if OWN in delivery.metadata:
-            raise ValueError(f"metadata: {OWN!r} is the store's own name; use another")
+            raise ValueError(f"metadata: the key {OWN!r} is reserved; use another")
         rows = delivery.activations
         self._writer(rows.codec.spec).add(
             Entry(
@@ -88,8 +90,8 @@ class StoreSink(Sink):
             for writer in self._writers.values():
                 writer.flush()
         except StoreError:
-            # Kept, it would grow while the disk is full, and be written in the end although its
-            # callers were told that it was not.
+            # Buffered entries would grow while the disk is full, and might be written later
+            # although their callers got an error.
             self._writers.clear()
             raise
 
@@ -114,7 +116,7 @@ class StoreSink(Sink):
         return self._writers[codec]
 
     def _known(self, delivery: Delivery) -> dict[str, Any]:
-        """What is stored of a completion besides its rows."""
+        """Return midstream's own metadata of a completion."""
         found: dict[str, Any] = {
             "request_id": delivery.request_id,
             "completions": delivery.completions,
@@ -131,7 +133,7 @@ class StoreSink(Sink):
 
 
 def _taps(rows: Activations) -> dict[Tap, TapRows]:
-    """Rows by site and layer; those that came at the same positions share their index."""
+    """Return rows by (site, layer); taps with the same positions share their index tensors."""
     tokens: dict[int, Tensor] = {}
     found = {}
     for tap in rows:
@@ -144,13 +146,14 @@ def _taps(rows: Activations) -> dict[Tap, TapRows]:
 
 @functools.lru_cache(maxsize=64)
 def outline(plan: Plan) -> Any:
-    """A plan's JSON form with the digests of its vectors in the place of their numbers."""
+    """Return a plan's JSON form with SHA-256 digests in place of its vectors' numbers."""
     return _without_numbers(plan.to_dict())
 
 
 def brief(receipt: Receipt) -> dict[str, Any]:
-    """A receipt's JSON form, short enough to be kept with every request: layers of which as many
-    rows came are named together, by ranges [start, stop), and what is empty is left out.
+    """Return a short JSON form of a receipt, for storage with every request.
+
+    Layers with equal counts are grouped into ranges [start, stop), and empty fields are omitted.
     """
     layers: dict[tuple[str, int, int], list[int]] = {}
     for one in receipt.captured:
@@ -160,11 +163,11 @@ def brief(receipt: Receipt) -> dict[str, Any]:
         for (site, expected, actual), which in layers.items()
     ]
     plain = dataclasses.replace(receipt, captured=()).to_dict() | {"captured": captured}
-    return {name: value for name, value in plain.items() if value and name not in _SAID}
+    return {name: value for name, value in plain.items() if value and name not in _REDUNDANT}
 
 
 def _ranges(numbers: Iterable[int]) -> list[list[int]]:
-    """[start, stop) of each run of numbers that follow each other."""
+    """Return [start, stop) of each run of consecutive numbers."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and found[-1][1] == number:

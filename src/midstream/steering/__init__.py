@@ -1,7 +1,7 @@
-"""Steering vectors under a name: where they are kept, and the forms and files they come in.
+"""Named steering vectors: registry, parsers of dicts and files, and descriptions.
 
-Needs neither vLLM nor a device. Importing it costs little: torch and safetensors are imported
-when a file of safetensors is read.
+Requires neither vLLM nor a device. Import is cheap: torch and safetensors are imported only when a
+safetensors file is read.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""Vectors from files: safetensors, npz, and GGUF control vectors. None of them can run code.
+"""Reader of vector files: safetensors, npz and GGUF control vectors, none of which can run code.
 
-A key says where its vector goes (`midstream.steering.parse.read_key`); a file whose only key is
-`vector` holds one that is for no tap in particular.
+A key names the tap of its vector, see `midstream.steering.parse.read_key`. A file whose only key is
+`vector` has one vector without a tap.
 
 A GGUF control vector is llama.cpp's and repeng's format: `general.architecture` is
 `controlvector`, and the tensor `direction.N`, N ≥ 1, is added to the output of layer N, layers
 counted from 0 (`common_control_vector_load_one`, and `build_cvec` after the block's last residual
 add: https://github.com/ggml-org/llama.cpp; https://github.com/vgel/repeng). That is our
-`resid_post` of layer N, `output_hidden_states[N + 1]` of transformers. llama.cpp can steer
-every layer but layer 0, so `direction.0` is refused, as it is there.
+`resid_post` of layer N, `output_hidden_states[N + 1]` of transformers. llama.cpp cannot steer
+layer 0 and rejects `direction.0`, and so does this reader.
 """
 
 from __future__ import annotations
 
+import io
 import os
-import re
 import stat
 import zipfile
 import zlib
@@ -36,27 +36,25 @@ LONE_KEY = "vector"
 
 _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".joblib")
 _KNOWN = ".safetensors, .npz or .gguf"
-_MAX_HEADER = 10_000
-_HEADER = re.compile(
-    r"\{\s*'descr':\s*'(?P<type>[<>=|][fiu][0-9]{1,2})',\s*'fortran_order':\s*(?:True|False),"
-    r"\s*'shape':\s*\((?P<shape>(?:[0-9]{1,18}\s*,?\s*){0,32})\),?\s*\}\s*"
-)
+_MAX_PREAMBLE = 12  # bytes of an .npy file before its header: magic, version and length
+_MAX_HEADER = 10_000  # numpy's own default
+_MAX_DIMENSIONS = 32
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[Placed, ...] | Vector:
-    """The vectors in a file.
+    """Read the vectors of a file.
 
     Args:
-        path: a `.safetensors`, `.npz` or `.gguf` file, of real numbers of any type; GGUF: F32 or
-            F16. Each tensor has one dimension.
+        path: a `.safetensors`, `.npz` or `.gguf` file with one-dimensional tensors of real numbers
+            of any dtype; for GGUF F32 or F16.
 
     Returns:
-        The vectors with their taps; or one Vector, where that is the file's only key, `vector`.
+        The vectors with their taps; one Vector if the file's only key is `vector`.
 
     Raises:
-        SpecError: no such file, another kind of file, a damaged or hostile one, a key that names
-            no tap, two keys for one tap, or a tensor that is no vector. The problem starts with
-            the file's name; the path is empty.
+        SpecError: the file does not exist, has another format or is damaged or malicious; a key
+            names no tap; two keys name the same tap; or a tensor is not a vector. The problem
+            starts with the file's name; the path is empty.
     """
     name = os.fspath(path)
     try:
@@ -79,9 +77,9 @@ def _check_kind(suffix: str) -> None:
             "with safetensors.torch.save_file, or pass them as a dict",
         )
     if suffix == ".npy":
-        raise SpecError("", "an .npy file has no layers; pass numpy.load's array, or use .npz")
+        raise SpecError("", "an .npy file names no layer; pass numpy.load's array, or use .npz")
     if suffix not in _READERS:
-        got = f"a file that ends in {show(suffix)}" if suffix else "a name without an ending"
+        got = f"the suffix {show(suffix)}" if suffix else "a name without a suffix"
         raise SpecError("", f"expected {_KNOWN}, got {got}")
 
 
@@ -89,18 +87,16 @@ def _check_size(name: str) -> None:
     try:
         found = os.stat(name)
     except ValueError as error:
-        raise SpecError("", f"cannot be a file's name: {error}") from None
+        raise SpecError("", f"invalid file name: {error}") from None
     if not stat.S_ISREG(found.st_mode):
-        raise SpecError("", "not a file")
+        raise SpecError("", "not a regular file")
     if found.st_size > MAX_FILE_BYTES:
-        raise SpecError(
-            "", f"{found.st_size} bytes; a file of vectors has at most {MAX_FILE_BYTES}"
-        )
+        raise SpecError("", f"file of {found.st_size} bytes; expected at most {MAX_FILE_BYTES}")
 
 
 def _place(arrays: dict[str, Vector]) -> tuple[Placed, ...] | Vector:
     if not arrays:
-        raise SpecError("", "there are no vectors in it")
+        raise SpecError("", "the file contains no vectors")
     if set(arrays) == {LONE_KEY}:
         return arrays[LONE_KEY]
     placed = [Placed(_name(key), *read_key(key), vector) for key, vector in arrays.items()]
@@ -109,20 +105,20 @@ def _place(arrays: dict[str, Vector]) -> tuple[Placed, ...] | Vector:
 
 
 def _check_keys(keys: list[str]) -> None:
-    """Before any tensor is read: a whole model's file is refused by its first key."""
+    """Check keys before any tensor is read; a file of model weights fails at its first key."""
     if len(keys) > MAX_ITEMS:
-        raise SpecError("", f"{len(keys)} tensors; a file of vectors has at most {MAX_ITEMS}")
+        raise SpecError("", f"expected at most {MAX_ITEMS} tensors, got {len(keys)}")
     if keys != [LONE_KEY]:
         for key in keys:
             read_key(key)
 
 
 def _check_shape(shape: tuple[int, ...]) -> None:
-    """Before the numbers are read."""
+    """Check a vector's shape before its numbers are read."""
     if len(shape) != 1:
         raise SpecError("", f"expected one dimension, got shape {list(shape)}")
     if not 1 <= shape[0] <= MAX_SIZE:
-        raise SpecError("", f"a vector has 1 to {MAX_SIZE} numbers, got {shape[0]}")
+        raise SpecError("", f"expected 1 to {MAX_SIZE} numbers, got {shape[0]}")
 
 
 def _name(key: str) -> str:
@@ -131,7 +127,7 @@ def _name(key: str) -> str:
 
 @contextmanager
 def _tensor(key: str) -> Iterator[None]:
-    """Errors about a vector's numbers are raised with its key."""
+    """Prefix SpecErrors of the block with the tensor's key."""
     try:
         yield
     except SpecError as error:
@@ -156,7 +152,7 @@ def _read_safetensors(name: str) -> dict[str, Vector]:
                     found[key] = Vector.parse(file.get_tensor(key))
             return found
     except SafetensorError as error:
-        raise SpecError("", f"not a safetensors file, or a damaged one: {error}") from None
+        raise SpecError("", f"not a safetensors file, or damaged: {error}") from None
 
 
 # ---------------------------------------------------------------- npz
@@ -174,44 +170,46 @@ def _read_npz(name: str) -> dict[str, Vector]:
                 with archive.open(info) as file, _tensor(key):
                     found[key] = Vector.parse(_read_npy(file))
             return found
-    # What zipfile raises for damage, encryption and compressions that it does not know.
+    # zipfile raises these for damage, encryption and unsupported compression methods.
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
-        raise SpecError("", f"not an npz file, or a damaged one: {error}") from None
+        raise SpecError("", f"not an npz file, or damaged: {error}") from None
 
 
 def _read_npy(file: IO[bytes]) -> NDArray[Any]:
-    """One array, [n]. Its header is matched, not evaluated, and checked before anything is
-    allocated for it; numpy.load can be made to unpickle and to allocate.
+    """Read one array, [n]. Its header is checked before memory is allocated for the numbers.
+
+    numpy.load is not used, because a malicious header can make it allocate any amount of memory.
     """
     import numpy as np
+    from numpy.lib import format as npy
 
-    start = _read_exactly(file, 8)
-    if start[:6] != b"\x93NUMPY" or start[6:] not in (b"\x01\x00", b"\x02\x00"):
-        raise SpecError("", "not an array of numpy's format 1.0 or 2.0")
-    length = int.from_bytes(_read_exactly(file, 2 * start[6]), "little")
-    if length > _MAX_HEADER:
-        raise SpecError("", f"a header of {length} bytes; numpy itself reads {_MAX_HEADER}")
-    match = _HEADER.fullmatch(_read_exactly(file, length).decode("latin1"))
-    if match is None:
-        raise SpecError("", "expected an array of real numbers, got another header")
-    shape = tuple(int(size) for size in match["shape"].split(",") if size.strip())
-    _check_shape(shape)
+    # The header's own length field is not trusted: it could make numpy decompress gigabytes.
+    start = io.BytesIO(file.read(_MAX_PREAMBLE + _MAX_HEADER))
+    readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
     try:
-        dtype = np.dtype(match["type"])
-    except TypeError:
-        raise SpecError("", f"there are no numbers of type {match['type']}") from None
-    data = _read_exactly(file, shape[0] * dtype.itemsize)
-    # At its end the archive's checksum is compared.
-    if file.read(1):
-        raise SpecError("", "the array is longer than its header says")
-    return np.frombuffer(data, dtype)
-
-
-def _read_exactly(file: IO[bytes], count: int) -> bytes:
-    data = file.read(count)
+        version = npy.read_magic(start)
+        shape, _, dtype = readers[version](start, max_header_size=_MAX_HEADER)
+    # numpy parses the header as a Python literal, which can raise almost any exception.
+    except Exception:  # noqa: BLE001
+        raise SpecError(
+            "",
+            "expected an array in numpy's format 1.0 or 2.0, with a valid header of at most "
+            f"{_MAX_HEADER} bytes",
+        ) from None
+    if dtype.kind not in "fiu":
+        raise SpecError("", f"expected an array of real numbers, got dtype {show(str(dtype))}")
+    if len(shape) > _MAX_DIMENSIONS or not all(abs(size) < 1 << 63 for size in shape):
+        raise SpecError("", "invalid shape in the array's header")
+    _check_shape(shape)
+    count = shape[0] * dtype.itemsize
+    data = start.read()
+    data += file.read(max(count - len(data), 0))
     if len(data) < count:
-        raise SpecError("", f"the array ends after {len(data)} of {count} bytes")
-    return data
+        raise SpecError("", f"truncated array: expected {count} bytes, got {len(data)}")
+    # Reading to the end of the member makes zipfile compare its checksum.
+    if len(data) > count or file.read(1):
+        raise SpecError("", f"the array is longer than the {count} bytes of its header's shape")
+    return np.frombuffer(data, dtype)
 
 
 # ---------------------------------------------------------------- GGUF
@@ -248,12 +246,12 @@ def _read_control_vector(name: str) -> dict[str, Vector]:
 def _check_direction(key: str) -> None:
     prefix, _, layer = key.partition(".")
     if prefix != "direction" or not layer.isascii() or not layer.isdigit() or len(layer) > 6:
-        raise SpecError("", "expected `direction.N`, N a layer's index from 1")
+        raise SpecError("", "expected `direction.N` with a layer index N from 1")
     if int(layer) == 0:
         raise SpecError(
             "",
-            "a control vector has no direction for layer 0: llama.cpp counts layers from 0 and "
-            "steers the output of layers 1 and up",
+            "layer 0 is unsupported in control vectors: llama.cpp counts layers from 0 and steers "
+            "the output of layers 1 and up",
         )
     read_key(key)
 

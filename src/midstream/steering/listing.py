@@ -1,4 +1,4 @@
-"""What is registered, described: small values without the vectors, for people and for JSON."""
+"""Descriptions of registered vectors, as tables and JSON, without the numbers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _SHOWN_TAPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """One name and what stands under it.
+    """Description of one registered name.
 
     Attributes:
         name: the name.
-        taps: (site, layer from 0) of each vector, by layer; None for a vector of no tap, which is
-            then the only one.
-        norms: Euclidean norm of each, in the order of `taps`.
-        width: how many numbers each has.
-        digest: sha256 over all taps and contents, in hex: equal if and only if these are.
+        taps: (site, layer from 0) of each vector, sorted by layer; (None,) for a single vector
+            without a tap.
+        norms: Euclidean norm of each vector, in the order of `taps`.
+        width: size of each vector.
+        digest: SHA-256 over all taps and vectors, in hex.
         registered: how often the name was registered: 1 if it was never replaced.
     """
 
@@ -31,7 +31,7 @@ class Description:
     registered: int
 
     def to_dict(self) -> dict[str, object]:
-        """The JSON form."""
+        """Return the JSON form."""
         return {
             "name": self.name,
             "taps": [None if tap is None else list(tap) for tap in self.taps],
@@ -42,7 +42,7 @@ class Description:
         }
 
     def cells(self) -> tuple[str, ...]:
-        """The row of a table, under `HEADINGS`."""
+        """Return the cells of a table row under `HEADINGS`."""
         return (
             self.name,
             _join([show_tap(tap) for tap in self.taps]),
@@ -63,7 +63,7 @@ HEADINGS = ("name", "taps", "norms", "width", "digest", "registered")
 
 
 class Listing(tuple[Description, ...]):
-    """Descriptions in the order of their names; prints as a table."""
+    """Descriptions sorted by name; prints as a table."""
 
     __slots__ = ()
 
@@ -77,7 +77,7 @@ class Listing(tuple[Description, ...]):
 
 
 def show_tap(tap: tuple[str, int] | None) -> str:
-    """A tap for people: `resid_post.15`."""
+    """Return a tap for display: `resid_post.15`."""
     return "any" if tap is None else f"{tap[0]}.{tap[1]}"
 
 
@@ -88,7 +88,7 @@ def _join(parts: Sequence[str]) -> str:
 
 
 def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as what is in them, two spaces apart."""
+    """Return a plain-text table with columns two spaces apart."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     lines = [
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -98,7 +98,7 @@ def text_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same as HTML, with everything in it escaped."""
+    """Return an HTML table; headings and cells are escaped."""
 
     def line(tag: str, cells: Sequence[str]) -> str:
         return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"

@@ -1,4 +1,4 @@
-"""Vectors by tap, as one writes them: dicts of dicts, and the keys of files."""
+"""Parser of vectors by tap: nested dicts and the keys of files."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from midstream.validation import (
 )
 
 DEFAULT_SITE = "resid_post"
-# What other tools write before a layer's index where they mean the stream that leaves the layer.
+# Prefixes of a layer's index in other tools' files, for the residual stream after the layer.
 LAYER_WORDS = ("layer", "layers", "direction")
 
 _KEY = re.compile(r"(?:(?P<place>[A-Za-z_]+)[.:])?(?P<layer>0|-?[1-9][0-9]{0,5})")
 _GRAMMAR = (
-    "`15`, `resid_post.15` or `resid_post:15`: a layer's index, after a site's name if that is not "
-    f"`{DEFAULT_SITE}` (for which {listed(LAYER_WORDS)} may stand as well)"
+    "`15`, `resid_post.15` or `resid_post:15`: a layer index, prefixed by the site's name unless "
+    f"it is `{DEFAULT_SITE}` (aliases: {listed(LAYER_WORDS)})"
 )
 _FORMS = (
     "{layer: vector}, {site: {layer: vector}} or {(site, layer): vector}, where a vector may be "
@@ -41,14 +41,14 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """One vector and where it goes, as written: nothing is known of a model yet.
+    """One vector and its tap as given, not yet checked against a model.
 
     Attributes:
-        path: where it stood in what was read: `["resid_post"][15]`.
+        path: path of the vector in the input, for messages: `["resid_post"][15]`.
         site: canonical name.
         layer: index; −1 is the last layer.
         vector: float32 [width].
-        scale: its factor; 1 if none was given.
+        scale: factor of the vector; 1 by default.
     """
 
     path: str
@@ -59,17 +59,17 @@ class Placed:
 
 
 def read_placed(value: object) -> tuple[Placed, ...]:
-    """Vectors by tap, from a dict in any of its forms, in the order written.
+    """Parse vectors by tap from a dict in any of its forms, in the order given.
 
     Args:
-        value: `{layer: vector}`, which is at `resid_post`; `{site: {layer: vector}}`;
+        value: `{layer: vector}` at `resid_post`; `{site: {layer: vector}}`;
             `{(site, layer): vector}`; or `{"resid_post.15": vector}`, the keys of a file. A layer
-            is an int or, as JSON has it, its digits. A vector is what Vector.parse takes, or
+            is an int or, as in JSON, a string of digits. A vector is a value of Vector.parse or
             `{"vector": …, "scale": number}`.
 
     Raises:
-        SpecError: another form, nothing in it, an unknown site, a malformed vector, or a tap that
-            is there twice. The path leads to the place: `["resid_post"][15].vector[3]`.
+        SpecError: the value has another form or is empty, a site is unknown, a vector is malformed,
+            or a tap occurs twice. The path names the location: `["resid_post"][15].vector[3]`.
     """
     if not isinstance(value, Mapping):
         raise SpecError("", f"expected {_FORMS}, got {kind(value)}")
@@ -87,14 +87,16 @@ def read_placed(value: object) -> tuple[Placed, ...]:
 
 
 def read_key(key: str) -> tuple[str, int]:
-    """(canonical site, layer as written) of a file's key; see the module for the grammar.
+    """Return (canonical site, layer) of a file's key: `15`, `resid_post.15` or `resid_post:15`.
+
+    A negative layer is returned as given.
 
     Raises:
-        SpecError: it is not such a key.
+        SpecError: the key is malformed, or its site is unknown.
     """
     match = _KEY.fullmatch(key)
     if match is None:
-        raise SpecError("", f"{show(key)} names no tap; expected {_GRAMMAR}")
+        raise SpecError("", f"{show(key)} is not a tap; expected {_GRAMMAR}")
     place = match["place"]
     if place is None or place in LAYER_WORDS:
         return DEFAULT_SITE, int(match["layer"])
@@ -109,7 +111,7 @@ def read_key(key: str) -> tuple[str, int]:
 
 
 def check_distinct(placed: list[Placed]) -> None:
-    """Raises SpecError if two vectors are for the same tap, as written."""
+    """Raise SpecError if two vectors have the same site and layer, as given."""
     first: dict[tuple[str, int], str] = {}
     for one in placed:
         tap = (one.site, one.layer)
@@ -124,14 +126,14 @@ def _items(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
     if not value:
         raise SpecError("", f"the dict is empty; expected {_FORMS}")
     if len(value) > MAX_ITEMS:
-        raise SpecError("", f"at most {MAX_ITEMS} vectors can be given, got {len(value)}")
+        raise SpecError("", f"expected at most {MAX_ITEMS} vectors, got {len(value)}")
     return list(value.items())
 
 
 def _read_layers(path: str, site: str, value: object) -> list[Placed]:
     if not isinstance(value, Mapping) or "f32" in value or "vector" in value:
         got = "one vector" if isinstance(value, Mapping) else kind(value)
-        raise SpecError("", f"expected {{layer: vector}}, got {got}; say at which layer")
+        raise SpecError("", f"expected {{layer: vector}}, got {got}; specify the layer")
     found = []
     for key, part in _items(value):
         inner = path_of(key)
@@ -151,7 +153,7 @@ def _read_tap(key: object) -> tuple[str, int]:
             )
         return site, _read_layer(key[1])
     if key in ("vector", "f32"):
-        raise SpecError("", 'a vector needs a place: {15: vector}, or {15: {"vector": vector}}')
+        raise SpecError("", 'a vector needs a layer: {15: vector} or {15: {"vector": vector}}')
     if isinstance(key, str) and re.fullmatch("[A-Za-z_]+", key):
         raise SpecError("", f"unknown site {show(key)}{hint(key, BY_NAME)}; known: {listed(NAMES)}")
     if isinstance(key, str):
@@ -163,10 +165,10 @@ def _read_layer(key: object) -> int:
     if isinstance(key, str):
         match = _KEY.fullmatch(key)
         if match is None or match["place"] is not None:
-            raise SpecError("", f"expected a layer's index, got {show(key)}")
+            raise SpecError("", f"expected a layer index, got {show(key)}")
         return int(match["layer"])
     if not is_int(key):
-        raise SpecError("", f"expected a layer's index, `int`, got {kind(key)}")
+        raise SpecError("", f"expected a layer index, `int`, got {kind(key)}")
     return read_int(key)
 
 
@@ -181,7 +183,7 @@ def _read_one(path: str, site: str, layer: int, value: object) -> Placed:
 
 
 def path_of(key: object) -> str:
-    """A key as one writes it to reach its value, for messages: `[15]`, `["resid_post"]`."""
+    """Return a key in index notation, for messages: `[15]`, `["resid_post"]`."""
     if is_int(key):
         return f"[{show(int(key))}]"
     if isinstance(key, str):

@@ -1,4 +1,4 @@
-"""Steering vectors by name, checked against one engine's model."""
+"""Registry of named steering vectors, checked against one engine's model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from midstream.steering.listing import Description, Listing
 from midstream.steering.parse import Placed, read_placed
 from midstream.validation import at, kind, listed, show
 
-# Far above what anybody registers: bounds what a server can be made to hold.
+# Far above practical use; limits the memory that clients can fill.
 MAX_NAMES = 4096
 
 _NAMES_SHOWN = 10
@@ -30,7 +30,7 @@ _NAMES_SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What one name stands for; never changed, only replaced as a whole."""
+    """The vectors of one name. Immutable; registration replaces the whole entry."""
 
     vectors: Registered
     description: Description
@@ -41,17 +41,17 @@ class _Entry:
 
 
 class VectorRegistry:
-    """Names for vectors, on one engine's front end. Any thread may use it.
+    """Named vectors of one engine's front end. Thread-safe.
 
-    Names are replaced whole: whoever looks one up gets the old vectors or the new ones. A request
-    is given vectors by value when it is taken in, so those that run keep theirs.
+    A name is replaced atomically: a lookup returns either the old or the new vectors. Requests get
+    vectors by value at admission, so running requests keep theirs.
     """
 
     def __init__(self, shape: ModelShape) -> None:
-        """An empty registry.
+        """Create an empty registry.
 
         Args:
-            shape: the model and its taps; what does not fit it is refused when registered.
+            shape: the model and its taps; vectors that do not fit are rejected at registration.
         """
         self._shape = shape
         self._entries: dict[str, _Entry] = {}
@@ -59,25 +59,27 @@ class VectorRegistry:
 
     @property
     def shape(self) -> ModelShape:
-        """The model whose vectors these are."""
+        """Shape of the engine's model."""
         return self._shape
 
     def register(self, name: str, vectors: object, room: int | None = None) -> Description:
-        """Registers vectors under a name, in place of what was there.
+        """Register vectors under a name, replacing any earlier ones.
 
         Args:
-            name: what `midstream.spec.named_vector.read_name` takes.
+            name: a valid name, see `midstream.spec.named_vector.read_name`.
             vectors: a dict in a form of `read_placed`: {layer: vector}, {site: {layer: vector}} or
-                {(site, layer): vector}; one vector (what Vector.parse takes), for no tap in
-                particular, so that its layer is given where it is used; or the path of a
-                `.safetensors`, `.npz` or `.gguf` file (`midstream.steering.files`). A scale within
-                is multiplied into its vector.
-            room: how many bytes the vectors of all names may take together; None: any number.
+                {(site, layer): vector}; one vector (a value of Vector.parse) without a tap, whose
+                layer is given where it is used; or the path of a `.safetensors`, `.npz` or `.gguf`
+                file (`midstream.steering.files`). Scales are multiplied into their vectors.
+            room: limit for the vectors of all names together, in bytes; None for no limit.
+
+        Returns:
+            The description of the registered vectors.
 
         Raises:
-            NoRoomError: they would take more, or there are as many names as there may be.
-            SpecError: the name or the vectors are malformed; a vector is not as wide as the model;
-                there is no such layer; or the site is not tapped there. Nothing is changed then.
+            NoRoomError: the limit of bytes or of names would be exceeded.
+            SpecError: the name or the vectors are malformed, a vector's size is not the model's
+                hidden size, a layer does not exist, or a site is not tapped. Nothing is changed.
         """
         with at("name"):
             read_name(name)
@@ -86,7 +88,9 @@ class VectorRegistry:
         with self._lock:
             before = self._entries.get(name)
             if before is None and len(self._entries) >= MAX_NAMES:
-                raise NoRoomError("name", f"{MAX_NAMES} names are registered; remove one first")
+                raise NoRoomError(
+                    "name", f"the limit of {MAX_NAMES} names is reached; remove one first"
+                )
             count = 1 if before is None else before.description.registered + 1
             entry = _Entry(found, _describe(name, found, count))
             if room is not None:
@@ -95,16 +99,16 @@ class VectorRegistry:
         return entry.description
 
     def list(self) -> Listing:
-        """What is registered now, by name; prints as a table."""
+        """Return the registered names and their descriptions, sorted; prints as a table."""
         with self._lock:
             entries = tuple(self._entries.items())
         return Listing(entry.description for _, entry in sorted(entries))
 
     def remove(self, name: str) -> None:
-        """Forgets a name. Requests that were taken in with it keep their vectors.
+        """Remove a name. Requests that were admitted before keep their vectors.
 
         Raises:
-            SpecError: there is no such name.
+            SpecError: the name is not registered.
         """
         with self._lock:
             if name not in self._entries:
@@ -112,19 +116,20 @@ class VectorRegistry:
             del self._entries[name]
 
     def lookup(self, name: str) -> Registered:
-        """The vectors of a name, read-only, by (canonical site, layer from 0); the only key is
-        None where it is a vector for no tap in particular.
+        """Return the vectors of a name, read-only, by (canonical site, layer from 0).
+
+        The only key is None for a vector without a tap.
 
         Raises:
-            SpecError: there is no such name; its path is empty.
+            SpecError: the name is not registered; the path is empty.
         """
         return self.show(name)[1]
 
     def show(self, name: str) -> tuple[Description, Registered]:
-        """What `list` and `lookup` have of a name, at one moment.
+        """Return a name's description and vectors as one consistent pair.
 
         Raises:
-            SpecError: there is no such name; its path is empty.
+            SpecError: the name is not registered; the path is empty.
         """
         entry = self._entries.get(name)
         if entry is None:
@@ -151,8 +156,8 @@ class VectorRegistry:
         if others + entry.nbytes > room:
             raise NoRoomError(
                 "vectors",
-                f"{entry.nbytes} bytes are more than there is room for beside the {others} that "
-                f"are registered, of {room}; remove some",
+                f"{entry.nbytes} bytes plus {others} registered bytes exceed the limit of {room}; "
+                "remove some names",
             )
 
     def _unknown(self, name: object) -> SpecError:
@@ -162,9 +167,9 @@ class VectorRegistry:
         close = difflib.get_close_matches(name[:128], known, 1)
         more = f" (did you mean `{close[0]}`?)" if close else ""
         rest = f" and {len(known) - _NAMES_SHOWN} more" if len(known) > _NAMES_SHOWN else ""
-        there = f"{listed(known[:_NAMES_SHOWN])}{rest}" if known else "none"
+        names = f"{listed(known[:_NAMES_SHOWN])}{rest}" if known else "none"
         return SpecError(
-            "", f"no vectors are registered as {show(name)}{more}; registered: {there}"
+            "", f"no vectors are registered as {show(name)}{more}; registered: {names}"
         )
 
     def _read(self, vectors: object) -> Registered:
@@ -203,7 +208,7 @@ class VectorRegistry:
 
 
 def scaled(one: Placed) -> Vector:
-    """The vector with its scale multiplied in, rounded to float32 once.
+    """Return the vector multiplied by its scale, rounded to float32 once.
 
     Raises:
         SpecError: the product overflows float32.

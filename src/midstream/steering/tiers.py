@@ -1,4 +1,4 @@
-"""Edits for every request of an engine, in three tiers that add up."""
+"""Server-wide edits for every request of an engine, in three additive tiers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from midstream.steering.parse import read_placed
 from midstream.steering.registry import VectorRegistry
 from midstream.validation import MAX_PARTS, at, kind
 
-# Each tier and the phase of the tokens that it is for.
+# Tiers, and the phase of the tokens that each applies to.
 TIERS: Mapping[str, str | None] = MappingProxyType(
     {"base": None, "prompt": "prompt", "generated": "generated"}
 )
@@ -38,14 +38,14 @@ _SHOWN_TAPS = 3
 
 @dataclass(frozen=True, slots=True)
 class SteeringState:
-    """What is in force: the edits of each tier, by value.
+    """The active edits of each tier, by value.
 
     Attributes:
         base: edits of every token.
         prompt: edits of the prompt's tokens.
         generated: edits of generated tokens.
         epoch: how often the tiers were changed.
-        digest: sha256 of all that the edits say, in hex: equal if and only if they are.
+        digest: SHA-256 of all edits, in hex.
     """
 
     base: tuple[Edit, ...] = ()
@@ -56,11 +56,11 @@ class SteeringState:
 
     @property
     def edits(self) -> tuple[Edit, ...]:
-        """All of them, in the order in which they are applied."""
+        """All edits, in the order in which they are applied."""
         return (*self.base, *self.prompt, *self.generated)
 
     def to_dict(self) -> dict[str, object]:
-        """The JSON form, with the vectors."""
+        """Return the JSON form, including the vectors."""
         tiers = {tier: [edit.to_dict() for edit in getattr(self, tier)] for tier in TIERS}
         return {**tiers, "epoch": self.epoch, "digest": self.digest}
 
@@ -77,16 +77,16 @@ class SteeringState:
 
 
 class Steering:
-    """`llm.steering`: edits that every request gets before its own. Any thread may use it.
+    """`llm.steering`: edits that are applied to every request before its own. Thread-safe.
 
-    A request gets what is in force when it is taken in, and keeps it.
+    A request keeps the edits that are active at its admission.
     """
 
     def __init__(self, registry: VectorRegistry) -> None:
-        """Nothing is steered yet.
+        """Create empty tiers.
 
         Args:
-            registry: where names are looked up, and whose model the edits must fit.
+            registry: named vectors, and the model that the edits must fit.
         """
         self._registry = registry
         self._state = SteeringState()
@@ -95,30 +95,30 @@ class Steering:
     def set(
         self, *, base: object = None, prompt: object = None, generated: object = None
     ) -> SteeringState:
-        """Replaces the tiers that are given, all at once, and leaves the others.
+        """Replace the given tiers atomically; other tiers stay unchanged.
 
-        The tiers add up: a prompt's token gets those of `base` and `prompt`, a generated one those
-        of `base` and `generated`.
+        Tiers are additive: a prompt token gets the edits of `base` and `prompt`, a generated token
+        those of `base` and `generated`.
 
         Args:
             base, prompt, generated: an edit or its dict; a registered name; `(name, scale)`;
                 `{"post_block": {15: vector}}` or `{15: vector}`, where a vector may be
-                `{"vector": …, "scale": …}`; or a list of these. `[]` clears the tier, None leaves
-                it. A name stands for what is registered now: registering it anew changes nothing
-                here until it is set again.
+                `{"vector": …, "scale": …}`; or a list of these. `[]` clears the tier; None leaves
+                it unchanged. A name is resolved now: registering it again has no effect on the
+                tier until the tier is set again.
 
         Returns:
-            What is in force now.
+            The active edits.
 
         Raises:
-            SpecError: no tier is given; something is malformed; an edit has a phase that
-                contradicts the tier's; a name is not registered; or the model does not have or
-                tap what is asked. The path starts with the tier. Nothing is changed then.
+            SpecError: no tier is given, a value is malformed, an edit's phase contradicts the
+                tier's, a name is not registered, or the model lacks a layer or tap. The path
+                starts with the tier. Nothing is changed.
         """
         given = {"base": base, "prompt": prompt, "generated": generated}
         given = {tier: value for tier, value in given.items() if value is not None}
         if not given:
-            raise SpecError("", "no tier is given: give base=, prompt= or generated=")
+            raise SpecError("", "no tier is given; expected base=, prompt= or generated=")
         read = {}
         for tier, value in given.items():
             with at(tier):
@@ -127,19 +127,19 @@ class Steering:
         return self._change(read)
 
     def clear(self) -> SteeringState:
-        """Empties all tiers; what is in force now."""
+        """Clear all tiers; return the new state."""
         return self._change(dict.fromkeys(TIERS, ()))
 
     def show(self) -> SteeringState:
-        """What is in force; prints as a table."""
+        """Return the active edits; prints as a table."""
         return self._state
 
     def plan_edits(self, max_tokens: int | None = None) -> tuple[Edit, ...]:
-        """What a request taken in now gets before its own edits, by value.
+        """Return the edits that a request admitted now gets before its own.
 
         Args:
-            max_tokens: most tokens that the request may generate. With 1 there is no generated
-                token to edit, as the last one is never fed back: such edits are left out.
+            max_tokens: the request's limit of generated tokens. With 1, edits of generated tokens
+                are omitted: the last token is never fed back, so there is none to edit.
         """
         edits = self._state.edits
         if max_tokens == 1:
@@ -153,7 +153,7 @@ class Steering:
 
     @property
     def digest(self) -> str:
-        """sha256 of all that is in force, in hex."""
+        """SHA-256 of the active edits, in hex."""
         return self._state.digest
 
     def __bool__(self) -> bool:
@@ -176,7 +176,7 @@ class Steering:
             return self._state
 
     def _bind(self, part: Part) -> Iterator[Edit]:
-        """The edit by value, at taps that the model has."""
+        """Yield the edit with names resolved, checked against the model."""
         shape = self._registry.shape
         with at(part.path) if part.path else nullcontext():
             for edit in part.edit.bind(self._registry.lookup, shape.num_layers):
@@ -185,10 +185,10 @@ class Steering:
 
 
 def _check(edit: Edit, shape: ModelShape) -> None:
-    """Raises SpecError if the edit fits no request of this model."""
+    """Raise SpecError if the edit cannot be applied to any request of this model."""
     find_taps(edit.layers, edit.sites, shape, "layer", "site")
     steps = edit.instructions(shape.hidden_size)
-    # Which positions there are is each request's own; what has a row for each is checked there.
+    # Positions depend on the request. Edits with a row per position are checked at admission.
     if all(len(step.write) <= 1 for step in steps):
         try:
             resolve(Plan(edits=(changed(edit, positions="all"),)), shape, Prompt(1), None)
@@ -208,7 +208,7 @@ def _digest(tiers: Mapping[str, tuple[Edit, ...]]) -> str:
 
 
 def _cells(edit: Edit) -> tuple[str, ...]:
-    """The row of a table, after the tier."""
+    """Return the cells of an edit's table row, after the tier."""
     inner = edit.edit if isinstance(edit, Gate) else edit
     op = f"{edit.op}: {inner.op}" if isinstance(edit, Gate) else edit.op
     vector, scale = getattr(inner, "vector", None), getattr(inner, "scale", None)
@@ -246,9 +246,9 @@ class Part(NamedTuple):
     """One edit of a tier.
 
     Attributes:
-        path: where it stands in what was read, for messages: `[2]`, `["post_block"][15]`, or
-            nothing where it is the whole.
-        edit: the edit, whose names are not looked up yet.
+        path: path of the edit in the input, for messages: `[2]`, `["post_block"][15]`; empty if
+            the edit is the whole input.
+        edit: the edit, with unresolved names.
     """
 
     path: str
@@ -256,15 +256,15 @@ class Part(NamedTuple):
 
 
 def read_tier(value: object, phase: str | None) -> tuple[Part, ...]:
-    """The edits of one tier, in any of its forms.
+    """Parse the edits of one tier in any of its forms.
 
     Args:
-        value: an edit or its dict; a registered name; `(name, scale)`; what `read_hooks` takes;
+        value: an edit or its dict; a registered name; `(name, scale)`; a value of `read_hooks`;
             or a list of these, which may be empty.
-        phase: "prompt" or "generated", to which the edits are narrowed; None: every token.
+        phase: "prompt" or "generated", to which the edits are restricted; None for every token.
 
     Raises:
-        SpecError: another form; or an edit that has another phase than the tier's.
+        SpecError: the value has another form, or an edit's phase contradicts the tier's.
     """
     if not isinstance(value, (list, tuple)) or _is_pair(value):
         return _read_one(value, phase)
@@ -274,12 +274,12 @@ def read_tier(value: object, phase: str | None) -> tuple[Part, ...]:
             parts = _read_one(one, phase)
         found.extend(Part(f"[{index}]{part.path}", part.edit) for part in parts)
     if len(found) > MAX_PARTS:
-        raise SpecError("", f"at most {MAX_PARTS} edits can be in a tier, got {len(found)}")
+        raise SpecError("", f"expected at most {MAX_PARTS} edits per tier, got {len(found)}")
     return tuple(found)
 
 
 def read_hooks(value: object, phase: str | None) -> tuple[Part, ...]:
-    """One Steer for each vector of `{hook point: {layer: vector}}` or `{layer: vector}`.
+    """Return one Steer for each vector of `{hook point: {layer: vector}}` or `{layer: vector}`.
 
     Args:
         value: a dict in any form of `read_placed`. Hook points are `pre_attn`, `post_attn`,
@@ -296,10 +296,10 @@ def read_hooks(value: object, phase: str | None) -> tuple[Part, ...]:
 
 
 def read_reference(value: object) -> Named:
-    """A registered name: a Named, `name`, `(name, scale)` or `{"name": …, "scale": …}`.
+    """Parse a registered name: a Named, `name`, `(name, scale)` or `{"name": …, "scale": …}`.
 
     Raises:
-        SpecError: another form, or no possible name.
+        SpecError: the value has another form, or the name is invalid.
     """
     if _is_pair(value):
         return Named(*value)  # type: ignore[misc]
@@ -309,29 +309,29 @@ def read_reference(value: object) -> Named:
 
 
 def narrowed(edit: Edit, phase: str | None) -> Edit:
-    """The edit for the tokens of one phase only; None: for every token.
+    """Return the edit restricted to the tokens of one phase; None for every token.
 
     Raises:
-        SpecError: it has another phase, or its positions have no token of this one.
+        SpecError: the edit has another phase, or its positions have no token of this phase.
     """
     own = edit.positions.phase
     if own not in ("all", phase):
-        for_whom = "every token" if phase is None else f'"{phase}" tokens'
+        tokens = "every token" if phase is None else f'"{phase}" tokens'
         raise SpecError(
-            "phase", f'"{own}" contradicts the tier, which is for {for_whom}; use `{own}`'
+            "phase", f'"{own}" contradicts the tier, which is for {tokens}; use `{own}`'
         )
     return edit if phase is None else changed(edit, phase=phase)
 
 
 def changed(edit: Edit, **place: object) -> Edit:
-    """The edit with another `positions` or `phase`; a Gate's are those of the edit within."""
+    """Return the edit with other `positions` or `phase`; for a Gate, those of its inner edit."""
     if isinstance(edit, Gate):
         return dataclasses.replace(edit, edit=edit.edit.replace(**place))
     return edit.replace(**place)
 
 
 def _is_pair(value: object) -> bool:
-    """Whether this is `(name, scale)`, which JSON makes a list of."""
+    """Whether `value` is `(name, scale)`, which is a list in JSON."""
     return (
         isinstance(value, (tuple, list))
         and len(value) == 2

@@ -1,4 +1,4 @@
-"""Rows of many requests, chosen without being read."""
+"""Lazy selections: rows of many requests that are read in batches."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Segment:
     """Rows of one tap in one group of a shard.
 
     Attributes:
-        shard: where they are.
+        shard: the shard.
         group: the group's number.
         tap: (site, layer).
-        rows: int64 [n], which rows of the group, ascending.
+        rows: int64 [n], indices of rows in the group, ascending.
     """
 
     shard: Shard
@@ -41,18 +41,20 @@ class Segment:
 
 
 class Selection:
-    """Rows chosen from a store, in a fixed order: by layer and site, then by shard, then as they
-    lie there, where the rows of one request follow each other by ascending position.
+    """Rows selected from a store, in a fixed order.
 
-    `len()` is how many there are; their values are read by `batches` and `take`.
+    The order is by layer and site, then by shard, then as stored. In a shard, the rows of one
+    request are consecutive and ascend by position.
+
+    `len()` is the number of rows; `batches` and `take` read them.
 
     Attributes:
-        taps: every (site, layer) that rows are of, in the order in which they come.
+        taps: every (site, layer) that has rows, in order.
     """
 
     def __init__(self, shards: Sequence[Shard], chosen: Filter) -> None:
         """Raises:
-        StoreError: the rows are not all of one codec, width and dtype; or an index is damaged.
+        StoreError: the rows differ in codec, width or dtype, or an index is damaged.
         """
         self._segments = _segments(shards, chosen)
         self._ends = np.cumsum([len(segment.rows) for segment in self._segments], dtype=np.int64)
@@ -64,7 +66,7 @@ class Selection:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Where the rows are, in their order."""
+        """The segments with the rows, in order."""
         return tuple(self._segments)
 
     def __repr__(self) -> str:
@@ -78,10 +80,10 @@ class Selection:
         )
 
     def batches(self, size: int) -> Iterator[Batch]:
-        """All rows, in order, so many at a time; the last batch may have fewer.
+        """Yield all rows in order, `size` at a time; the last batch may have fewer.
 
         Raises:
-            StoreError: a size below 1; later on, rows that are damaged.
+            StoreError: `size` is below 1; during iteration, if rows are damaged.
         """
         if not is_int(size) or size < 1:
             got = show(int(size)) if is_int(size) else kind(size)
@@ -90,13 +92,14 @@ class Selection:
         return (self.take(np.arange(one, min(one + starts.step, len(self)))) for one in starts)
 
     def take(self, indices: Sequence[int] | NDArray[np.integer[Any]] | Tensor) -> Batch:
-        """Some rows, in the order in which they are asked for.
+        """Return rows by index, in the order of `indices`.
 
         Args:
-            indices: which rows of this selection, from 0; in any order, also more than once.
+            indices: [n], indices into this selection, from 0; in any order, duplicates allowed.
 
         Raises:
-            IndexError: one is not below `len(self)`.
+            IndexError: an index is negative or not below `len(self)`.
+            StoreError: `indices` is not one-dimensional.
         """
         wanted: NDArray[np.int64] = np.asarray(indices, np.int64)
         if wanted.ndim != 1:
@@ -118,12 +121,12 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The rows of a batch that are of one segment.
+    """The rows of a batch that belong to one segment.
 
     Attributes:
-        segment: where they are.
-        rows: int64 [n], which rows of its group.
-        where: int64 [n], which rows of the batch.
+        segment: the segment.
+        rows: int64 [n], indices of rows in its group.
+        where: int64 [n], indices of rows in the batch.
     """
 
     segment: Segment
@@ -132,7 +135,7 @@ class _Part:
 
 
 class Batch:
-    """Some rows of a selection. What is asked of it is read then, and kept."""
+    """Some rows of a selection. Columns are read on first access and cached."""
 
     def __init__(self, parts: Sequence[_Part], count: int) -> None:
         self._parts = parts
@@ -143,50 +146,50 @@ class Batch:
 
     @cached_property
     def encoded(self) -> Tensor:
-        """uint8 [n, row_bytes]."""
-        # NumPy's memory and not torch's: it comes in huge pages, which is twice as fast here.
+        """Encoded rows, uint8 [n, row_bytes]."""
+        # NumPy allocates huge pages, torch does not, which makes this twice as fast.
         if len(self._parts) == 1:
-            # All of the batch, in its order.
-            return torch.from_numpy(_gathered(self._parts[0]))
+            # A single part covers the batch in its order.
+            return torch.from_numpy(_gather(self._parts[0]))
         width = self._parts[0].segment.shard.header.row_bytes if self._parts else 0
         found = np.empty((self._count, width), np.uint8)
         for part in self._parts:
             first, last = int(part.where[0]), int(part.where[-1])
             together = last - first == len(part.where) - 1
-            found[slice(first, last + 1) if together else part.where] = _gathered(part)
+            found[slice(first, last + 1) if together else part.where] = _gather(part)
         return torch.from_numpy(found)
 
     @cached_property
     def values(self) -> Tensor:
-        """[n, width], decoded: in the model's dtype by codec raw, in float32 by others."""
+        """Decoded rows [n, width]: in the model's dtype for codec raw, else float32."""
         if not self._parts:
             return torch.zeros(0, 0)
         try:
             return decode(self._parts[0].segment.shard, self.encoded)
         except StoreError:
-            # Again, so that the shard is named whose rows these are.
+            # Decode part by part, so that the error names the shard.
             for part in self._parts:
                 decode(part.segment.shard, self.encoded[torch.from_numpy(part.where)])
             raise
 
     def numpy(self) -> NDArray[Any]:
-        """`values` as an array; bfloat16, which NumPy lacks, as float32."""
+        """Return `values` as an array; bfloat16, which NumPy lacks, becomes float32."""
         values = self.values
         return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
     @cached_property
     def position(self) -> Tensor:
-        """int64 [n]: the index of each row's token in its request."""
+        """Position of each row's token in its request, int64 [n]."""
         return self._column("position")
 
     @cached_property
     def token_id(self) -> Tensor:
-        """int64 [n]."""
+        """Token id of each row, int64 [n]."""
         return self._column("token_id")
 
     @cached_property
     def layer(self) -> Tensor:
-        """int64 [n]."""
+        """Layer of each row, int64 [n]."""
         found = np.empty(self._count, np.int64)
         for part in self._parts:
             found[part.where] = part.segment.tap[1]
@@ -194,22 +197,22 @@ class Batch:
 
     @cached_property
     def site(self) -> list[str]:
-        """Each row's site."""
+        """Site of each row."""
         return self._names(lambda part: itertools.repeat(part.segment.tap[0]))
 
     @cached_property
     def request(self) -> list[str]:
-        """Each row's request, by its id."""
+        """Request id of each row."""
         return self._names(lambda part: (line.request for line in _lines(part)))
 
     @cached_property
     def tag(self) -> list[str]:
-        """The tag that each row's request was stored with."""
+        """Tag of each row's request."""
         return self._names(lambda part: (line.tag for line in _lines(part)))
 
     @cached_property
     def child(self) -> Tensor:
-        """int64 [n]: which completion of its request each row is of."""
+        """Completion index of each row in its request, int64 [n]."""
         found = np.empty(self._count, np.int64)
         for part in self._parts:
             found[part.where] = [line.child for line in _lines(part)]
@@ -233,14 +236,14 @@ class Batch:
         return found
 
 
-def _gathered(part: _Part) -> NDArray[np.uint8]:
-    """Its rows, uint8 [n, row_bytes]."""
+def _gather(part: _Part) -> NDArray[np.uint8]:
+    """Return the encoded rows of a part, uint8 [n, row_bytes]."""
     segment = part.segment
     return segment.shard.gather(segment.group, segment.tap, part.rows)
 
 
 def _lines(part: _Part) -> Iterator[Line]:
-    """What is said of the request of each row of a part."""
+    """Yield the line of each row's completion."""
     shard = part.segment.shard
     owners, bounds = shard.owners(part.segment.group)
     runs = np.searchsorted(bounds, part.rows, side="right") - 1
@@ -255,7 +258,7 @@ def _segments(shards: Sequence[Shard], chosen: Filter) -> list[Segment]:
             taps = [tap for tap in group.taps if chosen.has_tap(tap)]
             if taps and len(rows := chosen.rows_of(shard, number, wanted)):
                 found.extend(Segment(shard, number, tap, rows) for tap in taps)
-    # Stable: within a tap they stay in the order of the shards.
+    # The sort is stable: within a tap, segments stay in the order of shards.
     return sorted(found, key=lambda segment: tap_order(segment.tap))
 
 
@@ -268,6 +271,6 @@ def _check_alike(segments: Sequence[Segment]) -> None:
             for (codec, hidden, dtype), model in sorted(kinds.items())
         )
         raise StoreError(
-            f"the rows are of different kinds, which do not go into one tensor: {every}; choose "
-            "some by `model` or `codec`"
+            f"the rows differ in codec, width or dtype: {every}; select one kind by `model` or "
+            "`codec`"
         )

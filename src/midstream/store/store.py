@@ -1,4 +1,4 @@
-"""A store, opened for reading."""
+"""Reader of a store: requests by id, and selections of rows."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class StoredRequest:
     """One completion in a store.
 
     Attributes:
-        request: its id.
-        child: which of the request's completions.
-        tag: as it was stored.
-        prompt_tokens: how many tokens its prompt had.
-        shard: name of the shard that it is in.
+        request: id of the request.
+        child: index of the completion.
+        tag: as in the Entry.
+        prompt_tokens: number of prompt tokens.
+        shard: name of its shard.
     """
 
     request: str
@@ -40,21 +40,21 @@ class StoredRequest:
     _index: int = field(repr=False, compare=False)
 
     def activations(self) -> Activations:
-        """What was captured; each tap's rows are read when they are asked for.
+        """Return the captured rows; each tap's rows are read on access.
 
         Raises:
-            StoreError: its index is damaged.
+            StoreError: the index of the rows is damaged.
         """
         return read_activations(self._shard, self._index)
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What was stored with it."""
+        """The metadata of the entry."""
         return self._shard.metadata(self._index)
 
     @property
     def taps(self) -> tuple[Tap, ...]:
-        """Every (site, layer) that it has rows of."""
+        """Every (site, layer) of the completion."""
         return self._shard.taps(self._index)
 
     def __repr__(self) -> str:
@@ -63,16 +63,15 @@ class StoredRequest:
 
 
 def open_store(root: str | os.PathLike[str], since: str = "") -> Store:
-    """Opens a store for reading. Nothing is read yet but the names of its shards.
+    """Open a store for reading. Only the names of its shards are read.
 
     Args:
-        root: its directory, or `s3://bucket/prefix`. It may be empty: a store that nothing was
-            written to yet.
-        since: a shard's name, as `midstream.store.writer.new_name` makes them of the time: those
-            whose names sort before it are left out.
+        root: its directory, or `s3://bucket/prefix`. An empty directory is an empty store.
+        since: a shard name; shards whose names sort before it are ignored. Names begin with the
+            time of writing, see `midstream.store.writer.new_name`.
 
     Raises:
-        StoreError: there is no such directory.
+        StoreError: the directory does not exist.
     """
     return Store(folder_of(root), since)
 
@@ -80,11 +79,10 @@ def open_store(root: str | os.PathLike[str], since: str = "") -> Store:
 class Store:
     """The captures in a directory.
 
-    Shards are opened, and found to be right, when they are first needed; then their headers and
-    lists of requests are held. Rows are memory-mapped, checked against their checksums when they
-    are first read, and copied where they are asked for.
+    A shard is opened and checked on first use; its header and list of requests stay in memory.
+    Rows are memory-mapped, compared with their checksums on first read, and copied on access.
 
-    What is written while a store is open is seen after `refresh`.
+    Shards written after the store was opened become visible with `refresh`.
     """
 
     def __init__(self, folder: Folder, since: str = "") -> None:
@@ -97,24 +95,23 @@ class Store:
         self.refresh()
 
     def refresh(self) -> None:
-        """Looks for shards that have come since, and lets go of those that are gone."""
+        """List the shards again: add new ones and drop removed ones."""
         self._names = [name for name in self._folder.names() if name >= self._since]
         self._open = {name: self._open[name] for name in self._names if name in self._open}
         self._requests = self._by_id = None
 
     @property
     def root(self) -> str:
-        """Where it is."""
+        """Path or URL of the store."""
         return str(self._folder)
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """Its shards by ascending name, which is about the order in which they were written;
-        those without that another one stands for.
+        """Shards by ascending name, approximately the order of writing, without replaced ones.
 
         Raises:
-            StoreError: one is damaged; the message names it. `midstream.store.verify` finds all
-                that are, and `prune` can drop them.
+            StoreError: a shard is damaged; the message names it. `midstream.store.verify` finds
+                all damaged shards, and `prune` can set them aside.
         """
         self._open_all()
         replaced = {name for shard in self._open.values() for name in shard.layout.replaces}
@@ -122,8 +119,10 @@ class Store:
 
     @property
     def requests(self) -> tuple[StoredRequest, ...]:
-        """Every completion in the store, in the order of the shards. One that was stored twice,
-        as by a run that was started again from its beginning, is here twice.
+        """Every completion in the store, in the order of the shards.
+
+        A completion that was stored twice, for example by a job that was restarted from its
+        beginning, is listed twice.
         """
         if self._requests is None:
             self._requests = tuple(_listed(self.shards))
@@ -133,19 +132,19 @@ class Store:
         return len(self.requests)
 
     def __contains__(self, key: object) -> bool:
-        """Whether a completion is stored: `"id"` is the request's first, or `("id", child)`."""
+        """Whether a completion is stored: `"id"` (the first completion) or `("id", child)`."""
         return (key if isinstance(key, tuple) else (key, 0)) in self._ids()
 
     def find(self, request: str, child: int = 0, shard: str | None = None) -> StoredRequest:
-        """The completion with an id.
+        """Return the completion with an id.
 
         Args:
             request: the request's id.
-            child: which of its completions.
-            shard: name of the shard to look in; needed where it was stored more than once.
+            child: index of the completion.
+            shard: name of the shard to search; required if it was stored more than once.
 
         Raises:
-            StoreError: there is none, or more than one.
+            StoreError: there is no such completion, or more than one.
         """
         found = self._ids().get((request, child), [])
         if shard is not None:
@@ -162,14 +161,14 @@ class Store:
             shards = ", ".join(each.shard for each in found)
             raise StoreError(
                 f"{self.root}: request {show(request)} was stored {len(found)} times, in {shards}; "
-                "say which by `shard`, or see `midstream.store.prune`"
+                "choose one by `shard`, or remove duplicates with `midstream.store.prune`"
             )
         return found[0]
 
     def get(self, request: str, child: int = 0, shard: str | None = None) -> Activations:
-        """What was captured for a completion. Each tap's rows are read when they are asked for.
+        """Return the captured rows of a completion. Each tap's rows are read on access.
 
-        Args and Raises: as `find`; also raises StoreError where its index is damaged.
+        Args and Raises: as `find`; also raises StoreError if the index of the rows is damaged.
         """
         return self.find(request, child, shard).activations()
 
@@ -186,23 +185,23 @@ class Store:
         model: object = None,
         codec: object = None,
     ) -> Selection:
-        """Rows of many requests; see `midstream.store.selection.Selection`. Nothing is read yet.
+        """Select rows of many requests lazily; see `midstream.store.selection.Selection`.
 
-        Each argument is one value or a list of them; None: all there are.
+        Each argument is one value or a list of values; None matches everything.
 
         Args:
-            site: names, or other names by which sites are known.
-            layer: also a range or slice.
-            request, tag: as they were stored.
-            child: which completions of the requests; also a range or slice.
-            position: anything that `Positions` takes but texts, roles and "last": ints, where a
-                negative one counts from the prompt's end, slices, "prompt", "generated".
-            token: ids; also a range.
+            site: site names or their aliases.
+            layer: layer indices; also a range or slice.
+            request, tag: as in the entries.
+            child: completion indices; also a range or slice.
+            position: any value of `Positions` except texts, roles and "last": ints (negative ones
+                count from the prompt's end), slices, "prompt", "generated".
+            token: token ids; also a range.
             model, codec: as in the shards' headers.
 
         Raises:
-            StoreError: something is asked for by name that is not in the store, or the rows
-                are not all of one codec, width and dtype.
+            StoreError: a value does not occur in the store, or the selected rows differ in codec,
+                width or dtype.
             SpecError: `position` is malformed.
         """
         asked = {
@@ -220,28 +219,28 @@ class Store:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """The sites that there are rows of, in the order in which a layer reaches them."""
-        there = {site for site, _ in self._taps()}
-        return tuple(name for name in sites.NAMES if name in there)
+        """Sites with rows, in execution order within a layer."""
+        present = {site for site, _ in self._taps()}
+        return tuple(name for name in sites.NAMES if name in present)
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers that there are rows of, ascending."""
+        """Layers with rows, ascending."""
         return tuple(sorted({layer for _, layer in self._taps()}))
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The models that rows are of, by name."""
+        """Names of the models of the rows, sorted."""
         return tuple(sorted({shard.header.model for shard in self.shards}))
 
     @property
     def codecs(self) -> tuple[str, ...]:
-        """The codecs that rows are encoded by, as they are written out."""
+        """Full specs of the codecs of the rows, sorted."""
         return tuple(sorted({shard.header.codec for shard in self.shards}))
 
     @property
     def nbytes(self) -> int:
-        """How much its shards take on disk."""
+        """Total length of the shards in bytes."""
         return sum(shard.size for shard in self.shards)
 
     def __repr__(self) -> str:
@@ -254,7 +253,7 @@ class Store:
         )
 
     def _ids(self) -> dict[tuple[str, int], list[StoredRequest]]:
-        """Every completion by its request's id and its number."""
+        """Return every completion by (request id, completion index)."""
         if self._by_id is None:
             self._by_id = {}
             for each in self.requests:
@@ -273,7 +272,7 @@ class Store:
             except StoreError:
                 if name in self._folder.names():
                     raise
-                # It was merged into another or pruned since the names were read.
+                # The shard was merged or pruned after the names were read.
                 self.refresh()
                 self._open_all()
                 break

@@ -1,4 +1,4 @@
-"""Rows in a store as `Activations` has them: read when they are asked for."""
+"""Lazily read `Activations` of a stored completion."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from midstream.store.format.shard import Run, Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRows(Rows):
-    """Rows of one completion at one tap, in their shard.
+    """Rows of one completion at one tap, stored in a shard.
 
     Attributes:
-        shard: where they are.
-        run: which rows of it.
-        tap: their site and layer.
+        shard: the shard.
+        run: the rows of the completion in their group.
+        tap: (site, layer).
     """
 
     shard: Shard
@@ -34,28 +34,28 @@ class StoredRows(Rows):
         return self.run.stop - self.run.start
 
     def encoded(self) -> Tensor:
-        """uint8 [n, bytes of a row]: a copy, which is the caller's."""
+        """Return a copy of the encoded rows, uint8 [n, row_bytes]."""
         rows = self.shard.rows(self.run.group, self.tap, self.run.start, self.run.stop)
         if not len(rows):
-            # `from_numpy` of no rows has strides that cannot be viewed as another dtype.
+            # `from_numpy` of an empty array has strides that cannot be viewed as another dtype.
             return torch.empty(rows.shape, dtype=torch.uint8)
-        # NumPy's memory and not torch's: it comes in huge pages.
+        # Copied by NumPy, which allocates huge pages.
         return torch.from_numpy(rows.copy())
 
     def decoded(self) -> Tensor:
-        """[n, width], as the codec has it. Raises StoreError where the rows cannot be decoded."""
+        """Return the decoded rows [n, width]. Raises StoreError if they cannot be decoded."""
         return decode(self.shard, self.encoded())
 
 
 def decode(shard: Shard, data: Tensor) -> Tensor:
-    """Rows of a shard, decoded.
+    """Decode rows of a shard to [n, width].
 
     Args:
-        shard: where they are from.
+        shard: the shard of the rows.
         data: uint8 [n, row_bytes].
 
     Raises:
-        StoreError: they are none that the shard's codec writes.
+        StoreError: the rows are invalid for the shard's codec.
     """
     header = shard.header
     try:
@@ -65,10 +65,10 @@ def decode(shard: Shard, data: Tensor) -> Tensor:
 
 
 def read_activations(shard: Shard, request: int) -> Activations:
-    """What was captured for the request of this index of a shard.
+    """Return the captured rows of a shard's request by index.
 
     Raises:
-        StoreError: its index is damaged.
+        StoreError: the index of the rows is damaged.
     """
     header = shard.header
     codec, dtype = header.open_codec(), header.torch_dtype
@@ -104,8 +104,9 @@ def read_activations(shard: Shard, request: int) -> Activations:
 
 
 def _by_position(places: list[np.ndarray], tokens: list[np.ndarray]) -> Tensor:
-    """int64: each token at its position; 0 where none is stored. Pages without any take no
-    memory.
+    """Return token ids by position, int64; 0 where no token is stored.
+
+    Pages without any token take no memory.
     """
     found = np.zeros(max((int(each[-1]) + 1 for each in places if len(each)), default=0), np.int64)
     for where, ids in zip(places, tokens, strict=True):

@@ -1,4 +1,4 @@
-"""Writing a store: entries are gathered, and appear as whole shards."""
+"""Writer of a store: buffers entries and writes them as whole shards."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ SHARD_BYTES = 256 << 20
 
 
 class Writer:
-    """Puts entries into the store at a path. Any number of writers may share a store.
+    """Writes entries to the store at a path. Any number of writers may share a store.
 
-    An entry is acknowledged when `flush` or `close` has returned after it was added: then it is
-    in the store, whole, whatever happens to the process or the machine. Until then it is nowhere
-    but in memory; a crash leaves nothing of it that a reader would see.
+    An entry is durable once `flush` or `close` has returned after it was added; it then survives
+    a crash of the process or the machine. Until then it exists only in memory, and a crash leaves
+    nothing of it that readers would see.
 
-    Where a shard cannot be written (the disk is full, the directory is gone), StoreError is
-    raised, and what was added before is still held: `flush` tries again, with all of it. So a
-    writer can go on once there is room, and gives up what it holds only when it is dropped.
+    If a shard cannot be written (for example because the disk is full), StoreError is raised and
+    all entries added before stay buffered. The next `flush` retries with all of them, so that the
+    writer can continue once there is space. Only dropping the writer discards its entries.
 
-    Threads may share a writer. A process that was forked may not: it would write its parent's
-    entries a second time.
+    Threads may share a writer. A forked process may not use its parent's writer, because it would
+    write the same entries a second time.
     """
 
     def __init__(
         self, root: str | os.PathLike[str], header: Header, shard_bytes: int = SHARD_BYTES
     ) -> None:
         """Args:
-        root: the store's directory, made where there is none; or `s3://bucket/prefix`.
+        root: the store's directory, created if missing; or `s3://bucket/prefix`.
         header: what all rows share.
-        shard_bytes: how long a shard gets; one that has a single entry may be longer.
+        shard_bytes: target length of a shard; a shard with a single entry may be longer.
 
         Raises:
-            StoreError: there cannot be a store, or it cannot be written to.
+            StoreError: the store cannot be created or is not writable.
         """
         if shard_bytes < 1:
             raise StoreError(f"shard_bytes: expected at least 1, got {shard_bytes}")
@@ -55,13 +55,13 @@ class Writer:
         self._begin()
 
     def add(self, entry: Entry) -> None:
-        """Takes an entry. Its tensors are not copied: they must not change until it is
-        acknowledged. Where it does not fit beside what is held, that is written first.
+        """Buffer an entry; flush the buffered entries first if it does not fit beside them.
+
+        Its tensors are not copied and must not change until the entry is durable.
 
         Raises:
-            StoreError: the entry is malformed, does not fit the header, or is a request and
-                completion that is held already; or what is held could not be written. In either
-                case the entry was not taken.
+            StoreError: the entry is malformed, does not match the header or is buffered already,
+                or the buffered entries could not be written. The entry was not added.
         """
         with self._lock:
             self._check()
@@ -72,20 +72,20 @@ class Writer:
             self._draft.add(line, metadata, rows)
 
     def flush(self) -> Path | str | None:
-        """Writes what is held as a shard.
+        """Write the buffered entries as one shard.
 
         Returns:
-            Where the shard is, in an object store its URL; None where nothing was held.
+            Path of the shard, in an object store its URL; None if nothing was buffered.
 
         Raises:
-            StoreError: it could not be written. It is still held.
+            StoreError: the shard could not be written. Its entries stay buffered.
         """
         with self._lock:
             self._check()
             return self._flush()
 
     def close(self) -> None:
-        """Flushes, and ends the writer. Raises as `flush` does, and then it is not closed."""
+        """Flush and close the writer. If `flush` raises, the writer stays open."""
         with self._lock:
             if self._closed:
                 return
@@ -106,8 +106,8 @@ class Writer:
 
     def _begin(self) -> None:
         self._draft = ShardBuilder(self._header)
-        # A draft keeps its name: should a shard have appeared in spite of an error, the next try
-        # takes its place.
+        # The name stays the same for retries: if the shard appeared in spite of an error, the next
+        # attempt replaces it.
         self._name = new_name()
 
     def _flush(self) -> Path | str | None:
@@ -120,14 +120,14 @@ class Writer:
 
     def _check(self) -> None:
         if self._closed:
-            raise StoreError(f"{self._folder}: this writer is closed")
+            raise StoreError(f"{self._folder}: the writer is closed")
         if self._process != os.getpid():
             raise StoreError(
-                f"{self._folder}: this writer belongs to another process; make one in this"
+                f"{self._folder}: the writer belongs to another process; create one in this process"
             )
 
 
 def new_name() -> str:
-    """A name that no other shard has, here or elsewhere; later names sort after earlier ones."""
+    """Return a globally unique shard name; later names sort after earlier ones."""
     now = datetime.now(timezone.utc)
     return f"{now:%Y%m%dT%H%M%S.%f}-{secrets.token_hex(8)}.safetensors"

@@ -1,1 +1,1 @@
-"""How captured rows get from the device to those who asked for them."""
+"""Transport of captured rows from the device to the front end."""

@@ -1,7 +1,7 @@
-"""Where captured rows lie between the device and whoever reads them: a log of shared segments.
+"""Arena for captured rows between the device and their readers: a log of shared segments.
 
-What a step captures is written behind what the step before it captured. A segment is used again
-when nobody needs anything in it: not the ledger, and no reader.
+Each step's rows are written behind those of the step before. A segment is reused when neither the
+row index nor a reader needs anything in it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class ArenaSettings:
-    """How much there is, and what happens beyond.
+    """Size of an arena, and what happens when it is full.
 
     Attributes:
-        budget: bytes of memory that segments may take together.
-        segment: bytes of one, at least.
-        overflow: "block": the front door lets in no more than fits, so what is here is never
-            refused; "spill": segments beyond the budget are files; "drop": there are none.
-        spill_folder: where such files lie; they have no name.
+        budget: total memory of the segments, in bytes.
+        segment: minimum size of a segment, in bytes.
+        overflow: "block": the front end admits only requests that fit, so rows always get
+            memory, beyond the budget if needed; "spill": segments beyond the budget are files;
+            "drop": rows beyond the budget are dropped.
+        spill_folder: folder of these files, which have no name.
     """
 
     budget: int
@@ -47,13 +48,13 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Some bytes of a segment.
+    """A range of bytes of a segment.
 
     Attributes:
-        segment: its number; no two segments of an arena ever have the same.
-        offset: where in it they begin.
-        memory: uint8, these bytes.
-        pinned: whether a device can write there while the host goes on.
+        segment: the segment's number, unique for the lifetime of the arena.
+        offset: start of the range in the segment, in bytes.
+        memory: uint8, the bytes of the range.
+        pinned: whether a device can write to it asynchronously.
     """
 
     segment: int
@@ -63,12 +64,12 @@ class Extent:
 
 
 class Arena:
-    """Owner of the segments."""
+    """Allocator and owner of the segments."""
 
     def __init__(self, settings: ArenaSettings, pin: bool) -> None:
         """Args:
-        settings: how much there is.
-        pin: whether a CUDA device writes into it.
+        settings: size and overflow behaviour.
+        pin: whether to pin memory for writes by a CUDA device.
         """
         self._settings = settings
         self._pin = pin
@@ -77,32 +78,32 @@ class Arena:
         self._current: _Segment | None = None
         self._filled = 0
         self._numbers = 0
-        self._made = 0  # bytes of memory in segments that are not on disk
+        self._memory_bytes = 0  # total size of segments in memory
         self._spills = 0
         self._retired: list[int] = []
         self._leases = Leases()
-        # Pinning takes time: one segment is made while another is being filled.
+        # Pinning is slow: the next segment is created while the current one is filled.
         self._maker = ThreadPoolExecutor(1, "midstream arena") if pin else None
         self._next: Future[SharedMemory] | None = None
 
     @property
     def budget(self) -> int:
-        """Bytes of memory that segments may take together."""
+        """Maximum total memory of the segments, in bytes."""
         return self._settings.budget
 
     @property
     def leases(self) -> Leases:
-        """What readers hold."""
+        """The readers' leases."""
         return self._leases
 
     def take(self, nbytes: int) -> Extent | None:
-        """Room for some bytes, which has one user; None: it is full, and the rest is dropped.
+        """Allocate `nbytes` with one user; None if the arena is full and drops rows.
 
         Raises:
-            OSError: the folder for what is beyond the budget is full.
+            OSError: the spill folder is full.
         """
         if self._current is not None and self._current.users == 1:
-            self._filled = 0  # all that was in it has gone
+            self._filled = 0  # only the arena itself uses the segment
         start = -(-self._filled // _ALIGNMENT) * _ALIGNMENT
         if self._current is None or start + nbytes > self._current.memory.nbytes:
             self._leave_current()
@@ -119,12 +120,12 @@ class Arena:
         return Extent(segment.number, start, memory, self._pin and not segment.on_disk)
 
     def use(self, segments: Iterable[int]) -> None:
-        """One more user of each."""
+        """Add a user to each segment."""
         for number in segments:
             self._segments[number].users += 1
 
     def let_go(self, segments: Iterable[int]) -> None:
-        """One user less of each; who has none is free."""
+        """Remove a user from each segment; a segment without users is free."""
         for number in segments:
             segment = self._segments[number]
             segment.users -= 1
@@ -135,39 +136,42 @@ class Arena:
                     self._free.append(segment)
 
     def lease(self, segments: list[int]) -> int | None:
-        """Leaves segments, each of which has a user for it, to a reader, until it says that it is
-        done; the number of the lease. None: there are too many leases.
+        """Lease segments to a reader until it ends the lease; return the lease's number.
+
+        Every segment must already have a user for the lease. Returns None if there are too many
+        leases.
         """
         return self._leases.give(segments)
 
     def sweep(self) -> None:
-        """Takes back what readers are done with."""
+        """Release the segments of ended leases."""
         for segments in self._leases.ended():
             self.let_go(segments)
 
     def describe(self, segments: Iterable[int]) -> dict[int, tuple[int, int]]:
-        """What a reader maps segments by: per number (file descriptor, bytes)."""
+        """Return (file descriptor, bytes) by segment number, with which a reader maps segments."""
         return {
             number: (self._segments[number].memory.fd, self._segments[number].memory.nbytes)
             for number in segments
         }
 
     def take_retired(self) -> list[int]:
-        """The numbers of segments that are gone and that readers were not told of yet."""
+        """Return the numbers of retired segments that were not reported to readers yet."""
         retired, self._retired = self._retired, []
         return retired
 
     def memory_of(self, segment: int) -> Tensor:
-        """uint8, a whole segment."""
+        """Return the memory of a whole segment, uint8."""
         return self._segments[segment].memory.tensor
 
     @property
     def used(self) -> dict[str, int]:
-        """How much there is: bytes in memory, on disk and free, leases, segments; and how many
-        segments ever went to disk.
+        """Usage: bytes in memory, free and on disk; number of leases and segments.
+
+        `spills` counts all segments that were ever created on disk.
         """
         return {
-            "memory_bytes": self._made,
+            "memory_bytes": self._memory_bytes,
             "free_bytes": sum(segment.memory.nbytes for segment in self._free),
             "disk_bytes": sum(
                 segment.memory.nbytes for segment in self._segments.values() if segment.on_disk
@@ -178,14 +182,14 @@ class Arena:
         }
 
     def close(self) -> None:
-        """Ends it. What readers hold is there until they let go."""
+        """Retire all segments. Memory that readers have mapped stays valid for them."""
         for segment in list(self._segments.values()):
             self._retire(segment)
         self._leases.close()
         self._current, self._free = None, []
 
     def check_idle(self) -> None:
-        """Nobody needs anything: holds between requests, when readers have let go."""
+        """Assert that no segment has users; true between requests, once all leases have ended."""
         self.sweep()
         self._leave_current()
         assert all(segment.users == 0 for segment in self._segments.values()), self.used
@@ -197,7 +201,7 @@ class Arena:
             self.let_go([current.number])
 
     def _find(self, nbytes: int) -> _Segment | None:
-        """A segment that nobody uses, and that has room."""
+        """Return an unused segment of at least `nbytes`; None if rows are dropped."""
         self.sweep()
         large = [segment for segment in self._free if segment.memory.nbytes >= nbytes]
         if large:
@@ -205,9 +209,9 @@ class Arena:
             self._free.remove(found)
             return found
         size = _size(self._settings.segment, nbytes)
-        while self._free and self._made + size > self._settings.budget:
+        while self._free and self._memory_bytes + size > self._settings.budget:
             self._retire(self._free.pop())
-        if self._made + size <= self._settings.budget or self._settings.overflow == "block":
+        if self._memory_bytes + size <= self._settings.budget or self._settings.overflow == "block":
             return self._add(self._make(size), on_disk=False)
         if self._settings.overflow == "spill":
             memory = SharedMemory.on_disk(size, self._settings.spill_folder)
@@ -225,14 +229,14 @@ class Arena:
         return _new(size, self._pin)
 
     def _look_ahead(self, segment: _Segment) -> None:
-        """Begins to make the segment that will be needed next, if none is free."""
+        """Start creating the next segment if none is free."""
         size = segment.memory.nbytes
         if (
             self._maker is not None
             and self._next is None
             and not self._free
             and 2 * self._filled > size
-            and self._made + size <= self._settings.budget
+            and self._memory_bytes + size <= self._settings.budget
         ):
             self._next = self._maker.submit(_new, size, True)
 
@@ -241,19 +245,19 @@ class Arena:
         self._numbers += 1
         self._segments[segment.number] = segment
         if not on_disk:
-            self._made += memory.nbytes
+            self._memory_bytes += memory.nbytes
         return segment
 
     def _retire(self, segment: _Segment) -> None:
         del self._segments[segment.number]
         self._retired.append(segment.number)
         if not segment.on_disk:
-            self._made -= segment.memory.nbytes
+            self._memory_bytes -= segment.memory.nbytes
         segment.memory.close()
 
 
 def _size(least: int, nbytes: int) -> int:
-    """Bytes of a segment that holds this much. Few sizes, so that it can be used again."""
+    """Return the size of a segment for `nbytes`: `least` times a power of two, to ease reuse."""
     size = least
     while size < nbytes:
         size *= 2

@@ -1,4 +1,4 @@
-"""The narrow interface between the runtime, which captures, and whatever moves the rows."""
+"""Interface between the runtime, which captures rows, and the transports that copy them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from midstream.transport.arena import Extent
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Consecutive rows of the ring, all of one codec."""
+    """Consecutive rows of the ring that share a codec."""
 
     first: int
     num_rows: int
@@ -21,35 +21,41 @@ class Parcel:
 
 
 class Shipment(Protocol):
-    """What came of one step, on its way to host memory."""
+    """The results of one step during their copy to host memory."""
 
     @property
     def extents(self) -> tuple[Extent | None, ...]:
-        """Where each parcel's rows come, encoded, one after the other; None: they were dropped."""
+        """Destination of each parcel's encoded, consecutive rows; None if they were dropped."""
         ...
 
     def ready(self) -> bool:
-        """Whether all of it is there."""
+        """Whether the copy is complete."""
         ...
 
     def wait(self) -> None:
-        """Waits until all of it is there."""
+        """Block until the copy is complete."""
         ...
 
     def tally(self) -> Tensor:
-        """int32 [tokens, 4] on the host: what the device did, see `midstream.ops.layout`. Waits."""
+        """Return the device's tally on the host, int32 [tokens, 4]; see `midstream.ops.layout`.
+
+        Blocks until it is copied.
+        """
         ...
 
     def scores(self) -> Tensor:
-        """float32 [tokens, slots] on the host; [0, slots] where none were shipped. Waits."""
+        """Return the scores on the host, float32 [tokens, slots]; [0, slots] if none were shipped.
+
+        Blocks until they are copied.
+        """
         ...
 
 
 class Copy(Protocol):
-    """A small tensor on its way to host memory."""
+    """A small tensor during its copy to host memory."""
 
     def values(self) -> Tensor:
-        """It, on the host. Waits until it is there, and for nothing that was queued later."""
+        """Return the tensor on the host. Blocks until this copy is complete, not later ones."""
         ...
 
 
@@ -58,28 +64,30 @@ class Transport(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Rows that one step may capture."""
+        """Maximum rows per step."""
         ...
 
     def reserve(self, num_rows: int) -> int:
-        """The ring's first row for the next forward, which may write `num_rows` from there.
+        """Reserve `num_rows` consecutive rows of the ring for the next forward; return the first.
 
-        Work queued on the current stream afterwards waits until what was there has left.
+        Work queued on the current stream afterwards waits until earlier contents of these rows are
+        copied.
         """
         ...
 
     def copy(self, values: Tensor) -> Copy:
-        """Sends a tensor on its way as it is at this place of the current stream; returns at once.
-        It may be overwritten by what is queued afterwards.
+        """Queue a copy of a tensor, as of this point of the current stream, without blocking.
+
+        Work queued afterwards may overwrite the tensor.
         """
         ...
 
     def ship(self, parcels: list[Parcel], tally: Tensor, scores: Tensor) -> Shipment:
-        """Sends rows of the ring, the step's tally and its scores on their way.
+        """Queue the copy of rows of the ring, of the step's tally and of its scores.
 
-        Called after the forward was queued; returns at once. The rows' extents have one user.
+        Called after the forward was queued; does not block. Each extent has one user.
 
         Raises:
-            OSError: there is no room on the disk for what is beyond the arena.
+            OSError: the disk of the spill folder is full.
         """
         ...

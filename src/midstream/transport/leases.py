@@ -1,6 +1,6 @@
-"""What readers hold of the arena, and how they say that they are done: a byte each, which both map.
+"""Readers' leases on arena memory, each ended by a flag byte that reader and worker share.
 
-A reader only ever sets a byte, and the worker takes it back, so neither waits for the other.
+The reader only sets the byte and the worker clears it, so neither waits for the other.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ DONE = 1
 
 
 class Leases:
-    """A worker's: which segments each lease is for."""
+    """The leases of one worker, with the segments of each."""
 
     def __init__(self) -> None:
-        # The first bytes are what a reader knows the memory by: see `midstream.transport.reader`.
+        # The first bytes identify the memory to a reader: see `midstream.transport.reader`.
         self._memory = SharedMemory.create(TOKEN_BYTES + MOST)
         self._memory.tensor[:TOKEN_BYTES] = frombuffer(
             bytearray(os.urandom(TOKEN_BYTES)), dtype=uint8
@@ -35,16 +35,16 @@ class Leases:
 
     @property
     def address(self) -> dict[str, int | str]:
-        """What a reader finds them by: see `midstream.transport.reader.Address`."""
+        """Fields of the `midstream.transport.reader.Address` by which a reader maps the flags."""
         token = bytes(self._memory.tensor[:TOKEN_BYTES].numpy()).hex()
         return {"pid": os.getpid(), "fd": self._memory.fd, "token": token}
 
     def close(self) -> None:
-        """Nobody can map them any more."""
+        """Close the flags' file descriptor; existing mappings stay valid."""
         self._memory.close()
 
     def give(self, segments: list[int]) -> int | None:
-        """A new lease of some segments; None: there are as many as there can be."""
+        """Create a lease for segments and return its number; None if all numbers are in use."""
         if self._free:
             number = self._free.pop()
         elif self._used < MOST:
@@ -56,7 +56,7 @@ class Leases:
         return number
 
     def ended(self) -> list[list[int]]:
-        """The segments of each lease whose reader is done. Told once."""
+        """Return the segments of each lease that has ended since the last call."""
         done = self._flags[: self._used].nonzero()[0].tolist()
         for number in done:
             self._flags[number] = 0

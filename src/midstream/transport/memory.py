@@ -1,6 +1,7 @@
-"""Memory that processes of one machine share: it has no name, so nothing of it can be left behind.
+"""Anonymous memory shared by processes of one machine.
 
-The kernel frees it when the last process that maps it has ended, however it ended.
+It has no name and leaves nothing behind: the kernel frees it when the last process that maps it has
+ended, even after a crash.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from torch import Tensor
 
 
 class SharedMemory:
-    """Memory that this process made; it can be mapped as long as this object is there.
+    """Shared memory created by this process; others can map it until it is closed.
 
     Attributes:
-        fd: what others of this machine map it by; see `map_shared`.
-        tensor: uint8, all of it.
+        fd: file descriptor by which other processes map it; see `map_shared`.
+        tensor: uint8, the whole memory.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
         """Args:
-        fd: an open file, which is this object's from here on.
-        nbytes: how large it is to be.
+        fd: an open file, which this object owns from now on.
+        nbytes: size in bytes.
         """
         self.fd = fd
         self._ends = [weakref.finalize(self, os.close, fd)]
@@ -36,20 +37,20 @@ class SharedMemory:
 
     @staticmethod
     def create(nbytes: int) -> SharedMemory:
-        """Zeroed memory; its pages are taken when they are first written."""
+        """Create zeroed memory; pages are allocated on first write."""
         return SharedMemory(os.memfd_create("midstream", os.MFD_CLOEXEC), nbytes)
 
     @staticmethod
     def on_disk(nbytes: int, folder: Path) -> SharedMemory:
-        """Memory that the kernel keeps in a file without a name, when it needs the room.
+        """Create memory backed by an unnamed file in `folder`.
 
         Raises:
-            OSError: the folder cannot be written, or is full.
+            OSError: the folder is not writable or the disk is full.
         """
         fd, path = tempfile.mkstemp(prefix="midstream-spill-", dir=folder)
         os.unlink(path)
         try:
-            # What is only promised would end the process when the disk turns out to be full.
+            # Without allocation, a write to a full disk would kill the process with SIGBUS.
             os.posix_fallocate(fd, 0, nbytes)
         except OSError:
             os.close(fd)
@@ -58,33 +59,33 @@ class SharedMemory:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return self.tensor.numel()
 
     def pin(self) -> None:
-        """Keeps it where it is, so that a CUDA device writes into it by itself.
+        """Page-lock the memory, so that a CUDA device can write to it asynchronously.
 
         Raises:
-            torch.cuda.CudaError: the driver refuses.
+            torch.cuda.CudaError: the driver rejected it.
         """
         address = self.tensor.data_ptr()
         _cuda("cudaHostRegister")(address, self.nbytes, 0)
-        # The driver must not think that of addresses at which there is something else by then.
+        # Unregistered before unmapping: the address range may be reused by other memory.
         unpin = weakref.finalize(self, _cuda("cudaHostUnregister"), address)
         unpin.atexit = False
         self._ends.append(unpin)
 
     def close(self) -> None:
-        """Nobody can map it any more; who has it mapped keeps it."""
+        """Unpin the memory and close its file descriptor; existing mappings stay valid."""
         for end in reversed(self._ends):
             end()
 
 
 def map_shared(pid: int, fd: int, nbytes: int) -> Tensor:
-    """uint8 [nbytes], the memory that another process of this machine (or this one) made.
+    """Map shared memory that a process on this machine created, uint8 [nbytes].
 
     Raises:
-        OSError: there is no such process here, or it is another user's.
+        OSError: the process or descriptor does not exist, or belongs to another user.
     """
     found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -104,5 +105,5 @@ def _cuda(name: str) -> Callable[..., None]:
 
 
 def _mapped(fd: int, nbytes: int) -> Tensor:
-    # Not by the mmap module: it keeps a file of its own open for each mapping.
+    # The mmap module would keep a duplicated descriptor open for each mapping.
     return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)

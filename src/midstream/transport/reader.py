@@ -1,4 +1,4 @@
-"""A worker's arena, as the process that reads it sees it."""
+"""Reader's view of a worker's arena."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from midstream.transport.memory import map_shared
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """What a worker says of its arena.
+    """Address of a worker's arena.
 
     Attributes:
         pid: the worker's process.
-        fd: of the memory of its leases.
-        token: what that memory begins with, in hex: the process of this number may be another one,
-            on another machine.
+        fd: file descriptor of its leases' memory, in that process.
+        token: first bytes of that memory, in hex. It detects that the process id belongs to
+            another process, for example on another machine.
     """
 
     pid: int
@@ -31,41 +31,44 @@ class Address:
 
 
 class MappedArena:
-    """One worker's arena. Tensors made here are the worker's own memory; it is told when the last
-    of a lease has gone. For any thread.
+    """One worker's arena, mapped into this process. Thread-safe.
+
+    Tensors share the worker's memory. The worker is notified when the last tensor of a lease is
+    freed.
     """
 
     def __init__(self, address: Address) -> None:
         """Raises:
-        OSError: that memory cannot be reached from here.
+        OSError: the memory cannot be mapped from this process.
         """
         flags = map_shared(address.pid, address.fd, TOKEN_BYTES + MOST)
         if bytes(flags[:TOKEN_BYTES].numpy()).hex() != address.token:
-            raise OSError(f"process {address.pid} of this machine is not the worker")
+            raise OSError(f"process {address.pid} on this machine is not the worker")
         self._pid = address.pid
         self._flags = flags[TOKEN_BYTES:].numpy()
         self._segments: dict[int, Tensor] = {}
         self._sizes: dict[int, int] = {}
-        self._lock = threading.RLock()  # finalizers run anywhere, here too
+        self._lock = threading.RLock()  # a finalizer may run while this thread has the lock
         self._users: Counter[int] = Counter()  # leases of each segment
 
     @property
     def held(self) -> int:
-        """Bytes of the segments in which there are leases that have not ended."""
+        """Total size of the segments with active leases, in bytes."""
         with self._lock:
             return sum(self._sizes[segment] for segment in self._users)
 
     def adds(self, segments: Iterable[int]) -> int:
-        """By how much a lease of these segments adds to what is held."""
+        """Return by how much a lease of these segments would increase `held`, in bytes."""
         with self._lock:
             return sum(self._sizes[one] for one in segments if one not in self._users)
 
     def update(self, segments: Mapping[int, tuple[int, int]], retired: Iterable[int]) -> None:
-        """Maps segments that are not mapped yet, by (file descriptor, bytes), and forgets those
-        that are gone: their memory is free when the last tensor in it is.
+        """Map new segments, given by (file descriptor, bytes), and drop retired ones.
+
+        The memory of a retired segment is freed with its last tensor.
 
         Raises:
-            OSError: a segment cannot be reached.
+            OSError: a segment cannot be mapped.
         """
         for number in retired:
             self._segments.pop(number, None)
@@ -75,17 +78,18 @@ class MappedArena:
                 self._sizes[number] = nbytes
 
     def lease(self, number: int, segments: Iterable[int]) -> dict[int, Tensor]:
-        """Each segment's memory. Once none of these tensors, and nothing that shares their memory,
-        is left, the lease ends.
+        """Return the memory of each segment of a lease, uint8.
+
+        The lease ends when these tensors, and all tensors that share their memory, are freed.
 
         Args:
-            number: the lease's.
-            segments: those that it is for.
+            number: number of the lease.
+            segments: numbers of its segments.
         """
         arrays = {segment: self._segments[segment].numpy()[:] for segment in segments}
         left = set(arrays)
 
-        def gone(segment: int) -> None:
+        def release(segment: int) -> None:
             with self._lock:
                 left.discard(segment)
                 self._users[segment] -= 1
@@ -98,8 +102,8 @@ class MappedArena:
             self._users.update(arrays.keys())
         tensors = {}
         for segment, array in arrays.items():
-            finalizer = weakref.finalize(array, gone, segment)
-            # When the process ends there is nobody to tell.
+            finalizer = weakref.finalize(array, release, segment)
+            # At process exit there is no need to notify the worker.
             finalizer.atexit = False
             tensors[segment] = from_numpy(array)
         return tensors

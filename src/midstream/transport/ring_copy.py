@@ -1,4 +1,4 @@
-"""From the staging ring to the arena: a copy stream on CUDA, a plain copy on the CPU."""
+"""Transports from the staging ring to the arena: a copy stream on CUDA, a plain copy on the CPU."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from midstream.transport.base import Copy, Parcel, Shipment, Transport
 
 
 def host_transport(ring: Tensor, arena: Arena) -> Transport:
-    """The transport that fits the ring's device."""
+    """Return the transport for the ring's device."""
     return CudaTransport(ring, arena) if ring.is_cuda else CpuTransport(ring, arena)
 
 
 @dataclass(frozen=True, slots=True)
 class CpuCopy:
-    """A tensor as it was when it was sent."""
+    """A completed copy of a tensor."""
 
     copied: Tensor
 
@@ -29,7 +29,7 @@ class CpuCopy:
 
 @dataclass(frozen=True, slots=True)
 class CpuShipment:
-    """What was copied when it was shipped."""
+    """A completed shipment."""
 
     extents: tuple[Extent | None, ...]
     copied_tally: Tensor
@@ -49,7 +49,7 @@ class CpuShipment:
 
 
 class CpuTransport:
-    """The forward has run when `ship` is called, so the ring is free again when it returns."""
+    """Synchronous transport: `ship` copies the rows, so the ring is free when it returns."""
 
     def __init__(self, ring: Tensor, arena: Arena) -> None:
         self._ring = ring
@@ -67,7 +67,7 @@ class CpuTransport:
         return CpuCopy(values.clone())
 
     def ship(self, parcels: list[Parcel], tally: Tensor, scores: Tensor) -> Shipment:
-        extents = tuple(_room(self._arena, self._ring, parcel) for parcel in parcels)
+        extents = tuple(_allocate(self._arena, self._ring, parcel) for parcel in parcels)
         for parcel, extent in zip(parcels, extents, strict=True):
             if extent is not None:
                 _send(self._ring, parcel, extent)
@@ -76,7 +76,7 @@ class CpuTransport:
 
 @dataclass(frozen=True, slots=True)
 class CudaCopy:
-    """A tensor under way on the model's own stream."""
+    """A copy of a tensor in progress on the model's stream."""
 
     pinned: Tensor
     arrived: torch.cuda.Event
@@ -88,7 +88,7 @@ class CudaCopy:
 
 @dataclass(frozen=True, slots=True)
 class CudaShipment:
-    """What is under way on the copy stream."""
+    """A shipment in progress on the copy stream."""
 
     extents: tuple[Extent | None, ...]
     pinned_tally: Tensor
@@ -118,7 +118,10 @@ class _InFlight:
 
 
 class CudaTransport:
-    """One contiguous copy a step and codec, beside the model's own work, into pinned memory."""
+    """Asynchronous transport: one contiguous copy per step and codec into pinned memory.
+
+    Copies run on a stream of their own, in parallel with the model.
+    """
 
     def __init__(self, ring: Tensor, arena: Arena) -> None:
         self._ring = ring
@@ -135,7 +138,7 @@ class CudaTransport:
         _check_fits(num_rows, self.capacity)
         while self._in_flight and self._in_flight[0].arrived.query():
             self._in_flight.popleft()
-        # Starting over while nothing is under way keeps small steps in the device's cache.
+        # Restarting at row 0 when no copy is in progress keeps small steps in the device's cache.
         if not self._in_flight or self._next + num_rows > self.capacity:
             self._next = 0
         first, stop = self._next, self._next + num_rows
@@ -155,11 +158,11 @@ class CudaTransport:
 
     def ship(self, parcels: list[Parcel], tally: Tensor, scores: Tensor) -> Shipment:
         pinned_tally, pinned_scores = _pinned(tally), _pinned(scores)
-        # These are small and overwritten by the next step: they go on the model's own stream.
+        # These are small, and the next step overwrites them: copied on the model's own stream.
         pinned_tally.copy_(tally, non_blocking=True)
         if scores.numel():
             pinned_scores.copy_(scores, non_blocking=True)
-        extents = tuple(_room(self._arena, self._ring, parcel) for parcel in parcels)
+        extents = tuple(_allocate(self._arena, self._ring, parcel) for parcel in parcels)
         current = torch.cuda.current_stream(self._ring.device)
         arrived = torch.cuda.Event()
         if any(extent is not None for extent in extents):
@@ -177,26 +180,26 @@ class CudaTransport:
         return CudaShipment(extents, pinned_tally, pinned_scores, arrived)
 
 
-def _room(arena: Arena, ring: Tensor, parcel: Parcel) -> Extent | None:
+def _allocate(arena: Arena, ring: Tensor, parcel: Parcel) -> Extent | None:
     width = parcel.codec.row_bytes(ring.shape[1], ring.dtype)
     return arena.take(parcel.num_rows * width)
 
 
 def _send(ring: Tensor, parcel: Parcel, extent: Extent) -> None:
-    """Queues the encoding and the copy on the current stream."""
+    """Queue the encoding and the copy on the current stream."""
     rows = ring[parcel.first : parcel.first + parcel.num_rows]
     encoded = parcel.codec.encode(rows)
-    # Into a file the copy waits: pages that the kernel may write out cannot be pinned.
+    # A copy into a file blocks: file-backed pages cannot be pinned.
     extent.memory.view(encoded.shape).copy_(encoded, non_blocking=extent.pinned)
 
 
 def _pinned(like: Tensor) -> Tensor:
-    # Pinning takes time, also of nothing.
+    # Pinning is slow, even for an empty tensor.
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.numel() > 0)
 
 
 def _check_fits(num_rows: int, capacity: int) -> None:
-    # The front door admits no request that could bring a step here: see `capture_limit`.
+    # Unreachable: request validation limits the captures of a step, see `capture_limit`.
     if num_rows > capacity:
         raise AssertionError(
             f"one step captures {num_rows} rows, the staging ring holds {capacity}: "

@@ -60,7 +60,7 @@ def test_a_store_that_is_not_there_is_refused_by_each(acts, arguments):
     assert "nowhere" in run_json(*arguments, status=2)["error"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
-    assert "error: nowhere: there is no store here" in result.stderr
+    assert "error: nowhere: no such store" in result.stderr
 
 
 # ---------------------------------------------------------------- inspect
@@ -165,14 +165,14 @@ def test_export_to_npz_is_a_folder_for_each_request(acts):
         2 * ["resid_post.0.npz", "resid_post.3.npz", "resid_pre.0.npz"]
     )
     again = run_json("export", "acts", "out", "--to", "npz", status=2)
-    assert "is there already" in again["error"]
+    assert "exists already" in again["error"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--layer", "7"], "layer: nothing in this store has 7"),
-        (["--tag", "y"], "tag: nothing in this store has 'y'"),
+        (["--layer", "7"], "layer: no rows in this store have 7"),
+        (["--tag", "y"], "tag: no rows in this store have 'y'"),
         (["--position", "lst"], "lst"),
     ],
 )
@@ -191,14 +191,14 @@ def test_export_refuses_malformed_options(acts, arguments):
 
 
 def test_verify_says_that_all_is_right(acts):
-    assert "acts: 2 of 2 shards are right, 3 requests" in run("verify", "acts")
+    assert "acts: 2 of 2 shards are intact, 3 requests" in run("verify", "acts")
     assert run_json("verify", "acts")["findings"] == []
 
 
 def test_verify_says_what_is_wrong_with_which_shard(acts):
     path = damage(acts)
     said = run("verify", "acts", status=1)
-    assert "1 of 2 shards are right" in said
+    assert "1 of 2 shards are intact" in said
     assert path.name in said
     found = run_json("verify", "acts", status=1)
     assert [each["shard"] for each in found["findings"]] == [path.name]
@@ -282,7 +282,7 @@ def test_what_an_interrupted_merge_left_is_found_before_it_is_removed(acts):
 def test_prune_refuses_what_is_not_there(acts):
     for arguments in (["--tag", "y"], ["--request", "y"], ["--tag", "y", "--yes"]):
         assert (
-            "nothing in this store has 'y'"
+            "no rows in this store have 'y'"
             in run_json("prune", "acts", *arguments, status=2)["error"]
         )
 

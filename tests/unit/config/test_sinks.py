@@ -73,7 +73,7 @@ def test_settings_are_plain_json_that_reads_back_the_same():
 def test_memory_takes_a_capture_and_nothing_else():
     (found,) = read_sinks(plain_sinks({"memory": {"capture": {"layers": [0]}}}))
     assert found.captures == (Capture(0),)
-    with pytest.raises(ConfigError, match=r"sinks.memory: takes nothing but `capture`"):
+    with pytest.raises(ConfigError, match=r"sinks.memory: the only setting is `capture`"):
         plain_sinks({"memory": {"root": "x"}})
 
 
@@ -85,23 +85,26 @@ def test_memory_takes_a_capture_and_nothing_else():
         ("store:root", r"sinks: expected `name:setting=value`, got 'store:root'"),
         ("store:=x", r"sinks: expected `name:setting=value`"),
         ("store:root=a,root=b", r"sinks.store.root: given twice"),
-        (["log", "log:level=debug"], "there are two sinks 'log'"),
-        ({"../x": {}}, "the name of a sink: expected 1 to 128"),
-        ({3: {}}, "the name of a sink: expected `str`"),
+        (["log", "log:level=debug"], "sink 'log' is configured twice"),
+        ({"../x": {}}, "sink name: expected 1 to 128"),
+        ({3: {}}, "sink name: expected `str`"),
         ({"log": 7}, r"sinks.log: expected a dict of settings, got `int`"),
-        ({"log": {"x": object()}}, r"sinks.log: settings are JSON values"),
-        ({"log": {"queue_bytes": 0}}, r"sinks.log.queue_bytes: expected a number of bytes"),
+        ({"log": {"x": object()}}, r"sinks.log: settings must be JSON values"),
+        (
+            {"log": {"queue_bytes": 0}},
+            r"sinks.log.queue_bytes: expected a positive number of bytes",
+        ),
         ({"log": {"queue_bytes": True}}, r"sinks.log.queue_bytes"),
         ({"log": {"capture": {"layer": 1}}}, r"sinks.log.capture: unknown field 'layer'"),
         ({"log": {"capture": [{"layers": "al"}]}}, r"sinks.log.capture\[0\].layers: "),
-        ({"log": {"capture": {"layers": 1, "sink": "npz"}}}, r"log.capture.sink: leave it out"),
+        ({"log": {"capture": {"layers": 1, "sink": "npz"}}}, r"log.capture.sink: must be omitted"),
         (
             {"memory": {"capture": {"layers": 1, "stream": True}}},
-            r"sinks.memory.capture.stream: leave it out; rows of every request",
+            r"sinks.memory.capture.stream: must be omitted",
         ),
         (
             {"log": {"capture": {"layers": 1, "request_id": "r"}}},
-            r"sinks.log.capture.request_id: every request",
+            r"sinks.log.capture.request_id: must be omitted",
         ),
     ],
 )
@@ -127,10 +130,13 @@ def test_a_builtin_sink_is_made_of_its_settings(tmp_path):
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ("npz", r"sinks.npz: missing a required argument: 'root'; it takes root"),
-        ("log:lvl=debug", r"sinks.log: got an unexpected keyword argument 'lvl'; it takes level"),
+        ("npz", r"sinks.npz: missing a required argument: 'root'; the sink takes root"),
+        (
+            "log:lvl=debug",
+            r"sinks.log: got an unexpected keyword argument 'lvl'; the sink takes level",
+        ),
         ("log:level=loud", r"sinks.log: level: expected one of debug"),
-        ("nps:root=x", r"sinks.nps: there is no such sink; there are filesystem, log, memory, npz"),
+        ("nps:root=x", r"sinks.nps: unknown sink; known: filesystem, log, memory, npz"),
     ],
 )
 def test_a_sink_that_cannot_be_made_is_refused_by_name(given, problem):
@@ -147,19 +153,19 @@ def test_a_package_offers_a_sink_by_an_entry_point(monkeypatch):
     offer(monkeypatch, "noting", "support.sinking:Noting")
     (sink,) = made("noting")
     assert type(sink) is Noting
-    with pytest.raises(ConfigError, match=r"sinks.noting: .*'x'; it takes no settings"):
+    with pytest.raises(ConfigError, match=r"sinks.noting: .*'x'; the sink takes no settings"):
         made("noting:x=1")
-    with pytest.raises(ConfigError, match="there are filesystem, .*noting"):
+    with pytest.raises(ConfigError, match="known: filesystem, .*noting"):
         made("nothing")
 
 
 def test_what_is_offered_must_be_a_sink(monkeypatch):
     offer(monkeypatch, "noting", "support.sinking:delivery")
-    with pytest.raises(ConfigError, match="is no subclass of midstream.sinks.Sink"):
+    with pytest.raises(ConfigError, match="is not a subclass of midstream.sinks.Sink"):
         made("noting")
 
 
 def test_a_package_cannot_take_the_name_of_a_builtin_sink(monkeypatch):
     offer(monkeypatch, "log", "support.sinking:Noting")
-    with pytest.raises(ConfigError, match="support.sinking:Noting is called like one of midstream"):
+    with pytest.raises(ConfigError, match="support.sinking:Noting has the name of a built-in sink"):
         made("log")

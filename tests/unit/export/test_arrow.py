@@ -119,7 +119,7 @@ def test_what_is_there_is_not_overwritten_and_a_failure_leaves_nothing(
     path = tmp_path / "out" / "rows"
     path.parent.mkdir()
     path.write_text("mine")
-    with pytest.raises(StoreError, match="out/rows is there already"):
+    with pytest.raises(StoreError, match="out/rows exists already"):
         export(selection, path)
     assert path.read_text() == "mine"
     path.unlink()

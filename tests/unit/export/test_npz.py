@@ -105,14 +105,14 @@ def test_completions_of_one_request_lie_in_folders_of_their_own(tmp_path):
 
 def test_what_is_there_is_not_overwritten_and_nothing_else_is_written(tmp_path):
     (tmp_path / "out" / "b").mkdir(parents=True)
-    with pytest.raises(StoreError, match=r"request 'b': .+/out/b is there already"):
+    with pytest.raises(StoreError, match=r"request 'b': .+/out/b exists already"):
         exported(tmp_path, [entry("a"), entry("b")])
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b"]
 
 
 def test_a_request_that_was_stored_twice_is_refused(tmp_path):
     write(tmp_path / "store", [entry("a")])
-    with pytest.raises(StoreError, match="request 'a': it was stored more than once"):
+    with pytest.raises(StoreError, match="request 'a': stored more than once"):
         exported(tmp_path, [entry("a")])
 
 

@@ -176,7 +176,7 @@ def test_a_folder_appears_with_all_of_its_files_after_they_were_synced(sink, roo
 def test_what_is_there_is_not_overwritten(sink, root):
     assert written(sink).status == "ok"
     before = (root / "r" / "manifest.json").read_bytes()
-    with pytest.raises(FileExistsError, match="is there already"):
+    with pytest.raises(FileExistsError, match="exists already"):
         sink.write(delivery(metadata={"other": 1}))
     assert not sink.flush()
     assert (root / "r" / "manifest.json").read_bytes() == before
@@ -238,7 +238,7 @@ def test_a_tag_that_is_a_link_is_refused_at_the_door_and_when_it_is_written(
 def test_an_id_that_is_a_link_is_refused_too(sink, root, tmp_path):
     (tmp_path / "outside").mkdir()
     (root / "r").symlink_to(tmp_path / "outside")
-    with pytest.raises(SpecError, match="is there already"):
+    with pytest.raises(SpecError, match="exists already"):
         sink.check("", "r")
     with pytest.raises(FileExistsError):
         sink.write(delivery())
@@ -263,7 +263,7 @@ def test_the_door_lets_pass_what_is_not_there_yet(sink, root):
     sink.check("", "")
     written(sink, name="r1", tag="v1")
     sink.check("v1", "r2")
-    with pytest.raises(SpecError, match="r1 is there already; use another id") as caught:
+    with pytest.raises(SpecError, match="r1 exists already; use another id") as caught:
         sink.check("v1", "r1")
     assert caught.value.path == "request_id"
 

@@ -131,7 +131,7 @@ def test_a_flush_with_too_few_results_is_an_error_of_all(sink, queue):
     sink.results = []
     told = queue.put(delivery(), 1)
     queue.drain()
-    assert told.result(10).reason == "flush gave 0 results for 1 writes"
+    assert told.result(10).reason == "flush returned 0 results for 1 writes"
 
 
 def test_closing_writes_and_flushes_what_is_there_and_refuses_what_comes_after(sink, queue):

@@ -162,7 +162,7 @@ def test_a_request_that_is_held_already_is_an_error_of_its_own(sink, root):
 
 
 def test_the_stores_own_name_cannot_be_the_callers(sink):
-    with pytest.raises(ValueError, match="metadata: 'midstream' is the store's own name"):
+    with pytest.raises(ValueError, match="metadata: the key 'midstream' is reserved"):
         sink.write(delivery(metadata={"midstream": 1}))
 
 

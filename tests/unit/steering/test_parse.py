@@ -64,16 +64,16 @@ WRONG = {
     "an unknown site": ({"post_blok": {1: V}}, '["post_blok"]', "did you mean `post_block`"),
     "an unknown site in a pair": ({("nowhere", 1): V}, '[("nowhere", 1)]', "unknown site"),
     "an unknown site in a key": ({"nowhere.1": V}, '["nowhere.1"]', "unknown site 'nowhere'"),
-    "a vector without a layer": ({"resid_pre": V}, '["resid_pre"]', "say at which layer"),
+    "a vector without a layer": ({"resid_pre": V}, '["resid_pre"]', "specify the layer"),
     "a dict without a layer": (
         {"resid_pre": {"vector": V}},
         '["resid_pre"]',
-        "say at which layer",
+        "specify the layer",
     ),
-    "only a vector": ({"vector": V}, '["vector"]', "needs a place"),
-    "a bool for a layer": ({True: V}, "[`bool`]", "expected a layer's index"),
+    "only a vector": ({"vector": V}, '["vector"]', "needs a layer"),
+    "a bool for a layer": ({True: V}, "[`bool`]", "expected a layer index"),
     "a float for a layer": ({"resid_pre": {1.0: V}}, '["resid_pre"][`float`]', "index, `int`"),
-    "a word for a layer": ({"resid_pre": {"all": V}}, '["resid_pre"]["all"]', "layer's index"),
+    "a word for a layer": ({"resid_pre": {"all": V}}, '["resid_pre"]["all"]', "layer index"),
     "a site twice over": ({"resid_pre": {"resid_pre.1": V}}, '["resid_pre"]["resid_pre.1"]', "ind"),
     "one tap twice": ({15: V, "resid_post": {15: V}}, '["resid_post"][15]', "a second vector"),
     "one tap by two aliases": (
@@ -131,5 +131,5 @@ def test_a_key_names_a_tap_or_is_refused(key):
     + ["resid_post.3.positions", "٣", " 3", "3\n", "1" * 7],
 )
 def test_a_key_that_names_no_tap_is_refused_with_the_grammar(key):
-    with pytest.raises(SpecError, match=r"names no tap; expected `15`, `resid_post\.15`"):
+    with pytest.raises(SpecError, match=r"is not a tap; expected `15`, `resid_post\.15`"):
         read_key(key)

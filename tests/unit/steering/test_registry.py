@@ -248,7 +248,7 @@ def test_html_is_escaped():
 def test_vectors_take_no_more_room_than_there_is_and_a_name_makes_room_for_itself(registry):
     registry.register("a", {1: V, 2: V}, 36)
     for vectors in ({1: V, 2: V}, {1: V, 2: V, 3: V}):
-        with pytest.raises(NoRoomError, match="beside the 24 that are registered, of 36"):
+        with pytest.raises(NoRoomError, match="plus 24 registered bytes exceed the limit of 36"):
             registry.register("b", vectors, 36)
     assert "b" not in registry
     registry.register("b", V, 36)

@@ -88,7 +88,7 @@ WRONG = {
         Steer(V, 1, positions="last_prompt"),
         "generated",
         "positions[0]",
-        "never has a token of phase",
+        "cannot select a token of phase",
     ),
     "in a list": (["a", Steer(V, 1, phase="generated")], "prompt", "[1].phase", "contradicts"),
     "a number": (3, None, "", "expected an edit, a registered name"),

@@ -162,26 +162,26 @@ def test_what_is_asked_for_by_name_is_chosen(store, asked, keep):
 @pytest.mark.parametrize(
     ("asked", "problem"),
     [
-        ({"site": "mlp_out"}, "site: nothing in this store has 'mlp_out'; there are 'resid_post'"),
+        ({"site": "mlp_out"}, "site: no rows in this store have 'mlp_out'; known: 'resid_post'"),
         ({"site": "resid_pots"}, "'resid_pots' .did you mean `resid_post`"),
         ({"site": 3}, "site: expected `str` or a list of them, got `int`"),
-        ({"layer": 1}, "layer: nothing in this store has 1; there are 0, 3"),
-        ({"layer": -1}, "layer: nothing in this store has -1"),
-        ({"layer": slice(-2, None)}, "layer: expected a slice of numbers from 0"),
+        ({"layer": 1}, "layer: no rows in this store have 1; known: 0, 3"),
+        ({"layer": -1}, "layer: no rows in this store have -1"),
+        ({"layer": slice(-2, None)}, "layer: expected a slice with bounds from 0"),
         ({"layer": "0"}, "layer: expected `int` within .*, or a list or range of them, got `str`"),
         ({"token": 2**70}, "token: expected `int` within .*, got an integer of 71 bits"),
         ({"token": range(2**70)}, "token: expected `int` within .*, got an integer of 71 bits"),
         (
             {"request": ["r1", "r9"]},
-            "request: nothing in this store has 'r9'; there are 'r0', 'r1'",
+            "request: no rows in this store have 'r9'; known: 'r0', 'r1'",
         ),
-        ({"tag": "z"}, "tag: nothing in this store has 'z'"),
-        ({"child": 7}, "child: nothing in this store has 7"),
-        ({"model": "other"}, "model: nothing in this store has 'other'"),
+        ({"tag": "z"}, "tag: no rows in this store have 'z'"),
+        ({"child": 7}, "child: no rows in this store have 7"),
+        ({"model": "other"}, "model: no rows in this store have 'other'"),
         ({"token": "x"}, "token: expected `int` within .*, or a list or range of them, got `str`"),
-        ({"position": "last"}, "position: 'last' cannot be known"),
-        ({"position": Text("x")}, "position: Text.'x'. cannot be known"),
-        ({"position": [0, Role("user")]}, "position: Role.* cannot be known"),
+        ({"position": "last"}, "position: 'last' cannot be determined"),
+        ({"position": Text("x")}, "position: Text.'x'. cannot be determined"),
+        ({"position": [0, Role("user")]}, "position: Role.* cannot be determined"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(store, asked, problem):
@@ -286,7 +286,7 @@ def test_rows_of_different_kinds_do_not_go_into_one_tensor(tmp_path):
     assert store.codecs == ("full8", "raw")
     with pytest.raises(StoreError, match="raw of 8 bfloat16 .acme.tiny.; raw of 16 bfloat16"):
         store.select()
-    with pytest.raises(StoreError, match="choose some by `model` or `codec`"):
+    with pytest.raises(StoreError, match="select one kind by `model` or `codec`"):
         store.select(model="acme/tiny")
     assert next(store.select(model="acme/wide").batches(1)).values.shape == (1, 16)
     assert next(store.select(model="acme/tiny", codec="raw").batches(1)).values.shape == (1, 8)
@@ -335,7 +335,7 @@ def test_a_request_that_was_stored_twice_is_listed_twice_and_found_by_its_shard(
         write(tmp_path, [entry("a", seed=seed), entry(f"b{seed}")])
     store = open_store(tmp_path)
     assert [each.request for each in store.requests] == ["a", "b0", "a", "b50"]
-    with pytest.raises(StoreError, match="request 'a' was stored 2 times, in .*; say which by"):
+    with pytest.raises(StoreError, match="request 'a' was stored 2 times, in .*; choose one by"):
         store.get("a")
     first, _, second, _ = store.requests
     assert same(store.get("a", shard=first.shard)[TAPS[0]], vectors(0, 3, header()))
@@ -350,7 +350,7 @@ def test_a_selection_goes_to_another_process(store):
 
 
 def test_more_shards_than_files_may_be_open_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("midstream.store.backends.local._MOST_MAPPED", 2)
+    monkeypatch.setattr("midstream.store.backends.local._MAX_MAPPED", 2)
     for i in range(6):
         write(tmp_path, [entry(str(i), seed=i)])
     store = open_store(tmp_path)
@@ -371,7 +371,9 @@ def test_rows_that_are_not_read_are_not_looked_at(tmp_path):
         file.write(b"\xff" * 64)
     assert same(store.get("0")[TAPS[0]], vectors(0, 100, head))
     assert same(store.get("2")[TAPS[1]], vectors(3, 100, head))
-    with pytest.raises(StoreError, match=f"{path.name}: damaged: g0.resid_pre.0 is not what it"):
+    with pytest.raises(
+        StoreError, match=f"{path.name}: damaged: g0.resid_pre.0 does not match its checksum"
+    ):
         _ = store.get("2")[TAPS[0]]
     selection = store.select(site="resid_pre", layer=0)
     assert len(selection.take(range(200)).values) == 200

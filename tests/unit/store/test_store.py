@@ -45,7 +45,7 @@ def test_a_directory_without_shards_is_an_empty_store(tmp_path):
 
 
 def test_a_directory_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(StoreError, match="nowhere: there is no store here, and no directory"):
+    with pytest.raises(StoreError, match="nowhere: no such store: the directory does not exist"):
         open_store(tmp_path / "nowhere")
 
 

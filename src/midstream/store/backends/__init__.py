@@ -1,1 +1,1 @@
-"""Where shards are kept."""
+"""Storage backends: local directories and S3-compatible object stores."""

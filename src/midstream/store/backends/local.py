@@ -1,4 +1,4 @@
-"""Where shards are kept: all that the store asks of a file system, and the local one."""
+"""Storage backends: the interface that the store requires, and the local file system."""
 
 from __future__ import annotations
 
@@ -20,71 +20,80 @@ from numpy.typing import NDArray
 from midstream.errors import StoreError
 from midstream.store.format.layout import is_shard_name
 
-_MOST_PIECES = 1024  # buffers in one writev: Linux's IOV_MAX
-_AT_ONCE = 8 << 20  # bytes that are handed over together
-_MOST_MAPPED = 128  # files; each holds a descriptor
-# What file systems say that have no fsync for folders.
+_MAX_PIECES = 1024  # buffers per writev: Linux's IOV_MAX
+_WRITE_BYTES = 8 << 20  # bytes that are buffered before a write
+_MAX_MAPPED = 128  # files; each uses a descriptor
+# Errors of file systems that do not support fsync for directories.
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
 class File(Protocol):
-    """A shard's bytes. It never changes."""
+    """The bytes of one shard. Immutable."""
 
     @property
     def size(self) -> int:
-        """Its length."""
+        """Length in bytes."""
         ...
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop), which are within the file. They may be mapped: do not write."""
+        """Return bytes [start, stop), which must lie within the file.
+
+        They may be memory-mapped and must not be written to.
+        """
         ...
 
     def gather(self, start: int, width: int, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """A copy, uint8 [len(rows), width]: row i is the `width` bytes at start + rows[i] · width.
+        """Copy rows to uint8 [len(rows), width]: row i is `width` bytes at start + rows[i] · width.
 
         Args:
-            rows: in any order, all of them within the file.
+            start: offset of row 0 in the file.
+            width: bytes per row.
+            rows: row indices in any order; all rows must lie within the file.
         """
         ...
 
 
 class Folder(Protocol):
-    """The shards of one store. Every method raises StoreError, and names the folder in it."""
+    """The shards of one store. Every method may raise StoreError, which names the folder."""
 
     def names(self) -> list[str]:
-        """The shards' names, ascending. Raises if there is no such folder."""
+        """Return the shards' names, ascending. Raises StoreError if the folder does not exist."""
         ...
 
     def open(self, name: str) -> File:
-        """A shard; cheap when it was opened before. Raises if there is none of this name."""
+        """Return a shard, cached if it was opened before.
+
+        Raises StoreError if there is no shard of this name.
+        """
         ...
 
     def make(self) -> None:
-        """Sees to it that the folder is there, and can be written to."""
+        """Create the folder if it is missing, and check that it is writable."""
         ...
 
     def put(self, name: str, pieces: Iterable[memoryview]) -> None:
-        """Writes a shard: when this returns, it is there and will survive a crash; if it raises,
-        either nothing is there or all of it. It takes the place of one of the same name.
+        """Write a shard atomically and durably, replacing any shard of the same name.
+
+        After an error either none of the shard exists or all of it.
         """
         ...
 
     def delete(self, name: str) -> None:
-        """Removes a shard, if it is there."""
+        """Remove a shard if it exists."""
         ...
 
 
 def folder_of(root: str | os.PathLike[str]) -> Folder:
-    """The folder at a path, or under a URL: `s3://bucket/prefix`.
+    """Return the folder at a path or URL `s3://bucket/prefix`.
 
     Raises:
-        StoreError: neither; or a URL of another kind.
+        StoreError: `root` is neither, or the URL has another scheme.
     """
     try:
         path = os.fsdecode(root)
     except TypeError:
         raise StoreError(f"expected a path or URL, got `{type(root).__name__}`") from None
-    # A Path of a URL has lost a slash; it would be a directory called `s3:`.
+    # pathlib removes one slash of a URL; the result must not be taken for a directory `s3:`.
     if "://" not in path and not path.startswith("s3:/"):
         return LocalFolder(path)
     from midstream.store.backends.s3 import CloudFolder
@@ -93,19 +102,19 @@ def folder_of(root: str | os.PathLike[str]) -> Folder:
 
 
 def local_folder_of(root: str | os.PathLike[str]) -> LocalFolder:
-    """The folder at a path.
+    """Return the local folder at a path.
 
     Raises:
-        StoreError: not a path.
+        StoreError: `root` is not a path.
     """
     folder = folder_of(root)
     if not isinstance(folder, LocalFolder):
-        raise StoreError(f"{folder}: this is done in a directory only")
+        raise StoreError(f"{folder}: unsupported here; expected a local directory")
     return folder
 
 
 class LocalFolder:
-    """A directory. Shards are memory-mapped; see `Folder`."""
+    """A local directory with memory-mapped shards; see `Folder`."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -115,7 +124,7 @@ class LocalFolder:
     def __str__(self) -> str:
         return self.root
 
-    # A mapping belongs to its process.
+    # A mapping cannot be used by another process, so unpickling starts without any.
     def __reduce__(self) -> tuple[type[LocalFolder], tuple[str]]:
         return (LocalFolder, (self.root,))
 
@@ -129,7 +138,7 @@ class LocalFolder:
             if found is None:
                 with self._named(name):
                     found = self._mapped[name] = _Mapped(os.path.join(self.root, name))
-                if len(self._mapped) > _MOST_MAPPED:
+                if len(self._mapped) > _MAX_MAPPED:
                     self._mapped.popitem(last=False)
             self._mapped.move_to_end(name)
             return found
@@ -137,10 +146,10 @@ class LocalFolder:
     def make(self) -> None:
         with self._named():
             if os.path.lexists(self.root) and not os.path.isdir(self.root):
-                raise StoreError(f"{self.root}: expected a directory, and this is none")
+                raise StoreError(f"{self.root}: expected a directory, got another kind of file")
             _make_directory(os.path.abspath(self.root))
             if not os.access(self.root, os.W_OK | os.X_OK):
-                raise StoreError(f"{self.root}: this directory cannot be written to")
+                raise StoreError(f"{self.root}: the directory is not writable")
 
     def put(self, name: str, pieces: Iterable[memoryview]) -> None:
         temporary = os.path.join(self.root, temporary_name(name))
@@ -155,7 +164,7 @@ class LocalFolder:
                     os.close(file)
                 os.rename(temporary, os.path.join(self.root, name))
             except BaseException:
-                # Whatever is left is no shard, and `prune` finds it.
+                # A temporary that remains is not taken for a shard, and `prune` removes it.
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
                 raise
@@ -169,7 +178,7 @@ class LocalFolder:
                 _sync_directory(self.root)
 
     def set_aside(self, name: str) -> None:
-        """Makes a shard a file that is none, `NAME.damaged`."""
+        """Rename a shard to `NAME.damaged`, which is not read as a shard."""
         with self._named(name), self._lock:
             self._mapped.pop(name, None)
             path = os.path.join(self.root, name)
@@ -178,24 +187,24 @@ class LocalFolder:
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """For work that takes shards away: done by one process at a time. Writers go on.
+        """Hold the lock for operations that remove shards. Writers do not take this lock.
 
         Raises:
-            StoreError: another process is at it.
+            StoreError: another process has the lock.
         """
         with self._named():
             lock = os.open(os.path.join(self.root, ".lock"), os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            # Of a process that died, nothing is locked.
+            # The kernel releases the lock if the process dies.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
         except BlockingIOError:
-            raise StoreError(f"{self.root}: another merge or prune of it is under way") from None
+            raise StoreError(f"{self.root}: another merge or prune is running") from None
         finally:
             os.close(lock)
 
     def temporaries(self, older_than_s: float) -> list[str]:
-        """What interrupted writes left, and nothing was written to for so long, by name."""
+        """Return the names of temporaries that were not written to for `older_than_s` seconds."""
         found = []
         now = time.time()
         with self._named():
@@ -206,7 +215,7 @@ class LocalFolder:
         return sorted(found)
 
     def sweep(self, names: Iterable[str]) -> None:
-        """Removes temporaries."""
+        """Remove temporaries by name."""
         with self._named():
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
@@ -214,7 +223,7 @@ class LocalFolder:
 
     @contextlib.contextmanager
     def _named(self, name: str = "") -> Iterator[None]:
-        """What the system refuses is raised as a StoreError that says where."""
+        """Raise OSErrors of the block as a StoreError with the path in its message."""
         where = os.path.join(self.root, name) if name else self.root
         try:
             yield
@@ -222,35 +231,35 @@ class LocalFolder:
             raise
         except OSError as error:
             if not name and error.errno == errno.ENOENT:
-                raise StoreError(f"{where}: there is no store here, and no directory") from None
+                raise StoreError(f"{where}: no such store: the directory does not exist") from None
             raise StoreError(f"{where}: {error.strerror or error}") from error
         except ValueError as error:
-            # A null byte in the name.
+            # The path contains a null byte.
             raise StoreError(f"{where!r}: {error}") from None
 
 
 def temporary_name(name: str) -> str:
-    """The name that a shard has while it is written: hidden, and no shard's."""
+    """Return the name of a shard's file while it is written: hidden, and not a shard name."""
     return f".{name}.tmp"
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a name is one of `temporary_name`."""
+    """Whether `name` is a result of `temporary_name`."""
     return is_shard_name(name.removeprefix(".").removesuffix(".tmp")) and (
         name == temporary_name(name[1:-4])
     )
 
 
 class _Mapped:
-    """A file of the local file system; see `File`."""
+    """A memory-mapped local file; see `File`."""
 
     def __init__(self, path: str) -> None:
-        # A pipe of this name would wait for a writer.
+        # O_NONBLOCK: opening a named pipe would otherwise block.
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             found = os.fstat(file)
             if not stat.S_ISREG(found.st_mode):
-                raise StoreError(f"{path}: not a file")
+                raise StoreError(f"{path}: not a regular file")
             if not found.st_size:
                 raise StoreError(f"{path}: truncated: the file is empty")
             self._bytes = mmap.mmap(file, found.st_size, access=mmap.ACCESS_READ)
@@ -273,15 +282,15 @@ class _Mapped:
 
 
 def _write(file: int, pieces: Iterable[memoryview]) -> None:
-    """All of them, one after the other, without putting them together first."""
+    """Write all pieces in order without concatenating them."""
     waiting: list[memoryview] = []
     start = stop = 0
     for piece in pieces:
         waiting.append(piece)
         stop += len(piece)
-        if len(waiting) == _MOST_PIECES or stop - start >= _AT_ONCE:
+        if len(waiting) == _MAX_PIECES or stop - start >= _WRITE_BYTES:
             _write_now(file, waiting)
-            # The disk begins with these while the next ones are made, instead of with the fsync.
+            # Starts writeback now, while further pieces are prepared, instead of at the fsync.
             os.posix_fadvise(file, start, stop - start, os.POSIX_FADV_DONTNEED)
             waiting, start = [], stop
     _write_now(file, waiting)
@@ -311,7 +320,7 @@ def _sync_directory(path: str) -> None:
 
 
 def _make_directory(path: str) -> None:
-    """The directory and those above it, each of them durable in the one above."""
+    """Create a directory and its parents, and sync each into its parent."""
     if os.path.isdir(path):
         return
     above = os.path.dirname(path)

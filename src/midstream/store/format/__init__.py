@@ -1,1 +1,1 @@
-"""The shard file format, see `docs/store-format.md`."""
+"""Shard file format; see `docs/store-format.md`."""

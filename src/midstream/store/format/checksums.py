@@ -1,8 +1,8 @@
-"""Checksums of a shard: CRC-32 of each block, on several threads.
+"""Shard checksums: CRC-32 of each block, computed on several threads.
 
-CRC-32 finds damage, not malice. zlib's does 1.4 to 2.2 GB/s on one core of the machine it was
-chosen on, and lets other threads run; nothing in the standard library is faster, and xxhash and
-blake3 would be dependencies.
+CRC-32 detects damage, not manipulation. zlib's implementation reached 1.4 to 2.2 GB/s per core
+where it was measured, and releases the GIL. Nothing in the standard library is faster; xxhash and
+blake3 would be additional dependencies.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 
 from midstream.store.format.layout import BLOCK
 
-JOB = 64 * BLOCK  # bytes that one thread sums at a time
+JOB = 64 * BLOCK  # bytes per unit of work
 _THREADS = min(4, os.cpu_count() or 1)
-_WAITING = 4 * _THREADS  # jobs; what they hold of rows is in memory as long
+_MAX_PENDING = 4 * _THREADS  # jobs; their rows stay in memory until they finish
 
 
 def block_sums(pieces: Iterable[memoryview]) -> list[int]:
-    """The checksum of each block of BLOCK bytes, and of the last, which may be shorter.
+    """Return the checksum of each block of BLOCK bytes; the last block may be shorter.
 
     Args:
-        pieces: bytes that follow each other.
+        pieces: consecutive bytes.
     """
     sums = []
     total = filled = 0
@@ -48,57 +48,58 @@ def block_sums(pieces: Iterable[memoryview]) -> list[int]:
 
 
 def seal(sums: Iterable[int]) -> NDArray[np.uint32]:
-    """Checksums, and after them their own."""
+    """Return checksums followed by the checksum of the list itself, uint32."""
     words = np.fromiter(sums, np.uint32)
     return np.append(words, np.uint32(zlib.crc32(words.tobytes())))
 
 
 class Summing:
-    """Sums a shard's data while it is written."""
+    """Computes the checksums of a shard's data while it is written."""
 
     def __init__(self) -> None:
         self._sums: list[int] = []
         self._job: list[memoryview] = []
-        self._room = JOB
+        self._remaining = JOB
         self._pool: ThreadPoolExecutor | None = None
         self._running: deque[Future[list[int]]] = deque()
 
     def add(self, piece: memoryview) -> None:
-        """The next bytes; they must not change until `finish`."""
+        """Add the next bytes, which must not change until `finish`."""
         taken = 0
         while taken < len(piece):
-            part = piece[taken : taken + self._room]
+            part = piece[taken : taken + self._remaining]
             self._job.append(part)
             taken += len(part)
-            self._room -= len(part)
-            if not self._room:
+            self._remaining -= len(part)
+            if not self._remaining:
                 self._start()
 
     def finish(self) -> list[int]:
-        """The checksum of each block of all that was added."""
+        """Return the checksum of each block of the added bytes."""
         while self._running:
             self._sums.extend(self._running.popleft().result())
         return self._sums + block_sums(self._job)
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Stop the threads."""
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
 
     def _start(self) -> None:
-        # Not before there is a whole job: threads cost more than they bring to small shards.
+        # Created with the first full job: for small shards, threads cost more than they save.
         self._pool = self._pool or ThreadPoolExecutor(_THREADS)
         self._running.append(self._pool.submit(block_sums, self._job))
-        self._job, self._room = [], JOB
-        if len(self._running) > _WAITING:
+        self._job, self._remaining = [], JOB
+        if len(self._running) > _MAX_PENDING:
             self._sums.extend(self._running.popleft().result())
 
 
 def in_parallel(
     work: Callable[[int, int], Any], start: int, stop: int, step: int = JOB
 ) -> Iterator[Any]:
-    """work(a, b) for ranges of at most `step` that make up [start, stop), in their order; on
-    several threads where there are several.
+    """Yield work(a, b) for consecutive ranges of at most `step` that cover [start, stop), in order.
+
+    Several ranges run on several threads.
     """
     starts = range(start, stop, step)
     stops = (min(one + step, stop) for one in starts)

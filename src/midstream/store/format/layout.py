@@ -1,7 +1,7 @@
-"""Where everything is in a shard, and its header. `docs/store-format.md` has it byte by byte.
+"""Shard layout and header; `docs/store-format.md` specifies every byte.
 
-A header has one form only: what is in a shard determines it to the byte. A reader takes from a
-header what it says is there, writes the header of that, and compares.
+The header is canonical: a shard's contents determine it to the byte. A reader parses a header,
+serializes the result and compares.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from midstream.validation import is_int, read_json, show
 
 FORMAT = "midstream.store"
 VERSION = "1"
-BLOCK = 1 << 16  # bytes that one checksum speaks for
+BLOCK = 1 << 16  # bytes per checksum
 CHECKSUM = f"crc32:{BLOCK}"
 ALIGNMENT = 64
 
@@ -40,7 +40,7 @@ _SITE_ORDER = {name: order for order, name in enumerate(sites.NAMES)}
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor of a shard; `start` and `stop` count bytes from the first tensor's first."""
+    """Dtype, shape and byte range of a tensor, relative to the start of the first tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -50,11 +50,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Taps that have rows of the same requests, positions and tokens.
+    """Taps whose rows have the same requests, positions and tokens.
 
     Attributes:
         taps: (site, layer), in `tap_order`.
-        rows: how many each of them has.
+        rows: number of rows of each tap.
     """
 
     taps: tuple[Tap, ...]
@@ -63,14 +63,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All that a shard's header says.
+    """The contents of a shard's header.
 
     Attributes:
         header: what all rows share.
-        groups: in the order in which they lie in the shard.
+        groups: in the shard's order.
         requests_bytes: length of the requests' lines.
         metadata_bytes: length of the requests' metadata, padding included; see `padding`.
-        replaces: names of the shards that this one was made of, and stands for.
+        replaces: names of the shards that this one was made from and replaces.
     """
 
     header: Header
@@ -80,7 +80,7 @@ class Layout:
     replaces: tuple[str, ...] = ()
 
     def head(self) -> bytes:
-        """The shard up to its first tensor: the header's length and the header."""
+        """Return the bytes before the first tensor: the header's length and the header."""
         about = {
             "format": FORMAT,
             "version": VERSION,
@@ -100,7 +100,7 @@ class Layout:
         return len(text).to_bytes(8, "little") + text
 
     def places(self) -> dict[str, Place]:
-        """Every tensor by its name, in the order in which they lie, without a gap."""
+        """Return every tensor by name, in the shard's order, without gaps."""
         found: dict[str, Place] = {}
         end = 0
         for name, dtype, shape, size in self._tensors():
@@ -111,7 +111,7 @@ class Layout:
         return found
 
     def _tensors(self) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-        """(name, dtype, shape, bytes) of all tensors but the last, `checksums`."""
+        """Yield (name, dtype, shape, bytes) of all tensors except the last, `checksums`."""
         width = self.header.row_bytes
         for column, dtype, size in _COLUMNS:
             for number, group in enumerate(self.groups):
@@ -124,31 +124,31 @@ class Layout:
 
 
 def padding(nbytes: int) -> int:
-    """How many spaces follow the metadata, so that the checksums after them are aligned.
+    """Return the number of spaces after the metadata that align the checksums behind them.
 
     Args:
-        nbytes: of all tensors before, and of the metadata itself.
+        nbytes: length of the metadata and all tensors before it.
     """
     return -nbytes % ALIGNMENT
 
 
 def group_bytes(group: Group, row_bytes: int) -> int:
-    """Bytes of a group's tensors, for rows of so many bytes."""
+    """Return the total length of a group's tensors, for rows of `row_bytes` bytes."""
     return group.rows * (_BYTES_PER_ROW + row_bytes * len(group.taps))
 
 
 def tap_name(group: int, tap: Tap) -> str:
-    """The name of the tensor that has a tap's rows."""
+    """Return the name of the tensor with a tap's rows."""
     return f"g{group}.{tap[0]}.{tap[1]}"
 
 
 def tap_order(tap: Tap) -> tuple[int, int]:
-    """Sorts taps by layer, and within one in the order in which it reaches its sites."""
+    """Return the sort key of a tap: layer, then execution order of the sites within a layer."""
     return tap[1], _SITE_ORDER[tap[0]]
 
 
 def is_shard_name(name: str) -> bool:
-    """Whether a file of this name is a shard: `*.safetensors`, not hidden, of plain characters."""
+    """Whether a file name is that of a shard: `*.safetensors` of plain characters, not hidden."""
     return _SHARD.fullmatch(name) is not None
 
 
@@ -156,33 +156,35 @@ def is_shard_name(name: str) -> bool:
 
 
 def header_length(first: bytes, size: int) -> int:
-    """How long the header is.
+    """Return the length of the header in bytes.
 
     Args:
         first: the file's first 8 bytes.
         size: the file's length.
 
     Raises:
-        StoreError: no header of this length can be in a shard of this size.
+        StoreError: the length exceeds the file or MAX_HEADER.
     """
     length = int.from_bytes(first, "little")
     if len(first) < 8 or 8 + length > size:
-        raise StoreError(f"truncated: {size} bytes, and its header alone says it has {8 + length}")
+        raise StoreError(f"truncated: {size} bytes, but the header alone takes {8 + length}")
     if not 2 <= length <= MAX_HEADER:
-        raise StoreError(f"a header of {length} bytes; a shard's has at most {MAX_HEADER}")
+        raise StoreError(f"header of {length} bytes; the limit is {MAX_HEADER}")
     return length
 
 
 def read_head(head: bytes, size: int) -> Layout:
-    """What a shard's header says.
+    """Parse and check a shard's header.
+
+    No memory is allocated by sizes that the header states.
 
     Args:
         head: the file's first bytes: the header's length and the header.
         size: the file's length.
 
     Raises:
-        StoreError: not a shard's header, one of a version that is not known, or one that does
-            not fit the file or itself. Nothing is allocated on its word.
+        StoreError: `head` is not a shard's header, has an unknown version, contradicts itself or
+            does not match the file's length.
     """
     try:
         described = read_json(head[8:])
@@ -201,11 +203,11 @@ def read_head(head: bytes, size: int) -> Layout:
     places = layout.places()
     _check_tensors(described, places)
     if layout.head() != head:
-        raise StoreError("the header is not written as midstream writes it")
+        raise StoreError("the header is not in canonical form")
     wanted = len(head) + places["checksums"].stop
     if wanted != size:
         what = "truncated" if size < wanted else "too long"
-        raise StoreError(f"{what}: {size} bytes, and by its header it has {wanted}")
+        raise StoreError(f"{what}: expected {wanted} bytes according to the header, got {size}")
     return layout
 
 
@@ -214,7 +216,7 @@ def _read_about(about: object) -> tuple[Header, tuple[str, ...]]:
         raise StoreError("a safetensors file, but not a shard of a midstream store")
     if about.get("version") != VERSION:
         raise StoreError(
-            f"version {_shown(about.get('version'))} of the format; this midstream reads {VERSION}"
+            f"unsupported format version {_shown(about.get('version'))}; expected {VERSION}"
         )
     if about.get("checksum") != CHECKSUM:
         raise StoreError(f"checksum: expected {CHECKSUM}, got {_shown(about.get('checksum'))}")
@@ -227,12 +229,12 @@ def _read_about(about: object) -> tuple[Header, tuple[str, ...]]:
     names = replaces.split(" ") if isinstance(replaces, str) and replaces else []
     for name in names:
         if not is_shard_name(name):
-            raise StoreError(f"replaces: {_shown(name)} is no shard's name")
+            raise StoreError(f"replaces: {_shown(name)} is not a shard name")
     return header, tuple(names)
 
 
 def _read_groups(described: Mapping[str, Any]) -> tuple[Group, ...]:
-    """The groups that there are tensors of, if all else is right; that is seen to elsewhere."""
+    """Return the groups by the tensors' names; `_check_tensors` checks everything else."""
     rows: dict[int, int] = {}
     taps: dict[int, list[Tap]] = {}
     for name, tensor in described.items():
@@ -245,18 +247,18 @@ def _read_groups(described: Mapping[str, Any]) -> tuple[Group, ...]:
             continue
         tap = match[2], int(match[3])
         if tap[0] not in sites.NAMES or tap[1] > MAX_LAYER:
-            raise StoreError(f"tensor {show(name)}: no site and layer that midstream knows")
+            raise StoreError(f"tensor {show(name)}: unknown site or layer")
         taps.setdefault(number, []).append(tap)
     if sorted(rows) != list(range(len(rows))) or set(rows) != set(taps):
-        raise StoreError("the groups are not numbered from 0, or one has no taps or no index")
+        raise StoreError("groups are not numbered from 0, or a group has no taps or no index")
     return tuple(Group(tuple(sorted(taps[n], key=tap_order)), rows[n]) for n in range(len(rows)))
 
 
 def _check_tensors(described: Mapping[str, Any], places: Mapping[str, Place]) -> None:
-    """Names the first tensor that is not where, or what, all the others say it is."""
+    """Raise StoreError for the first tensor that differs from the layout."""
     for name in described:
         if name != "__metadata__" and name not in places:
-            raise StoreError(f"tensor {show(name)} is not one of a shard's")
+            raise StoreError(f"tensor {show(name)} is not part of the format")
     for name, place in places.items():
         got = described.get(name)
         wanted = {
@@ -269,22 +271,22 @@ def _check_tensors(described: Mapping[str, Any], places: Mapping[str, Place]) ->
 
 
 def _rows(name: str, tensor: object) -> int:
-    """The length of a tensor of one dimension."""
+    """Return the length of a one-dimensional tensor."""
     shape = tensor.get("shape") if isinstance(tensor, dict) else None
     if not isinstance(shape, list) or len(shape) != 1 or not is_int(shape[0]):
         raise StoreError(f"tensor {show(name)}: expected one dimension, got {_shown(shape)}")
     rows = int(shape[0])
     if not 0 <= rows <= MAX_ROWS:
-        raise StoreError(f"tensor {show(name)}: {show(rows)} rows; a shard has at most {MAX_ROWS}")
+        raise StoreError(f"tensor {show(name)}: {show(rows)} rows; expected 0 to {MAX_ROWS}")
     return rows
 
 
 def _length(described: Mapping[str, Any], name: str) -> int:
     if name not in described:
-        raise StoreError(f"no tensor {show(name)}")
+        raise StoreError(f"missing tensor {show(name)}")
     return _rows(name, described[name])
 
 
 def _shown(value: object) -> str:
-    """A value out of a header, for messages: never long."""
+    """Return a value from a header in short form, for messages."""
     return "nothing" if value is None else show(value if isinstance(value, str) else repr(value))

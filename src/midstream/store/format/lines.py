@@ -1,4 +1,4 @@
-"""What a shard says of each of its requests: one line of JSON, and its metadata, another."""
+"""JSON lines of a shard: for each completion its index line and its metadata."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _FIELDS = ("id", "child", "tag", "prompt_tokens", "rows", "metadata")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A request as a shard lists it.
+    """One completion in a shard's list of requests.
 
     Attributes:
-        request: its id.
-        child: which of its completions.
-        tag: as it was stored.
-        prompt_tokens: how many tokens its prompt had.
-        rows: (group, how many rows of it), for each group of taps that it has, ascending; these
-            are the group's next rows after those of the requests before.
-        metadata_bytes: length of its metadata, a line of JSON as well.
+        request: the request's id.
+        child: index of the completion.
+        tag: as in the Entry.
+        prompt_tokens: number of prompt tokens.
+        rows: (group, number of rows) for each of its groups, ascending; the rows follow those of
+            the preceding completions in the group.
+        metadata_bytes: length of its metadata, which is also a line of JSON.
     """
 
     request: str
@@ -40,7 +40,7 @@ class Line:
     metadata_bytes: int
 
     def emit(self) -> bytes:
-        """The line, which `read_line` reads back, with its end."""
+        """Return the line with its newline; `read_line` parses it."""
         return dump(
             {
                 "id": self.request,
@@ -54,18 +54,18 @@ class Line:
 
 
 def dump(value: object) -> bytes:
-    """JSON in UTF-8, without spaces, with a line's end."""
+    """Return compact UTF-8 JSON with a newline."""
     return (_ENCODER.encode(value) + "\n").encode()
 
 
 def read_line(text: bytes) -> Line:
-    """One line, without its end.
+    """Parse one line, without its newline.
 
     Raises:
-        StoreError: it is not what `Line.emit` writes.
+        StoreError: it is not a line of `Line.emit`.
     """
     if len(text) > MAX_LINE:
-        raise StoreError(f"a request's line of {len(text)} bytes; it has at most {MAX_LINE}")
+        raise StoreError(f"a request's line of {len(text)} bytes; the limit is {MAX_LINE}")
     try:
         found: dict[str, Any] = read_fields(read_json(text), _FIELDS)
     except SpecError as error:
@@ -81,10 +81,10 @@ def read_line(text: bytes) -> Line:
 
 
 def emit_metadata(value: object) -> bytes:
-    """A request's metadata as a line of JSON.
+    """Return a request's metadata as a line of JSON.
 
     Raises:
-        StoreError: it is no dict, JSON cannot say it, or not so that it reads back.
+        StoreError: `value` is not a dict, or not representable in JSON without loss.
     """
     if not isinstance(value, Mapping):
         raise StoreError(f"metadata: expected a dict, got `{type(value).__name__}`")
@@ -97,13 +97,13 @@ def emit_metadata(value: object) -> bytes:
 
 
 def read_metadata(text: bytes) -> dict[str, Any]:
-    """A request's metadata.
+    """Parse a request's metadata.
 
     Raises:
-        StoreError: it is not a JSON object, or too long.
+        StoreError: it is not a JSON object, or is too long.
     """
     if len(text) > MAX_METADATA:
-        raise StoreError(f"metadata of {len(text)} bytes; a request has at most {MAX_METADATA}")
+        raise StoreError(f"metadata of {len(text)} bytes; the limit is {MAX_METADATA}")
     try:
         found = read_json(text)
     except SpecError as error:

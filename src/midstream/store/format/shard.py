@@ -1,4 +1,4 @@
-"""One shard, opened: what it says of itself is checked, and its rows are read where they lie."""
+"""Reader of one shard: checks the header and checksums, and reads rows in place."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DTYPES: dict[str, Any] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "U8":
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The rows of one request in one group: [start, stop) of the group's rows."""
+    """The rows [start, stop) of a group, which belong to one request."""
 
     group: int
     start: int
@@ -42,26 +42,26 @@ class Run:
 
 
 class Shard:
-    """A shard whose header and list of requests are right.
+    """A shard whose header and list of requests were checked.
 
-    Whatever is read of it is held against its checksums first, once for each block of 64 KiB, so
-    that what is returned is what was written.
+    Every block of 64 KiB is compared with its checksum before it is first used, so that all data
+    returned is exactly what was written.
 
     Attributes:
-        name: of its file.
-        size: of its file.
+        name: name of its file.
+        size: length of its file in bytes.
         header: what all rows share.
-        head_bytes: of all before its first tensor.
-        layout: where everything is.
-        lines: its requests, in the order in which they were added.
+        head_bytes: number of bytes before its first tensor.
+        layout: the contents of its header.
+        lines: its completions, in the order in which they were added.
     """
 
     def __init__(self, folder: Folder, name: str) -> None:
-        """Opens a shard: reads its header, its checksums and the list of its requests.
+        """Open a shard: read and check its header, checksums and list of requests.
 
         Raises:
-            StoreError: it is damaged, of a version that is not known, or no shard at all. The
-                message begins with where it is.
+            StoreError: the file is damaged, has an unknown version or is not a shard. The message
+                begins with its path.
         """
         self.name = name
         self._folder = folder
@@ -72,14 +72,14 @@ class Shard:
             head = bytes(file.read(0, 8 + length))
             self.layout = read_head(head, file.size)
             if name in self.layout.replaces:
-                raise StoreError("replaces: it stands for itself")
+                raise StoreError("replaces: the shard lists itself")
             self.header: Header = self.layout.header
             self.head_bytes = len(head)
             self._places = self.layout.places()
             self._sums = self._read_sums(file, head)
-            self._right = np.zeros(len(self._sums), np.bool_)
+            self._verified = np.zeros(len(self._sums), np.bool_)
             self.lines: tuple[Line, ...] = self._read_lines()
-            self._runs, self._metadata = self._lay_out()
+            self._runs, self._metadata = self._locate()
             self._owners = _owners(self._runs, len(self.groups))
 
     def __repr__(self) -> str:
@@ -92,37 +92,38 @@ class Shard:
 
     @property
     def path(self) -> str:
-        """Where it is, for messages."""
+        """The shard's path or URL, for messages."""
         return f"{self._folder}/{self.name}"
 
     def owners(self, group: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Whose the rows of a group are: (indices of requests [m], where the rows of each begin
-        and the last's end [m + 1]).
+        """Return the requests of a group's rows: (request indices int64 [m], row bounds [m + 1]).
+
+        Rows bounds[i] to bounds[i + 1] belong to request i of the m.
         """
         return self._owners[group]
 
     def taps(self, request: int) -> tuple[Tap, ...]:
-        """The taps that the request of this index has rows of, or could have had."""
+        """Return the taps of a request by index, including taps without rows."""
         every = (tap for run in self._runs[request] for tap in self.groups[run.group].taps)
         return tuple(sorted(every, key=tap_order))
 
     def runs(self, request: int) -> tuple[Run, ...]:
-        """Where the rows of the request of this index are, by ascending group."""
+        """Return the runs of a request by index, by ascending group."""
         return self._runs[request]
 
     def metadata(self, request: int) -> dict[str, Any]:
-        """The metadata of the request of this index. Raises StoreError if it is damaged."""
+        """Return the metadata of a request by index. Raises StoreError if it is damaged."""
         with self._named():
             return read_metadata(self.metadata_text(request))
 
     def metadata_text(self, request: int) -> bytes:
-        """The same as it is stored: a line of JSON."""
+        """Return the metadata of a request as stored: a line of JSON."""
         start, stop = self._metadata[request]
         with self._named():
             return bytes(self._read("metadata", start, stop))
 
     def pieces(self) -> Iterator[memoryview]:
-        """All of its file's bytes, in order."""
+        """Yield all bytes of the file in order."""
         file = self._file()
         for start in range(0, self.size, JOB):
             yield file.read(start, min(start + JOB, self.size))
@@ -130,16 +131,16 @@ class Shard:
     def column(
         self, group: int, name: str, start: int = 0, stop: int | None = None
     ) -> NDArray[Any]:
-        """A part of a group's index, as it lies in the file: not to be written to.
+        """Return rows [start, stop) of a group's index column, as a read-only view of the file.
 
         Args:
-            group: its number.
+            group: the group's number.
             name: "position" or "token_id", int64 [rows]; "request", int32 [rows].
             start: the first row.
-            stop: the last one's next; None: all.
+            stop: the end, exclusive; None for all.
 
         Raises:
-            StoreError: it is damaged.
+            StoreError: the column is damaged.
         """
         place = self._places[f"g{group}.{name}"]
         dtype = _DTYPES[place.dtype]
@@ -149,8 +150,9 @@ class Shard:
         return np.frombuffer(part, dtype)
 
     def rows(self, group: int, tap: Tap, start: int, stop: int) -> NDArray[np.uint8]:
-        """Rows [start, stop) of a tap, uint8 [n, row_bytes], where they lie in the file: not to
-        be written to. Raises StoreError if they are damaged.
+        """Return rows [start, stop) of a tap, uint8 [n, row_bytes], as a read-only view.
+
+        Raises StoreError if they are damaged.
         """
         name = tap_name(group, tap)
         width = self._places[name].shape[1]
@@ -159,10 +161,10 @@ class Shard:
         return np.frombuffer(part, np.uint8).reshape(stop - start, width)
 
     def gather(self, group: int, tap: Tap, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """A copy of some rows of a tap, uint8 [n, row_bytes], in the order of `rows`.
+        """Copy rows of a tap by index to uint8 [n, row_bytes], in the order of `rows`.
 
         Raises:
-            StoreError: they are damaged.
+            StoreError: the rows are damaged.
         """
         place = self._places[tap_name(group, tap)]
         width = place.shape[1]
@@ -171,10 +173,10 @@ class Shard:
             return self._file().gather(self.head_bytes + place.start, width, rows)
 
     def check(self) -> None:
-        """Holds every byte against its checksum.
+        """Compare every block with its checksum.
 
         Raises:
-            StoreError: one is not as it was written.
+            StoreError: a block is damaged.
         """
         with self._named():
             self._check(0, len(self._sums))
@@ -182,28 +184,28 @@ class Shard:
     # ---------------------------------------------------------------- opening
 
     def _read_sums(self, file: File, head: bytes) -> NDArray[np.uint32]:
-        """The checksum of each block of data."""
+        """Return the checksum of each data block."""
         place = self._places["checksums"]
         words = np.frombuffer(
             bytes(file.read(self.head_bytes + place.start, self.head_bytes + place.stop)), "<u4"
         )
         if zlib.crc32(words[:-1].tobytes()) != words[-1]:
-            raise StoreError("damaged: the checksums are not what they were")
+            raise StoreError("damaged: the list of checksums does not match its own checksum")
         if zlib.crc32(head) != words[0]:
-            raise StoreError("damaged: the header is not what it was")
+            raise StoreError("damaged: the header does not match its checksum")
         return words[1:-1]
 
     def _read_lines(self) -> tuple[Line, ...]:
         size = self.layout.requests_bytes
         if size > MAX_REQUESTS:
-            raise StoreError(f"requests: {size} bytes; a shard has at most {MAX_REQUESTS}")
+            raise StoreError(f"requests: {size} bytes; the limit is {MAX_REQUESTS}")
         text = bytes(self._read("requests", 0, size))
         if text and not text.endswith(b"\n"):
-            raise StoreError("requests: the last line has no end")
+            raise StoreError("requests: the last line has no newline")
         return tuple(read_line(line) for line in text.split(b"\n")[:-1])
 
-    def _lay_out(self) -> tuple[list[tuple[Run, ...]], list[tuple[int, int]]]:
-        """Per request where its rows and where its metadata are."""
+    def _locate(self) -> tuple[list[tuple[Run, ...]], list[tuple[int, int]]]:
+        """Return the runs of rows and the byte range of the metadata of each request."""
         ends = [0] * len(self.groups)
         seen: set[tuple[str, int]] = set()
         runs = []
@@ -220,11 +222,11 @@ class Shard:
         for number, group in enumerate(self.groups):
             if ends[number] != group.rows:
                 raise StoreError(
-                    f"group {number}: {group.rows} rows, and the requests have {ends[number]}"
+                    f"group {number}: {group.rows} rows, but the requests list {ends[number]}"
                 )
         if not 0 <= self.layout.metadata_bytes - text < ALIGNMENT:
             raise StoreError(
-                f"metadata: {self.layout.metadata_bytes} bytes, and the requests have {text}"
+                f"metadata: {self.layout.metadata_bytes} bytes, but the requests list {text}"
             )
         return runs, metadata
 
@@ -243,7 +245,7 @@ class Shard:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Errors about what is in it are raised with where it is; those of the folder have it."""
+        """Prefix StoreErrors of the block with the shard's path, unless they start with it."""
         try:
             yield
         except StoreError as error:
@@ -255,13 +257,13 @@ class Shard:
         try:
             file = self._folder.open(self.name)
         except StoreError as error:
-            raise StoreError(f"{error}; it was there, and `refresh` shows what is") from error
+            raise StoreError(f"{error}; the shard was removed, call `refresh`") from error
         if file.size != self.size:
-            raise StoreError(f"changed: it had {self.size} bytes, and has {file.size}")
+            raise StoreError(f"the file changed: expected {self.size} bytes, got {file.size}")
         return file
 
     def _read(self, name: str, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop) of a tensor, as they were written."""
+        """Return bytes [start, stop) of a tensor after checking their checksums."""
         first = self._places[name].start
         start, stop = first + start, first + stop
         if stop > start:
@@ -269,8 +271,8 @@ class Shard:
         return self._file().read(self.head_bytes + start, self.head_bytes + stop)
 
     def _check(self, start: int, stop: int) -> None:
-        """Holds blocks [start, stop) against their checksums, those that were not yet."""
-        if self._right[start:stop].all():
+        """Compare blocks [start, stop) with their checksums, unless all were checked before."""
+        if self._verified[start:stop].all():
             return
         file = self._file()
         end = self._places["checksums"].start
@@ -289,23 +291,23 @@ class Shard:
         wrong = np.flatnonzero(found != self._sums[start:stop])
         if len(wrong):
             raise StoreError(self._damage(start + int(wrong[0])))
-        self._right[start:stop] = True
+        self._verified[start:stop] = True
 
     def _check_rows(self, starts: NDArray[np.int64], width: int) -> None:
-        """Holds the blocks of some rows, which begin at `starts`, against their checksums."""
+        """Check the blocks of rows of `width` bytes, which begin at `starts`."""
         first, last = starts // BLOCK, (starts + width - 1) // BLOCK
-        if width <= BLOCK and self._right[first].all() and self._right[last].all():
+        if width <= BLOCK and self._verified[first].all() and self._verified[last].all():
             return
-        depth = np.zeros(len(self._right) + 1, np.int64)
+        depth = np.zeros(len(self._verified) + 1, np.int64)
         np.add.at(depth, first, 1)
         np.add.at(depth, last + 1, -1)
-        unknown = np.flatnonzero((depth.cumsum()[:-1] > 0) & ~self._right)
+        unknown = np.flatnonzero((depth.cumsum()[:-1] > 0) & ~self._verified)
         for run in np.split(unknown, np.flatnonzero(np.diff(unknown) > 1) + 1):
             if len(run):
                 self._check(int(run[0]), int(run[-1]) + 1)
 
     def _damage(self, block: int) -> str:
-        """What to say of a block that is not what it was."""
+        """Return the error message for a damaged block."""
         start, stop = block * BLOCK, (block + 1) * BLOCK
         names = [
             name
@@ -314,14 +316,14 @@ class Shard:
         ]
         return (
             f"damaged: {', '.join(names[:3])}{'' if len(names) <= 3 else ' …'} "
-            f"is not what it was, near byte {self.head_bytes + start}"
+            f"does not match its checksum, near byte {self.head_bytes + start}"
         )
 
 
 def _owners(
     runs: Sequence[Sequence[Run]], groups: int
 ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Per group what `Shard.owners` returns."""
+    """Return the result of `Shard.owners` for each group."""
     owners: list[list[int]] = [[] for _ in range(groups)]
     bounds: list[list[int]] = [[0] for _ in range(groups)]
     for request, every in enumerate(runs):

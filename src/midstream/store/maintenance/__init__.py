@@ -1,1 +1,1 @@
-"""Merging, pruning, rewriting and verifying stores."""
+"""Maintenance of stores: merge, prune and verify."""

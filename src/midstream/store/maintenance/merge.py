@@ -1,4 +1,4 @@
-"""Many small shards into few large ones, and several stores into one."""
+"""Merging of stores, and compaction of small shards."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from midstream.store.writer import SHARD_BYTES
 
 Path = str | os.PathLike[str]
 
-# What a shard stands for is in its header: with more names it would leave no room for tensors.
-_MOST_NAMES = MAX_HEADER // 1024
-# Each is a file that is held open until their rows are written.
-_MOST_SHARDS = 256
+# The header lists the shards that a shard replaces and needs space for its tensors, too.
+_MAX_NAMES = MAX_HEADER // 1024
+# Each source shard is a file that stays open until its rows are written.
+_MAX_SHARDS = 256
 
 
 @dataclass(slots=True)
 class _Pack:
-    """Shards that become one."""
+    """Shards that are merged into one."""
 
     shards: list[Shard] = field(default_factory=list)
     known: set[tuple[str, int]] = field(default_factory=set)
@@ -35,12 +35,12 @@ class _Pack:
     head_bytes: int = 0
     lines_bytes: int = 0
 
-    def takes(self, shard: Shard, shard_bytes: int) -> bool:
-        """Whether there is room for one more."""
+    def fits(self, shard: Shard, shard_bytes: int) -> bool:
+        """Whether the shard fits into the pack."""
         return (
             self.nbytes + shard.size <= shard_bytes
-            and len(self.shards) < _MOST_SHARDS
-            and len(names_for([*self.shards, shard])) <= _MOST_NAMES
+            and len(self.shards) < _MAX_SHARDS
+            and len(names_for([*self.shards, shard])) <= _MAX_NAMES
             and self.head_bytes + shard.head_bytes <= MAX_HEADER // 2
             and self.lines_bytes + shard.layout.requests_bytes <= MAX_REQUESTS // 2
             and self.known.isdisjoint((line.request, line.child) for line in shard.lines)
@@ -55,41 +55,43 @@ class _Pack:
 
 
 def merge(sources: Path | Sequence[Path], into: Path, shard_bytes: int = SHARD_BYTES) -> list[str]:
-    """Puts what is in some stores into one, small shards together as large ones.
+    """Merge stores into one and compact small shards into large ones.
 
-    A store that is among its own sources has its small shards merged. Other sources stay as they
-    are, and may be merged again when there is more in them: what was merged is passed over.
+    If `into` is among the sources, its own small shards are compacted. Other sources are not
+    changed and can be merged again after they have grown: shards that were merged before are
+    skipped.
 
-    Every new shard says which shards it stands for, and readers pass those over: at whichever
-    instant this is stopped, each request is there once. To call it again finishes what it began.
+    Every new shard lists the shards that it replaces, and readers skip those. Each request is
+    therefore visible exactly once, even if the merge is interrupted. Calling it again completes an
+    interrupted merge.
 
     Args:
         sources: one store or several.
-        into: the directory of the store that gets all; made where there is none.
-        shard_bytes: how long a shard gets.
+        into: directory of the target store; created if missing.
+        shard_bytes: target length of a shard.
 
     Returns:
         The names of the shards that are new in `into`.
 
     Raises:
-        StoreError: there is no such store, another merge or prune of it is under way, a shard is
-            damaged (nothing is made of it; see `verify` and `prune`), or one cannot be written.
+        StoreError: a store does not exist, another merge or prune is running, a shard is damaged
+            (it is not merged; see `verify` and `prune`), or a shard cannot be written.
     """
     folders = [folder_of(each) for each in _listed(sources)]
     for folder in folders:
-        folder.names()  # raises where there is none, before another one is made
+        folder.names()  # raises if the folder does not exist, before the target is created
     target = local_folder_of(into)
     target.make()
     with target.exclusive():
         store = Store(target)
         _remove_replaced(target, store)
-        there = _Contents(store.shards)
+        contents = _Contents(store.shards)
         found = [
             shard
             for folder in folders
             if not _is_same(folder, target)
             for shard in Store(folder).shards
-            if there.takes(shard)
+            if contents.add(shard)
         ]
         new = [_copy(shard, target) for shard in found if shard.size > shard_bytes // 2]
         if any(_is_same(folder, target) for folder in folders):
@@ -112,16 +114,16 @@ def _listed(sources: Path | Sequence[Path]) -> Sequence[Path]:
 
 
 class _Contents:
-    """What the shards of a store hold, shards that were merged into them included."""
+    """Names of the shards in a store, including the shards that they replace."""
 
     def __init__(self, shards: Iterable[Shard]) -> None:
         self._holders = {name: shard for shard in shards for name in names_for([shard])}
 
-    def takes(self, shard: Shard) -> bool:
-        """Whether a shard of another store is to be taken in; then it counts as held.
+    def add(self, shard: Shard) -> bool:
+        """Add a shard of another store if its requests are missing; return whether it was added.
 
         Raises:
-            StoreError: a part of it is here, merged with what it does not have.
+            StoreError: only a part of its requests was merged into the store before.
         """
         names = names_for([shard])
         holders = {self._holders[name].name: self._holders[name] for name in names if name in self}
@@ -129,12 +131,12 @@ class _Contents:
             return False
         ids = _ids([shard])
         if holders and not ids <= _ids(holders.values()):
-            # It may take their place, if it has all that they have.
+            # It may replace them if it contains all of their requests.
             others = set(names_for(holders.values())) - set(names)
             if others or not _ids(holders.values()) <= ids:
                 raise StoreError(
-                    f"{shard.path}: a part of it was merged into {next(iter(holders))} before, "
-                    "another was not; merge all into a new store"
+                    f"{shard.path}: only some of its requests were merged into "
+                    f"{next(iter(holders))} before; merge all sources into a new store"
                 )
         elif holders:
             return False
@@ -156,12 +158,12 @@ def _is_same(folder: Folder, target: LocalFolder) -> bool:
 
 
 def _packs(shards: Iterable[Shard], shard_bytes: int) -> list[list[Shard]]:
-    """Shards that become one each, in the order of their names."""
+    """Group shards into packs that are merged into one shard each, in the order of names."""
     packs: list[_Pack] = []
     open_packs: dict[Header, _Pack] = {}
     for shard in sorted(shards, key=lambda one: one.name):
         pack = open_packs.get(shard.header)
-        if pack is None or not pack.takes(shard, shard_bytes):
+        if pack is None or not pack.fits(shard, shard_bytes):
             pack = open_packs[shard.header] = _Pack()
             packs.append(pack)
         pack.add(shard)
@@ -169,9 +171,9 @@ def _packs(shards: Iterable[Shard], shard_bytes: int) -> list[list[Shard]]:
 
 
 def _join(shards: list[Shard], target: LocalFolder) -> list[str]:
-    """Makes one shard of several, and removes those of them that are in the same store."""
+    """Merge shards into one, and delete those that are in the target; return new names."""
     if len(shards) == 1:
-        # Nothing is gained where it is one of the target's own.
+        # Rewriting a single shard of the target gains nothing.
         return [] if shards[0].name in target.names() else [_copy(shards[0], target)]
     draft = ShardBuilder(shards[0].header, names_for(shards))
     for shard in shards:

@@ -1,4 +1,4 @@
-"""Taking out of a store what is not wanted in it."""
+"""Removal of leftovers, damaged shards, duplicates and chosen requests from a store."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from midstream.store.backends.local import LocalFolder, local_folder_of
 from midstream.store.format.shard import Shard
 from midstream.store.format.shard_builder import ShardBuilder
 from midstream.store.maintenance.rewrite import copy_requests, find_replaced, names_for, successor
-from midstream.store.maintenance.verify import check_shard, look_at
+from midstream.store.maintenance.verify import check_shard, verify_folder
 from midstream.validation import show
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What was taken out, or would be.
+    """What `prune` removed, or what `find_prunable` found to remove.
 
     Attributes:
-        temporaries: files that interrupted writes had left.
-        replaced: shards that another one stands for, which an interrupted merge had left.
-        damaged: shards that were not right; they are files `NAME.damaged` now.
-        requests: (request, child) of each completion.
+        temporaries: files left by interrupted writes.
+        replaced: shards left by an interrupted merge, which another shard replaces.
+        damaged: damaged shards, which `prune` renames to `NAME.damaged`.
+        requests: (request, child) of each removed completion.
     """
 
     temporaries: tuple[str, ...]
@@ -41,32 +41,32 @@ def prune(
     requests: Collection[str] = (),
     tags: Collection[str] = (),
 ) -> Pruned:
-    """Takes out of a store what interrupted work has left, and what else is said.
+    """Remove leftovers of interrupted operations, and optionally requests and damaged shards.
 
-    A shard that loses some of its requests is written anew, and then removed; readers see one or
-    the other at any instant. Writers may go on meanwhile; readers that had the store open see it
-    as it is after `refresh`.
+    A shard that loses some of its requests is rewritten before the old one is deleted, and readers
+    see one of the two at any time. Writers may continue meanwhile. Readers that have the store
+    open see the changes after `refresh`.
 
     Args:
         root: the store's directory.
-        older_than_s: seconds for which nothing was written to a temporary that is removed; a
-            writer that is at work writes all the time.
-        damaged: whether to set aside shards in which `verify` finds something, as
-            `NAME.damaged`: what cannot be read today, or by this version, may be right.
-        duplicates: whether to keep of a completion that was stored several times only the one in
-            the shard whose name is last, which is the newest.
-        requests: ids of requests to remove, all of their completions.
+        older_than_s: minimum age of removed temporaries, in seconds since their last write; an
+            active writer writes continuously.
+        damaged: whether to rename shards with findings of `verify` to `NAME.damaged`. They are
+            not deleted, because a shard that is unreadable now or by this version may be intact.
+        duplicates: whether to remove all but the newest copy of completions that were stored
+            several times. The newest is in the shard whose name sorts last.
+        requests: ids of requests to remove, with all completions.
         tags: tags whose requests are removed.
 
     Raises:
-        StoreError: there is no such store, request or tag, another merge or prune is under way, a
-            shard is damaged and `damaged` was not asked for, or something cannot be written.
+        StoreError: the store, a request or a tag does not exist, another merge or prune is
+            running, a shard is damaged and `damaged` is false, or a file cannot be written.
     """
-    asked = _Asked(older_than_s, damaged, duplicates, requests, tags)
+    options = _Options(older_than_s, damaged, duplicates, requests, tags)
     folder = local_folder_of(root)
     folder.names()
     with folder.exclusive():
-        found = _look(folder, asked)
+        found = _find(folder, options)
         folder.sweep(found.pruned.temporaries)
         for name in found.pruned.damaged:
             folder.set_aside(name)
@@ -86,14 +86,14 @@ def find_prunable(
     requests: Collection[str] = (),
     tags: Collection[str] = (),
 ) -> Pruned:
-    """What `prune` would take out of a store as it is now. Arguments and exceptions are its."""
+    """Return what `prune` would remove now. Arguments and exceptions are those of `prune`."""
     folder = local_folder_of(root)
-    return _look(folder, _Asked(older_than_s, damaged, duplicates, requests, tags)).pruned
+    return _find(folder, _Options(older_than_s, damaged, duplicates, requests, tags)).pruned
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """What to take out."""
+class _Options:
+    """Arguments of `prune`."""
 
     older_than_s: float
     damaged: bool
@@ -104,24 +104,24 @@ class _Asked:
     def __post_init__(self) -> None:
         for name, given in (("requests", self.requests), ("tags", self.tags)):
             if isinstance(given, str):
-                raise StoreError(f"{name}: expected a list of them, got one `str`")
+                raise StoreError(f"{name}: expected a list, got `str`")
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What is to be taken out: in words, and the requests by shard and index."""
+    """What to remove: the summary, and the requests by shard and index."""
 
     pruned: Pruned
     gone: list[tuple[Shard, set[int]]]
 
 
-def _look(folder: LocalFolder, asked: _Asked) -> _Found:
+def _find(folder: LocalFolder, options: _Options) -> _Found:
     names = folder.names()
-    bad = [each.shard for each in look_at(folder).findings] if asked.damaged else []
+    bad = [each.shard for each in verify_folder(folder).findings] if options.damaged else []
     shards = [Shard(folder, name) for name in names if name not in bad]
     replaced = find_replaced(folder, shards)
     shards = [shard for shard in shards if shard.name not in replaced]
-    gone = _unwanted(shards, asked.duplicates, set(asked.requests), set(asked.tags))
+    gone = _unwanted(shards, options.duplicates, set(options.requests), set(options.tags))
     dropped = [
         (shard.lines[index].request, shard.lines[index].child)
         for shard, indices in gone
@@ -129,7 +129,7 @@ def _look(folder: LocalFolder, asked: _Asked) -> _Found:
     ]
     return _Found(
         Pruned(
-            tuple(folder.temporaries(asked.older_than_s)),
+            tuple(folder.temporaries(options.older_than_s)),
             tuple(name for name in replaced if name not in bad),
             tuple(bad),
             tuple(dropped),
@@ -141,10 +141,10 @@ def _look(folder: LocalFolder, asked: _Asked) -> _Found:
 def _unwanted(
     shards: Sequence[Shard], duplicates: bool, requests: set[str], tags: set[str]
 ) -> list[tuple[Shard, set[int]]]:
-    """Per shard that loses some of its requests, which.
+    """Return the indices of requests to remove, for each shard that has any.
 
     Raises:
-        StoreError: there is no such request or tag.
+        StoreError: a request or tag does not exist.
     """
     lines = [line for shard in shards for line in shard.lines]
     for name, wanted, known in (
@@ -152,7 +152,7 @@ def _unwanted(
         ("tag", tags, {line.tag for line in lines}),
     ):
         for missing in sorted(wanted - known):
-            raise StoreError(f"{name}: nothing in this store has {show(missing)}")
+            raise StoreError(f"{name}: no rows in this store have {show(missing)}")
     newest = {(line.request, line.child): shard for shard in shards for line in shard.lines}
     found = []
     for shard in shards:
@@ -169,7 +169,7 @@ def _unwanted(
 
 
 def _rewrite(shard: Shard, without: Collection[int], folder: LocalFolder) -> None:
-    """Replaces a shard by one that has not these requests, or by none if it has no others."""
+    """Replace a shard by one without some requests, or delete it if no others remain."""
     kept = [index for index in range(len(shard.lines)) if index not in without]
     if kept:
         check_shard(shard)

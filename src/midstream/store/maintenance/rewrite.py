@@ -1,4 +1,4 @@
-"""Requests of shards, put into another shard that stands for them."""
+"""Rewriting of shards: copied requests, names of replaced shards, and leftovers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _TIME = re.compile(r"\d{8}T\d{6}\.\d{6}-")
 
 
 def copy_requests(shard: Shard, draft: ShardBuilder, requests: Iterable[int]) -> None:
-    """Adds requests of a shard, by index, to a draft, which refers to the shard's memory.
+    """Add requests of a shard, by index, to a draft, which references the shard's memory.
 
     Raises:
-        StoreError: one of them is in the draft already.
+        StoreError: a request is already in the draft.
     """
     for index in requests:
         rows = [
@@ -37,12 +37,12 @@ def copy_requests(shard: Shard, draft: ShardBuilder, requests: Iterable[int]) ->
 
 
 def names_for(shards: Iterable[Shard]) -> list[str]:
-    """What a shard that stands for these replaces: them, and all that they stand for."""
+    """Return the names of shards and of all shards that they replace."""
     return list(dict.fromkeys(name for one in shards for name in (one.name, *one.layout.replaces)))
 
 
 def successor(shards: Collection[Shard]) -> str:
-    """A name for a shard that stands for these: it sorts where the last of them does."""
+    """Return a name for the shard that replaces `shards`; it sorts next to the last of them."""
     last = max(shard.name for shard in shards)
     time = _TIME.match(last)
     name = new_name()
@@ -50,10 +50,10 @@ def successor(shards: Collection[Shard]) -> str:
 
 
 def find_replaced(folder: Folder, shards: Iterable[Shard]) -> list[str]:
-    """The names of shards that others stand for: what is left of work that was interrupted.
+    """Return the names of replaced shards that an interrupted operation left in a folder.
 
     Raises:
-        StoreError: one that stands for others is damaged: they may be all that there is.
+        StoreError: a replacing shard is damaged, so that the replaced ones may be the only copy.
     """
     there = set(folder.names())
     found: set[str] = set()

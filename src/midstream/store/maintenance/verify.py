@@ -1,4 +1,4 @@
-"""Whether a store is what was written: every byte of every shard is looked at."""
+"""Verification of a store: checks every byte of every shard."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from midstream.store.backends.local import Folder, folder_of
 from midstream.store.format.entry_rows import check_positions
 from midstream.store.format.shard import Shard
 
-_AT_ONCE = 8 << 20  # bytes of rows that are looked at together
+_CHUNK_BYTES = 8 << 20  # bytes of rows per codec check
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is wrong with a shard.
+    """A damaged shard.
 
     Attributes:
         shard: its name.
-        problem: what is wrong, and where.
+        problem: the first error and its location.
     """
 
     shard: str
@@ -33,14 +33,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was looked at, and what is wrong with it.
+    """Result of `verify`.
 
     Attributes:
-        root: where the store is.
-        shards: how many there are.
-        requests: how many completions the shards list that are right.
-        nbytes: how long these shards are together.
-        findings: one for each shard that is not right.
+        root: path or URL of the store.
+        shards: number of shards.
+        requests: number of completions in the intact shards.
+        nbytes: total length of the intact shards in bytes.
+        findings: one for each damaged shard.
     """
 
     root: str
@@ -51,36 +51,36 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether all shards are intact."""
         return not self.findings
 
     def __str__(self) -> str:
         wrong = "".join(f"\n{each.shard}: {each.problem}" for each in self.findings)
-        right = self.shards - len(self.findings)
+        intact = self.shards - len(self.findings)
         return (
-            f"{self.root}: {right} of {self.shards} shards are right, {self.requests} requests, "
+            f"{self.root}: {intact} of {self.shards} shards are intact, {self.requests} requests, "
             f"{self.nbytes / 1e6:.1f} MB{wrong}"
         )
 
 
 def verify(root: str | os.PathLike[str]) -> Verification:
-    """Looks at every byte of a store.
+    """Check every byte of a store.
 
-    Of each shard: its header, version and lengths, that its tensors follow each other, every
-    checksum, its list of requests, that each row is of the request that it is said to be of, that
-    positions ascend, that metadata is JSON, and that the rows are some that their codec writes.
+    For each shard this checks the header, version and lengths, the order of tensors, every
+    checksum, the list of requests, the request of each row, that positions ascend, that metadata
+    is JSON, and that the rows are valid for their codec.
 
     Args:
         root: the store's directory, or `s3://bucket/prefix`.
 
     Raises:
-        StoreError: there is no store.
+        StoreError: the store does not exist.
     """
-    return look_at(folder_of(root))
+    return verify_folder(folder_of(root))
 
 
-def look_at(folder: Folder) -> Verification:
-    """`verify`, of a folder."""
+def verify_folder(folder: Folder) -> Verification:
+    """Check every byte of the shards in a folder; see `verify`."""
     names = folder.names()
     findings = []
     requests = nbytes = shards = 0
@@ -91,10 +91,10 @@ def look_at(folder: Folder) -> Verification:
             check_shard(shard)
             for source in shard.layout.replaces:
                 if source in replaced and source in names:
-                    raise StoreError(f"it stands for {source}, and so does {replaced[source]}")
+                    raise StoreError(f"it replaces {source}, and so does {replaced[source]}")
                 replaced[source] = name
         except StoreError as error:
-            # It may have been merged into another since the names were read.
+            # The shard may have been merged after the names were read.
             if name not in folder.names():
                 continue
             problem = str(error).removeprefix(f"{folder}/{name}: ")
@@ -107,10 +107,10 @@ def look_at(folder: Folder) -> Verification:
 
 
 def check_shard(shard: Shard) -> None:
-    """Looks at every byte of a shard.
+    """Check every byte of a shard.
 
     Raises:
-        StoreError: something is wrong with it.
+        StoreError: the shard is damaged or inconsistent.
     """
     shard.check()
     for request in range(len(shard.lines)):
@@ -119,7 +119,7 @@ def check_shard(shard: Shard) -> None:
         owners, bounds = shard.owners(number)
         wanted = np.repeat(owners, np.diff(bounds))
         if not np.array_equal(shard.column(number, "request"), wanted):
-            raise StoreError(f"group {number}: its rows are not those that the requests have")
+            raise StoreError(f"group {number}: column `request` differs from the list of requests")
         positions = shard.column(number, "position")
         for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
             check_positions(positions[start:stop], f"group {number}, rows {start} to {stop}")
@@ -128,15 +128,15 @@ def check_shard(shard: Shard) -> None:
 
 
 def _check_rows(shard: Shard, group: int, tap: Tap) -> None:
-    """Whether the codec can have written a tap's rows."""
+    """Check that a tap's rows are valid for the codec."""
     header = shard.header
     codec = header.open_codec()
     if isinstance(codec, Raw):
         return
     rows = shard.groups[group].rows
-    step = max(1, _AT_ONCE // header.row_bytes)
+    step = max(1, _CHUNK_BYTES // header.row_bytes)
     for start in range(0, rows, step):
-        # A copy: torch takes no memory that cannot be written to.
+        # A copy: torch does not accept read-only memory.
         data = shard.rows(group, tap, start, min(start + step, rows)).copy()
         try:
             codec.check(torch.from_numpy(data), header.hidden_size, header.torch_dtype)

@@ -71,7 +71,7 @@ def test_a_store_that_is_right_is_found_to_be(tmp_path):
     assert found.ok
     assert (found.shards, found.requests, found.findings) == (3, 6, ())
     assert found.nbytes == open_store(tmp_path).nbytes
-    assert str(found).startswith(f"{tmp_path}: 3 of 3 shards are right, 6 requests, ")
+    assert str(found).startswith(f"{tmp_path}: 3 of 3 shards are intact, 6 requests, ")
 
 
 def test_every_shard_that_is_wrong_is_named_with_a_reason(tmp_path):
@@ -94,7 +94,7 @@ def test_every_shard_that_is_wrong_is_named_with_a_reason(tmp_path):
 
 def test_verify_of_nothing(tmp_path):
     assert verify(tmp_path).ok
-    with pytest.raises(StoreError, match="there is no store here"):
+    with pytest.raises(StoreError, match="no such store"):
         verify(tmp_path / "nowhere")
 
 
@@ -199,7 +199,7 @@ def test_a_source_that_is_part_here_and_part_not_is_refused(tmp_path):
     merge([tmp_path / "a", tmp_path / "b"], into)
     write(tmp_path / "a", seeded([1]))
     merge(tmp_path / "a", tmp_path / "a")
-    with pytest.raises(StoreError, match="a part of it was merged into .* before"):
+    with pytest.raises(StoreError, match="only some of its requests were merged into .* before"):
         merge(tmp_path / "a", into)
     assert ids(into) == [("r0", 0), ("r5", 0)]
 
@@ -214,7 +214,7 @@ def test_what_was_pruned_from_a_source_stays_where_it_was_merged(tmp_path):
 
 def test_a_source_that_is_not_there_is_refused_before_anything_is_made(tmp_path):
     write(tmp_path / "a", seeded([0]))
-    with pytest.raises(StoreError, match="nowhere: there is no store here"):
+    with pytest.raises(StoreError, match="nowhere: no such store"):
         merge([tmp_path / "a", tmp_path / "nowhere"], tmp_path / "all")
     assert not (tmp_path / "all").exists()
 
@@ -284,7 +284,7 @@ def test_a_reader_that_had_the_store_open_is_told_to_look_again(tmp_path):
     merge(tmp_path, tmp_path)
     assert same(store.get("r0")[TAPS[0]], vectors(0, 1, header())), "what is mapped stays"
     store = pickle.loads(pickle.dumps(store))
-    with pytest.raises(StoreError, match="it was there, and `refresh` shows what is"):
+    with pytest.raises(StoreError, match="the shard was removed, call `refresh`"):
         store.get("r0")
     store.refresh()
     assert len(store) == 3
@@ -303,14 +303,16 @@ def test_one_merge_or_prune_at_a_time(tmp_path):
     write(tmp_path, seeded([0]))
     with LocalFolder(str(tmp_path)).exclusive():
         for call in (lambda: merge(tmp_path, tmp_path), lambda: prune(tmp_path)):
-            with pytest.raises(StoreError, match="another merge or prune of it is under way"):
+            with pytest.raises(StoreError, match="another merge or prune is running"):
                 call()
     prune(tmp_path)
 
 
 def test_merging_into_an_object_store_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("midstream.store.backends.local.folder_of", lambda root: f"{root}")
-    with pytest.raises(StoreError, match="s3://bucket: this is done in a directory only"):
+    with pytest.raises(
+        StoreError, match="s3://bucket: unsupported here; expected a local directory"
+    ):
         merge(tmp_path, "s3://bucket")
 
 
@@ -378,10 +380,10 @@ def test_of_doubles_the_newest_is_kept(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "problem"),
     [
-        ({"requests": ["r0", "r9"]}, "request: nothing in this store has 'r9'"),
-        ({"tags": ["x"]}, "tag: nothing in this store has 'x'"),
-        ({"requests": "r0"}, "requests: expected a list of them, got one `str`"),
-        ({"tags": "x"}, "tags: expected a list of them"),
+        ({"requests": ["r0", "r9"]}, "request: no rows in this store have 'r9'"),
+        ({"tags": ["x"]}, "tag: no rows in this store have 'x'"),
+        ({"requests": "r0"}, "requests: expected a list, got `str`"),
+        ({"tags": "x"}, "tags: expected a list"),
     ],
 )
 def test_what_cannot_be_pruned_is_refused_by_name(tmp_path, asked, problem):
