@@ -68,9 +68,8 @@ def _request(store: Store, request: str) -> tuple[Any, RenderableType]:
 
 
 def _draw(store: Store, path: Path) -> None:
-    from midstream.tools.inspect.canvas import make_canvas
-    from midstream.tools.inspect.chart import draw
+    from midstream.tools.inspect.chart import check_supported, draw
     from midstream.tools.inspect.norms import Norms
 
-    make_canvas(path, 1, 1)  # a file of another kind is refused before rows are read
+    check_supported(path)  # before rows are read
     draw(Norms.of(store), path)

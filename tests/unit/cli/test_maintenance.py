@@ -130,7 +130,7 @@ def test_inspect_of_a_damaged_store_is_refused_and_names_the_shard(acts):
 def test_inspect_draws_norms_into_a_file(acts, name):
     assert f"drawn: {name}" in run("inspect", "acts", "--plot", name)
     data = Path(name).read_bytes()
-    assert data.startswith(b"<svg" if name.endswith("svg") else b"\x89PNG")
+    assert data.startswith(b"<?xml" if name.endswith("svg") else b"\x89PNG")
 
 
 def test_a_picture_of_another_kind_or_of_nothing_is_refused(acts, tmp_path):

@@ -1,1 +1,1 @@
-"""What is in a store, for people: a table, one request, the norms of its rows as a picture."""
+"""`midstream inspect`: tables of a store's contents, and a chart of activation norms."""

@@ -1,150 +1,151 @@
-"""The norms of a store's rows, drawn: by layer, and by position."""
+"""Chart of activation norms by layer and by position, drawn with matplotlib."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from midstream.tools.inspect.canvas import INK, Canvas, Point, make_canvas
+from midstream.errors import UnsupportedError
 from midstream.tools.inspect.norms import Norms, Spread
 
-WIDTH, HEIGHT = 1000, 450
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FORMATS = (".png", ".svg")
+# Size of the figure in inches, and pixels per inch of a PNG.
+SIZE, DPI = (10.0, 4.5), 200
 COLORS = ("#2f6db5", "#d1603d", "#3a9a66", "#8a5fb0", "#b08a1f", "#5d6570")
-_FAINT = "#dfe3e8"
-_TOP, _BOTTOM = 100, 60
-# Round values within a power of ten; as many as are needed.
-_STEPS = ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
+_INK, _MUTED, _GRID = "#22262d", "#5d6570", "#e3e6ea"
+_STYLE: Any = {
+    "font.size": 9,
+    "text.color": _INK,
+    "axes.labelcolor": _MUTED,
+    "axes.edgecolor": "#b9bfc7",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": _GRID,
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    # Text in an SVG stays text, and equal input gives an equal file.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "midstream",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class _Panel:
-    """Where one of the charts is, and how its values become places in it.
+def check_supported(path: Path) -> None:
+    """Check that a chart can be written to `path`, before any work is done.
 
-    Attributes:
-        left, right: pixels.
-        first, last: x at these.
-        low, high: log10 of the values at the bottom and the top.
+    Raises:
+        UnsupportedError: the file name does not end in .png or .svg, or matplotlib is not
+            installed.
     """
-
-    left: float
-    right: float
-    first: float
-    last: float
-    low: float
-    high: float
-
-    def x(self, value: float) -> float:
-        # A single one is in the middle.
-        span = self.last - self.first
-        share = (value - self.first) / span if span else 0.5
-        return self.left + share * (self.right - self.left)
-
-    def y(self, value: float) -> float:
-        share = (math.log10(value) - self.low) / (self.high - self.low)
-        return HEIGHT - _BOTTOM - share * (HEIGHT - _BOTTOM - _TOP)
+    if path.suffix.lower() not in FORMATS:
+        raise UnsupportedError(f"{path}: expected a file name that ends in .png or .svg")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise UnsupportedError('charts need matplotlib: pip install "midstream[inspect]"') from None
 
 
 def draw(norms: Norms, path: Path) -> None:
-    """Draws both charts into a file.
+    """Draw norms by layer and by position into a PNG or SVG file.
 
     Raises:
-        UnsupportedError: neither SVG nor PNG, or Pillow is missing.
+        UnsupportedError: see `check_supported`.
         OSError: the file cannot be written.
     """
-    canvas = make_canvas(path, WIDTH, HEIGHT)
+    check_supported(path)
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    kind = path.suffix.lower()[1:]
+    with rc_context(_STYLE):
+        figure = Figure(figsize=SIZE)
+        figure.subplots_adjust(left=0.065, right=0.975, top=0.76, bottom=0.115, wspace=0.16)
+        figure.text(0.02, 0.935, _title(norms), fontsize=12.5, fontweight="bold")
+        caption = "Line: median. Bands: 25th to 75th and 5th to 95th percentile of the rows."
+        figure.text(0.02, 0.885, caption, fontsize=8.5, color=_MUTED)
+        panels = figure.subplots(1, 2 if norms.by_position else 1, squeeze=False)[0]
+        _draw_panel(panels[0], norms.by_layer, "by layer", "layer")
+        if norms.by_position:
+            _draw_panel(panels[1], norms.by_position, f"by position, {norms.site}", "position")
+        metadata = {"Date": None} if kind == "svg" else {}
+        figure.savefig(path, format=kind, dpi=DPI, metadata=metadata)
+
+
+def _title(norms: Norms) -> str:
     title = f"Norms of {norms.rows:,} rows, codec {norms.codec}"
     if norms.not_finite:
-        title += f"; {norms.not_finite:,} others are not finite"
-    canvas.text((20, 26), title, size=16)
-    canvas.text((20, 44), "line: median; bands: 25 to 75 and 5 to 95 percent of the rows", size=11)
-    half = WIDTH / 2
-    _draw_panel(canvas, 60, half - 30, norms.by_layer, "by layer", "layer")
-    if norms.by_position:
-        title, axis = f"by position, {norms.site}", "position in the request"
-        _draw_panel(canvas, half + 50, WIDTH - 40, norms.by_position, title, axis)
-    canvas.save(path)
+        title += f" ({norms.not_finite:,} non-finite rows omitted)"
+    return title
 
 
-def _draw_panel(
-    canvas: Canvas, left: float, right: float, spreads: Sequence[Spread], title: str, axis: str
-) -> None:
+def _draw_panel(axes: Axes, spreads: Sequence[Spread], title: str, x_label: str) -> None:
+    """Draw percentiles of several spreads into one pair of axes with a logarithmic y axis."""
+    from matplotlib.ticker import MaxNLocator
+
     values = np.concatenate([spread.percentiles.ravel() for spread in spreads])
     positive = values[values > 0]
     low, high = (positive.min(), positive.max()) if len(positive) else (1.0, 1.0)
-    panel = _Panel(
-        left,
-        right,
-        min(float(spread.x[0]) for spread in spreads),
-        max(float(spread.x[-1]) for spread in spreads),
-        math.log10(low) - 0.05,
-        math.log10(high) + 0.05,
-    )
-    canvas.text(((left + right) / 2, _TOP - 28), title, size=13, anchor="middle")
-    _draw_levels(canvas, panel)
-    for tick in _ticks(panel.first, panel.last):
-        canvas.text((panel.x(tick), HEIGHT - _BOTTOM + 18), f"{tick:g}", size=11, anchor="middle")
-    canvas.text(((left + right) / 2, HEIGHT - _BOTTOM + 36), axis, size=11, anchor="middle")
+    first = min(float(spread.x[0]) for spread in spreads)
+    last = max(float(spread.x[-1]) for spread in spreads)
+    margin = 0.012 * (last - first) or 1.0
+    low, high = _widened(float(low), float(high))
+    axes.set_title(title, loc="left", fontsize=10, pad=20)
+    axes.set_xlabel(x_label)
+    axes.set_xlim(first - margin, last + margin)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+    _scale_norms(axes, low, high)
     for number, spread in enumerate(spreads):
         color = COLORS[number % len(COLORS)]
-        _draw_spread(canvas, panel, spread, color)
-        if len(spreads) > 1 or spread.name.startswith("layer"):
-            share = (number + 0.5) / len(spreads)
-            place = (left + share * (right - left), _TOP - 10)
-            canvas.text(place, spread.name, size=11, anchor="middle", color=color)
+        # The logarithmic axis has no zero: norms of zero are drawn at its lower end.
+        percentiles = np.maximum(spread.percentiles, low)
+        x = spread.x
+        if len(x) == 1:
+            # A single point has no line: draw a short horizontal one.
+            x = np.array([x[0] - margin / 4, x[0] + margin / 4])
+            percentiles = np.repeat(percentiles, 2, axis=0)
+        p5, p25, p50, p75, p95 = percentiles.T
+        axes.fill_between(x, p5, p95, color=color, alpha=0.13, linewidth=0)
+        axes.fill_between(x, p25, p75, color=color, alpha=0.25, linewidth=0)
+        axes.plot(x, p50, color=color, linewidth=1.7, label=spread.name)
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(-0.008, 1), borderaxespad=0.1, borderpad=0.2, ncols=6,
+        handlelength=0.9, columnspacing=1.0, handletextpad=0.4, fontsize=8,
+    )  # fmt: skip
 
 
-def _draw_levels(canvas: Canvas, panel: _Panel) -> None:
-    """Lines at round values, and what they are."""
-    for value in _levels(panel.low, panel.high):
-        y = panel.y(value)
-        canvas.line([(panel.left, y), (panel.right, y)], _FAINT, 1)
-        canvas.text((panel.left - 6, y + 4), f"{value:g}", size=11, anchor="end")
-    base = HEIGHT - _BOTTOM
-    canvas.line([(panel.left, base), (panel.right, base)], INK, 1)
+def _widened(low: float, high: float) -> tuple[float, float]:
+    """Return the bounds of a logarithmic axis with a margin around its values."""
+    margin = 10 ** (0.01 + 0.03 * math.log10(high / low))
+    return low / margin, high * margin
 
 
-def _draw_spread(canvas: Canvas, panel: _Panel, spread: Spread, color: str) -> None:
-    # Rows of nothing have no place on this axis.
-    percentiles = np.maximum(spread.percentiles, 10**panel.low)
-    places = [panel.x(float(x)) for x in spread.x]
-    if len(places) == 1:
-        # Wide enough to be seen.
-        places = [places[0] - 12, places[0] + 12]
-        percentiles = np.repeat(percentiles, 2, axis=0)
-    lines: list[list[Point]] = [
-        [(x, panel.y(float(value))) for x, value in zip(places, column, strict=True)]
-        for column in percentiles.T
-    ]
-    canvas.area([*lines[0], *reversed(lines[4])], color, 0.12)
-    canvas.area([*lines[1], *reversed(lines[3])], color, 0.22)
-    canvas.line(lines[2], color, 1.8)
+def _scale_norms(axes: Axes, low: float, high: float) -> None:
+    """Set a logarithmic y axis from `low` to `high` with a few labelled ticks."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    axes.set_yscale("log")
+    axes.set_ylim(low, high)
+    decades = math.log10(high / low)
+    if decades >= 0.7:
+        subs = (1.0,) if decades >= 4 else (1.0, 3.0) if decades >= 2 else (1.0, 2.0, 5.0)
+        axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=9))
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(6))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _label(value)))
 
 
-def _levels(low: float, high: float) -> list[float]:
-    """Three to about eight round values between two, which are given as log10."""
-    for steps in _STEPS:
-        powers = range(math.floor(low), math.ceil(high) + 1)
-        found = [step * 10.0**power for power in powers for step in steps]
-        found = [value for value in found if low <= math.log10(value) <= high]
-        if len(found) >= 3:
-            return found[:: 1 + len(found) // 9]
-    # They are close together: steps of the same length are as good.
-    step = 10 ** math.floor(math.log10(10**high - 10**low)) / 2
-    first, last = math.ceil(10**low / step), math.floor(10**high / step)
-    return [step * count for count in range(first, last + 1, 1 + (last - first) // 9)]
-
-
-def _ticks(first: float, last: float) -> list[float]:
-    """Up to about eight whole numbers."""
-    step = max(1, math.ceil((last - first) / 8))
-    for round_step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000):
-        if round_step >= step:
-            step = round_step
-            break
-    start = math.ceil(first / step) * step
-    found = [float(value) for value in range(start, math.floor(last) + 1, step)]
-    return found or [first]
+def _label(value: float) -> str:
+    return f"{value:,.6g}" if value < 1e7 else f"{value:.6g}"

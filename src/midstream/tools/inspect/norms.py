@@ -1,4 +1,4 @@
-"""How long the rows of a store are, by layer and by position."""
+"""Norms of a store's activations by layer and by position."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from midstream.store import Selection, Store
 from midstream.store.format.layout import tap_order
 
 PERCENTILES = (5, 25, 50, 75, 95)
-# What is read of one site and layer; more would not change what is seen.
+# Largest number of rows read per site and layer; more would not visibly change the chart.
 _MOST_ROWS = 4096
 _MOST_ROWS_BY_POSITION = 16384
 _AT_ONCE = 1024
@@ -25,12 +25,12 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Percentiles of norms, along something.
+    """Percentiles of norms along layers or positions.
 
     Attributes:
-        name: of what they are.
-        x: [n], ascending.
-        percentiles: [n, 5]; see `PERCENTILES`.
+        name: name of the curve.
+        x: float64 [n], layers or positions, ascending.
+        percentiles: float64 [n, 5]; see `PERCENTILES`.
     """
 
     name: str
@@ -40,16 +40,17 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """What is drawn of a store.
+    """Norms of a sample of a store's rows.
 
     Attributes:
-        codec: of its rows. What it reduces are norms of what is left: of `rp8` an estimate, of
-            `topk8` a little less.
-        by_layer: one for each site.
-        by_position: the first, middle and last layer of one site, as far as rows are finite.
-        site: that site.
-        rows: how many were read and are drawn.
-        not_finite: how many others were read, which have a NaN or an infinity and no norm.
+        codec: codec of the rows. Norms are those of the decoded rows: with `rp8` estimates, with
+            `topk8` slightly too small.
+        by_layer: one spread for each site.
+        by_position: spreads of the first, middle and last layer of one site, without layers that
+            have no finite rows.
+        site: the site of `by_position`.
+        rows: number of sampled rows with a finite norm.
+        not_finite: number of sampled rows with a NaN or infinity, which are left out.
     """
 
     codec: str
@@ -61,36 +62,40 @@ class Norms:
 
     @staticmethod
     def of(store: Store, seed: int = 0) -> Norms:
-        """Reads some of the rows of each site and layer, chosen by chance.
+        """Compute norms of a random sample of the rows of each site and layer.
+
+        Args:
+            store: the store.
+            seed: seed of the sample.
 
         Raises:
-            StoreError: there are none that are finite, they are not all of one kind, or they are
-                damaged.
+            StoreError: the store has no finite rows, rows of different codecs, or is damaged.
         """
         if not store.sites:
             raise StoreError(f"{store.root}: there are no rows to draw")
         (codec, *others) = store.codecs
         if others:
             raise StoreError(
-                f"{store.root}: rows of different codecs are not drawn together: {store.codecs}"
+                f"{store.root}: cannot draw rows of different codecs together: "
+                f"{', '.join(store.codecs)}"
             )
-        chance = np.random.default_rng(seed)
+        rng = np.random.default_rng(seed)
         norms: dict[str, dict[int, Floats]] = {}
         not_finite = 0
         for site, layer in sorted(_taps(store), key=tap_order):
-            found, _, left_out = _read(store.select(site=site, layer=layer), _MOST_ROWS, chance)
+            found, _, left_out = _read(store.select(site=site, layer=layer), _MOST_ROWS, rng)
             not_finite += left_out
             if len(found):
                 norms.setdefault(site, {})[layer] = found
         if not norms:
-            which = " that are finite" if not_finite else ""
-            raise StoreError(f"{store.root}: there are no rows{which} to draw")
+            which = "finite " if not_finite else ""
+            raise StoreError(f"{store.root}: there are no {which}rows to draw")
         site = "resid_post" if "resid_post" in norms else next(iter(norms))
         layers = sorted(norms[site])
         by_position = []
         for layer in dict.fromkeys((layers[0], layers[len(layers) // 2], layers[-1])):
             selection = store.select(site=site, layer=layer)
-            found, positions, _ = _read(selection, _MOST_ROWS_BY_POSITION, chance)
+            found, positions, _ = _read(selection, _MOST_ROWS_BY_POSITION, rng)
             if len(found):
                 by_position.append(_by_position(f"layer {layer}", found, positions))
         return Norms(
@@ -108,16 +113,16 @@ def _taps(store: Store) -> set[tuple[str, int]]:
 
 
 def _read(
-    selection: Selection, most: int, chance: np.random.Generator
+    selection: Selection, most: int, rng: np.random.Generator
 ) -> tuple[Floats, NDArray[np.int64], int]:
-    """Norms of some rows, their positions, and how many others were not finite."""
+    """Return norms and positions of up to `most` random rows, and how many were not finite."""
     count = min(len(selection), most)
     norms, positions = np.empty(count), np.empty(count, np.int64)
-    chosen = np.sort(chance.choice(len(selection), count, replace=False))
+    chosen = np.sort(rng.choice(len(selection), count, replace=False))
     for start in range(0, count, _AT_ONCE):
         batch = selection.take(chosen[start : start + _AT_ONCE])
         part = slice(start, start + len(batch))
-        # In float64: squares of what is finite are.
+        # In float64 squares of finite values do not overflow.
         norms[part] = batch.values.norm(dim=1, dtype=torch.float64).numpy()
         positions[part] = batch.position.numpy()
     finite = np.isfinite(norms)
@@ -131,11 +136,11 @@ def _by_layer(name: str, norms: Mapping[int, Floats]) -> Spread:
 
 
 def _by_position(name: str, norms: Floats, positions: NDArray[np.int64]) -> Spread:
-    """Each position by itself, or, where there are many, as many bins as one can tell apart."""
+    """Return the spread of each position, or of at most `_MOST_BINS` bins of positions."""
     last = int(positions.max())
     width = last // _MOST_BINS + 1
     bins = positions // width
-    there = np.unique(bins)
-    percentiles = np.stack([np.percentile(norms[bins == one], PERCENTILES) for one in there])
-    middles = np.asarray(there * width + (width - 1) / 2, np.float64)
+    present = np.unique(bins)
+    percentiles = np.stack([np.percentile(norms[bins == one], PERCENTILES) for one in present])
+    middles = np.asarray(present * width + (width - 1) / 2, np.float64)
     return Spread(name, middles, percentiles)

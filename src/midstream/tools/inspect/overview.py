@@ -1,4 +1,4 @@
-"""What a store has, counted."""
+"""Summary of a store's contents."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from midstream.store import Header, Store, StoredRequest
 
 @dataclass(frozen=True, slots=True)
 class SiteCount:
-    """The rows of one site.
+    """Number of rows of one site.
 
     Attributes:
-        site: its name.
-        layers: those that there are rows of, ascending.
-        rows: of all of these layers together.
+        site: name of the site.
+        layers: layers that have rows, ascending.
+        rows: number of rows of all these layers.
     """
 
     site: str
@@ -28,18 +28,18 @@ class SiteCount:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """What a store has.
+    """Summary of a store.
 
     Attributes:
-        root: where it is.
-        shards: how many there are.
-        requests: how many completions.
-        rows: how many vectors.
-        nbytes: what it takes on disk.
-        headers: what rows share; mostly one.
-        sites: in the order in which a layer reaches them.
-        tags: how many completions each has; "" are those without.
-        prompt_tokens: the fewest, the median and the most; None: there are no requests.
+        root: directory or URL of the store.
+        shards: number of shards.
+        requests: number of completions.
+        rows: number of rows.
+        nbytes: size on disk in bytes.
+        headers: distinct headers of the shards, usually one.
+        sites: rows by site, in the order of the forward pass.
+        tags: number of completions by tag; "" for those without a tag.
+        prompt_tokens: minimum, median and maximum prompt length; None: there are no requests.
     """
 
     root: str
@@ -54,7 +54,7 @@ class Overview:
 
     @staticmethod
     def of(store: Store) -> Overview:
-        """Counts what there is. No rows are read.
+        """Summarise a store without reading rows.
 
         Raises:
             StoreError: a shard is damaged.
@@ -88,12 +88,12 @@ class Overview:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return the summary as JSON values."""
         return asdict(self)
 
 
 def plain_request(one: StoredRequest) -> dict[str, Any]:
-    """One completion as JSON values, without its rows.
+    """Return one completion as JSON values, without its rows.
 
     Raises:
         StoreError: its index or metadata is damaged.

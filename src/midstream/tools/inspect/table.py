@@ -1,4 +1,4 @@
-"""A store, and one of its requests, as tables for people."""
+"""Terminal tables of a store and of one of its requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_TAGS = 20
 
 
 def render(overview: Overview) -> RenderableType:
-    """The whole store."""
+    """Return the tables of a whole store."""
     parts: list[RenderableType] = [Text(_title(overview), style="bold")]
     for header in overview.headers:
         revision = f" at {header.revision}" if header.revision else ""
@@ -41,7 +41,7 @@ def render(overview: Overview) -> RenderableType:
 
 
 def render_request(found: Sequence[StoredRequest]) -> RenderableType:
-    """Every completion of a request."""
+    """Return the tables of every completion of a request."""
     return Group(*(part for one in found for part in _completion(one)))
 
 
