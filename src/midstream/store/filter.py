@@ -99,7 +99,7 @@ class Filter:
         return rows
 
 
-def read_filter(shards: Sequence[Shard], asked: Mapping[str, object]) -> Filter:
+def read_filter(shards: Sequence[Shard], arguments: Mapping[str, object]) -> Filter:
     """Return the filter for the arguments of `Store.select`.
 
     Raises:
@@ -109,11 +109,11 @@ def read_filter(shards: Sequence[Shard], asked: Mapping[str, object]) -> Filter:
     # Values are collected only for filters that are given: there may be millions of requests.
     found = {
         name: None
-        if asked[name] is None
-        else _read(name, asked[name], {each for shard in shards for each in names(shard)})
+        if arguments[name] is None
+        else _read(name, arguments[name], {each for shard in shards for each in names(shard)})
         for name, names in _VALUES.items()
     }
-    position, token = asked["position"], asked["token"]
+    position, token = arguments["position"], arguments["token"]
     return Filter(
         sites=found["site"],
         layers=found["layer"],

@@ -11,7 +11,8 @@ from midstream import sites
 from midstream.errors import StoreError
 from midstream.results.activations import Activations
 from midstream.sites import Tap
-from midstream.store.backends.local import Folder, folder_of
+from midstream.store.backends.base import Folder
+from midstream.store.backends.local import folder_of
 from midstream.store.filter import read_filter
 from midstream.store.format.shard import Shard
 from midstream.store.selection import Selection
@@ -204,7 +205,7 @@ class Store:
                 width or dtype.
             SpecError: `position` is malformed.
         """
-        asked = {
+        arguments = {
             "site": site,
             "layer": layer,
             "request": request,
@@ -215,7 +216,7 @@ class Store:
             "model": model,
             "codec": codec,
         }
-        return Selection(self.shards, read_filter(self.shards, asked))
+        return Selection(self.shards, read_filter(self.shards, arguments))
 
     @property
     def sites(self) -> tuple[str, ...]:

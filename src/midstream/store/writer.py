@@ -10,7 +10,8 @@ from pathlib import Path
 from types import TracebackType
 
 from midstream.errors import StoreError
-from midstream.store.backends.local import Folder, folder_of
+from midstream.store.backends.base import Folder
+from midstream.store.backends.local import folder_of
 from midstream.store.format.entry import Entry, Header
 from midstream.store.format.shard_builder import ShardBuilder
 

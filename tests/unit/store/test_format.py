@@ -15,7 +15,7 @@ from unit.store.making import TAPS, entry, header, rows_of, same, vectors, write
 
 from midstream import open_store
 from midstream.store import Entry
-from midstream.store.format.layout import is_shard_name
+from midstream.store.backends.base import is_shard_name
 from midstream.store.format.shard_builder import ShardBuilder
 from midstream.store.writer import new_name
 

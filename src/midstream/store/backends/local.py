@@ -1,4 +1,4 @@
-"""Storage backends: the interface that the store requires, and the local file system."""
+"""Stores in folders of the local file system."""
 
 from __future__ import annotations
 
@@ -12,75 +12,18 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import StoreError
-from midstream.store.format.layout import is_shard_name
+from midstream.store.backends.base import File, Folder, is_shard_name
 
 _MAX_PIECES = 1024  # buffers per writev: Linux's IOV_MAX
 _WRITE_BYTES = 8 << 20  # bytes that are buffered before a write
 _MAX_MAPPED = 128  # files; each uses a descriptor
 # Errors of file systems that do not support fsync for directories.
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
-
-
-class File(Protocol):
-    """The bytes of one shard. Immutable."""
-
-    @property
-    def size(self) -> int:
-        """Length in bytes."""
-        ...
-
-    def read(self, start: int, stop: int) -> memoryview:
-        """Return bytes [start, stop), which must lie within the file.
-
-        They may be memory-mapped and must not be written to.
-        """
-        ...
-
-    def gather(self, start: int, width: int, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Copy rows to uint8 [len(rows), width]: row i is `width` bytes at start + rows[i] · width.
-
-        Args:
-            start: offset of row 0 in the file.
-            width: bytes per row.
-            rows: row indices in any order; all rows must lie within the file.
-        """
-        ...
-
-
-class Folder(Protocol):
-    """The shards of one store. Every method may raise StoreError, which names the folder."""
-
-    def names(self) -> list[str]:
-        """Return the shards' names, ascending. Raises StoreError if the folder does not exist."""
-        ...
-
-    def open(self, name: str) -> File:
-        """Return a shard, cached if it was opened before.
-
-        Raises StoreError if there is no shard of this name.
-        """
-        ...
-
-    def make(self) -> None:
-        """Create the folder if it is missing, and check that it is writable."""
-        ...
-
-    def put(self, name: str, pieces: Iterable[memoryview]) -> None:
-        """Write a shard atomically and durably, replacing any shard of the same name.
-
-        After an error either none of the shard exists or all of it.
-        """
-        ...
-
-    def delete(self, name: str) -> None:
-        """Remove a shard if it exists."""
-        ...
 
 
 def folder_of(root: str | os.PathLike[str]) -> Folder:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.errors import StoreError
-from midstream.store.format.layout import is_shard_name
+from midstream.store.backends.base import is_shard_name
 
 # Written by `make`, to distinguish an empty store from a mistyped URL.
 MARKER = ".midstream"

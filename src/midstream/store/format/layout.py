@@ -15,6 +15,7 @@ from typing import Any
 from midstream import sites
 from midstream.errors import SpecError, StoreError
 from midstream.sites import Tap
+from midstream.store.backends.base import is_shard_name
 from midstream.store.format.entry import Header
 from midstream.validation import is_int, read_json, show
 
@@ -34,7 +35,6 @@ MAX_POSITION = (1 << 26) - 1
 _COLUMNS = (("position", "I64", 8), ("token_id", "I64", 8), ("request", "I32", 4))
 _BYTES_PER_ROW = sum(size for _, _, size in _COLUMNS)
 _TENSOR = re.compile(r"g(0|[1-9][0-9]{0,5})\.(?:request|([a-z_]{1,32})\.(0|[1-9][0-9]{0,4}))")
-_SHARD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}\.safetensors")
 _SITE_ORDER = {name: order for order, name in enumerate(sites.NAMES)}
 
 
@@ -145,11 +145,6 @@ def tap_name(group: int, tap: Tap) -> str:
 def tap_order(tap: Tap) -> tuple[int, int]:
     """Return the sort key of a tap: layer, then execution order of the sites within a layer."""
     return tap[1], _SITE_ORDER[tap[0]]
-
-
-def is_shard_name(name: str) -> bool:
-    """Whether a file name is that of a shard: `*.safetensors` of plain characters, not hidden."""
-    return _SHARD.fullmatch(name) is not None
 
 
 # ---------------------------------------------------------------- reading

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from midstream.errors import StoreError
 from midstream.sites import Tap
-from midstream.store.backends.local import File, Folder
+from midstream.store.backends.base import File, Folder
 from midstream.store.format.checksums import JOB, block_sums, in_parallel
 from midstream.store.format.entry import Header
 from midstream.store.format.layout import (

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from midstream.errors import StoreError
-from midstream.store.backends.local import Folder, LocalFolder, folder_of, local_folder_of
+from midstream.store.backends.base import Folder
+from midstream.store.backends.local import LocalFolder, folder_of, local_folder_of
 from midstream.store.format.entry import Header
 from midstream.store.format.layout import MAX_HEADER, MAX_REQUESTS
 from midstream.store.format.shard import Shard

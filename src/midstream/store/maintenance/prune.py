@@ -72,7 +72,7 @@ def prune(
             folder.set_aside(name)
         for name in found.pruned.replaced:
             folder.delete(name)
-        for shard, indices in found.gone:
+        for shard, indices in found.unwanted:
             _rewrite(shard, indices, folder)
     return found.pruned
 
@@ -112,7 +112,7 @@ class _Found:
     """What to remove: the summary, and the requests by shard and index."""
 
     pruned: Pruned
-    gone: list[tuple[Shard, set[int]]]
+    unwanted: list[tuple[Shard, set[int]]]
 
 
 def _find(folder: LocalFolder, options: _Options) -> _Found:
@@ -121,10 +121,10 @@ def _find(folder: LocalFolder, options: _Options) -> _Found:
     shards = [Shard(folder, name) for name in names if name not in bad]
     replaced = find_replaced(folder, shards)
     shards = [shard for shard in shards if shard.name not in replaced]
-    gone = _unwanted(shards, options.duplicates, set(options.requests), set(options.tags))
+    unwanted = _unwanted(shards, options.duplicates, set(options.requests), set(options.tags))
     dropped = [
         (shard.lines[index].request, shard.lines[index].child)
-        for shard, indices in gone
+        for shard, indices in unwanted
         for index in sorted(indices)
     ]
     return _Found(
@@ -134,7 +134,7 @@ def _find(folder: LocalFolder, options: _Options) -> _Found:
             tuple(bad),
             tuple(dropped),
         ),
-        gone,
+        unwanted,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
-from midstream.store.backends.local import Folder
+from midstream.store.backends.base import Folder
 from midstream.store.format.entry_rows import IndexedRows
 from midstream.store.format.shard import Shard
 from midstream.store.format.shard_builder import ShardBuilder
@@ -55,10 +55,10 @@ def find_replaced(folder: Folder, shards: Iterable[Shard]) -> list[str]:
     Raises:
         StoreError: a replacing shard is damaged, so that the replaced ones may be the only copy.
     """
-    there = set(folder.names())
+    present = set(folder.names())
     found: set[str] = set()
     for shard in shards:
-        replaced = there.intersection(shard.layout.replaces)
+        replaced = present.intersection(shard.layout.replaces)
         if replaced:
             check_shard(shard)
         found |= replaced

@@ -11,7 +11,8 @@ import torch
 from midstream.codecs import Raw
 from midstream.errors import CodecError, StoreError
 from midstream.sites import Tap
-from midstream.store.backends.local import Folder, folder_of
+from midstream.store.backends.base import Folder
+from midstream.store.backends.local import folder_of
 from midstream.store.format.entry_rows import check_positions
 from midstream.store.format.shard import Shard
 

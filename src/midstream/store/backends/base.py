@@ -1,0 +1,73 @@
+"""The interface that a store requires of where its shards are kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+_SHARD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}\.safetensors")
+
+
+def is_shard_name(name: str) -> bool:
+    """Whether a file name is that of a shard: `*.safetensors` of plain characters, not hidden."""
+    return _SHARD.fullmatch(name) is not None
+
+
+class File(Protocol):
+    """The bytes of one shard. Immutable."""
+
+    @property
+    def size(self) -> int:
+        """Length in bytes."""
+        ...
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Return bytes [start, stop), which must lie within the file.
+
+        They may be memory-mapped and must not be written to.
+        """
+        ...
+
+    def gather(self, start: int, width: int, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Copy rows to uint8 [len(rows), width]: row i is `width` bytes at start + rows[i] · width.
+
+        Args:
+            start: offset of row 0 in the file.
+            width: bytes per row.
+            rows: row indices in any order; all rows must lie within the file.
+        """
+        ...
+
+
+class Folder(Protocol):
+    """The shards of one store. Every method may raise StoreError, which names the folder."""
+
+    def names(self) -> list[str]:
+        """Return the shards' names, ascending. Raises StoreError if the folder does not exist."""
+        ...
+
+    def open(self, name: str) -> File:
+        """Return a shard, cached if it was opened before.
+
+        Raises StoreError if there is no shard of this name.
+        """
+        ...
+
+    def make(self) -> None:
+        """Create the folder if it is missing, and check that it is writable."""
+        ...
+
+    def put(self, name: str, pieces: Iterable[memoryview]) -> None:
+        """Write a shard atomically and durably, replacing any shard of the same name.
+
+        After an error either none of the shard exists or all of it.
+        """
+        ...
+
+    def delete(self, name: str) -> None:
+        """Remove a shard if it exists."""
+        ...
