@@ -232,9 +232,10 @@ def _check(config: SaeConfig, tensors: dict[str, Tensor]) -> None:
         has = "there is no tensor" if jumps else "there is a tensor"
         raise SpecError("architecture", f"`{config.architecture}`, but {has} `threshold`")
     width, features = tensors["W_enc"].shape
-    for name, said, found in (("d_in", config.width, width), ("d_sae", config.features, features)):
-        if said is not None and said != found:
-            raise SpecError(name, f"{said}, but W_enc has shape {[width, features]}")
+    sizes = (("d_in", config.width, width), ("d_sae", config.features, features))
+    for name, declared, found in sizes:
+        if declared is not None and declared != found:
+            raise SpecError(name, f"{declared}, but W_enc has shape {[width, features]}")
 
 
 def _not_safetensors(path: Path) -> str:

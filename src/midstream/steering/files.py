@@ -53,7 +53,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Placed, ...] | Vector:
 
     Raises:
         SpecError: the file does not exist, has another format or is damaged or malicious; a key
-            names no tap; two keys name the same tap; or a tensor is not a vector. The problem
+            is not a tap; two keys name the same tap; or a tensor is not a vector. The problem
             starts with the file's name; the path is empty.
     """
     name = os.fspath(path)

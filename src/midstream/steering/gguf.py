@@ -1,7 +1,7 @@
-"""Read a GGUF file: its metadata, and its tensors as float32.
+"""Reader of GGUF files: metadata, and tensors as float32.
 
-The file is data from elsewhere, so every count, size and offset in it is checked against the
-bytes that are there before it is used, and whatever is wrong is a `ModelError`.
+Files are untrusted: every count, size and offset is checked against the file's length before it is
+used, and every error is a `ModelError`.
 
 The layout, little-endian: magic, version, tensor count, key count; the keys, each a string, a
 kind and a value; per tensor a name, a shape (fastest dimension first), a GGML type and an offset;
@@ -34,12 +34,12 @@ MAX_DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor as the file holds it.
+    """One encoded tensor.
 
     Attributes:
         kind: its GGML type, a key of `LAYOUTS`.
-        shape: slowest dimension first, as in torch; the file has it the other way round.
-        raw: uint8 `[bytes]`, its blocks, a view of the file.
+        shape: slowest dimension first, as in torch; the file has the reverse order.
+        raw: uint8 `[bytes]`, its blocks, a view of the file's bytes.
     """
 
     kind: int
@@ -47,7 +47,7 @@ class Tensor:
     raw: Bytes
 
     def dequantize(self) -> Floats:
-        """float32 `[*shape]`, contiguous and writable."""
+        """Decode to float32 `[*shape]`, contiguous and writable."""
         layout = LAYOUTS[self.kind]
         values = layout.unpack(self.raw.reshape(-1, layout.size_bytes))
         return np.require(values, np.float32, ["C", "W"]).reshape(self.shape)
@@ -55,21 +55,27 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Gguf:
-    """A whole file: its metadata by key and its tensors by name."""
+    """Contents of a file: metadata by key and tensors by name."""
 
     metadata: dict[str, Any]
     tensors: dict[str, Tensor]
 
     def __getitem__(self, key: str) -> Any:
-        """The metadata under `key`, which must be there."""
+        """Return the metadata under `key`; raises ModelError if it is missing."""
         try:
             return self.metadata[key]
         except KeyError:
-            raise ModelError(f"GGUF: no metadata {key!r}; this is another model's file") from None
+            raise ModelError(
+                f"GGUF: missing metadata {key!r}; is it another model's file?"
+            ) from None
 
 
 def read_gguf(data: bytes) -> Gguf:
-    """The file whose bytes are `data`. Tensors are views of it, so it lives as long as they do."""
+    """Parse the bytes of a file. Tensors are views of `data` and keep it in memory.
+
+    Raises:
+        ModelError: `data` is not a GGUF file, or is damaged or unsupported.
+    """
     cursor = _Cursor(data)
     if cursor.bytes(4) != MAGIC:
         raise ModelError(f"GGUF: expected the file to start with {MAGIC!r}, got {data[:4]!r}")
@@ -89,13 +95,13 @@ def read_gguf(data: bytes) -> Gguf:
     tensors: dict[str, Tensor] = {}
     for name, shape, kind, offset in infos:
         if name in tensors:
-            raise ModelError(f"GGUF: tensor {name!r} is there twice")
+            raise ModelError(f"GGUF: tensor {name!r} occurs twice")
         tensors[name] = _view_tensor(data, name, shape, kind, base + offset)
     return Gguf(metadata, tensors)
 
 
 class _Cursor:
-    """Takes values off the front of a file; running past its end is a `ModelError`."""
+    """Sequential reader of values; reading past the end raises ModelError."""
 
     def __init__(self, data: bytes) -> None:
         self.data = memoryview(data)
@@ -128,10 +134,10 @@ class _Cursor:
         if kind in SCALARS:
             return self.scalar(SCALARS[kind])
         if kind != ARRAY or depth == MAX_NESTING:
-            raise ModelError(f"GGUF: no value of kind {kind} is known, before {self.position}")
+            raise ModelError(f"GGUF: unsupported value of kind {kind} before byte {self.position}")
         kind, count = self.scalar("I"), self.scalar("Q")
         if kind in SCALARS:
-            # The bytes are taken first: a hostile count must not reach `struct` as a format.
+            # Read first, which checks the count before it becomes part of a `struct` format.
             code = SCALARS[kind]
             raw = self.bytes(count * struct.calcsize("<" + code))
             return list(struct.unpack(f"<{count}{code}", raw))
@@ -139,12 +145,13 @@ class _Cursor:
 
 
 def _read_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """One tensor's name, shape (slowest dimension first), GGML type and offset."""
+    """Read a tensor's name, shape (slowest dimension first), GGML type and offset."""
     name = cursor.string()
     num_dimensions = cursor.scalar("I")
     if num_dimensions > MAX_DIMENSIONS:
         raise ModelError(
-            f"GGUF: tensor {name!r} has {num_dimensions} dimensions, over GGML's {MAX_DIMENSIONS}"
+            f"GGUF: tensor {name!r} has {num_dimensions} dimensions, expected at most"
+            f" {MAX_DIMENSIONS}"
         )
     shape = tuple(cursor.scalar("Q") for _ in range(num_dimensions))[::-1]
     return name, shape, cursor.scalar("I"), cursor.scalar("Q")
@@ -154,13 +161,13 @@ def _view_tensor(data: bytes, name: str, shape: tuple[int, ...], kind: int, star
     layout = LAYOUTS.get(kind)
     if layout is None:
         raise ModelError(
-            f"GGUF: tensor {name!r} has GGML type {kind}; those read here are {sorted(LAYOUTS)}"
+            f"GGUF: tensor {name!r} has GGML type {kind}, expected one of {sorted(LAYOUTS)}"
         )
     num_values = math.prod(shape)
     # Blocks run along the fastest dimension and never across its end.
     if num_values < 1 or (shape[-1] if shape else 1) % layout.num_values:
         raise ModelError(
-            f"GGUF: tensor {name!r} of shape {shape} cannot be made of blocks of"
+            f"GGUF: tensor {name!r} of shape {shape} is not a multiple of blocks of"
             f" {layout.num_values} values"
         )
     num_bytes = num_values // layout.num_values * layout.size_bytes
@@ -176,13 +183,13 @@ def _view_tensor(data: bytes, name: str, shape: tuple[int, ...], kind: int, star
 
 
 def _half(blocks: Bytes, at: int) -> Floats:
-    """The float16 at byte `at` of each block, as a float32 column."""
+    """Return the float16 at byte `at` of each block, as a float32 column."""
     halves: Floats = blocks[:, at : at + 2].copy().view("<f2").astype(np.float32)
     return halves
 
 
 def _nibbles(packed: Bytes) -> Bytes:
-    """The low halves of all the bytes of each row, then the high halves."""
+    """Return the low halves of the bytes of each row, followed by the high halves."""
     return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 
@@ -232,12 +239,12 @@ def _unpack_q6_k(blocks: Bytes) -> Floats:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one GGML type packs values into blocks.
+    """Block layout of one GGML type.
 
     Attributes:
-        name: GGML's.
-        num_values: in a block.
-        size_bytes: of a block.
+        name: GGML's name.
+        num_values: values per block.
+        size_bytes: bytes per block.
         unpack: uint8 `[blocks, size_bytes]` -> float32 `[blocks, num_values]`.
     """
 

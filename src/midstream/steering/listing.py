@@ -19,7 +19,7 @@ class Description:
             without a tap.
         norms: Euclidean norm of each vector, in the order of `taps`.
         width: size of each vector.
-        digest: SHA-256 over all taps and vectors, in hex.
+        digest: SHA-256 over all taps and vectors, in hex: equal if and only if these are equal.
         registered: how often the name was registered: 1 if it was never replaced.
     """
 

@@ -94,7 +94,7 @@ class VectorRegistry:
             count = 1 if before is None else before.description.registered + 1
             entry = _Entry(found, _describe(name, found, count))
             if room is not None:
-                self._check_room(name, entry, room)
+                self._check_limit(name, entry, room)
             self._entries[name] = entry
         return entry.description
 
@@ -151,12 +151,12 @@ class VectorRegistry:
     def _repr_html_(self) -> str:
         return self.list()._repr_html_()
 
-    def _check_room(self, name: str, entry: _Entry, room: int) -> None:
+    def _check_limit(self, name: str, entry: _Entry, limit: int) -> None:
         others = sum(one.nbytes for other, one in self._entries.items() if other != name)
-        if others + entry.nbytes > room:
+        if others + entry.nbytes > limit:
             raise NoRoomError(
                 "vectors",
-                f"{entry.nbytes} bytes plus {others} registered bytes exceed the limit of {room}; "
+                f"{entry.nbytes} bytes plus {others} registered bytes exceed the limit of {limit}; "
                 "remove some names",
             )
 

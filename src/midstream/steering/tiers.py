@@ -45,7 +45,7 @@ class SteeringState:
         prompt: edits of the prompt's tokens.
         generated: edits of generated tokens.
         epoch: how often the tiers were changed.
-        digest: SHA-256 of all edits, in hex.
+        digest: SHA-256 of all edits, in hex: equal if and only if the edits are equal.
     """
 
     base: tuple[Edit, ...] = ()

@@ -124,7 +124,7 @@ class Arena:
         for number in segments:
             self._segments[number].users += 1
 
-    def let_go(self, segments: Iterable[int]) -> None:
+    def release(self, segments: Iterable[int]) -> None:
         """Remove a user from each segment; a segment without users is free."""
         for number in segments:
             segment = self._segments[number]
@@ -146,7 +146,7 @@ class Arena:
     def sweep(self) -> None:
         """Release the segments of ended leases."""
         for segments in self._leases.ended():
-            self.let_go(segments)
+            self.release(segments)
 
     def describe(self, segments: Iterable[int]) -> dict[int, tuple[int, int]]:
         """Return (file descriptor, bytes) by segment number, with which a reader maps segments."""
@@ -198,7 +198,7 @@ class Arena:
     def _leave_current(self) -> None:
         current, self._current, self._filled = self._current, None, 0
         if current is not None:
-            self.let_go([current.number])
+            self.release([current.number])
 
     def _find(self, nbytes: int) -> _Segment | None:
         """Return an unused segment of at least `nbytes`; None if rows are dropped."""

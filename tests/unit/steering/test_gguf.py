@@ -213,7 +213,7 @@ HOSTILE = {
     "odd shape": (gguf_bytes([], [(b"w", (3,), 8, bytes(34))]), "blocks of 32"),
     "blocks across rows": (gguf_bytes([], [(b"w", (2, 16), 8, bytes(34))]), "blocks of 32"),
     "too many dimensions": (gguf_bytes([], [(b"w", (1,) * 9, 0, bytes(4))]), "dimensions"),
-    "empty shape": (gguf_bytes([], [(b"w", (0, 4), 0, b"")]), "cannot be made"),
+    "empty shape": (gguf_bytes([], [(b"w", (0, 4), 0, b"")]), "is not a multiple"),
     "quantised scalar": (gguf_bytes([], [(b"w", (), 8, bytes(34))]), "blocks of 32"),
     "beyond the end": (gguf_bytes([], [(b"w", (2**40, 64), 0, bytes(64))]), "truncated"),
     "twice": (

@@ -39,7 +39,7 @@ def test_a_segment_is_used_again_when_nobody_needs_anything_in_it():
     arena = make_arena()
     first, second, third = (take(arena, SEGMENT) for _ in range(3))
     assert [one.segment for one in (first, second, third)] == [0, 1, 2]
-    arena.let_go([second.segment])
+    arena.release([second.segment])
     assert take(arena, SEGMENT).segment == 1
     assert arena.used["memory_bytes"] == 3 * SEGMENT
 
@@ -50,7 +50,7 @@ def test_what_does_not_fit_a_segment_has_one_of_its_own_of_one_of_few_sizes():
     assert large.memory.numel() == 3 * SEGMENT
     assert arena.used["memory_bytes"] == 4 * SEGMENT
     take(arena, 2 * SEGMENT)
-    arena.let_go([large.segment])
+    arena.release([large.segment])
     # A little more or less than before finds the same segment.
     assert take(arena, 3 * SEGMENT + 7).segment == large.segment
 
@@ -71,7 +71,7 @@ def test_beyond_the_budget_segments_are_files_without_a_name_that_go_when_they_a
     for n, extent in enumerate(extents):
         extent.memory.fill_(n)
     assert all(bool((extent.memory == n).all()) for n, extent in enumerate(extents))
-    arena.let_go(extent.segment for extent in extents)
+    arena.release(extent.segment for extent in extents)
     arena.check_idle()
     assert arena.used["disk_bytes"] == 0
     assert arena.take_retired() == [2, 3, 4]
@@ -92,14 +92,14 @@ def test_beyond_the_budget_what_comes_is_dropped_until_there_is_room():
     first, _ = take(arena, SEGMENT), take(arena, SEGMENT)
     assert arena.take(SEGMENT) is None
     assert arena.take(1) is None
-    arena.let_go([first.segment])
+    arena.release([first.segment])
     assert take(arena, SEGMENT).segment == first.segment
 
 
 def test_free_segments_that_are_too_small_make_room_for_a_large_one():
     arena = make_arena(4 * SEGMENT, "drop")
     small = [take(arena, SEGMENT) for _ in range(3)]
-    arena.let_go(extent.segment for extent in small)
+    arena.release(extent.segment for extent in small)
     assert take(arena, 4 * SEGMENT).memory.numel() == 4 * SEGMENT
     assert arena.used["memory_bytes"] == 4 * SEGMENT
     assert arena.take_retired()
@@ -129,7 +129,7 @@ def test_whatever_is_held_keeps_its_bytes(seed, overflow):
                     tensors = reader.lease(number, [one.segment])
                     held.append((value, tensors[one.segment][one.offset :][:size]))
                 else:
-                    arena.let_go([one.segment])
+                    arena.release([one.segment])
                 del one
         for value, one in held:
             memory = one if isinstance(one, torch.Tensor) else one.memory
@@ -137,7 +137,7 @@ def test_whatever_is_held_keeps_its_bytes(seed, overflow):
     memory = None
     for _, one in held:
         if not isinstance(one, torch.Tensor):
-            arena.let_go([one.segment])
+            arena.release([one.segment])
     held.clear()
     one = tensors = None
     arena.check_idle()

@@ -125,7 +125,7 @@ class ArenaRows:
         return self.extent.memory.view(-1, self.row_bytes)
 
     def free(self) -> None:
-        self.arena.let_go([self.extent.segment])
+        self.arena.release([self.extent.segment])
 
 
 @dataclass(frozen=True, slots=True)

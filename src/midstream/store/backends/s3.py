@@ -35,7 +35,7 @@ _MAX_RANGE = 32 * _BLOCK  # bytes per read of neighbouring rows
 
 
 class CloudFolder:
-    """The objects under a prefix; see `midstream.store.backends.local.Folder`.
+    """The objects under a prefix; see `midstream.store.backends.base.Folder`.
 
     Shards are read in ranges of whole MiB, and up to 256 MiB of them are cached. Neighbouring rows
     are therefore fetched together, and opening a store costs a few requests per shard.
@@ -168,7 +168,7 @@ class CloudFolder:
 
 
 class _Object:
-    """The bytes of one shard; see `midstream.store.backends.local.File`."""
+    """The bytes of one shard; see `midstream.store.backends.base.File`."""
 
     def __init__(self, folder: CloudFolder, name: str, size: int) -> None:
         self._folder = folder
