@@ -1,8 +1,8 @@
-"""How captured vectors are written as bytes: all of them, or less at a known price.
+"""Codecs: encodings of captured vectors as bytes, lossless or with a known error.
 
-Rows move and rest encoded, as uint8 [n, row_bytes]; a codec turns vectors into such rows on the
-device, before they are copied, and turns them back wherever they are read. `docs/codecs.md` has
-the layout of each, byte by byte, and what each loses.
+A codec encodes vectors to uint8 [n, row_bytes] on the device, before they are copied to the host;
+rows are transferred and stored encoded, and decoded when they are read. `docs/codecs.md` specifies
+each byte layout and error.
 """
 
 from midstream.codecs.base import Codec

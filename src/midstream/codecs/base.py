@@ -1,4 +1,4 @@
-"""What a codec is, and what all of them check of their arguments."""
+"""`Codec`: the interface of codecs, and the argument checks that they share."""
 
 from __future__ import annotations
 
@@ -14,72 +14,74 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Codec(Protocol):
-    """A way to write vectors as rows of bytes, all of one width. Little-endian throughout.
+    """An encoding of vectors as rows of bytes of equal length, little-endian.
 
-    Codecs are values: equal and hashed by their parameters. A row that has a value which is not
-    finite is never written as something finite: `raw` keeps its bits, all others write a mark, as
-    which the whole row reads NaN.
+    Codecs are values: compared and hashed by their parameters. A row with a non-finite value never
+    decodes to finite values: `raw` keeps its bits, all others mark the row, which decodes to NaN.
     """
 
     @property
     def spec(self) -> str:
-        """The codec as text, every parameter written out; `parse_codec` reads it."""
+        """The codec as text with all parameters, which `parse_codec` reads."""
         ...
 
     def row_bytes(self, hidden: int, dtype: torch.dtype) -> int:
-        """How many bytes a vector takes.
+        """Return the number of bytes per encoded vector.
 
         Args:
-            hidden: its width.
-            dtype: the dtype that the model computes in.
+            hidden: width of the vector.
+            dtype: the model's dtype.
 
         Raises:
-            SpecError: this codec cannot write vectors so short.
+            SpecError: the codec does not support vectors this short.
         """
         ...
 
     def encode(self, rows: Tensor) -> Tensor:
-        """uint8 [n, row_bytes] on the device of `rows`, which may be its memory.
+        """Encode vectors on their device.
 
-        Shapes depend on shapes alone and nothing waits for the device, so that this can run
-        between two kernels of a model.
+        Never synchronises with the device, and output shapes depend on input shapes only, so that
+        this can run between two kernels of a model.
 
         Args:
             rows: [n, hidden] float32, bfloat16 or float16, n ≥ 0, on any device.
 
+        Returns:
+            uint8 [n, row_bytes] on the device of `rows`; may share its memory.
+
         Raises:
             CodecError: another shape or dtype.
-            SpecError: this codec cannot write vectors so short.
+            SpecError: the codec does not support vectors this short.
         """
         ...
 
     def decode(self, data: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
-        """The vectors, or what is left of them; see each codec for shape and dtype.
+        """Decode to vectors or their approximation; see each codec for shape and dtype.
 
         Args:
             data: uint8 [n, row_bytes], on any device.
-            hidden: the width of the vectors that were encoded.
+            hidden: width of the vectors that were encoded.
             dtype: their dtype.
 
         Raises:
-            CodecError: as `check`.
+            CodecError: see `check`.
         """
         ...
 
     def check(self, data: Tensor, hidden: int, dtype: torch.dtype) -> None:
-        """Whether these bytes can have come from `encode`: arguments as of `decode`.
+        """Check that `data` is a possible output of `encode`; arguments as in `decode`.
 
         Raises:
-            CodecError: they cannot. The message names the first row that is wrong, and how.
+            CodecError: it is not; the message has the first malformed row and its problem.
         """
         ...
 
 
 def checked_rows(rows: Tensor) -> Tensor:
-    """Rows to encode, without their history.
+    """Return the rows to encode, detached from autograd.
 
     Raises:
-        CodecError: not [n, hidden] in one of the dtypes that models compute in.
+        CodecError: the rows are not [n, hidden] with a dtype in `DTYPES`.
     """
     if rows.dtype not in DTYPES:
         known = ", ".join(_name(dtype) for dtype in DTYPES)
@@ -90,10 +92,10 @@ def checked_rows(rows: Tensor) -> Tensor:
 
 
 def check_shape(codec: Codec, data: Tensor, hidden: int, dtype: torch.dtype) -> None:
-    """Whether these are rows of the right width.
+    """Check the shape and dtype of encoded rows.
 
     Raises:
-        CodecError: not uint8 [n, row_bytes].
+        CodecError: the data is not uint8 [n, row_bytes].
     """
     if data.dtype != torch.uint8 or data.ndim != 2:
         raise CodecError(
@@ -103,30 +105,31 @@ def check_shape(codec: Codec, data: Tensor, hidden: int, dtype: torch.dtype) -> 
     width = codec.row_bytes(hidden, dtype)
     if data.shape[1] != width:
         raise CodecError(
-            f"{codec.spec}: {_name(dtype)} vectors of {hidden} take {width} bytes a row, got rows "
-            f"of {data.shape[1]}"
+            f"{codec.spec}: expected {width} bytes per row for {_name(dtype)} vectors of {hidden}, "
+            f"got {data.shape[1]}"
         )
 
 
-def refuse_row(codec: Codec, wrong: Tensor, problem: str) -> None:
-    """Refuses data in which something is wrong.
+def reject_rows(codec: Codec, wrong: Tensor, problem: str) -> None:
+    """Raise an error if any row is malformed.
 
     Args:
-        wrong: bool [n], which rows are wrong.
-        problem: what is wrong with them, after `row 3:`.
+        codec: the codec, for the message.
+        wrong: bool [n], whether each row is malformed.
+        problem: description for the message, which follows `row 3:`.
 
     Raises:
-        CodecError: a row is wrong; the first is named.
+        CodecError: a row is malformed; the message has the index of the first.
     """
     if bool(wrong.any()):
         raise CodecError(f"{codec.spec}: row {int(wrong.nonzero()[0])}: {problem}")
 
 
 def check_parameter(name: str, value: object, least: int, most: int) -> None:
-    """Whether a codec's parameter is an int in its range.
+    """Check that a codec's parameter is an int in [least, most].
 
     Raises:
-        SpecError: it is not; the path is its name.
+        SpecError: it is not; the path is the parameter's name.
     """
     if not is_int(value):
         raise SpecError(name, f"expected `int`, got {kind(value)}")
@@ -134,12 +137,12 @@ def check_parameter(name: str, value: object, least: int, most: int) -> None:
         raise SpecError(name, f"expected {least} to {most}, got {show(int(value))}")
 
 
-def reread(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as another dtype: a view where memory allows it, else a copy.
+def view_as(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Reinterpret bytes as another dtype: a view where alignment allows it, else a copy.
 
     Args:
         data: uint8 [n, m], m a multiple of the dtype's size.
-        dtype: of any size.
+        dtype: a dtype of any size.
     """
     offsets = (data.storage_offset(), data.stride(0))
     if data.stride(1) != 1 or any(offset % dtype.itemsize for offset in offsets):

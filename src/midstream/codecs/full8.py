@@ -1,4 +1,4 @@
-"""Codec `full8`: every value as uint8, with a scale and a zero for each row."""
+"""Codec `full8`: every value as uint8, with a scale and a zero per row."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from midstream.codecs.base import check_shape, checked_rows
 
 @dataclass(frozen=True, slots=True)
 class Full8:
-    """8 + hidden bytes a row. No value is off by more than half a step of its row:
-    |x − x̂| ≤ scale · (1/2 + 2⁻¹⁴) + |x̂| · 2⁻²⁴, scale = (max − min) / 255 of the row, rounded up.
-    One value far from the others therefore costs them their precision.
+    """uint8 quantisation of all values: 8 + hidden bytes per row.
+
+    The error is at most half a step of the row: |x − x̂| ≤ scale · (1/2 + 2⁻¹⁴) + |x̂| · 2⁻²⁴ with
+    scale = (max − min) / 255 of the row, rounded up. An outlier therefore reduces the precision of
+    the row's other values.
     """
 
     @property
@@ -29,7 +31,7 @@ class Full8:
         return encode_affine(checked_rows(rows))
 
     def decode(self, data: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
-        """float32 [n, hidden]."""
+        """Decode to float32 [n, hidden]."""
         self.check(data, hidden, dtype)
         return decode_affine(data)
 

@@ -1,4 +1,4 @@
-"""A codec by its text: `raw`, `full8`, `rp8:k=512,seed=0`, `topk8:k=64`."""
+"""Parser of codec names with parameters: `raw`, `full8`, `rp8:k=512,seed=0`, `topk8:k=64`."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _NUMBER = re.compile(r"0|[1-9][0-9]{0,19}")
 
 
 def parse_codec(text: object) -> Codec:
-    """The codec that a text names; a codec is its own.
+    """Return the codec of a text; a codec object is returned unchanged.
 
-    Parameters that are not written have their defaults: `rp8` is `rp8:k=512,seed=0`.
+    Omitted parameters have their defaults: `rp8` is `rp8:k=512,seed=0`.
 
     Args:
-        text: a name, and after a colon its parameters, if it has any: `topk8:k=64`.
+        text: a name, optionally with a colon and parameters: `topk8:k=64`.
 
     Raises:
-        SpecError: there is no such codec or parameter, or its value is not allowed. The path is
+        SpecError: an unknown codec or parameter, or a parameter out of range. The path is
             `codec`, or `codec.k` for parameter k.
-        UnsupportedError: this machine is not little-endian, as all codecs are.
+        UnsupportedError: the machine is not little-endian.
     """
     if sys.byteorder != "little":
-        raise UnsupportedError("codec: codecs are little-endian, and this machine is not")
+        raise UnsupportedError("codec: codecs require a little-endian machine")
     if isinstance(text, Raw | Full8 | Rp8 | Topk8):
         return text
     with at("codec"):
@@ -53,7 +53,7 @@ def parse_codec(text: object) -> Codec:
 
 
 def _parameters(codec: str, known: tuple[str, ...], text: str) -> dict[str, int]:
-    """`k=512,seed=0` as values, for the codec that takes the known ones."""
+    """Read parameters such as `k=512,seed=0`; `known` are the codec's parameters."""
     found: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
@@ -61,7 +61,7 @@ def _parameters(codec: str, known: tuple[str, ...], text: str) -> dict[str, int]
             takes = listed(known) if known else "no parameters"
             raise SpecError("", f"`{codec}` takes {takes}, got {show(part)}{hint(name, known)}")
         if name in found:
-            raise SpecError(name, "given twice")
+            raise SpecError(name, "duplicate parameter")
         if not _NUMBER.fullmatch(value):
             raise SpecError(name, f"expected a decimal number, got {show(value)}")
         found[name] = int(value)

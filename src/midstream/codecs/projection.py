@@ -1,4 +1,4 @@
-"""The projection of codec `rp8`: anybody can make it again from k, seed and hidden.
+"""Random projection matrix of codec `rp8`, reproducible from k, seed and hidden.
 
 Entry (i, j) of the matrix [k, hidden] is number i · hidden + j of a sequence of standard normal
 numbers, divided by √k. The sequence comes from the 64-bit outputs r₀, r₁, … of Philox4x64-10
@@ -26,12 +26,12 @@ from torch import Tensor
 
 @functools.lru_cache(maxsize=8)
 def projection(k: int, hidden: int, seed: int, device: torch.device) -> Tensor:
-    """float32 [k, hidden] on a device; the last few are kept."""
+    """Return the projection, float32 [k, hidden], on a device; caches the last 8."""
     return torch.from_numpy(projection_matrix(k, hidden, seed)).to(device)
 
 
 def projection_matrix(k: int, hidden: int, seed: int) -> NDArray[np.float32]:
-    """float32 [k, hidden]; see the top of this file.
+    """Compute the projection, float32 [k, hidden]; see the module's docstring.
 
     Args:
         k, hidden: at least 1.
@@ -39,7 +39,7 @@ def projection_matrix(k: int, hidden: int, seed: int) -> NDArray[np.float32]:
     """
     count = k * hidden
     pairs = -(-count // 2)
-    # A bit generator's raw outputs never change; the distributions that numpy makes of them may.
+    # numpy guarantees the raw outputs of bit generators, but not its distributions.
     raw = np.random.Philox(key=seed).random_raw(2 * pairs)
     units = (raw >> np.uint64(11)).astype(np.float64)
     radius = np.sqrt(-2 * np.log((units[0::2] + 1) * 2.0**-53))

@@ -1,4 +1,4 @@
-"""Codec `raw`: the bytes of the model's own dtype."""
+"""Codec `raw`: the bytes of the model's dtype."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from midstream.codecs.base import check_shape, checked_rows, reread
+from midstream.codecs.base import check_shape, checked_rows, view_as
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """Nothing is lost, nothing is saved: hidden · itemsize bytes a row, little-endian."""
+    """Lossless encoding: hidden · itemsize bytes per row, little-endian."""
 
     @property
     def spec(self) -> str:
@@ -22,15 +22,15 @@ class Raw:
         return hidden * dtype.itemsize
 
     def encode(self, rows: Tensor) -> Tensor:
-        """The memory of `rows` itself, where they lie together in it."""
+        """Encode; returns a view of `rows` if it is contiguous."""
         rows = checked_rows(rows)
         width = self.row_bytes(rows.shape[1], rows.dtype)
         return rows.reshape(-1).view(torch.uint8).view(len(rows), width)
 
     def decode(self, data: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
-        """[n, hidden] in `dtype`, bit by bit as encoded; a view of `data` where memory allows."""
+        """Decode to [n, hidden] in `dtype`, bit-exact; a view of `data` where alignment allows."""
         self.check(data, hidden, dtype)
-        return reread(data, dtype)
+        return view_as(data, dtype)
 
     def check(self, data: Tensor, hidden: int, dtype: torch.dtype) -> None:
         check_shape(self, data, hidden, dtype)

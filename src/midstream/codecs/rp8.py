@@ -1,4 +1,4 @@
-"""Codec `rp8`: a random projection to k dimensions, each of them as uint8."""
+"""Codec `rp8`: a random projection to k dimensions, quantised to uint8."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ MAX_SEED = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class Rp8:
-    """8 + k bytes a row: its sketch P x, P Gaussian with entries of variance 1/k.
+    """Random projection (sketch) P x of each row x: 8 + k bytes per row.
 
-    Of vectors x and y, with ‖Px‖² for ‖x‖² and Px · Py for x · y, nothing is biased (Johnson and
-    Lindenstrauss, 1984; Gaussian as by Indyk and Motwani, 1998), and over all projections
+    P is Gaussian with entries of variance 1/k. For vectors x and y, ‖Px‖² and Px · Py are unbiased
+    estimates of ‖x‖² and x · y (Johnson and Lindenstrauss, 1984; Gaussian form by Indyk and
+    Motwani, 1998). Over all projections
 
     - ‖Px‖² / ‖x‖² has standard deviation √(2/k): 6.3 % for k = 512;
     - Px · Py has standard deviation √((‖x‖² ‖y‖² + (x · y)²) / k).
 
-    Half a step of uint8 adds next to nothing to that. All rows of an engine share one projection,
-    so their errors are not independent of each other. See `projection` for what P is, and
-    `sketches` for what can be asked of decoded rows.
+    The uint8 quantisation adds a negligible error. All rows of an engine share one projection, so
+    their errors are not independent. See `projection` for P, and `sketches` for estimates from
+    decoded rows.
 
     Attributes:
-        k: width of the sketch, 1 to 16384. The device holds 4 · k · hidden bytes for the matrix.
-        seed: which projection, 0 ≤ seed < 2**64.
+        k: width of the sketch, 1 to 16384. The matrix takes 4 · k · hidden bytes on the device.
+        seed: selects the projection, 0 ≤ seed < 2**64.
     """
 
     k: int = 512
@@ -49,21 +50,21 @@ class Rp8:
         return HEADER_BYTES + self.k
 
     def sketch(self, rows: Tensor) -> Tensor:
-        """float32 [n, k]: P x of each row [n, hidden], as it is before it becomes uint8.
+        """Return P x of each row [n, hidden], float32 [n, k], before quantisation.
 
-        The first call for a device makes the projection there, which waits for it: encode no rows
-        at all, once, before time matters.
+        The first call on a device creates the projection there, which synchronises: encode zero
+        rows once in advance where latency matters.
         """
         rows = checked_rows(rows)
         matrix = projection(self.k, rows.shape[1], self.seed, rows.device)
         return rows.float() @ matrix.T
 
     def encode(self, rows: Tensor) -> Tensor:
-        """As `sketch`, then uint8. A row whose sketch overflows float32 is marked as not finite."""
+        """Encode the sketches as uint8. A sketch that overflows float32 is marked non-finite."""
         return encode_affine(self.sketch(rows))
 
     def decode(self, data: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
-        """float32 [n, k]: the sketch of each row, off by half a step of uint8 at most."""
+        """Decode to the sketches, float32 [n, k], with an error of at most half a uint8 step."""
         self.check(data, hidden, dtype)
         return decode_affine(data)
 

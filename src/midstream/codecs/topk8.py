@@ -1,4 +1,4 @@
-"""Codec `topk8`: the k values of largest magnitude, as uint8, and where they are."""
+"""Codec `topk8`: the k values of largest magnitude, as uint8, with their indices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from midstream.codecs.affine import (
     encode_affine,
     scales_and_zeros,
 )
-from midstream.codecs.base import check_parameter, check_shape, checked_rows, refuse_row, reread
+from midstream.codecs.base import check_parameter, check_shape, checked_rows, reject_rows, view_as
 from midstream.errors import SpecError
 
 MAX_K = 1 << 20
@@ -23,15 +23,16 @@ _UINT16_WIDTHS = 1 << 16  # up to this width an index fits uint16
 
 @dataclass(frozen=True, slots=True)
 class Topk8:
-    """8 + k + 2k bytes a row (8 + k + 4k where hidden > 65536): scale, zero and k uint8 as those
-    of `full8`, then k indices, ascending.
+    """The k values of largest magnitude: 8 + k + 2k bytes per row, 8 + k + 4k if hidden > 65536.
 
-    Which values are kept is exact; among equals the first are. Each is off by half a step of
-    uint8 at most, |x − x̂| ≤ scale · (1/2 + 2⁻¹⁴) + |x̂| · 2⁻²⁴, scale = (max − min) / 255 of those
-    kept, rounded up. All others read 0, and none of them is larger than any that was kept.
+    A row has scale, zero and k uint8 as in `full8`, then k ascending indices.
+
+    The selection is exact; among equal magnitudes the first are kept. Each kept value has an error
+    of at most half a uint8 step, |x − x̂| ≤ scale · (1/2 + 2⁻¹⁴) + |x̂| · 2⁻²⁴, scale =
+    (max − min) / 255 of the kept values, rounded up. All other values decode to 0.
 
     Attributes:
-        k: how many values of each row are kept, at least 1 and at most hidden.
+        k: number of values kept per row, at least 1 and at most hidden.
     """
 
     k: int = 64
@@ -52,34 +53,34 @@ class Topk8:
         hidden = rows.shape[1]
         self._check_width(hidden)
         indices = _magnitude_keys(rows).topk(self.k, dim=1, sorted=False).indices.sort(dim=1).values
-        # What is not finite is larger than all else: it is among these, and marks the row.
+        # Non-finite values have the largest keys, so they are selected and mark the row.
         values = encode_affine(rows.gather(1, indices))
         places = indices.to(_index_dtype(hidden)).view(torch.uint8)
         return torch.cat([values, places], dim=1)
 
     def decode(self, data: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
-        """float32 [n, hidden], 0 where nothing was kept."""
+        """Decode to float32 [n, hidden], 0 where no value was kept."""
         self.check(data, hidden, dtype)
         _, zero = scales_and_zeros(data)
-        # NaN throughout a row that is marked, 0 in all others.
+        # NaN throughout a marked row, 0 in all others.
         full = torch.where(zero.isnan(), zero, 0.0).repeat(1, hidden)
         return full.scatter_(1, self.indices(data, hidden), decode_affine(self._values(data)))
 
     def indices(self, data: Tensor, hidden: int) -> Tensor:
-        """int64 [n, k]: where the values of each row were, ascending."""
+        """Return the ascending indices of the kept values of each row, int64 [n, k]."""
         dtype = _index_dtype(hidden)
-        stored = reread(data[:, HEADER_BYTES + self.k :], dtype).long()
+        stored = view_as(data[:, HEADER_BYTES + self.k :], dtype).long()
         return stored & ((1 << 8 * dtype.itemsize) - 1)
 
     def check(self, data: Tensor, hidden: int, dtype: torch.dtype) -> None:
         check_shape(self, data, hidden, dtype)
         check_affine(self, self._values(data))
         indices = self.indices(data, hidden)
-        refuse_row(self, (indices >= hidden).any(dim=1), f"an index is not below {hidden}")
-        refuse_row(self, (indices.diff(dim=1) <= 0).any(dim=1), "the indices do not ascend")
+        reject_rows(self, (indices >= hidden).any(dim=1), f"an index is not below {hidden}")
+        reject_rows(self, (indices.diff(dim=1) <= 0).any(dim=1), "the indices do not ascend")
 
     def _values(self, data: Tensor) -> Tensor:
-        """The part of each row that is as `affine` has it, uint8 [n, 8 + k]."""
+        """Return the quantised values with their headers, uint8 [n, 8 + k]; see `affine`."""
         return data[:, : HEADER_BYTES + self.k]
 
     def _check_width(self, hidden: int) -> None:
@@ -90,15 +91,15 @@ class Topk8:
 
 
 def _index_dtype(hidden: int) -> torch.dtype:
-    """Of the width of an index. Its sign is none: an index wraps into it, and out again."""
+    """Return the dtype of stored indices; unsigned values are stored in its bits."""
     return torch.int16 if hidden <= _UINT16_WIDTHS else torch.int32
 
 
 def _magnitude_keys(rows: Tensor) -> Tensor:
-    """Integers [n, hidden] in the order of magnitude and, among equals, of nearness to the front.
+    """Return integer keys [n, hidden]: larger for a larger magnitude, then for a lower index.
 
-    A float without its sign is ordered as the integer in the same bits; below those bits there is
-    room for the index.
+    Non-negative floats are ordered like the integers with the same bits; the index is subtracted
+    below those bits.
     """
     hidden = rows.shape[1]
     narrow = rows.element_size() == 2 and hidden <= 1 << 16

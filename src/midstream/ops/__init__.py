@@ -1,1 +1,1 @@
-"""The op that every tap calls, and the layout of the buffers that it works on."""
+"""The `site` op, which every tap calls: layout of its buffers, reference and Triton kernel."""

@@ -1,10 +1,11 @@
-"""The columns of the buffers that the planner fills and the `site` op reads, and its instructions.
+"""Layout of the `site` op's buffers, and its instruction set.
 
-A batch has T rows, one per token (padding included). All buffers stay at one address for the
-life of the engine, so that a captured CUDA graph can be replayed over new contents.
+The planner fills the buffers and the op reads them. A batch has T rows, one per token (padding
+included). All buffers keep their addresses for the life of the engine, so that a captured CUDA
+graph can be replayed with new contents.
 
-With h the stream of one token at a site (both halves summed, float32) and g the gate (1 unless a
-`GATE` came before), a program is a list of instructions, each of which adds f · v to h:
+With h the stream of one token at a site (both halves summed, float32) and g the gate (1 before the
+first `GATE`), a program is a list of instructions, each of which adds f · v to h:
 
 | code | f | v |
 |---|---|---|
@@ -24,31 +25,31 @@ from __future__ import annotations
 
 from enum import IntEnum, IntFlag
 
-# tokens: int32 [max tokens, TOKEN_COLUMNS]. All zero: this token asks for nothing.
+# tokens: int32 [max tokens, TOKEN_COLUMNS]. All zero: idle token, without edits or captures.
 PROGRAM = 0  # row of `table` with this token's edits; 0: idle, and the other columns are not read
 GROUP = 1  # row of `table` with this token's places within its record
-RECORD = 2  # 1 + row of the staging ring at which this token's record begins; 0: captured nowhere
+RECORD = 2  # 1 + row of the staging ring at which this token's record begins; 0: not captured
 POSITION = 3  # the token's position in its request; read by ROW_BY_POSITION only
 TOKEN_COLUMNS = 4
 
 # ids: int32 [max tokens]: each token's id. Only instructions with a list of ids read it.
 
-# tally: int32 [max tokens, TALLY_COLUMNS]. What the device did for this token in this forward.
+# tally: int32 [max tokens, TALLY_COLUMNS]. Counts of the work done per token in this forward pass.
 SIGNATURE = 0  # sum (wrapping) of the codes of the sites that ran
-EDITS = 1  # instructions with COUNTED that were carried out
+EDITS = 1  # instructions with COUNTED that were executed
 CAPTURES = 2  # vectors written to the ring
 TALLY_COLUMNS = 4
 
 # table: int32 [sites, rows, TABLE_COLUMNS]; a tap holds its own [rows, TABLE_COLUMNS].
 EDIT_START = 0  # first of this program's instructions at this site
-EDIT_COUNT = 1  # how many
+EDIT_COUNT = 1  # number of these instructions
 PLACE = 2  # 1 + this site's place within a record of this group; 0: not captured
 CODE = 3  # row 0: the site's code, which goes into the signature
 READS = 3  # rows of programs: 1 where an instruction at this site needs h, else 0
 TABLE_COLUMNS = 4
 
 IDLE_PROGRAM = 0
-# Active, without edits: what a token has that is only captured, or only checked for taps.
+# Active without edits: the program of tokens that are only captured, or only checked for taps.
 WATCH_PROGRAM = 1
 FIRST_FREE_PROGRAM = 2
 NO_GROUP = 0
@@ -61,7 +62,7 @@ WRITE = 2  # row of `bank` with the write vector
 SLOT = 3  # 1 + column of `scores`; 0: none
 FLAGS = 4  # Flags
 IDS_START = 5  # first of the instruction's token ids in `lists`
-IDS_COUNT = 6  # how many; 0: the instruction applies whatever the token's id
+IDS_COUNT = 6  # number of these ids; 0: the instruction applies to every token id
 INSTRUCTION_COLUMNS = 8
 
 # params: float32 [E, PARAM_COLUMNS]: a, b, c, d of the table above.
@@ -69,11 +70,11 @@ A, B, C, D = range(4)
 PARAM_COLUMNS = 4
 
 # lists: int32 [L]: token ids of the instructions that have such a list.
-# scores: float32 [max tokens, slots]: what probes read, for gates at later sites and for the host.
+# scores: float32 [max tokens, slots]: probe scores, for gates at later sites and for the host.
 
 
 class Op(IntEnum):
-    """What an instruction does; see the module."""
+    """Operation code of an instruction; see the module's table."""
 
     ADD = 0
     ADD_MATCHED = 1
@@ -89,11 +90,11 @@ class Op(IntEnum):
 class Flags(IntFlag):
     """Modifiers of an instruction.
 
-    FRESH: h is taken anew, with all edits so far in it. Without it, h is what it was at the last
+    FRESH: h is read again, including all edits so far. Without it, h is the value at the last
         FRESH: the instructions of one edit read the same h.
     GATED: f is multiplied by g.
-    KEEP: afterwards the whole vector is scaled back to the norm that h had.
-    COUNTED: counts as one in the tally. The last instruction of an edit has it, and a probe's.
+    KEEP: afterwards the whole vector is rescaled to the norm of h.
+    COUNTED: counts as one in the tally. Set on the last instruction of an edit, and on a probe's.
     ROW_BY_POSITION: the write vector is in row WRITE + the token's position.
     STEP: the gate is 0 or 1.
     OTHER_IDS: the instruction applies to tokens whose id is *not* in its list.

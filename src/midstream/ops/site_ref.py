@@ -1,8 +1,7 @@
-"""The `site` op in plain PyTorch: what it means, and what runs on the CPU.
+"""Reference implementation of the `site` op in PyTorch, which also runs on the CPU.
 
-The integer words are worked on through NumPy, whose calls on small arrays cost a fraction of
-PyTorch's. Rows of vectors are addressed by slices wherever they are evenly spaced, which costs
-no copy.
+Integer buffers are processed with NumPy, whose calls on small arrays cost a fraction of PyTorch's.
+Rows of vectors are addressed by slices where they are evenly spaced, which avoids a copy.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ Ints = NDArray[np.int32]
 Rows = NDArray[np.int64]
 Index = slice | Tensor
 
-# Instructions that can be done once for all rows of one program: they look at nothing of a row's.
-_ALIKE = int(Flags.FRESH | Flags.COUNTED)
-# As plain integers: an IntFlag makes an object of every result, at ten times the cost.
+# Flags of instructions that can be computed once for all rows of a program, because they do not
+# depend on the row.
+_UNIFORM = int(Flags.FRESH | Flags.COUNTED)
+# Plain integers: IntFlag operations create objects, at ten times the cost.
 _FRESH, _GATED, _KEEP, _COUNTED = (
     int(each) for each in (Flags.FRESH, Flags.GATED, Flags.KEEP, Flags.COUNTED)
 )
@@ -48,7 +48,7 @@ def site_ref(
     scores: Tensor,
     ring: Tensor,
 ) -> None:
-    """See `midstream.ops.site.site`, which has the same arguments."""
+    """Run the op; see `midstream.ops.site.site`, which has the same arguments."""
     words: Ints = tokens[: hidden.shape[0]].numpy()
     active = words[:, layout.PROGRAM].nonzero()[0]
     if not active.size:
@@ -82,7 +82,7 @@ def site_ref(
 
 
 def _index(rows: NDArray[np.integer]) -> Index:
-    """Ascending row numbers (at least one) as an index: a slice where none is left out."""
+    """Return an index for ascending row numbers (at least one): a slice if consecutive."""
     first, last = int(rows[0]), int(rows[-1])
     if last - first == rows.size - 1:
         return slice(first, last + 1)
@@ -90,7 +90,7 @@ def _index(rows: NDArray[np.integer]) -> Index:
 
 
 def _spaced(rows: NDArray[np.integer]) -> Index:
-    """Row numbers in any order as an index: a slice where they ascend evenly."""
+    """Return an index for row numbers in any order: a slice if they ascend evenly."""
     first, last = int(rows[0]), int(rows[-1])
     step = int(rows[1]) - first if rows.size > 1 else 1
     if step > 0 and last - first == step * (rows.size - 1):
@@ -103,12 +103,12 @@ def _spaced(rows: NDArray[np.integer]) -> Index:
 def _capture(
     hidden: Tensor, residual: Tensor | None, ring: Tensor, rows: Index, targets: Index
 ) -> None:
-    """Rows of the stream into the ring, rounded once."""
+    """Copy rows of the stream into the ring, rounded once."""
     stream = hidden[rows]
     if residual is not None:
         rest = residual[rows]
         if isinstance(targets, slice) and stream.dtype == rest.dtype == ring.dtype:
-            # PyTorch adds two halves of a word in float32 and rounds the sum once.
+            # PyTorch adds two half-precision values in float32 and rounds the sum once.
             torch.add(stream, rest, out=ring[targets])
             return
         stream = stream.float() + rest.float()
@@ -123,19 +123,19 @@ def _edit(
     words: Ints,
     programs: Ints,
 ) -> Ints | int:
-    """Carries out the programs of rows of `hidden` that have one at this site.
+    """Run the programs of the rows of `hidden` that have one at this site.
 
     Returns:
-        int32 [n], or one number for all: COUNTED instructions carried out for each of the rows.
+        int32 [n], or one number for all rows: COUNTED instructions executed per row.
     """
     where = _index(rows)
     starts, counts = programs[:, layout.EDIT_START], programs[:, layout.EDIT_COUNT]
     reads = bool(programs[:, layout.READS].any())
     if not reads and (starts == starts[0]).all() and (counts == counts[0]).all():
-        alike = device.sum_alike(int(starts[0]), int(starts[0] + counts[0]))
-        if alike is not None:
-            _change(hidden, where, alike[0])
-            return alike[1]
+        uniform = device.sum_uniform(int(starts[0]), int(starts[0] + counts[0]))
+        if uniform is not None:
+            _change(hidden, where, uniform[0])
+            return uniform[1]
     work = _Work(device, hidden, residual, where, rows, words, reads)
     for nth in range(int(counts.max())):
         here = (counts > nth).nonzero()[0]
@@ -145,7 +145,7 @@ def _edit(
 
 
 def _change(hidden: Tensor, rows: Index, delta: Tensor) -> None:
-    """Adds in float32 and rounds once; where `delta` is 0 every bit stays, a zero's sign too."""
+    """Add in float32 and round once; a `delta` of 0 changes no bit, not even a zero's sign."""
     delta = delta.masked_fill_(delta == 0, -0.0)
     if isinstance(rows, slice):
         hidden[rows].add_(delta)
@@ -155,7 +155,7 @@ def _change(hidden: Tensor, rows: Index, delta: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Device:
-    """The op's tables; the integer ones as NumPy."""
+    """The op's device buffers; integer buffers as NumPy arrays."""
 
     instructions: Ints
     params: Tensor
@@ -164,27 +164,27 @@ class _Device:
     scores: Tensor
     ids: Ints
 
-    def sum_alike(self, start: int, stop: int) -> tuple[Tensor, int] | None:
-        """What instructions add up to where they do the same to every row.
+    def sum_uniform(self, start: int, stop: int) -> tuple[Tensor, int] | None:
+        """Return the sum of instructions that add the same vector to every row.
 
         Returns:
-            float32 [W] and how many are COUNTED; None unless all are plain additions.
+            float32 [W] and the number of COUNTED instructions; None unless all are plain additions.
         """
         words = self.instructions[start:stop].tolist()
         for word in words:
-            plain = word[layout.OP] == Op.ADD and not word[layout.FLAGS] & ~_ALIKE
+            plain = word[layout.OP] == Op.ADD and not word[layout.FLAGS] & ~_UNIFORM
             if not plain or word[layout.IDS_COUNT]:
                 return None
         scales = self.params[start:stop, layout.A].tolist()
         delta = torch.zeros(self.bank.shape[1])
         for word, scale in zip(words, scales, strict=True):
             if scale:
-                # Two roundings: a fused multiply-add would leave a rest of +v and then −v.
+                # Two roundings: with a fused multiply-add, +v and −v would not cancel.
                 delta += self.bank[word[layout.WRITE]] * scale
         return delta, sum(word[layout.FLAGS] & _COUNTED != 0 for word in words)
 
     def vectors(self, rows: NDArray[np.integer]) -> Tensor:
-        """Rows of the bank: [n, W], or [1, W] where all are the same."""
+        """Return rows of the bank: [n, W], or [1, W] if all are the same."""
         first = int(rows[0])
         if (rows == first).all():
             return self.bank[first : first + 1]
@@ -192,14 +192,14 @@ class _Device:
 
 
 class _Work:
-    """The rows that are being edited. `at`, `here`: which of them, ascending.
+    """State of the rows that are being edited. Arguments `at` and `here` index them, ascending.
 
     Attributes:
-        delta: float32 [n, W], what the instructions so far add up to.
-        entered: float32 [n, W], the stream as it came; None where no program needs it.
-        base: float32 [n, W], h: the stream as of the last FRESH.
+        delta: float32 [n, W], the sum of the contributions so far.
+        entered: float32 [n, W], the stream on entry; None if no program reads it.
+        base: float32 [n, W], h: the stream at the last FRESH.
         gate: float32 [n].
-        done: int32 [n], COUNTED instructions carried out.
+        done: int32 [n], COUNTED instructions executed.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class _Work:
             self.base = self.entered
 
     def step(self, at: Rows, which: Ints) -> None:
-        """One instruction for each of some rows: row `at[k]` carries out number `which[k]`."""
+        """Execute one instruction per row: row `at[k]` executes instruction `which[k]`."""
         words = self._device.instructions[which]
         applies = self._applies(at, which, words)
         if applies is not None:
@@ -237,15 +237,15 @@ class _Work:
             self._refresh(self.entered, at[(flags & _FRESH) != 0])
         first = int(ops[0])
         if (ops == first).all():
-            self._carry_out(Op(first), at, which, words)
+            self._execute(Op(first), at, which, words)
         else:
             for op in np.unique(ops):
                 mine = ops == op
-                self._carry_out(Op(op), at[mine], which[mine], words[mine])
+                self._execute(Op(op), at[mine], which[mine], words[mine])
         self.done[at] += (flags & _COUNTED) != 0
 
     def _refresh(self, entered: Tensor, at: Rows) -> None:
-        """h of rows `at` is taken anew."""
+        """Update h of rows `at` to the current stream."""
         if at.size == len(entered):
             self.base = entered + self.delta
         elif at.size:
@@ -255,7 +255,7 @@ class _Work:
             self.base[rows] = entered[rows] + self.delta[rows]
 
     def _applies(self, at: Rows, which: Ints, words: Ints) -> NDArray[np.bool_] | None:
-        """Whether each row's token id lets its instruction apply; None: all do."""
+        """Return whether each row's instruction applies to its token id; None: all apply."""
         listed = words[:, layout.IDS_COUNT] > 0
         if not listed.any():
             return None
@@ -270,18 +270,18 @@ class _Work:
             found[mine] = np.isin(ids[mine], wanted, invert=others)
         return found
 
-    def _carry_out(self, op: Op, at: Rows, which: Ints, words: Ints) -> None:
-        """One operation on rows `at`."""
+    def _execute(self, op: Op, at: Rows, which: Ints, words: Ints) -> None:
+        """Execute one operation on rows `at`."""
         a, b, c, d = self._device.params[torch.from_numpy(which.astype(np.int64))].unbind(1)
         if op is Op.GATE:
             self._set_gates(at, words, a, b, c)
         elif op is Op.PROBE:
-            told = words[:, layout.SLOT] > 0
-            if told.any():
+            stored = words[:, layout.SLOT] > 0
+            if stored.any():
                 score = self._read(_index(at), words) + a
-                rows = torch.from_numpy(self._rows[at[told]])
-                slots = torch.from_numpy(words[told, layout.SLOT].astype(np.int64) - 1)
-                self._device.scores[rows, slots] = score[torch.from_numpy(told)]
+                rows = torch.from_numpy(self._rows[at[stored]])
+                slots = torch.from_numpy(words[stored, layout.SLOT].astype(np.int64) - 1)
+                self._device.scores[rows, slots] = score[torch.from_numpy(stored)]
         else:
             self._add(op, at, words, self._factor(op, _index(at), words, (a, b, c, d)))
             kept = (words[:, layout.FLAGS] & _KEEP) != 0
@@ -289,13 +289,13 @@ class _Work:
                 self._restore_norm(at[kept])
 
     def _read(self, rows: Index, words: Ints) -> Tensor:
-        """⟨h, read⟩, [n]."""
+        """Return ⟨h, read⟩, [n]."""
         return (self.base[rows] * self._device.vectors(words[:, layout.READ])).sum(1)
 
     def _factor(
         self, op: Op, rows: Index, words: Ints, params: tuple[Tensor, Tensor, Tensor, Tensor]
     ) -> Tensor:
-        """f of the table in `layout`, [n], before the gate."""
+        """Return the factor f of the table in `layout`, [n], before gating."""
         a, b, c, d = params
         if op is Op.ADD_MATCHED:
             return a * _norm(self.base[rows])
@@ -312,7 +312,7 @@ class _Work:
         return c * torch.where(x > b, x, 0.0) + d
 
     def _add(self, op: Op, at: Rows, words: Ints, factor: Tensor) -> None:
-        """Adds f · v, and exactly nothing where f or the gate is 0."""
+        """Add f · v; add exactly nothing where f or the gate is 0."""
         flags = words[:, layout.FLAGS]
         gated = (flags & _GATED) != 0
         if gated.any():
@@ -335,7 +335,7 @@ class _Work:
             vectors = self._device.vectors(write)
             if op is Op.REPLACE:
                 vectors = vectors - self.base[rows]
-        # A product rounded by itself, so that +v and then −v is nothing.
+        # The product is rounded separately, so that +v and −v cancel exactly.
         change = factor[:, None] * vectors
         if not self._moved and at.size == len(self.delta):
             self.delta = change
@@ -344,7 +344,7 @@ class _Work:
         self._moved = True
 
     def _restore_norm(self, at: Rows) -> None:
-        """Scales the stream of rows `at` back to the norm of h."""
+        """Rescale the stream of rows `at` to the norm of h."""
         assert self.entered is not None, "a program with KEEP has READS"
         rows = _index(at)
         stream = self.entered[rows] + self.delta[rows]
@@ -370,11 +370,11 @@ class _Work:
 
 
 def _norm(vectors: Tensor) -> Tensor:
-    """‖v‖ of each row, [n]; of equal rows in a batch of one shape, the same to the last bit."""
+    """Return ‖v‖ of each row, [n]; bit-identical for equal rows of one batch."""
     return (vectors * vectors).sum(1).sqrt()
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    """σ(x), without overflow; exactly 0 and 1 far out."""
+    """Return σ(x) without overflow; exactly 0 or 1 for large |x|."""
     small = torch.exp(-x.abs())
     return torch.where(x >= 0, 1.0, small) / (1.0 + small)

@@ -1,4 +1,4 @@
-"""The `site` op as one Triton kernel: one program per token, gone after one load when idle."""
+"""Triton kernel of the `site` op: one program per token, which exits after one load if idle."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ _PROBE = tl.constexpr(int(Op.PROBE))
 
 MAX_WIDTH = 32768  # a row is one block, in registers
 
-# Where programmatic dependent launch pays: it hides the gap between launches of kernels that take
-# about as long as the gap, and costs where there are many programs or little to hide.
+# Limits within which programmatic dependent launch is faster: it hides the gap between launches of
+# kernels that take about as long as the gap, and is slower for many programs or short gaps.
 DEPENDENT_MAX_ROWS = 16
 DEPENDENT_MIN_WIDTH = 2048
 DEPENDENT_MIN_CAPABILITY = 9
-# In Triton 3.4 the intrinsics for it do not compile.
+# The intrinsics do not compile in Triton 3.4.
 DEPENDENT_MIN_TRITON = (3, 5)
 
 _IDS_BLOCK = tl.constexpr(128)
@@ -77,7 +77,7 @@ def _add_pairs(a, b, c, d):
 
 @triton.jit
 def _stream(value, rest, inside, has_residual: tl.constexpr):
-    """Both halves of the stream, summed: `value` and what is at `rest`."""
+    """Return the stream: `value` plus the residual at `rest`."""
     stream = value.to(tl.float32)
     if has_residual:
         stream += tl.load(rest, mask=inside, other=0.0).to(tl.float32)
@@ -86,7 +86,7 @@ def _stream(value, rest, inside, has_residual: tl.constexpr):
 
 @triton.jit
 def _is_listed(lists, count, token):
-    """Whether `token` is one of the first `count` ids of `lists`."""
+    """Return whether `token` is one of the first `count` ids of `lists`."""
     lanes = tl.arange(0, _IDS_BLOCK)
     hits = tl.zeros([_IDS_BLOCK], dtype=tl.int32)
     for first in range(0, count, _IDS_BLOCK):
@@ -98,14 +98,14 @@ def _is_listed(lists, count, token):
 
 @triton.jit
 def _is_reading(op, slot):
-    """Whether an instruction reads ⟨h, read⟩."""
+    """Return whether an instruction reads ⟨h, read⟩."""
     gate = (op == _GATE) & (slot == 0)
     return ((op >= _CLIP) & (op <= _FEATURE)) | gate | (op == _PROBE)
 
 
 @triton.jit
 def _factor(op, x, param):
-    """f before the gate, of all that add but ADD_MATCHED; `x` is ⟨h, read⟩."""
+    """Return f before gating, for additive ops except ADD_MATCHED; `x` is ⟨h, read⟩."""
     a = tl.load(param + _A)
     b = tl.load(param + _B)
     c = tl.load(param + _C)
@@ -137,7 +137,7 @@ def _site_kernel(
     tally,
     table,
     instructions,
-    # Not `params`, a name that Triton's own launcher uses.
+    # The params buffer; Triton's launcher reserves the name `params`.
     numbers,
     lists,
     bank,
@@ -152,7 +152,7 @@ def _site_kernel(
     dependent: tl.constexpr,
 ):
     if dependent:
-        # Nothing may be read before the kernels ahead are done; what comes next may queue up.
+        # Reads must wait for the preceding kernels; the next kernel may be queued.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
@@ -175,7 +175,7 @@ def _site_kernel(
         columns = tl.arange(0, block)
         inside = columns < width
         value = tl.load(hidden + row * hidden_stride + columns, mask=inside, other=0.0)
-        # Read where it is needed, and again rather than kept: registers are what limits how many
+        # The residual is loaded again at every use rather than kept: registers limit how many
         # programs run at a time.
         rest = columns
         if has_residual:
@@ -226,12 +226,12 @@ def _site_kernel(
                                 vector = tl.load(bank + start_of + columns, mask=inside, other=0.0)
                                 if op == _REPLACE:
                                     vector = vector - base
-                            # A product rounded by itself (the launch allows no fused
-                            # multiply-add), so that +v and then −v is nothing.
+                            # The product is rounded separately (the launch disables fused
+                            # multiply-add), so that +v and −v cancel exactly.
                             delta = delta + factor * vector
                         if reads & ((flags & _KEEP) != 0):
                             stream = _stream(value, rest, inside, has_residual) + delta
-                            # One reduction for both: of equal rows the same to the last bit.
+                            # One reduction for both norms: bit-identical for equal rows.
                             old, new = tl.reduce((base * base, stream * stream), 0, _add_pairs)
                             old = tl.sqrt_rn(old)
                             new = tl.sqrt_rn(new)
@@ -256,7 +256,7 @@ def _site_kernel(
             stream = _stream(value, rest, inside, has_residual)
             tl.store(ring + target * width + columns, stream.to(ring.dtype.element_ty), mask=inside)
 
-    # One program owns a token and sites follow each other on the stream, so plain stores do.
+    # Plain stores suffice: one program owns a token, and sites run in stream order.
     totals = tally + row * _TALLY
     tl.store(totals, tl.load(totals) + code)
     tl.store(totals + _EDITS, tl.load(totals + _EDITS) + done)
@@ -277,7 +277,7 @@ def site_triton(
     scores: Tensor,
     ring: Tensor,
 ) -> None:
-    """See `midstream.ops.site.site`, which has the same arguments.
+    """Launch the kernel; see `midstream.ops.site.site`, which has the same arguments.
 
     Raises:
         ValueError: rows are wider than `MAX_WIDTH`.
@@ -317,7 +317,7 @@ def site_triton(
 
 
 def _dependent_launch(num_rows: int, width: int, device: torch.device) -> bool:
-    """Whether the kernel is launched while the one before it still runs, and waits inside."""
+    """Return whether to launch before the preceding kernel ends (dependent launch)."""
     return (
         num_rows <= DEPENDENT_MAX_ROWS
         and width >= DEPENDENT_MIN_WIDTH
@@ -328,7 +328,7 @@ def _dependent_launch(num_rows: int, width: int, device: torch.device) -> bool:
 
 @cache
 def _capability(device: torch.device) -> int:
-    """The device's CUDA compute capability, major; 0 where it is not CUDA's."""
+    """Return the device's major CUDA compute capability; 0 for other devices."""
     if device.type != "cuda" or torch.version.hip is not None:
         return 0
     return torch.cuda.get_device_capability(device)[0]

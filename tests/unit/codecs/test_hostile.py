@@ -44,10 +44,10 @@ def refused(spec: str, data: torch.Tensor, problem: str) -> None:
         (1.0, INF, "the zero is not a finite number"),
         (0.0, INF, "the zero is not a finite number"),
         (0.0, -INF, "the zero is not a finite number"),
-        (2e38, 0.0, "the values are beyond float32"),
-        (3e36, 3e38, "the values are beyond float32"),
-        (0.0, 1.0, "the scale is 0, but not all bytes after it are"),
-        (0.0, NAN, "the scale is 0, but not all bytes after it are"),
+        (2e38, 0.0, "the values exceed float32's range"),
+        (3e36, 3e38, "the values exceed float32's range"),
+        (0.0, 1.0, "the scale is 0, but the quantised values are not"),
+        (0.0, NAN, "the scale is 0, but the quantised values are not"),
     ],
 )
 def test_scales_and_zeros_that_no_row_has_are_refused(spec, scale, zero, problem):

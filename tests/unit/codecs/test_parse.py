@@ -55,7 +55,7 @@ def test_every_codec_s_own_text_is_read_as_that_codec(k, seed):
         ("rp8:k=1,", "codec", "`rp8` takes `k`, `seed`, got ''"),
         ("rp8:sed=1", "codec", r"got 'sed=1' \(did you mean `seed`\?\)"),
         ("topk8:seed=1", "codec", "`topk8` takes `k`, got 'seed=1'"),
-        ("rp8:k=1,k=1", "codec.k", "given twice"),
+        ("rp8:k=1,k=1", "codec.k", "duplicate parameter"),
         ("rp8:k", "codec.k", "expected a decimal number, got ''"),
         ("rp8:k=", "codec.k", "expected a decimal number, got ''"),
         ("rp8:k= 1", "codec.k", "expected a decimal number, got ' 1'"),
@@ -89,5 +89,5 @@ def test_a_parameter_that_is_no_int_is_refused_where_the_codec_is_made(k):
 
 def test_a_machine_that_is_not_little_endian_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "byteorder", "big")
-    with pytest.raises(UnsupportedError, match="codecs are little-endian"):
+    with pytest.raises(UnsupportedError, match="codecs require a little-endian"):
         parse_codec("raw")

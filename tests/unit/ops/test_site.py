@@ -135,7 +135,7 @@ def test_an_empty_batch_is_allowed():
         ({"bank": torch.zeros(4, 33)}, "32 wide"),
         ({"bank": torch.zeros(4, 32, dtype=torch.float64)}, "bank must be contiguous"),
         ({"ring": torch.zeros(4, 64)[:, ::2]}, "ring must be contiguous"),
-        ({"residual": torch.zeros(5, 32)}, "residual must be as hidden"),
+        ({"residual": torch.zeros(5, 32)}, "residual must match hidden"),
         ({"hidden": torch.zeros(6, 64)[:, ::2]}, "hidden must be"),
     ],
 )

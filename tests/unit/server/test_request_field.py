@@ -98,7 +98,7 @@ WRONG = {
     "a field twice in xargs": (
         {"vllm_xargs": {"midstream": '{"activations": "none", "activations": "inline"}'}},
         "vllm_xargs.midstream",
-        "twice",
+        "duplicate JSON field",
     ),
     "NaN in xargs": (
         {"vllm_xargs": {"midstream": '{"steer": {"vector": [NaN], "layer": 1}}'}},
