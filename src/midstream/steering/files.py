@@ -181,8 +181,9 @@ def _read_npy(file: IO[bytes]) -> NDArray[Any]:
     numpy.load is not used, because a malicious header can make it allocate any amount of memory.
     """
     import numpy as np
-    from numpy.lib import format as npy
+    from numpy.lib import format as numpy_format
 
+    npy: Any = numpy_format  # its stubs lack types and `max_header_size`
     # The header's own length field is not trusted: it could make numpy decompress gigabytes.
     start = io.BytesIO(file.read(_MAX_PREAMBLE + _MAX_HEADER))
     readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
