@@ -1,7 +1,7 @@
-"""The command's sub-commands, put together.
+"""Assembly of the sub-commands.
 
-A sub-command is a module of this folder, with a function of the same name: its parameters are the
-options, its docstring the help. It is listed in `COMMANDS`, and nowhere else.
+A sub-command is a module of this folder with a function of the same name: its parameters are the
+options, its docstring is the help. It is listed only in `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ COMMANDS = ("doctor", "serve", "plan", "capture", "inspect", "export", "verify",
 
 
 def make() -> typer.Typer:
-    """The command with all its sub-commands."""
+    """Build the command with all its sub-commands."""
     command = typer.Typer(
         name="midstream",
         help="Read and change what a model computes, mid-forward, inside vLLM at full speed.",
@@ -22,7 +22,7 @@ def make() -> typer.Typer:
         add_completion=True,
         pretty_exceptions_enable=False,
     )
-    # With a callback even a lone sub-command is called by its name.
+    # With a callback, Typer requires the sub-command's name even if there is only one.
     command.callback()(_nothing)
     for name in COMMANDS:
         module = import_module(f"midstream.cli.{name}")

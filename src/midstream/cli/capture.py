@@ -1,4 +1,4 @@
-"""`midstream capture MODEL --data …`: a data set's activations, into a store."""
+"""`midstream capture MODEL --data …`: capture a dataset's activations into a store."""
 
 from __future__ import annotations
 
@@ -21,109 +21,114 @@ if TYPE_CHECKING:
 
 
 class CommandClass(TyperCommand):
-    """The command, with `--ray` as an option that may go without its value."""
+    """The command, with `--ray` as an option whose value is optional."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, with_address(args))
 
 
 _LOGGER = logging.getLogger(__name__)
-# What is an address of Ray's: all else after `--ray` is an argument of its own.
+# An address of Ray; anything else after `--ray` is a separate argument.
 _ADDRESS = re.compile(r"auto|local|\w+://.*|\[?[\w.:-]+\]?:\d+")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_AGAIN = 5.0  # seconds
-# Defaults that a user's own settings override.
+_REPEAT_SECONDS = 5.0
+# Defaults; variables that the user has set take precedence.
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def capture(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Its folder or name.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or name of the model.")],
     data: Annotated[
         str,
         typer.Option(
             metavar="FILE|NAME|-",
-            help="JSON lines, a Parquet file, a Hugging Face data set, or - for JSON lines on the "
+            help="JSON lines, a Parquet file, a Hugging Face dataset, or - for JSON lines on "
             "standard input.",
         ),
     ],
     out: Annotated[str, typer.Option(metavar="DIR", help="The store: a directory, or s3://….")],
-    layers: Annotated[str, typer.Option(help="As 10,20 or -1; or all.")] = "all",
-    sites: Annotated[str, typer.Option(help="As resid_post,mlp_out.")] = "resid_post",
+    layers: Annotated[str, typer.Option(help="Layers, such as 10,20 or -1; or all.")] = "all",
+    sites: Annotated[str, typer.Option(help="Sites, such as resid_post,mlp_out.")] = "resid_post",
     positions: Annotated[
-        str, typer.Option(help="As last_prompt, prompt, generated, all, 0,-1, or JSON.")
+        str,
+        typer.Option(help="Positions: last_prompt, prompt, generated, all, 0,-1, or JSON."),
     ] = "last_prompt",
     max_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that are generated for each prompt, greedily.")
+        int, typer.Option(min=1, help="Tokens to generate for each prompt, greedily.")
     ] = 1,
-    codec: Annotated[str, typer.Option(help="raw, full8, rp8:k=512,seed=0, topk8:k=64.")] = "raw",
+    codec: Annotated[
+        str, typer.Option(help="Codec: raw, full8, rp8:k=512,seed=0, topk8:k=64.")
+    ] = "raw",
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with what DIR has a part of.")
+        bool, typer.Option("--resume", help="Continue an incomplete job in DIR.")
     ] = False,
-    tag: Annotated[str, typer.Option(help="A word by which these rows can be selected.")] = "",
+    tag: Annotated[str, typer.Option(help="Tag by which these rows can be selected.")] = "",
     prompt_field: Annotated[
         str, typer.Option(help="Field or column of the prompt.", show_default="text; messages")
     ] = "",
     chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are conversations, or what a user says.")
+        bool, typer.Option("--chat", help="Prompts are conversations, or user messages.")
     ] = False,
-    subset: Annotated[str, typer.Option(help="Of a data set that has several.")] = "",
-    split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
-    limit: Annotated[int | None, typer.Option(min=1, help="Read so many lines.")] = None,
+    subset: Annotated[str, typer.Option(help="Subset of a Hugging Face dataset.")] = "",
+    split: Annotated[str, typer.Option(help="Split of a Hugging Face dataset.")] = "train",
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of lines to read.")
+    ] = None,
     keep_prompts: Annotated[
-        bool, typer.Option("--keep-prompts", help="Keep the texts with the rows.")
+        bool, typer.Option("--keep-prompts", help="Store the texts with the rows.")
     ] = False,
-    revision: Annotated[str, typer.Option(help="Of the model.")] = "",
-    dtype: Annotated[str, typer.Option(help="The engine's.")] = "auto",
+    revision: Annotated[str, typer.Option(help="Revision of the model.")] = "",
+    dtype: Annotated[str, typer.Option(help="Dtype of the engine.")] = "auto",
     engine_args: Annotated[
-        str, typer.Option(metavar="JSON", help="Whatever else vllm.LLM takes.")
+        str, typer.Option(metavar="JSON", help="Further arguments of vllm.LLM.")
     ] = "{}",
     errors: Annotated[
         str,
         typer.Option(
             metavar="FILE",
-            help="Where lines are listed that could not be captured.",
+            help="File that lists the lines that could not be captured.",
             show_default="DIR/errors.jsonl",
         ),
     ] = "",
     flush_seconds: Annotated[
-        float, typer.Option(help="What came is on disk after so long: what a kill costs.")
+        float,
+        typer.Option(help="Maximum seconds until rows are on disk: the work that a kill loses."),
     ] = 30.0,
     ray: Annotated[
         str,
         typer.Option(
             metavar="[ADDRESS]",
-            help="Spread over a Ray cluster: the one at host:port; without an address that of "
-            "RAY_ADDRESS or of this machine, or with none there, as with local, a new one of this "
-            "machine's.",
+            help="Run on a Ray cluster: the one at host:port. Without an address: the one of "
+            "RAY_ADDRESS or of this machine; if there is none, or with local, a new one on this "
+            "machine.",
         ),
     ] = "",
     ray_engines: Annotated[
-        int | None, typer.Option(min=1, help="Engines.", show_default="as many as there is room")
+        int | None,
+        typer.Option(min=1, help="Number of engines.", show_default="as many as fit"),
     ] = None,
     ray_cpus: Annotated[
-        float, typer.Option(min=0, help="CPU cores for each engine; on a CPU, its threads.")
+        float, typer.Option(min=0, help="CPU cores per engine; on a CPU, its threads.")
     ] = 1,
     ray_gpus: Annotated[
         float | None,
-        typer.Option(min=0, help="GPUs for each engine.", show_default="one for each rank"),
+        typer.Option(min=0, help="GPUs per engine.", show_default="one per rank"),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print a summary as JSON, and nothing else.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only a summary as JSON.")] = False,
     verbose: Annotated[
-        bool, typer.Option(help="Show what vLLM logs, and where in it an error was raised.")
+        bool, typer.Option(help="Show vLLM's log and the tracebacks of errors.")
     ] = False,
 ) -> None:
-    """Capture a data set's activations into a store.
+    """Capture a dataset's activations into a store.
 
-    Exit status: 0 all lines are in the store; 1 some are not, which are listed in
-    DIR/errors.jsonl, or the job broke off; 2 it was refused and did not begin; 130 or 143 it was
-    stopped. What is in the store stays, and --resume goes on from there.
+    Exit status: 0 all lines are stored; 1 some lines failed, which are listed in DIR/errors.jsonl,
+    or the job failed; 2 the job was rejected and did not start; 130 or 143 it was stopped by a
+    signal. Stored rows are kept; --resume continues from there.
     """
     from midstream.console import WHEN_QUIET, defaults
 
     if not ray and (ray_engines, ray_cpus, ray_gpus) != (None, 1, None):
-        raise typer.BadParameter("--ray-engines, --ray-cpus and --ray-gpus go with --ray")
+        raise typer.BadParameter("--ray-engines, --ray-cpus and --ray-gpus require --ray")
     arguments = read_json_option("--engine-args", engine_args)
     if not isinstance(arguments, dict):
         raise typer.BadParameter(f"--engine-args: expected a JSON object, got {engine_args}")
@@ -174,7 +179,7 @@ def capture(
 
 
 def _work(capturing: CaptureRun, as_json: bool, verbose: bool) -> int:
-    """Captures, and tells what came of it; the exit status."""
+    """Run the capture, print its result, and return the exit status."""
     from midstream.console import quiet
     from midstream.errors import MidstreamError
     from midstream.jobs.directory_lock import errors_file
@@ -215,8 +220,9 @@ def _work(capturing: CaptureRun, as_json: bool, verbose: bool) -> int:
 
 @contextmanager
 def _signals(capturing: CaptureRun, stop: threading.Event) -> Iterator[list[int]]:
-    """While this is open, the first signal to stop is noted, and a job that has begun ends in
-    good order; another one interrupts whatever goes on.
+    """Record stop signals and yield the list of them.
+
+    The first signal stops a job that has begun in good order; a second one interrupts it.
     """
     found: list[int] = []
     before: dict[int, Any] = {}
@@ -225,9 +231,9 @@ def _signals(capturing: CaptureRun, stop: threading.Event) -> Iterator[list[int]
         found.append(number)
         if stop.is_set() or not capturing.has_begun:
             stop.set()
-            # Again after a while: an exception that is raised in a callback is lost.
+            # Repeat the interrupt: an exception raised inside a callback is lost.
             before.setdefault(signal.SIGALRM, signal.signal(signal.SIGALRM, interrupt))
-            signal.setitimer(signal.ITIMER_REAL, _AGAIN, _AGAIN)
+            signal.setitimer(signal.ITIMER_REAL, _REPEAT_SECONDS, _REPEAT_SECONDS)
             interrupt(number, frame)
         stop.set()
 
@@ -246,7 +252,7 @@ def _signals(capturing: CaptureRun, stop: threading.Event) -> Iterator[list[int]
 
 
 def read_layers(text: str) -> Any:
-    """Layers as one writes them in a command: `all`, `10`, `10,20`."""
+    """Parse layers: `all`, `10`, or `10,20`."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -254,8 +260,9 @@ def read_layers(text: str) -> Any:
 
 
 def with_address(arguments: Sequence[str]) -> list[str]:
-    """Arguments of the command in which each `--ray` has its value: `auto`, where no address
-    follows. What comes after `--` are no options.
+    """Return the command's arguments with a value for each `--ray`: `auto` if no address follows.
+
+    Arguments after `--` are not options.
     """
     found: list[str] = []
     left = list(arguments)

@@ -1,4 +1,4 @@
-"""`midstream doctor MODEL`: examine a model, print what was found, exit with the verdict."""
+"""`midstream doctor MODEL`: check a model, print the findings, and exit with the verdict."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from midstream.tools.doctor.report import Report
 
-# Defaults that a user's own settings override. The engine is in this process, so that what is
-# wrong with it is raised here; nothing is compiled.
+# Defaults; variables that the user has set take precedence. The engine runs in this process, so
+# that its exceptions are raised here. Nothing is compiled.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -28,37 +28,39 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def doctor(
     model: Annotated[
-        str, typer.Argument(help="Folder or name. For a small copy its config.json is enough.")
+        str, typer.Argument(help="Folder or name; for a small copy, config.json is enough.")
     ],
     full: Annotated[
         bool,
         typer.Option(
             "--full/--small",
-            help="The model itself, or a small random copy made from its configuration.",
+            help="Check the model itself, or a small random copy made from its configuration.",
         ),
     ] = False,
     layers: Annotated[
-        int, typer.Option(min=1, help="Layers of the copy, or more: one of each kind is kept.")
+        int, typer.Option(min=1, help="Minimum layers of the copy; it has one of each kind.")
     ] = 3,
     hidden: Annotated[
-        int, typer.Option(min=64, help="Width of the copy's stream, a multiple of 64.")
+        int, typer.Option(min=64, help="Hidden size of the copy, a multiple of 64.")
     ] = 64,
-    dtype: Annotated[str, typer.Option(help=f"The engine's: {', '.join(DTYPES)}.")] = "float32",
-    seed: Annotated[int, typer.Option(help="Of the copy's weights and the requests.")] = 0,
+    dtype: Annotated[
+        str, typer.Option(help=f"Dtype of the engine: {', '.join(DTYPES)}.")
+    ] = "float32",
+    seed: Annotated[int, typer.Option(help="Seed of the copy's weights and the requests.")] = 0,
     architecture: Annotated[
-        str | None, typer.Option(help="Load the copy under this name instead of its own.")
+        str | None, typer.Option(help="Architecture name to load the copy under.")
     ] = None,
     output: Annotated[
         str | None,
-        typer.Option("--json", metavar="FILE", help="Write what was found as JSON; - for stdout."),
+        typer.Option("--json", metavar="FILE", help="Write the findings as JSON; - for stdout."),
     ] = None,
-    verbose: Annotated[bool, typer.Option(help="Show what vLLM logs.")] = False,
+    verbose: Annotated[bool, typer.Option(help="Show vLLM's log.")] = False,
 ) -> None:
-    """Check that midstream reads and edits a model as transformers has it.
+    """Check midstream's reads and edits of a model against transformers.
 
-    Every site of every layer is compared with transformers in float32 and each operation is
-    tried. Exit status: 0 all as it should be; 1 something is wrong; 2 refused, not supported, or
-    not to be compared.
+    Compares every site of every layer with transformers in float32, and tries each operation. Exit
+    status: 0 everything matches; 1 something differs; 2 the check was rejected, or the model is
+    unsupported or cannot be compared.
     """
     if dtype not in DTYPES:
         raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -78,13 +80,13 @@ def doctor(
 
 
 def _check_writable(output: str | None) -> None:
-    """A file that cannot be written is refused before the work, not after it."""
+    """Raise BadParameter if the file cannot be written, before the check starts."""
     if output is None or output == "-":
         return
     path = Path(output).expanduser()
     folder = path.parent
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise typer.BadParameter(f"--json {output}: cannot write a file there; name another")
+        raise typer.BadParameter(f"--json {output}: the file cannot be written; use another path")
 
 
 def _show(report: Report, console: Console, output: str | None) -> None:

@@ -1,4 +1,4 @@
-"""`midstream export DIR OUT --to npz|parquet|arrow`: rows of a store in other tools' files."""
+"""`midstream export DIR OUT --to npz|parquet|arrow`: convert rows of a store to other formats."""
 
 from __future__ import annotations
 
@@ -16,23 +16,27 @@ def export(
     out: Annotated[
         str, typer.Argument(metavar="OUT", help="A folder for npz, a file for the others.")
     ],
-    to: Annotated[str, typer.Option(metavar="|".join(KINDS), help="What to write.")],
+    to: Annotated[str, typer.Option(metavar="|".join(KINDS), help="Output format.")],
     site: Annotated[list[str] | None, typer.Option(help="Only this site.")] = None,
-    layer: Annotated[str, typer.Option(help="Only these layers, as 10,20.")] = "",
-    request: Annotated[list[str] | None, typer.Option(metavar="ID", help="Only this one.")] = None,
-    child: Annotated[str, typer.Option(help="Only these completions, as 0,1.")] = "",
-    tag: Annotated[list[str] | None, typer.Option(help="Only with this tag.")] = None,
-    position: Annotated[str, typer.Option(help="Only there: as last_prompt, 0,-1, or JSON.")] = "",
-    token: Annotated[str, typer.Option(help="Only tokens with these ids, as 5,7.")] = "",
-    model: Annotated[str, typer.Option(help="Only of this model.")] = "",
-    codec: Annotated[str, typer.Option(help="Only of this codec.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    layer: Annotated[str, typer.Option(help="Only these layers, such as 10,20.")] = "",
+    request: Annotated[
+        list[str] | None, typer.Option(metavar="ID", help="Only this request.")
+    ] = None,
+    child: Annotated[str, typer.Option(help="Only these completions, such as 0,1.")] = "",
+    tag: Annotated[list[str] | None, typer.Option(help="Only requests with this tag.")] = None,
+    position: Annotated[
+        str, typer.Option(help="Only these positions, such as last_prompt, 0,-1, or JSON.")
+    ] = "",
+    token: Annotated[str, typer.Option(help="Only tokens with these ids, such as 5,7.")] = "",
+    model: Annotated[str, typer.Option(help="Only rows of this model.")] = "",
+    codec: Annotated[str, typer.Option(help="Only rows of this codec.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
-    """Write rows of a store as npz files, one for each site and layer of a request, or as a
-    Parquet or Arrow file.
+    """Export rows of a store as npz files, one per site and layer of a request, or as a Parquet or
+    Arrow file.
 
-    Options that can be given several times, or as lists, mean any of these. Exit status: 0; 2 what
-    is asked for is not there, or cannot be written.
+    Options with several values select rows that match any of them. Exit status: 0 success; 2 the
+    selection is empty or invalid, or the files cannot be written.
     """
     if to not in KINDS:
         raise typer.BadParameter(f"--to: expected one of {', '.join(KINDS)}, got {to!r}")

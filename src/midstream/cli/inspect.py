@@ -1,4 +1,4 @@
-"""`midstream inspect DIR`: what is in a store."""
+"""`midstream inspect DIR`: show the contents of a store."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ def inspect(
     request: Annotated[str, typer.Option(metavar="ID", help="Show this request.")] = "",
     plot: Annotated[
         str,
-        typer.Option(
-            metavar="FILE", help="Draw norms by layer and by position, as a .png or .svg."
-        ),
+        typer.Option(metavar="FILE", help="Plot norms by layer and by position, as .png or .svg."),
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
-    """Show what a store has: requests, rows, sites and layers, codecs, models, tags.
+    """Show the contents of a store: requests, rows, sites and layers, codecs, models, tags.
 
-    Exit status: 0; 2 there is no such store or request, or a shard is damaged.
+    Exit status: 0 success; 2 the store or request does not exist, or a shard is damaged.
     """
     with refusals(as_json):
         from midstream.store import open_store
@@ -48,7 +46,7 @@ def inspect(
 
 
 def _whole(store: Store) -> tuple[Any, RenderableType]:
-    """All that there is, as JSON values and as a table."""
+    """Return an overview of the store, as JSON values and as a table."""
     from midstream.tools.inspect.overview import Overview
     from midstream.tools.inspect.table import render
 
@@ -57,7 +55,7 @@ def _whole(store: Store) -> tuple[Any, RenderableType]:
 
 
 def _request(store: Store, request: str) -> tuple[Any, RenderableType]:
-    """One request, as JSON values and as tables."""
+    """Return one request, as JSON values and as tables."""
     from midstream.tools.inspect.overview import plain_request
     from midstream.tools.inspect.table import render_request
 

@@ -1,4 +1,4 @@
-"""`midstream merge SOURCES… --into DIR`: several stores into one, small shards into large ones."""
+"""`midstream merge SOURCES… --into DIR`: merge stores, and compact small shards."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from midstream.cli.output import print_json, refusals
 
 
 def merge(
-    sources: Annotated[list[str], typer.Argument(metavar="DIR…", help="Stores.")],
-    into: Annotated[str, typer.Option(metavar="DIR", help="The store that gets all.")],
-    shard_mb: Annotated[int, typer.Option(min=1, help="How long a shard gets, in MiB.")] = 256,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    sources: Annotated[list[str], typer.Argument(metavar="DIR…", help="Stores to merge.")],
+    into: Annotated[str, typer.Option(metavar="DIR", help="Store to write to.")],
+    shard_mb: Annotated[int, typer.Option(min=1, help="Size of new shards, in MiB.")] = 256,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
-    """Put what is in some stores into one, small shards together as large ones.
+    """Merge stores, and compact small shards into large ones.
 
-    A store that is among its own sources has its small shards merged; the others stay as they
-    are. What was merged before is not merged again, so that it can be called over and over; one
-    that was interrupted is finished so. Exit status: 0; 2 it was refused, or broke off.
+    If DIR is one of the sources, its own small shards are compacted; the other sources are
+    unchanged. Shards that were merged before are skipped, so the command can be repeated, and an
+    interrupted merge can be finished by repeating it. Exit status: 0 success; 2 the merge was
+    rejected or failed.
     """
     with refusals(as_json):
         from midstream.store import merge as join

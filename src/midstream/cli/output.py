@@ -1,4 +1,4 @@
-"""What sub-commands share: how they print, and how they say that something cannot be done."""
+"""Shared output and option parsing of the sub-commands."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ REFUSED = 2
 
 
 def print_json(value: Any) -> None:
-    """One value, alone on the standard output."""
+    """Print one value as JSON."""
     typer.echo(json.dumps(value, indent=2, default=str))
 
 
 def refuse(problem: str, as_json: bool) -> typer.Exit:
-    """Says that nothing was done, and why; what it returns is to be raised.
+    """Report that the command was rejected, and return the exception to raise.
 
     Args:
-        problem: why.
-        as_json: whether the standard output is for machines, who are told there as well.
+        problem: the reason.
+        as_json: whether to print it as JSON on standard output too.
     """
     typer.echo(f"error: {problem}", err=True)
     if as_json:
@@ -32,8 +32,8 @@ def refuse(problem: str, as_json: bool) -> typer.Exit:
 
 @contextmanager
 def refusals(as_json: bool) -> Iterator[None]:
-    """What midstream refuses ends the command, by its message."""
-    # Not before a sub-command runs: importing the command imports nothing else.
+    """Convert midstream's exceptions and OSError to an error message and exit status 2."""
+    # Lazy: importing the command must not import heavy packages.
     from midstream.errors import MidstreamError
 
     try:
@@ -43,7 +43,7 @@ def refusals(as_json: bool) -> Iterator[None]:
 
 
 def read_json_option(name: str, text: str) -> Any:
-    """An option that is JSON.
+    """Parse an option that is JSON.
 
     Raises:
         typer.BadParameter: it is not.
@@ -55,23 +55,22 @@ def read_json_option(name: str, text: str) -> Any:
 
 
 def read_numbers(name: str, text: str) -> list[int] | None:
-    """An option that is numbers with commas between them; None: it was not given.
+    """Parse an option of comma-separated integers; None if it is empty.
 
     Raises:
-        typer.BadParameter: something else.
+        typer.BadParameter: it has other parts.
     """
     try:
         return [int(part) for part in text.split(",")] if text else None
     except ValueError:
-        raise typer.BadParameter(f"{name}: expected numbers, as 10,20; got {text!r}") from None
+        raise typer.BadParameter(f"{name}: expected numbers, such as 10,20, got {text!r}") from None
 
 
 def read_positions(text: str) -> Any:
-    """Positions as one writes them in a command: words or numbers with commas between them, or
-    whatever `Positions` takes, as JSON.
+    """Parse positions: comma-separated words or numbers, or JSON that `Positions` accepts.
 
     Raises:
-        typer.BadParameter: it begins as JSON does, and is none.
+        typer.BadParameter: it begins as JSON, but is not valid JSON.
     """
     try:
         return json.loads(text)

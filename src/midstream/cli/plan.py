@@ -1,4 +1,4 @@
-"""`midstream plan --model … --tokens …`: what a capture will take, before it is run."""
+"""`midstream plan --model … --tokens …`: estimate the cost of a capture job."""
 
 from __future__ import annotations
 
@@ -21,52 +21,54 @@ def plan(
             "folder with a config.json; or such a file.",
         ),
     ],
-    tokens: Annotated[int, typer.Option(help="How many are computed, all told.")],
-    layers: Annotated[str, typer.Option(help="As 10,20 or -1; or all.")] = "all",
-    sites: Annotated[str, typer.Option(help="As resid_post,mlp_out.")] = "resid_post",
+    tokens: Annotated[int, typer.Option(help="Total number of computed tokens.")],
+    layers: Annotated[str, typer.Option(help="Layers, such as 10,20 or -1; or all.")] = "all",
+    sites: Annotated[str, typer.Option(help="Sites, such as resid_post,mlp_out.")] = "resid_post",
     codec: Annotated[
         list[str] | None,
-        typer.Option(help="Reckon with this one only.", show_default="the usual ones"),
+        typer.Option(help="Estimate only this codec.", show_default="common codecs"),
     ] = None,
     returned: Annotated[
         str,
         typer.Option(
             "--return",
             metavar="gathered|sharded",
-            help="Which ranks move rows: the first, or each its part.",
+            help="Which ranks transfer rows: the first one, or each its share.",
             show_default="both",
         ),
     ] = "",
     request_tokens: Annotated[int, typer.Option(help="Tokens of one request.")] = 512,
     fraction: Annotated[
-        float, typer.Option(help="Of the tokens, the share whose rows are kept.")
+        float, typer.Option(help="Fraction of the tokens whose rows are captured.")
     ] = 1.0,
     tp: Annotated[int, typer.Option(help="GPUs that share each layer.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
     dp: Annotated[
-        int | None, typer.Option(help="Engines.", show_default="as many as the machines hold")
+        int | None,
+        typer.Option(help="Number of engines.", show_default="as many as fit on the machines"),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(help="Machines.", show_default="as few as hold the engines")
+        int | None,
+        typer.Option(help="Number of machines.", show_default="as few as fit the engines"),
     ] = None,
-    gpus_per_node: Annotated[int, typer.Option(help="Of one machine.")] = 8,
-    dtype: Annotated[str, typer.Option(help="The engine's.")] = "auto",
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs per machine.")] = 8,
+    dtype: Annotated[str, typer.Option(help="Dtype of the engine.")] = "auto",
     step_tokens: Annotated[
-        int, typer.Option(help="Of a full step: max_num_batched_tokens.")
+        int, typer.Option(help="Tokens of a full step: max_num_batched_tokens.")
     ] = 8192,
     tokens_per_second: Annotated[
         float | None,
-        typer.Option(help="Of one engine, nothing captured.", show_default="by its FLOP/s"),
+        typer.Option(help="Rate of one engine without captures.", show_default="by its FLOP/s"),
     ] = None,
     tflops: Annotated[
         float | None, typer.Option(help="TFLOP/s of one GPU.", show_default="measured: 8B, H200")
     ] = None,
     efficiency: Annotated[
         float | None,
-        typer.Option(help="What several GPUs keep of it as one engine.", show_default="0.8"),
+        typer.Option(help="Multi-GPU efficiency of one engine.", show_default="0.8"),
     ] = None,
     bus: Annotated[
-        float | None, typer.Option(help="GB/s of one GPU to the host.", show_default="measured")
+        float | None, typer.Option(help="GB/s from one GPU to the host.", show_default="measured")
     ] = None,
     writer: Annotated[
         float | None,
@@ -76,18 +78,18 @@ def plan(
         float | None, typer.Option(help="GB/s out of one machine.", show_default="25")
     ] = None,
     store: Annotated[
-        float | None, typer.Option(help="GB/s into the store, in all.", show_default="100")
+        float | None, typer.Option(help="GB/s into the store, in total.", show_default="100")
     ] = None,
     gpu_memory: Annotated[
-        float | None, typer.Option(help="GB of one GPU.", show_default="141")
+        float | None, typer.Option(help="Memory of one GPU in GB.", show_default="141")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
-    """Reckon what a capture takes: bytes, bandwidths, time, what saturates first, which codec and
-    layout to choose.
+    """Estimate the cost of a capture job: bytes, bandwidths, time, bottleneck, and the recommended
+    codec and layout.
 
-    Nothing is downloaded or run. Each rate is shown with what it is from: measured, derived from
-    what was measured, assumed, or given. Exit status: 0; 2 it was refused.
+    Nothing is downloaded or run. Each rate is shown with its basis: measured, derived from
+    measurements, assumed, or given. Exit status: 0 success; 2 the input was rejected.
     """
     with refusals(as_json):
         # Here, as codecs and the store's layout import torch.

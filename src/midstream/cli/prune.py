@@ -1,4 +1,4 @@
-"""`midstream prune DIR`: take out of a store what is not wanted in it."""
+"""`midstream prune DIR`: delete unwanted files and requests of a store."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ _MOST_NAMES = 10
 def prune(
     store: Annotated[str, typer.Argument(metavar="DIR", help="A store in a directory.")],
     yes: Annotated[
-        bool, typer.Option("--yes", help="Do it; without this it is only said what would be done.")
+        bool, typer.Option("--yes", help="Delete; without it, only report what would be deleted.")
     ] = False,
     request: Annotated[list[str] | None, typer.Option(metavar="ID", help="This request.")] = None,
     tag: Annotated[list[str] | None, typer.Option(help="All requests with this tag.")] = None,
     duplicates: Annotated[
-        bool, typer.Option("--duplicates", help="All but the newest of what was stored twice.")
+        bool, typer.Option("--duplicates", help="All but the newest copy of duplicate requests.")
     ] = False,
-    damaged: Annotated[
-        bool, typer.Option("--damaged", help="Shards in which verify finds something.")
-    ] = False,
+    damaged: Annotated[bool, typer.Option("--damaged", help="Shards that fail verify.")] = False,
     older_than: Annotated[
         float,
-        typer.Option(min=0, help="Files of interrupted writes, untouched for so many seconds."),
+        typer.Option(min=0, help="Files of interrupted writes, unchanged for this many seconds."),
     ] = 3600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
-    """Take out of a store what interrupted writes have left, and what else is named.
+    """Delete leftovers of interrupted writes, and optionally requests by id or tag.
 
-    Nothing is touched without --yes: it is said what would be. Requests and tags may be named
-    several times. Exit status: 0; 2 what is named is not there, or it was refused.
+    Nothing is deleted without --yes; the command only reports what it would delete. Requests and
+    tags can be given several times. Exit status: 0 success; 2 a request or tag does not exist, or
+    the store was rejected.
     """
-    asked: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "older_than_s": older_than,
         "damaged": damaged,
         "duplicates": duplicates,
@@ -49,7 +48,7 @@ def prune(
     with refusals(as_json):
         from midstream import store as stores
 
-        found = (stores.prune if yes else stores.find_prunable)(store, **asked)
+        found = (stores.prune if yes else stores.find_prunable)(store, **arguments)
     if as_json:
         print_json({"status": 0, "done": yes, **asdict(found)})
     else:
@@ -57,7 +56,7 @@ def prune(
 
 
 def describe(found: Pruned, done: bool) -> list[str]:
-    """What was taken out, or would be, in lines."""
+    """Return the removed, or removable, parts as lines of text."""
     parts = {
         "files that interrupted writes left": found.temporaries,
         "shards that another one stands for": found.replaced,

@@ -1,4 +1,4 @@
-"""`midstream serve MODEL`: `vllm serve` with midstream enabled; everything else is passed on."""
+"""`midstream serve MODEL`: `vllm serve` with midstream enabled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from midstream.cli.output import read_json_option
 from midstream.config.config import KEY, Config
 from midstream.errors import ConfigError
 
-# Where vLLM looks for plugins, and the variable that says which of them it takes.
+# vLLM's group of plugin entry points, and the variable that restricts which ones it loads.
 GROUP, PLUGINS = "vllm.general_plugins", "VLLM_PLUGINS"
 CONTEXT = {
     "allow_extra_args": True,
@@ -27,18 +27,18 @@ def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Folder or name, as for vllm serve.")],
     sites: Annotated[
-        str | None, typer.Option(help="Sites to tap, with commas between. [resid_post]")
+        str | None, typer.Option(help="Sites to tap, comma-separated. [resid_post]")
     ] = None,
     layers: Annotated[
-        str | None, typer.Option(help="Layers to tap: all, or indices with commas between. [all]")
+        str | None, typer.Option(help="Layers to tap: all, or comma-separated indices. [all]")
     ] = None,
     settings: Annotated[
-        str | None, typer.Option(help="midstream's other settings, as a JSON object.")
+        str | None, typer.Option(help="Other settings of midstream, as a JSON object.")
     ] = None,
 ) -> None:
-    """Serve a model with vLLM, and midstream enabled.
+    """Serve a model with vLLM and midstream.
 
-    All other options are those of `vllm serve`, and are passed on: --port, --api-key, --dtype, …
+    All other options are passed to `vllm serve`: --port, --api-key, --dtype, …
     """
     given = read_json_option("--settings", settings) if settings is not None else {}
     if not isinstance(given, dict):
@@ -53,19 +53,19 @@ def serve(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     rest = [*_with_config(list(context.args), given), *_one_front_end(context.args)]
-    _have_vllm_load_it()
-    # The server takes this process's place: signals and the exit status are its own.
+    _enable_plugin()
+    # Replace this process, so that signals and the exit status are the server's.
     os.execv(sys.executable, [sys.executable, "-m", *_server(model), *rest])
 
 
-def _have_vllm_load_it() -> None:
-    """Sees that the server will know of midstream: it finds plugins by what is installed, and takes
-    those alone that `VLLM_PLUGINS` names, where that is set.
+def _enable_plugin() -> None:
+    """Make sure that vLLM loads midstream: check that the plugin is installed, and add it to
+    `VLLM_PLUGINS` if that is set.
     """
     if not entry_points(group=GROUP, name=KEY):
         typer.echo(
-            "error: midstream is not installed as a package, so vLLM would not load it: "
-            "pip install it in the environment of vLLM",
+            "error: midstream is not installed as a package, so vLLM cannot load it; "
+            "pip install it in vLLM's environment",
             err=True,
         )
         raise typer.Exit(2)
@@ -75,27 +75,29 @@ def _have_vllm_load_it() -> None:
 
 
 def _one_front_end(given: list[str]) -> list[str]:
-    """How many processes answer, for a server with replicas: midstream needs one, and vLLM starts
-    as many as there are replicas where it is not told.
+    """Return arguments for a single API server process, if the server has replicas.
+
+    midstream needs a single API server; vLLM starts one per replica by default.
     """
     named = {word.partition("=")[0].replace("_", "-") for word in given}
     has_replicas = named & {"--data-parallel-size", "-dp"}
-    is_told = named & {"--api-server-count", "-asc", "--headless"}
-    return ["--api-server-count", "1"] if has_replicas and not is_told else []
+    is_explicit = named & {"--api-server-count", "-asc", "--headless"}
+    return ["--api-server-count", "1"] if has_replicas and not is_explicit else []
 
 
 def _server(model: str) -> list[str]:
-    """vLLM's server, as a module with its first arguments."""
+    """Return the module of vLLM's server and its first arguments."""
     try:
         version("vllm")
     except PackageNotFoundError:
-        # Its command asks for that, and builds for the CPU have another name; its server does not.
+        # vLLM's command needs its package metadata, which CPU builds have under another name; its
+        # server module does not.
         return ["vllm.entrypoints.openai.api_server", "--model", model]
     return ["vllm.entrypoints.cli.main", "serve", model]
 
 
 def _with_config(rest: list[str], given: dict[str, object]) -> list[str]:
-    """vLLM's arguments with midstream's settings among them."""
+    """Return vLLM's arguments with midstream's settings in `--additional-config`."""
     name = "--additional-config"
     for place, word in enumerate(rest):
         option, is_one_word, value = word.partition("=")
@@ -106,7 +108,8 @@ def _with_config(rest: list[str], given: dict[str, object]) -> list[str]:
         there = read_json_option(name, value)
         if not isinstance(there, dict) or KEY in there:
             raise typer.BadParameter(
-                f"{name}: expected a JSON object without {KEY!r}, whose settings have options here"
+                f"{name}: expected a JSON object without {KEY!r}; use this command's options for "
+                "midstream's settings"
             )
         before, after = rest[:place], rest[place + (1 if is_one_word else 2) :]
         return [*before, name, json.dumps({**there, KEY: given}), *after]
@@ -118,5 +121,5 @@ def _indices(text: str) -> list[int]:
         return [int(each) for each in text.split(",")]
     except ValueError:
         raise typer.BadParameter(
-            f"--layers: expected all or indices with commas between, got {text!r}"
+            f"--layers: expected all or comma-separated indices, got {text!r}"
         ) from None

@@ -1,4 +1,4 @@
-"""`midstream verify DIR`: whether a store is what was written."""
+"""`midstream verify DIR`: check a store for damage."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from midstream.cli.output import print_json, refusals
 
 def verify(
     store: Annotated[str, typer.Argument(metavar="DIR", help="A store, or s3://….")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
-    """Look at every byte of every shard, and say what is wrong.
+    """Check every byte of every shard, and report damage.
 
-    Exit status: 0 nothing is; 1 something is; 2 there is no such store.
+    Exit status: 0 the store is intact; 1 it is damaged; 2 there is no such store.
     """
     with refusals(as_json):
         from midstream.store import verify as look

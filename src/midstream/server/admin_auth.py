@@ -42,7 +42,7 @@ class Guard:
             headers: the request's headers, keys in lower case.
 
         Raises:
-            Refusal: 403, changes are disabled, or the request comes from a web page of another
+            HttpError: 403, changes are disabled, or the request comes from a web page of another
                 origin; 401, the admin key is missing or wrong.
         """
         if self._allowed is False:

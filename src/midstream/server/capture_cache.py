@@ -63,7 +63,7 @@ class CaptureCache:
         """Check that the cache has capacity, before a request starts.
 
         Raises:
-            Refusal: 429, the client's limit is reached; 507, the server's limit is reached.
+            HttpError: 429, the client's limit is reached; 507, the server's limit is reached.
         """
         with self._lock:
             self._check(client, 1)
@@ -74,7 +74,7 @@ class CaptureCache:
         """Store rows, and return their entry.
 
         Raises:
-            Refusal: as for `check`.
+            HttpError: as for `check`.
         """
         with self._lock:
             self._check(client, len(data))

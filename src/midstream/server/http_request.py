@@ -16,7 +16,7 @@ from midstream.errors import SpecError
 from midstream.server.capture_cache import CaptureCache
 from midstream.server.request_field import MidstreamField
 
-CURRENT: ContextVar[RequestContext | None] = ContextVar("midstream_exchange", default=None)
+CURRENT: ContextVar[RequestContext | None] = ContextVar("midstream_request", default=None)
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class RequestContext:
     """State of one HTTP request.
 
     Attributes:
-        wishes: the parsed field `midstream`.
+        request_field: the parsed field `midstream`.
         client: id of the client, see `Server.client_of`.
         messages: messages of a chat; None for other requests.
         template: arguments of the chat template.
@@ -54,7 +54,7 @@ class RequestContext:
         invalid_field: path of the field that the engine rejected; empty if none.
     """
 
-    wishes: MidstreamField
+    request_field: MidstreamField
     client: str
     messages: Any = None
     template: dict[str, Any] = field(default_factory=dict)
@@ -91,11 +91,11 @@ class RequestContext:
         found, self.updates = self.updates, {}
         return found
 
-    async def close(self, holding: CaptureCache) -> None:
+    async def close(self, captures: CaptureCache) -> None:
         """Close the engine calls, and free cached rows that no sent response refers to.
 
         Args:
-            holding: the cache of the rows.
+            captures: the cache of the rows.
         """
         for stream in self.streams:
             # A generator that is running cannot be closed: a response cancelled while sending may
@@ -103,7 +103,7 @@ class RequestContext:
             if not stream.ag_running:
                 await stream.aclose()
         while self.undelivered:
-            holding.delete(self.undelivered.pop())
+            captures.delete(self.undelivered.pop())
 
     async def _tracked(
         self, stream: AsyncGenerator[Any, None], first: int
@@ -114,7 +114,7 @@ class RequestContext:
                     self._record(first + completion.index, output, completion)
                 yield output
         except SpecError as error:
-            explained = self.wishes.explain(error)
+            explained = self.request_field.explain(error)
             self.invalid_field = explained.path
             raise explained from None
         finally:

@@ -56,21 +56,21 @@ class Middleware:
             return
         try:
             body = await self._read(scope, receive)
-            exchange, body = self._exchange(scope, body)
+            context, body = self._context(scope, body)
         except (HttpError, MidstreamError) as error:
             await send_error(HttpError.of(error), observer)
             return
         replayed = _Replay(body, receive)
-        if exchange is None:
+        if context is None:
             await self._app(_with_length(scope, body), replayed, observed)
             return
-        outgoing = ResponseWriter(exchange, self._server, observer, refused)
-        token = CURRENT.set(exchange)
+        outgoing = ResponseWriter(context, self._server, observer, refused)
+        token = CURRENT.set(context)
         try:
             await self._app(_with_length(scope, body), replayed, outgoing)
         finally:
             CURRENT.reset(token)
-            await exchange.close(self._server.holding)
+            await context.close(self._server.captures)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
         limit = self._server.settings.max_body_bytes
@@ -90,7 +90,7 @@ class Middleware:
             if not message.get("more_body", False):
                 return b"".join(parts)
 
-    def _exchange(self, scope: Scope, body: bytes) -> tuple[RequestContext | None, bytes]:
+    def _context(self, scope: Scope, body: bytes) -> tuple[RequestContext | None, bytes]:
         """Return the state of a request with the field `midstream` and its body without the field;
         None and the unchanged body if the field is absent.
         """
@@ -105,8 +105,8 @@ class Middleware:
             raise HttpError(
                 400, f"midstream: {path} cannot return results; use {', '.join(PATHS)}", KEY
             )
-        wishes = take_field(value)
-        if wishes is None:
+        request_field = take_field(value)
+        if request_field is None:
             return None, body
         if value.get("use_beam_search"):
             raise HttpError(400, "midstream: unsupported together with use_beam_search", KEY)
@@ -114,9 +114,9 @@ class Middleware:
             raise HttpError(
                 400, "midstream: unsupported together with background, which returns no result", KEY
             )
-        exchange = self._server.begin(scope, value, wishes)
+        context = self._server.begin(scope, value, request_field)
         try:
-            return exchange, json.dumps(value).encode()
+            return context, json.dumps(value).encode()
         except RecursionError:
             raise HttpError(400, "the JSON is nested too deeply") from None
 

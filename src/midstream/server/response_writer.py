@@ -24,7 +24,7 @@ class ResponseWriter:
 
     def __init__(
         self,
-        exchange: RequestContext,
+        context: RequestContext,
         server: Server,
         send: Send,
         refused: Callable[[int, str | None], None],
@@ -32,14 +32,14 @@ class ResponseWriter:
         """Create a writer for one response.
 
         Args:
-            exchange: state of the request.
+            context: state of the request.
             server: server whose encoder is used.
             send: the ASGI `send` to forward messages to.
             refused: called with status and field for an error inside a stream that has begun, where
                 the HTTP status does not show it.
         """
         self._refused = refused
-        self._exchange = exchange
+        self._context = context
         self._server = server
         self._send = send
         self._start: Message | None = None  # delayed until the status is final
@@ -84,19 +84,19 @@ class ResponseWriter:
         await self._send(start)
         await self._send({"type": "http.response.body", "body": body})
         if start["status"] == 200:
-            self._exchange.undelivered.clear()
+            self._context.undelivered.clear()
 
     async def _with_results(self, body: bytes) -> bytes:
         value = json.loads(body)
         encoded = {
-            choice: await self._server.answers.encode(self._exchange, choice, update)
-            for choice, update in sorted(self._exchange.take_updates().items())
+            choice: await self._server.answers.encode(self._context, choice, update)
+            for choice, update in sorted(self._context.take_updates().items())
         }
         if encoded and "choices" not in value:
             value[KEY] = _responses_field(list(encoded.values()))
         for choice in value.get("choices", ()):
             if encoded.get(choice["index"]):
-                holder = value if self._exchange.is_single else choice
+                holder = value if self._context.is_single else choice
                 holder[KEY] = encoded[choice["index"]]
         return json.dumps(value).encode()
 
@@ -104,7 +104,7 @@ class ResponseWriter:
         """Add the name of the invalid field to an error response that vLLM made of midstream's
         exception.
         """
-        field = self._exchange.invalid_field
+        field = self._context.invalid_field
         value = read_error(body) if field else None
         if value is None or value["error"].get("param") is not None:
             return body
@@ -135,7 +135,7 @@ class ResponseWriter:
             body = b"".join(event.encoded for event in out)
             await self._send({"type": "http.response.body", "body": body, "more_body": more})
             if not self._is_done:
-                self._exchange.undelivered.clear()
+                self._context.undelivered.clear()
 
     async def _begin(self) -> None:
         start, self._start = self._start, None
@@ -178,23 +178,23 @@ class ResponseWriter:
         changed = False
         for choice in value.get("choices") or ():
             index = choice.get("index")
-            update = self._exchange.updates.get(index)
+            update = self._context.updates.get(index)
             if update is None:
                 continue
-            del self._exchange.updates[index]
-            encoded = await self._server.answers.encode(self._exchange, index, update)
-            if encoded:
-                holder = value if self._exchange.is_single else choice
-                holder[KEY], changed = encoded, True
+            del self._context.updates[index]
+            results = await self._server.answers.encode(self._context, index, update)
+            if results:
+                holder = value if self._context.is_single else choice
+                holder[KEY], changed = results, True
         return [event.with_data(value) if changed else event]
 
     async def _remaining(self) -> list[Event]:
         found = []
-        for choice, update in sorted(self._exchange.take_updates().items()):
-            encoded = await self._server.answers.encode(self._exchange, choice, update)
+        for choice, update in sorted(self._context.take_updates().items()):
+            encoded = await self._server.answers.encode(self._context, choice, update)
             if encoded:
                 value: dict[str, Any] = {"object": KEY, "choices": []}
-                if self._exchange.is_single:
+                if self._context.is_single:
                     value[KEY] = encoded
                 else:
                     value["choices"] = [{"index": choice, KEY: encoded}]
@@ -202,9 +202,9 @@ class ResponseWriter:
         return found
 
     async def _encode_all(self) -> list[dict[str, Any]]:
-        taken = sorted(self._exchange.take_updates().items())
+        taken = sorted(self._context.take_updates().items())
         return [
-            await self._server.answers.encode(self._exchange, nth, update) for nth, update in taken
+            await self._server.answers.encode(self._context, nth, update) for nth, update in taken
         ]
 
 

@@ -27,34 +27,34 @@ class ResultEncoder:
     """Encodes results of one engine as JSON values."""
 
     def __init__(
-        self, settings: HttpSettings, holding: CaptureCache, hidden: int, dtype: torch.dtype
+        self, settings: HttpSettings, captures: CaptureCache, hidden: int, dtype: torch.dtype
     ) -> None:
         """Create an encoder for one engine.
 
         Args:
             settings: the server's limits.
-            holding: cache for rows that clients fetch later.
+            captures: cache for rows that clients fetch later.
             hidden: width of the captured vectors.
             dtype: dtype of the captured vectors.
         """
         self._settings = settings
-        self._holding = holding
+        self._captures = captures
         self._vectors = (hidden, dtype)
 
     async def encode(
-        self, exchange: RequestContext, choice: int, update: ChoiceUpdate
+        self, context: RequestContext, choice: int, update: ChoiceUpdate
     ) -> dict[str, Any]:
         """Return a choice's new results as JSON values; an empty dict if there are none.
 
         Raises:
-            Refusal: 413, the rows exceed the limit of one response; 429 or 507, the capture cache
+            HttpError: 413, the rows exceed the limit of one response; 429 or 507, the capture cache
                 is full.
         """
         encoded: dict[str, Any] = {}
         if update.final is not None:
             encoded["receipt"] = update.final.receipt.to_dict()
         if update.probes is not None:
-            scores = _new_scores(exchange, choice, update.probes)
+            scores = _new_scores(context, choice, update.probes)
             if scores:
                 encoded["probes"] = scores
         if update.rows:
@@ -68,17 +68,17 @@ class ResultEncoder:
             if sinks:
                 encoded["captures"] = sinks
             rows = update.final.activations
-            if rows is not None and exchange.wishes.activations != "none":
-                encoded["activations"] = await self._whole(exchange, update.request_id, rows)
+            if rows is not None and context.request_field.activations != "none":
+                encoded["activations"] = await self._whole(context, update.request_id, rows)
         return encoded
 
     async def _whole(
-        self, exchange: RequestContext, request_id: str, rows: Activations
+        self, context: RequestContext, request_id: str, rows: Activations
     ) -> dict[str, Any]:
-        if exchange.wishes.activations == "inline":
+        if context.request_field.activations == "inline":
             return await self._inline(rows)
         work = asyncio.ensure_future(
-            asyncio.to_thread(self._cache, exchange.client, request_id, rows)
+            asyncio.to_thread(self._cache, context.client, request_id, rows)
         )
         try:
             held = await asyncio.shield(work)
@@ -86,16 +86,16 @@ class ResultEncoder:
             # The thread continues; its rows have no client any more, so free them when it ends.
             work.add_done_callback(self._discard)
             raise
-        exchange.undelivered.append(held.id)
+        context.undelivered.append(held.id)
         return handle_of(held)
 
     def _cache(self, client: str, request_id: str, rows: Activations) -> CachedCapture:
         packed = pack(rows, *self._vectors)
-        return self._holding.store(packed, client, request_id, _describe(rows))
+        return self._captures.store(packed, client, request_id, _describe(rows))
 
     def _discard(self, work: asyncio.Future[CachedCapture]) -> None:
         if not work.cancelled() and work.exception() is None:
-            self._holding.delete(work.result().id)
+            self._captures.delete(work.result().id)
 
     async def _inline(self, rows: Activations) -> dict[str, Any]:
         # Check the size before any row is copied.
@@ -134,12 +134,12 @@ def _describe(rows: Activations) -> dict[str, Any]:
     }
 
 
-def _new_scores(exchange: RequestContext, choice: int, probes: Probes) -> dict[str, Any]:
+def _new_scores(context: RequestContext, choice: int, probes: Probes) -> dict[str, Any]:
     found = {}
     for name in probes:
-        sent = exchange.scores_sent.get((choice, name), 0)
+        sent = context.scores_sent.get((choice, name), 0)
         scores = probes[name][sent:].tolist()
-        exchange.scores_sent[choice, name] = sent + len(scores)
+        context.scores_sent[choice, name] = sent + len(scores)
         if scores or not sent:
             found[name] = {
                 # JSON has no NaN or infinities: use JavaScript's names for them.

@@ -15,7 +15,7 @@ from starlette.types import Scope
 from midstream.config.config import KEY
 from midstream.config.http import HttpSettings
 from midstream.errors import HttpError, SpecError
-from midstream.runtime.frontend.request.prompt.chat import ChatPlan
+from midstream.runtime.frontend.request.call_plan import CallPlan, with_plan
 from midstream.runtime.frontend.results.sink_setup import origin_of
 from midstream.server import audit_log, metrics
 from midstream.server.capture_cache import CaptureCache
@@ -47,7 +47,7 @@ class Server:
         self._has_key = has_key
         self.metrics = metrics.process_metrics()
         self._admin = admin
-        self.holding = CaptureCache(settings)
+        self.captures = CaptureCache(settings)
         self.started = time.time()
         self._llm: Any = None
         self._answers: ResultEncoder | None = None
@@ -63,7 +63,7 @@ class Server:
         await llm.ready()
         info = llm.info
         dtype: torch.dtype = getattr(torch, info.dtype)
-        self._answers = ResultEncoder(self.settings, self.holding, info.shape.hidden_size, dtype)
+        self._answers = ResultEncoder(self.settings, self.captures, info.shape.hidden_size, dtype)
         self._template = {name: value for name, value in template.items() if value is not None}
         self._llm = llm
         audit_log.attach_handlers()
@@ -77,7 +77,7 @@ class Server:
         """The engine.
 
         Raises:
-            Refusal: 503, the engine is not ready.
+            HttpError: 503, the engine is not ready.
         """
         if self._llm is None:
             raise HttpError(503, "the engine is not ready yet")
@@ -101,33 +101,33 @@ class Server:
         return client[0] if client else ""
 
     def begin(
-        self, scope: Scope, body: Mapping[str, Any], wishes: MidstreamField
+        self, scope: Scope, body: Mapping[str, Any], request_field: MidstreamField
     ) -> RequestContext:
         """Create the state of a request with the field `midstream`.
 
         Raises:
-            Refusal: 503, the engine is not ready; 429 or 507, the capture cache is full.
+            HttpError: 503, the engine is not ready; 429 or 507, the capture cache is full.
         """
         _ = self.llm  # raises 503 until the engine is ready
         client = self.client_of(scope)
-        plan = wishes.plan
-        if plan is not None and plan.captures and wishes.activations == "handle":
-            self.holding.check(client)
-        exchange = RequestContext(wishes, client)
+        plan = request_field.plan
+        if plan is not None and plan.captures and request_field.activations == "handle":
+            self.captures.check(client)
+        context = RequestContext(request_field, client)
         messages = body.get("messages")
         if messages is not None:
-            exchange.template = {
+            context.template = {
                 **self._template,
                 **{name: body[name] for name in _TEMPLATE if body.get(name) is not None},
             }
-            exchange.messages = messages
-        return exchange
+            context.messages = messages
+        return context
 
     async def state(self) -> dict[str, Any]:
         """Return versions, settings, usage and totals as JSON values.
 
         Raises:
-            Refusal: 503, the engine is not ready.
+            HttpError: 503, the engine is not ready.
         """
         llm = self.llm
         info = llm.info
@@ -140,7 +140,7 @@ class Server:
             "admin": self._admin,
             "steering": {"epoch": llm.steering.epoch, "digest": llm.steering.digest},
             "vectors": len(llm.vectors),
-            "held": {"captures": len(self.holding), "bytes": self.holding.nbytes},
+            "held": {"captures": len(self.captures), "bytes": self.captures.nbytes},
             "limits": asdict(self.settings),
             **await llm.usage(),
         }
@@ -169,14 +169,14 @@ class Server:
 
     def close(self) -> None:
         """Free all cached captures. The engine closes its sinks itself."""
-        audit_log.log_event("closing", held_captures=len(self.holding))
-        self.holding.close()
+        audit_log.log_event("closing", held_captures=len(self.captures))
+        self.captures.close()
 
     def _generate(
         self, generate: Any, prompt: Any, params: Any, request_id: str, **named: Any
     ) -> AsyncGenerator[Any, None]:
-        exchange = CURRENT.get()
-        if exchange is None:
+        context = CURRENT.get()
+        if context is None:
             if KEY in (getattr(params, "extra_args", None) or {}):
                 raise SpecError(
                     f"extra_args.{KEY}",
@@ -185,11 +185,7 @@ class Server:
                 )
             stream: AsyncGenerator[Any, None] = generate(prompt, params, request_id, **named)
             return stream
-        plan = exchange.wishes.plan
+        plan = context.request_field.plan
         if plan is not None:
-            payload: Any = plan
-            if exchange.messages is not None:
-                payload = ChatPlan(plan, exchange.messages, exchange.template)
-            params = params.clone()
-            params.extra_args = {**(params.extra_args or {}), KEY: payload}
-        return exchange.track(generate(prompt, params, request_id, **named), params.n)
+            params = with_plan(params, CallPlan(plan, context.messages, context.template))
+        return context.track(generate(prompt, params, request_id, **named), params.n)

@@ -328,4 +328,4 @@ def test_options_of_ray_alone_are_refused(run, tmp_path):
     write_lines(tmp_path, prompts(3))
     result, started = run("--ray-engines", "2")
     assert (result.exit_code, started) == (2, [])
-    assert "go with --ray" in result.stderr
+    assert "require --ray" in result.stderr

@@ -142,7 +142,7 @@ def test_options_say_how_small_and_which_dtype(run):
     [
         (("m", "--hidden", "100"), "multiple of 64"),
         (("m", "--dtype", "int8"), "expected one of float32"),
-        (("m", "--json", "/nowhere/at/all.json"), "cannot write"),
+        (("m", "--json", "/nowhere/at/all.json"), "cannot be written"),
         ((), "Missing argument"),
     ],
 )
@@ -158,4 +158,4 @@ def test_python_m_midstream_is_the_same_command():
         [sys.executable, "-m", "midstream", "doctor", "--help"], capture_output=True, text=True,
         check=True,
     )  # fmt: skip
-    assert "Check that midstream reads and edits a model" in done.stdout
+    assert "reads and edits of a model" in done.stdout

@@ -138,14 +138,14 @@ def test_a_client_that_breaks_off_in_mid_stream_ends_its_call_and_leaves_nothing
                 client.recv(10)
     until(lambda: site.engine.running == 0)
     until(lambda: len(os.listdir("/proc/self/fd")) <= before)
-    assert len(site.server.holding) == 0
+    assert len(site.server.captures) == 0
 
 
 def test_a_client_that_breaks_off_while_it_fetches_leaves_no_file_open(listening):
     from midstream.results.serialization import pack
 
     data = pack(rows((1,), 200_000), 3, torch.float32)
-    held = listening.site.server.holding.store(data, "me", "r", {})
+    held = listening.site.server.captures.store(data, "me", "r", {})
     until(lambda: True)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
@@ -174,7 +174,7 @@ def test_many_clients_with_plans_of_their_own_get_their_own_results(listening):
 
     with ThreadPoolExecutor(10) as pool:
         assert list(pool.map(work, range(10))) == list(range(10))
-    assert len(listening.site.server.holding) == 0
+    assert len(listening.site.server.captures) == 0
 
 
 def test_names_registered_steered_by_and_removed_from_many_connections_stay_whole(listening):

@@ -8,7 +8,7 @@ import json
 import pytest
 from support.serving_fake import Params, make, scope_of, serving
 
-from midstream.runtime.frontend.request.prompt.chat import ChatPlan
+from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.server.http_request import CURRENT
 from midstream.server.middleware import Middleware
 from midstream.spec import Capture, Plan
@@ -43,7 +43,7 @@ async def test_the_field_is_taken_out_and_the_plan_goes_with_the_call():
     assert answer.status_code == 200
     assert site.seen == [{"prompt": "abc", "max_tokens": 3}]
     ((_, params, _),) = site.engine.calls
-    assert params.extra_args == {"midstream": Plan((Capture([1]),))}
+    assert params.extra_args["midstream"].plan == Plan((Capture([1]),))
     assert answer.json()["midstream"]["receipt"]["request_id"] == "cmpl-0"
     assert CURRENT.get() is None
 
@@ -54,7 +54,8 @@ async def test_text_in_vllm_xargs_is_the_same_and_other_arguments_stay():
         answer = await post(client, {"prompt": "abc", "vllm_xargs": xargs})
     assert site.seen == [{"prompt": "abc", "vllm_xargs": {"other": 1}}]
     ((_, params, _),) = site.engine.calls
-    assert params.extra_args == {"other": 1, "midstream": Plan((Capture([1]),))}
+    assert params.extra_args.keys() == {"other", "midstream"}
+    assert params.extra_args["midstream"].plan == Plan((Capture([1]),))
     assert "receipt" in answer.json()["midstream"]
 
 
@@ -69,7 +70,7 @@ async def test_a_chats_plan_knows_its_messages_and_template():
         )  # fmt: skip
     ((_, params, _),) = site.engine.calls
     carried = params.extra_args["midstream"]
-    assert isinstance(carried, ChatPlan)
+    assert isinstance(carried, CallPlan)
     assert (carried.messages, carried.template) == (messages, {"chat_template": "x"})
 
 

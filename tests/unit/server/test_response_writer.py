@@ -96,7 +96,7 @@ async def test_a_handle_is_fetched_and_none_is_nothing():
         assert told["rows"] == {"resid_post.1": 5}
         told = (await ask(client, {**HANDLE, "activations": "none"})).json()["midstream"]
         assert "activations" not in told
-        assert len(site.server.holding) == 1
+        assert len(site.server.captures) == 1
 
 
 async def test_a_response_has_one_result_or_one_for_each_turn():
@@ -167,7 +167,7 @@ async def test_of_an_answer_that_is_refused_nothing_stays_held():
         before = descriptors()
         answer = await ask(client, HANDLE, n=4)
         assert answer.status_code == 429
-        assert (len(site.server.holding), descriptors()) == (0, before)
+        assert (len(site.server.captures), descriptors()) == (0, before)
 
 
 async def test_what_the_engine_refuses_is_as_the_client_wrote_it():
@@ -289,7 +289,7 @@ async def test_a_client_that_leaves_in_mid_stream_leaves_nothing():
         await site.app(scope_of(), receive, send)
         assert len(site.engine.calls) == 1
         await until(lambda: site.engine.running == 0)
-        assert (len(site.server.holding), descriptors()) == (0, before)
+        assert (len(site.server.captures), descriptors()) == (0, before)
 
 
 async def test_a_request_that_is_cancelled_while_its_rows_are_packed_leaves_nothing(monkeypatch):
@@ -311,7 +311,7 @@ async def test_a_request_that_is_cancelled_while_its_rows_are_packed_leaves_noth
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await until(lambda: (len(site.server.holding), descriptors()) == (0, before))
+        await until(lambda: (len(site.server.captures), descriptors()) == (0, before))
 
 
 def output(*completions):

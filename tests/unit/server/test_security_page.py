@@ -17,10 +17,13 @@ from midstream.config.http import HttpSettings
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 SERVING = [
-    *(ROOT / "src" / "midstream" / "serving").rglob("*.py"),
-    *(ROOT / "src" / "midstream" / "client").rglob("*.py"),
-    ROOT / "src" / "midstream" / "packed.py",
-    ROOT / "src" / "midstream" / "vectors" / "files.py",
+    *(
+        path
+        for folder in ("server", "client", "http")
+        for path in (ROOT / "src" / "midstream" / folder).rglob("*.py")
+    ),
+    ROOT / "src" / "midstream" / "results" / "serialization.py",
+    ROOT / "src" / "midstream" / "steering" / "files.py",
 ]
 NAMED = re.findall(r"`(tests/[a-z_/]+\.py)::(\w+)`", PAGE)
 

@@ -52,7 +52,7 @@ _HANDLE = {
     },
 )
 async def fetch(name: Name, server: ServerDep) -> Response:
-    found = server.holding.open(name)
+    found = server.captures.open(name)
     if found is None:
         raise _unknown(name)
     return _Rows(*found)
@@ -65,7 +65,7 @@ async def fetch(name: Name, server: ServerDep) -> Response:
     responses=error_responses(400, 401, 404, 503),
 )
 def delete(name: Name, server: ServerDep) -> Response:
-    if not server.holding.delete(name):
+    if not server.captures.delete(name):
         raise _unknown(name)
     return Response(status_code=204)
 
@@ -78,7 +78,7 @@ def delete(name: Name, server: ServerDep) -> Response:
     responses={**ok_response({"captures": [_HANDLE], "bytes": 11768}), **error_responses(401, 503)},
 )
 def captures(request: Request, server: ServerDep) -> dict[str, Any]:
-    mine = server.holding.of_client(server.client_of(request.scope))
+    mine = server.captures.of_client(server.client_of(request.scope))
     return {
         "captures": [{"request_id": held.request_id, **handle_of(held)} for held in mine],
         "bytes": sum(held.nbytes for held in mine),

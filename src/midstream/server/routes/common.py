@@ -110,7 +110,7 @@ def admin(request: Request) -> Server:
     """Return the server, after checking that the request may change it.
 
     Raises:
-        Refusal: 401 or 403, the request may not.
+        HttpError: 401 or 403, the request may not.
     """
     request.app.state.midstream_guard.check(request.headers)
     return server_of(request)

@@ -20,7 +20,7 @@ def read_upload(body: bytes, content_type: str) -> Any:
 
     Raises:
         SpecError: the body is malformed.
-        Refusal: 415, the content type is unsupported.
+        HttpError: 415, the content type is unsupported.
     """
     given = content_type.partition(";")[0].strip().lower()
     if given in ("application/json", ""):

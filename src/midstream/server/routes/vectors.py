@@ -100,7 +100,7 @@ def register_name(server: Server, name: object, vectors: object) -> dict[str, An
 
     Raises:
         SpecError: the name or the vectors are malformed.
-        Refusal: 507, the server's limit is reached.
+        HttpError: 507, the server's limit is reached.
     """
     if not isinstance(name, str):
         raise SpecError("name", f"expected `str`, got {name!r}")
@@ -111,7 +111,7 @@ def remove_name(server: Server, name: str) -> None:
     """Remove a name.
 
     Raises:
-        Refusal: 404, the name is unknown.
+        HttpError: 404, the name is unknown.
     """
     try:
         server.llm.vectors.remove(name)

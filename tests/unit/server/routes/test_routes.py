@@ -29,7 +29,7 @@ BINARY = {"content-type": "application/octet-stream"}
 
 def holding(site, client="127.0.0.1", count=5):
     data = pack(rows((1,), count), 3, torch.float32)
-    return data, site.server.holding.store(data, client, "r", {"codec": "raw"})
+    return data, site.server.captures.store(data, client, "r", {"codec": "raw"})
 
 
 # ------------------------------------------------------------------ held rows
@@ -82,8 +82,8 @@ async def test_rows_that_are_deleted_while_they_are_read_are_read_to_the_end():
     async with serving() as (site, client):
         data, held = holding(site, count=20_000)
         async with client.stream("GET", f"{ROWS}/{held.id}") as answer:
-            assert site.server.holding.delete(held.id)
-            other = site.server.holding.store(b"other", "me", "r", {})
+            assert site.server.captures.delete(held.id)
+            other = site.server.captures.store(b"other", "me", "r", {})
             assert other.file == held.file
             found = b"".join([part async for part in answer.aiter_bytes()])
     assert found == data
