@@ -113,14 +113,14 @@ def test_a_plan_is_refused_by_the_capture_that_is_wrong():
 PROGRAM = """
 import sys, weakref
 from support.sinking import ORIGIN, delivery
-from midstream.sinks.sink_set import OpenSinks, Pace
+from midstream.sinks.sink_set import SinkSet, Pace
 from midstream.config.sinks import plain_sinks, read_sinks
 
 class Door:
     pass
 
 door = Door()
-sinks = OpenSinks(read_sinks(plain_sinks({"store": {"root": sys.argv[1]}})), ORIGIN)
+sinks = SinkSet(read_sinks(plain_sinks({"store": {"root": sys.argv[1]}})), ORIGIN)
 weakref.finalize(door, sinks.close)
 for nth in range(5):
     sinks.queue("store").put(delivery(f"r{nth}"), 1)
