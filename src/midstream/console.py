@@ -1,4 +1,4 @@
-"""What others have written, for a terminal."""
+"""Text for terminals: escaping, formatting, and quiet output."""
 
 from __future__ import annotations
 
@@ -6,20 +6,32 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO
-
-from rich.console import Console
+from typing import IO, TYPE_CHECKING
 
 from midstream.errors import ConfigError, MidstreamError, SeamError, UnsupportedError
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 
 def visible(text: str) -> str:
-    """The same, with what would make a terminal do something spelt out."""
+    """Escape control characters, which a terminal would act on."""
     return "".join(
         each if each.isprintable() or each == "\n" else f"\\x{ord(each):02x}" for each in text
     )
+
+
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Format ascending integers as `0–3, 7`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)
 
 
 ALWAYS = {
@@ -48,9 +60,9 @@ _REFUSED = re.compile(rf"midstream\.errors\.({'|'.join(_REFUSALS)}): (.+)")
 
 @contextmanager
 def defaults(values: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables for a while: those that are not set, which are not set afterwards.
+    """Set environment variables that are unset, and unset them again afterwards.
 
-    To be entered before vLLM is imported.
+    Enter it before vLLM is imported.
     """
     added = [name for name in values if name not in os.environ]
     os.environ.update({name: values[name] for name in added})
@@ -63,17 +75,18 @@ def defaults(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def quiet(*, verbose: bool, descriptor: int = 1) -> Iterator[Console]:
-    """A console on the real output, while everything else that is printed goes to a log, and
-    libraries are told to print little. To be entered before vLLM is imported.
+    """Yield a console on the real output; redirect all other output to a log.
 
-    When an exception leaves the block, the log's end is shown first; but not where midstream says
-    itself what is wrong. What it says in a process of the engine's is only in the log: that is
-    raised again in the place of vLLM's error, which is that some process has failed.
+    Enter it before vLLM is imported. An exception that leaves the block prints the end of the log
+    first, unless midstream raised it. A midstream error in an engine process is only in the log; it
+    is raised again in place of vLLM's error, which only says that a process failed.
 
     Args:
-        verbose: whether there is no log, and all is printed where it would be.
-        descriptor: the real output's: 1, or 2 for that of errors.
+        verbose: redirect nothing.
+        descriptor: file descriptor of the real output: 1 (stdout) or 2 (stderr).
     """
+    from rich.console import Console
+
     if verbose:
         yield Console(stderr=descriptor == 2)
         return
@@ -102,7 +115,7 @@ def quiet(*, verbose: bool, descriptor: int = 1) -> Iterator[Console]:
 
 @contextmanager
 def _real_output(descriptor: int) -> Iterator[IO[str]]:
-    """A second handle on an output, as text."""
+    """Yield a text handle on a duplicate of a file descriptor."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     with open(os.dup(descriptor), "w", encoding=encoding, errors="replace") as output:
         yield output

@@ -1,4 +1,4 @@
-"""Requests to consumers of captures, as dataclasses: `SamplingParams(capture={"filesystem": …})`."""
+"""Capture requests by sink as dataclasses; an alias of `midstream.compat.consumers`."""
 
 from midstream.compat.consumers import FilesystemCaptureRequest
 

@@ -22,6 +22,7 @@ from midstream.results.activations import Activations
 from midstream.sinks import registry as finding
 from midstream.sinks.store_sink import OWN
 from midstream.store import open_store
+from midstream.testing import inspect
 
 PROMPTS = [tokens(list(range(3 + n, 8 + 3 * n))) for n in range(12)]
 PARAMS = greedy(5, detokenize=False)
@@ -63,7 +64,7 @@ def llm(tiny_llama: Path, folder: Path) -> Iterator[Any]:
 
 
 def sink_of(llm: Any, name: str) -> Keeping:
-    found = llm._front_end.sinks._sinks[name]
+    found = inspect(llm).sink(name)
     assert isinstance(found, Keeping)
     return found
 
@@ -234,7 +235,7 @@ def test_a_capture_of_every_request_is_there_beside_its_own_and_without(llm: Any
 def test_which_sinks_there_are_is_not_in_what_is_hashed_with_compiled_graphs(llm: Any) -> None:
     config = llm.llm_engine.vllm_config
     assert "sinks" not in config.additional_config["midstream"]
-    assert llm._front_end.sinks.names[:3] == ("memory", "store", "npz")
+    assert inspect(llm).sink_names[:3] == ("memory", "store", "npz")
 
 
 # ---------------------------------------------------------------- what goes wrong
@@ -270,7 +271,7 @@ def test_a_sink_that_fails_is_an_error_of_its_requests_and_of_nobody_else(
     assert stored(second).activations().layers == (1,)
     (after,) = run(llm, [PROMPTS[0]], Capture(1, sink="failing", tag="well"))
     assert after.capture_results["failing"].status == "ok"
-    llm._front_end._call("check_integrity")
+    inspect(llm).check_integrity()
 
 
 def test_a_slow_sink_gets_everything_in_order_before_the_call_returns(llm: Any) -> None:
@@ -311,14 +312,14 @@ def test_a_call_that_is_given_up_leaves_no_half_of_a_request_and_the_next_is_who
     with pytest.raises(KeyboardInterrupt):
         run(llm, PROMPTS, Capture(1, sink="keeping"))
     monkeypatch.undo()
-    assert not llm._front_end._sent
+    assert not inspect(llm).unreported()
     (output,) = run(llm, [PROMPTS[0]], Capture(1, sink="keeping"))
     assert output.capture_results["keeping"].status == "ok"
     given = keeping.given[before:]
     assert 1 <= len(given) < 12
     assert all(len(one.generated_token_ids) == 5 for one in given)
     assert all(one.receipt.status == "ok" for one in given)
-    llm._front_end._call("check_integrity")
+    inspect(llm).check_integrity()
 
 
 # ---------------------------------------------------------------- the consumer's form
@@ -349,7 +350,7 @@ def test_the_consumers_request_is_kept_under_its_tag_and_id(llm: Any, folder: Pa
         assert found["positions"].tolist() == [12]
         np.testing.assert_allclose(found["rows"], expected["resid_post", 2], rtol=1e-4, atol=1e-4)
     # The same id once more would have to overwrite it.
-    with pytest.raises(SpecError, match="probe_0001 is there already") as caught:
+    with pytest.raises(SpecError, match="probe_0001 exists already") as caught:
         llm.generate(PROMPTS[4], params, use_tqdm=False)
     assert caught.value.path.endswith("capture[0].request_id")
     asked = {"request_id": "probe_0002", "tag": "json", "hooks": {"post_block": [2]}}
@@ -389,7 +390,7 @@ def test_a_place_that_cannot_be_is_refused_at_the_front_door_by_name(
     ("sinks", "problem"),
     [
         ("npz", "midstream.sinks.npz: missing a required argument: 'root'"),
-        ("nps:root=x", "midstream.sinks.nps: there is no such sink"),
+        ("nps:root=x", "midstream.sinks.nps: unknown sink"),
         ({"log": {"capture": {"layers": "al"}}}, "midstream.sinks.log.capture.layers"),
         (
             {"log": {"capture": {"layers": [1, 7]}}},

@@ -1,1 +1,1 @@
-"""Older ways to ask, translated into plans."""
+"""Older interfaces, translated into plans."""

@@ -1,5 +1,5 @@
-"""The mode that environment variables drive: `VLLM_ACT_*`, with the worker class that
-`midstream.worker` names.
+"""Capture settings in the environment variables `VLLM_ACT_*`, for the worker class in
+`midstream.worker`.
 
 | variable | values | default |
 |---|---|---|
@@ -17,22 +17,23 @@ import re
 from collections.abc import Mapping
 
 from midstream.config.config import Config
+from midstream.config.reader import read_choice
 from midstream.errors import ConfigError
 from midstream.spec.capture import GATHERED, SHARDED
 
 WORKER_CLASS = "midstream.worker.CaptureWorker"
 MODES = ("rp8", "full8", "topk8", "raw")
 MAX_WIDTH = 16384
-# As files, of every request, all that it computes.
+# Every computed token of every request, as files.
 SINK = "npz"
 CAPTURE = {"layers": "all", "sites": "resid_post", "positions": "all"}
 
 
 def from_act_environment(environment: Mapping[str, str] = os.environ) -> Config | None:
-    """The settings that the variables stand for; None: nothing is to be captured.
+    """Return the settings of the variables; None if capturing is off.
 
     Raises:
-        ConfigError: a variable has a value that is none of its own.
+        ConfigError: a variable has an invalid value.
     """
     if _word(environment, "VLLM_ACT_CAPTURE", ("0", "1")) == "0":
         return None
@@ -52,8 +53,5 @@ def from_act_environment(environment: Mapping[str, str] = os.environ) -> Config 
 
 
 def _word(environment: Mapping[str, str], name: str, known: tuple[str, ...]) -> str:
-    """A variable's value; the first of the known ones where it is unset or empty."""
-    value = environment.get(name, "").strip() or known[0]
-    if value not in known:
-        raise ConfigError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
-    return value
+    """Return a variable's value; the first of the known values if it is unset or empty."""
+    return read_choice(name, environment.get(name, "").strip() or known[0], known)

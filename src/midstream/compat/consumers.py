@@ -1,7 +1,7 @@
-"""Requests to consumers of captures, as dataclasses: `SamplingParams(capture={"filesystem": …})`.
+"""Capture requests by sink as dataclasses: `SamplingParams(capture={"filesystem": …})`.
 
-A consumer is a sink (see `midstream.sinks`). Any of them may be asked by a dict with these fields;
-the classes here are that dict with names.
+A consumer is a sink (see `midstream.sinks`). Every sink accepts a dict with these fields; the
+classes here are typed forms of it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class FilesystemCaptureRequest:
-    """What the sink `filesystem` is to keep of a request, in the directory `root/tag/request_id`.
+    """Captures for the sink `filesystem`, stored in the directory `root/tag/request_id`.
 
-    Its values are read, and refused by name, when `SamplingParams` or a call of `generate` is
-    given it.
+    The values are validated when the object is passed to `SamplingParams` or `generate`, which
+    raise SpecError with the field's name.
 
     Attributes:
-        request_id: name of the request's directory.
-        tag: name of the directory that this one is in; empty: the sink's root.
-        hooks: by hook point (`pre_attn`, `post_attn`, `post_block`, or any site) the layers.
-        positions: as of Capture; also "all_prompt" and "all_generated".
+        request_id: name of the request's directory; empty: vLLM's request id.
+        tag: name of the parent directory; empty: the sink's root.
+        hooks: layers by hook point (`pre_attn`, `post_attn`, `post_block`, or any site).
+        positions: as for Capture; also "all_prompt" and "all_generated".
         metadata: JSON values for the manifest.
     """
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from midstream.config.config import hint
-from midstream.errors import ConfigError
+from midstream.config.reader import check_mapping, check_names, read_bool, read_count
 
 ADMIN_KEY_VARIABLE = "MIDSTREAM_ADMIN_KEY"
 _PATH = "midstream.http"
@@ -55,21 +53,14 @@ def read_http(value: object) -> HttpSettings | None:
         return None
     if value is None or value is True:
         return HttpSettings()
-    if not isinstance(value, Mapping):
-        raise ConfigError(
-            f"{_PATH}: expected true, false or a dict of settings, got `{type(value).__name__}` "
-            f"{value!r}"
-        )
-    known = {each.name for each in fields(HttpSettings)}
-    for name, given in value.items():
-        if name not in known:
-            raise ConfigError(f"{_PATH}.{name}: no such setting{hint(name, known)}")
-        if name == "admin":
-            if not isinstance(given, bool | None):
-                raise ConfigError(f"{_PATH}.admin: expected true or false, got {given!r}")
-        elif isinstance(given, bool) or not isinstance(given, int) or given < 1:
-            raise ConfigError(f"{_PATH}.{name}: expected `int` of at least 1, got {given!r}")
-    return HttpSettings(**value)
+    settings = check_mapping(_PATH, value, "true, false or a dict of settings")
+    check_names(_PATH, settings, (each.name for each in fields(HttpSettings)))
+    for name, given in settings.items():
+        if name != "admin":
+            read_count(f"{_PATH}.{name}", given)
+        elif given is not None:
+            read_bool(f"{_PATH}.admin", given)
+    return HttpSettings(**settings)
 
 
 def plain_http(settings: HttpSettings | None) -> bool | dict[str, Any]:

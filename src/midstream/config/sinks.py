@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from midstream.config.reader import check_mapping, read_count
 from midstream.errors import ConfigError, SpecError
 from midstream.spec.capture import Capture
 from midstream.spec.sink_target import MEMORY, read_name
@@ -104,10 +105,7 @@ def _plain(name: object, settings: object) -> dict[str, Any]:
         _, settings = _read_word(f"{name}:{settings}")
     if settings is None:
         settings = {}
-    if not isinstance(settings, Mapping):
-        raise ConfigError(
-            f"{_PATH}.{name}: expected a dict of settings, got `{type(settings).__name__}`"
-        )
+    settings = check_mapping(f"{_PATH}.{name}", settings, "a dict of settings")
     try:
         found: dict[str, Any] = json.loads(json.dumps(dict(settings), default=_from_value))
     except (TypeError, ValueError) as error:
@@ -131,10 +129,7 @@ def _read(name: str, settings: Mapping[str, Any]) -> SinkSettings:
     own = dict(settings)
     given = own.pop("capture", None)
     queue_bytes = own.pop("queue_bytes", QUEUE_BYTES)
-    if isinstance(queue_bytes, bool) or not isinstance(queue_bytes, int) or queue_bytes < 1:
-        raise ConfigError(
-            f"{_PATH}.{name}.queue_bytes: expected a positive number of bytes, got {queue_bytes!r}"
-        )
+    read_count(f"{_PATH}.{name}.queue_bytes", queue_bytes)
     parts = [] if given is None else given if isinstance(given, list) else [given]
     captures = []
     for nth, part in enumerate(parts):

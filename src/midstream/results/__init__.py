@@ -1,1 +1,1 @@
-"""What a caller gets back."""
+"""Results of a request: activations, probe scores, receipt."""

@@ -1,4 +1,4 @@
-"""What a request captured, as its caller gets it."""
+"""Captured vectors of one completion, by site and layer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from midstream import sites
 from midstream.codecs import Codec, Raw
+from midstream.console import format_ranges
 from midstream.results.encoded_rows import Rows, rows_of
 
 if TYPE_CHECKING:
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
 class Activations:
     """The vectors captured for one completion, by (site, layer).
 
-    `activations["resid_post", 10]` is a tensor [rows, hidden] in the model's dtype, its rows in
-    the order of their positions; of rows that a codec has reduced, what `Codec.decode` gives. It is
-    made when it is first asked for, and not copied where the rows lie together in memory that the
-    worker shares: that memory is the worker's again when the tensor is gone. Where every site and
-    layer was captured at the same positions, as with a single `Capture`, `positions` and
-    `token_ids` speak for all of them; otherwise ask `positions_of`.
+    `activations["resid_post", 10]` is a tensor [rows, hidden] in the model's dtype, with rows in
+    the order of their positions. Rows of a lossy codec are decoded by `Codec.decode`. Tensors are
+    created on first access. They are views without a copy if the rows are contiguous in the
+    worker's shared memory; that memory is freed when the tensor is.
+
+    `positions` and `token_ids` describe all sites and layers if these were captured at the same
+    positions, as with a single `Capture`; otherwise use `positions_of` and `token_ids_of`.
 
     Attributes:
         positions: int64 [rows], index of each row's token in its request, prompt first.
@@ -40,11 +42,12 @@ class Activations:
         positions: Mapping[Tap, Tensor],
         tokens: Tensor | Sequence[int],
     ) -> None:
-        """Args:
-        values: per (site, layer), [rows, hidden], or these rows as they came. Not copied, and
-            looked at when they are asked for.
-        positions: per (site, layer), int64 [rows], ascending.
-        tokens: the tokens of the whole request that were computed, from position 0.
+        """Create from tensors or encoded rows, which are not copied and are read on first access.
+
+        Args:
+            values: per (site, layer), [rows, hidden], or the encoded rows.
+            positions: per (site, layer), int64 [rows], ascending.
+            tokens: tokens of the whole request that were computed, from position 0.
         """
         self._given = values
         self._values: dict[Tap, Tensor] = {}
@@ -52,23 +55,23 @@ class Activations:
         self._given_tokens = tokens
 
     def __getitem__(self, key: tuple[str, int]) -> Tensor:
-        """[rows, hidden] of a site (or alias) and layer.
+        """Return the tensor [rows, hidden] of a site (or alias) and layer, in the model's dtype.
 
         Raises:
-            KeyError: it was not captured; the message lists what was.
+            KeyError: the site and layer were not captured; the message lists those that were.
         """
         return self._value(self._find(key))
 
     @property
     def codec(self) -> Codec:
-        """How the rows came from the device."""
+        """The codec that encoded the rows on the device."""
         return next((self._rows(tap).codec for tap in self._given), Raw())
 
     def encoded(self, site: str, layer: int) -> Tensor:
-        """uint8 [rows, bytes of a row]: the rows of one site and layer as they came.
+        """Return the encoded rows of one site and layer, uint8 [rows, bytes of a row].
 
         Raises:
-            KeyError: it was not captured.
+            KeyError: the site and layer were not captured.
         """
         return self._rows(self._find((site, layer))).encoded()
 
@@ -84,33 +87,33 @@ class Activations:
         return len(self._given)
 
     def keys(self) -> tuple[Tap, ...]:
-        """Every (site, layer) captured."""
+        """Return every captured (site, layer)."""
         return tuple(self._given)
 
     def items(self) -> tuple[tuple[Tap, Tensor], ...]:
-        """Every ((site, layer), tensor)."""
+        """Return every ((site, layer), tensor)."""
         return tuple((tap, self._value(tap)) for tap in self._given)
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """The sites captured, in the order in which a layer reaches them."""
+        """The captured sites, in the order in which a layer reaches them."""
         found = {site for site, _ in self._given}
         return tuple(name for name in sites.NAMES if name in found)
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers captured, ascending."""
+        """The captured layers, ascending."""
         return tuple(sorted({layer for _, layer in self._given}))
 
     @property
     def positions(self) -> Tensor:
-        """int64 [rows], for all sites and layers.
+        """Positions that all sites and layers share, int64 [rows].
 
         Raises:
-            ValueError: they differ between sites or layers; see `positions_of`.
+            ValueError: they differ between sites or layers; use `positions_of`.
         """
         every = list(self._positions.values()) or [self._tokens[:0]]
-        # Mostly they share one tensor.
+        # In most cases all of them share one tensor.
         others = {id(one): one for one in every[1:] if one is not every[0]}.values()
         if any(len(one) != len(every[0]) or bool((one != every[0]).any()) for one in others):
             raise ValueError(
@@ -121,20 +124,32 @@ class Activations:
 
     @property
     def token_ids(self) -> Tensor:
-        """int64 [rows], for all sites and layers; raises as `positions` does."""
+        """Token ids that all sites and layers share, int64 [rows].
+
+        Raises:
+            ValueError: the positions differ between sites or layers; use `token_ids_of`.
+        """
         return self._tokens[self.positions]
 
     def positions_of(self, site: str, layer: int) -> Tensor:
-        """int64 [rows] of one site and layer; raises KeyError where it was not captured."""
+        """Return the positions of one site and layer, int64 [rows].
+
+        Raises:
+            KeyError: the site and layer were not captured.
+        """
         return self._positions[self._find((site, layer))]
 
     def token_ids_of(self, site: str, layer: int) -> Tensor:
-        """int64 [rows] of one site and layer; raises KeyError where it was not captured."""
+        """Return the token ids of one site and layer, int64 [rows].
+
+        Raises:
+            KeyError: the site and layer were not captured.
+        """
         return self._tokens[self.positions_of(site, layer)]
 
     def counts(self) -> dict[Tap, int]:
-        """How many rows each site and layer has."""
-        sizes: dict[int, int] = {}  # of the tensors that many of them share
+        """Return the number of rows by (site, layer)."""
+        sizes: dict[int, int] = {}  # by id: many sites and layers share a tensor
         found = {}
         for tap, positions in self._positions.items():
             key = id(positions)
@@ -144,7 +159,9 @@ class Activations:
         return found
 
     def numpy(self) -> dict[Tap, NDArray[np.generic]]:
-        """Per (site, layer) an array [rows, hidden]; bfloat16, which NumPy lacks, as float32."""
+        """Return an array [rows, hidden] by (site, layer); bfloat16, which NumPy lacks, becomes
+        float32.
+        """
         import torch
 
         return {
@@ -153,15 +170,17 @@ class Activations:
         }
 
     def save(self, path: str | Path) -> Path:
-        """Writes a safetensors file: `{site}.{layer}` with its `{site}.{layer}.positions` and
-        `{site}.{layer}.token_ids`, for each that was captured. Returns the path.
+        """Write a safetensors file, and return its path.
+
+        It has the tensors `{site}.{layer}`, `{site}.{layer}.positions` and
+        `{site}.{layer}.token_ids` for each captured site and layer.
         """
         from safetensors.torch import save_file
 
         tensors = {}
         for (site, layer), value in self.items():
             tensors[f"{site}.{layer}"] = value.contiguous()
-            # Shared memory is not storable: each entry gets its own copy.
+            # safetensors rejects tensors that share memory: copy them.
             tensors[f"{site}.{layer}.positions"] = self.positions_of(site, layer).clone()
             tensors[f"{site}.{layer}.token_ids"] = self.token_ids_of(site, layer).clone()
         target = Path(path)
@@ -175,8 +194,8 @@ class Activations:
         rows = sorted(set(self.counts().values()))
         shown = str(rows[0]) if len(rows) == 1 else f"{rows[0]}–{rows[-1]}"
         return (
-            f"Activations({', '.join(self.sites)}; layers {_short(self.layers)}; {shown} rows of "
-            f"{first.shape[-1]}, {str(first.dtype).removeprefix('torch.')})"
+            f"Activations({', '.join(self.sites)}; layers {format_ranges(self.layers)}; "
+            f"{shown} rows of {first.shape[-1]}, {str(first.dtype).removeprefix('torch.')})"
         )
 
     def _repr_html_(self) -> str:
@@ -184,7 +203,7 @@ class Activations:
         lines = [
             f"<tr><td>{html.escape(site)}</td><td>{layer}</td>"
             f"<td>{rows} × {self._value((site, layer)).shape[1]}</td>"
-            f"<td>{_short(tuple(self._positions[site, layer].tolist()))}</td></tr>"
+            f"<td>{format_ranges(tuple(self._positions[site, layer].tolist()))}</td></tr>"
             for (site, layer), rows in self.counts().items()
         ]
         return f"<p>{html.escape(repr(self))}</p><table>{head}{''.join(lines)}</table>"
@@ -215,14 +234,3 @@ class Activations:
         name = sites.canonical(key[0])
         assert name is not None
         return name, key[1]
-
-
-def _short(numbers: tuple[int, ...]) -> str:
-    """Ascending numbers with runs written as `first–last`."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("–".join(map(str, run)) for run in runs)

@@ -1,4 +1,4 @@
-"""The vectors of one completion at one site of one layer, as they came: encoded, in pieces."""
+"""Captured rows of one completion at one site and layer: encoded, in one or more chunks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from midstream.codecs import Codec, Raw
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scattered:
-    """Records that lie anywhere in a memory, as those of a request that generated: one step's are
-    behind another's, with those of all other requests between them.
+    """Records at arbitrary offsets of a buffer.
+
+    Rows of a generated completion are like this: its records of consecutive steps have those of
+    other requests between them.
 
     Attributes:
         memory: uint8 [bytes].
-        offsets: int64 [records], where in it each begins.
-        taps: how many rows a record has.
+        offsets: int64 [records], offset of each record in bytes.
+        taps: number of rows of a record.
         width: bytes of a row.
 
     Raises:
-        ValueError: some lie outside of the memory.
+        ValueError: a record lies outside of the buffer.
     """
 
     memory: Tensor
@@ -41,19 +43,23 @@ class Scattered:
         return len(self.offsets)
 
     def records(self) -> Tensor:
-        """uint8 [records, taps, width], a copy."""
-        whole = self._gathered(0, self.taps * self.width)
+        """Return a copy of all records, uint8 [records, taps, width]."""
+        whole = self._gather(0, self.taps * self.width)
         return whole.view(len(self), self.taps, self.width)
 
     def of(self, place: int) -> Tensor:
-        """uint8 [records, width], a copy of each record's row at this place."""
-        return self._gathered(place * self.width, self.width)
+        """Return a copy of each record's row of one tap, uint8 [records, width].
 
-    def _gathered(self, start: int, size: int) -> Tensor:
-        """[records, size], these bytes of each."""
+        Args:
+            place: index of the tap in a record.
+        """
+        return self._gather(place * self.width, self.width)
+
+    def _gather(self, start: int, size: int) -> Tensor:
+        """Return `size` bytes of each record from byte `start` on, uint8 [records, size]."""
         memory = self.memory.numpy()
-        # As if something began at every byte: to pick some of those is one call, whatever their
-        # number, that copies nothing else.
+        # A view with a row starting at every byte: indexing it gathers all records in one call,
+        # and copies only their bytes.
         every: NDArray[np.uint8] = np.ndarray(
             (memory.size - start - size + 1, size), np.uint8, memory, start, (1, 1)
         )
@@ -65,14 +71,15 @@ Chunk = Tensor | Scattered
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Encoded rows.
+    """Encoded rows of one site and layer.
 
     Attributes:
-        codec: how they are encoded.
-        hidden, dtype: of the vectors that were.
-        chunks: [records, taps, bytes of a row] each, one after the other.
-        places: per chunk, which of its taps this is.
-        chosen: int64, which of all those rows, in order; None: all of them as they are.
+        codec: codec of the rows.
+        hidden: width of the captured vectors.
+        dtype: dtype of the captured vectors.
+        chunks: uint8 [records, taps, bytes of a row] each, in order.
+        places: index of this tap in the records of each chunk.
+        chosen: int64, indices of the selected rows among all rows; None: all of them.
     """
 
     codec: Codec
@@ -88,27 +95,27 @@ class Rows:
         return sum(len(chunk) for chunk in self.chunks)
 
     def encoded(self) -> Tensor:
-        """uint8 [n, bytes of a row]; a view where the rows lie in one piece."""
+        """Return the encoded rows, uint8 [n, bytes of a row]; a view if they are contiguous."""
         if not self.chunks:
             return torch.zeros(0, self.codec.row_bytes(self.hidden, self.dtype), dtype=torch.uint8)
         pieces = [
             chunk[:, place] if isinstance(chunk, Tensor) else chunk.of(place)
             for chunk, place in zip(self.chunks, self.places, strict=True)
         ]
-        return self._picked(pieces)
+        return self._select(pieces)
 
     def decoded(self) -> Tensor:
-        """[n, width], as the codec has it; a view where nothing is to be decoded and the rows lie
-        in one piece.
+        """Return the decoded rows, [n, hidden]; a view if the codec is raw and the rows are
+        contiguous.
         """
         return self.codec.decode(self.encoded(), self.hidden, self.dtype)
 
-    def _picked(self, pieces: list[Tensor]) -> Tensor:
+    def _select(self, pieces: list[Tensor]) -> Tensor:
         every = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return every if self.chosen is None else every[self.chosen]
 
 
 def rows_of(values: Tensor) -> Rows:
-    """[n, hidden] in the model's dtype, as if they had come so."""
+    """Return vectors [n, hidden] in the model's dtype as raw encoded rows."""
     encoded = Raw().encode(values)
     return Rows(Raw(), values.shape[1], values.dtype, (encoded[:, None],), (0,))

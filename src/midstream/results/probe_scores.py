@@ -1,4 +1,4 @@
-"""What a request's probes read, as its caller gets it."""
+"""Probe scores of one completion, by name."""
 
 from __future__ import annotations
 
@@ -19,16 +19,23 @@ class Probes(Mapping[str, "Tensor"]):
     def __init__(
         self, scores: Mapping[str, Tensor], positions: Mapping[str, Tensor], tokens: Tensor
     ) -> None:
-        """Args:
-        scores: per name, float32 [rows].
-        positions: per name, int64 [rows], ascending.
-        tokens: int64, the tokens of the whole request that were computed, from position 0.
+        """Create from tensors.
+
+        Args:
+            scores: per name, float32 [rows].
+            positions: per name, int64 [rows], ascending.
+            tokens: int64, tokens of the whole request that were computed, from position 0.
         """
         self._scores = dict(scores)
         self._positions = dict(positions)
         self._tokens = tokens
 
     def __getitem__(self, name: str) -> Tensor:
+        """Return the scores of a probe, float32 [rows].
+
+        Raises:
+            KeyError: there is no such probe; the message lists the names.
+        """
         if name not in self._scores:
             known = ", ".join(self._scores)
             raise KeyError(f"there is no probe {name!r}; there are {known}")
@@ -41,12 +48,20 @@ class Probes(Mapping[str, "Tensor"]):
         return len(self._scores)
 
     def positions_of(self, name: str) -> Tensor:
-        """int64 [rows]: the position of each score's token in its request, prompt first."""
+        """Return the positions of a probe's scores in the request, prompt first, int64 [rows].
+
+        Raises:
+            KeyError: there is no such probe.
+        """
         self[name]
         return self._positions[name]
 
     def token_ids_of(self, name: str) -> Tensor:
-        """int64 [rows]: the tokens that were scored."""
+        """Return the tokens that a probe scored, int64 [rows].
+
+        Raises:
+            KeyError: there is no such probe.
+        """
         return self._tokens[self.positions_of(name)]
 
     def __repr__(self) -> str:

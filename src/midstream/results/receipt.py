@@ -1,4 +1,4 @@
-"""What was asked for and what was done: the proof that comes with every result."""
+"""Receipts: what a completion requested, and what was done for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STATUSES = ("ok", "partial", "error")
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """Rows of one site and layer: how many the request asked for, and how many came."""
+    """Counts of captured rows of one site and layer: `expected` by the plan, and `actual`."""
 
     site: str
     layer: int
@@ -24,15 +24,16 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class Edited:
-    """Edits: one is one of the plan's edits, carried out for one token at one site and layer. An
-    edit whose gate stayed closed was carried out: it was decided on the device.
+    """Counts of applied edits. One edit of the plan counts once per token and tap.
+
+    An edit whose gate stayed closed counts as applied: the device evaluated it.
 
     Attributes:
-        expected: what the plan asks for, given the tokens that were computed.
-        applied: what the device counted while it computed this request.
-        tokens: tokens that were to get at least one edit.
-        cached: edits of tokens that were not computed, because the prefix cache had their KV from
-            a request that asked for the very same there. `applied + cached == expected`.
+        expected: number of edits that the plan requires for the computed tokens.
+        applied: number of edits that the device counted for this request.
+        tokens: number of tokens with at least one edit.
+        cached: number of edits of tokens that were not computed, because the prefix cache had KV of
+            a request with identical edits there. `applied + cached == expected`.
     """
 
     expected: int
@@ -43,7 +44,7 @@ class Edited:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Scores of one probe: how many the request asked for, and how many came."""
+    """Counts of one probe's scores: `expected` by the plan, and `actual`."""
 
     name: str
     site: str
@@ -54,10 +55,10 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """What one selection of the plan came to.
+    """Positions that one selection of the plan resolved to.
 
     Attributes:
-        what: where in the plan it stands, as `edits[0]`.
+        what: path of the selection in the plan, such as `edits[0]`.
         positions: [start, stop) ranges, ascending.
     """
 
@@ -74,14 +75,17 @@ class Selected:
 
 @dataclass(frozen=True, slots=True)
 class CaptureResult:
-    """What became of captured rows at the sink to which they went.
+    """Result of storing captured rows in a sink.
 
     Attributes:
-        status: "ok": all of them are kept, durably if the sink keeps them so. "partial": some are.
-            "error": it is not known that any are.
-        reason: why it is not "ok"; empty if it is.
-        paths: the files that have them, if they are in files.
-        manifest: the sink's own account of it, JSON values; None: it gives none.
+        status: "ok": all rows are stored, durably if the sink is durable. "partial": some are.
+            "error": unknown or none.
+        reason: why the status is not "ok"; empty if it is.
+        paths: files with the rows, if the sink writes files.
+        manifest: the sink's own description of the rows, JSON values; None if it has none.
+
+    Raises:
+        ValueError: the status is unknown.
     """
 
     status: str = "ok"
@@ -95,7 +99,9 @@ class CaptureResult:
 
     @staticmethod
     def joined(results: Sequence[CaptureResult]) -> CaptureResult:
-        """Several as one: the worst status, all reasons and paths; the manifest of a single one."""
+        """Merge several results: worst status, all reasons and paths; the manifest only of a single
+        result.
+        """
         if len(results) == 1:
             return results[0]
         return CaptureResult(
@@ -106,7 +112,7 @@ class CaptureResult:
 
     @staticmethod
     def of_pieces(results: Sequence[CaptureResult]) -> CaptureResult:
-        """Those of what came in pieces as one: each path once; the manifest of the last."""
+        """Merge the results of several chunks of rows: unique paths, manifest of the last chunk."""
         joined = CaptureResult.joined(results)
         paths = tuple(dict.fromkeys(joined.paths))
         return replace(joined, paths=paths, manifest=results[-1].manifest)
@@ -118,15 +124,17 @@ class Receipt:
 
     Attributes:
         request_id: vLLM's id of the request.
-        prompt_tokens, generated_tokens: the last generated token is never computed on, so there
+        prompt_tokens: number of prompt tokens.
+        generated_tokens: number of generated tokens. The last one is never computed on, so there
             are `prompt_tokens + generated_tokens − 1` rows.
-        captured: per site and layer.
-        edited: None when no edit was asked for.
-        probed: per probe.
-        selected: the positions that each capture, edit and probe came to.
-        dropped: captured vectors that found no room; only with the setting `overflow="drop"`.
-        problems: what else differs from what was asked; empty when all is as it should be.
-        kept: (sink, what became of the rows that went to it), for every sink but `memory`.
+        captured: counts per site and layer.
+        edited: counts of edits; None if the request has no edits.
+        probed: counts per probe.
+        selected: positions that each capture, edit and probe resolved to.
+        dropped: number of captured vectors dropped because the arena was full; only with the
+            setting `overflow="drop"`.
+        problems: all other differences from the plan; empty if there are none.
+        kept: (sink, result) for every sink except `memory`.
     """
 
     request_id: str
@@ -142,13 +150,17 @@ class Receipt:
 
     @property
     def status(self) -> str:
-        """`ok`; `partial` where captured vectors were dropped, as the settings allow; or `error`
-        when something else differs from what was asked.
+        """`ok`; `partial` if captured vectors were dropped, as the settings allow; `error` if there
+        are problems.
         """
         return "error" if self.problems else "partial" if self.dropped else "ok"
 
     def check(self) -> None:
-        """Raises ReceiptError when something differs from what was asked."""
+        """Check that there are no problems.
+
+        Raises:
+            ReceiptError: there are; the message lists them.
+        """
         if self.problems:
             raise ReceiptError(self.complaint)
 
@@ -158,7 +170,7 @@ class Receipt:
         return f"request {self.request_id}: " + "; ".join(self.problems)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return the receipt as plain JSON values."""
         plain = asdict(self)
         return {
             "status": self.status,
@@ -178,7 +190,7 @@ class Receipt:
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> Receipt:
-        """The receipt that `to_dict` gave; without the manifests of sinks."""
+        """Create a receipt from the values of `to_dict`; manifests of sinks are not included."""
         return Receipt(
             request_id=plain["request_id"],
             prompt_tokens=plain["prompt_tokens"],
@@ -210,7 +222,7 @@ class Receipt:
                 f"  captured {actual} of {expected} rows, at {len(self.captured)} sites of layers"
             )
         if self.dropped:
-            lines.append(f"  dropped {self.dropped} vectors: there was no room in the arena")
+            lines.append(f"  dropped {self.dropped} vectors: the arena was full")
         if self.edited is not None:
             edited = self.edited
             reused = f", {edited.cached} from the prefix cache" if edited.cached else ""

@@ -1,4 +1,4 @@
-"""Captured rows as bytes that travel between processes: a safetensors file, see `pack`."""
+"""Captured rows as bytes for transfer between processes: a safetensors file, see `pack`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from midstream.validation import INT_LIMIT, show
 
 FORMAT = "midstream.activations"
 VERSION = "1"
-# Far above any context; bounds what a file can make its reader hold.
+# Above any context length; bounds the memory that a hostile file can make its reader allocate.
 MAX_POSITION = 1 << 26
 _POSITIONS, _TOKENS = "positions", "token_ids"
 _TAP = re.compile(
@@ -30,17 +30,17 @@ _NUMBER = re.compile("[1-9][0-9]{0,8}")
 
 
 def pack(activations: Activations, hidden: int, dtype: torch.dtype) -> bytes:
-    """Rows as a safetensors file.
+    """Return rows as the bytes of a safetensors file.
 
-    `{site}.{layer}` is [rows, hidden] in the model's dtype; of rows that a codec has reduced, uint8
-    [rows, bytes of a row] as `midstream.codecs` has them. `{site}.{layer}.positions` and
-    `{site}.{layer}.token_ids` are int64 [rows]. The file's metadata have `codec`, `hidden` and
-    `dtype`.
+    Tensor `{site}.{layer}` is [rows, hidden] in the model's dtype; for a lossy codec it is uint8
+    [rows, bytes of a row], encoded as `midstream.codecs` describes. `{site}.{layer}.positions` and
+    `{site}.{layer}.token_ids` are int64 [rows]. The metadata have `format`, `version`, `codec`,
+    `hidden` and `dtype`.
 
     Args:
         activations: the rows.
-        hidden: width of the vectors that were captured.
-        dtype: theirs.
+        hidden: width of the captured vectors.
+        dtype: dtype of the captured vectors.
     """
     from safetensors.torch import save
 
@@ -50,7 +50,7 @@ def pack(activations: Activations, hidden: int, dtype: torch.dtype) -> bytes:
         name = f"{site}.{layer}"
         rows = activations[site, layer] if is_raw else activations.encoded(site, layer)
         tensors[name] = rows.contiguous()
-        # What is shared cannot be stored: each entry gets its own copy.
+        # safetensors rejects tensors that share memory: copy them.
         tensors[f"{name}.{_POSITIONS}"] = activations.positions_of(site, layer).clone()
         tensors[f"{name}.{_TOKENS}"] = activations.token_ids_of(site, layer).clone()
     metadata = {
@@ -65,10 +65,10 @@ def pack(activations: Activations, hidden: int, dtype: torch.dtype) -> bytes:
 
 
 def unpack(data: bytes) -> Activations:
-    """The rows that `pack` packed, bit by bit.
+    """Return the rows of a file from `pack`, bit for bit.
 
     Raises:
-        SpecError: anything else.
+        SpecError: the bytes are not such a file.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -86,7 +86,7 @@ def unpack(data: bytes) -> Activations:
     dtype = getattr(torch, metadata.get("dtype", ""), None)
     hidden = metadata.get("hidden", "")
     if not isinstance(dtype, torch.dtype) or not _NUMBER.fullmatch(hidden):
-        raise SpecError("", f"dtype or hidden of the file is none: {show(str(metadata))}")
+        raise SpecError("", f"the file's dtype or hidden is invalid: {show(str(metadata))}")
     vectors = _Vectors(codec, int(hidden), dtype)
     values: dict[tuple[str, int], Tensor | Rows] = {}
     positions: dict[tuple[str, int], Tensor] = {}
@@ -104,14 +104,14 @@ def unpack(data: bytes) -> Activations:
 
 
 class _Vectors(NamedTuple):
-    """What a file says of the vectors that were captured."""
+    """Properties of the captured vectors, from a file's metadata."""
 
     codec: Codec
     hidden: int
     dtype: torch.dtype
 
     def rows(self, name: str, found: Tensor) -> Tensor | Rows:
-        """One of the file's tensors, as `Activations` takes it."""
+        """Check one tensor of the file, and return it as `Activations` takes it."""
         is_raw = isinstance(self.codec, Raw)
         width = self.hidden if is_raw else self.codec.row_bytes(self.hidden, self.dtype)
         dtype = self.dtype if is_raw else torch.uint8
@@ -123,16 +123,20 @@ class _Vectors(NamedTuple):
 
 
 def _taps(tensors: dict[str, Tensor]) -> list[tuple[str, int]]:
-    """Those that a file has rows of."""
+    """Return the (site, layer) pairs of a file's tensors.
+
+    Raises:
+        SpecError: a tensor's name is unknown, or its rows are missing.
+    """
     found = []
     for name in tensors:
         match = _TAP.fullmatch(name)
         if match is None or match["site"] not in sites.NAMES:
-            raise SpecError("", f"{show(name)} names no rows")
+            raise SpecError("", f"unknown tensor {show(name)}; expected {{site}}.{{layer}}")
         if match["what"] is None:
             found.append((match["site"], int(match["layer"])))
         elif name.rpartition(".")[0] not in tensors:
-            raise SpecError("", f"{show(name)} is without rows")
+            raise SpecError("", f"{show(name)}: the tensor of its rows is missing")
     return found
 
 

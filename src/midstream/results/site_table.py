@@ -1,4 +1,4 @@
-"""`llm.sites()`: what can be read and edited in a model, and why the rest cannot."""
+"""Table of `llm.sites()`: which sites of a model are tapped, and why the others are not."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import html
 from dataclasses import dataclass
 
 from midstream import sites
+from midstream.console import format_ranges
 from midstream.spec.shape import ModelShape
 
 
@@ -17,7 +18,7 @@ class SiteState:
         site: canonical name.
         layer: from 0.
         tapped: whether requests can use it.
-        reason: why not; empty where it is tapped.
+        reason: why it is not tapped; empty if it is.
     """
 
     site: str
@@ -38,7 +39,7 @@ class SiteTable:
 
     @staticmethod
     def of(shape: ModelShape) -> SiteTable:
-        """The table of one engine."""
+        """Create the table of one engine."""
         reasons = dict(shape.reasons)
         return SiteTable(
             tuple(
@@ -59,7 +60,7 @@ class SiteTable:
         )
 
     def __getitem__(self, key: tuple[str, int]) -> SiteState:
-        """The state of a (site or alias, layer).
+        """Return the state of a (site or alias, layer).
 
         Raises:
             KeyError: there is no such site or layer.
@@ -72,7 +73,7 @@ class SiteTable:
         raise KeyError(f"there is no {site} at layer {layer}")
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """(site, layers, state) for tables: layers that are alike stand together."""
+        """Return (site, layers, state) rows for display, with equal layers grouped."""
         found = []
         for site in sites.NAMES:
             alike: dict[tuple[bool, str], list[int]] = {}
@@ -80,7 +81,7 @@ class SiteTable:
                 if state.site == site:
                     alike.setdefault((state.tapped, state.reason), []).append(state.layer)
             for (tapped, reason), layers in alike.items():
-                found.append((site, _runs(layers), "tapped" if tapped else reason))
+                found.append((site, format_ranges(layers), "tapped" if tapped else reason))
         return found
 
     def __str__(self) -> str:
@@ -97,14 +98,3 @@ class SiteTable:
             for row in self.rows()
         )
         return f"<table><tr><th>site</th><th>layers</th><th></th></tr>{body}</table>"
-
-
-def _runs(layers: list[int]) -> str:
-    """Ascending numbers as `0–3, 7`."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in runs)

@@ -17,19 +17,16 @@ from midstream.errors import SpecError, UnsupportedError
 from midstream.runtime.core import failed_requests, prefix_cache
 from midstream.runtime.core.parent_watch import end_with_parent
 from midstream.runtime.frontend import tracing
-from midstream.runtime.frontend.call import GenerateCall
-from midstream.runtime.frontend.request.prompt.chat import ChatPlan
+from midstream.runtime.frontend.request.call_plan import plan_of
 from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import Settings, check_sinks, settings_of
+from midstream.runtime.vllm.attributes import FRONT_END
 from midstream.runtime.vllm.engine_rules import check_offline, check_settings
-from midstream.server import install as served
-from midstream.spec import Plan
 
 # Where vLLM's function for the extra keys of a block is looked up.
 _KEY_MODULES = ("vllm.v1.core.kv_cache_utils", "vllm.v1.core.block_pool")
 _LOCK = threading.Lock()
-_ATTRIBUTE = "midstream_front_end"
 _active = False
 
 
@@ -64,7 +61,8 @@ def activate() -> None:
             "update_from_output",
             failed_requests.update_from_output,
         )
-        served.install()
+        # By name: the server is a layer above, but a process with an AsyncLLM may build its app.
+        importlib.import_module("midstream.server.install").install()
         _wrap(
             "vllm.v1.engine.output_processor", "OutputProcessor", "do_tracing", tracing.do_tracing
         )
@@ -82,30 +80,14 @@ def is_active() -> bool:
 
 
 def front_end(engine: Any) -> Any:
-    """The front end of an engine or of its input processor; None where there is none."""
-    return getattr(engine, _ATTRIBUTE, None)
+    """Return the front end of an engine or of its input processor; None if it has none."""
+    return FRONT_END.get(engine)
 
 
-def open_door(engine: Any, front: Any) -> None:
-    """Makes this front end that of an engine: it is asked about every request from now on."""
-    setattr(engine, _ATTRIBUTE, front)
-    setattr(engine.input_processor, _ATTRIBUTE, front)
-
-
-def plan_of(params: Any) -> Plan | ChatPlan | GenerateCall | None:
-    """The plan in a request's `extra_args["midstream"]`; None when it asks for nothing.
-
-    Raises:
-        SpecError: it is malformed.
-    """
-    extra_args = getattr(params, "extra_args", None)
-    value = extra_args.get(KEY) if extra_args else None
-    if value is None or isinstance(value, (ChatPlan, GenerateCall)):
-        return value
-    try:
-        return Plan.parse(value)
-    except SpecError as error:
-        raise error.under(f"extra_args[{KEY!r}]") from None
+def set_front_end(engine: Any, front: Any) -> None:
+    """Make a front end that of an engine: it validates every request from now on."""
+    FRONT_END.set(engine, front)
+    FRONT_END.set(engine.input_processor, front)
 
 
 def _wrap(module: str, cls: str, name: str, hook: Callable[..., Any]) -> None:
@@ -187,7 +169,7 @@ def _engine_init(
         client = engine.engine_core
         deliver = client.add_request
         client.add_request = lambda request: front.send(request, deliver)
-        open_door(engine, front)
+        set_front_end(engine, front)
 
 
 def _engine_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +197,7 @@ def _core_init(original: Callable[..., Any], engine: Any, vllm_config: Any) -> A
 
 
 def _core_add(original: Callable[..., Any], engine: Any, request: Any, *rest: Any) -> Any:
-    """Refuses, as that request's own failure, what went past the front door."""
+    """Fail a request that bypassed request validation, and no other."""
     if is_enabled(engine.vllm_config.additional_config):
         payload_of(request.sampling_params)
     return original(engine, request, *rest)

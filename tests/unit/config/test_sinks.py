@@ -92,7 +92,7 @@ def test_memory_takes_a_capture_and_nothing_else():
         ({"log": {"x": object()}}, r"sinks.log: settings must be JSON values"),
         (
             {"log": {"queue_bytes": 0}},
-            r"sinks.log.queue_bytes: expected a positive number of bytes",
+            r"sinks.log.queue_bytes: expected at least 1, got 0",
         ),
         ({"log": {"queue_bytes": True}}, r"sinks.log.queue_bytes"),
         ({"log": {"capture": {"layer": 1}}}, r"sinks.log.capture: unknown field 'layer'"),

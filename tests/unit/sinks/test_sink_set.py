@@ -116,12 +116,12 @@ from support.sinking import ORIGIN, delivery
 from midstream.sinks.sink_set import SinkSet, Pace
 from midstream.config.sinks import plain_sinks, read_sinks
 
-class Door:
+class Engine:
     pass
 
-door = Door()
+engine = Engine()
 sinks = SinkSet(read_sinks(plain_sinks({"store": {"root": sys.argv[1]}})), ORIGIN)
-weakref.finalize(door, sinks.close)
+weakref.finalize(engine, sinks.close)
 for nth in range(5):
     sinks.queue("store").put(delivery(f"r{nth}"), 1)
 """

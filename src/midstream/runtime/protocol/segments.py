@@ -1,4 +1,4 @@
-"""Cutting a resolved plan into segments of positions: counted by the front end, run by the worker."""
+"""Segments of a resolved plan: the front end counts them for admission, the worker runs them."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ Edits = tuple[TapProgramStep, ...]  # at one tap, in order
 FOREVER = np.iinfo(np.int64).max // 2
 
 
-# States of a position in `RequestState.done`: no row of it asked for anything; it was never computed,
-# as the prefix cache served it; from APPLIED_0 on, computed with that many edits.
+# States of a position in `RequestState.done`: nothing was requested for it; it was never computed
+# because the prefix cache served it; from APPLIED_0 on, computed with that many edits.
 UNSEEN = 0
 
 

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from midstream.console import format_ranges
 from midstream.sites import NAMES
 from midstream.tools.doctor.report import (
     OK,
@@ -77,7 +78,7 @@ def _sites(sites: Iterable[SiteFound]) -> Table:
             errors = [one.error for one in found if one.error is not None]
             table.add_row(
                 name,
-                runs([one.layer for one in found]),
+                format_ranges([one.layer for one in found]),
                 Text(outcome, style=_STYLES[outcome]),
                 f"{max(errors):.1e}" if errors else "",
                 reason,
@@ -96,14 +97,3 @@ def _operations(operations: Iterable[OperationFound]) -> Table:
             one.reason,
         )
     return table
-
-
-def runs(layers: list[int]) -> str:
-    """Format ascending numbers as `0–3, 7`."""
-    found: list[list[int]] = []
-    for layer in layers:
-        if found and layer == found[-1][1] + 1:
-            found[-1][1] = layer
-        else:
-            found.append([layer, layer])
-    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in found)

@@ -9,9 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from midstream.console import visible
+from midstream.console import format_ranges, visible
 from midstream.store import StoredRequest
-from midstream.tools.doctor.table import runs
 from midstream.tools.inspect.overview import Overview
 
 _MOST_TAGS = 20
@@ -33,7 +32,7 @@ def render(overview: Overview) -> RenderableType:
     if overview.sites:
         sites = Table("site", "layers", "rows")
         for one in overview.sites:
-            sites.add_row(one.site, runs(list(one.layers)), f"{one.rows:,}")
+            sites.add_row(one.site, format_ranges(one.layers), f"{one.rows:,}")
         parts.append(sites)
     if set(overview.tags) - {""}:
         parts.append(_tags(overview))
@@ -76,7 +75,10 @@ def _completion(one: StoredRequest) -> list[RenderableType]:
         alike.setdefault((site, positions), []).append(layer)
     for (site, positions), layers in alike.items():
         table.add_row(
-            site, runs(layers), f"{len(positions) * len(layers):,}", runs(list(positions))
+            site,
+            format_ranges(layers),
+            f"{len(positions) * len(layers):,}",
+            format_ranges(positions),
         )
     metadata = json.dumps(one.metadata, indent=2, ensure_ascii=False)
     return [Text(visible(title), style="bold"), table, Text(visible(metadata))]

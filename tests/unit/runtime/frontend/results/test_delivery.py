@@ -31,7 +31,7 @@ OWN = Plan((Capture(1, sink="one"),))
 
 
 class Sinks:
-    """As OpenSinks, of sinks that are made here."""
+    """As SinkSet, of sinks that are made here."""
 
     def __init__(self, **sinks):
         self.queues = {name: SinkQueue(name, sink, 1 << 20) for name, sink in sinks.items()}
@@ -152,7 +152,7 @@ def test_a_sink_that_keeps_only_some_is_a_problem_of_the_receipt(sinks, one):
 
 
 class AsTheyCome:
-    """As OpenSinks, of which `one` wants rows as they come."""
+    """As SinkSet, of which `one` wants rows as they come."""
 
     def pace(self, name):
         return Pace(0.0, 1) if name == "one" else None

@@ -13,10 +13,12 @@ from support.plans import plan_of
 from midstream.results.receipt import CaptureResult
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.call import GenerateCall
+from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.sink_routes import Route
 from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.partial_scores import StreamState
 from midstream.runtime.frontend.results.row_streamer import RowStreamer
+from midstream.runtime.frontend.rpc.background_tasks import BackgroundTasks
 from midstream.runtime.frontend.rpc.replicas import Replica
 from midstream.sinks.sink_set import Pace
 from midstream.spec import Capture, Plan
@@ -27,7 +29,7 @@ PROMPT = [100, 101, 102]
 
 
 class Sinks:
-    """One that wants rows as they come; as OpenSinks, and its own queue."""
+    """One that wants rows as they come; as SinkSet, and its own queue."""
 
     def __init__(self):
         self.given = []
@@ -56,7 +58,7 @@ class Sinks:
         return [p for one in self.given for p in one.activations.positions.tolist()]
 
 
-class Courier:
+class Batcher:
     """Hands over each position once, when it may."""
 
     def __init__(self):
@@ -65,7 +67,7 @@ class Courier:
         self.may = asyncio.Event()
         self.may.set()
 
-    async def hand_over(self, uid, stops):
+    async def collect_partial(self, uid, stops):
         self.asked.append(stops["x"])
         await self.may.wait()
         come = range(self.reached, max(self.reached, stops["x"]))
@@ -85,39 +87,41 @@ class Running:
             Route("rows", "", "n", NO_METADATA, (1,), False),
         )
         own = Plan((Capture(1, stream=True), Capture(1, sink="rows")))
-        self.sinks, self.courier, self.came = Sinks(), Courier(), []
-        self.order = GenerateCall(None, asked=AdmittedRequest("u", plan, own, routes))
-        self.order.replica = Replica(0, self.courier)
+        self.sinks, self.batcher, self.came = Sinks(), Batcher(), []
+        self.call = GenerateCall(CallPlan(None), admitted=AdmittedRequest("u", plan, own, routes))
+        self.call.replica = Replica(0, self.batcher)
         vectors = (WIDTH, torch.float32)
-        self.order.pieces = PartialRows(self.order.asked, "x", 1, self.sinks, vectors)
-        self.order.pieces.ids.append("x")
-        self.order.streamed = StreamState(plan, PROMPT)
+        self.call.partial_rows = PartialRows(self.call.admitted, "x", 1, self.sinks, vectors)
+        self.call.partial_rows.ids.append("x")
+        self.call.stream = StreamState(plan, PROMPT)
         self.tokens: list[int] = []
         known = SimpleNamespace(output_token_ids=self.tokens)
         self.states = {"x": SimpleNamespace(prompt="p", prompt_token_ids=PROMPT, detokenizer=known)}
-        self.passing = RowStreamer(self.sinks, lambda *each: self.came.append(each))
+        self.streamer = RowStreamer(
+            self.sinks, lambda *each: self.came.append(each), BackgroundTasks()
+        )
 
     def see(self, count):
         """So many more tokens are known, and shown."""
         self.tokens += [200] * count
         completion = SimpleNamespace(token_ids=list(self.tokens))
-        self.order.streamed.see(completion, is_delta=False)
+        self.call.stream.see(completion, is_delta=False)
 
 
 def test_what_an_output_has_fetched_meanwhile_comes_to_the_sink():
     async def work():
         one = Running()
         one.see(1)
-        one.courier.may.clear()
-        show = asyncio.create_task(one.passing.show(one.order, False))
+        one.batcher.may.clear()
+        show = asyncio.create_task(one.streamer.show(one.call, False))
         await asyncio.sleep(0)
-        assert not one.passing.is_due(one.order, one.states), "rows are on their way already"
-        give = asyncio.create_task(one.passing.pass_on(one.order, one.states))
+        assert not one.streamer.is_due(one.call, one.states), "rows are on their way already"
+        give = asyncio.create_task(one.streamer.deliver(one.call, one.states))
         await asyncio.sleep(0)
         one.see(2)
-        one.courier.may.set()
+        one.batcher.may.set()
         shown = await show
-        again = await one.passing.show(one.order, False)
+        again = await one.streamer.show(one.call, False)
         await give
         return one, shown, again
 
@@ -133,9 +137,9 @@ def test_an_aborted_request_shows_what_is_here_and_asks_nobody():
     async def work():
         one = Running()
         one.see(2)
-        await one.passing.show(one.order, False)
+        await one.streamer.show(one.call, False)
         one.see(3)
-        return await one.passing.show(one.order, True), one.courier.asked
+        return await one.streamer.show(one.call, True), one.batcher.asked
 
     shown, asked = asyncio.run(work())
     assert shown.positions.tolist() == [0, 1, 2, 3]
@@ -147,15 +151,15 @@ def test_the_end_waits_for_what_is_on_its_way_and_nothing_follows_it():
         one = Running()
         one.see(1)
         one.sinks.has_room.clear()
-        give = asyncio.create_task(one.passing.pass_on(one.order, one.states))
-        end = asyncio.create_task(one.passing.end(one.order))
+        give = asyncio.create_task(one.streamer.deliver(one.call, one.states))
+        end = asyncio.create_task(one.streamer.end(one.call))
         await asyncio.sleep(0.01)
         assert not end.done()
         one.sinks.has_room.set()
         await asyncio.gather(give, end)
         one.see(3)
-        assert not one.passing.is_due(one.order, one.states)
-        await one.passing.pass_on(one.order, one.states)
+        assert not one.streamer.is_due(one.call, one.states)
+        await one.streamer.deliver(one.call, one.states)
         return one
 
     one = asyncio.run(work())
@@ -169,10 +173,10 @@ def test_of_a_request_that_ended_meanwhile_nothing_is_asked():
         one = Running()
         one.see(1)
         one.states.clear()
-        await one.passing.pass_on(one.order, one.states)
-        await one.passing.end(one.order)
+        await one.streamer.deliver(one.call, one.states)
+        await one.streamer.end(one.call)
         return one
 
     one = asyncio.run(work())
-    assert one.courier.asked == []
+    assert one.batcher.asked == []
     assert one.sinks.given == []
