@@ -98,7 +98,7 @@ def against(result: dict[str, Any]) -> str:
             "time",
             "tokens/s",
             "GB/s to the caller",
-            "of plain",
+            "relative to plain",
         ]
         parts += [markers.table(head, rows, numbers=True), measured["agreement"]]
     return "\n\n".join(parts)
@@ -117,10 +117,10 @@ def serving(result: dict[str, Any]) -> str:
     ]
     head = [
         f"{result['model']}, {result['words']} + {result['tokens']} tokens, "
-        f"{result['clients']} others",
+        f"{result['clients']} other clients",
         "median latency",
-        "95 of 100",
-        "others' requests/s",
+        "95th percentile",
+        "other clients' requests/s",
     ]
     return "\n\n".join([_where(result), markers.table(head, rows, numbers=True)])
 
@@ -137,7 +137,7 @@ def capture_cost(result: dict[str, Any]) -> str:
         ]
         head = [f"{shape}, {measured['layers']} layers, runner {measured['engine']['runner']}"]
         for work, _ in works:
-            head += [work, "then all tensors", "GB/s"]
+            head += [work, "reading all tensors", "GB/s"]
         parts.append(markers.table(head, rows, numbers=True))
     return "\n\n".join(parts)
 
@@ -163,8 +163,8 @@ def transport(result: dict[str, Any]) -> str:
         ]
         for name, one in codecs.items()
     ]
-    rows.append(["a copy that nobody reads", *[f"{result['bus_gb_s']:.1f}"] * 2, ""])
-    head = ["transport alone", "GB/s of vectors", "GB/s moved", "… every page looked at"]
+    rows.append(["a copy without a reader", *[f"{result['bus_gb_s']:.1f}"] * 2, ""])
+    head = ["transport alone", "GB/s of vectors", "GB/s moved", "… reading every page"]
     return f"{_where(result)}\n\n{markers.table(head, rows, numbers=True)}"
 
 
@@ -177,7 +177,7 @@ def step_cost(result: dict[str, Any]) -> str:
     ]
     head = [
         f"host, {result['sequences']} sequences × {result['layers']} layers",
-        "before a forward",
+        "before a forward pass",
         "after it",
     ]
     return f"{_where(result)}\n\n{markers.table(head, rows, numbers=True)}"
@@ -223,7 +223,7 @@ def parity(result: dict[str, Any]) -> str:
         f"{_where(result)}; SmolLM2-135M-Instruct, every site of every layer, prompt and 12 "
         "generated tokens",
         "",
-        "| dtype | prompt | what against what | median | worst | places within 2 % |",
+        "| dtype | prompt | comparison | median | worst | taps within 2 % |",
         "|---|---|---|---|---|---|",
     ]
     for dtype, prompts in result["dtypes"].items():

@@ -39,14 +39,14 @@ def pages() -> dict[str, dict[str, str]]:
 def engine_settings() -> str:
     """The engine settings that are refused at start-up."""
     rows = [[f"`{rule.setting}`", rule.reason] for rule in RULES]
-    return markers.table(["setting", "why"], rows)
+    return markers.table(["setting", "reason"], rows)
 
 
 def sizes() -> str:
     """The most that one request may ask for."""
     limits = {
-        "layers, positions, or rows of a `Replace`, listed one by one": spec_fields.MAX_ITEMS,
-        "captures, edits, or probes, of one request": spec_fields.MAX_PARTS,
+        "layers, positions, or rows of a `Replace`, in one list": spec_fields.MAX_ITEMS,
+        "captures, edits, or probes of one request": spec_fields.MAX_PARTS,
         "directions of an `Ablate`, rank of an `Affine` or `LoReFT`": matrix.MAX_RANK,
         "separate ranges of positions in one request": selecting.MAX_RANGES,
         "token ids in one selection": items.MAX_IDS,
@@ -55,13 +55,13 @@ def sizes() -> str:
         "registered names": registry.MAX_NAMES,
     }
     rows = [[what, f"{most:,}"] for what, most in limits.items()]
-    return markers.table(["what", "at most"], rows, numbers=True)
+    return markers.table(["item", "maximum"], rows, numbers=True)
 
 
 def sites() -> str:
     """The sites and their other names."""
     rows = [[f"`{s.name}`", ", ".join(f"`{a}`" for a in s.aliases), s.meaning] for s in SITES]
-    return markers.table(["site", "also accepted", "what it is"], rows)
+    return markers.table(["site", "aliases", "meaning"], rows)
 
 
 def metrics() -> str:
@@ -71,7 +71,7 @@ def metrics() -> str:
         [f"`midstream:{name}`", ", ".join(f"`{label}`" for label in labels), text]
         for name, text, labels in (*counters, *GAUGES)
     ]
-    return markers.table(["metric", "labels", "what it is"], rows)
+    return markers.table(["metric", "labels", "meaning"], rows)
 
 
 def settings(cls: type) -> str:
@@ -81,7 +81,7 @@ def settings(cls: type) -> str:
     said = {name: " ".join(words.split()) for names, words in found for name in names.split(", ")}
     defaults = {f.name: getattr(cls(), f.name) for f in fields(cls)}
     rows = [[f"`{name}`", f"`{_show(value)}`", said[name]] for name, value in defaults.items()]
-    return markers.table(["setting", "default", "what it is"], rows)
+    return markers.table(["setting", "default", "meaning"], rows)
 
 
 def _show(value: object) -> str:

@@ -26,7 +26,7 @@ SOURCES: dict[str, Mapping[str, Entry]] = {
     "vLLM's vendor models": VENDOR,
     "transformers' models": HF_MODELS,
 }
-OUTCOMES = ("all sites", "not all sites", "depends on the layer's settings", "refused")
+OUTCOMES = ("all sites", "not all sites", "depends on the layer's settings", "rejected")
 
 
 def outcome(entry: Entry) -> str:
@@ -63,8 +63,8 @@ def counts() -> str:
         ]
         rows.append([word, *map(str, found), str(sum(found))])
     sums = [len(entries) for entries in SOURCES.values()]
-    rows.append(["in the table", *map(str, sums), str(sum(sums))])
-    return markers.table(["decoder-layer classes", *SOURCES, "in all"], rows, numbers=True)
+    rows.append(["total", *map(str, sums), str(sum(sums))])
+    return markers.table(["decoder-layer classes", *SOURCES, "total"], rows, numbers=True)
 
 
 def all_sites() -> str:
@@ -113,9 +113,9 @@ def conditions() -> str:
     for source, name, entry in _all():
         for leaf in _leaves(entry):
             if leaf.tp_partial:
-                found["refused with `tensor_parallel_size` above 1"].append(_label(source, name))
+                found["rejected with `tensor_parallel_size` above 1"].append(_label(source, name))
             if leaf.float16_scaled:
-                found["refused in float16"].append(_label(source, name))
+                found["rejected in float16"].append(_label(source, name))
             for site, place in leaf.branches.items():
                 if isinstance(place, Output) and place.partial:
                     what = f"no `{site}` with `tensor_parallel_size` above 1"
@@ -156,7 +156,7 @@ def _say(entry: Entry) -> str:
         setting, true, false = _choice(entry)
         return f"{setting}: if true [{true}], if false [{false}]"
     if isinstance(entry, Refusal):
-        return f"refused: {entry.reason}"
+        return f"rejected: {entry.reason}"
     parts = [
         f"no {', '.join(f'`{site}`' for site in sites)}: {reason}"
         for reason, sites in _lacking(entry).items()

@@ -26,7 +26,7 @@ def faults() -> str:
     for fault in FAULTS:
         file, _, name = fault.test.partition("::")
         rows.append([fault.never, f"`{fault.file}`", f"`{Path(file).stem}`: `{name or 'all'}`"])
-    return markers.table(["what must never happen", "broken in", "test that finds it"], rows)
+    return markers.table(["what must never happen", "fault injected in", "test that fails"], rows)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def rates() -> str:
         ["memory of a GPU", f"{known.gpu_memory.value / 1e9:.0f} GB", known.gpu_memory],
     ]
     table = [[str(what), str(value), one.basis, one.source] for what, value, one in rows]
-    return markers.table(["what", "", "", "from"], table)
+    return markers.table(["rate", "value", "basis", "source"], table)
 
 
 def named_shapes() -> str:

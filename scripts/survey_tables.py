@@ -41,7 +41,7 @@ def counts(found: dict[str, Any]) -> str:
             for kind in kinds
         ]
         rows.append([outcome, *map(str, each), str(sum(each))])
-    table = markers.table(["", "vLLM's own models", *kinds[1:], "in all"], rows, numbers=True)
+    table = markers.table(["result", "vLLM's own models", *kinds[1:], "total"], rows, numbers=True)
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return f"{table}\n\nOn {found['date']}, with {versions}."
 
@@ -60,7 +60,7 @@ def right(models: dict[str, dict[str, Any]]) -> str:
         ]
         for name, one in models.items()
     ]
-    head = ["architecture", "run by", "layers", "lacking", "not compared", "worst error", "held to"]
+    head = ["architecture", "run by", "layers", "missing", "not compared", "worst error", "bound"]
     return markers.table(head, rows)
 
 

@@ -86,14 +86,14 @@ def differences() -> str:
         [
             f"`{fields.module}.{fields.owner}`".replace(".`", "`"),
             ", ".join(f"`{name}`" for name in fields.names),
-            fields.since or "the first",
-            fields.until or "the last",
+            fields.since or "first",
+            fields.until or "last",
             fields.why,
         ]
         for fields in FIELDS
         if fields.since or fields.until
     ]
-    return markers.table(["where", "what", "from", "to", "what for"], rows)
+    return markers.table(["class or module", "names", "from", "to", "used for"], rows)
 
 
 def _sources(checks: dict[str, Any]) -> str:
@@ -102,7 +102,7 @@ def _sources(checks: dict[str, Any]) -> str:
         return NOT_RUN
     outcome = f"{len(found['differ'])} of {found['seams']} seams differ"
     if not found["differ"]:
-        outcome = f"{found['seams']} seams as counted on"
+        outcome = f"{found['seams']} seams as expected"
     return f"{outcome}, {found['date']}"
 
 

@@ -71,7 +71,7 @@ def test_the_overview_says_what_failed_and_what_was_not_run() -> None:
     )
     assert found.splitlines()[2:] == [
         "| 9.8.0 | 2 of 7 seams differ, 2026-01-03 | – | NVIDIA X, 2026-01-04, def5678 |",
-        "| 9.9.0 | 7 seams as counted on, 2026-01-03 "
+        "| 9.9.0 | 7 seams as expected, 2026-01-03 "
         "| 2 passed, 2 failed, 1 skipped in 3 files, 2026-01-02 | – |",
     ]
 
@@ -92,7 +92,7 @@ def test_each_file_has_its_outcome_on_each_release() -> None:
 
 
 def test_what_only_some_releases_have_is_shown_with_its_releases() -> None:
-    assert "| `vllm.config.PassConfig` | `enable_sp` | the first | 0.30 |" in (
+    assert "| `vllm.config.PassConfig` | `enable_sp` | first | 0.30 |" in (
         versions_table.differences()
     )
 

@@ -12,14 +12,14 @@ ENGINE = "tests/engine/"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
-        "A SamplingParams object is changed by use, or loses its plan when it is used again",
+        "A SamplingParams object is changed by use, or loses its plan when it is reused",
         "api/llm.py",
         "            own = copy.copy(params)\n",
         "            own = params\n",
         ENGINE + "test_isolation.py::test_sampling_params_are_not_changed_and_can_be_used_again",
     ),
     Fault(
-        "An edit of some prompt positions fires again while tokens are generated",
+        "An edit of prompt positions also applies to generated tokens",
         "runtime/protocol/segments.py",
         "overlay([part.ranges for part in parts])",
         "overlay([tuple((start, None) for start, _ in part.ranges[:1]) for part in parts])",
@@ -33,14 +33,14 @@ FAULTS: tuple[Fault, ...] = (
         ENGINE + "test_poisoning.py::test_steered_first_then_plain",
     ),
     Fault(
-        "KV is kept by what an edit is called, not by what it does",
+        "Prefix-cache keys use the name of an edit instead of its effect",
         "runtime/protocol/cache_keys.py",
         "        content: list[object] = [edit.site, edit.layer, edit.steps.digest]\n",
         "        content: list[object] = [edit.site, edit.layer]\n",
         ENGINE + "test_poisoning.py::test_two_vectors_on_one_prefix_and_then_each_again",
     ),
     Fault(
-        "Edits of generated tokens leave no trace in the keys of the blocks that hold these",
+        "Edits of generated tokens are missing from the keys of their blocks",
         "runtime/protocol/cache_keys.py",
         "        if edit.where.ranges:\n",
         "        if edit.where.ranges and edit.where.ranges[0][0] < plan.prompt_len:\n",
@@ -48,14 +48,14 @@ FAULTS: tuple[Fault, ...] = (
         "::test_a_conversation_steered_as_it_was_generated_goes_on_plain_and_steered",
     ),
     Fault(
-        "What a gate reads is not part of the key",
+        "A gate's reading is missing from the prefix-cache key",
         "runtime/protocol/cache_keys.py",
         "        if not probe.name:\n            # What gates",
         "        if False:\n            # What gates",
         "tests/unit/runtime/protocol/test_cache_keys.py::test_what_a_gate_reads_is_in_the_key",
     ),
     Fault(
-        "A hit in the prefix cache shortens what is captured",
+        "A prefix-cache hit removes rows from a capture",
         "runtime/core/prefix_cache.py",
         "    cap = keys.first_read\n",
         "    cap = 1 << 60\n",
@@ -71,7 +71,7 @@ FAULTS: tuple[Fault, ...] = (
         "::test_a_fault_on_the_worker_ends_the_request_that_it_is_about_and_no_other",
     ),
     Fault(
-        "KV that a failed request left is served to another",
+        "KV of a failed request is served to another",
         "runtime/core/failed_requests.py",
         "                if starts:\n",
         "                if False:\n",
@@ -86,7 +86,7 @@ FAULTS: tuple[Fault, ...] = (
         + "test_isolation.py::test_several_completions_of_one_prompt_each_have_their_own_rows",
     ),
     Fault(
-        "Ten or more prompts come back in the order of their ids as text",
+        "Results of ten or more prompts are in the text order of their ids",
         "runtime/frontend/sync_frontend.py",
         "        for asked, output in fetch.batch:\n",
         "        names = sorted(fetch.batch, key=lambda one: one[1].request_id)\n"
@@ -102,7 +102,7 @@ FAULTS: tuple[Fault, ...] = (
         ENGINE + "test_parity.py::test_smollm2_reads_and_edits_as_hooks_in_transformers",
     ),
     Fault(
-        "Positions are counted anew in each chunk of a prompt",
+        "Positions restart in each chunk of a prompt",
         "runtime/worker/step/step_planner.py",
         "        position = view.computed[chosen].astype(np.int64)\n        if view.late is None:\n",
         "        position = view.computed[chosen].astype(np.int64) * (length == 1)\n"
@@ -110,7 +110,7 @@ FAULTS: tuple[Fault, ...] = (
         ENGINE + "test_isolation.py::test_chunked_prefill_gives_the_rows_of_a_prefill_in_one_piece",
     ),
     Fault(
-        "Of two edits at one site the last wins",
+        "Only the last of two edits at one site applies",
         "runtime/protocol/segments.py",
         "        edits = tuple(part.edit for part in here if part.edit is not None)\n",
         "        edits = tuple({p.edit.tap: p.edit for p in here if p.edit is not None}.values())\n",
@@ -118,14 +118,14 @@ FAULTS: tuple[Fault, ...] = (
         "::test_edits_of_one_site_apply_in_the_order_given_and_it_matters_where_it_should",
     ),
     Fault(
-        "A site that the architecture lacks is a capture of nothing, and ok",
+        "A capture at a site that the architecture lacks is empty and reported as ok",
         "spec/resolve/tap_lookup.py",
         "    if tap in shape.taps:\n        return\n",
         "    return\n",
         ENGINE + "test_sites.py::test_sites_that_a_model_lacks_are_refused_by_name",
     ),
     Fault(
-        "What is captured is not what was served",
+        "Captured rows differ from the activations that produced the output",
         "ops/site_ref.py",
         "            torch.add(stream, rest, out=ring[targets])\n",
         "            torch.add(stream, rest * 1.001, out=ring[targets])\n",
@@ -139,28 +139,28 @@ FAULTS: tuple[Fault, ...] = (
         ENGINE + "test_parity.py::test_smollm2_reads_and_edits_as_hooks_in_transformers",
     ),
     Fault(
-        "A row that was computed twice is there twice, or as it was at first",
+        "A row that was computed twice is duplicated or outdated",
         "runtime/worker/row_index.py",
         "    order = np.lexsort(np.stack((step, position, serial)))\n",
         "    order = np.lexsort(np.stack((-step, position, serial)))\n",
         "tests/unit/runtime/worker/test_row_index.py",
     ),
     Fault(
-        "Rejected drafts are kept",
+        "Rows of rejected draft tokens are kept",
         "runtime/worker/row_index.py",
         "    last = np.append((serial[1:] != serial[:-1]) | (position[1:] != position[:-1]), True)\n",
         "    last = np.ones(serial.size, np.bool_)\n",
         ENGINE + "test_speculative.py",
     ),
     Fault(
-        "A request's results are found by the beginning of its id",
+        "Results are matched by a prefix of the request's id",
         "runtime/worker/session.py",
         "        wanted = set(uids)\n",
         "        wanted = {r.uid for r in self._planner.all() for u in uids if r.uid[:1] == u[:1]}\n",
         ENGINE + "test_adversarial.py::test_every_request_of_a_random_mix_gets_what_it_gets_alone",
     ),
     Fault(
-        "A generated token that is computed anew after preemption is taken for one of the prompt",
+        "A generated token that is computed again after preemption counts as a prompt token",
         "runtime/worker/step/step_planner.py",
         "            start, end = max(position, segment.start), min(stop, segment.stop)\n",
         "            segment = request.segments_within(position, position + 1)[0]\n"
@@ -169,14 +169,14 @@ FAULTS: tuple[Fault, ...] = (
         + "test_where.py::test_a_generated_token_that_is_computed_anew_is_still_a_generated_token",
     ),
     Fault(
-        "Of a named and an inline vector at one site, one is dropped",
+        "A named and an inline vector at one site: one of them is dropped",
         "spec/plan.py",
         "                edits.extend(edit.bind(lookup, num_layers))\n",
         "                edits[:] = list(edit.bind(lookup, num_layers))\n",
         ENGINE + "test_tiers.py::test_named_and_inline_and_server_wide_vectors_add_up_at_one_site",
     ),
     Fault(
-        "A name that is registered anew still stands for its old vector",
+        "A name that is registered again still has its old vector",
         "steering/registry.py",
         "        entry = self._entries.get(name)\n        if entry is None:\n"
         "            raise self._unknown(name)\n        return entry.description, entry.vectors\n",
@@ -197,14 +197,14 @@ FAULTS: tuple[Fault, ...] = (
         "::test_an_engine_that_is_not_enabled_refuses_plans_once_midstream_is_loaded",
     ),
     Fault(
-        "An edit is left out and nobody says so",
+        "A missing edit is not reported",
         "runtime/frontend/results/receipts.py",
         "    wrong = np.flatnonzero((done != expected) & ~cached)\n",
         "    wrong = np.flatnonzero(done < 0)\n",
         "tests/unit/runtime/frontend/results/test_assembly.py::test_a_wrong_number_of_edits_is_found_by_position",
     ),
     Fault(
-        "A tap that does not fire goes unnoticed",
+        "A tap that does not fire is not reported",
         "runtime/worker/taps/tap_check.py",
         "        wrong = np.flatnonzero(signatures != self.signature)\n",
         "        wrong = np.flatnonzero(signatures != signatures)\n",
@@ -212,7 +212,7 @@ FAULTS: tuple[Fault, ...] = (
         "::test_a_tap_that_does_not_fire_stops_the_engine_before_anything_is_returned",
     ),
     Fault(
-        "Edits stay armed for rows of requests that ask for nothing",
+        "Edits stay armed for requests without a plan",
         "runtime/worker/session.py",
         "        if plan is None:\n            self._disarm()\n",
         "        if plan is None:\n",
@@ -226,14 +226,14 @@ FAULTS: tuple[Fault, ...] = (
         ENGINE + "test_alongside_async.py::test_rows_past_a_stop_string_are_not_there",
     ),
     Fault(
-        "A caller is told that rows are kept before they are",
+        "Rows are reported as stored before they are",
         "sinks/queue.py",
         "        self._written.append(entry)\n",
         "        self._report(entry, entry.result)\n",
         "tests/unit/sinks/test_queue.py::test_nothing_is_told_before_the_flush",
     ),
     Fault(
-        "A sink without room loses rows",
+        "A full sink loses rows",
         "sinks/byte_budget.py",
         "            if self._used and self._used + size > self._most and not grant.cancelled():\n",
         "            if False:\n",
@@ -241,7 +241,7 @@ FAULTS: tuple[Fault, ...] = (
         "::test_a_slow_sink_makes_whoever_brings_more_wait_and_loses_nothing",
     ),
     Fault(
-        "A sink gets rows that were asked for elsewhere",
+        "A sink gets rows of captures with another destination",
         "runtime/frontend/results/delivery.py",
         "np.flatnonzero(np.isin(there.numpy(), wanted))",
         "np.arange(len(there))",
@@ -249,14 +249,14 @@ FAULTS: tuple[Fault, ...] = (
         "::test_each_place_gets_the_rows_of_its_own_captures_and_no_others",
     ),
     Fault(
-        "A sink that fails goes unnoticed",
+        "A failing sink is not reported",
         "runtime/frontend/results/delivery.py",
         '            if result.status != "ok":\n',
         "            if False:\n",
         "tests/unit/runtime/frontend/results/test_delivery.py::test_two_sinks_at_once_each_say_what_became_of_theirs",
     ),
     Fault(
-        "A row that was handed over while its request ran comes once more at the end",
+        "A row that was delivered during its request is delivered again at the end",
         "runtime/worker/session.py",
         "            request.blocks = _since(request.handed, blocks[request.serial])\n",
         "            request.blocks = blocks[request.serial]\n",
@@ -264,7 +264,7 @@ FAULTS: tuple[Fault, ...] = (
         "::test_each_row_comes_once_while_its_request_runs_or_at_its_end",
     ),
     Fault(
-        "A row is read before it has come from the device",
+        "A row is read before its copy from the device is done",
         "runtime/worker/result_buffer.py",
         "            stored.shipment.wait()\n",
         "            pass\n",
@@ -272,14 +272,14 @@ FAULTS: tuple[Fault, ...] = (
         "::test_rows_of_a_running_request_are_there_when_their_answer_is",
     ),
     Fault(
-        "A row that may be of a rejected draft is handed over",
+        "A row of a possibly rejected draft token is delivered",
         "runtime/frontend/results/partial_rows.py",
         "        return max(0, length - 1 - self._held_back)\n",
         "        return length + 1\n",
         ENGINE + "test_speculative.py::test_rows_that_come_on_the_way_are_of_no_rejected_draft",
     ),
     Fault(
-        "A sink that had some of a request is not told that no more comes",
+        "A sink is not notified of the end of a request of which it has rows",
         "runtime/frontend/sync_frontend.py",
         "                self._end_pieces(uid)\n            self._call",
         "                self._pieces.pop(uid, None)\n            self._call",
@@ -287,7 +287,7 @@ FAULTS: tuple[Fault, ...] = (
         "::test_a_call_that_is_given_up_ends_for_the_sink_that_had_some_of_it",
     ),
     Fault(
-        "A tensor-parallel rank leaves out the edits that the others do",
+        "One tensor-parallel rank does not apply the edits",
         "runtime/worker/session.py",
         "            segments = acquire_segments(pieces, self._tables",
         "            if self._share.rank:\n"
@@ -296,14 +296,14 @@ FAULTS: tuple[Fault, ...] = (
         ENGINE + "test_ranks.py::test_two_tensor_ranks_give_what_one_rank_gives",
     ),
     Fault(
-        "Of ranks that share what is captured all move the same part",
+        "All ranks of a sharded capture copy the same share",
         "runtime/protocol/segments.py",
         "            return taps[self.rank :: self.ranks]\n",
         "            return taps[0 :: self.ranks]\n",
         ENGINE + "test_ranks.py::test_shards_make_up_what_the_first_rank_gathers",
     ),
     Fault(
-        "Ranks that were told different things are not found out",
+        "Different plans on different ranks are not reported",
         "runtime/frontend/rpc/fetch.py",
         "            if trace[last][which] != traces[against][last][which]:\n",
         "            if False:\n",
@@ -317,14 +317,14 @@ FAULTS: tuple[Fault, ...] = (
         ENGINE + "test_replicas.py::test_each_of_many_at_once_gets_what_one_engine_gives",
     ),
     Fault(
-        "A request that one replica has room for is sent to another",
+        "A request is sent to a replica without capacity for it",
         "runtime/frontend/async_frontend.py",
-        "            request.data_parallel_rank = order.replica.number\n",
+        "            request.data_parallel_rank = call.replica.number\n",
         "            pass\n",
         ENGINE + "test_replicas.py::test_each_of_many_at_once_gets_what_one_engine_gives",
     ),
     Fault(
-        "A link beneath the root leads a request's files elsewhere",
+        "A link below a sink's root redirects a request's files",
         "sinks/safe_paths.py",
         "FOLDER | os.O_NOFOLLOW",
         "FOLDER",

@@ -6,21 +6,21 @@ from support.fault import Fault
 
 KEPT: tuple[Fault, ...] = (
     Fault(
-        "Rows that a reader holds are overwritten by later ones",
+        "Rows with an open lease are overwritten",
         "transport/arena.py",
         "            if segment.users == 0:\n                if segment.on_disk:",
         "            if segment.users <= 1:\n                if segment.on_disk:",
         "tests/unit/transport/test_arena.py::test_whatever_is_held_keeps_its_bytes",
     ),
     Fault(
-        "A lease ends while there are tensors of it",
+        "A lease ends while its tensors exist",
         "transport/reader.py",
         "            if not left:\n",
         "            if True:\n",
         "tests/unit/transport/test_arena.py::test_a_lease_over_several_segments_ends_with_the_last",
     ),
     Fault(
-        "Memory of another process is taken for the worker's",
+        "Memory of another process is read as the worker's",
         "transport/reader.py",
         "        if bytes(flags[:TOKEN_BYTES].numpy()).hex() != address.token:\n",
         "        if False:\n",
@@ -28,7 +28,7 @@ KEPT: tuple[Fault, ...] = (
         "::test_another_process_of_the_same_number_is_not_taken_for_the_worker",
     ),
     Fault(
-        "Rows that found no room are missing, and the receipt is ok",
+        "Rows are dropped because the arena is full, and the receipt is ok",
         "runtime/frontend/results/receipts.py",
         "        dropped=min(lost, dropped),\n",
         "        dropped=0,\n",
@@ -36,7 +36,7 @@ KEPT: tuple[Fault, ...] = (
         "::test_what_has_no_room_is_dropped_counted_and_nothing_else_is_wrong",
     ),
     Fault(
-        "A codec is further off than it says",
+        "A codec's error exceeds its bound",
         "codecs/affine.py",
         ".div_(divisor).round_()",
         ".div_(divisor).floor_()",
@@ -44,7 +44,7 @@ KEPT: tuple[Fault, ...] = (
         "::test_no_value_of_a_usual_row_is_off_by_more_than_half_a_step",
     ),
     Fault(
-        "A row that is not finite reads as numbers",
+        "A non-finite row decodes to finite numbers",
         "codecs/affine.py",
         "torch.where(valid, header, _mark(header))",
         "header.nan_to_num()",
@@ -52,7 +52,7 @@ KEPT: tuple[Fault, ...] = (
         "::test_a_row_that_is_not_finite_reads_nan_throughout_and_no_other_row_does",
     ),
     Fault(
-        "A shard is there before it is whole",
+        "A shard is visible before it is complete",
         "store/backends/local.py",
         "        temporary = os.path.join(self.root, temporary_name(name))\n",
         "        temporary = os.path.join(self.root, name)\n",
@@ -69,34 +69,34 @@ KEPT: tuple[Fault, ...] = (
         "Rows are acknowledged before they are in the store",
         "jobs/store_writer.py",
         "            self.stored += 1\n",
-        "            self.stored += 1 + len(self._told)\n",
+        "            self.stored += 1 + len(self._pending)\n",
         "tests/unit/jobs/test_killed.py"
         "::test_jobs_that_are_killed_at_random_are_resumed_without_a_lost_or_doubled_row",
     ),
     Fault(
-        "A job that goes on captures a line a second time",
+        "A resumed job captures a line a second time",
         "jobs/run.py",
         "            elif not self._done.has(record):\n",
         "            elif True:\n",
         "tests/unit/jobs/test_run.py::test_a_job_that_was_stopped_goes_on_where_it_was",
     ),
     Fault(
-        "A job goes on into a store of other data",
+        "A job resumes into a store of other data",
         "jobs/request_ids.py",
         "        if int(self._digests[place]) != self._identity.digest(record):\n",
         "        if False:\n",
         "tests/unit/jobs/test_run.py::test_other_data_is_refused_before_an_engine_is_started",
     ),
     Fault(
-        "What a killed engine had stored is captured a second time",
+        "Rows that a killed engine had stored are captured a second time",
         "jobs/ray/worker.py",
-        "        if turn.attempt > 1:\n",
+        "        if attempt.number > 1:\n",
         "        if False:\n",
         "tests/unit/jobs/ray/test_worker.py"
         "::test_what_an_earlier_try_has_stored_is_found_and_not_captured_again",
     ),
     Fault(
-        "A chunk is done before its rows are in the store",
+        "A chunk is reported as done before its rows are in the store",
         "jobs/ray/worker.py",
         "        return not self.open and max(self.put.values(), default=0) <= stored\n",
         "        return not self.open\n",
@@ -104,14 +104,14 @@ KEPT: tuple[Fault, ...] = (
         "::test_chunks_that_come_together_end_each_with_all_their_lines_in_the_store",
     ),
     Fault(
-        "A job goes on while what a killed one has left writes into its store",
+        "A job resumes while processes of a killed job still write into its store",
         "jobs/directory_lock.py",
         "            _wait_for_writers(folder.root)\n",
         "            pass\n",
         "tests/unit/jobs/test_directory_lock.py::test_a_job_is_refused_while_others_write_on",
     ),
     Fault(
-        "A line that ends each engine is run for ever",
+        "A line that ends every engine is retried forever",
         "jobs/ray/chunk_coordinator.py",
         "            chunk.given_up[chunk.alone] = (\n",
         "            _ = (\n",
