@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from midstream.testing import inspect
 from support.engines import ALL_SITES, engine, greedy, tokens
 
 WIDTH = 64
@@ -120,8 +121,8 @@ async def ask(llm: Any, name: str, given: Any, sampling: Any, **asked: Any) -> d
 
 async def mix(llm: Any, found: dict[str, Any]) -> None:
     """Twenty requests at once, and what is asked of the workers meanwhile."""
-    courier = llm._front_end._replicas[0].courier
-    call, calls, running = courier._call, [], 0
+    batcher = llm._front_end._replicas[0].batcher
+    call, calls, running = batcher._call, [], 0
 
     async def counted(op: str, argument: object) -> Any:
         nonlocal running
@@ -132,7 +133,7 @@ async def mix(llm: Any, found: dict[str, Any]) -> None:
         finally:
             running -= 1
 
-    courier._call = counted
+    batcher._call = counted
     found["mix"] = await asyncio.gather(
         *(ask(llm, f"r{n}", prompt(n), params(n), **plan(n)) for n in range(COUNT))
     )
@@ -145,10 +146,10 @@ async def mix(llm: Any, found: dict[str, Any]) -> None:
     calls.clear()
     found["plain"] = await ask(llm, "plain", prompt(0), params(0))
     found["plain calls"] = list(calls)
-    courier._call = call
+    batcher._call = call
     several = params(0, n=2, kind="FINAL_ONLY")
     found["several"] = await ask(llm, "several", prompt(3), several, **plan(3))
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
 
 
 async def refusal(call: Any) -> tuple[str, str]:
@@ -186,7 +187,7 @@ async def errors(llm: Any, found: dict[str, Any]) -> None:
     )
     front.assemble = assemble
     found["errors"] = {"good": good["receipt"]["status"], "bad": bad, "other": other["reason"]}
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
 
 
 async def cancel_at_the_door(llm: Any) -> str:
@@ -274,7 +275,7 @@ async def streams(llm: Any, found: dict[str, Any]) -> None:
             ]
         )
     ]
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
 
 
 async def aborts(llm: Any, found: dict[str, Any]) -> None:
@@ -290,16 +291,16 @@ async def aborts(llm: Any, found: dict[str, Any]) -> None:
         await stream.aclose()
 
     await asyncio.gather(leave_after(1, "x1"), leave_after(3, "x2"))
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
     tasks = [asyncio.create_task(ask(llm, f"y{n}", prompt(n), long, **plan(n))) for n in range(8)]
     for wait, task in enumerate(tasks):
         await asyncio.sleep(0.01 * wait)
         task.cancel()
     ended = await asyncio.gather(*tasks, return_exceptions=True)
     found["cancelled"] = [type(one).__name__ for one in ended]
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
     found["early cancel"] = await cancel_at_the_door(llm)
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
     outputs = []
     async for output in llm.generate(prompt(1), long, "z", **plan(1)):
         outputs.append((len(output.outputs[0].token_ids), scores(output)))
@@ -310,7 +311,7 @@ async def aborts(llm: Any, found: dict[str, Any]) -> None:
         "before": outputs[-2],
         **results(output),
     }
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
 
 
 async def waiting(llm: Any, found: dict[str, Any]) -> None:
@@ -328,20 +329,20 @@ async def waiting(llm: Any, found: dict[str, Any]) -> None:
         order.append(name)
         return out
 
-    admission = llm._front_end._admission
+    view = inspect(llm)
     first = asyncio.create_task(run("first", 60, steer=steers(100)))
     while not llm.output_processor.request_states:
         await asyncio.sleep(0.01)
     second = asyncio.create_task(run("second", 3, steer=steers(200)))
     given_up = asyncio.create_task(run("given up", 3, steer=steers(300)))
     removed = asyncio.create_task(run("removed", 3, steer=steers(400)))
-    while admission.waiting < 3:
+    while view.waiting() < 3:
         await asyncio.sleep(0.01)
     passing = await run("passing", 3)
     given_up.cancel()
     await llm.abort("removed")
     found["removed"] = await removed
-    while admission.waiting > 1:
+    while view.waiting() > 1:
         await asyncio.sleep(0.01)
     found["waiting"] = {
         "first": (await first)["receipt"]["status"],
@@ -350,7 +351,7 @@ async def waiting(llm: Any, found: dict[str, Any]) -> None:
         "given up": type((await asyncio.gather(given_up, return_exceptions=True))[0]).__name__,
     }
     found["order"] = order
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
 
 
 async def server_wide(llm: Any, found: dict[str, Any]) -> None:
@@ -361,7 +362,7 @@ async def server_wide(llm: Any, found: dict[str, Any]) -> None:
     found["bare"] = await refusal(llm.add_request("bare", prompt(0), params(0)))
     llm.steering.clear()
     found["unsteered"] = await ask(llm, "unsteered", prompt(0), params(0))
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
 
 
 async def main(model: str, found: dict[str, Any]) -> None:

@@ -25,11 +25,10 @@ from midstream.runtime.frontend import tracing
 from midstream.runtime.frontend.async_frontend import AsyncFrontEnd
 from midstream.runtime.frontend.call import GenerateCall
 from midstream.runtime.frontend.engine_info import EngineInfo
-from midstream.runtime.frontend.input_session import InputSession, with_order
-from midstream.runtime.frontend.request.prompt.chat import ChatPlan
+from midstream.runtime.frontend.input_session import InputSession, with_call_plan
+from midstream.runtime.frontend.request.call_plan import CallPlan, merged_plan, with_plan
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
-from midstream.spec import Plan
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
 
@@ -126,8 +125,8 @@ class AsyncLLM(VllmAsyncLLM):
                 deliver = client.add_request_async
                 # An attribute of this one client, as of the engine's other classes.
                 client.add_request_async = lambda request: front.send(request, deliver)
-                install.open_door(self, front)
-                tracing.hold(self.output_processor, front.order_of)
+                install.set_front_end(self, front)
+                tracing.delay_spans(self.output_processor, front.spans_of)
                 self._front_end = front
 
     @property
@@ -211,29 +210,29 @@ class AsyncLLM(VllmAsyncLLM):
             ReceiptError: what was done for this request is not what was asked for.
         """
         await self.ready()
-        asked = CallArguments(capture, steer, edits, probes)
+        arguments, front = CallArguments(capture, steer, edits, probes), self._front
         try:
-            order, params = self._order(prompt, sampling_params, asked)
-            if order.session is not None:
-                prompt = with_order(prompt, order, params)
+            call, params = self._begin(prompt, sampling_params, arguments)
+            if call.session is not None:
+                prompt = with_call_plan(prompt, call.call_plan, params)
             stream = super().generate(prompt, params, request_id, **vllm_args)
             try:
                 async for output in stream:
-                    await self._front.complete(order, output)
+                    await front.completion.complete(call, output)
                     yield output
-                last = await self._front.close_session(order)
+                last = await front.completion.close_session(call)
                 if last is not None:
                     yield last
             finally:
-                # Where the caller has left, this has vLLM abort the request.
+                # If the caller has left, this has vLLM abort the request.
                 try:
                     await stream.aclose()
                 finally:
-                    self._front.leave(order)
+                    front.leave(call)
         except Exception as error:
             found = _own(error)
             if isinstance(found, SpecError):
-                raise asked.explain(found) from None
+                raise arguments.explain(found) from None
             if found is not None and found is not error:
                 raise found from None
             raise
@@ -251,33 +250,23 @@ class AsyncLLM(VllmAsyncLLM):
             raise RuntimeError("the engine's workers were not asked yet: `await llm.ready()` first")
         return self._front_end
 
-    def _order(
-        self, prompt: Any, sampling_params: SamplingParams, asked: CallArguments
+    def _begin(
+        self, prompt: Any, sampling_params: SamplingParams, arguments: CallArguments
     ) -> tuple[GenerateCall, SamplingParams]:
-        """What a call asks for, and params that carry it; the caller's are not touched."""
-        plan: Plan | ChatPlan | None = asked.alone().plan()
-        carried = install.plan_of(sampling_params)
-        if carried is not None:
-            assert isinstance(carried, (Plan, ChatPlan))
-            if plan is not None:
-                raise SpecError(
-                    f"sampling_params.extra_args[{KEY!r}]",
-                    "there is a plan here and in the call's own arguments; give it in one place",
-                )
-            plan = carried
-        is_asked = plan is not None or self._front.concerns(sampling_params)
-        if isinstance(prompt, EngineCoreRequest) and is_asked:
-            raise SpecError(
-                "prompt", "an EngineCoreRequest goes past the front door; give the prompt"
-            )
-        order = GenerateCall(plan)
-        if isinstance(prompt, AsyncGenerator):
-            order.session = InputSession()
+        """Begin a call, and return its sampling parameters; the caller's are not changed."""
+        plan = merged_plan(arguments.alone().plan(), sampling_params)
         if isinstance(prompt, EngineCoreRequest):
-            return order, sampling_params
-        params = copy.copy(sampling_params)
-        params.extra_args = {**(params.extra_args or {}), KEY: order}
-        return order, params
+            if plan is not None or self._front.concerns(sampling_params):
+                raise SpecError(
+                    "prompt", "an EngineCoreRequest bypasses request validation; give the prompt"
+                )
+            return GenerateCall(CallPlan(None)), sampling_params
+        session = InputSession() if isinstance(prompt, AsyncGenerator) else None
+        if isinstance(plan, CallPlan):
+            # The server attached it to a copy of its own.
+            return self._front.begin(plan, session), sampling_params
+        call_plan = CallPlan(plan)
+        return self._front.begin(call_plan, session), with_plan(sampling_params, call_plan)
 
 
 def _of_engine_args(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,13 +10,14 @@ from vllm import RequestOutput, SamplingParams
 
 from midstream.api.arguments import CallArguments, PromptArguments
 from midstream.api.default_capture import DefaultCapture
-from midstream.config.config import KEY, Config
+from midstream.config.config import Config
 from midstream.errors import ReceiptError, SpecError, UnsupportedError
 from midstream.results.site_table import SiteTable
 from midstream.runtime import install
 from midstream.runtime.frontend.engine_info import EngineInfo
-from midstream.runtime.frontend.request.prompt.chat import ChatPlan, template_arguments
+from midstream.runtime.frontend.request.call_plan import CallPlan, merged_plan, with_plan
 from midstream.runtime.frontend.request.prompt.inputs import conversations, count_prompts
+from midstream.runtime.frontend.request.prompt.message_spans import template_arguments
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
 from midstream.runtime.vllm.engine_rules import check_offline
@@ -142,10 +142,11 @@ class LLM(VllmLLM):
             ReceiptError: what was done is not what was asked for; its `outputs` are those of the
                 call. The setting `on_mismatch` makes it a warning.
         """
-        asked = CallArguments(capture, steer, edits, probes)
-        params = self._with_plans(count_prompts(prompts), sampling_params, asked)
+        arguments = CallArguments(capture, steer, edits, probes)
+        params = self._with_plans(count_prompts(prompts), sampling_params, arguments)
         return self._run(
-            lambda: super(LLM, self).generate(prompts, sampling_params=params, **vllm_args), asked
+            lambda: super(LLM, self).generate(prompts, sampling_params=params, **vllm_args),
+            arguments,
         )
 
     def chat(
@@ -162,18 +163,20 @@ class LLM(VllmLLM):
         """As `generate`, for conversations; see `vllm.LLM.chat` for the arguments of its own.
         Positions may speak of messages here: see `Role`.
         """
-        asked = CallArguments(capture, steer, edits, probes)
+        arguments = CallArguments(capture, steer, edits, probes)
         talks = conversations(messages)
-        params = self._with_plans(len(talks), sampling_params, asked)
         template = template_arguments(VllmLLM.chat, args, vllm_args)
         # vLLM falls back on the template that the engine was made with.
         if template.get("chat_template") is None:
             template["chat_template"] = getattr(self, "chat_template", None)
-        for own, talk in zip(params, talks, strict=True):
-            plan = (own.extra_args or {}).get(KEY)
-            if isinstance(plan, Plan) and plan.needs_prompt:
-                own.extra_args = {**own.extra_args, KEY: ChatPlan(plan, talk, template)}
-        return self._run(lambda: super(LLM, self).chat(messages, params, *args, **vllm_args), asked)
+
+        def call_plan(nth: int, plan: Plan) -> Plan | CallPlan:
+            return CallPlan(plan, talks[nth], template) if plan.needs_prompt else plan
+
+        params = self._with_plans(len(talks), sampling_params, arguments, call_plan)
+        return self._run(
+            lambda: super(LLM, self).chat(messages, params, *args, **vllm_args), arguments
+        )
 
     def beam_search(self, *args: Any, **vllm_args: Any) -> Any:
         """As of `vllm.LLM`; refused while server-wide edits speak of positions or phases.
@@ -208,7 +211,7 @@ class LLM(VllmLLM):
             )
 
     def _run(
-        self, work: Callable[[], list[RequestOutput]], asked: CallArguments
+        self, work: Callable[[], list[RequestOutput]], arguments: CallArguments
     ) -> list[RequestOutput]:
         before = self.request_counter.counter
         try:
@@ -217,7 +220,7 @@ class LLM(VllmLLM):
                 ended += outputs
                 if self._default_capture is not None:
                     for output in outputs:
-                        self._default_capture.put_on(output, self.info.shape.num_layers)
+                        self._default_capture.attach(output, self.info.shape.num_layers)
         except ReceiptError:
             raise
         except BaseException as error:
@@ -227,7 +230,7 @@ class LLM(VllmLLM):
             self._front_end.drop(set(mine))
             if isinstance(error, SpecError):
                 nth = self.request_counter.counter - before - 1
-                raise asked.explain(error, nth) from None
+                raise arguments.explain(error, nth) from None
             raise
         return outputs
 
@@ -235,9 +238,17 @@ class LLM(VllmLLM):
         self,
         count: int,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        asked: CallArguments,
+        arguments: CallArguments,
+        call_plan: Callable[[int, Plan], Plan | CallPlan] = lambda _, plan: plan,
     ) -> list[SamplingParams]:
-        """One SamplingParams per prompt, each with its plan; the caller's are not touched."""
+        """Return a copy of the sampling parameters for each prompt, with its plan attached.
+
+        Args:
+            count: number of prompts.
+            sampling_params: for all, or one per prompt; unchanged. None: the default ones.
+            arguments: arguments of the call.
+            call_plan: returns what to attach for a plan, given the index of its prompt.
+        """
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
@@ -250,31 +261,22 @@ class LLM(VllmLLM):
                 )
         plans: dict[tuple[int, ...], Plan | None] = {}
         out = []
-        for nth, (params, one) in enumerate(zip(given, asked.per_prompt(count), strict=True)):
+        for nth, (params, one) in enumerate(zip(given, arguments.per_prompt(count), strict=True)):
             key = (id(params), *one.key)
             if key not in plans:
                 try:
                     plans[key] = self._plan(params, one)
                 except SpecError as error:
-                    raise asked.explain(error, nth) from None
-            # vLLM's offline engine itself sets fields of what it is given.
-            own = copy.copy(params)
-            if plans[key] is not None:
-                own.extra_args = {**(params.extra_args or {}), KEY: plans[key]}
-            out.append(own)
+                    raise arguments.explain(error, nth) from None
+            plan = plans[key]
+            # A copy in any case: vLLM's offline engine sets fields of its parameters.
+            out.append(with_plan(params, None if plan is None else call_plan(nth, plan)))
         return out
 
     def _plan(self, params: SamplingParams, one: PromptArguments) -> Plan | None:
-        plan = one.plan()
-        carried = install.plan_of(params)
-        if carried is not None:
-            assert isinstance(carried, Plan)
-            if plan is not None:
-                raise SpecError(
-                    f"sampling_params.extra_args[{KEY!r}]",
-                    "there is a plan here and in the call's own arguments; give it in one place",
-                )
-            plan = carried
+        """Return the plan of one prompt, with the default capture."""
+        plan = merged_plan(one.plan(), params)
+        assert not isinstance(plan, CallPlan), "no caller attaches one to parameters of its own"
         if self._default_capture is not None:
             plan = self._default_capture.join(plan, params.max_tokens)
         return plan

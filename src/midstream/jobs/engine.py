@@ -1,8 +1,7 @@
-"""The engine as a dataset capture sees it: prompts in, rows out, in whichever order they end."""
+"""Engine of a dataset capture: prompts in, captured rows out, in order of completion."""
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -25,17 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of one prompt.
+    """Result of one prompt.
 
     Attributes:
-        line: where in the data it is.
-        prompt: its text; None where the engine does not say.
-        prompt_token_ids: what the text became.
-        text: the answer; empty unless prompts are kept.
-        generated_token_ids: the last of them was sampled and never computed on.
-        finish_reason: vLLM's.
-        receipt: what was done, which is all that was asked for.
-        activations: the rows.
+        line: line number in the data, from 1.
+        prompt: text of the prompt; None if the engine does not report it.
+        prompt_token_ids: token ids of the prompt.
+        text: generated text; empty unless prompts are kept.
+        generated_token_ids: generated token ids; the last one was sampled but never computed on.
+        finish_reason: vLLM's finish reason.
+        receipt: receipt without problems.
+        activations: captured rows.
     """
 
     line: int
@@ -49,11 +48,11 @@ class Reply:
 
 
 class Engine(Protocol):
-    """An engine for one job.
+    """An engine that serves one job.
 
     Attributes:
-        origin: what the rows come from.
-        window: how many prompts it should have, so that it never waits for one.
+        origin: model and versions that the rows are from.
+        window: number of unfinished prompts that keeps the engine busy.
     """
 
     @property
@@ -63,25 +62,25 @@ class Engine(Protocol):
     def window(self) -> int: ...
 
     def add(self, record: Record) -> None:
-        """Hands it a prompt.
+        """Add a prompt.
 
         Raises:
-            SpecError: it cannot be taken: it is too long, has not the positions that are to be
-                captured, or is no conversation.
+            SpecError: the prompt is too long, lacks positions to capture, or is not a valid
+                conversation.
         """
         ...
 
     def step(self) -> Sequence[Reply | Failed]:
-        """Works for a while; whatever has ended. Each prompt that was added ends once."""
+        """Run for a while and return the prompts that finished, each added prompt exactly once."""
         ...
 
 
 def start_vllm(job: Job) -> VllmEngine:
-    """An engine of the job's own, which taps what it captures and nothing else.
+    """Start an engine whose taps are exactly those of the job.
 
     Raises:
-        SpecError: there is no such model or argument of engines.
-        Exception: of any kind: the job asks for what the model has not, or vLLM cannot start.
+        SpecError: the model does not exist, or an engine argument is unknown.
+        Exception: any other: the model lacks a requested tap, or vLLM cannot start.
     """
     if job.model.startswith((".", "/")) and not os.path.exists(job.model):
         raise SpecError("model", f"there is no folder {show(job.model)}")
@@ -92,37 +91,39 @@ def start_vllm(job: Job) -> VllmEngine:
         {
             "sites": capture.sites.names,
             "layers": capture.layers.indices,
-            # Of a request that fails the job says so itself.
+            # The job reports failed requests itself.
             "on_mismatch": "warn",
         }
     )
     settings: dict[str, Any] = {"disable_log_stats": True, **job.engine_args}
     if job.revision:
         settings["revision"] = job.revision
-    with _named_arguments(job):
+    with _unknown_arguments_rejected(job):
         llm = LLM(job.model, midstream=config, dtype=job.dtype, **settings)
     return VllmEngine(llm, job)
 
 
 @contextmanager
-def _named_arguments(job: Job) -> Iterator[None]:
-    """An argument that vLLM does not have is raised as a SpecError of the job's field."""
+def _unknown_arguments_rejected(job: Job) -> Iterator[None]:
+    """Convert vLLM's TypeError for an unknown engine argument to a SpecError of the job's field."""
     try:
         yield
     except TypeError as error:
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unknown is None or unknown[1] not in job.engine_args:
             raise
-        raise SpecError(f"engine_args.{unknown[1]}", "`vllm.LLM` takes no such argument") from error
+        raise SpecError(f"engine_args.{unknown[1]}", "not an argument of `vllm.LLM`") from error
 
 
 class VllmEngine:
-    """A `midstream.LLM` at work on a job; nobody else uses it meanwhile."""
+    """Engine of a job on a `midstream.LLM`, which nothing else may use at the same time."""
 
     def __init__(self, llm: LLM, job: Job) -> None:
-        """Args:
-        llm: taps what the job captures.
-        job: what is captured of each prompt.
+        """Create an engine.
+
+        Args:
+            llm: engine with the job's taps.
+            job: what to capture from each prompt.
         """
         from midstream import SamplingParams
 
@@ -146,7 +147,7 @@ class VllmEngine:
 
     @property
     def window(self) -> int:
-        # As many again as it runs together: there are others when all of them end at once.
+        # Twice the batch size, so that prompts are waiting even if a whole batch ends at once.
         return 2 * int(self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
 
     def add(self, record: Record) -> None:
@@ -164,7 +165,7 @@ class VllmEngine:
         engine = self._llm.llm_engine
         if engine.has_unfinished_requests():
             self._ended += [output for output in engine.step() if output.finished]
-        # Results come for many requests together, some steps after these have ended.
+        # Results arrive for many requests together, some steps after these have ended.
         found = [self._reply(output) for output in self._ended if output.receipt is not None]
         self._ended = [output for output in self._ended if output.receipt is None]
         if engine.has_unfinished_requests() or self._ended:
@@ -173,13 +174,12 @@ class VllmEngine:
         return [*found, *(Failed(line, "vLLM gave no output") for line in lost.values())]
 
     def _add_chat(self, messages: Any) -> None:
-        from midstream.runtime.frontend.request.prompt.chat import ChatPlan
+        from midstream.runtime.frontend.request.call_plan import CallPlan, with_plan
 
         params = self._params
         if self._plan.needs_prompt:
             template = {"chat_template": getattr(self._llm, "chat_template", None)}
-            params = copy.copy(params)
-            params.extra_args = {KEY: ChatPlan(self._plan, messages, template)}
+            params = with_plan(params, CallPlan(self._plan, messages, template))
         self._llm.enqueue_chat([messages], params, use_tqdm=False)
 
     def _reply(self, output: Any) -> Reply | Failed:

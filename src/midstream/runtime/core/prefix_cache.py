@@ -14,22 +14,11 @@ from midstream.config.config import KEY
 from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.request_payload import payload_of
 
-_ATTRIBUTE = "midstream_keys"
-
 
 def keys_of(request: Any) -> CacheKeys | None:
-    """What a vLLM `Request` carries; None when it asks for nothing."""
-    params = request.sampling_params
-    if params is None or not params.extra_args or KEY not in params.extra_args:
-        return None
-    # The next part of a streamed input brings params of its own.
-    known: tuple[Any, CacheKeys] | None = getattr(request, _ATTRIBUTE, None)
-    if known is None or known[0] is not params:
-        found = payload_of(params)
-        assert found is not None
-        known = (params, found.keys)
-        setattr(request, _ATTRIBUTE, known)
-    return known[1]
+    """Return the cache keys of a vLLM `Request`; None if it asks for nothing."""
+    payload = payload_of(request.sampling_params)
+    return None if payload is None else payload.keys
 
 
 def extra_keys(

@@ -1,4 +1,4 @@
-"""A request that was admitted."""
+"""A request that passed request validation."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from midstream.spec import Plan, ResolvedPlan
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
-    """A request under way that asks for something.
+    """A running request that has a plan.
 
     Attributes:
-        uid: names the request for midstream, whatever ids vLLM makes of it.
-        plan: what it asks for, made concrete.
-        own: what it asks for itself, as written; None: nothing but what is for all requests.
-        routes: where its captured rows go.
+        uid: midstream's id of the request. vLLM may give the request several ids of its own.
+        plan: its plan, resolved.
+        own: its own plan, as given; None: only edits and captures of every request apply.
+        routes: destinations of its captured rows.
     """
 
     uid: str

@@ -1,11 +1,10 @@
-"""The front door of one engine: what a request asks for is checked there, and waits there for room.
+"""The front end of one engine: request validation, and waiting for capacity.
 
-How results come back to their callers differs: see `frontend` and `async_frontend`.
+How results are returned to callers differs: see `sync_frontend` and `async_frontend`.
 """
 
 from __future__ import annotations
 
-import copy
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,19 +19,19 @@ from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.budget import Budget, Need, check_rows, row_room
-from midstream.runtime.frontend.request.plan_resolver import PlanResolver, Ready
-from midstream.runtime.frontend.request.prompt.chat import ChatPlan
+from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.runtime.frontend.request.plan_resolver import PlanResolver, PreparedPlan
 from midstream.runtime.frontend.request.sink_routes import routes_of
 from midstream.runtime.frontend.results.sink_setup import open_sinks
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.protocol.request_payload import RequestPayload, uid_of
-from midstream.spec import Plan, ResolvedPlan
+from midstream.spec import Plan
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
 
 
 class BaseFrontEnd:
-    """One engine's front door."""
+    """Validates the requests of one engine, and submits them when there is capacity."""
 
     def __init__(
         self,
@@ -41,12 +40,13 @@ class BaseFrontEnd:
         deltas: bool,
         busy: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        """Args:
-        info: what the workers said of themselves.
-        engine: gives the settings, the tokenizer and the renderer.
-        deltas: whether outputs may show only what is new; whoever returns results puts them
-            together then.
-        busy: how many requests each replica has, see `Admission`.
+        """Create the front end, and open the engine's sinks.
+
+        Args:
+            info: description of the engine.
+            engine: vLLM's engine, for its settings, tokenizer and renderer.
+            deltas: whether output_kind=DELTA is supported.
+            busy: returns the number of requests on each replica; see `Admission`.
         """
         found = from_additional_config(engine.vllm_config.additional_config)
         assert found is not None
@@ -61,70 +61,75 @@ class BaseFrontEnd:
         self.steering = Steering(self.vectors)
         self.sinks = open_sinks(engine.vllm_config, info)
         weakref.finalize(self, self.sinks.close)
-        self._asking = PlanResolver(info, engine, self.sinks.captures)
-        self._asking.check_also()
+        self._resolver = PlanResolver(info, engine, self.sinks.captures)
+        self._resolver.check_also()
         self._deltas = deltas
-        self._row_rooms = [row_room(workers, found) for workers in self._workers]
-        budgets = [Budget(info.room, rows) for rows in self._row_rooms]
+        self._row_limits = [row_room(workers, found) for workers in self._workers]
+        budgets = [Budget(info.room, rows) for rows in self._row_limits]
         self._admission = Admission(budgets, busy)
         self._needs: dict[str, Need] = {}
 
     def concerns(self, params: Any) -> bool:
-        """Whether server-wide edits or captures apply to a request: to all that generate."""
-        # Pooling requests have an output_kind as well, but no tokens to generate.
+        """Return whether server-wide edits or captures apply to a request with these parameters.
+
+        They apply to every request that generates.
+        """
         is_for_all = bool(self.steering.plan_edits()) or bool(self.sinks.captures)
+        # Pooling requests have an output_kind as well, but no tokens to generate.
         return is_for_all and hasattr(params, "max_tokens")
 
     def check_id(self, request_id: str) -> None:
-        """A request that asks for nothing comes by; results of others must not be taken for its
-        own.
+        """Check that a request without a plan does not have the id of a running one with a plan.
 
         Raises:
-            SpecError: its id is that of a request which asks for something.
+            SpecError: it has, and would be given the results of that one.
         """
 
-    def admit(self, request: Any, asked_for: Any) -> AdmittedRequest | None:
-        """Checks a processed request's plan and lets it ride; the caller's params stay as they are.
+    def admit(self, request: Any, plan: Plan | CallPlan | None) -> AdmittedRequest | None:
+        """Validate a request's plan, and replace it in the parameters by the request payload.
+
+        Server-wide edits come before the request's own, server-wide captures after them.
 
         Args:
-            request: vLLM's EngineCoreRequest, whose sampling params are its own copy.
-            asked_for: a Plan, a ChatPlan, or None; the server-wide edits come before its own, the
-                server-wide captures after them.
+            request: vLLM's EngineCoreRequest. Its sampling parameters are its own copy.
+            plan: the request's own plan; None: only what applies to every request.
 
         Returns:
-            What the request asks for; None when that comes to nothing.
+            The admitted request; None if nothing applies to it.
 
         Raises:
-            SpecError: the request cannot be served as asked.
+            SpecError: the plan cannot be carried out for this request.
         """
-        own = asked_for.plan if isinstance(asked_for, ChatPlan) else asked_for
+        call_plan = plan if isinstance(plan, CallPlan) else CallPlan(plan)
+        own = call_plan.plan
         if own is not None:
             self.sinks.check(own)
-        ready = self._asking.resolve(
-            asked_for, self.steering.plan_edits(), self.vectors.lookup, request
+        prepared = self._resolver.resolve(
+            call_plan, self.steering.plan_edits(), self.vectors.lookup, request
         )
-        if getattr(request, "resumable", False) and asks(ready[0]):
+        if getattr(request, "resumable", False) and not prepared.is_empty:
             raise SpecError(
                 "",
                 "a session of streaming input can be captured or edited with generate() of "
                 "midstream.AsyncLLM only",
             )
-        return self._let_ride(request, ready, own)
+        return self._attach_payload(request, prepared, own)
 
-    def _let_ride(self, request: Any, ready: Ready, own: Plan | None) -> AdmittedRequest | None:
-        """Puts what was made of a request's own plan on it; returns what it asks for, if anything.
+    def _attach_payload(
+        self, request: Any, prepared: PreparedPlan, own: Plan | None
+    ) -> AdmittedRequest | None:
+        """Attach the request payload of a prepared plan to its request; see `admit`.
 
         Raises:
-            SpecError: its output would never show all of it.
+            SpecError: the request's outputs would never show all results, or its rows never fit.
         """
-        resolved, need, packed, keys = ready
-        if not asks(resolved):
+        if prepared.is_empty:
             set_payload(request, None)
             return None
         params = request.sampling_params
         kind = params.output_kind.name
-        refused = kind == "DELTA" and not self._deltas
-        if refused or (params.n > 1 and kind != "FINAL_ONLY"):
+        is_unsupported = kind == "DELTA" and not self._deltas
+        if is_unsupported or (params.n > 1 and kind != "FINAL_ONLY"):
             raise SpecError(
                 "",
                 f"results come with the whole of a request's output, and output_kind={kind} with "
@@ -132,22 +137,25 @@ class BaseFrontEnd:
             )
         if own is not None:
             self._check_streams(own, kind)
-        need = replace(need, rows=need.rows * params.n)
-        only = self._only(request)
-        rooms = self._row_rooms if only is None else [self._row_rooms[only]]
-        check_rows(need, max(rooms, key=lambda room: room.limit or 0))
+        need = replace(prepared.need, rows=prepared.need.rows * params.n)
+        chosen = self._chosen_replica(request)
+        limits = self._row_limits if chosen is None else [self._row_limits[chosen]]
+        check_rows(need, max(limits, key=lambda one: one.limit or 0))
         uid = uuid.uuid4().hex
-        routes = routes_of(resolved, own, self.sinks.captures, request.request_id, uid)
-        asked = AdmittedRequest(uid, resolved, own, routes)
-        set_payload(request, RequestPayload(asked.uid, packed, keys).pack())
-        self._needs[asked.uid] = need
-        return asked
+        routes = routes_of(prepared.plan, own, self.sinks.captures, request.request_id, uid)
+        set_payload(request, RequestPayload(uid, prepared.packed, prepared.keys))
+        self._needs[uid] = need
+        return AdmittedRequest(uid, prepared.plan, own, routes)
 
     def _check_streams(self, plan: Plan, kind: str) -> None:
-        """Whether rows can be shown on the way by those captures that ask for it.
+        """Check that there are outputs before the last, if a capture has `stream`.
+
+        Args:
+            plan: the request's own plan.
+            kind: name of its output kind.
 
         Raises:
-            SpecError: they cannot.
+            SpecError: there are none.
         """
         if self._deltas and kind != "FINAL_ONLY":
             return
@@ -158,56 +166,58 @@ class BaseFrontEnd:
             if capture.stream:
                 raise SpecError(f"capture[{nth}].stream", why)
 
-    def _submit(self, request: Any, go: Callable[[], object]) -> None:
-        """Lets a request go to the engine, when there is room for what it asks for.
+    def _submit(self, request: Any, send: Callable[[], object]) -> None:
+        """Send a request to the engine, now or when there is capacity.
+
+        Args:
+            request: vLLM's EngineCoreRequest.
+            send: sends it.
 
         Raises:
-            SpecError: it is not under way any more.
+            SpecError: the request was released meanwhile.
         """
         uid = uid_of(request.sampling_params)
         if uid is None:
-            go()
+            send()
             return
-        # With n > 1 the children carry their parent's uid, and it is by that that they share.
-        self._queue(uid, request, go)
+        # With n > 1 the child requests have their parent's payload, and share its capacity by uid.
+        self._submit_as(uid, request, send)
 
-    def _queue(self, uid: str, request: Any, go: Callable[[], object]) -> None:
-        """As `_submit`, for a request that shares the room of this uid."""
+    def _submit_as(self, uid: str, request: Any, send: Callable[[], object]) -> None:
+        """Submit a request that shares the capacity of this uid; see `_submit`."""
         need = self._needs.get(uid)
         if need is None:
             raise SpecError("", f"request {request.request_id!r} is not under way any more")
-        self._admission.submit(uid, need, go, self._only(request))
+        self._admission.submit(uid, need, send, self._chosen_replica(request))
 
-    def _only(self, request: Any) -> int | None:
-        """The replica that a request's caller chose; None: none, or there is but one."""
+    def _chosen_replica(self, request: Any) -> int | None:
+        """Return the replica that the caller chose; None: no choice, or only one replica."""
         return None if len(self._workers) == 1 else request.data_parallel_rank
 
-    def _end(self, uids: list[str]) -> None:
-        """These requests have ended, and their rows are still to be fetched."""
+    def _release_tables(self, uids: list[str]) -> None:
+        """Release what ended requests take on the workers, except for their rows."""
         self._admission.end(uids)
 
-    def _came(self, uid: str, nbytes: int) -> None:
-        """Rows of a request that goes on have been fetched: others may have their room."""
+    def _release_rows(self, uid: str, nbytes: int) -> None:
+        """Release the capacity for rows of a running request that were fetched."""
         self._admission.give_back_rows(uid, nbytes)
 
-    def _leave(self, uids: list[str]) -> None:
-        """These requests need their room no more: their rows were fetched, or nobody wants them."""
+    def _release(self, uids: list[str]) -> None:
+        """Release all capacity of requests whose rows were fetched, or are not needed."""
         for uid in uids:
             self._needs.pop(uid, None)
         if uids:
             self._admission.finish(uids)
 
 
-def asks(plan: ResolvedPlan) -> bool:
-    """Whether a plan comes to anything."""
-    return bool(plan.edits or plan.captures or plan.probes)
+def set_payload(request: Any, payload: RequestPayload | None) -> None:
+    """Put a request payload into a request's `extra_args`; None: remove what is there.
 
-
-def set_payload(request: Any, riding: list[object] | None) -> None:
-    """Gives a request what it carries; None: nothing. Its params were its own copy, and are not
-    changed: vLLM shares them between some requests.
+    Args:
+        request: vLLM's EngineCoreRequest. Its parameters are vLLM's copy; the `extra_args` in them
+            may be those of several requests, and are replaced, not changed.
+        payload: the payload.
     """
-    params = copy.copy(request.sampling_params)
+    params = request.sampling_params
     rest = {name: value for name, value in (params.extra_args or {}).items() if name != KEY}
-    params.extra_args = (rest or None) if riding is None else {**rest, KEY: riding}
-    request.sampling_params = params
+    params.extra_args = (rest or None) if payload is None else {**rest, KEY: payload}

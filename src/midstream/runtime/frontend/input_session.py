@@ -1,9 +1,9 @@
 """Sessions of streaming input: one request whose prompt grows while it runs.
 
-vLLM computes an input, generates after it, and when the next input comes goes on from there: what
-was generated becomes prompt, but for the last token of each turn, which was sampled and is never
-fed. So positions count on over the whole session. Where a step ran ahead on such a token, its row
-is computed anew on the token that took its place.
+vLLM computes an input, generates, and continues from there with the next input. Generated tokens
+become part of the prompt, except for the last token of each turn, which is sampled and never
+computed on. Positions therefore count over the whole session. If a step ran ahead on such a token,
+its row is computed again on the token that replaces it.
 """
 
 from __future__ import annotations
@@ -11,37 +11,36 @@ from __future__ import annotations
 import copy
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from midstream.config.config import KEY
 from midstream.errors import SpecError
+from midstream.runtime.frontend.request.call_plan import CallPlan, with_plan
+from midstream.runtime.protocol.request_payload import RequestPayload
 from midstream.runtime.protocol.results import WorkerAnswers
 from midstream.spec import Plan, ResolvedPlan
-
-if TYPE_CHECKING:
-    from midstream.runtime.frontend.call import GenerateCall
 
 
 @dataclass(eq=False, slots=True)
 class InputSession:
-    """What is known of one session.
+    """State of one session.
 
     Attributes:
-        inputs: the token ids of each input so far.
-        riding: what its inputs carry in `extra_args`; None: nothing is asked for.
-        latest: its latest output.
+        inputs: token ids of each input so far.
+        payload: request payload of every input, as in `extra_args`; None: no plan applies.
+        latest: latest output of the session.
     """
 
     inputs: list[list[int]] = field(default_factory=list)
-    riding: list[object] | None = None
+    payload: RequestPayload | None = None
     latest: Any = None
 
 
 def check_session(plan: Plan | None) -> None:
-    """Whether rows are to be shown on the way, which those of a session are not.
+    """Check that no capture has `stream`, which sessions do not support.
 
     Raises:
-        SpecError: they are.
+        SpecError: a capture has it.
     """
     for nth, capture in enumerate(() if plan is None else plan.captures):
         if capture.stream:
@@ -51,13 +50,18 @@ def check_session(plan: Plan | None) -> None:
             )
 
 
-async def with_order(
-    stream: AsyncGenerator[Any, None], order: GenerateCall, call_params: Any
+async def with_call_plan(
+    stream: AsyncGenerator[Any, None], plan: CallPlan, call_params: Any
 ) -> AsyncGenerator[Any, None]:
-    """The caller's inputs; those with sampling parameters of their own carry the order as well.
+    """Yield the caller's inputs, with the call's plan attached to sampling parameters of their own.
+
+    Args:
+        stream: vLLM's StreamingInputs.
+        plan: the call's plan.
+        call_params: sampling parameters of the call.
 
     Raises:
-        SpecError: an input brings a plan, or another output kind than the call's.
+        SpecError: an input has a plan, or another output kind than the call.
     """
     async for given in stream:
         params = given.sampling_params
@@ -76,14 +80,20 @@ async def with_order(
                 f"an input of a session with {params.output_kind.name}, in a call with "
                 f"{call_params.output_kind.name}; give both the same",
             )
-        own = copy.copy(params)
-        own.extra_args = {**(params.extra_args or {}), KEY: order}
-        yield replace(given, sampling_params=own)
+        yield replace(given, sampling_params=with_plan(params, plan))
 
 
 def closing(session: InputSession, is_delta: bool) -> Any:
-    """The last output of a session that vLLM ended without one, as there was nothing new to show:
-    its latest once more, with DELTA without what that showed. None where there was no output.
+    """Return a last output for a session that vLLM ended without one.
+
+    It repeats the latest output; with DELTA, without its text, tokens and logprobs.
+
+    Args:
+        session: the session.
+        is_delta: whether outputs have only what is new.
+
+    Returns:
+        vLLM's RequestOutput; None if the session had no output, or has its last one.
     """
     if session.latest is None or session.latest.finished:
         return None
@@ -98,21 +108,25 @@ def closing(session: InputSession, is_delta: bool) -> Any:
 
 
 def as_one_request(
-    output: Any, generated: list[int], order: GenerateCall, answers: WorkerAnswers
+    output: Any,
+    generated: list[int],
+    inputs: list[list[int]],
+    plan: ResolvedPlan,
+    answers: WorkerAnswers,
 ) -> tuple[Any, ResolvedPlan]:
-    """A session's last output and plan as those of one request, whose prompt is all that was fed
-    before the last turn generated: then P + G − 1 is the number of its rows.
+    """Return a session's last output and plan as those of one request.
+
+    The prompt of that request is all that was computed before the last turn generated, so that it
+    has P + G − 1 rows.
 
     Args:
-        output: vLLM's, which has the inputs for a prompt.
-        generated: all that was generated, the tokens that were never fed among it.
-        order: the call's.
-        answers: of the workers, who know what the prompt has grown to. Where that is not made of
-            the inputs and of what was generated, it is noted there as a problem.
+        output: vLLM's RequestOutput, whose prompt is the inputs.
+        generated: all generated tokens, including those that were never computed on.
+        inputs: token ids of each input.
+        plan: the session's plan.
+        answers: results of the workers, which have the final prompt. A prompt that does not consist
+            of the inputs and generated tokens is recorded there as a problem.
     """
-    assert order.asked is not None
-    assert order.session is not None
-    inputs = order.session.inputs
     entries = [entry for header, _ in answers for entry in header["requests"]]
     prompt, turns = list(inputs[0]), [len(inputs[0])]
     for entry in entries[:1]:
@@ -128,17 +142,22 @@ def as_one_request(
     whole.prompt_token_ids = prompt
     whole.outputs = [copy.copy(output.outputs[0])]
     whole.outputs[0].token_ids = generated[used or 0 :]
-    return whole, replace(order.asked.plan, prompt_len=len(prompt))
+    return whole, replace(plan, prompt_len=len(prompt))
 
 
 def _used(
     inputs: list[list[int]], generated: list[int], prompt: list[int], turns: list[int]
 ) -> int | None:
-    """How many of the generated tokens belong to turns before the last; None where prompt and turns
-    do not fit to the inputs and what was generated.
+    """Return how many generated tokens belong to turns before the last.
 
     Args:
-        turns: how long the prompt was when each turn began to generate.
+        inputs: token ids of each input.
+        generated: all generated tokens.
+        prompt: token ids of the final prompt.
+        turns: length of the prompt when each turn began to generate.
+
+    Returns:
+        The number; None if prompt and turns do not match the inputs and the generated tokens.
     """
     if len(turns) != len(inputs) or prompt[: turns[0]] != inputs[0] or len(prompt) != turns[-1]:
         return None

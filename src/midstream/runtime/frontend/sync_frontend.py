@@ -14,6 +14,7 @@ from midstream.errors import SpecError
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.base import BaseFrontEnd
 from midstream.runtime.frontend.engine_info import describe
+from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.results import delivery
 from midstream.runtime.frontend.results.assembly import assemble
 from midstream.runtime.frontend.results.delivery import RESULTS, FinishedRequest, PendingDelivery
@@ -31,6 +32,7 @@ from midstream.runtime.frontend.rpc.rpc_client import Started, start_rpc
 from midstream.runtime.protocol.request_payload import uid_of
 from midstream.runtime.protocol.results import WorkerAnswers
 from midstream.runtime.protocol.rpc import RPC
+from midstream.spec import Plan
 
 # Finished requests are fetched together: so many while the engine runs, which goes on meanwhile,
 # and at most so many at a time.
@@ -75,13 +77,13 @@ class FrontEnd(BaseFrontEnd):
         if request_id in self._under_way:
             raise _taken(request_id)
 
-    def admit(self, request: Any, asked_for: Any) -> AdmittedRequest | None:
+    def admit(self, request: Any, plan: Plan | CallPlan | None) -> AdmittedRequest | None:
         # Not even one that asks for nothing may have it: its output would be taken for this one's.
         if request.request_id in self._under_way or request.request_id in (
             self._outputs.external_req_ids
         ):
             raise _taken(request.request_id)
-        asked = super().admit(request, asked_for)
+        asked = super().admit(request, plan)
         if asked is not None:
             self._under_way[request.request_id] = asked
             pieces = PartialRows.of(
@@ -124,7 +126,7 @@ class FrontEnd(BaseFrontEnd):
                 asked = self._under_way.pop(output.request_id)
                 self._finished.append((asked, output))
                 ended.append(asked.uid)
-        self._end(ended)
+        self._release_tables(ended)
         if self._pieces and time.monotonic() >= self._look_at:
             self._hand_over()
         idle = not self._has_unfinished()
@@ -190,15 +192,15 @@ class FrontEnd(BaseFrontEnd):
                 # Here it is that a sink without room keeps the engine from its next step.
                 self._sent.append(self._hand_to_sinks(asked, output, data[asked.uid]))
         finally:
-            self._leave([asked.uid for asked, _ in fetch.batch])
+            self._release([asked.uid for asked, _ in fetch.batch])
 
     def after_abort(self, alive: Container[str]) -> None:
         """Lets go of the requests under way whose ids are no longer among those alive."""
-        self._release([name for name in self._under_way if name not in alive])
+        self._give_up([name for name in self._under_way if name not in alive])
 
     def let_go(self) -> None:
         """Has the workers forget what was asked for by requests that ended without an output."""
-        self._release(list(self._under_way))
+        self._give_up(list(self._under_way))
 
     def drop(self, request_ids: Container[str]) -> None:
         """Lets go of some requests, results that wait to be fetched included: the call that made
@@ -214,7 +216,7 @@ class FrontEnd(BaseFrontEnd):
         # What was handed to a sink stays there; nobody is told of it.
         self._sent = [one for one in self._sent if one.output.request_id not in request_ids]
         self._mismatches.forget(request_ids)
-        self._release([name for name in self._under_way if name in request_ids])
+        self._give_up([name for name in self._under_way if name in request_ids])
 
     def _hand_to_sinks(
         self, asked: AdmittedRequest, output: Any, answers: WorkerAnswers
@@ -253,9 +255,9 @@ class FrontEnd(BaseFrontEnd):
         answers = carry_out(collect_partial(self._workers[0], stops), self._call)
         for uid in due:
             pieces = self._pieces[uid]
-            self._came(uid, pieces.take_in(answers.pop(uid)))
-            for route, index, delivery, size in pieces.deliveries():
-                pieces.note(route, index, self.sinks.queue(route.sink).put(delivery, size))
+            self._release_rows(uid, pieces.take_in(answers.pop(uid)))
+            for route, index, given, size in pieces.deliveries():
+                pieces.note(route, index, self.sinks.queue(route.sink).put(given, size))
 
     def _end_pieces(self, uid: str) -> None:
         """No more pieces come of a request; where its last did not come, one says so."""
@@ -271,14 +273,14 @@ class FrontEnd(BaseFrontEnd):
             self._sent.remove(one)
             self._mismatches.add(one.output)
 
-    def _release(self, names: list[str]) -> None:
+    def _give_up(self, names: list[str]) -> None:
         """Has the workers forget these requests under way."""
         if names:
             uids = [self._under_way.pop(name).uid for name in names]
             for uid in uids:
                 self._end_pieces(uid)
             self._call("release", uids)
-            self._leave(uids)
+            self._release(uids)
 
     def _call(self, op: str, argument: object = None) -> list[dict[str, Any]]:
         return self._rpc(RPC, args=(op, json.dumps(argument)))

@@ -1,7 +1,7 @@
-"""What vLLM's spans say of requests that ask for something, where its tracing is on.
+"""Receipts in vLLM's tracing spans, where its tracing is on.
 
-vLLM makes a request's span when its last token is there, which is before its receipt is. Such a
-span is made later, and ends when it would have.
+vLLM makes the span of a request when its last token arrives, which is before its receipt exists.
+The span of a request with a plan is therefore made later, with the end time that it would have had.
 """
 
 from __future__ import annotations
@@ -11,27 +11,26 @@ import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from midstream.results.receipt import Receipt
+from midstream.runtime.vllm.attributes import SPANS_OF_REQUEST
 
-if TYPE_CHECKING:
-    from midstream.runtime.frontend.call import GenerateCall
-
-_ATTRIBUTE = "midstream_order_of"
-# What the span that is being made says besides, and when it ends.
-_MORE: ContextVar[tuple[Mapping[str, Any], int] | None] = ContextVar("midstream_span", default=None)
+# Attributes to add to the span that is being made, and its end in nanoseconds.
+_ADDED: ContextVar[tuple[Mapping[str, Any], int] | None] = ContextVar(
+    "midstream_span", default=None
+)
 
 
 @dataclass(frozen=True, slots=True)
-class HeldSpan:
-    """A span that is still to be made.
+class DelayedSpan:
+    """A span that vLLM has not made yet.
 
     Attributes:
-        completion: whose, by its index.
-        make: makes it.
-        end: when it ends, in nanoseconds since the epoch.
-        context: in which it is made.
+        completion: index of its completion.
+        make: has vLLM make the span.
+        end: end of the span, in nanoseconds since the epoch.
+        context: context in which to make it.
     """
 
     completion: int
@@ -39,45 +38,46 @@ class HeldSpan:
     end: int
     context: contextvars.Context
 
-    def tell(self, receipt: Receipt | None) -> None:
-        """Makes the span.
+    def finish(self, receipt: Receipt | None) -> None:
+        """Make the span.
 
         Args:
-            receipt: of its completion; None: there is none.
+            receipt: receipt of its completion; None: there is none.
         """
         self.context.run(self._make, {} if receipt is None else attributes_of(receipt))
 
     def _make(self, attributes: Mapping[str, Any]) -> None:
-        _MORE.set((attributes, self.end))
+        _ADDED.set((attributes, self.end))
         self.make()
 
 
-def hold(processor: Any, order_of: Callable[[str], GenerateCall | None]) -> None:
-    """From now on the spans of requests that ask for something wait for their receipts.
+def delay_spans(processor: Any, spans_of: Callable[[str], list[DelayedSpan] | None]) -> None:
+    """Delay the spans of requests with a plan until their receipts exist.
 
     Args:
         processor: vLLM's output processor of one engine.
-        order_of: gives what a request asks for, by vLLM's id.
+        spans_of: returns, for vLLM's id of a request, the list to which its span is appended; None:
+            the request has no plan.
     """
-    setattr(processor, _ATTRIBUTE, order_of)
+    SPANS_OF_REQUEST.set(processor, spans_of)
 
 
 def do_tracing(original: Callable[..., Any], processor: Any, output: Any, *rest: Any) -> Any:
-    """In place of the method by which vLLM's output processor makes the span of a request.
+    """Replace the method by which vLLM's output processor makes the span of a request.
 
     Args:
         original: that method.
-        processor: it.
-        output: of the engine core.
+        processor: the output processor.
+        output: output of the engine core.
         *rest: the state of the request, and statistics.
     """
-    order_of = getattr(processor, _ATTRIBUTE, None)
+    spans_of = SPANS_OF_REQUEST.get(processor)
     state = rest[0]
-    order = None if order_of is None else order_of(state.request_id)
-    if order is None:
+    spans = None if spans_of is None else spans_of(state.request_id)
+    if spans is None:
         return original(processor, output, *rest)
-    order.spans.append(
-        HeldSpan(
+    spans.append(
+        DelayedSpan(
             state.request_index,
             lambda: original(processor, output, *rest),
             time.time_ns(),
@@ -88,17 +88,23 @@ def do_tracing(original: Callable[..., Any], processor: Any, output: Any, *rest:
 
 
 def instrument_manual(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """In place of the function by which it does."""
-    more = _MORE.get()
-    if more is not None:
-        attributes, end = more
+    """Replace vLLM's function that sends a span: add the attributes and the end of a delayed one.
+
+    Args:
+        original: that function.
+        *args: its positional arguments.
+        **named: its keyword arguments.
+    """
+    added = _ADDED.get()
+    if added is not None:
+        attributes, end = added
         named["attributes"] = {**(named.get("attributes") or {}), **attributes}
         named["end_time"] = end
     return original(*args, **named)
 
 
 def attributes_of(receipt: Receipt) -> dict[str, Any]:
-    """What a span says of a completion."""
+    """Return the attributes that a span gets from the receipt of its completion."""
     found: dict[str, Any] = {
         "midstream.receipt.status": receipt.status,
         "midstream.captured.rows": sum(one.actual for one in receipt.captured),

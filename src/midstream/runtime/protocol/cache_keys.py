@@ -1,9 +1,9 @@
-"""What of a request's KV nobody else may be served, block by block, and what it may not be served.
+"""Prefix-cache keys: which KV blocks of a steered request may be shared.
 
-The KV of a token depends on the tokens up to it and on the edits that these got. A block of vLLM's
-prefix cache is found by a hash of its tokens, of the block before it and of extra keys. So a block
-in which a token is edited gets a key made from the edits there; the blocks after it inherit it
-through the chain, and the blocks before it are shared with everybody.
+The KV of a token depends on the tokens up to it and on the edits of these tokens. vLLM's prefix
+cache finds a block by a hash of its tokens, of the block before it and of extra keys. A block in
+which a token is edited therefore gets an extra key made from the edits there. Later blocks inherit
+the key through the chain of hashes; earlier blocks are shared with all requests.
 """
 
 from __future__ import annotations
@@ -12,42 +12,53 @@ import bisect
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from midstream.runtime.protocol.codec import Message
 from midstream.spec import ResolvedPlan
 from midstream.spec.positions.range_set import overlay
 from midstream.spec.positions.ranges import Ranges
 
-# The mark of positions at which nothing is edited.
+# The mark of positions without edits.
 PLAIN = ""
 
 
-@dataclass(frozen=True, slots=True)
-class CacheKeys:
-    """One request's place in the prefix cache.
+class CacheKeys(Message, frozen=True, array_like=True):
+    """Prefix-cache keys of one request.
 
     Attributes:
-        starts: where each segment of positions begins, ascending; the first is 0, the last has no
+        starts: first position of each segment, ascending; the first is 0, the last segment has no
             end.
-        marks: per segment, a digest of what every token there gets, in hex; `PLAIN` for nothing.
-            Made from content alone, so that whoever asks for the same gets the same.
-        first_read: the first position whose row must be computed, because it is captured or
-            probed: what the cache serves has no row. None: no position need be.
+        marks: per segment, a digest in hex of the edits of every token there; `PLAIN` for none.
+            Made from content alone, so that requests with equal edits share blocks.
+        first_read: first position whose row must be computed because it is captured or probed:
+            what the cache serves has no row. None: there is no such position.
+
+    Raises:
+        ValueError: the segments are not as described.
     """
 
     starts: tuple[int, ...]
     marks: tuple[str, ...]
     first_read: int | None
 
+    def __post_init__(self) -> None:
+        starts = self.starts
+        ascending = all(a < b for a, b in zip(starts, starts[1:], strict=False))
+        if starts[:1] != (0,) or not ascending or len(self.marks) != len(starts):
+            raise ValueError(
+                "expected ascending `starts` from 0 and as many `marks`, got "
+                f"{len(starts)} and {len(self.marks)}"
+            )
+
     def of_block(self, start: int, stop: int) -> str | None:
-        """The extra key of the block of positions [start, stop); None where it is plain."""
+        """Return the extra key of the block of positions [start, stop); None without edits."""
         first = bisect.bisect_right(self.starts, start) - 1
         last = bisect.bisect_left(self.starts, stop)
         if last - first == 1:
             return self.marks[first] or None
         if not any(self.marks[first:last]):
             return None
-        # Where in the block each segment begins is part of what was done there.
+        # The key includes where in the block each segment begins.
         parts = [
             f"{max(self.starts[nth], start) - start}:{self.marks[nth]}"
             for nth in range(first, last)
@@ -55,39 +66,15 @@ class CacheKeys:
         return "|".join(parts)
 
     def first_edited(self, position: int) -> int | None:
-        """The first edited position at or after this one; None where there is none."""
+        """Return the first edited position at or after `position`; None if there is none."""
         for nth in range(bisect.bisect_right(self.starts, position) - 1, len(self.starts)):
             if self.marks[nth]:
                 return max(self.starts[nth], position)
         return None
 
-    def pack(self) -> list[object]:
-        """Plain values that msgpack carries unchanged."""
-        return [list(self.starts), list(self.marks), self.first_read]
-
-    @staticmethod
-    def unpack(value: object) -> CacheKeys:
-        """What `pack` gave.
-
-        Raises:
-            ValueError: anything else.
-        """
-        if isinstance(value, (list, tuple)) and len(value) == 3:
-            starts, marks, first_read = value
-            if (
-                _all_of(int, starts)
-                and _all_of(str, marks)
-                and (first_read is None or isinstance(first_read, int))
-                and list(starts[:1]) == [0]
-                and len(marks) == len(starts)
-                and all(a < b for a, b in zip(starts, starts[1:], strict=False))
-            ):
-                return CacheKeys(tuple(starts), tuple(marks), first_read)
-        raise ValueError("these are no cache keys")
-
 
 def cache_keys(plan: ResolvedPlan) -> CacheKeys:
-    """The keys of a plan. Captures and named probes change nothing: they are in no mark."""
+    """Return the keys of a plan. Captures and named probes change no KV and are in no mark."""
     parts = _parts(plan)
     starts: list[int] = []
     marks: list[str] = []
@@ -105,7 +92,7 @@ def cache_keys(plan: ResolvedPlan) -> CacheKeys:
 
 
 def _parts(plan: ResolvedPlan) -> list[tuple[Ranges, list[object]]]:
-    """(positions, content) of all that changes what is computed, in the order of the plan."""
+    """Return (positions, content) of each part that changes KV, in the order of the plan."""
     parts: list[tuple[Ranges, list[object]]] = []
     for edit in plan.edits:
         content: list[object] = [edit.site, edit.layer, edit.steps.digest]
@@ -118,10 +105,6 @@ def _parts(plan: ResolvedPlan) -> list[tuple[Ranges, list[object]]]:
             # What gates read is part of what they do.
             parts.append((probe.where.possible, [probe.site, probe.layer, probe.steps.digest]))
     return parts
-
-
-def _all_of(form: type, values: object) -> bool:
-    return isinstance(values, (list, tuple)) and all(isinstance(one, form) for one in values)
 
 
 def _digest(content: Sequence[object]) -> str:

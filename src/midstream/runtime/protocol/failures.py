@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 from typing import Any, NamedTuple
 
-_ATTRIBUTE = "midstream_failures"
+from midstream.runtime.vllm.attributes import FAILURES
 
 
 class Failure(NamedTuple):
@@ -38,17 +38,16 @@ def put(output: Any, failures: dict[str, Failure]) -> Any:
     if isinstance(output, ModelRunnerOutput):
         # vLLM shares one empty output among steps.
         output = copy.copy(output)
-        setattr(output, _ATTRIBUTE, failures)
+        FAILURES.set(output, failures)
         return output
     for name in ("model_runner_output", "_model_runner_output"):
         inner = getattr(output, name, None)
         if isinstance(inner, ModelRunnerOutput):
-            setattr(inner, _ATTRIBUTE, failures)
+            FAILURES.set(inner, failures)
             return output
     return None
 
 
 def failures_of(output: Any) -> dict[str, Failure]:
     """What `put` put there."""
-    found: dict[str, Failure] = getattr(output, _ATTRIBUTE, {})
-    return found
+    return FAILURES.get(output) or {}

@@ -1,71 +1,66 @@
-"""What a request carries from the front door to the engine core and the workers, in its
-`extra_args`.
-"""
+"""What a request brings from the front end to the engine core and the workers, in `extra_args`."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from midstream.config.config import KEY
 from midstream.errors import SpecError
 from midstream.runtime.protocol.cache_keys import CacheKeys
+from midstream.runtime.protocol.codec import Message
+from midstream.validation import read_message
 
 
-class RequestPayload(NamedTuple):
-    """What a request carries from the front door onwards.
+class RequestPayload(Message, frozen=True, array_like=True):
+    """What a validated request has under `extra_args["midstream"]`.
 
     Attributes:
-        uid: names the request for midstream, whatever ids vLLM makes of it.
-        plan: `ResolvedPlan.to_bytes()`.
-        keys: its place in the prefix cache.
+        uid: midstream's request id. vLLM's own id differs between its processes and completions.
+        plan: the resolved plan; see `spec.resolve.wire`.
+        keys: the request's prefix-cache keys.
     """
 
     uid: str
     plan: bytes
     keys: CacheKeys
 
-    def pack(self) -> list[object]:
-        """Plain values that msgpack carries unchanged."""
-        return [self.uid, self.plan, self.keys.pack()]
-
 
 def payload_of(sampling_params: Any) -> RequestPayload | None:
-    """What the front door put into a request's `extra_args`; None when it asks for nothing.
+    """Return the payload of a request; None if it asks for nothing.
+
+    vLLM's msgpack turns a payload into plain values. The first call in a process reads them and
+    puts the payload back into `extra_args`, so that later calls, and vLLM's pickles for workers,
+    have it as it is.
 
     Raises:
-        SpecError: it did not come through the front door.
+        SpecError: the request bypassed request validation.
     """
-    riding = _riding(sampling_params)
-    if riding is None:
+    extra_args: dict[str, Any] | None = getattr(sampling_params, "extra_args", None)
+    if not extra_args or extra_args.get(KEY) is None:
         return None
-    uid, plan, packed = riding
+    value = extra_args[KEY]
+    if isinstance(value, RequestPayload):
+        return value
     try:
-        return RequestPayload(uid, bytes(plan), CacheKeys.unpack(packed))
-    except ValueError:
-        raise _refused() from None
+        payload = read_message(_convert, value)
+    except SpecError:
+        raise SpecError(
+            f"extra_args[{KEY!r}]",
+            "reached a worker without having been checked: the front end that took the request in "
+            "does not have midstream loaded",
+        ) from None
+    extra_args[KEY] = payload
+    return payload
 
 
 def uid_of(sampling_params: Any) -> str | None:
-    """As `payload_of`, of the uid alone."""
-    riding = _riding(sampling_params)
-    return None if riding is None else riding[0]
+    """Return the uid of a request's payload; None if it asks for nothing. See `payload_of`."""
+    payload = payload_of(sampling_params)
+    return None if payload is None else payload.uid
 
 
-def _riding(sampling_params: Any) -> tuple[str, Any, Any] | None:
-    extra_args = getattr(sampling_params, "extra_args", None)
-    value = extra_args.get(KEY) if extra_args else None
-    if value is None:
-        return None
-    if isinstance(value, (list, tuple)) and len(value) == 3:
-        uid, plan, packed = value
-        if isinstance(uid, str) and isinstance(plan, (bytes, bytearray, memoryview)):
-            return uid, plan, packed
-    raise _refused()
-
-
-def _refused() -> SpecError:
-    return SpecError(
-        f"extra_args[{KEY!r}]",
-        "reached a worker without having been checked: the front end that took the request in "
-        "does not have midstream loaded",
-    )
+def _convert(value: object) -> RequestPayload:
+    # Without `builtin_types` a str would be taken for base64.
+    return msgspec.convert(value, RequestPayload, builtin_types=(bytes,))

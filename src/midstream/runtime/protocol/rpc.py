@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-RPC = "midstream_rpc"
+from midstream.runtime.vllm.attributes import ENDPOINT
+
+RPC = ENDPOINT.name
 
 
 def place_of(worker: Mapping[str, Any]) -> str:

@@ -14,10 +14,10 @@ from midstream.errors import UnsupportedError
 from midstream.runtime.models.decoder import Decoder, find_decoder
 from midstream.runtime.protocol import scores as peeks
 from midstream.runtime.protocol.results import piece_of
-from midstream.runtime.protocol.rpc import RPC
 from midstream.runtime.protocol.segments import RankShare, Room
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import replicas_of
+from midstream.runtime.vllm.attributes import ENDPOINT
 from midstream.runtime.vllm.engine_rules import check_settings
 from midstream.runtime.worker.model_runner import v1, v2
 from midstream.runtime.worker.model_runner.hooks import Hooks
@@ -48,7 +48,7 @@ def attach(worker: Any, vllm_config: Any, config: Config) -> None:
     def load_and_tap(*args: Any, **kwargs: Any) -> Any:
         out = load_model(*args, **kwargs)
         # Here the loader's memory pool has been left: sleep mode must not take these buffers.
-        setattr(worker, RPC, WorkerEndpoint(worker, vllm_config, config))
+        ENDPOINT.set(worker, WorkerEndpoint(worker, vllm_config, config))
         return out
 
     worker.load_model = load_and_tap

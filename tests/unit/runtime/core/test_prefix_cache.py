@@ -25,7 +25,7 @@ def _request(name="r", start=None, read=None):
         edits = [] if start is None else [(TAP, SMALL[0], 1.0, [(start, None)])]
         captures = [] if read is None else [([TAP], [(read, None)])]
         plan = plan_of(edits, captures)
-        extra_args = {"midstream": RequestPayload(name, to_bytes(plan), cache_keys(plan)).pack()}
+        extra_args = {"midstream": RequestPayload(name, to_bytes(plan), cache_keys(plan))}
     params = SimpleNamespace(extra_args=extra_args)
     return SimpleNamespace(request_id=name, sampling_params=params)
 

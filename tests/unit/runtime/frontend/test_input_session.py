@@ -11,14 +11,13 @@ import pytest
 from support.plans import plan_of
 
 from midstream.errors import SpecError
-from midstream.runtime.frontend.admitted import AdmittedRequest
-from midstream.runtime.frontend.call import GenerateCall
 from midstream.runtime.frontend.input_session import (
     InputSession,
     as_one_request,
     closing,
-    with_order,
+    with_call_plan,
 )
+from midstream.runtime.frontend.request.call_plan import CallPlan
 
 INPUTS = [[1, 2, 3], [4], [5, 6]]
 # Three turns; the 12, the 21 and the 31 were sampled last and are fed nowhere.
@@ -30,12 +29,11 @@ TURNS = [6, 8]
 def ended(turns: list[int] = TURNS, prompt: list[int] = PROMPT, inputs: Any = INPUTS) -> Any:
     """What comes of a session: (output, plan, the problem that its workers' answers have)."""
     session = InputSession(inputs=[list(each) for each in inputs])
-    order = GenerateCall(None, asked=AdmittedRequest("u", plan_of()), session=session)
     entries = [{"prompt": list(prompt), "turns": list(turns), "problem": ""} for _ in range(2)]
     answers = [({"requests": [entry]}, b"") for entry in entries]
     one = SimpleNamespace(token_ids=[31], index=0)
     output = SimpleNamespace(prompt_token_ids=[1, 2, 3, 4, 5, 6], outputs=[one])
-    whole, plan = as_one_request(output, GENERATED, order, answers)
+    whole, plan = as_one_request(output, GENERATED, session.inputs, plan_of(), answers)
     assert output.prompt_token_ids == [1, 2, 3, 4, 5, 6]
     assert one.token_ids == [31]
     assert entries[0]["problem"] == entries[1]["problem"]
@@ -113,13 +111,13 @@ class Input:
     sampling_params: Any = None
 
 
-def gathered(inputs: list[Input], call: Any, order: GenerateCall) -> list[Input]:
+def gathered(inputs: list[Input], call: Any, plan: CallPlan) -> list[Input]:
     async def stream() -> Any:
         for each in inputs:
             yield each
 
     async def run() -> list[Input]:
-        return [each async for each in with_order(stream(), order, call)]
+        return [each async for each in with_call_plan(stream(), plan, call)]
 
     return asyncio.run(run())
 
@@ -128,18 +126,18 @@ def params(kind: str = "DELTA", extra: Any = None) -> Any:
     return SimpleNamespace(output_kind=SimpleNamespace(name=kind), extra_args=extra)
 
 
-def test_inputs_with_params_of_their_own_carry_the_order_and_the_callers_stay_as_they_are():
-    order, call = GenerateCall(None), params()
+def test_inputs_with_params_of_their_own_carry_the_plan_and_the_callers_stay_as_they_are():
+    plan, call = CallPlan(None), params()
     own = replace(Input([2]), sampling_params=params(extra={"theirs": 1}))
     own.sampling_params.output_kind = call.output_kind
-    first, second = gathered([Input([1]), own], call, order)
+    first, second = gathered([Input([1]), own], call, plan)
     assert first.sampling_params is None
-    assert second.sampling_params.extra_args == {"theirs": 1, "midstream": order}
+    assert second.sampling_params.extra_args == {"theirs": 1, "midstream": plan}
     assert own.sampling_params.extra_args == {"theirs": 1}
 
 
 def test_an_input_with_a_plan_or_another_output_kind_is_refused():
     with pytest.raises(SpecError, match="cannot bring a plan of its own"):
-        gathered([Input([1], params(extra={"midstream": {}}))], params(), GenerateCall(None))
+        gathered([Input([1], params(extra={"midstream": {}}))], params(), CallPlan(None))
     with pytest.raises(SpecError, match="CUMULATIVE, in a call with DELTA"):
-        gathered([Input([1], params("CUMULATIVE"))], params(), GenerateCall(None))
+        gathered([Input([1], params("CUMULATIVE"))], params(), CallPlan(None))

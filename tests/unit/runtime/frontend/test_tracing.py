@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from midstream.results.receipt import Captured, CaptureResult, Edited, Receipt
-from midstream.runtime.frontend import tracing as spans
-from midstream.runtime.frontend.call import GenerateCall
+from midstream.runtime.frontend import tracing
+from midstream.runtime.frontend.tracing import DelayedSpan
 
 RECEIPT = Receipt(
     request_id="a-0",
@@ -27,9 +27,9 @@ RECEIPT = Receipt(
 class Processor:
     """vLLM's, as far as spans go: what it would have sent is in `sent`."""
 
-    def __init__(self, orders: dict[str, GenerateCall]) -> None:
+    def __init__(self, of: dict[str, list[DelayedSpan]]) -> None:
         self.sent: list[dict[str, Any]] = []
-        spans.hold(self, orders.get)
+        tracing.delay_spans(self, of.get)
 
     def do_tracing(self, output: Any, state: Any, stats: Any) -> None:
         def instrument(span_name: str, start_time: int, **more: Any) -> None:
@@ -37,9 +37,9 @@ class Processor:
 
         def original(_: Any, output: Any, state: Any, stats: Any) -> None:
             attributes = {"id": state.request_id, "output": output, "stats": stats}
-            spans.instrument_manual(instrument, "llm_request", 5, attributes=attributes)
+            tracing.instrument_manual(instrument, "llm_request", 5, attributes=attributes)
 
-        spans.do_tracing(original, self, output, state, stats)
+        tracing.do_tracing(original, self, output, state, stats)
 
 
 def state(name: str, index: int = 0) -> Any:
@@ -54,17 +54,17 @@ def test_a_request_that_asks_for_nothing_has_its_span_at_once_and_as_it_was():
 
 
 def test_a_held_span_says_what_its_receipt_says_and_ends_when_it_would_have():
-    order = GenerateCall(None)
-    processor = Processor({"a": order, "b": order})
+    spans: list[DelayedSpan] = []
+    processor = Processor({"a": spans, "b": spans})
     before = time.time_ns()
     processor.do_tracing("out", state("a", 0), "stats")
     processor.do_tracing("out", state("b", 1), "stats")
     after = time.time_ns()
     assert processor.sent == []
-    assert [span.completion for span in order.spans] == [0, 1]
+    assert [span.completion for span in spans] == [0, 1]
     time.sleep(0.01)
-    order.spans[0].tell(RECEIPT)
-    order.spans[1].tell(replace(RECEIPT, edited=None, kept=(), problems=("no",)))
+    spans[0].finish(RECEIPT)
+    spans[1].finish(replace(RECEIPT, edited=None, kept=(), problems=("no",)))
     first, second = processor.sent
     assert before <= first["end_time"] <= second["end_time"] <= after
     assert first["attributes"] == {
@@ -85,10 +85,10 @@ def test_a_held_span_says_what_its_receipt_says_and_ends_when_it_would_have():
 
 
 def test_without_a_receipt_a_held_span_says_what_vllm_says():
-    order = GenerateCall(None)
-    processor = Processor({"a": order})
+    spans: list[DelayedSpan] = []
+    processor = Processor({"a": spans})
     processor.do_tracing("out", state("a"), "stats")
-    order.spans[0].tell(None)
+    spans[0].finish(None)
     [sent] = processor.sent
     assert set(sent["attributes"]) == {"id", "output", "stats"}
     # What was for this one is not for the next.
@@ -101,5 +101,7 @@ def test_without_a_receipt_a_held_span_says_what_vllm_says():
 def test_other_spans_are_as_they_were(attributes):
     made = []
     given = {} if attributes is None else {"attributes": attributes}
-    spans.instrument_manual(lambda *args, **named: made.append((args, named)), "other", 1, **given)
+    tracing.instrument_manual(
+        lambda *args, **named: made.append((args, named)), "other", 1, **given
+    )
     assert made == [(("other", 1), given)]

@@ -1,10 +1,10 @@
-"""From what a request asks for, as written, to what rides with it: bound, resolved and packed."""
+"""From a plan as given to its request payload: bound, resolved, checked and packed."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from midstream.config.config import KEY
 from midstream.errors import ConfigError, SpecError
 from midstream.ops.layout import Op
 from midstream.runtime.frontend.request.budget import Need, all_taps, most_rows, need_of
-from midstream.runtime.frontend.request.prompt.chat import ChatPlan
+from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.prompt.text_map import text_map
 from midstream.runtime.protocol.cache_keys import CacheKeys, cache_keys
 from midstream.sites import order
@@ -34,17 +34,40 @@ if TYPE_CHECKING:
 _CACHED_PLANS = 256
 
 Lookup = Callable[[str], Mapping[Any, Vector]]
-Ready = tuple[ResolvedPlan, Need, bytes, CacheKeys]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPlan:
+    """A plan that was checked against the model and a prompt.
+
+    Attributes:
+        plan: the resolved plan.
+        need: capacity that one completion takes.
+        packed: the resolved plan as bytes.
+        keys: its prefix-cache keys.
+    """
+
+    plan: ResolvedPlan
+    need: Need
+    packed: bytes
+    keys: CacheKeys
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is captured, edited or probed."""
+        return not (self.plan.edits or self.plan.captures or self.plan.probes)
 
 
 class PlanResolver:
     """Resolves plans for one engine."""
 
     def __init__(self, info: EngineInfo, engine: Any, also: tuple[Capture, ...] = ()) -> None:
-        """Args:
-        info: what the workers said of themselves.
-        engine: gives the tokenizer and the renderer.
-        also: captures of every request, which come after its own.
+        """Create the resolver.
+
+        Args:
+            info: description of the engine.
+            engine: vLLM's engine, for its tokenizer and renderer.
+            also: captures of every request, which come after its own.
         """
         self._info = info
         self._also = also
@@ -55,58 +78,56 @@ class PlanResolver:
 
     def resolve(
         self,
-        asked_for: Plan | ChatPlan | None,
+        call_plan: CallPlan,
         before: tuple[Edit, ...],
         lookup: Lookup,
         request: Any,
-    ) -> Ready:
-        """What rides with a request.
+    ) -> PreparedPlan:
+        """Prepare the plan of a request.
 
         Args:
-            asked_for: what it asks for itself.
+            call_plan: the request's own plan.
             before: edits that come before its own.
-            lookup: gives the vectors of a registered name.
+            lookup: returns the vectors of a registered name.
             request: vLLM's EngineCoreRequest.
 
         Raises:
-            SpecError: it cannot be served as asked.
+            SpecError: the plan cannot be carried out for this request.
         """
-        chat = asked_for if isinstance(asked_for, ChatPlan) else None
-        own = chat.plan if chat is not None else asked_for
-        assert not isinstance(own, ChatPlan)
+        own = call_plan.plan
         plan = None if own is None else own.bind(lookup, self._info.shape.num_layers)
         max_tokens = request.sampling_params.max_tokens
         needs_prompt = any(part.positions.needs_prompt for part in (*before, *self._also))
         if needs_prompt or (plan is not None and plan.needs_prompt):
-            return self._finish(plan, before, self._prompt(request, chat), max_tokens)
-        # Where rows go makes no difference here, and may be another place for each request.
+            return self._finish(plan, before, self._prompt(request, call_plan), max_tokens)
+        # Destinations of rows make no difference here, and may differ for each request.
         shared = None if plan is None else plan.without_places()
         return self._by_length(shared, before, _prompt_len(request), max_tokens)
 
     def resolve_session(
         self, plan: Plan | None, before: tuple[Edit, ...], lookup: Lookup, first: int
-    ) -> Ready:
-        """What rides with a session of streaming input.
+    ) -> PreparedPlan:
+        """Prepare the plan of a session of streaming input.
 
         Args:
-            plan: what it asks for itself.
+            plan: the session's own plan.
             before: edits that come before its own.
-            lookup: gives the vectors of a registered name.
-            first: the id of its first token. All others may be taken for generated ones: positions
-                that mean the same however long the prompt gets do not tell them apart.
+            lookup: returns the vectors of a registered name.
+            first: id of the first token. All others count as generated: a session allows only
+                positions that do not depend on the length of the prompt.
 
         Raises:
-            SpecError: it cannot be served as asked.
+            SpecError: the plan cannot be carried out for a session.
         """
         check_growing(plan, before, self._also)
         own = None if plan is None else plan.bind(lookup, self._info.shape.num_layers)
         return self._finish(own, before, Prompt(1, token_ids=(first,)), None)
 
     def check_also(self) -> None:
-        """Whether the captures of every request are of what is tapped.
+        """Check that the captures of every request are at tapped sites.
 
         Raises:
-            ConfigError: one asks for what is not tapped.
+            ConfigError: one is not.
         """
         for capture in self._also:
             try:
@@ -116,15 +137,15 @@ class PlanResolver:
 
     def _resolve_by_length(
         self, plan: Plan | None, before: tuple[Edit, ...], length: int, max_tokens: int | None
-    ) -> Ready:
+    ) -> PreparedPlan:
         return self._finish(plan, before, Prompt(length), max_tokens)
 
     def _finish(
         self, plan: Plan | None, before: tuple[Edit, ...], prompt: Prompt, max_tokens: int | None
-    ) -> Ready:
+    ) -> PreparedPlan:
         resolved = resolve(plan, self._info.shape, prompt, max_tokens, before, self._also)
         if resolved.captures:
-            # Those of every request come as the request's own do, where it has any.
+            # Captures of every request use codec and ranks of the request's own, if it has any.
             own = () if plan is None else plan.captures
             decisive = own or self._also
             resolved = replace(
@@ -135,7 +156,7 @@ class PlanResolver:
         need = replace(need, rows=self._most_rows(resolved, prompt.length, max_tokens))
         self._check_ring(resolved)
         self._check_gates(resolved)
-        return resolved, need, to_bytes(resolved), cache_keys(resolved)
+        return PreparedPlan(resolved, need, to_bytes(resolved), cache_keys(resolved))
 
     def _most_rows(self, plan: ResolvedPlan, prompt_len: int, max_tokens: int | None) -> int:
         length = self._max_length
@@ -146,7 +167,7 @@ class PlanResolver:
         return most_rows(plan, self._info.shape.hidden_size, dtype, length, ranks)
 
     def _codec(self, captures: tuple[Capture, ...]) -> str:
-        """The one codec of all of these captures."""
+        """Return the codec that all of these captures have."""
         spec = _common("codec", [capture.codec or self._info.codec for capture in captures])
         with at("capture[0]"):
             dtype = getattr(torch, self._info.dtype)
@@ -154,26 +175,25 @@ class PlanResolver:
         return spec
 
     def _return(self, captures: tuple[Capture, ...]) -> str:
-        """Through which ranks the rows of all of these captures leave."""
+        """Return through which ranks the rows of all of these captures are transferred."""
         return _common("return", [capture.return_ or self._info.return_ for capture in captures])
 
-    def _prompt(self, request: Any, chat: ChatPlan | None) -> Prompt:
+    def _prompt(self, request: Any, call_plan: CallPlan) -> Prompt:
         ids = request.prompt_token_ids
-        # Where only some of a prompt is tokens, there are placeholders among its ids.
+        # If only some of a prompt is tokens, there are placeholders among its ids.
         if ids is None or not all(getattr(request, "prompt_is_token_ids", None) or ()):
             return Prompt(_prompt_len(request))
         tokens = tuple(ids)
         tokenizer = self._tokenizer
 
         def messages() -> Any:
-            assert chat is not None
-            return chat.spans(self._engine, tokenizer(), tokens)
+            return call_plan.spans(self._engine, tokenizer(), tokens)
 
         return Prompt(
             len(tokens),
             token_ids=tokens,
             text=lambda: text_map(tokenizer(), tokens),
-            messages=None if chat is None else messages,
+            messages=None if call_plan.messages is None else messages,
         )
 
     def _tokenizer(self) -> Any:
@@ -201,7 +221,7 @@ class PlanResolver:
                 )
 
     def _check_gates(self, plan: ResolvedPlan) -> None:
-        """A score stays on the pipeline stage on which it was read."""
+        """Check that each gate is on the pipeline stage of its probe, where the score stays."""
         stages = {
             (site, layer): worker["stage"]
             for worker in self._info.workers
@@ -228,10 +248,14 @@ class PlanResolver:
 
 
 def _common(name: str, values: Sequence[str]) -> str:
-    """The one value that a field has in all captures of a request.
+    """Return the value that a field has in all captures of a request.
+
+    Args:
+        name: name of the field.
+        values: its value in each capture.
 
     Raises:
-        SpecError: it has several.
+        SpecError: two values differ.
     """
     for nth, value in enumerate(values):
         if value != values[0]:

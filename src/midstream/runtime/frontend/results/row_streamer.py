@@ -1,85 +1,133 @@
-"""Passes on rows of an async engine's requests while they run: to sinks, and to outputs."""
+"""Delivery of rows of running calls of an asynchronous engine, to sinks and to outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from midstream.results.activations import Activations
 from midstream.runtime.frontend.call import GenerateCall
+from midstream.runtime.frontend.results.partial_rows import LOOK_SECONDS
 from midstream.runtime.frontend.results.progress import lengths_of, running_of
+from midstream.runtime.frontend.rpc.background_tasks import BackgroundTasks
 from midstream.sinks.sink_set import SinkSet
 
 
 class RowStreamer:
-    """One engine's. All methods are for the loop that the engine runs on, and for orders that have
-    pieces.
+    """Delivers rows of one engine's calls. Not thread-safe: call on the engine's event loop.
+
+    All methods but `run` are for calls that have `partial_rows`.
     """
 
-    def __init__(self, sinks: SinkSet, came: Callable[[str, int], None]) -> None:
-        """Args:
-        sinks: the engine's.
-        came: told of the bytes of rows that were fetched for a uid.
-        """
-        self._sinks = sinks
-        self._came = came
-
-    def is_due(self, order: GenerateCall, states: Mapping[str, Any]) -> bool:
-        """Whether a sink is to get rows of a call, and none are on their way to it."""
-        assert order.pieces is not None
-        if order.replica is None or order.passing.locked() or order.pieces.is_over:
-            return False
-        return order.pieces.is_due(lengths_of(states, order.pieces.ids))
-
-    async def pass_on(self, order: GenerateCall, states: Mapping[str, Any]) -> None:
-        """Gives sinks what there is of a call. Waits while one of them has no room.
+    def __init__(
+        self, sinks: SinkSet, received: Callable[[str, int], None], tasks: BackgroundTasks
+    ) -> None:
+        """Create it for one engine.
 
         Args:
-            order: the call's.
-            states: vLLM's, of the requests that run.
+            sinks: the engine's sinks.
+            received: is called with the uid and the bytes of rows that were fetched.
+            tasks: runs deliveries.
         """
-        pieces = order.pieces
-        assert pieces is not None
-        async with order.passing:
-            # Only now: while others were at it, more may have come.
-            known = running_of(states, pieces.ids)
-            if pieces.is_over or not known:
+        self._sinks = sinks
+        self._received = received
+        self._tasks = tasks
+        self._task: asyncio.Task[None] | None = None
+
+    def run(
+        self,
+        calls: Callable[[], Iterable[GenerateCall]],
+        states: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        """Deliver rows in the background, as long as there are calls that have `partial_rows`.
+
+        Args:
+            calls: returns the running calls.
+            states: returns vLLM's states of running requests, by its ids.
+        """
+        if self._task is None:
+            self._task = self._tasks.start(self._run(calls, states))
+
+    async def _run(
+        self,
+        calls: Callable[[], Iterable[GenerateCall]],
+        states: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        try:
+            while streamed := [one for one in calls() if one.partial_rows is not None]:
+                known = states()
+                for call in streamed:
+                    if self.is_due(call, known):
+                        self._tasks.start(self.deliver(call, known))
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            self._task = None
+
+    def is_due(self, call: GenerateCall, states: Mapping[str, Any]) -> bool:
+        """Return whether a sink should get rows of a call now, and no delivery is under way.
+
+        Args:
+            call: the call.
+            states: vLLM's states of running requests, by its ids.
+        """
+        assert call.partial_rows is not None
+        if call.replica is None or call.row_lock.locked() or call.partial_rows.is_over:
+            return False
+        return call.partial_rows.is_due(lengths_of(states, call.partial_rows.ids))
+
+    async def deliver(self, call: GenerateCall, states: Mapping[str, Any]) -> None:
+        """Deliver the rows of a call that exist by now to sinks. Waits while a sink is full.
+
+        Args:
+            call: the call.
+            states: vLLM's states of running requests, by its ids.
+        """
+        partial = call.partial_rows
+        assert partial is not None
+        async with call.row_lock:
+            # Read only now: there may be more since the lock was requested.
+            known = running_of(states, partial.ids)
+            if partial.is_over or not known:
                 return
-            await self._fetch(order, pieces.ask(known))
-            for route, index, delivery, size in pieces.deliveries():
+            await self._fetch(call, partial.ask(known))
+            for route, index, delivery, size in partial.deliveries():
                 queue = self._sinks.queue(route.sink)
-                pieces.note(route, index, await queue.put_soon(delivery, size))
+                partial.note(route, index, await queue.put_soon(delivery, size))
 
-    async def show(self, order: GenerateCall, is_aborted: bool) -> Activations:
-        """The rows for a call's next output, which is not its last, or that of an abort: then what
-        is here already.
+    async def show(self, call: GenerateCall, is_aborted: bool) -> Activations:
+        """Return the rows for an output of a call that is not its regular last one.
+
+        Args:
+            call: the call.
+            is_aborted: whether the call was aborted. Then rows are not fetched any more.
         """
-        assert order.pieces is not None
-        assert order.streamed is not None
-        tokens = order.streamed.tokens
-        async with order.passing:
+        assert call.partial_rows is not None
+        assert call.stream is not None
+        tokens = call.stream.tokens
+        async with call.row_lock:
             if not is_aborted:
-                stop = order.pieces.stop(len(tokens))
-                await self._fetch(order, dict.fromkeys(order.pieces.ids, stop))
-            return order.pieces.shown(tokens, order.is_delta)
+                stop = call.partial_rows.stop(len(tokens))
+                await self._fetch(call, dict.fromkeys(call.partial_rows.ids, stop))
+            return call.partial_rows.shown(tokens, call.is_delta)
 
-    async def stop(self, order: GenerateCall) -> None:
-        """Nothing is passed on any more: all else comes at the end."""
-        if order.pieces is not None:
-            async with order.passing:
-                order.pieces.is_over = True
+    async def stop(self, call: GenerateCall) -> None:
+        """Wait for deliveries under way, and start no others: the other rows come at the end."""
+        if call.partial_rows is not None:
+            async with call.row_lock:
+                call.partial_rows.is_over = True
 
-    async def end(self, order: GenerateCall) -> None:
-        """A call is over: sinks that had pieces of it and no last one get that."""
-        assert order.pieces is not None
-        await self.stop(order)
-        for route, delivery in order.pieces.endings():
+    async def end(self, call: GenerateCall) -> None:
+        """Deliver a last piece to sinks which got pieces of a call and not its last one."""
+        assert call.partial_rows is not None
+        await self.stop(call)
+        for route, delivery in call.partial_rows.endings():
             self._sinks.queue(route.sink).put_empty(delivery)
 
-    async def _fetch(self, order: GenerateCall, stops: dict[str, int]) -> None:
-        assert order.asked is not None
-        assert order.pieces is not None
-        assert order.replica is not None
-        uid = order.asked.uid
-        answers = await order.replica.courier.hand_over(uid, stops)
-        self._came(uid, order.pieces.take_in(answers))
+    async def _fetch(self, call: GenerateCall, stops: dict[str, int]) -> None:
+        assert call.admitted is not None
+        assert call.partial_rows is not None
+        assert call.replica is not None
+        uid = call.admitted.uid
+        answers = await call.replica.batcher.collect_partial(uid, stops)
+        self._received(uid, call.partial_rows.take_in(answers))

@@ -29,11 +29,11 @@ class Replica:
 
     Attributes:
         number: its place among the engines of this front end, by which vLLM sends it requests.
-        courier: brings what its workers have.
+        batcher: calls its workers.
     """
 
     number: int
-    courier: RpcBatcher
+    batcher: RpcBatcher
 
 
 def replicas_of(client: Any, workers: Sequence[Sequence[RemoteWorker]]) -> list[Replica]:

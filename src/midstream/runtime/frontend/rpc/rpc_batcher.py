@@ -47,7 +47,7 @@ class RpcBatcher:
         found: list[ScoreBlock] = await self._wait(self._peeks, uid, span)
         return found
 
-    async def hand_over(self, uid: str, stops: Mapping[str, int]) -> WorkerAnswers:
+    async def collect_partial(self, uid: str, stops: Mapping[str, int]) -> WorkerAnswers:
         """Rows of a request that goes on, per vLLM's id those up to a position; the workers forget
         them. A request may wait for one such answer at a time.
         """

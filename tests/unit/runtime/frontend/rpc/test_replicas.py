@@ -56,7 +56,7 @@ def test_an_operation_of_all_gives_the_answers_of_each_in_order():
     ]
 
 
-def test_each_replica_has_a_courier_of_its_own_and_they_do_not_wait_for_each_other():
+def test_each_replica_has_a_batcher_of_its_own_and_they_do_not_wait_for_each_other():
     client = Client(2)
     started, go = [], asyncio.Event()
 
@@ -70,7 +70,7 @@ def test_each_replica_has_a_courier_of_its_own_and_they_do_not_wait_for_each_oth
     async def work():
         replicas = replicas_of(client, [[unmapped()], [unmapped()]])
         assert [one.number for one in replicas] == [0, 1]
-        tasks = [asyncio.create_task(one.courier.release("u")) for one in replicas]
+        tasks = [asyncio.create_task(one.batcher.release("u")) for one in replicas]
         for _ in range(5):
             await asyncio.sleep(0)
         assert sorted(started) == client.core_engines

@@ -1,4 +1,4 @@
-"""The courier: one call at a time, with all that has come together."""
+"""The RPC batcher: one call at a time, with all that has come together."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class Workers:
 
 def run(work):
     workers = Workers()
-    courier = RpcBatcher(workers, WORKERS)
-    return asyncio.run(work(workers, courier))
+    batcher = RpcBatcher(workers, WORKERS)
+    return asyncio.run(work(workers, batcher))
 
 
 def test_what_comes_together_goes_in_one_call():
-    async def work(workers, courier):
+    async def work(workers, batcher):
         return workers, await asyncio.gather(
-            *(courier.peek(f"u{n}", (n, n + 2)) for n in range(200))
+            *(batcher.peek(f"u{n}", (n, n + 2)) for n in range(200))
         )
 
     workers, answers = run(work)
@@ -76,11 +76,11 @@ def test_what_comes_together_goes_in_one_call():
 
 
 def test_what_comes_during_a_call_goes_in_the_next():
-    async def work(workers, courier):
-        first = asyncio.create_task(courier.peek("a", (0, 1)))
+    async def work(workers, batcher):
+        first = asyncio.create_task(batcher.peek("a", (0, 1)))
         while not workers.running:
             await asyncio.sleep(0)
-        rest = [courier.peek("b", (0, 1)), courier.collect("c"), courier.release("d")]
+        rest = [batcher.peek("b", (0, 1)), batcher.collect("c"), batcher.release("d")]
         await asyncio.gather(first, *rest)
         return workers.calls
 
@@ -93,9 +93,10 @@ def test_what_comes_during_a_call_goes_in_the_next():
 
 
 def test_rows_of_requests_that_go_on_are_asked_for_together_by_id():
-    async def work(workers, courier):
+    async def work(workers, batcher):
         found = await asyncio.gather(
-            courier.hand_over("u", {"0_x": 3, "1_x": 5}), courier.hand_over("v", {"y": 7})
+            batcher.collect_partial("u", {"0_x": 3, "1_x": 5}),
+            batcher.collect_partial("v", {"y": 7}),
         )
         return workers.calls, found
 
@@ -106,14 +107,14 @@ def test_rows_of_requests_that_go_on_are_asked_for_together_by_id():
 
 
 def test_a_failed_call_fails_those_in_it_and_nobody_else():
-    async def work(workers, courier):
+    async def work(workers, batcher):
         workers.fails = {"collect"}
         found = await asyncio.gather(
-            courier.collect("a"), courier.collect("b"), courier.peek("c", (0, 1)),
+            batcher.collect("a"), batcher.collect("b"), batcher.peek("c", (0, 1)),
             return_exceptions=True,
         )  # fmt: skip
         workers.fails = set()
-        return found, await courier.collect("a")
+        return found, await batcher.collect("a")
 
     (first, second, seen), again = run(work)
     assert isinstance(first, FetchError)
@@ -125,12 +126,12 @@ def test_a_failed_call_fails_those_in_it_and_nobody_else():
 def test_scores_do_not_wait_for_large_results_to_be_read(monkeypatch):
     monkeypatch.setattr("midstream.runtime.frontend.rpc.fetch.READ_BYTES", 10)
 
-    async def work(workers, courier):
+    async def work(workers, batcher):
         workers.large = bytes(range(45))
-        large = asyncio.create_task(courier.collect("big"))
+        large = asyncio.create_task(batcher.collect("big"))
         while not workers.calls:
             await asyncio.sleep(0)
-        await courier.peek("a", (0, 1))
+        await batcher.peek("a", (0, 1))
         before = len(workers.calls)
         return workers, before, await large
 
@@ -141,9 +142,9 @@ def test_scores_do_not_wait_for_large_results_to_be_read(monkeypatch):
 
 
 def test_who_gave_up_before_the_call_is_not_asked_for():
-    async def work(workers, courier):
-        gone = asyncio.create_task(courier.peek("gone", (0, 1)))
-        stays = asyncio.create_task(courier.peek("stays", (0, 1)))
+    async def work(workers, batcher):
+        gone = asyncio.create_task(batcher.peek("gone", (0, 1)))
+        stays = asyncio.create_task(batcher.peek("stays", (0, 1)))
         await asyncio.sleep(0)
         gone.cancel()
         await stays
@@ -153,12 +154,12 @@ def test_who_gave_up_before_the_call_is_not_asked_for():
 
 
 def test_closing_cancels_those_who_wait():
-    async def work(workers, courier):
-        waits = asyncio.create_task(courier.collect("a"))
+    async def work(workers, batcher):
+        waits = asyncio.create_task(batcher.collect("a"))
         await asyncio.sleep(0)
-        courier.close()
+        batcher.close()
         with pytest.raises(asyncio.CancelledError):
             await waits
-        return await courier.peek("b", (0, 1))
+        return await batcher.peek("b", (0, 1))
 
     assert len(run(work)) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,16 @@ from midstream.validation import show
 
 # A chat's messages into the prompt's text.
 Render = Callable[[list[dict[str, Any]]], str]
+
+# Arguments of `LLM.chat` that the chat template gets.
+_TEMPLATE = (
+    "chat_template",
+    "chat_template_content_format",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+)
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
@@ -90,6 +101,20 @@ def chat_renderer(
         return text
 
     return render
+
+
+def template_arguments(
+    chat: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of a chat call that its template gets, by name.
+
+    Args:
+        chat: vLLM's method, unbound.
+        args: positional arguments after `messages` and the sampling parameters.
+        named: keyword arguments.
+    """
+    bound = inspect.signature(chat).bind_partial(None, None, None, *args, **named)
+    return {name: bound.arguments[name] for name in _TEMPLATE if name in bound.arguments}
 
 
 def _by_template(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Render:

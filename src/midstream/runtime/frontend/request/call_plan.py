@@ -1,0 +1,106 @@
+"""The plan of a request before request validation, in `SamplingParams.extra_args["midstream"]`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from midstream.config.config import KEY
+from midstream.errors import SpecError
+from midstream.runtime.frontend.request.prompt.message_spans import chat_renderer, message_spans
+from midstream.spec import Plan
+from midstream.spec.positions.prompt import Message
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallPlan:
+    """The plan of one call, with the conversation that its prompt is made of.
+
+    Two of these are equal only if they are the same object: an asynchronous front end finds the
+    call of a request by it. Request ids do not tell calls apart, as callers may use one twice.
+
+    Attributes:
+        plan: the request's own plan; None: only what applies to every request.
+        messages: the conversation, as given; None: the prompt is not a chat.
+        template: arguments of the chat template, by name.
+    """
+
+    plan: Plan | None
+    messages: Any = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+
+    def __deepcopy__(self, _memo: dict[int, object]) -> CallPlan:
+        # vLLM copies a request's parameters; an immutable plan can be shared.
+        return self
+
+    def spans(self, engine: Any, tokenizer: Any, tokens: Sequence[int]) -> tuple[Message, ...]:
+        """Return the position of each message in the prompt that was made of the conversation.
+
+        Args:
+            engine: vLLM's engine, for its renderer.
+            tokenizer: tokenizer of the model.
+            tokens: token ids of the prompt.
+
+        Raises:
+            SpecError: the prompt is not what the template makes of the messages.
+        """
+        render = chat_renderer(engine.renderer, **self.template)
+        return message_spans(tokenizer, self.messages, tokens, render=render)
+
+
+def plan_of(params: Any) -> Plan | CallPlan | None:
+    """Return the plan in the `extra_args` of a request's parameters; None if there is none.
+
+    Args:
+        params: vLLM's SamplingParams or PoolingParams.
+
+    Raises:
+        SpecError: the plan is malformed.
+    """
+    extra_args = getattr(params, "extra_args", None)
+    value = extra_args.get(KEY) if extra_args else None
+    if value is None or isinstance(value, CallPlan):
+        return value
+    try:
+        return Plan.parse(value)
+    except SpecError as error:
+        raise error.under(f"extra_args[{KEY!r}]") from None
+
+
+def merged_plan(plan: Plan | None, params: Any) -> Plan | CallPlan | None:
+    """Return the plan of one prompt: that of the call's arguments, or that of its parameters.
+
+    Args:
+        plan: made of the call's own arguments; None: they ask for nothing.
+        params: vLLM's SamplingParams, possibly with a plan in `extra_args`.
+
+    Returns:
+        The plan; None if there is none. A CallPlan only if `params` has one.
+
+    Raises:
+        SpecError: the plan in `params` is malformed, or there are two.
+    """
+    attached = plan_of(params)
+    if attached is None:
+        return plan
+    if plan is not None:
+        raise SpecError(
+            f"sampling_params.extra_args[{KEY!r}]",
+            "there is a plan here and in the call's own arguments; give it in one place",
+        )
+    return attached
+
+
+def with_plan(params: Any, plan: Plan | CallPlan | None) -> Any:
+    """Return a shallow copy of sampling parameters with a plan in its `extra_args`.
+
+    Args:
+        params: vLLM's SamplingParams; unchanged.
+        plan: the plan to attach; None: none, the copy has the `extra_args` of `params`.
+    """
+    own = copy.copy(params)
+    if plan is not None:
+        own.extra_args = {**(params.extra_args or {}), KEY: plan}
+    return own

@@ -1,0 +1,206 @@
+"""Results on the outputs of an asynchronous engine's calls."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from midstream.codecs import parse_codec
+from midstream.config.config import Config
+from midstream.runtime.frontend.call import GenerateCall
+from midstream.runtime.frontend.engine_info import EngineInfo
+from midstream.runtime.frontend.input_session import InputSession, as_one_request, closing
+from midstream.runtime.frontend.results.assembly import assemble
+from midstream.runtime.frontend.results.delivery import (
+    RESULTS,
+    FinishedRequest,
+    Vectors,
+    send_soon,
+)
+from midstream.runtime.frontend.results.partial_scores import StreamState
+from midstream.runtime.frontend.results.receipts import ReceiptReporter
+from midstream.runtime.frontend.results.row_streamer import RowStreamer
+from midstream.runtime.frontend.stats import RequestTotals
+from midstream.sinks.sink_set import SinkSet
+
+# Results with more bytes than this are assembled in a thread, not on the event loop.
+_THREAD_BYTES = 1 << 20
+
+Release = Callable[[GenerateCall], None]
+
+
+class AsyncCompletion:
+    """Sets results on the outputs of calls. Not thread-safe: call on the engine's event loop."""
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        config: Config,
+        vectors: Vectors,
+        sinks: SinkSet,
+        streamer: RowStreamer,
+        abort: Callable[[list[str]], Awaitable[None]],
+        ended: Release,
+        collected: Release,
+    ) -> None:
+        """Create it for one engine.
+
+        Args:
+            info: description of the engine.
+            config: its settings.
+            vectors: width and dtype of captured vectors.
+            sinks: its sinks.
+            streamer: delivers rows of running calls.
+            abort: aborts requests by vLLM's ids.
+            ended: is called when a call's requests have ended, before its results are fetched.
+            collected: is called when its results were fetched.
+        """
+        self._info = info
+        self._config = config
+        self._vectors = vectors
+        self._sinks = sinks
+        self._streamer = streamer
+        self._abort = abort
+        self._ended = ended
+        self._collected = collected
+        self.totals = RequestTotals()
+
+    async def complete(self, call: GenerateCall, output: Any) -> None:
+        """Set the results that exist by now on an output.
+
+        Args:
+            call: the call.
+            output: the call's next RequestOutput of vLLM.
+
+        Raises:
+            ReceiptError: it is the last output, and results differ from the plan.
+        """
+        for holder in (output, *output.outputs):
+            for name in RESULTS:
+                setattr(holder, name, None)
+        if call.admitted is None:
+            return
+        if call.session is not None:
+            await self._complete_turn(call, call.session, output)
+            return
+        single = output.outputs[0] if len(output.outputs) == 1 else None
+        has_results = output.finished and not _was_aborted(output)
+        if single is not None and (call.is_delta or not has_results):
+            _record(call, output)
+        if has_results:
+            await self._finish(call, output)
+            return
+        if single is not None and call.stream is not None:
+            if not output.finished:
+                span = call.stream.next_span()
+                if span is not None:
+                    assert call.replica is not None
+                    call.stream.add(await call.replica.batcher.peek(call.admitted.uid, span))
+            output.probes = single.probes = call.stream.probes()
+            if call.partial_rows is not None and call.partial_rows.is_streamed:
+                shown = await self._streamer.show(call, output.finished)
+                output.activations = single.activations = shown
+        if call.failure is not None:
+            raise call.failure
+
+    async def close_session(self, call: GenerateCall) -> Any:
+        """Return the last output of a session that vLLM ended without one, with its results.
+
+        Returns:
+            vLLM's RequestOutput; None if there is nothing to add.
+
+        Raises:
+            ReceiptError: results differ from the plan.
+        """
+        if call.session is None or call.admitted is None:
+            return None
+        output = closing(call.session, call.is_delta)
+        if output is not None:
+            await self._finish(call, output)
+        return output
+
+    async def _complete_turn(self, call: GenerateCall, session: InputSession, output: Any) -> None:
+        """Complete an output of a session of streaming input, whose results come with its last."""
+        session.latest = output
+        _record(call, output)
+        # vLLM does not know that no other turn can follow a failed one.
+        failed = output.outputs[0].finish_reason == "error"
+        if failed or (output.finished and not _was_aborted(output)):
+            await self._finish(call, output)
+        if call.failure is not None:
+            raise call.failure
+
+    async def _finish(self, call: GenerateCall, output: Any) -> None:
+        """Fetch a call's results, deliver them, and set them on its last output."""
+        assert call.admitted is not None
+        assert call.replica is not None
+        plan = call.admitted.plan
+        if any(isinstance(one.stop_reason, str) for one in output.outputs):
+            # Stop strings are found here, and the engine goes on until it is told. It must be
+            # told before other requests get the capacity.
+            await self._abort(call.ids)
+        self._ended(call)
+        await self._streamer.stop(call)
+        answers = await call.replica.batcher.collect(call.admitted.uid)
+        call.is_collected = True
+        self._collected(call)
+        whole = _whole(output, call)
+        if call.session is not None and call.stream is not None:
+            generated, inputs = call.stream.generated, call.session.inputs
+            whole, plan = as_one_request(output, generated, inputs, plan, answers)
+        before = {} if call.partial_rows is None else call.partial_rows.before()
+        given = (whole, plan, answers, self._info.dtype, before)
+        if sum(len(data) for _, data in answers) > _THREAD_BYTES:
+            blocks = await asyncio.to_thread(assemble, *given)
+        else:
+            blocks = assemble(*given)
+        asked = replace(call.admitted, plan=plan)
+        await send_soon(
+            self._sinks, FinishedRequest(asked, whole, self._vectors, call.partial_rows, blocks)
+        )
+        for mine, theirs in ((output, whole), *zip(output.outputs, whole.outputs, strict=True)):
+            for name in RESULTS:
+                setattr(mine, name, getattr(theirs, name))
+        self._count(call, output)
+        reporter = ReceiptReporter(self._config)
+        reporter.add(output)
+        reporter.report([output])
+
+    def _count(self, call: GenerateCall, output: Any) -> None:
+        """Add a call's receipts to the totals and to vLLM's spans."""
+        assert call.admitted is not None
+        receipts = [one.receipt for one in output.outputs]
+        row_bytes = parse_codec(call.admitted.plan.codec).row_bytes(*self._vectors)
+        self.totals.add(receipts, row_bytes)
+        for span in call.spans:
+            span.finish(receipts[span.completion])
+        call.spans.clear()
+
+
+def _record(call: GenerateCall, output: Any) -> None:
+    """Record the tokens of an output of a call with one completion."""
+    assert call.admitted is not None
+    if call.stream is None:
+        prompt = output.prompt_token_ids or [0] * call.admitted.plan.prompt_len
+        call.stream = StreamState(call.admitted.plan, prompt)
+    completion = output.outputs[0]
+    # With CUMULATIVE, this is vLLM's own list, which grows while scores are fetched.
+    completion.token_ids = list(completion.token_ids)
+    call.stream.see(completion, call.is_delta)
+
+
+def _whole(output: Any, call: GenerateCall) -> Any:
+    """Return a call's last output with all of its tokens, also if outputs have only new ones."""
+    if not call.is_delta or call.stream is None:
+        return output
+    whole = copy.copy(output)
+    whole.outputs = [copy.copy(output.outputs[0])]
+    whole.outputs[0].token_ids = call.stream.generated
+    return whole
+
+
+def _was_aborted(output: Any) -> bool:
+    return any(completion.finish_reason == "abort" for completion in output.outputs)

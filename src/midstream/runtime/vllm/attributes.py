@@ -1,0 +1,39 @@
+"""The attributes that midstream sets on vLLM's objects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute(Generic[T]):
+    """An attribute of an object that belongs to vLLM.
+
+    Attributes:
+        name: name of the attribute.
+    """
+
+    name: str
+
+    def get(self, owner: Any) -> T | None:
+        """Return the value; None if the owner has none."""
+        found: T | None = getattr(owner, self.name, None)
+        return found
+
+    def set(self, owner: Any, value: T) -> None:
+        """Set the value."""
+        setattr(owner, self.name, value)
+
+
+# On an engine and its InputProcessor, in the front end's process: the engine's BaseFrontEnd.
+FRONT_END: Attribute[Any] = Attribute("midstream_front_end")
+# On an OutputProcessor, in the front end's process: the function that returns the list of delayed
+# spans of a request, by vLLM's id.
+SPANS_OF_REQUEST: Attribute[Any] = Attribute("midstream_spans_of_request")
+# On a ModelRunnerOutput, from the worker to the engine core: why requests failed, by vLLM's id.
+FAILURES: Attribute[dict[str, Any]] = Attribute("midstream_failures")
+# On a vLLM worker: its WorkerEndpoint, which vLLM's `collective_rpc` calls by this name.
+ENDPOINT: Attribute[Any] = Attribute("midstream_rpc")
