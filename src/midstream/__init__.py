@@ -1,7 +1,7 @@
 """Read and change what a model computes, mid-forward, inside vLLM at full speed.
 
-What needs vLLM or torch is imported when it is first used: the values that say what a request
-asks for (`Capture`, `Steer`, …) can be made anywhere.
+Names that need vLLM or torch are imported on first use, so that plans (`Capture`, `Steer`, …) can
+be created without either.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""python -m midstream: the same as the command `midstream`."""
+"""`python -m midstream`, the same as the command `midstream`."""
 
 from __future__ import annotations
 

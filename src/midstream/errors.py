@@ -1,21 +1,25 @@
-"""Every exception that midstream raises.
+"""The exceptions that midstream raises.
 
 MidstreamError
-├── SpecError (ValueError)          a request asks for something malformed or impossible
-│   ├── NothingSelectedError        … for positions that its prompt does not have
-│   └── NoRoomError                 … for more than there is room for beside what runs
-├── CodecError (ValueError)         bytes are not what a codec writes
-├── ConfigError (ValueError)        a setting of midstream itself is wrong
-├── StoreError (ValueError)         a store cannot be read or written as asked
-├── UnsupportedError (ValueError)   this vLLM, model or engine setting cannot be served rightly
-│   └── SeamError                   vLLM's own interfaces are not the ones midstream was built on
-├── TapError (RuntimeError)         a tap did not fire, or fired twice: results would be wrong
-├── ReceiptError (RuntimeError)     what was done for a request is not what it asked for
-├── RankError (RuntimeError)        two workers were told, or did, different things
-├── FetchError (RuntimeError)       the workers no longer hold what a request captured
-└── EngineError (RuntimeError)      an engine elsewhere cannot start, or breaks again and again
+├── SpecError (ValueError)          a request is malformed or impossible
+│   ├── NothingSelectedError        its positions do not exist in the prompt
+│   └── NoRoomError                 it needs more capacity than the running requests leave
+├── CodecError (ValueError)         bytes or rows are invalid for a codec
+├── ConfigError (ValueError)        a setting of midstream is invalid
+├── StoreError (ValueError)         a store cannot be read or written
+├── UnsupportedError (ValueError)   this vLLM, model or engine setting is unsupported
+│   └── SeamError                   vLLM's internals differ from those midstream was built on
+├── TapError (RuntimeError)         a tap did not run exactly once per forward pass
+├── ReceiptError (RuntimeError)     what was done for a request differs from its plan
+├── RankError (RuntimeError)        two workers received or did different things
+├── FetchError (RuntimeError)       the workers do not have a request's captured rows
+├── MessageError (RuntimeError)     a message between midstream's processes is malformed
+├── ServerError (ValueError)        a server rejected a client's request, or failed to serve it
+├── ModelError (RuntimeError)       a model could not be created
+└── EngineError (RuntimeError)      a remote engine cannot start, or fails repeatedly
 
-ReceiptWarning (UserWarning)        instead of ReceiptError, where the setting `on_mismatch` says so
+HttpError                           an HTTP error response; never leaves the server
+ReceiptWarning (UserWarning)        instead of ReceiptError, if `on_mismatch` is "warn"
 """
 
 from __future__ import annotations
@@ -27,16 +31,16 @@ from typing import Any
 
 
 class MidstreamError(Exception):
-    """Base of all of midstream's own exceptions."""
+    """Base class of midstream's exceptions."""
 
 
 class SpecError(MidstreamError, ValueError):
-    """A request asks for something malformed, or that this engine cannot do.
+    """A request is malformed, or this engine cannot do what it requests.
 
     Args:
-        path: the field that is wrong, as one would write it to reach it:
-            `edits[2].layer`, `capture[0].positions[1]`. Empty for the whole value.
-        problem: what was expected and what was found, and what would be right.
+        path: path of the invalid field, such as `edits[2].layer` or `capture[0].positions[1]`;
+            empty for the whole value.
+        problem: what was expected, what was found, and what would be right.
     """
 
     def __init__(self, path: str, problem: str) -> None:
@@ -45,7 +49,7 @@ class SpecError(MidstreamError, ValueError):
         self.problem = problem
 
     def under(self, prefix: str) -> SpecError:
-        """The same error seen from the value that holds this one at `prefix`."""
+        """Return the same error for the value that contains this one at `prefix`."""
         if not self.path:
             path = prefix
         elif self.path.startswith("["):
@@ -59,49 +63,48 @@ class SpecError(MidstreamError, ValueError):
 
 
 class NothingSelectedError(SpecError):
-    """The positions that are asked for are none of this prompt's."""
+    """The requested positions select no token of the prompt."""
 
 
 class NoRoomError(SpecError):
-    """What is asked for does not fit beside what the running requests use."""
+    """A request needs more capacity than the running requests leave."""
 
 
 class CodecError(MidstreamError, ValueError):
-    """Bytes are not rows that their codec can have written, or rows are none that it can write."""
+    """Bytes that a codec cannot have written, or rows that it cannot encode."""
 
 
 class ConfigError(MidstreamError, ValueError):
-    """A setting of midstream itself is wrong; the message names it."""
+    """A setting of midstream is invalid; the message names it."""
 
 
 class StoreError(MidstreamError, ValueError):
-    """A store, or a shard of it, cannot be read or written as asked; the message says where."""
+    """A store, or one of its shards, cannot be read or written; the message names the file."""
 
 
 class UnsupportedError(MidstreamError, ValueError):
-    """This vLLM, model or engine setting cannot be served rightly, so it is not served."""
+    """This vLLM version, model or engine setting is unsupported."""
 
 
 class SeamError(UnsupportedError):
-    """vLLM's interfaces differ from those that midstream was built on."""
+    """vLLM's internals differ from those that midstream was built on."""
 
 
 class TapError(MidstreamError, RuntimeError):
-    """A tap did not fire in a forward pass, or fired more than once."""
+    """A tap did not run exactly once in a forward pass, so results would be wrong."""
 
 
 class RankError(MidstreamError, RuntimeError):
-    """Two workers were told, or did, different things; looked for with `check_ranks`."""
+    """Two workers received or did different things; detected with the setting `check_ranks`."""
 
 
 class ReceiptError(MidstreamError, RuntimeError):
-    """What was done for one or more requests differs from what they asked for.
+    """What was done for one or more requests differs from their plans.
 
     Args:
-        message: what differs, request by request.
-        outputs: all outputs of the call, in the order of its prompts, those of requests for which
-            all is well too; empty where the call had none to give. Each one's `receipt` says how
-            it fared.
+        message: the differences, request by request.
+        outputs: all outputs of the call in the order of its prompts, including those without
+            differences; empty if the call has none. Each output's `receipt` has its status.
     """
 
     def __init__(self, message: str, outputs: Sequence[Any] = ()) -> None:
@@ -110,25 +113,30 @@ class ReceiptError(MidstreamError, RuntimeError):
 
 
 class ReceiptWarning(UserWarning):
-    """What was done for a request differs from what it asked for; its receipt says `error`."""
+    """What was done for a request differs from its plan; its receipt has the status `error`."""
 
 
 class FetchError(MidstreamError, RuntimeError):
-    """The workers do not hold what a request captured."""
+    """The workers do not have the rows that a request captured."""
+
+
+class MessageError(MidstreamError, RuntimeError):
+    """A message between midstream's processes is malformed; they may run different versions."""
 
 
 class EngineError(MidstreamError, RuntimeError):
-    """An engine that works for this process in another one, or elsewhere, cannot start, or breaks
-    again and again. What it raised was of a kind that this process need not have, and is in words.
+    """A remote engine cannot start, or fails repeatedly.
+
+    The message has the original error as text, because its class may not exist in this process.
     """
 
 
 class ServerError(MidstreamError, ValueError):
-    """A server refused a request, or could not serve it.
+    """A server rejected a request, failed to serve it, or sent an invalid response.
 
     Attributes:
-        status: of HTTP.
-        param: the field that is wrong, where the server names one.
+        status: HTTP status.
+        param: path of the invalid field, if the server names one; else None.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
@@ -138,7 +146,7 @@ class ServerError(MidstreamError, ValueError):
 
     @staticmethod
     def of(status: int, body: Any) -> ServerError:
-        """Of an answer's body, whatever it is."""
+        """Create from the body of a response, parsed JSON or text."""
         error = body.get("error", body) if isinstance(body, dict) else body
         if isinstance(error, dict):
             return ServerError(status, str(error.get("message", error)), error.get("param"))
@@ -146,7 +154,7 @@ class ServerError(MidstreamError, ValueError):
 
 
 class ModelError(MidstreamError, RuntimeError):
-    """A model could not be made; the message says why, and what to do about it."""
+    """A model could not be created; the message gives the reason and a remedy."""
 
 
 class HttpError(Exception):

@@ -1,4 +1,4 @@
-"""The former place of `midstream.results.serialization`, kept for one release."""
+"""Former location of `midstream.results.serialization`, kept for one release."""
 
 from midstream.results.serialization import pack, unpack
 

@@ -1,4 +1,4 @@
-"""The former place of `midstream.jobs.ray`, kept for one release."""
+"""Former location of `midstream.jobs.ray`, kept for one release."""
 
 from midstream.jobs.ray import Placement as Spread
 from midstream.jobs.ray import RayCaptureRun as Spreading

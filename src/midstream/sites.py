@@ -1,4 +1,4 @@
-"""The places in a layer that can be read and edited. Everything else derives from this table.
+"""Hook points of a layer; every other list of sites derives from this table.
 
 Layer `i`'s sites, in the order in which one forward pass reaches them:
 
@@ -16,9 +16,9 @@ and the branches that are added to it:
 | `mlp_in` | that the MLP reads: the stream after its norm | the MLP's input |
 | `mlp_out` | that the MLP adds to the stream | the MLP's output, or its post-norm's |
 
-For the last layer transformers applies the final norm to what it returns; `resid_post` does not.
-Names are TransformerLens's; `mlp_in` is its `mlp.hook_in` (before version 3 its `hook_mlp_in`
-stood before the norm).
+For the last layer, transformers applies the final norm to its output; `resid_post` does not. The
+names are TransformerLens's; `mlp_in` is its `mlp.hook_in` (before version 3, its `hook_mlp_in` was
+in front of the norm).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Tap = tuple[str, int]  # (canonical site, layer from 0)
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One kind of place in a layer.
+    """One hook point of a layer.
 
     Attributes:
         name: canonical name.
-        aliases: other names by which it is accepted.
+        aliases: other accepted names.
         order: rank in the order in which a layer reaches its sites.
         meaning: one phrase for tables and messages.
     """
@@ -59,11 +59,11 @@ BY_NAME: dict[str, Site] = {name: site for site in SITES for name in (site.name,
 
 
 def canonical(name: str) -> str | None:
-    """The canonical form of a site's name or alias; None for an unknown name."""
+    """Return the canonical form of a site's name or alias; None for an unknown name."""
     site = BY_NAME.get(name)
     return site.name if site else None
 
 
 def order(tap: Tap) -> tuple[int, int]:
-    """Sorts (canonical site, layer) in the order in which a forward pass reaches them."""
+    """Return the sort key of a (canonical site, layer) for the order of a forward pass."""
     return tap[1], BY_NAME[tap[0]].order

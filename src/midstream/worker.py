@@ -1,5 +1,5 @@
-"""`vllm.LLM(model, worker_cls="midstream.worker.CaptureWorker")`: captures that environment
-variables drive; `midstream.compat.act_environment` has them.
+"""Worker class for `vllm.LLM(model, worker_cls="midstream.worker.CaptureWorker")`, which captures
+as the environment variables of `midstream.compat.act_environment` say.
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ from midstream.errors import UnsupportedError
 
 
 class CaptureWorker:
-    """A name by which vLLM is told to capture. Its own worker for the platform does the work: the
-    front end puts that in this one's place, and midstream taps its model like any other.
+    """Placeholder class whose name enables captures by environment variables.
+
+    The front end replaces it by vLLM's own worker for the platform, whose model midstream taps as
+    usual.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Raises:
-        UnsupportedError: always; this process's front end has not put another in its place.
+        """Fail: the front end of this process did not replace the class.
+
+        Raises:
+            UnsupportedError: always.
         """
         raise UnsupportedError(
             "worker_cls: the process that made this engine's settings did not load midstream; "
-            "name the class by its full name as a `str`, and if another engine came first in that "
-            "process call midstream.activate() before it"
+            "give the class's full name as a `str`, and call midstream.activate() before the first "
+            "engine of that process"
         )

@@ -1,1 +1,1 @@
-"""What users call in Python."""
+"""Public Python API: `LLM`, `AsyncLLM`, `SamplingParams`."""

@@ -1,4 +1,4 @@
-"""`LLM(layers=…)`: one capture for every request, given back as plain dicts of tensors."""
+"""`LLM(layers=…)`: one capture for every request, returned as plain dicts of tensors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _SITE = "resid_post"
 
 @dataclass(frozen=True, slots=True)
 class DefaultCapture:
-    """Which rows every output gets.
+    """The capture that applies to every request.
 
     Attributes:
         layers: the layers.
         prefill: positions for `prefill_hidden_states`: "prompt", "last_prompt" or None.
-        decode: whether `hidden_states` is filled.
-        last_decode: only its last row.
+        decode: whether to fill `hidden_states`.
+        last_decode: whether `hidden_states` has the last row only.
     """
 
     layers: Layers
@@ -36,25 +36,25 @@ class DefaultCapture:
         last_prefill_token: bool,
         last_decode_token: bool,
     ) -> DefaultCapture:
-        """From `LLM`'s arguments.
+        """Create from the arguments of `LLM`.
 
         Raises:
             SpecError: the layers are malformed.
-            ConfigError: nothing is to be captured.
+            ConfigError: the arguments select no positions.
         """
         prefill = "last_prompt" if last_prefill_token else "prompt" if include_prefill else None
         decode = include_decode or last_decode_token
         if prefill is None and not decode:
             raise ConfigError(
-                "layers: nothing would be captured; set include_decode, include_prefill or "
-                "last_prefill_token"
+                "layers: these settings capture no positions; set include_decode, include_prefill "
+                "or last_prefill_token"
             )
         return DefaultCapture(Layers.parse(layers), prefill, decode, last_decode_token)
 
     def join(self, plan: Plan | None, max_tokens: int | None) -> Plan | None:
-        """A request's own plan with this capture beside it."""
+        """Return a request's own plan with this capture added."""
         positions = [self.prefill] if self.prefill else []
-        # With one token to generate there is no generated row, and asking for it would be refused.
+        # With one token to generate there is no generated row, and requesting it is an error.
         if self.decode and max_tokens != 1:
             positions.append("generated")
         if not positions:
@@ -67,9 +67,10 @@ class DefaultCapture:
         return replace(plan, captures=(*plan.captures, capture))
 
     def put_on(self, output: Any, num_layers: int) -> None:
-        """Sets `hidden_states` and `prefill_hidden_states`, {layer: [rows, hidden]}, on each
-        completion, and on the output where it has but one. Layers that only the request's own
-        capture asked for are not among them.
+        """Set `hidden_states` and `prefill_hidden_states`, {layer: [rows, hidden]}, on each
+        completion, and on the output if it has only one.
+
+        Layers that only the request's own capture has are excluded.
         """
         given = self.layers.indices
         layers = None if given == "all" else {int(layer) % num_layers for layer in given}
@@ -86,11 +87,11 @@ class DefaultCapture:
     ) -> tuple[dict[int, Any], dict[int, Any]]:
         decode: dict[int, Any] = {}
         prefill: dict[int, Any] = {}
-        # Not there where `join` had nothing to ask for.
+        # The attribute is absent if `join` added no capture.
         activations = getattr(completion, "activations", None)
         if activations is None:
             return decode, prefill
-        # The output's own prompt_token_ids are None where the prompt was given as embeddings.
+        # The output's prompt_token_ids are None for prompts given as embeddings.
         prompt_len = completion.receipt.prompt_tokens
         for layer in activations.layers:
             if (_SITE, layer) not in activations or (layers and layer not in layers):

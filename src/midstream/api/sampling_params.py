@@ -1,4 +1,4 @@
-"""`midstream.SamplingParams`: vLLM's, with steering and captures as arguments."""
+"""`midstream.SamplingParams`: vLLM's, with captures, edits and probes as arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from midstream.validation import at, listed
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams
 
-# Each argument of vectors by hook point, and the phase of the tokens that it is for.
+# Arguments with vectors by hook point, and the phase of the tokens that they apply to.
 TIERS: dict[str, str | None] = {
     "steering_vectors": None,
     "prefill_steering_vectors": "prompt",
@@ -25,7 +25,7 @@ OWN = (*TIERS, "steering_module_ref", "capture", "edits", "probes")
 
 
 class PlanForm(dict[str, Any]):
-    """A plan's JSON form, which vLLM copies and packs like any dict. It does not print vectors."""
+    """JSON form of a plan, which vLLM copies and packs like any dict; its repr omits vectors."""
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{len(value)} {name}" for name, value in self.items())
@@ -33,7 +33,7 @@ class PlanForm(dict[str, Any]):
 
 
 class _Factory(type):
-    """Calling the class makes vLLM's object, of which all of them are instances."""
+    """Metaclass whose call creates vLLM's object; every `vllm.SamplingParams` is an instance."""
 
     def __call__(
         cls,
@@ -88,33 +88,33 @@ class _Factory(type):
 
 
 class SamplingParams(metaclass=_Factory):
-    """Makes a `vllm.SamplingParams`, with a plan in its `extra_args["midstream"]`.
+    """Create a `vllm.SamplingParams` with a plan in its `extra_args["midstream"]`.
 
-    All of vLLM's arguments are taken as they are, and:
+    All of vLLM's arguments are accepted, and:
 
     Args:
-        steering_vectors: vectors that are added at every token: `{hook point: {layer: vector}}`.
-            A hook point is `pre_attn`, `post_attn`, `post_block`, or any site's name; a vector is
-            a list, array or tensor of the model's width, or `{"vector": …, "scale": number}`.
-        prefill_steering_vectors: the same, at the prompt's tokens only.
-        decode_steering_vectors: the same, at generated tokens only.
-        steering_module_ref: vectors registered under a name, added at every token: `name`,
-            `(name, scale)` or `{"name": …, "scale": …}`. All four add up.
-        capture: what to capture: a Capture or its dict, a list of these, or
-            `{sink: {"hooks": {hook point: [layer, …]}, "positions": …, "tag": …, "request_id": …}}`
-            (or a `FilesystemCaptureRequest`). Rows for the sink `memory` come back on the output,
-            as `activations`; what became of those for others is in `capture_results`.
-        edits: edits of any kind, applied after those above, in this order.
-        probes: scores to read.
+        steering_vectors: vectors to add at every token: `{hook point: {layer: vector}}`. A hook
+            point is `pre_attn`, `post_attn`, `post_block`, or any site's name. A vector is a list,
+            array or tensor [hidden], or `{"vector": …, "scale": number}`.
+        prefill_steering_vectors: vectors to add at prompt tokens only, in the same form.
+        decode_steering_vectors: vectors to add at generated tokens only, in the same form.
+        steering_module_ref: registered vectors to add at every token: `name`, `(name, scale)` or
+            `{"name": …, "scale": …}`. All four arguments add up.
+        capture: what to capture: a Capture or its dict, a list of these, or `{sink: {"hooks": {hook
+            point: [layer, …]}, "positions": …, "tag": …, "request_id": …}}` (or a
+            `FilesystemCaptureRequest`). Rows for the sink `memory` are returned on the output as
+            `activations`; results of other sinks are in `capture_results`.
+        edits: edits of any kind, applied in order, after the steering vectors.
+        probes: scores to compute.
 
-    What it makes is vLLM's own object, so that it is copied, packed and checked as vLLM does it;
-    `isinstance(x, midstream.SamplingParams)` is true of every `vllm.SamplingParams`. The class's
-    other attributes are vLLM's, `from_optional` among them.
+    The result is vLLM's own object, which vLLM copies, packs and validates as usual. `isinstance(x,
+    midstream.SamplingParams)` is true for every `vllm.SamplingParams`. The class's other
+    attributes, such as `from_optional`, are vLLM's.
 
     Raises:
-        SpecError: one of these arguments is malformed. The path leads to the place:
-            `decode_steering_vectors["pre_attn"][15].vector`. What depends on the model (layers,
-            widths, registered names) is checked when the request is made.
+        SpecError: one of these arguments is malformed; the path names the place, such as
+            `decode_steering_vectors["pre_attn"][15].vector`. Values that depend on the model
+            (layers, widths, registered names) are checked when the request is submitted.
     """
 
     if TYPE_CHECKING:
@@ -132,10 +132,10 @@ def read_plan(
     edits: object = None,
     probes: object = None,
 ) -> Plan | None:
-    """The plan that these arguments of SamplingParams mean; None if none is given.
+    """Return the plan of these arguments of SamplingParams; None if none is given.
 
     Raises:
-        SpecError: as SamplingParams.
+        SpecError: as for SamplingParams.
     """
     found: list[Edit] = []
     if steering_module_ref is not None:

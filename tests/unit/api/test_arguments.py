@@ -303,7 +303,9 @@ def test_the_default_captures_layers_may_be_all(layers):
 
 
 def test_a_default_capture_of_nothing_is_refused():
-    with pytest.raises(ConfigError, match="layers: nothing would be captured; set include_decode"):
+    with pytest.raises(
+        ConfigError, match="layers: these settings capture no positions; set include_decode"
+    ):
         default(include_decode=False)
     with pytest.raises(SpecError, match="layers|layer"):
         default([0, 0])

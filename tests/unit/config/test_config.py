@@ -101,7 +101,7 @@ def test_all_layers_may_be_written_as_a_word_or_a_list_of_it(value):
         ({"sites": {"resid_post": 1}}, "midstream.sites: expected one or more site names"),
         ({"sites": ["resid"]}, "midstream.sites: unknown site 'resid'; there are resid_pre"),
         ({"sites": [3]}, "midstream.sites: unknown site 3"),
-        ({"sites": ["resid_post", "post_block"]}, "midstream.sites: resid_post is named twice"),
+        ({"sites": ["resid_post", "post_block"]}, "midstream.sites: resid_post is listed twice"),
         ({"layers": []}, 'midstream.layers: expected "all" or a list of indices, got []'),
         ({"layers": "first"}, 'midstream.layers: expected "all" or a list of indices'),
         ({"layers": 3}, 'midstream.layers: expected "all" or a list of indices, got 3'),
@@ -175,7 +175,7 @@ def test_a_layer_that_the_model_lacks_is_refused(layer):
 
 @pytest.mark.parametrize("layers", [[2, 2], [3, -1]])
 def test_a_layer_named_twice_is_refused_however_it_is_written(layers):
-    with pytest.raises(ConfigError, match="layers: layer . is named twice"):
+    with pytest.raises(ConfigError, match="layers: layer . is listed twice"):
         Config.parse({"layers": layers}).resolve_layers(4)
 
 
