@@ -123,7 +123,7 @@ def _real_output(descriptor: int) -> Iterator[IO[str]]:
 
 @contextmanager
 def _redirected(log: IO[bytes]) -> Iterator[None]:
-    """Descriptors 1 and 2 lead to the log until the block ends."""
+    """Redirect file descriptors 1 and 2 to the log."""
     kept = [(number, os.dup(number)) for number in (1, 2)]
     try:
         for number, _ in kept:
@@ -145,11 +145,11 @@ def _read(log: IO[bytes]) -> str:
 
 
 def _refusal(logged: str) -> MidstreamError | None:
-    """What a process of the engine's was refused for; None: there was nothing of the kind."""
+    """Return the last midstream error in the log of an engine process; None if there is none."""
     found = _REFUSED.findall(logged)
     return _REFUSALS[found[-1][0]](found[-1][1]) if found else None
 
 
 def _tail(logged: str) -> str:
     lines = logged.splitlines()[-TAIL_LINES:]
-    return "\n".join(["--- what was logged before the failure:", *lines, "---", ""])
+    return "\n".join(["--- end of the log before the failure:", *lines, "---", ""])

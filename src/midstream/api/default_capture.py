@@ -66,7 +66,7 @@ class DefaultCapture:
             return plan
         return replace(plan, captures=(*plan.captures, capture))
 
-    def put_on(self, output: Any, num_layers: int) -> None:
+    def attach(self, output: Any, num_layers: int) -> None:
         """Set `hidden_states` and `prefill_hidden_states`, {layer: [rows, hidden]}, on each
         completion, and on the output if it has only one.
 

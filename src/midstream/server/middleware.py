@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from midstream.config.config import KEY
 from midstream.errors import HttpError, MidstreamError, SpecError
 from midstream.server.http_request import CURRENT, RequestContext
-from midstream.server.refusal_logger import Watched
+from midstream.server.refusal_logger import RefusalLogger
 from midstream.server.request_field import take_field
 from midstream.server.response_writer import ResponseWriter
 from midstream.server.server import PATHS, Server
@@ -46,8 +46,8 @@ class Middleware:
             await self._app(scope, receive, send)
             return
         path = path_of(scope)
-        refused = functools.partial(self._server.record_refusal, scope)
-        observer = Watched(send, refused)
+        on_error = functools.partial(self._server.record_refusal, scope)
+        observer = RefusalLogger(send, on_error)
         observed = observer if path.startswith(_OWN) else send
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             if path.rstrip("/") == _METRICS:
@@ -64,7 +64,7 @@ class Middleware:
         if context is None:
             await self._app(_with_length(scope, body), replayed, observed)
             return
-        outgoing = ResponseWriter(context, self._server, observer, refused)
+        outgoing = ResponseWriter(context, self._server, observer, on_error)
         token = CURRENT.set(context)
         try:
             await self._app(_with_length(scope, body), replayed, outgoing)

@@ -12,19 +12,19 @@ from midstream.server.http_errors import read_error
 _MOST = 1 << 16
 
 
-class Watched:
+class RefusalLogger:
     """ASGI `send` that reports error responses to a callback."""
 
-    def __init__(self, send: Send, refused: Callable[[int, str | None], None]) -> None:
+    def __init__(self, send: Send, on_error: Callable[[int, str | None], None]) -> None:
         """Wrap a `send`.
 
         Args:
             send: the ASGI `send` to forward messages to.
-            refused: called with the status of an error response and the invalid field, if the
+            on_error: called with the status of an error response, and the invalid field if the
                 response names one.
         """
         self._send = send
-        self._refused = refused
+        self._on_error = on_error
         self._status = 0
         self._body = b""
 
@@ -34,7 +34,7 @@ class Watched:
         elif message["type"] == "http.response.body" and self._status >= 400:
             self._body += message.get("body", b"")[:_MOST]
             if not message.get("more_body", False):
-                self._refused(self._status, _param(self._body))
+                self._on_error(self._status, _param(self._body))
         await self._send(message)
 
 

@@ -25,16 +25,16 @@ class MidstreamField:
         activations: how captured rows without a sink are returned. "handle": cached on the server,
             and the response says where to fetch them; "inline": in the response; "none": not at
             all.
-        asked: the arguments of the plan as the client wrote them.
+        arguments: the arguments of the plan as the client wrote them.
     """
 
     plan: Plan | None
     activations: Return
-    asked: CallArguments = CallArguments()
+    arguments: CallArguments = CallArguments()
 
     def explain(self, error: SpecError) -> SpecError:
         """Return an error of the plan with the path of the invalid field in the body."""
-        return self.asked.explain(error).under(KEY)
+        return self.arguments.explain(error).under(KEY)
 
 
 def read_field(value: object) -> MidstreamField:
@@ -57,11 +57,11 @@ def read_field(value: object) -> MidstreamField:
         for name, part in given.items():
             if part is None:
                 raise SpecError(name, "expected a dict or a list, got null; omit it instead")
-        asked = CallArguments(**given)
+        arguments = CallArguments(**given)
         try:
-            return MidstreamField(asked.alone().plan(), returned, asked)
+            return MidstreamField(arguments.alone().plan(), returned, arguments)
         except SpecError as error:
-            raise asked.explain(error) from None
+            raise arguments.explain(error) from None
 
 
 def take_field(body: dict[str, Any]) -> MidstreamField | None:

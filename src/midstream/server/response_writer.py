@@ -27,7 +27,7 @@ class ResponseWriter:
         context: RequestContext,
         server: Server,
         send: Send,
-        refused: Callable[[int, str | None], None],
+        on_error: Callable[[int, str | None], None],
     ) -> None:
         """Create a writer for one response.
 
@@ -35,10 +35,10 @@ class ResponseWriter:
             context: state of the request.
             server: server whose encoder is used.
             send: the ASGI `send` to forward messages to.
-            refused: called with status and field for an error inside a stream that has begun, where
-                the HTTP status does not show it.
+            on_error: called with status and field for an error inside a stream that has begun,
+                since the HTTP status does not show it.
         """
-        self._refused = refused
+        self._on_error = on_error
         self._context = context
         self._server = server
         self._send = send
@@ -123,7 +123,7 @@ class ResponseWriter:
                 out += await self._with_updates(event)
             except (HttpError, MidstreamError) as error:
                 refusal = HttpError.of(error)
-                self._refused(refusal.status, refusal.param)
+                self._on_error(refusal.status, refusal.param)
                 out += [Event(b"", refusal.content), Event(b"", DONE)]
                 self._is_done = True
                 break

@@ -81,13 +81,13 @@ class ResultEncoder:
             asyncio.to_thread(self._cache, context.client, request_id, rows)
         )
         try:
-            held = await asyncio.shield(work)
+            cached = await asyncio.shield(work)
         except asyncio.CancelledError:
             # The thread continues; its rows have no client any more, so free them when it ends.
             work.add_done_callback(self._discard)
             raise
-        context.undelivered.append(held.id)
-        return handle_of(held)
+        context.undelivered.append(cached.id)
+        return handle_of(cached)
 
     def _cache(self, client: str, request_id: str, rows: Activations) -> CachedCapture:
         packed = pack(rows, *self._vectors)
@@ -115,14 +115,14 @@ class ResultEncoder:
         return base64.b64encode(pack(rows, *self._vectors)).decode("ascii")
 
 
-def handle_of(held: CachedCapture) -> dict[str, Any]:
+def handle_of(cached: CachedCapture) -> dict[str, Any]:
     """Return the JSON handle of cached rows: where to fetch them, their size and expiry."""
     return {
-        **held.about,
-        "id": held.id,
-        "url": f"{HELD_PATH}/{held.id}",
-        "bytes": held.nbytes,
-        "expires_at": held.expires_at,
+        **cached.about,
+        "id": cached.id,
+        "url": f"{HELD_PATH}/{cached.id}",
+        "bytes": cached.nbytes,
+        "expires_at": cached.expires_at,
     }
 
 

@@ -376,7 +376,7 @@ def positions(found):
 )
 def test_an_output_has_its_rows_by_layer_as_plain_dicts(given, decode, prefill):
     found = output(completion(activations=activations(_1=range(5), _15=range(5))))
-    default([1, 15], **given).put_on(found, 30)
+    default([1, 15], **given).attach(found, 30)
     for name, wanted in (("hidden_states", decode), ("prefill_hidden_states", prefill)):
         every = {} if wanted is None else {1: wanted, 15: wanted}
         assert positions(getattr(found, name)) == every
@@ -385,7 +385,7 @@ def test_an_output_has_its_rows_by_layer_as_plain_dicts(given, decode, prefill):
 
 def test_without_generated_rows_the_layers_are_there_and_empty():
     found = output(completion(activations=activations(_1=range(3))))
-    default([1], include_prefill=True, last=True).put_on(found, 30)
+    default([1], include_prefill=True, last=True).attach(found, 30)
     assert positions(found.hidden_states) == {1: []}
     assert positions(found.prefill_hidden_states) == {1: [0, 1, 2]}
 
@@ -393,7 +393,7 @@ def test_without_generated_rows_the_layers_are_there_and_empty():
 def test_several_completions_have_their_rows_each():
     every = [completion(n, activations(_1=range(3 + n))) for n in range(3)]
     found = output(*every)
-    default([1]).put_on(found, 30)
+    default([1]).attach(found, 30)
     assert [positions(one.hidden_states)[1] for one in every] == [[], [3], [3, 4]]
     assert not hasattr(found, "hidden_states")
 
@@ -402,19 +402,19 @@ def test_a_request_that_asked_for_nothing_has_empty_dicts():
     # max_tokens=1 and only generated rows: nothing rides along, and nothing is put on it.
     plain = CompletionOutput(0, "", [7], None, None)
     found = output(plain)
-    default([1]).put_on(found, 30)
+    default([1]).attach(found, 30)
     assert found.hidden_states == {}
     assert found.prefill_hidden_states == {}
 
 
 def test_a_prompt_of_embeddings_is_as_long_as_its_receipt_says():
     found = output(completion(activations=activations(_1=range(5))), prompt=None)
-    default([1], include_prefill=True).put_on(found, 30)
+    default([1], include_prefill=True).attach(found, 30)
     assert positions(found.prefill_hidden_states) == {1: [0, 1, 2]}
     assert positions(found.hidden_states) == {1: [3, 4]}
 
 
 def test_layers_that_only_the_requests_own_capture_named_are_not_among_the_default_ones():
     found = output(completion(activations=activations(_1=range(3, 5), _2=[4])))
-    default([1]).put_on(found, 30)
+    default([1]).attach(found, 30)
     assert positions(found.hidden_states) == {1: [3, 4]}

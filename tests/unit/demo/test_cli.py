@@ -117,7 +117,7 @@ def test_noise_is_kept_away_and_the_console_is_not() -> None:
 def test_the_noise_is_shown_when_something_fails() -> None:
     done = run_python("-c", NOISE.format(verbose=False, ending="raise RuntimeError('no luck')"))
     assert done.returncode == 1
-    assert "what was logged before the failure:" in done.stdout
+    assert "end of the log before the failure:" in done.stdout
     for words in ("python noise", "error noise", "noise from C", "more noise from C"):
         assert words in done.stdout
     assert "RuntimeError: no luck" in done.stderr

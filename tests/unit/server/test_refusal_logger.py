@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from midstream.server.refusal_logger import Watched
+from midstream.server.refusal_logger import RefusalLogger
 
 
 def send(status: int, *parts: bytes) -> tuple[list[dict[str, Any]], list[tuple[int, str | None]]]:
@@ -20,7 +20,7 @@ def send(status: int, *parts: bytes) -> tuple[list[dict[str, Any]], list[tuple[i
         async def take(message: Any) -> None:
             out.append(message)
 
-        watched = Watched(take, lambda status, param: noted.append((status, param)))
+        watched = RefusalLogger(take, lambda status, param: noted.append((status, param)))
         await watched({"type": "http.response.start", "status": status, "headers": []})
         for nth, part in enumerate(parts, 1):
             more = nth < len(parts)

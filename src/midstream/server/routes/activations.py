@@ -80,22 +80,22 @@ def delete(name: Name, server: ServerDep) -> Response:
 def captures(request: Request, server: ServerDep) -> dict[str, Any]:
     mine = server.captures.of_client(server.client_of(request.scope))
     return {
-        "captures": [{"request_id": held.request_id, **handle_of(held)} for held in mine],
-        "bytes": sum(held.nbytes for held in mine),
+        "captures": [{"request_id": cached.request_id, **handle_of(cached)} for cached in mine],
+        "bytes": sum(cached.nbytes for cached in mine),
     }
 
 
 class _Rows(FileResponse):
     """Response that sends a file by its descriptor, and always closes the descriptor."""
 
-    def __init__(self, held: CachedCapture, file: int) -> None:
+    def __init__(self, cached: CachedCapture, file: int) -> None:
         self._file = file
         super().__init__(
             f"/proc/self/fd/{file}",
             # Access depends on more than the URL, and the rows expire soon.
             headers={"cache-control": "no-store"},
             media_type="application/octet-stream",
-            filename=f"{held.id}.safetensors",
+            filename=f"{cached.id}.safetensors",
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
