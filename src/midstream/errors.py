@@ -10,7 +10,7 @@ MidstreamError
 ├── UnsupportedError (ValueError)   this vLLM, model or engine setting is unsupported
 │   └── SeamError                   vLLM's internals differ from those midstream was built on
 ├── TapError (RuntimeError)         a tap did not run exactly once per forward pass
-├── ReceiptError (RuntimeError)     what was done for a request differs from its plan
+├── ReceiptError (RuntimeError)     a request's results differ from its plan
 ├── RankError (RuntimeError)        two workers received or did different things
 ├── FetchError (RuntimeError)       the workers do not have a request's captured rows
 ├── MessageError (RuntimeError)     a message between midstream's processes is malformed
@@ -99,7 +99,7 @@ class RankError(MidstreamError, RuntimeError):
 
 
 class ReceiptError(MidstreamError, RuntimeError):
-    """What was done for one or more requests differs from their plans.
+    """Results of one or more requests differ from their plans.
 
     Args:
         message: the differences, request by request.
@@ -113,7 +113,7 @@ class ReceiptError(MidstreamError, RuntimeError):
 
 
 class ReceiptWarning(UserWarning):
-    """What was done for a request differs from its plan; its receipt has the status `error`."""
+    """Results of a request differ from its plan; its receipt has the status `error`."""
 
 
 class FetchError(MidstreamError, RuntimeError):

@@ -66,7 +66,7 @@ class Config:
             1/16 of the device's memory (2 GiB on a CPU).
         arena_bytes: maximum host memory for captured rows, per worker, until they are read or
             freed. None: a quarter of the free memory, at most 64 GiB, over all workers.
-        overflow: what happens to captured rows beyond that limit. "block": requests wait in the
+        overflow: what happens to captured rows beyond `arena_bytes`. "block": requests wait in the
             front end for capacity; "spill": rows go to unnamed files in `spill_dir`; "drop": rows
             are dropped, and the receipt, with status `partial`, reports how many.
         spill_dir: folder for spilled rows; None: the system's folder for temporary files.
