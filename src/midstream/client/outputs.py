@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from midstream.config.config import KEY
 from midstream.errors import ServerError
 from midstream.results.activations import Activations
+from midstream.results.arrays import array_of
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import CaptureResult, Receipt
 from midstream.results.serialization import unpack
@@ -175,20 +174,18 @@ class Reader:
         length = max(
             (1 + max(known["positions"], default=-1) for known in mine.values()), default=0
         )
-        tokens = torch.zeros(length, dtype=torch.int64)
+        tokens = [0] * length
         for known in mine.values():
-            tokens[known["positions"]] = torch.tensor(known["token_ids"], dtype=torch.int64)
+            for position, token in zip(known["positions"], known["token_ids"], strict=True):
+                tokens[position] = token
         return Probes(
             {
                 # NaN and infinities are sent as strings, which float() parses.
-                name: torch.tensor([float(score) for score in known["scores"]])
+                name: array_of([float(score) for score in known["scores"]], "float32")
                 for name, known in mine.items()
             },
-            {
-                name: torch.tensor(known["positions"], dtype=torch.int64)
-                for name, known in mine.items()
-            },
-            tokens,
+            {name: array_of(known["positions"], "int64") for name, known in mine.items()},
+            array_of(tokens, "int64"),
         )
 
 

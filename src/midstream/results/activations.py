@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from midstream import sites
-from midstream.codecs import Codec, Raw
 from midstream.console import format_ranges
+from midstream.results.arrays import array_of, save_tensors, to_numpy
 from midstream.results.encoded_rows import Rows, rows_of
+from midstream.sites import Tap
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
-    Tap = tuple[str, int]
+    from midstream.codecs import Codec
 
 
 class Activations:
@@ -26,7 +27,8 @@ class Activations:
     `activations["resid_post", 10]` is a tensor [rows, hidden] in the model's dtype, with rows in
     the order of their positions. Rows of a lossy codec are decoded by `Codec.decode`. Tensors are
     created on first access. They are views without a copy if the rows are contiguous in the
-    worker's shared memory; that memory is freed when the tensor is.
+    worker's shared memory; that memory is freed when the tensor is. A client without torch has
+    arrays of NumPy in place of tensors, with bfloat16 widened to float32.
 
     `positions` and `token_ids` describe all sites and layers if these were captured at the same
     positions, as with a single `Capture`; otherwise use `positions_of` and `token_ids_of`.
@@ -65,7 +67,10 @@ class Activations:
     @property
     def codec(self) -> Codec:
         """The codec that encoded the rows on the device."""
-        return next((self._rows(tap).codec for tap in self._given), Raw())
+        from midstream.codecs import Raw
+
+        found = (rows.codec for rows in self._given.values() if isinstance(rows, Rows))
+        return next(found, Raw())
 
     def encoded(self, site: str, layer: int) -> Tensor:
         """Return the encoded rows of one site and layer, uint8 [rows, bytes of a row].
@@ -162,12 +167,7 @@ class Activations:
         """Return an array [rows, hidden] by (site, layer); bfloat16, which NumPy lacks, becomes
         float32.
         """
-        import torch
-
-        return {
-            key: (value.float() if value.dtype == torch.bfloat16 else value).numpy()
-            for key, value in self.items()
-        }
+        return {key: to_numpy(value) for key, value in self.items()}
 
     def save(self, path: str | Path) -> Path:
         """Write a safetensors file, and return its path.
@@ -175,16 +175,13 @@ class Activations:
         It has the tensors `{site}.{layer}`, `{site}.{layer}.positions` and
         `{site}.{layer}.token_ids` for each captured site and layer.
         """
-        from safetensors.torch import save_file
-
-        tensors = {}
+        tensors: dict[str, Any] = {}
         for (site, layer), value in self.items():
-            tensors[f"{site}.{layer}"] = value.contiguous()
-            # safetensors rejects tensors that share memory: copy them.
-            tensors[f"{site}.{layer}.positions"] = self.positions_of(site, layer).clone()
-            tensors[f"{site}.{layer}.token_ids"] = self.token_ids_of(site, layer).clone()
+            tensors[f"{site}.{layer}"] = value
+            tensors[f"{site}.{layer}.positions"] = self.positions_of(site, layer)
+            tensors[f"{site}.{layer}.token_ids"] = self.token_ids_of(site, layer)
         target = Path(path)
-        save_file(tensors, target, metadata={"format": "midstream.activations", "version": "1"})
+        save_tensors(tensors, target, metadata={"format": "midstream.activations", "version": "1"})
         return target
 
     def __repr__(self) -> str:
@@ -210,10 +207,8 @@ class Activations:
 
     @property
     def _tokens(self) -> Tensor:
-        import torch
-
-        if not isinstance(self._given_tokens, torch.Tensor):
-            self._given_tokens = torch.tensor(self._given_tokens, dtype=torch.int64)
+        if isinstance(self._given_tokens, Sequence):
+            self._given_tokens = array_of(self._given_tokens, "int64")
         return self._given_tokens
 
     def _rows(self, tap: Tap) -> Rows:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Union
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from midstream.codecs import Codec, Raw
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from midstream.codecs import Codec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,10 +66,12 @@ class Scattered:
         every: NDArray[np.uint8] = np.ndarray(
             (memory.size - start - size + 1, size), np.uint8, memory, start, (1, 1)
         )
+        import torch
+
         return torch.from_numpy(every[self.offsets])
 
 
-Chunk = Tensor | Scattered
+Chunk = Union["Tensor", Scattered]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +101,16 @@ class Rows:
 
     def encoded(self) -> Tensor:
         """Return the encoded rows, uint8 [n, bytes of a row]; a view if they are contiguous."""
+        import torch
+
         if not self.chunks:
             return torch.zeros(0, self.codec.row_bytes(self.hidden, self.dtype), dtype=torch.uint8)
         pieces = [
-            chunk[:, place] if isinstance(chunk, Tensor) else chunk.of(place)
+            chunk.of(place) if isinstance(chunk, Scattered) else chunk[:, place]
             for chunk, place in zip(self.chunks, self.places, strict=True)
         ]
-        return self._select(pieces)
+        every = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return every if self.chosen is None else every[self.chosen]
 
     def decoded(self) -> Tensor:
         """Return the decoded rows, [n, hidden]; a view if the codec is raw and the rows are
@@ -110,12 +118,10 @@ class Rows:
         """
         return self.codec.decode(self.encoded(), self.hidden, self.dtype)
 
-    def _select(self, pieces: list[Tensor]) -> Tensor:
-        every = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return every if self.chosen is None else every[self.chosen]
-
 
 def rows_of(values: Tensor) -> Rows:
     """Return vectors [n, hidden] in the model's dtype as raw encoded rows."""
+    from midstream.codecs import Raw
+
     encoded = Raw().encode(values)
     return Rows(Raw(), values.shape[1], values.dtype, (encoded[:, None],), (0,))

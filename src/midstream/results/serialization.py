@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import re
 import struct
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from midstream import sites
-from midstream.codecs import Codec, Raw, parse_codec
-from midstream.errors import SpecError
+from midstream.errors import SpecError, UnsupportedError
 from midstream.results.activations import Activations
+from midstream.results.arrays import array_of, load_tensors
 from midstream.results.encoded_rows import Rows
-from midstream.sites import order
+from midstream.sites import Tap, order
 from midstream.validation import INT_LIMIT, show
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 FORMAT = "midstream.activations"
 VERSION = "1"
@@ -44,6 +48,8 @@ def pack(activations: Activations, hidden: int, dtype: torch.dtype) -> bytes:
     """
     from safetensors.torch import save
 
+    from midstream.codecs import Raw
+
     is_raw = isinstance(activations.codec, Raw)
     tensors: dict[str, Tensor] = {}
     for site, layer in activations:
@@ -67,14 +73,16 @@ def pack(activations: Activations, hidden: int, dtype: torch.dtype) -> bytes:
 def unpack(data: bytes) -> Activations:
     """Return the rows of a file from `pack`, bit for bit.
 
+    Where torch is not installed the rows are NumPy arrays, with bfloat16 widened to float32.
+
     Raises:
         SpecError: the bytes are not such a file.
+        UnsupportedError: the codec is lossy, and torch, which decodes it, is not installed.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import load
 
     try:
-        tensors = load(data)
+        tensors = load_tensors(data)
         metadata = _metadata(data)
     except (SafetensorError, ValueError, KeyError, struct.error) as error:
         raise SpecError("", f"expected a safetensors file of captured rows: {error}") from None
@@ -82,47 +90,67 @@ def unpack(data: bytes) -> Activations:
         raise SpecError(
             "", f"expected a file of {FORMAT}, version {VERSION}, got {show(str(metadata))}"
         )
-    codec = parse_codec(metadata.get("codec", "raw"))
-    dtype = getattr(torch, metadata.get("dtype", ""), None)
-    hidden = metadata.get("hidden", "")
-    if not isinstance(dtype, torch.dtype) or not _NUMBER.fullmatch(hidden):
-        raise SpecError("", f"the file's dtype or hidden is invalid: {show(str(metadata))}")
-    vectors = _Vectors(codec, int(hidden), dtype)
-    values: dict[tuple[str, int], Tensor | Rows] = {}
-    positions: dict[tuple[str, int], Tensor] = {}
-    tokens = torch.zeros(0, dtype=torch.int64)
+    check = _checker(metadata)
+    values: dict[Tap, Tensor | Rows] = {}
+    positions: dict[Tap, Tensor] = {}
+    found = np.zeros(0, np.int64)
     for tap in sorted(_taps(tensors), key=order):
         name = f"{tap[0]}.{tap[1]}"
-        values[tap] = vectors.rows(name, tensors[name])
+        values[tap] = check(name, tensors[name])
         positions[tap] = _indices(tensors, name, _POSITIONS, len(tensors[name]), MAX_POSITION)
         ids = _indices(tensors, name, _TOKENS, len(tensors[name]), INT_LIMIT)
         length = int(positions[tap].max()) + 1 if len(ids) else 0
-        if length > len(tokens):
-            tokens = torch.cat([tokens, tokens.new_zeros(length - len(tokens))])
-        tokens[positions[tap]] = ids
-    return Activations(values, positions, tokens)
+        if length > len(found):
+            found = np.concatenate([found, np.zeros(length - len(found), np.int64)])
+        found[np.asarray(positions[tap])] = np.asarray(ids)
+    return Activations(values, positions, array_of(found, "int64"))
 
 
-class _Vectors(NamedTuple):
-    """Properties of the captured vectors, from a file's metadata."""
+def _checker(metadata: Mapping[str, Any]) -> Callable[[str, Any], Tensor | Rows]:
+    """Return a function that checks one tensor of a file and returns it as `Activations` takes it.
 
-    codec: Codec
-    hidden: int
-    dtype: torch.dtype
+    Raises:
+        SpecError: the file's metadata are invalid.
+        UnsupportedError: the codec is lossy, and torch is not installed.
+    """
+    hidden = metadata.get("hidden", "")
+    invalid = SpecError("", f"the file's dtype or hidden is invalid: {show(str(metadata))}")
+    if not _NUMBER.fullmatch(hidden):
+        raise invalid
+    width = int(hidden)
+    try:
+        import torch
 
-    def rows(self, name: str, found: Tensor) -> Tensor | Rows:
-        """Check one tensor of the file, and return it as `Activations` takes it."""
-        is_raw = isinstance(self.codec, Raw)
-        width = self.hidden if is_raw else self.codec.row_bytes(self.hidden, self.dtype)
-        dtype = self.dtype if is_raw else torch.uint8
-        if found.dtype != dtype or found.ndim != 2 or found.shape[1] != width:
-            raise SpecError("", f"{name}: expected {dtype} [rows, {width}]")
-        if is_raw:
-            return found
-        return Rows(self.codec, self.hidden, self.dtype, (found[:, None],), (0,))
+        from midstream.codecs import Raw, parse_codec
+    except ModuleNotFoundError:
+        if metadata.get("codec", "raw") != "raw":
+            raise UnsupportedError(
+                f"rows of codec {metadata['codec']!r} are decoded by torch, which is not "
+                "installed; install torch, or capture with the codec `raw`"
+            ) from None
+        return lambda name, found: _sized(name, found, None, width)
+    codec = parse_codec(metadata.get("codec", "raw"))
+    dtype = getattr(torch, metadata.get("dtype", ""), None)
+    if not isinstance(dtype, torch.dtype):
+        raise invalid
+    if isinstance(codec, Raw):
+        return lambda name, found: _sized(name, found, dtype, width)
+    row_bytes = codec.row_bytes(width, dtype)
+
+    def encoded(name: str, found: Any) -> Rows:
+        rows = _sized(name, found, torch.uint8, row_bytes)
+        return Rows(codec, width, dtype, (rows[:, None],), (0,))
+
+    return encoded
 
 
-def _taps(tensors: dict[str, Tensor]) -> list[tuple[str, int]]:
+def _sized(name: str, found: Any, dtype: torch.dtype | None, width: int) -> Any:
+    if (dtype is not None and found.dtype != dtype) or found.ndim != 2 or found.shape[1] != width:
+        raise SpecError("", f"{name}: expected {dtype or 'numbers'} [rows, {width}]")
+    return found
+
+
+def _taps(tensors: Mapping[str, Any]) -> list[Tap]:
     """Return the (site, layer) pairs of a file's tensors.
 
     Raises:
@@ -140,9 +168,13 @@ def _taps(tensors: dict[str, Tensor]) -> list[tuple[str, int]]:
     return found
 
 
-def _indices(tensors: dict[str, Tensor], name: str, what: str, rows: int, limit: int) -> Tensor:
+def _indices(tensors: Mapping[str, Any], name: str, what: str, rows: int, limit: int) -> Any:
     found = tensors.get(f"{name}.{what}")
-    if found is None or found.dtype != torch.int64 or found.shape != (rows,):
+    if (
+        found is None
+        or str(found.dtype).removeprefix("torch.") != "int64"
+        or found.shape != (rows,)
+    ):
         raise SpecError("", f"{name}.{what}: expected int64 [{rows}]")
     if rows and (int(found.min()) < 0 or int(found.max()) > limit):
         raise SpecError("", f"{name}.{what}: out of range")

@@ -1,0 +1,81 @@
+"""Tensors of results, or NumPy arrays in their place where torch is not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# dtypes of safetensors; BF16, which NumPy lacks, is widened to float32.
+_DTYPES = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32,
+    "U8": np.uint8,
+}  # fmt: skip
+
+
+def array_of(values: Sequence[Any], dtype: str) -> Tensor:
+    """Return numbers as a tensor [len(values)] of a dtype such as "int64" or "float32".
+
+    Without torch it is a NumPy array, which has the same operators.
+    """
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return np.array(values, dtype=dtype)  # type: ignore[return-value]
+    return torch.tensor(values, dtype=getattr(torch, dtype))
+
+
+def load_tensors(data: bytes) -> Mapping[str, Tensor]:
+    """Return the tensors of a safetensors file by name; NumPy arrays where torch is not installed.
+
+    Raises:
+        SafetensorError: the bytes are not such a file.
+        ValueError: a dtype that NumPy lacks, where torch is not installed.
+    """
+    try:
+        from safetensors.torch import load
+    except ModuleNotFoundError:
+        from safetensors import deserialize
+
+        return {name: _array(each) for name, each in deserialize(data)}
+    found: Mapping[str, Tensor] = load(data)
+    return found
+
+
+def save_tensors(tensors: Mapping[str, Any], target: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file of tensors or arrays, which may share memory."""
+    if any(isinstance(each, np.ndarray) for each in tensors.values()):
+        from safetensors.numpy import save_file
+
+        save_file({name: np.array(each) for name, each in tensors.items()}, target, metadata)
+        return
+    from safetensors.torch import save_file
+
+    # safetensors rejects tensors that share memory: copy them.
+    save_file({name: each.clone().contiguous() for name, each in tensors.items()}, target, metadata)
+
+
+def to_numpy(values: Any) -> NDArray[np.generic]:
+    """Return a tensor as an array; bfloat16, which NumPy lacks, becomes float32."""
+    if isinstance(values, np.ndarray):
+        return values
+    found: NDArray[np.generic] = (
+        values.float() if str(values.dtype) == "torch.bfloat16" else values
+    ).numpy()
+    return found
+
+
+def _array(each: Mapping[str, Any]) -> Any:
+    if each["dtype"] == "BF16":
+        halves = np.frombuffer(each["data"], np.uint16).astype(np.uint32) << 16
+        return halves.view(np.float32).reshape(each["shape"])
+    dtype = _DTYPES.get(each["dtype"])
+    if dtype is None:
+        raise ValueError(f"dtype {each['dtype']} requires torch")
+    return np.frombuffer(each["data"], dtype).reshape(each["shape"])
