@@ -1,6 +1,6 @@
-"""Data sets through an engine, and what was captured into a store: the job of `midstream capture`.
+"""Dataset captures, the jobs of `midstream capture`: prompts of a dataset in, a store out.
 
-Needs no command line: `capture_dataset(Job(model=…, data=…, out=…, capture=Capture(…)))`.
+From Python: `capture_dataset(Job(model=…, data=…, out=…, capture=Capture(…)))`.
 """
 
 from midstream.jobs.job import Job

@@ -1,9 +1,8 @@
-"""The directory that a job captures into: it is one job's at a time.
+"""Locks of a job's output directory, which only one job may use at a time.
 
-A job holds a lock of the directory. Where other processes write for it, on this machine or
-elsewhere, each of them shares a second lock for as long as it lives. Of a job that was killed these
-may outlive it by a moment, and what they wrote then the next job would not have seen: it waits for
-that lock first.
+A job holds an exclusive lock of the directory. Processes that write for it, on this machine or
+others, share a second lock while they live. Such processes may briefly outlive a job that was
+killed, and the next job would miss what they still write, so it first waits for the second lock.
 """
 
 from __future__ import annotations
@@ -23,32 +22,32 @@ from midstream.store.backends.local import LocalFolder, folder_of
 LOCK = ".capture.lock"
 WRITERS = ".capture.writers"
 ERRORS = "errors.jsonl"
-# For how long a job waits for what a killed one has left: these processes find out, and end.
-PATIENCE = 30.0  # seconds
-_BETWEEN_LOOKS = 0.1
+# Seconds that a job waits for the processes of a killed job, which notice its end and exit.
+PATIENCE = 30.0
+_POLL_SECONDS = 0.1
 
 
 @contextmanager
 def taken(job: Job) -> Iterator[Store]:
-    """The store that a job captures into, made if it is missing.
+    """Lock a job's output directory and return its store, created if missing.
 
     Raises:
-        StoreError: it is not empty and the job does not resume, another job captures into it or
-            what one has left behind does, or it cannot be written to.
+        StoreError: the directory is not empty and the job does not resume, another job or a
+            process left by one writes into it, or it cannot be written to.
     """
     folder = folder_of(job.out)
     folder.make()
-    # In an object store nobody can be kept out.
+    # Object stores have no locks.
     lock = _lock(folder.root) if isinstance(folder, LocalFolder) else None
     try:
         if isinstance(folder, LocalFolder):
             _wait_for_writers(folder.root)
         if not job.resume:
-            there = _contents(folder.root) if isinstance(folder, LocalFolder) else folder.names()
-            if there:
+            names = _contents(folder.root) if isinstance(folder, LocalFolder) else folder.names()
+            if names:
                 raise StoreError(
-                    f"{job.out}: it is not empty, there is {there[0]}; name another directory, or "
-                    "resume what was begun there (--resume)"
+                    f"{job.out}: it is not empty, it contains {names[0]}; choose another "
+                    "directory, or continue the job that was started there (--resume)"
                 )
         yield open_store(job.out)
     finally:
@@ -57,7 +56,7 @@ def taken(job: Job) -> Iterator[Store]:
 
 
 def errors_file(job: Job) -> str | None:
-    """Where the lines are listed that could not be captured; None: nowhere."""
+    """Return the path of the list of failed lines; None: there is none."""
     if job.errors:
         return job.errors
     folder = folder_of(job.out)
@@ -65,54 +64,56 @@ def errors_file(job: Job) -> str | None:
 
 
 def mark(job: Job) -> str:
-    """Writes a word into the directory that a job has taken, by which its writers know it; empty in
-    an object store, which is the same everywhere.
+    """Write a random marker into the job's locked directory and return it.
+
+    Processes on other machines compare the marker to verify that they see the same directory. It is
+    empty for an object store, which is the same everywhere.
 
     Raises:
-        StoreError: it cannot be written.
+        StoreError: the marker cannot be written.
     """
     folder = folder_of(job.out)
     if not isinstance(folder, LocalFolder):
         return ""
-    word = secrets.token_hex(16)
+    marker = secrets.token_hex(16)
     path = os.path.join(folder.root, WRITERS)
     try:
         with open(path, "wb") as file:
-            file.write(word.encode())
+            file.write(marker.encode())
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror}") from None
-    return word
+    return marker
 
 
-def join_writers(job: Job, word: str) -> None:
-    """Makes this process one of those that write for a job, until it ends. To be called once.
+def join_writers(job: Job, marker: str) -> None:
+    """Take the shared lock of a job's writers until this process ends. To be called once.
 
     Args:
-        job: which; it runs.
-        word: what `mark` gave where it runs.
+        job: the running job.
+        marker: result of `mark` in the job's process.
 
     Raises:
-        StoreError: this is not the directory that the job has taken, or it cannot be locked.
+        StoreError: the directory is not the one that the job has locked, or locking fails.
     """
     folder = folder_of(job.out)
     if not isinstance(folder, LocalFolder):
         return
     path = os.path.join(folder.root, WRITERS)
     try:
-        # Never closed: that would end the lock.
+        # Never closed, because that would release the lock.
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        there = b""
+        found = b""
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror}") from None
     else:
-        there = os.pread(file, 1024, 0)
-    if there != word.encode():
+        found = os.pread(file, 1024, 0)
+    if found != marker.encode():
         raise StoreError(
-            f"{job.out}: on {os.uname().nodename} this is another directory than where the job "
-            "runs; name one that all machines share, or s3://…"
+            f"{job.out}: on {os.uname().nodename} this path is not the job's directory; use a "
+            "directory that all machines share, or s3://…"
         )
     try:
         fcntl.lockf(file, fcntl.LOCK_SH)
@@ -121,7 +122,11 @@ def join_writers(job: Job, word: str) -> None:
 
 
 def _wait_for_writers(root: str) -> None:
-    """Returns when nobody writes any more for a job that has ended."""
+    """Wait until no process of an earlier job writes into the directory.
+
+    Raises:
+        StoreError: one still does after `PATIENCE` seconds.
+    """
     path = os.path.join(root, WRITERS)
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -138,10 +143,10 @@ def _wait_for_writers(root: str) -> None:
             except OSError:
                 if time.monotonic() > give_up:
                     raise StoreError(
-                        f"{root}: processes of a job that has ended still write into it; end these "
+                        f"{root}: processes of a job that has ended still write into it; end them "
                         "first"
                     ) from None
-            time.sleep(_BETWEEN_LOOKS)
+            time.sleep(_POLL_SECONDS)
     finally:
         os.close(file)
 
@@ -153,8 +158,8 @@ def _lock(root: str) -> int:
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror}") from None
     try:
-        # A lock of the process, not of the open file: an engine's process, forked from one that
-        # was killed, must not hold it.
+        # A lock of the process rather than of the open file: an engine process, forked from a job
+        # that was killed, must not keep it.
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
@@ -163,5 +168,7 @@ def _lock(root: str) -> int:
 
 
 def _contents(root: str) -> list[str]:
-    """What is there, but for hidden files: those that a job leaves that never wrote a shard."""
+    """Return the names of the directory's files, without hidden ones, which a job leaves even if it
+    never wrote a shard.
+    """
     return sorted(name for name in os.listdir(root) if not name.startswith("."))

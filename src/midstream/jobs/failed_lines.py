@@ -1,4 +1,4 @@
-"""The lines that could not be captured, in a file of their own."""
+"""File that lists the lines that could not be captured."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _CUT = b'{"line": '
 
 
 class Failures:
-    """Writes `{"line": 17, "reason": "…"}` for each, as they come.
+    """Writer of `{"line": 17, "reason": "…"}`, one JSON line per failed line, unbuffered.
 
     Attributes:
-        path: of the file; None: they are only counted.
-        count: how many there were.
+        path: path of the file; None: failed lines are only counted.
+        count: number of failed lines.
     """
 
     def __init__(self, path: str | None) -> None:
-        """Nothing is written yet.
+        """Check that the file can be written, without writing it.
 
         Raises:
-            SpecError: it could not be; or what is there is something else than such a list.
+            SpecError: the file cannot be written, or exists and is not such a list.
         """
         self.path = path
         self.count = 0
@@ -37,32 +37,40 @@ class Failures:
         if path is not None:
             folder = os.path.dirname(os.path.abspath(path))
             if os.path.isdir(path) or not os.access(folder, os.W_OK | os.X_OK):
-                raise SpecError("errors", f"cannot write a file {path}; name another")
+                raise SpecError("errors", f"cannot write the file {path}; choose another")
             if os.path.lexists(path) and not _is_list(path):
-                # It would be removed: it may be the data, or a device.
+                # It would be removed, and might be the data or a device.
                 raise SpecError(
-                    "errors", f"{path} is there and is no list of lines that failed; name another"
+                    "errors", f"{path} exists and is not a list of failed lines; choose another"
                 )
 
     def begin(self) -> None:
-        """Removes what an earlier job wrote there: each job tries again all that is missing."""
+        """Remove the list of an earlier run: each run retries all missing lines.
+
+        Raises:
+            StoreError: the file cannot be removed.
+        """
         if self.path is not None:
-            with _named(self.path), suppress(FileNotFoundError):
+            with _as_store_error(self.path), suppress(FileNotFoundError):
                 os.unlink(self.path)
 
     def add(self, failed: Failed) -> None:
-        """Takes note of a line. Raises StoreError where that cannot be written."""
+        """Count and list a failed line.
+
+        Raises:
+            StoreError: the file cannot be written.
+        """
         self.count += 1
         if self.path is None:
             return
-        with _named(self.path):
+        with _as_store_error(self.path):
             if self._file is None:
-                # Not buffered, so that lines are there even if the job is killed.
+                # Unbuffered, so that lines are in the file even if the job is killed.
                 self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115
             self._file.write(_line(failed))
 
     def close(self) -> None:
-        """No others follow."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
@@ -72,7 +80,7 @@ def _line(failed: Failed) -> bytes:
 
 
 def _is_list(path: str) -> bool:
-    """Whether a file is one that a job has written, or empty."""
+    """Return whether a file was written by a job or is empty."""
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             return False
@@ -80,13 +88,13 @@ def _is_list(path: str) -> bool:
             first = file.read(64)
     except OSError:
         return False
-    # A job that was killed may have written no more than a part of a line.
+    # A killed job may have written only a part of the first line.
     is_cut = b"\n" not in first and len(first) < 32
     return bool(_START.match(first)) or (is_cut and _CUT.startswith(first[: len(_CUT)]))
 
 
 @contextmanager
-def _named(path: str) -> Iterator[None]:
+def _as_store_error(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

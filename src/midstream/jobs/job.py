@@ -1,4 +1,4 @@
-"""One dataset capture, as it is asked for."""
+"""Description of one dataset capture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from midstream.validation import at, is_int, kind, show
 
 FLUSH_SECONDS = 30.0
 
-# What `Job` says itself, and what a job's engine must have as it is.
+# Engine arguments that `Job` sets itself, or that a job's engine must leave at their default.
 _OWN_ARGUMENTS = (
     "model",
     "revision",
@@ -28,8 +28,8 @@ _OWN_ARGUMENTS = (
     "enable_steering",
     "skip_tokenizer_init",
 )
-# Arguments of engines that change how fast rows come and not what is in them. A job that goes on
-# elsewhere may have others; all that are not named here it must have again.
+# Engine arguments that affect speed but not the captured values. A resumed job may change these,
+# and no others.
 _HARMLESS_ARGUMENTS = frozenset(
     {
         "async_scheduling",
@@ -58,34 +58,36 @@ _HARMLESS_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What to capture of which prompts, and where to.
+    """What to capture from which prompts, and where to store it.
 
     Attributes:
-        model: its name or folder.
-        data: a file of JSON lines or of Parquet, a data set of Hugging Face's by name or in a
-            folder, or `-`, JSON lines on the standard input.
-        out: the store's directory, or `s3://bucket/prefix`.
-        capture: which rows. Its sink, tag and request_id are not set; they are the job's.
-        max_tokens: how many tokens each prompt is answered with, at temperature 0. With 1 there
-            are no rows but the prompt's.
-        tag: of every request.
-        prompt_field: which field of a line, or which column, has the prompt; empty: `text`, of
-            conversations `messages`.
-        chat: whether prompts are conversations, which the model's chat template writes out.
-        subset: of a data set that has several.
-        split: of a data set.
-        limit: how many lines are read; None: all.
-        keep_prompts: whether the prompt's text and the answer's are kept with the rows.
-        revision: of the model; empty: its default.
-        dtype: of the engine; `auto`: the model's own.
-        engine_args: whatever else `vllm.LLM` takes.
-        resume: whether the store may have some of the lines already, which are passed over then.
-        errors: a file for the lines that could not be captured; empty: `errors.jsonl` in the
+        model: name or folder of the model.
+        data: a JSON lines or Parquet file, a Hugging Face dataset by name or folder, or `-` for
+            JSON lines on standard input.
+        out: directory of the store, or `s3://bucket/prefix`.
+        capture: rows to capture. Its sink, tag, request_id and metadata must not be set; the job
+            sets them.
+        max_tokens: number of tokens to generate per prompt, at temperature 0. With 1, only the
+            prompt has rows.
+        tag: tag of every request.
+        prompt_field: field of a line, or column, with the prompt; empty: `text`, or `messages` for
+            conversations.
+        chat: prompts are conversations, formatted by the model's chat template.
+        subset: subset of a Hugging Face dataset that has several.
+        split: split of a Hugging Face dataset.
+        limit: number of lines to read; None: all.
+        keep_prompts: store the texts of prompt and answer with the rows.
+        revision: revision of the model; empty: its default.
+        dtype: dtype of the engine; `auto`: the model's own.
+        engine_args: further arguments of `vllm.LLM`.
+        resume: allow a store that has some of the lines already, and skip these.
+        errors: file that lists the lines that could not be captured; empty: `errors.jsonl` in the
             store's directory, or none in an object store.
-        flush_seconds: how long what came may wait to be written. It is what a kill costs.
+        flush_seconds: longest time that captured rows wait to be written, in seconds; at most this
+            much work is lost if the job is killed.
 
     Raises:
-        SpecError: a field is malformed; its path is that field.
+        SpecError: a field is malformed; the path is its name.
     """
 
     model: str
@@ -113,7 +115,7 @@ class Job:
                 raise SpecError(name, "expected a name or path, got nothing")
         if self.capture.place != (MEMORY, "", "") or self.capture.metadata:
             raise SpecError(
-                "capture", "leave out sink, tag, request_id and metadata: they are the job's"
+                "capture", "leave out sink, tag, request_id and metadata: the job sets them"
             )
         for name, least in (("max_tokens", 1), ("limit", 1)):
             _check_count(name, getattr(self, name), least)
@@ -123,27 +125,27 @@ class Job:
             raise SpecError("flush_seconds", f"expected 0 to 86400, got {self.flush_seconds}")
         for name in self.engine_args:
             if name in _OWN_ARGUMENTS:
-                raise SpecError(f"engine_args.{name}", "it is not to be set here")
+                raise SpecError(f"engine_args.{name}", "cannot be set for a dataset capture")
 
     @property
     def column(self) -> str:
-        """The field or column that has the prompt."""
+        """Name of the field or column with the prompt."""
         return self.prompt_field or ("messages" if self.chat else "text")
 
     @property
     def codec(self) -> str:
-        """How the rows are encoded, every parameter written out."""
+        """Codec spec of the rows."""
         return self.capture.codec or "raw"
 
     @property
     def plan(self) -> Plan:
-        """What every request asks for."""
+        """Plan of every request."""
         return Plan(captures=(replace(self.capture, codec=self.codec),))
 
     @property
     def terms(self) -> dict[str, Any]:
-        """All that decides, besides the prompt, what is in a request's rows; and the tag. A store
-        has lines that were captured on the same terms.
+        """Settings that, with the prompt, determine a request's rows; and the tag. All lines of a
+        store are captured with the same terms.
         """
         (capture,) = self.plan.captures
         return {

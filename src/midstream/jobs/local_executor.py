@@ -1,4 +1,4 @@
-"""Who captures the lines of a job: an engine in this process, or engines elsewhere."""
+"""Executors of a job's lines: the protocol, and the one with an engine in this process."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from midstream.jobs.store_writer import StoreWriter
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A line whose rows came.
+    """A captured line.
 
     Attributes:
-        line: where in the data it is.
-        rows: how many it has.
-        nbytes: that these take, encoded.
+        line: line number in the data, from 1.
+        rows: number of captured rows.
+        nbytes: size of the encoded rows in bytes.
     """
 
     line: int
@@ -30,11 +30,11 @@ class Captured:
 
 
 class Executor(Protocol):
-    """Takes prompts, and sees to it that their rows get into the store.
+    """Captures prompts and writes their rows into the store.
 
     Attributes:
-        window: how many prompts it should have, so that it never waits for one.
-        stored: how many lines it has put into the store for good.
+        window: number of unfinished prompts that keeps the executor busy.
+        stored: number of lines that are durably in the store.
     """
 
     @property
@@ -44,39 +44,49 @@ class Executor(Protocol):
     def stored(self) -> int: ...
 
     def add(self, request: str, record: Record) -> None:
-        """Takes a prompt, whose rows are to be stored under an id.
+        """Add a prompt.
+
+        Args:
+            request: request id to store the rows under.
+            record: the prompt.
 
         Raises:
-            SpecError: it cannot be taken, as `Engine.add` says.
+            SpecError: see `Engine.add`.
         """
         ...
 
     def step(self) -> Sequence[Captured | Failed]:
-        """Works for a while; what has ended. Each prompt that was added ends once.
+        """Run for a while and return the lines that finished, each added prompt exactly once.
 
         Raises:
             StoreError: rows cannot be written.
-            Exception: whatever an engine raises that breaks.
+            Exception: any exception of an engine that breaks.
         """
         ...
 
     def close(self) -> Sequence[Captured | Failed]:
-        """Sees to it that what came is in the store, and lets go of prompts that did not end; what
-        else has ended until then. Raises as `step` does.
+        """Write all captured rows and drop unfinished prompts; return the lines that finished in
+        the meantime.
+
+        Raises:
+            StoreError, Exception: see `step`.
         """
         ...
 
 
 class LocalExecutor:
-    """One engine in this process, and the store's writer beside it."""
+    """Executor with one engine in this process and a store writer."""
 
     def __init__(self, job: Job, engine: Engine) -> None:
-        """Raises:
-        StoreError: the store cannot be written to.
+        """Open the store.
+
+        Raises:
+            StoreError: the store cannot be written to.
         """
         self._engine = engine
-        self._keeper = StoreWriter(job, engine.origin)
-        self._ids: dict[int, str] = {}  # of what the engine has
+        self._writer = StoreWriter(job, engine.origin)
+        # Request ids of the unfinished lines.
+        self._ids: dict[int, str] = {}
 
     @property
     def window(self) -> int:
@@ -84,7 +94,7 @@ class LocalExecutor:
 
     @property
     def stored(self) -> int:
-        return self._keeper.stored
+        return self._writer.stored
 
     def add(self, request: str, record: Record) -> None:
         self._engine.add(record)
@@ -92,7 +102,7 @@ class LocalExecutor:
 
     def step(self) -> Sequence[Captured | Failed]:
         found: list[Captured | Failed] = []
-        # The job reads the receipts; warnings of them would say the same again.
+        # The job reads the receipts, so warnings about them would be duplicates.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ReceiptWarning)
             replies = self._engine.step()
@@ -101,10 +111,10 @@ class LocalExecutor:
             if isinstance(reply, Failed):
                 found.append(reply)
             else:
-                found.append(Captured(reply.line, *self._keeper.put(request, reply)))
-        self._keeper.check()
+                found.append(Captured(reply.line, *self._writer.put(request, reply)))
+        self._writer.check()
         return found
 
     def close(self) -> Sequence[Captured | Failed]:
-        self._keeper.close()
+        self._writer.close()
         return ()

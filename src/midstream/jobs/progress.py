@@ -1,4 +1,4 @@
-"""How a job gets on, for people: a bar on a terminal, a line now and then elsewhere."""
+"""Progress display of a job: a bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ _BETWEEN_LINES = 10.0
 
 
 class Display:
-    """Shows what `Watch` is told."""
+    """A `Watch` that prints progress and failures."""
 
     def __init__(self, console: Console, errors: str | None) -> None:
-        """Args:
-        console: where.
-        errors: the file that has all failures.
+        """Create a display.
+
+        Args:
+            console: console to print on.
+            errors: path of the file that lists all failures; None: there is none.
         """
         self._console = console
         self._errors = errors
@@ -74,16 +76,16 @@ class Display:
                 reason = f"{reason[:_LONGEST_REASON]}…"
             self.say(f"line {failed.line}: {reason}")
         if self._failures == _MOST_FAILURES:
-            where = f"others are in {self._errors}" if self._errors else "others are only counted"
+            where = f"others are in {self._errors}" if self._errors else "others are not listed"
             self.say(f"{_MOST_FAILURES} lines failed; {where}")
 
     def say(self, words: str) -> None:
-        """Prints a line, above the bar."""
+        """Print a line above the bar."""
         self._console.print(words, markup=False, highlight=False, soft_wrap=True)
 
 
 def describe(counts: Counts, meter: Meter) -> str:
-    """How far a job is, in one line."""
+    """Return a job's progress as one line."""
     total = "" if counts.total is None else f"/{counts.total:,}"
     parts = [f"{counts.done:,}{total} lines"]
     if counts.failed:
@@ -96,7 +98,7 @@ def describe(counts: Counts, meter: Meter) -> str:
 
 
 def conclude(summary: Summary) -> str:
-    """What a job has done."""
+    """Return the final message of a job."""
     counts = summary.counts
     stored = counts.skipped + counts.stored
     of = "" if counts.total is None else f" of {counts.total:,}"
@@ -107,10 +109,10 @@ def conclude(summary: Summary) -> str:
         f"{counts.rows / seconds:,.0f} rows/s"
     ]
     if counts.skipped:
-        lines.append(f"{counts.skipped:,} of them were there before")
+        lines.append(f"{counts.skipped:,} of them were stored before this run")
     if counts.failed:
         where = f": see {summary.errors}" if summary.errors else ""
         lines.append(f"{counts.failed:,} failed{where}")
     if summary.interrupted:
-        lines.append("not all of the data was captured; --resume goes on")
+        lines.append("not all of the data was captured; continue with --resume")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""How fast a job is, and when it will have ended."""
+"""Speed and remaining time of a job."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from midstream.jobs.run import Counts
 
-_WINDOW = 20.0  # seconds; results come for many requests at once
+# Seconds. Long enough to average over results that arrive for many requests at once.
+_WINDOW = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +20,14 @@ class _Sample:
 
 
 class Meter:
-    """Rates over the last while."""
+    """Moving averages over the last `_WINDOW` seconds."""
 
     def __init__(self) -> None:
         self._samples: deque[_Sample] = deque([_Sample(0.0, 0, 0, 0)])
 
     def note(self, counts: Counts) -> None:
-        """Takes note of how far it is; often."""
-        # What the store had before costs no time.
+        """Record the progress; to be called often."""
+        # Lines that were stored before took no time.
         lines = counts.captured + counts.failed
         self._samples.append(_Sample(counts.seconds, lines, counts.rows, counts.nbytes))
         while len(self._samples) > 2 and self._samples[1].seconds < counts.seconds - _WINDOW:
@@ -34,16 +35,16 @@ class Meter:
 
     @property
     def rows(self) -> float:
-        """Rows a second."""
+        """Rows per second."""
         return self._rate(self._samples[-1].rows - self._samples[0].rows)
 
     @property
     def nbytes(self) -> float:
-        """Bytes a second."""
+        """Bytes per second."""
         return self._rate(self._samples[-1].nbytes - self._samples[0].nbytes)
 
     def left(self, counts: Counts) -> float | None:
-        """In how many seconds it will have ended; None: that is not known."""
+        """Return the estimated remaining time in seconds; None if it is unknown."""
         lines = self._rate(self._samples[-1].lines - self._samples[0].lines)
         if counts.total is None or not lines:
             return None
@@ -58,7 +59,7 @@ class Meter:
 
 
 def clock(seconds: float) -> str:
-    """1:02:03, or 2:03."""
+    """Format a duration as `1:02:03` or `2:03`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

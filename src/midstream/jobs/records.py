@@ -1,4 +1,4 @@
-"""One line of a data set: its prompt, or why it has none."""
+"""Lines of a dataset: the prompt of a line, or the reason why it has none."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MOST_NAMES = 8
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A prompt.
+    """A line with a prompt.
 
     Attributes:
-        line: where in the data it is, from 1.
-        prompt: its text; of a conversation its messages.
+        line: line number in the data, from 1.
+        prompt: text, or messages of a conversation.
     """
 
     line: int
@@ -29,11 +29,11 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A line of which there are no rows.
+    """A line without captured rows.
 
     Attributes:
-        line: where in the data it is, from 1.
-        reason: what is wrong with it, or went wrong.
+        line: line number in the data, from 1.
+        reason: what is wrong with the line, or what failed.
     """
 
     line: int
@@ -41,19 +41,19 @@ class Failed:
 
 
 def read_text(line: int, text: bytes, field: str, chat: bool) -> Record | Failed:
-    """One line of JSON: an object with the prompt in a field, or the prompt itself.
+    """Parse one JSON line: an object with the prompt in a field, or the prompt itself.
 
     Args:
-        line: where it is.
+        line: line number, from 1.
         text: the line.
-        field: the name of the field.
+        field: name of the field.
         chat: whether the prompt is a conversation.
     """
     try:
         value = read_json(text)
         if isinstance(value, Mapping):
             if field not in value:
-                raise SpecError("", f"there is no field {show(field)}; there are {_some(value)}")
+                raise SpecError("", f"the field {show(field)} is missing; found {_some(value)}")
             with at(field):
                 return Record(line, read_prompt(value[field], chat))
         if not isinstance(value, str):
@@ -66,7 +66,7 @@ def read_text(line: int, text: bytes, field: str, chat: bool) -> Record | Failed
 
 
 def read_value(line: int, value: object, field: str, chat: bool) -> Record | Failed:
-    """One row of a table, by the value of its column `field`."""
+    """Parse one table row from the value of its column `field`."""
     try:
         with at(field):
             return Record(line, read_prompt(value, chat))
@@ -75,10 +75,10 @@ def read_value(line: int, value: object, field: str, chat: bool) -> Record | Fai
 
 
 def read_prompt(value: object, chat: bool) -> Prompt:
-    """A text; or a list of messages, for which a text may stand that is the user's only one.
+    """Parse a prompt: a text; with `chat`, a list of messages or the text of a single user message.
 
     Raises:
-        SpecError: neither.
+        SpecError: the value is neither.
     """
     if isinstance(value, str):
         _check_text(value)
@@ -98,14 +98,14 @@ def read_prompt(value: object, chat: bool) -> Prompt:
 
 
 def _check_text(text: str) -> None:
-    # JSON can write half of a character; no tokenizer and no store can.
+    # JSON allows unpaired surrogates; tokenizers and stores do not.
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise SpecError("", f"{show(text)} has half of a surrogate pair") from None
+        raise SpecError("", f"{show(text)} contains an unpaired surrogate") from None
 
 
 def _some(names: Mapping[str, Any]) -> str:
-    """Names for messages: never many."""
+    """Return up to `_MOST_NAMES` names as text for a message."""
     shown = listed(str(name)[:40] for name in list(names)[:_MOST_NAMES])
     return f"{shown}, …" if len(names) > _MOST_NAMES else shown or "none"

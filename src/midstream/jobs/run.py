@@ -1,4 +1,4 @@
-"""A dataset capture: prompts are read as the engine takes them, and rows written as they come."""
+"""Dataset capture: streams prompts into an executor and its captured rows into the store."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from midstream.jobs.sources import open_source
 
 @dataclass(slots=True)
 class Counts:
-    """How far a job is.
+    """Progress of a job.
 
     Attributes:
-        total: lines that there are to read; None: that is not known.
-        skipped: lines that the store had when it began.
-        captured: lines that the engine has answered.
-        stored: of these, those that are in the store for good.
-        failed: lines of which there are no rows.
-        rows: of what was captured.
-        nbytes: that these take, encoded.
-        seconds: since the first prompt was handed to the engine.
+        total: number of lines to read; None if unknown.
+        skipped: lines that were in the store before the job began.
+        captured: lines that the engine has finished.
+        stored: captured lines that are durably in the store.
+        failed: lines that could not be captured.
+        rows: number of captured rows.
+        nbytes: size of the encoded rows in bytes.
+        seconds: time since the executor started.
     """
 
     total: int | None = None
@@ -46,19 +46,19 @@ class Counts:
 
     @property
     def done(self) -> int:
-        """Lines that are behind it."""
+        """Number of finished lines."""
         return self.skipped + self.captured + self.failed
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a job did.
+    """Result of a job.
 
     Attributes:
-        out: where the store is.
-        counts: how far it came.
-        errors: the file that has the lines that failed; None: none did, or there is no file.
-        interrupted: whether it ended before its data did.
+        out: directory or URL of the store.
+        counts: final counts.
+        errors: path of the list of failed lines; None: no line failed, or there is no list.
+        interrupted: whether the job ended before all lines were processed.
     """
 
     out: str
@@ -68,11 +68,11 @@ class Summary:
 
     @property
     def status(self) -> int:
-        """0: all lines are in the store; 1: some are not."""
+        """Exit status: 0 if all lines are in the store, 1 if some are not."""
         return int(self.interrupted or self.counts.failed > 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return the result as JSON values."""
         return {
             "out": self.out,
             "status": self.status,
@@ -83,14 +83,14 @@ class Summary:
 
 
 class Watch(Protocol):
-    """Is told how a job gets on, by the thread that runs it."""
+    """Callbacks for a job's progress, called in the thread that runs the job."""
 
     def moved(self, counts: Counts) -> None:
-        """Something has come, or was passed over."""
+        """Handle new counts."""
         ...
 
     def failed(self, failed: Failed) -> None:
-        """There are no rows of a line."""
+        """Handle a line that could not be captured."""
         ...
 
 
@@ -103,32 +103,34 @@ class _Silent:
 
 
 class CaptureRun:
-    """One job: its data and its store are there. As a context, it gives the store back.
+    """Run of one job, with its data and store opened. A context manager that unlocks the store.
 
     Attributes:
-        job: what to do.
-        counts: how far it is.
+        job: the job.
+        counts: progress.
         has_begun: whether the engine has started.
-        engines: what captures, in words.
+        engines: description of the engines, for messages.
     """
 
     engines = "vLLM"
 
     def __init__(self, job: Job) -> None:
-        """Checks all that can be known before an engine is started.
+        """Check everything that can be checked without an engine, and lock the store.
 
         Raises:
-            SpecError: the data is not there, or has not the column of the prompts.
-            StoreError: the store is not empty, or is one of other data or terms; or somebody else
-                captures into it.
-            UnsupportedError: a library is missing that would read the data.
+            SpecError: the data does not exist or lacks the prompt column.
+            StoreError: the store is not empty, contains other data or other terms, or is in use by
+                another job.
+            UnsupportedError: a library that reads the data is not installed.
         """
         self.counts = Counts()
         self.has_begun = False
         self.job = job
         self._identity = Identity(job)
-        self._given: set[int] = set()  # lines that the executor has
-        self._at_end = False  # of the data
+        # Unfinished lines that the executor has received.
+        self._running: set[int] = set()
+        # All data was read.
+        self._at_end = False
         self._source = open_source(job)
         with ExitStack() as stack:
             self._done = CompletedLines(job, stack.enter_context(taken(job)))
@@ -147,14 +149,14 @@ class CaptureRun:
 
     @property
     def stored_before(self) -> int:
-        """How many lines the store had when this began."""
+        """Number of lines that were in the store when the job began."""
         return len(self._done)
 
     @property
     def summary(self) -> Summary:
-        """What it has done so far."""
+        """Result so far."""
         errors = self._failures.path if self._failures.count else None
-        is_whole = self._at_end and not self._given
+        is_whole = self._at_end and not self._running
         return Summary(self.job.out, self.counts, errors, interrupted=not is_whole)
 
     def work(
@@ -163,16 +165,16 @@ class CaptureRun:
         watch: Watch | None = None,
         stop: threading.Event | None = None,
     ) -> Summary:
-        """Captures until the data ends. Whatever ends it, what had come is in the store.
+        """Capture until the data ends. However the run ends, finished lines are in the store.
 
         Args:
-            start: makes the engine.
-            watch: is told how it gets on.
-            stop: is set when it is to end before its data does.
+            start: starts the engine.
+            watch: receives progress.
+            stop: event that ends the run early.
 
         Raises:
-            StoreError: rows cannot be written; or this is not the data that is in the store.
-            Exception: whatever the engine raises when it cannot start, or breaks.
+            StoreError: rows cannot be written, or the store contains other data.
+            Exception: any exception of an engine that cannot start or breaks.
         """
         return self.work_on(lambda job: LocalExecutor(job, start(job)), watch, stop)
 
@@ -182,11 +184,11 @@ class CaptureRun:
         watch: Watch | None = None,
         stop: threading.Event | None = None,
     ) -> Summary:
-        """As `work`, on whatever captures: an engine here, or many elsewhere.
+        """Capture as in `work`, with any executor.
 
         Args:
-            executor: makes it, and returns when it can work.
-            watch, stop: as of `work`.
+            executor: creates the executor; returns when it is ready.
+            watch, stop: see `work`.
         """
         self._watch = watch or _Silent()
         self._stop = stop or threading.Event()
@@ -203,28 +205,28 @@ class CaptureRun:
         except StoreError:
             raise
         except Exception:
-            # Who stops it from a keyboard has stopped the engine's processes as well.
+            # Control-C on a terminal also stops the engine's processes, which then raises here.
             if not self._stop.is_set():
                 raise
         finally:
             try:
-                self._take(self._executor.close())
+                self._record(self._executor.close())
             finally:
                 self.counts.stored = self._executor.stored
                 self.counts.seconds = time.monotonic() - began
-        self._moved()
+        self._notify()
         return self.summary
 
     def _run(self, began: float) -> None:
         records = self._missing()
         while self._fill(records):
-            self._take(self._executor.step())
+            self._record(self._executor.step())
             self.counts.seconds = time.monotonic() - began
-            self._moved()
+            self._notify()
 
     def _fill(self, records: Iterator[Record]) -> bool:
-        """Hands on as many prompts as there should be; False: there is nothing to do."""
-        while len(self._given) < self._executor.window and not self._stop.is_set():
+        """Add prompts up to the executor's window; return False if there is nothing left to do."""
+        while len(self._running) < self._executor.window and not self._stop.is_set():
             record = next(records, None)
             if record is None:
                 break
@@ -233,11 +235,11 @@ class CaptureRun:
             except SpecError as error:
                 self._fail(Failed(record.line, str(error)))
             else:
-                self._given.add(record.line)
-        return bool(self._given) and not self._stop.is_set()
+                self._running.add(record.line)
+        return bool(self._running) and not self._stop.is_set()
 
     def _missing(self) -> Iterator[Record]:
-        """The prompts that the store has not."""
+        """Yield the prompts that are not in the store."""
         for record in self._source:
             if isinstance(record, Failed):
                 self._fail(record)
@@ -245,14 +247,14 @@ class CaptureRun:
                 yield record
             else:
                 self.counts.skipped += 1
-                self._moved()
+                self._notify()
             if self._stop.is_set():
                 return
         self._at_end = True
 
-    def _take(self, ended: Sequence[Captured | Failed]) -> None:
-        for one in ended:
-            self._given.remove(one.line)
+    def _record(self, finished: Sequence[Captured | Failed]) -> None:
+        for one in finished:
+            self._running.remove(one.line)
             if isinstance(one, Failed):
                 self._fail(one)
             else:
@@ -264,9 +266,9 @@ class CaptureRun:
         self.counts.failed += 1
         self._failures.add(failed)
         self._watch.failed(failed)
-        self._moved()
+        self._notify()
 
-    def _moved(self) -> None:
+    def _notify(self) -> None:
         self.counts.stored = self._executor.stored
         self._watch.moved(self.counts)
 
@@ -277,6 +279,14 @@ def capture_dataset(
     watch: Watch | None = None,
     stop: threading.Event | None = None,
 ) -> Summary:
-    """Captures a data set. Arguments and exceptions are those of `CaptureRun` and its `work`."""
-    with CaptureRun(job) as capturing:
-        return capturing.work(start, watch, stop)
+    """Capture a dataset.
+
+    Args:
+        job: the job.
+        start, watch, stop: see `CaptureRun.work`.
+
+    Raises:
+        SpecError, StoreError, UnsupportedError, Exception: see `CaptureRun` and `CaptureRun.work`.
+    """
+    with CaptureRun(job) as run:
+        return run.work(start, watch, stop)

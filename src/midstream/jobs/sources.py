@@ -1,4 +1,4 @@
-"""Where prompts come from: files, data sets by name, the standard input. All are read lazily."""
+"""Sources of prompts, read lazily: files, Hugging Face datasets and standard input."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from midstream.validation import hint, show
 
 STDIN = "-"
 _ROWS_AT_ONCE = 1024
-# A data set's name at Hugging Face: never one of a file of lines.
+# Name of a Hugging Face dataset.
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _OTHERS = (".csv", ".tsv", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip")
 _FILES = (".jsonl", ".json", ".ndjson", ".txt", ".parquet", *_OTHERS)
 
 
 class Source(Protocol):
-    """Lines of data."""
+    """A source of lines."""
 
     @property
     def can_be_read_again(self) -> bool:
-        """Whether iterating a second time gives the same."""
+        """Whether a second iteration gives the same lines."""
         ...
 
     def count(self) -> int | None:
-        """How many lines there are, as far as that can be known beforehand."""
+        """Return the number of lines; None if it is not known in advance."""
         ...
 
     def __iter__(self) -> Iterator[Record | Failed]:
-        """The lines, in order; empty ones are passed over."""
+        """Iterate over the lines in order, without empty ones."""
         ...
 
 
 def open_source(job: Job) -> Source:
-    """The source of a job's data. It is there, and can be read as what it is taken for.
+    """Open the source of a job's data and check that it is readable.
 
     Raises:
-        SpecError: there is no such file or column, or the file is of another kind.
-        UnsupportedError: a library is missing that would read it.
+        SpecError: the file or column does not exist, or the format is unsupported.
+        UnsupportedError: a library that reads the data is not installed.
     """
     name = job.data
     if name == STDIN:
@@ -65,7 +65,7 @@ def open_source(job: Job) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class Limited:
-    """The first lines of a source; None: all of them."""
+    """The first `limit` lines of a source; None: all lines."""
 
     source: Source
     limit: int | None
@@ -83,12 +83,14 @@ class Limited:
 
 
 class Lines:
-    """JSON lines, in a file or on the standard input."""
+    """JSON lines of a file or of standard input."""
 
     def __init__(self, job: Job, path: str | None) -> None:
-        """Args:
-        job: says which field has the prompt.
-        path: of the file; None: the standard input.
+        """Check that the file can be read.
+
+        Args:
+            job: the job, which names the prompt's field.
+            path: path of the file; None: standard input.
 
         Raises:
             SpecError: the file cannot be read.
@@ -101,7 +103,7 @@ class Lines:
 
     @property
     def can_be_read_again(self) -> bool:
-        # Not so of a pipe that has a name.
+        # A named pipe cannot be read twice.
         return self._path is not None and os.path.isfile(self._path)
 
     def count(self) -> int | None:
@@ -109,7 +111,7 @@ class Lines:
             return None
         assert self._path is not None
         with _open(self._path) as file:
-            # A file may be long: no more of it is read than is asked for.
+            # A file may be long, so no more than `limit` lines are read.
             return sum(1 for _ in islice(filterfalse(bytes.isspace, file), self._limit))
 
     def __iter__(self) -> Iterator[Record | Failed]:
@@ -126,17 +128,19 @@ class Lines:
 
 
 class ParquetRows:
-    """The rows of a Parquet file, of which the prompt's column is read."""
+    """Rows of a Parquet file, of which only the prompt column is read."""
 
     can_be_read_again = True
 
     def __init__(self, job: Job, path: str) -> None:
-        """Args:
-        job: says which column has the prompt.
-        path: of the file.
+        """Check the file and its columns.
+
+        Args:
+            job: the job, which names the prompt column.
+            path: path of the file.
 
         Raises:
-            SpecError: it is no Parquet file, or has no such column.
+            SpecError: the file is not a Parquet file or lacks the column.
             UnsupportedError: pyarrow is not installed.
         """
         self._field, self._chat = job.column, job.chat
@@ -172,17 +176,19 @@ class ParquetRows:
 
 
 class HubRows:
-    """The rows of a data set of Hugging Face's, read as they come."""
+    """Rows of a Hugging Face dataset, streamed."""
 
     can_be_read_again = True
 
     def __init__(self, job: Job, name: str) -> None:
-        """Args:
-        job: says which column, subset and split.
-        name: of the data set, or the folder that it is in.
+        """Open the dataset and check its columns.
+
+        Args:
+            job: the job, which names column, subset and split.
+            name: name or folder of the dataset.
 
         Raises:
-            SpecError: there is no such data set, subset, split or column.
+            SpecError: the dataset, subset, split or column does not exist.
             UnsupportedError: `datasets` is not installed.
         """
         self._field, self._chat = job.column, job.chat
@@ -191,13 +197,13 @@ class HubRows:
             from datasets.exceptions import DatasetsError
         except ImportError:
             raise UnsupportedError(
-                f"data: {show(name)} is no file, and a data set by name needs `datasets`: "
+                f"data: {show(name)} is not a file, and Hugging Face datasets need `datasets`: "
                 "pip install datasets"
             ) from None
         try:
             self._rows = load_dataset(name, job.subset or None, split=job.split, streaming=True)
         except (DatasetsError, ValueError, OSError) as error:
-            raise SpecError("data", f"data set {show(name)}: {error}") from None
+            raise SpecError("data", f"dataset {show(name)}: {error}") from None
         if self._rows.column_names is not None:
             _check_column(job, self._rows.column_names)
         self._split = job.split

@@ -1,4 +1,4 @@
-"""Puts replies into the store, and says which of them are there for good."""
+"""Writer of a job's results into its store."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from midstream.jobs.engine import Reply
 from midstream.jobs.job import Job
 from midstream.jobs.request_ids import LINE, TERMS
 from midstream.results.receipt import CaptureResult
-from midstream.sinks.base import Delivery, Origin
+from midstream.sinks.base import Origin
+from midstream.sinks.delivery import DeliverySource
 from midstream.sinks.queue import SinkQueue
 from midstream.sinks.store_sink import StoreSink
 
 
 class StoreWriter:
-    """Hands replies to the store's sink, which writes them in a thread of its own.
+    """Delivers replies to a store sink, which writes them in its own thread.
 
     Attributes:
-        stored: how many are in the store for good.
-        row_bytes: that a row takes, encoded.
+        stored: number of replies that are durably in the store.
+        row_bytes: size of one encoded row in bytes.
     """
 
     def __init__(self, job: Job, origin: Origin) -> None:
-        """Args:
-        job: what is asked for.
-        origin: what the rows come from.
+        """Open the store.
+
+        Args:
+            job: the job.
+            origin: model and versions that the rows are from.
 
         Raises:
             StoreError: the store cannot be written to.
@@ -38,62 +41,67 @@ class StoreWriter:
         sink = StoreSink(job.out, prompts=job.keep_prompts)
         sink.open(origin)
         self._queue = SinkQueue("store", sink, QUEUE_BYTES, job.flush_seconds)
-        self._told: deque[Future[CaptureResult]] = deque()
+        self._pending: deque[Future[CaptureResult]] = deque()
         self._tag, self._plan, self._terms = job.tag, job.plan, job.terms
         dtype: torch.dtype = getattr(torch, origin.dtype)
         self.row_bytes = parse_codec(job.codec).row_bytes(origin.hidden_size, dtype)
         self.stored = 0
 
     def put(self, request: str, reply: Reply) -> tuple[int, int]:
-        """Hands over a reply; waits while too much waits to be written.
+        """Queue a reply to be written; block while the queue is full.
 
         Args:
-            request: the id under which it is kept.
-            reply: what came.
+            request: request id in the store.
+            reply: the reply.
 
         Returns:
-            How many rows it has, and how many bytes these are.
+            (number of rows, size of the encoded rows in bytes).
         """
         rows = reply.activations
         count = sum(rows.counts().values())
         nbytes = count * self.row_bytes
-        delivery = Delivery(
-            name=request,
-            tag=self._tag,
-            metadata={LINE: reply.line, TERMS: self._terms},
+        source = DeliverySource(
             request_id=reply.receipt.request_id,
             completion=0,
             completions=1,
             prompt=reply.prompt,
             prompt_token_ids=reply.prompt_token_ids,
-            prompt_tokens=reply.receipt.prompt_tokens,
             text=reply.text,
             generated_token_ids=reply.generated_token_ids,
             finish_reason=reply.finish_reason,
+        )
+        delivery = source.delivery(
+            name=request,
+            tag=self._tag,
+            metadata={LINE: reply.line, TERMS: self._terms},
             plan=self._plan,
             receipt=reply.receipt,
             activations=rows,
         )
-        self._told.append(self._queue.put(delivery, nbytes))
+        self._pending.append(self._queue.put(delivery, nbytes))
         return count, nbytes
 
     def check(self) -> None:
-        """Counts what is in the store by now.
+        """Update `stored`.
 
         Raises:
-            StoreError: something could not be written. Those rows are let go.
+            StoreError: a reply could not be written; its rows are dropped.
         """
-        while self._told and self._told[0].done():
-            result = self._told.popleft().result()
+        while self._pending and self._pending[0].done():
+            result = self._pending.popleft().result()
             if result.status != "ok":
                 raise StoreError(result.reason.removeprefix("StoreError: "))
             self.stored += 1
 
     def drain(self) -> None:
-        """Has what there is written without waiting for more."""
+        """Start writing all queued replies, without waiting for a full shard."""
         self._queue.drain()
 
     def close(self) -> None:
-        """Writes what there is, and waits for that. Raises as `check` does."""
+        """Write all queued replies and wait until they are written.
+
+        Raises:
+            StoreError: see `check`.
+        """
         self._queue.close()
         self.check()

@@ -156,10 +156,10 @@ def test_a_directory_that_has_something_is_refused_and_resumed(run, tmp_path):
     resumed, _ = run("--resume")
     assert resumed.exit_code == 0
     assert "acts: 5 of 5 lines are stored; 4 rows" in resumed.stdout
-    assert "3 of them were there before" in resumed.stdout
+    assert "3 of them were stored before this run" in resumed.stdout
     other, started = run("--resume", "--max-tokens", "2")
     assert other.exit_code == 2
-    assert "max_tokens 1, and this asks for 2" in other.stderr
+    assert "max_tokens 1, but this job has 2" in other.stderr
     assert len(started) == 2
 
 

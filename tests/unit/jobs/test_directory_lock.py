@@ -123,5 +123,5 @@ def test_a_writer_that_sees_another_directory_is_refused(tmp_path, there):
         path.unlink()
         if there is not None:
             path.write_bytes(there)
-        with pytest.raises(StoreError, match="another directory than where the job runs"):
+        with pytest.raises(StoreError, match="this path is not the job's directory"):
             join_writers(asked, word)

@@ -24,7 +24,10 @@ from midstream.spec import Capture
         ({"tag": "a/b"}, "tag: expected 1 to 128 of"),
         ({"flush_seconds": -1.0}, "flush_seconds: expected 0 to"),
         ({"flush_seconds": float("nan")}, "flush_seconds: expected 0 to"),
-        ({"engine_args": {"dtype": "float16"}}, "engine_args.dtype: it is not to be set here"),
+        (
+            {"engine_args": {"dtype": "float16"}},
+            "engine_args.dtype: cannot be set for a dataset capture",
+        ),
         ({"engine_args": {"additional_config": {}}}, "engine_args.additional_config"),
         ({"capture": Capture(0, sink="store")}, "capture: leave out sink"),
         ({"capture": Capture(0, metadata={"a": 1})}, "capture: leave out sink"),

@@ -82,7 +82,7 @@ def test_what_was_done_is_summed_up():
     said = conclude(Summary("acts", now, "acts/errors.jsonl", interrupted=True))
     assert said.splitlines() == [
         "acts: 8 of 10 lines are stored; 10 rows, 2.0 MB in 1:01, 0 rows/s",
-        "3 of them were there before",
+        "3 of them were stored before this run",
         "1 failed: see acts/errors.jsonl",
-        "not all of the data was captured; --resume goes on",
+        "not all of the data was captured; continue with --resume",
     ]

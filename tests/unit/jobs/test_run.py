@@ -149,12 +149,12 @@ def test_lines_that_fail_are_named_counted_and_leave_the_others_alone(tmp_path):
     check_rows(tmp_path / "acts", {1: "fine", 7: "a string"})
     wanted = {
         2: "expected JSON",
-        3: "there is no field 'text'; there are `prompt`",
+        3: "the field 'text' is missing; found `prompt`",
         4: "the prompt is too long",
         6: "edits were not applied",
         8: "text: expected the prompt's text, `str`, got `int`",
         9: "expected JSON: 'utf-8'",
-        10: "half of a surrogate pair",
+        10: "unpaired surrogate",
     }
     assert set(seen.reasons) == set(wanted)
     assert all(wanted[line] in reason for line, reason in seen.reasons.items())
@@ -198,7 +198,7 @@ def test_what_is_no_list_of_failures_is_never_replaced_by_one(tmp_path, there):
     write_lines(tmp_path, [b"?"])
     path = tmp_path / "mine"
     path.write_bytes(there)
-    with pytest.raises(SpecError, match="errors: .*mine is there and is no list of lines"):
+    with pytest.raises(SpecError, match="errors: .*mine exists and is not a list of failed lines"):
         capture_dataset(job(tmp_path, errors=str(path)), FakeEngine)
     assert path.read_bytes() == there
 
@@ -208,7 +208,7 @@ def test_the_data_and_devices_are_never_replaced_by_a_list_of_failures(tmp_path)
     (tmp_path / "link").symlink_to("/dev/null")
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "prompts.jsonl", tmp_path / "link", tmp_path / "pipe"):
-        with pytest.raises(SpecError, match="is no list of lines that failed"):
+        with pytest.raises(SpecError, match="is not a list of failed lines"):
             capture_dataset(job(tmp_path, errors=str(path)), FakeEngine)
         assert os.path.lexists(path)
 
@@ -310,7 +310,7 @@ def test_a_directory_that_is_not_empty_is_refused_without_resume(tmp_path):
     write_lines(tmp_path, prompts(3))
     (tmp_path / "acts").mkdir()
     (tmp_path / "acts" / "notes.txt").write_text("mine")
-    with pytest.raises(StoreError, match="not empty, there is notes.txt; .*--resume"):
+    with pytest.raises(StoreError, match="not empty, it contains notes.txt; .*--resume"):
         capture_dataset(job(tmp_path), FakeEngine)
 
 
@@ -328,13 +328,13 @@ def test_what_a_job_leaves_that_never_wrote_does_not_keep_the_next_from_beginnin
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"capture": Capture(0, positions="last_prompt")}, "layers [0, 2], and this asks for [0]"),
+        ({"capture": Capture(0, positions="last_prompt")}, "layers [0, 2], but this job has [0]"),
         ({"capture": Capture(LAYERS, positions="prompt")}, 'positions ["last_prompt"]'),
         ({"capture": Capture(LAYERS, positions="last_prompt", codec="full8")}, 'codec "raw"'),
         ({"model": "another"}, 'model "some/model"'),
         ({"revision": "v2"}, 'revision ""'),
         ({"dtype": "float16"}, 'dtype "auto"'),
-        ({"max_tokens": 2}, "max_tokens 1, and this asks for 2"),
+        ({"max_tokens": 2}, "max_tokens 1, but this job has 2"),
         ({"tag": "x"}, 'tag ""'),
         ({"chat": True, "prompt_field": "text"}, "chat false"),
         ({"engine_args": {"quantization": "fp8"}}, "engine_args {}"),
@@ -370,7 +370,7 @@ def test_other_data_is_refused_before_an_engine_is_started(tmp_path):
     with pytest.raises(StoreError, match="line 18 was captured with another prompt"):
         CaptureRun(job(tmp_path, resume=True))
     write_lines(tmp_path, prompts(12))
-    with pytest.raises(StoreError, match="8 lines are there that this data has not"):
+    with pytest.raises(StoreError, match="8 stored lines are not in this data"):
         CaptureRun(job(tmp_path, resume=True))
 
 
@@ -379,7 +379,7 @@ def test_a_store_of_something_else_is_refused(tmp_path):
 
     write(tmp_path / "acts", [entry("req-1")])
     write_lines(tmp_path, prompts(3))
-    with pytest.raises(StoreError, match="'req-1' is no line of a data set"):
+    with pytest.raises(StoreError, match="'req-1' is not a line of a dataset capture"):
         CaptureRun(job(tmp_path, resume=True))
 
 

@@ -1,7 +1,7 @@
-"""Bulk work on a Ray cluster: `midstream capture … --ray`, and captures as a step of Ray Data.
+"""Dataset captures on a Ray cluster: `midstream capture … --ray`, and a step for Ray Data.
 
-Needs `pip install "midstream[ray]"`. `RayCaptureRun(Job(…), Placement(…))` is a dataset capture into a
-store; `capture_dataset(ds, …)` gives a `ray.data.Dataset` for whoever goes on from there.
+Needs `pip install "midstream[ray]"`. `RayCaptureRun(Job(…), Placement(…))` captures a dataset into
+a store; `capture_dataset(ds, …)` returns a `ray.data.Dataset` for further steps.
 """
 
 from midstream.jobs.ray.dataset import capture_dataset

@@ -1,4 +1,4 @@
-"""The process of one engine, as Ray Data runs it: numbers of chunks come, outcomes go back."""
+"""Ray Data actor with one engine: receives chunk numbers and returns outcomes."""
 
 from __future__ import annotations
 
@@ -24,109 +24,112 @@ from midstream.jobs.ray.worker import Worker
 _LOGGER = logging.getLogger(__name__)
 CHUNK = "chunk"
 OUTCOME = "outcome"
-# How long one question to the desk may take.
-_PATIENCE = 30.0  # seconds
+# Time limit of one call of the coordinator, in seconds.
+_PATIENCE = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What each engine's process must know.
+    """Arguments of each engine's process.
 
     Attributes:
-        job: what is captured.
-        desk: the handle of the desk's actor.
-        start: makes an engine.
-        word: by which it knows the job's directory; see `capturing.place`.
-        folder: that the job runs in, which its relative paths begin at.
-        environment: variables that are set where they are not.
+        job: the job.
+        coordinator: handle of the `ChunkCoordinator` actor.
+        start: starts an engine.
+        marker: marker of the job's directory; see `midstream.jobs.directory_lock.mark`.
+        folder: working directory of the job, which its relative paths refer to.
+        environment: environment variables to set where they are unset.
     """
 
     job: Job
-    desk: Any
+    coordinator: Any
     start: Callable[[Job], Engine]
-    word: str
+    marker: str
     folder: str
     environment: Mapping[str, str]
 
 
-def offered(batch: dict[str, Any], desk: Any) -> Iterator[dict[str, Any]]:
-    """The numbers of chunks, as they are put on a desk, until there are no others."""
+def chunk_numbers(batch: dict[str, Any], coordinator: Any) -> Iterator[dict[str, Any]]:
+    """Yield the numbers of the coordinator's chunks as they are added, until there are no more."""
     import ray
 
     number = 0
-    while ray.get(desk.offers.remote(number)):
+    while ray.get(coordinator.offers.remote(number)):
         yield {CHUNK: np.array([number])}
         number += 1
 
 
 class EngineActor:
-    """Has an engine. Raises nothing: what is wrong is in the outcomes."""
+    """Actor with an engine. It never raises: errors are part of the outcomes."""
 
-    def __init__(self, duty: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec) -> None:
         import ray
 
-        self._ask, self._desk = ray.get, duty.desk
-        for name, value in duty.environment.items():
+        self._get, self._coordinator = ray.get, spec.coordinator
+        for name, value in spec.environment.items():
             os.environ.setdefault(name, value)
-        # Whoever reads the receipts says what they say.
+        # The worker reads the receipts, so warnings about them would be duplicates.
         warnings.simplefilter("ignore", ReceiptWarning)
         self._error: MidstreamError | None = None
         self._worker: Worker | None = None
         try:
-            refused = self._ask(self._desk.join.remote())
+            refused = self._get(self._coordinator.join.remote())
             if refused:
                 raise EngineError(refused)
-            enter(duty.folder, duty.job)
-            join_writers(duty.job, duty.word)
-            worker = Worker(duty.job, duty.start, self._alone, self._broke)
+            enter(spec.folder, spec.job)
+            join_writers(spec.job, spec.marker)
+            worker = Worker(spec.job, spec.start, self._announce_line, self._handle_broken)
             worker.wait()
         except Exception as error:
             _LOGGER.debug("an engine did not start", exc_info=True)
             words = pack_error(error)
             self._error = unpack_error(words)
-            self._ask(self._desk.report.remote(words))
+            self._get(self._coordinator.report.remote(words))
             return
         self._worker = worker
-        self._ask(self._desk.report.remote([]))
-        threading.Thread(target=self._watch, name="midstream halt", daemon=True).start()
+        self._get(self._coordinator.report.remote([]))
+        threading.Thread(target=self._wait_for_halt, name="midstream halt", daemon=True).start()
 
     async def __call__(self, batch: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         outcomes = await asyncio.gather(*(self._capture(int(n)) for n in batch[CHUNK]))
         yield {OUTCOME: np.array([each.to_json() for each in outcomes], dtype=object)}
 
     async def _capture(self, number: int) -> Outcome:
-        turn = await self._desk.begin.remote(number)
-        if turn is None:
+        attempt = await self._coordinator.begin.remote(number)
+        if attempt is None:
             return Outcome(number)
         if self._worker is None:
             return Outcome(number, error=self._error)
-        return await asyncio.wrap_future(self._worker.submit(number, turn))
+        return await asyncio.wrap_future(self._worker.submit(number, attempt))
 
-    def _alone(self, number: int, line: int | None) -> None:
-        self._ask(self._desk.run_alone.remote(number, line))
+    def _announce_line(self, number: int, line: int | None) -> None:
+        self._get(self._coordinator.run_alone.remote(number, line))
 
-    def _broke(self, error: BaseException) -> None:
-        """The process ends, and Ray starts another, to which all comes that this one had not done:
-        of an engine that has broken nothing can be had any more, on a GPU not even its memory.
+    def _handle_broken(self, error: BaseException) -> None:
+        """End the process.
+
+        A broken engine cannot be used any more, and on a GPU not even its memory can be freed. Ray
+        starts another process, which receives the unfinished chunks.
         """
         with contextlib.suppress(Exception):
-            self._ask(
-                self._desk.broke.remote(f"{type(error).__name__}: {error}"), timeout=_PATIENCE
+            self._get(
+                self._coordinator.broke.remote(f"{type(error).__name__}: {error}"),
+                timeout=_PATIENCE,
             )
         os._exit(1)
 
-    def _watch(self) -> None:
+    def _wait_for_halt(self) -> None:
         assert self._worker is not None
-        while not self._ask(self._desk.halted.remote(_PATIENCE)):
+        while not self._get(self._coordinator.halted.remote(_PATIENCE)):
             pass
         self._worker.halt()
 
 
 def enter(folder: str, job: Job) -> None:
-    """Goes to the folder that the job runs in: paths are read there as it would read them.
+    """Change to the job's working directory, so that relative paths mean the same as in the job.
 
     Raises:
-        EngineError: there is none, and it matters.
+        EngineError: the directory does not exist here and a path of the job is relative.
     """
     try:
         os.chdir(folder)
@@ -136,6 +139,6 @@ def enter(folder: str, job: Job) -> None:
             relative = [job.out]
         if relative:
             raise EngineError(
-                f"{os.uname().nodename}: there is no folder {folder} ({error.strerror}), where "
-                f"{relative[0]} is; give paths as absolute ones that all machines share"
+                f"{os.uname().nodename}: there is no folder {folder} ({error.strerror}), which "
+                f"{relative[0]} is relative to; use absolute paths that all machines share"
             ) from None

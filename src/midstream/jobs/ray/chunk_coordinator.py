@@ -1,12 +1,12 @@
-"""Where a job on Ray and its engines meet: chunks wait here, and here is known which were tried.
+"""Coordinator of a job's chunks on Ray: queues chunks and counts attempts.
 
-A desk is an actor on the machine of the job. Ray does again what was lost with an actor's process,
-as often as that happens; the desk counts, so that a line which ends every engine that runs it is
-found, and an engine that ends whatever it runs is not started for ever:
+It is an actor on the job's machine. Ray repeats the work of a process that has died, without limit.
+The coordinator counts these attempts, so that a line that kills every engine is found, and an
+engine that always dies is not restarted forever:
 
-- A chunk is tried twice as a whole. From the third try on its lines are run one by one, each alone
-  in its engine and named here before. A line with which an engine has ended then is given up.
-- Where engines have been started several times each and nothing was captured between, the job ends.
+- A chunk is attempted twice as a whole. From the third attempt on, its lines are run one at a time,
+  each announced here before. A line whose engine dies then is given up.
+- If engines were started several times each and no line was captured in between, the job ends.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from datetime import datetime, timedelta, timezone
 
 from midstream.jobs.ray.chunks import ChunkAttempt, Lines
 
-# The first try at which lines are run one by one.
+# The first attempt in which lines are run one at a time.
 CAREFUL = 3
-# How often each engine may be started while nothing is captured, and some more where there are few.
+# Number of starts without a captured line: STARTS_EACH for each engine, and MORE_STARTS in total.
 STARTS_EACH = 3
 MORE_STARTS = 3
-# Clocks of a cluster's machines differ, and shards are named by them.
+# Shards are named by time, and the clocks of a cluster's machines may differ by this much.
 _CLOCKS = timedelta(hours=1)
 
 
@@ -32,90 +32,99 @@ class _Chunk:
     lines: Lines
     attempts: int = 0
     since: str = ""
-    alone: int | None = None  # the line that is being run alone
+    alone: int | None = None  # the line that is currently run alone
     given_up: dict[int, str] = field(default_factory=dict)
 
 
 class ChunkCoordinator:
-    """Keeps chunks until they are done. All methods run in one event loop."""
+    """Stores chunks until they are finished. All methods run in one event loop."""
 
     def __init__(self, engines: int) -> None:
-        """Args:
-        engines: how many there will be.
+        """Create a coordinator.
+
+        Args:
+            engines: number of engines.
         """
         self._most_starts = STARTS_EACH * engines + MORE_STARTS
-        self._starts = 0  # since something was captured
+        # Starts since the last captured line.
+        self._starts = 0
         self._chunks: dict[int, _Chunk] = {}
         self._next = 0
         self._ended = False
         self._halted = False
-        self._first: list[str] | None = None  # what became of the first engine's start
-        self._reason = ""  # of the last engine that broke, as far as it could say
+        # Result of the first engine's start; see `started`.
+        self._first: list[str] | None = None
+        # Error of the last engine that broke, if it could report one.
+        self._reason = ""
         self._changed = asyncio.Condition()
 
-    # ------------------------------------------------------------ the job's
+    # ------------------------------------------------------------ called by the job
 
     async def put(self, lines: Lines) -> None:
-        """Puts down a chunk, the next by number."""
+        """Add a chunk; chunks are numbered in order from 0."""
         async with self._changed:
             self._chunks[self._next] = _Chunk(lines)
             self._next += 1
             self._changed.notify_all()
 
     async def end(self, halt: bool = False) -> None:
-        """No other chunks follow; or even: engines are to give back those that they have."""
+        """Declare that no more chunks follow.
+
+        Args:
+            halt: also return unfinished chunks at once.
+        """
         async with self._changed:
             self._ended = True
             self._halted |= halt
             self._changed.notify_all()
 
     async def done(self, number: int, captured: int) -> None:
-        """The job knows what became of a chunk.
+        """Forget a finished chunk.
 
         Args:
-            number: the chunk's.
-            captured: how many of its lines were.
+            number: number of the chunk.
+            captured: number of its lines that were captured.
         """
         self._chunks.pop(number, None)
         if captured:
             self._starts = 0
 
     async def started(self, seconds: float) -> list[str] | None:
-        """Waits for an engine to start, for so long.
+        """Wait up to `seconds` for the first engine to start.
 
         Returns:
-            The words of the error that it did not start for, none where it did; None: none has.
+            The packed error of the start (see `pack_error`), empty if it succeeded; None: no engine
+            has started yet.
         """
         return self._first if await self._wait(lambda: self._first is not None, seconds) else None
 
-    # ------------------------------------------------------------ the engines'
+    # ------------------------------------------------------------ called by engines
 
     async def offers(self, number: int) -> bool:
-        """Waits for a chunk to be put down; False: there will be none of this number."""
+        """Wait for a chunk; return False if there will be none with this number."""
         async with self._changed:
             await self._changed.wait_for(lambda: number < self._next or self._ended)
         return number < self._next and not self._halted
 
     async def join(self) -> str:
-        """An engine is about to be started; why it should not be, or nothing."""
+        """Register an engine that is about to start; return why it must not, or an empty text."""
         self._starts += 1
         if self._starts <= self._most_starts:
             return ""
-        why = f"; the last one: {self._reason}" if self._reason else ""
+        why = f"; last error: {self._reason}" if self._reason else ""
         return (
-            f"engines were started {self._starts - 1} times, and ended, without a line captured "
-            f"between{why}"
+            f"engines were started {self._starts - 1} times and ended without capturing a line{why}"
         )
 
     async def report(self, error: list[str]) -> None:
-        """An engine has started; or has not, for an error in these words."""
+        """Report the start of an engine: a packed error, empty if it succeeded."""
         async with self._changed:
             if self._first is None:
                 self._first = error
             self._changed.notify_all()
 
     async def begin(self, number: int) -> ChunkAttempt | None:
-        """An engine tries a chunk; None: it is done, or is not to be done any more."""
+        """Begin an attempt at a chunk; return None if it is finished or the job was halted."""
         chunk = self._chunks.get(number)
         if chunk is None or self._halted:
             return None
@@ -123,28 +132,28 @@ class ChunkCoordinator:
         if chunk.attempts == 1:
             chunk.since = f"{datetime.now(timezone.utc) - _CLOCKS:%Y%m%dT%H%M%S}"
         if chunk.alone is not None:
-            said = f": {self._reason}" if self._reason else ""
+            why = f": {self._reason}" if self._reason else ""
             chunk.given_up[chunk.alone] = (
-                f"each of {chunk.attempts - 1} engines ended that had this line, the last one "
-                f"while it ran it alone{said}"
+                f"{chunk.attempts - 1} engines ended while they had this line, the last one while "
+                f"running it alone{why}"
             )
             chunk.alone = None
         return ChunkAttempt(chunk.lines, chunk.attempts, chunk.since, dict(chunk.given_up))
 
     async def run_alone(self, number: int, line: int | None) -> None:
-        """From here on a line of a chunk is run alone; None: none is any more."""
+        """Report that an engine runs this line of a chunk alone; None: it has run all of them."""
         chunk = self._chunks.get(number)
         if chunk is not None:
             if chunk.alone is not None:
-                self._starts = 0  # the engine has survived that one
+                self._starts = 0  # the engine has survived the previous line
             chunk.alone = line
 
     async def broke(self, reason: str) -> None:
-        """An engine has broken, and its process will end."""
+        """Report that an engine has broken and its process will end."""
         self._reason = reason
 
     async def halted(self, seconds: float) -> bool:
-        """Waits for the job to be halted, for so long; whether it is."""
+        """Wait up to `seconds` for the job to be halted; return whether it is."""
         return await self._wait(lambda: self._halted, seconds)
 
     async def _wait(self, condition: object, seconds: float) -> bool:
@@ -152,11 +161,11 @@ class ChunkCoordinator:
         until = time.monotonic() + seconds
         async with self._changed:
             while not condition():
-                left = until - time.monotonic()
-                if left <= 0:
+                remaining = until - time.monotonic()
+                if remaining <= 0:
                     return False
                 try:
-                    await asyncio.wait_for(self._changed.wait(), left)
+                    await asyncio.wait_for(self._changed.wait(), remaining)
                 except asyncio.TimeoutError:
                     return bool(condition())
         return True

@@ -1,4 +1,4 @@
-"""What goes between a job and its engines: chunks of lines there, and back what became of them."""
+"""Messages between a job and its engines: chunks of lines, and their outcomes."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from midstream.jobs.local_executor import Captured
 from midstream.jobs.records import Failed, Record
 
 Lines = tuple[tuple[str, Record], ...]
-"""Prompts, each with the id under which its rows are stored."""
+"""Prompts, each with its request id in the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkAttempt:
-    """A chunk, as an engine gets it.
+    """One attempt to capture a chunk.
 
     Attributes:
-        lines: its prompts.
-        attempt: the how manieth try it is, from 1.
-        since: before every shard that an earlier try may have written, by name.
-        given_up: of its lines those that are not to be run again, and why.
+        lines: prompts of the chunk.
+        number: number of the attempt, from 1.
+        since: lower bound of the names of shards that earlier attempts may have written.
+        given_up: lines that must not be run again, with the reasons.
     """
 
     lines: Lines
-    attempt: int = 1
+    number: int = 1
     since: str = ""
     given_up: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a chunk.
+    """Outcome of a chunk.
 
     Attributes:
-        chunk: its number.
-        captured: lines whose rows are in the store for good.
-        failed: lines of which there are no rows.
-        error: why the job cannot go on; None: it can.
+        chunk: number of the chunk.
+        captured: lines whose rows are durably in the store.
+        failed: lines that could not be captured.
+        error: error that ends the job; None: the job can continue.
     """
 
     chunk: int
@@ -49,7 +49,7 @@ class Outcome:
     error: MidstreamError | None = None
 
     def to_json(self) -> str:
-        """As JSON."""
+        """Encode as JSON."""
         return json.dumps(
             {
                 "chunk": self.chunk,
@@ -61,7 +61,7 @@ class Outcome:
 
     @staticmethod
     def from_json(text: str) -> Outcome:
-        """What `to_json` gave."""
+        """Decode the result of `to_json`."""
         found = json.loads(text)
         return Outcome(
             found["chunk"],
@@ -72,8 +72,8 @@ class Outcome:
 
 
 def pack_error(error: BaseException) -> list[str]:
-    """An exception in words: its kind and what it says; of a SpecError the path as well. What is
-    none of midstream's own is an EngineError.
+    """Encode an exception as strings: class name and message; for a SpecError class name, path and
+    problem. Exceptions of other packages are encoded as EngineError.
     """
     if isinstance(error, SpecError):
         return [type(error).__name__, error.path, error.problem]
@@ -83,7 +83,7 @@ def pack_error(error: BaseException) -> list[str]:
 
 
 def unpack_error(words: list[str]) -> MidstreamError:
-    """The exception that `pack_error` has put in words."""
+    """Decode the result of `pack_error`."""
     kind = getattr(errors, words[0])
     error = kind(*words[1:])
     assert isinstance(error, MidstreamError)

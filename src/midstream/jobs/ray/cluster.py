@@ -1,4 +1,4 @@
-"""This process and a Ray cluster: connected to one that runs, or to one that is made for it."""
+"""Connection to a Ray cluster, either a running one or one started for this process."""
 
 from __future__ import annotations
 
@@ -18,30 +18,32 @@ from midstream.console import defaults
 from midstream.errors import EngineError, UnsupportedError
 from midstream.jobs.ray.placement import AUTO, LOCAL, Placement
 
-# Before, an actor whose calls run together does not start beside the uvloop that vLLM brings.
+# In older releases, an actor with concurrent calls does not start if uvloop is installed, which is
+# a dependency of vLLM.
 OLDEST = (2, 55)
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Otherwise engines that need no GPU see all of them, with a warning from each.
+    # Otherwise engines that need no GPU see all of them, and each prints a warning.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
 }
 """Defaults that a user's own settings override."""
 
-# Where `ray start` notes the address of the cluster that it has started on a machine.
+# File in which `ray start` records the address of a machine's cluster.
 _CURRENT = "ray_current_cluster"
-# Of folders, before the number of the process that each belongs to.
+# Prefix of temporary folders, followed by the id of their process.
 _PREFIX = "ms-ray-"
 
 
 @contextmanager
 def connected(spread: Placement) -> Iterator[Any]:
-    """Ray, with this process connected to a cluster. One that was made for it ends with the block,
-    with all its processes and files.
+    """Connect this process to a cluster and return the module `ray`.
+
+    A cluster that was started for this process is shut down on exit, and its files are deleted.
 
     Raises:
         UnsupportedError: Ray is not installed.
-        EngineError: there is no cluster at the address, or none can be started.
+        EngineError: there is no cluster at the address, or starting one failed.
     """
     with defaults(ENVIRONMENT):
         ray = import_ray()
@@ -69,10 +71,10 @@ def connected(spread: Placement) -> Iterator[Any]:
 
 
 def import_ray() -> Any:
-    """Ray with Ray Data.
+    """Import Ray and Ray Data, and return the module `ray`.
 
     Raises:
-        UnsupportedError: it is not installed, or too old.
+        UnsupportedError: Ray is not installed or too old.
     """
     try:
         import ray
@@ -88,13 +90,13 @@ def import_ray() -> Any:
     return ray
 
 
-def _address(asked: str) -> str:
-    """The address to connect to; LOCAL: a cluster is to be started."""
-    if asked != AUTO:
-        return asked
+def _address(requested: str) -> str:
+    """Return the address to connect to; LOCAL: start a cluster."""
+    if requested != AUTO:
+        return requested
     if os.environ.get("RAY_ADDRESS"):
         return os.environ["RAY_ADDRESS"]
-    # Ray would also take up any cluster that it finds a process of, another job's own among them.
+    # Ray's own detection also connects to clusters that other jobs started for themselves.
     noted = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray", _CURRENT)
     try:
         return noted.read_text(encoding="ascii").strip() or LOCAL
@@ -104,8 +106,8 @@ def _address(asked: str) -> str:
 
 @contextmanager
 def _own_files() -> Iterator[str]:
-    """A folder for what Ray writes, which is gone afterwards. Its name is short: sockets are in it,
-    whose paths may not be long.
+    """Create a folder for Ray's files and delete it on exit. Its name is short because the length
+    of socket paths is limited.
     """
     above = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     _remove_left(above)
@@ -113,12 +115,12 @@ def _own_files() -> Iterator[str]:
     try:
         yield folder
     finally:
-        # Its processes may be writing their last lines.
+        # Ray's processes may still be writing log files.
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_left(above: str) -> None:
-    """Removes what processes have left that were killed."""
+    """Delete the folders of processes that were killed."""
     for folder in Path(above).glob(f"{_PREFIX}*-*"):
         process = folder.name.removeprefix(_PREFIX).partition("-")[0]
         if process.isdecimal() and not os.path.exists(f"/proc/{process}"):
@@ -126,7 +128,7 @@ def _remove_left(above: str) -> None:
 
 
 def _init(ray: Any, **settings: Any) -> None:
-    """Starts Ray; SIGTERM, which it takes for itself, stays whose it was."""
+    """Run `ray.init` and restore the handler of SIGTERM, which it replaces."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     try:

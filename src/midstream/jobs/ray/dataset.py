@@ -1,4 +1,4 @@
-"""`midstream.jobs.ray.capture_dataset`: captures as a step of a Ray Data pipeline."""
+"""Captures as a step of a Ray Data pipeline (`midstream.jobs.ray.capture_dataset`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from midstream.spec import Capture
 if TYPE_CHECKING:
     from ray.data import Dataset
 
-# Prompts that go to an engine together, and come back together with their rows.
+# Number of prompts per batch; their rows are returned together.
 BATCH = 64
 _NOWHERE = "nowhere"
 
@@ -53,40 +53,39 @@ def capture_dataset(
     batch_size: int = BATCH,
     start: Callable[[Job], Engine] = start_vllm,
 ) -> Dataset:
-    """Captures a column of prompts. Like all steps of Ray Data it is done when results are asked
-    for, block by block, in a pool of actors with an engine each.
+    """Capture activations for a column of prompts.
 
-    Rows come back in the order of nothing in particular, as Ray Data has it. A prompt that cannot
-    be captured has the reason in `error` and no rows; an engine that breaks ends the pipeline, as
-    any exception in a step does, and one whose process is killed is started again by Ray.
+    Like all steps of Ray Data it runs lazily, block by block, in a pool of actors with one engine
+    each. The order of the output is undefined, as always in Ray Data. A prompt that cannot be
+    captured has its reason in `error` and no rows. An engine that breaks ends the pipeline, as any
+    exception in a step does; Ray restarts an engine whose process is killed.
 
     Args:
-        ds: has a column of prompts.
-        model: its name, or a folder that all machines have.
-        capture: which rows. Sink, tag, request_id and metadata are not set.
-        prompt_field: the column of the prompts; empty: `text`, of conversations `messages`.
-        chat: whether prompts are conversations, lists of messages.
-        max_tokens: how many tokens each prompt is answered with, at temperature 0.
-        revision, dtype, engine_args: as of `midstream.jobs.Job`.
-        spread: how many engines, and what each takes. The address is not looked at: a data set is
-            of the cluster that this process is connected to. None: as many engines as there is
-            room for.
-        batch_size: prompts that go to an engine together. Their rows are in memory at once.
-        start: makes an engine, in a process of the cluster.
+        ds: dataset with a column of prompts.
+        model: name of the model, or a folder that exists on all machines.
+        capture: rows to capture. Sink, tag, request_id and metadata must not be set.
+        prompt_field: column of the prompts; empty: `text`, or `messages` for conversations.
+        chat: prompts are conversations, lists of messages.
+        max_tokens: number of tokens to generate per prompt, at temperature 0.
+        revision, dtype, engine_args: see `midstream.jobs.Job`.
+        spread: number of engines and their resources; None: as many engines as fit the cluster. The
+            address is ignored: a dataset belongs to the cluster that this process is connected to.
+        batch_size: number of prompts per batch. Their rows are in memory at the same time.
+        start: starts an engine, in a process of the cluster.
 
     Returns:
         The input's columns, and:
 
-        - `id`: 16 hexadecimal digits, the same for the same prompt on the same terms.
+        - `id`: 16 hexadecimal digits, equal for equal prompts and settings.
         - `prompt_token_ids`, `generated_token_ids`: int64 [tokens].
         - `positions`, `token_ids`: int64 [rows], of each captured row.
-        - for each tap a column like `resid_post.10`: [rows, hidden] in the model's dtype, decoded;
-          float32 where that is bfloat16, which NumPy lacks.
-        - `error`: why there are no rows; empty: they are there.
+        - for each tap a column such as `resid_post.10`: decoded rows, [rows, hidden] in the model's
+          dtype; float32 for bfloat16, which NumPy lacks.
+        - `error`: why there are no rows; empty if there are.
 
     Raises:
-        SpecError: an argument is malformed, the input has a column of such a name, or the cluster
-            has no room for an engine.
+        SpecError: an argument is malformed, the input already has a column of such a name, or no
+            engine fits the cluster.
         UnsupportedError: Ray is not installed.
     """
     ray = import_ray()
@@ -107,7 +106,7 @@ def capture_dataset(
     spread = spread or Placement()
     if not ray.is_initialized():
         ray.init(include_dashboard=False)
-    layout = spread.settle(job, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+    layout = spread.resolve(job, [node["Resources"] for node in ray.nodes() if node["Alive"]])
     calls = layout.chunks_each(job, batch_size)
     environment = ENGINES | ({} if spread.log else WHEN_QUIET) | ({} if layout.gpus else ON_CPUS)
     return ds.map_batches(
@@ -119,7 +118,7 @@ def capture_dataset(
 
 
 class _Capturer:
-    """An actor with an engine, which puts columns beside those that come."""
+    """Actor with an engine, which adds columns to batches."""
 
     def __init__(
         self,
@@ -131,31 +130,31 @@ class _Capturer:
         for name, value in environment.items():
             os.environ.setdefault(name, value)
         if os.path.isdir(folder):
-            os.chdir(folder)  # where a model's relative path begins
-        # What receipts say is in the column `error`.
+            os.chdir(folder)  # relative paths of the model refer to it
+        # Problems in receipts are in the column `error`.
         warnings.simplefilter("ignore", ReceiptWarning)
         self._job = job
         self._identity = Identity(job)
-        self._collector = EngineThread(job, start)
+        self._engine = EngineThread(job, start)
 
     async def __call__(self, batch: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         prompts = self._read(batch)
         replies = await asyncio.wrap_future(
-            self._collector.submit(
+            self._engine.submit(
                 [each if isinstance(each, Failed) else each.prompt for each in prompts]
             )
         )
         columns = self._columns(prompts, replies)
         for name in columns:
             if name in batch:
-                raise SpecError("ds", f"there is a column {name!r} already; rename it")
+                raise SpecError("ds", f"the dataset already has a column {name!r}; rename it")
         yield {**batch, **columns}
 
     def _read(self, batch: dict[str, Any]) -> list[Record | Failed]:
         name = self._job.column
         if name not in batch:
             raise SpecError(
-                "prompt_field", f"there is no column {name!r}; there are {', '.join(batch)}"
+                "prompt_field", f"the dataset has no column {name!r}; it has {', '.join(batch)}"
             )
         return [read_value(0, plain(value), name, self._job.chat) for value in batch[name]]
 
@@ -188,19 +187,19 @@ class _Capturer:
         return {name: ragged(values) for name, values in found.items()}
 
     def _taps(self) -> list[tuple[str, int]]:
-        capture, layers = self._job.capture, self._collector.origin.num_layers
+        capture, layers = self._job.capture, self._engine.origin.num_layers
         which = capture.layers.indices
         indices = range(layers) if which == "all" else sorted({int(i) % layers for i in which})
         return [(site, layer) for site in capture.sites.names for layer in indices]
 
     def _no_rows(self) -> Any:
-        origin = self._collector.origin
+        origin = self._engine.origin
         dtype = "float32" if origin.dtype == "bfloat16" else origin.dtype
         return np.zeros((0, origin.hidden_size), dtype)
 
 
 def plain(value: Any) -> Any:
-    """A cell of a NumPy column as JSON has it: Ray Data has lists as arrays."""
+    """Convert a cell of a NumPy column to JSON values. Ray Data represents lists as arrays."""
     if isinstance(value, np.ndarray):
         return [plain(each) for each in value]
     if isinstance(value, dict):
@@ -209,7 +208,7 @@ def plain(value: Any) -> Any:
 
 
 def ragged(values: Sequence[Any]) -> Any:
-    """A column whose cells may differ in shape, as an object array of them."""
+    """Return a column whose cells may differ in shape, as an object array [n]."""
     found = np.empty(len(values), dtype=object)
     for index, value in enumerate(values):
         found[index] = value

@@ -1,4 +1,4 @@
-"""One engine whose rows go back to whoever asked: what is a step of Ray Data's own pipelines."""
+"""Engine in a thread that returns captured rows to its callers, for a step of Ray Data."""
 
 from __future__ import annotations
 
@@ -21,35 +21,37 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Call:
-    """Prompts that came together.
+    """Prompts that were submitted together.
 
     Attributes:
-        first: the number of the first of them.
-        told: gets what came of each.
-        ended: by number, as far as they have.
-        left: how many have not.
+        result: receives the result of each prompt.
+        remaining: number of unfinished prompts.
+        finished: results by prompt number.
     """
 
-    first: int
-    told: Future[list[Reply | Failed]]
-    left: int
-    ended: dict[int, Reply | Failed] = field(default_factory=dict)
+    result: Future[list[Reply | Failed]]
+    remaining: int
+    finished: dict[int, Reply | Failed] = field(default_factory=dict)
 
 
 class EngineThread:
-    """Runs an engine in a thread, with the prompts of all calls together in it."""
+    """Runs an engine in a thread and batches the prompts of all calls."""
 
     def __init__(self, job: Job, start: Callable[[Job], Engine]) -> None:
-        """Returns when the engine has started; raises what it raised.
+        """Start the engine and wait until it is ready.
 
         Args:
-            job: what is captured; its data and store are not looked at.
-            start: makes the engine, in the thread that steps it.
+            job: what to capture; its data and store are not used.
+            start: starts the engine, in the thread that steps it.
+
+        Raises:
+            Exception: any exception of `start`.
         """
         self._job, self._start = job, start
         self._numbers = itertools.count(1)
         self._queue: deque[tuple[_Call, Record]] = deque()
-        self._calls: dict[int, _Call] = {}  # of each prompt that has not ended, by its number
+        # Calls by the numbers of their unfinished prompts.
+        self._calls: dict[int, _Call] = {}
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         ready: Future[Origin] = Future()
@@ -60,25 +62,25 @@ class EngineThread:
         self.origin = ready.result()
 
     def submit(self, prompts: Sequence[Prompt | Failed]) -> Future[list[Reply | Failed]]:
-        """Captures prompts; what came of each, in order. What has failed already is given back."""
-        told: Future[list[Reply | Failed]] = Future()
-        told.set_running_or_notify_cancel()  # nobody can cancel it from here on
+        """Capture prompts and return their results in order. A `Failed` is returned unchanged."""
+        result: Future[list[Reply | Failed]] = Future()
+        result.set_running_or_notify_cancel()  # makes it impossible to cancel
         with self._changed:
             if self._error is not None:
-                told.set_exception(self._error)
-                return told
+                result.set_exception(self._error)
+                return result
             numbers = [next(self._numbers) for _ in prompts]
-            call = _Call(numbers[0] if numbers else 0, told, len(prompts))
+            call = _Call(result, len(prompts))
             for number, prompt in zip(numbers, prompts, strict=True):
                 if isinstance(prompt, Failed):
-                    call.ended[number] = prompt
-                    call.left -= 1
+                    call.finished[number] = prompt
+                    call.remaining -= 1
                 else:
                     self._calls[number] = call
                     self._queue.append((call, Record(number, prompt)))
             self._changed.notify()
-        self._tell(call)
-        return told
+        self._resolve(call)
+        return result
 
     def _run(self, ready: Future[Origin]) -> None:
         try:
@@ -94,7 +96,7 @@ class EngineThread:
                 running += self._fill(running)
                 for reply in self._engine.step() if running else ():
                     running -= 1
-                    self._end(reply.line, reply)
+                    self._finish(reply.line, reply)
         except BaseException as error:
             _LOGGER.debug("an engine broke", exc_info=True)
             with self._changed:
@@ -102,31 +104,33 @@ class EngineThread:
                 calls = {id(call): call for call in self._calls.values()}
                 self._calls.clear()
             for call in calls.values():
-                call.told.set_exception(error)
+                call.result.set_exception(error)
 
     def _fill(self, running: int) -> int:
-        """Hands the engine prompts, and waits for some where it has none; how many it took."""
+        """Add queued prompts to the engine and return how many it accepted; wait for prompts if the
+        engine has none.
+        """
         with self._changed:
             while not running and not self._queue:
                 self._changed.wait()
-            room = max(0, self._engine.window - running)
-            taken = [self._queue.popleft() for _ in range(min(room, len(self._queue)))]
+            capacity = max(0, self._engine.window - running)
+            chosen = [self._queue.popleft() for _ in range(min(capacity, len(self._queue)))]
         count = 0
-        for _, record in taken:
+        for _, record in chosen:
             try:
                 self._engine.add(record)
                 count += 1
             except SpecError as error:
-                self._end(record.line, Failed(record.line, str(error)))
+                self._finish(record.line, Failed(record.line, str(error)))
         return count
 
-    def _end(self, number: int, what: Reply | Failed) -> None:
+    def _finish(self, number: int, reply: Reply | Failed) -> None:
         with self._changed:
             call = self._calls.pop(number)
-        call.ended[number] = what
-        call.left -= 1
-        self._tell(call)
+        call.finished[number] = reply
+        call.remaining -= 1
+        self._resolve(call)
 
-    def _tell(self, call: _Call) -> None:
-        if not call.left and not call.told.done():
-            call.told.set_result([call.ended[number] for number in sorted(call.ended)])
+    def _resolve(self, call: _Call) -> None:
+        if not call.remaining and not call.result.done():
+            call.result.set_result([call.finished[number] for number in sorted(call.finished)])

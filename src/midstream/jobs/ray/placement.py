@@ -1,4 +1,4 @@
-"""How a job is spread over a Ray cluster: how many engines, and what each of them takes."""
+"""Placement of a job's engines on a Ray cluster: their number and resources."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from midstream.validation import is_int, kind, show
 AUTO = "auto"
 LOCAL = "local"
 
-# Lines in a chunk at most: what is lost with an engine is what was not in the store of its chunks.
+# Largest number of lines in a chunk. If an engine dies, the unstored lines of its chunks are lost.
 _CHUNK = 64
-# Chunks that each engine gets at least of a data set that is short.
+# Least number of chunks per engine for a short dataset.
 _CHUNKS_EACH = 4
-# Lines on their way at once, in how many engines run together: half of them in the engine, and as
-# many that wait for it, or for their shard.
-_ON_THEIR_WAY = 4
-_SEQUENCES = 256  # vLLM's max_num_seqs, where nobody sets it
+# Unfinished lines per engine, in multiples of its batch size: half in the engine, the rest waiting
+# for the engine or for their shard.
+_WINDOW_BATCHES = 4
+# vLLM's default of max_num_seqs.
+_SEQUENCES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,17 +29,17 @@ class Placement:
     """Where engines run, and how many.
 
     Attributes:
-        address: of the cluster, as `host:port`; `auto`: that of RAY_ADDRESS or of the cluster that
-            runs on this machine, and where there is none a new one of this machine alone, which
-            ends with the job; `local`: always such a new one. A process that is connected to Ray
-            already stays with that.
-        engines: how many; None: as many as the cluster has room for.
-        cpus: CPU cores for each. On a CPU its threads are as many.
-        gpus: GPUs for each; None: one for each rank where the cluster has GPUs, otherwise none.
-        log: whether what engines print is printed here.
+        address: address of the cluster, as `host:port`. `auto`: the address in RAY_ADDRESS, or the
+            cluster running on this machine, or else a new cluster of this machine that ends with
+            the job. `local`: always a new cluster. A process that is already connected to Ray keeps
+            its connection.
+        engines: number of engines; None: as many as fit the cluster.
+        cpus: CPU cores per engine; also its number of threads on a CPU.
+        gpus: GPUs per engine; None: one per rank if the cluster has GPUs, otherwise none.
+        log: print the output of engines here.
 
     Raises:
-        SpecError: a field is malformed; its path is `ray.` and the field.
+        SpecError: a field is malformed; the path is `ray.` and its name.
     """
 
     address: str = AUTO
@@ -53,8 +54,8 @@ class Placement:
         if self.address.startswith("ray://"):
             raise SpecError(
                 "ray.address",
-                f"{self.address}: Ray's client cannot do this; run on a machine of the cluster, "
-                "and give the address as host:port",
+                f"{self.address}: addresses of Ray Client are unsupported; run on a machine of the "
+                "cluster and pass the address as host:port",
             )
         if self.engines is not None:
             if not is_int(self.engines):
@@ -66,50 +67,54 @@ class Placement:
             if value is None and name == "gpus":
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-                raise SpecError(f"ray.{name}", f"expected a number from 0, got {show(value)}")
+                raise SpecError(
+                    f"ray.{name}", f"expected a number of at least 0, got {show(value)}"
+                )
 
-    def settle(self, job: Job, machines: Iterable[Mapping[str, float]]) -> Layout:
-        """What it comes to on a cluster.
+    def resolve(self, job: Job, machines: Iterable[Mapping[str, float]]) -> Layout:
+        """Return the number of engines and their resources on a cluster.
 
         Args:
-            job: whose engines these are; the ranks of one are all on one machine.
-            machines: of each the resources that Ray counts, `CPU` and `GPU` among them.
+            job: the job. All ranks of an engine are on one machine.
+            machines: Ray's resources of each machine, including `CPU` and `GPU`.
 
         Raises:
-            SpecError: no machine has room for one engine; or the job's engines are no single ones.
+            SpecError: no engine fits a machine, fewer than `engines` fit, or the job's engine
+                arguments are unsupported.
         """
         machines = list(machines)
         ranks = _ranks(job)
         gpus = self.gpus
         if gpus is None:
             gpus = float(ranks if any(each.get("GPU", 0) for each in machines) else 0)
-        room = sum(_fitting(each, self.cpus, gpus) for each in machines)
-        if not room:
-            most = ", ".join(
+        capacity = sum(_fitting(each, self.cpus, gpus) for each in machines)
+        if not capacity:
+            available = ", ".join(
                 f"{each.get('CPU', 0):g} CPUs and {each.get('GPU', 0):g} GPUs" for each in machines
             )
             raise SpecError(
                 "ray",
-                f"an engine needs {self.cpus:g} CPUs and {gpus:g} GPUs of one machine, and those "
-                f"of the cluster have {most or 'nothing'}; see `engine_args`, and what each engine "
-                "is to take",
+                f"an engine needs {self.cpus:g} CPUs and {gpus:g} GPUs of one machine, but the "
+                f"cluster's machines have {available or 'nothing'}; change `engine_args` or the "
+                "resources of each engine",
             )
-        if self.engines is not None and self.engines > room:
+        if self.engines is not None and self.engines > capacity:
             raise SpecError(
                 "ray.engines",
-                f"expected at most {room}, for which the cluster has room, got {self.engines}",
+                f"expected at most {capacity}, which the cluster has resources for, got "
+                f"{self.engines}",
             )
-        return Layout(self.engines or room, self.cpus, gpus)
+        return Layout(self.engines or capacity, self.cpus, gpus)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many engines there are, and what each takes.
+    """Number and resources of a job's engines.
 
     Attributes:
-        engines: how many.
-        cpus: cores for each.
-        gpus: for each.
+        engines: number of engines.
+        cpus: CPU cores per engine.
+        gpus: GPUs per engine.
     """
 
     engines: int
@@ -117,15 +122,15 @@ class Layout:
     gpus: float
 
     def chunk_lines(self, lines: int | None) -> int:
-        """How many lines a chunk has, where so many are left to do; None: nobody knows."""
+        """Return the number of lines per chunk for this many remaining lines; None: unknown."""
         if lines is None:
             return _CHUNK
         return min(_CHUNK, max(1, -(-lines // (_CHUNKS_EACH * self.engines))))
 
     def chunks_each(self, job: Job, chunk_lines: int) -> int:
-        """How many chunks an engine has at once."""
+        """Return the number of unfinished chunks per engine."""
         sequences = job.engine_args.get("max_num_seqs") or _SEQUENCES
-        return max(2, -(-_ON_THEIR_WAY * int(sequences) // chunk_lines))
+        return max(2, -(-_WINDOW_BATCHES * int(sequences) // chunk_lines))
 
 
 def _ranks(job: Job) -> int:
@@ -133,19 +138,21 @@ def _ranks(job: Job) -> int:
     if arguments.get("data_parallel_size", 1) not in (1, None):
         raise SpecError(
             "engine_args.data_parallel_size",
-            "on Ray there are as many engines as are asked for; leave it out",
+            "on Ray, leave it out and set the number of engines instead",
         )
     ranks = 1
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         value = arguments.get(name, 1)
         if not is_int(value) or value < 1:
-            raise SpecError(f"engine_args.{name}", f"expected a number from 1, got {show(value)}")
+            raise SpecError(
+                f"engine_args.{name}", f"expected an integer of at least 1, got {show(value)}"
+            )
         ranks *= int(value)
     return ranks
 
 
 def _fitting(machine: Mapping[str, float], cpus: float, gpus: float) -> int:
-    """How many engines a machine has room for; one that takes nothing is counted once."""
+    """Return how many engines fit a machine; 1 if an engine needs no resources."""
     found = [
         int(machine.get(name, 0) // wanted)
         for name, wanted in (("CPU", cpus), ("GPU", gpus))

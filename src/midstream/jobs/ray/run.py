@@ -1,4 +1,4 @@
-"""A dataset capture whose engines are on a Ray cluster."""
+"""Dataset capture with engines on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from midstream.jobs.run import CaptureRun, Summary, Watch
 
 
 class RayCaptureRun(CaptureRun):
-    """As `midstream.jobs.Capturing`: the same data, ids, refusals and store. Besides the order
-    in which requests are stored, and their numbers in the engine that had them (`request_id`), the
-    store is the one that a single engine would have written.
+    """A `CaptureRun` on a Ray cluster, with the same data, request ids, errors and store.
+
+    The store equals that of a single engine except for the order of requests and their ids in the
+    engine (`request_id`).
     """
 
     engines = "engines on Ray"
 
     def __init__(self, job: Job, spread: Placement | None = None) -> None:
-        """Checks all that can be known before there is a cluster.
+        """Check everything that can be checked without a cluster, and lock the store.
 
         Args:
-            job: what to do.
-            spread: how many engines, and where; None: as `Placement()` says.
+            job: the job.
+            spread: number of engines and their resources; None: the defaults of `Placement`.
 
         Raises:
             UnsupportedError: Ray is not installed.
-            MidstreamError: as `CaptureRun` says.
+            MidstreamError: see `CaptureRun`.
         """
         import_ray()
         super().__init__(job)
@@ -42,21 +43,21 @@ class RayCaptureRun(CaptureRun):
         watch: Watch | None = None,
         stop: threading.Event | None = None,
     ) -> Summary:
-        """Captures until the data ends. Whatever ends it, what had come is in the store.
+        """Capture until the data ends. However the run ends, finished lines are in the store.
 
-        A line with which engines end again and again is a line that failed.
+        A line that repeatedly ends its engine is reported as failed.
 
         Args:
-            start: makes an engine, in a process of the cluster: something that can be imported
-            there. watch, stop: as of `CaptureRun.work`.
+            start: starts an engine in a process of the cluster; must be importable there.
+            watch, stop: see `CaptureRun.work`.
 
         Raises:
-            SpecError: the cluster has no room for an engine; or there is no such model.
-            EngineError: there is no cluster, or engines cannot start, or break again and again.
-            StoreError: rows cannot be written; or this is not the data that is in the store; or a
-                machine does not see the store's directory.
+            SpecError: no engine fits the cluster, or the model does not exist.
+            EngineError: there is no cluster, or engines cannot start or break repeatedly.
+            StoreError: rows cannot be written, the store contains other data, or a machine does not
+                see the store's directory.
         """
-        left = self.counts.total
-        if left is not None:
-            left = max(0, left - self.stored_before)
-        return self.work_on(lambda job: RayExecutor(job, self._spread, left, start), watch, stop)
+        lines = self.counts.total
+        if lines is not None:
+            lines = max(0, lines - self.stored_before)
+        return self.work_on(lambda job: RayExecutor(job, self._spread, lines, start), watch, stop)

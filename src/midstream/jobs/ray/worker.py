@@ -1,7 +1,7 @@
-"""One engine at work on chunks of a job: its own thread, its own writer into the store.
+"""Worker that captures chunks with one engine, in its own thread and with its own store writer.
 
-Lines of all the chunks that it has run together, so that the engine is full from one chunk to the
-next. A chunk has ended when each of its lines is in the store or has failed.
+Lines of all its chunks run together, so that the engine stays busy between chunks. A chunk is
+finished when each of its lines is in the store or has failed.
 """
 
 from __future__ import annotations
@@ -24,65 +24,76 @@ from midstream.jobs.store_writer import StoreWriter
 from midstream.store import open_store
 
 _LOGGER = logging.getLogger(__name__)
-_BETWEEN_LOOKS = 0.01  # seconds, while nothing is to be done but to wait for a shard
+# Seconds between checks while waiting for a shard to be written.
+_POLL_SECONDS = 0.01
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """A chunk that is under way.
+    """An unfinished chunk.
 
     Attributes:
-        number: its number.
-        turn: how it came.
-        told: gets what became of it.
-        open: lines that the engine has not answered, those that it has not got among them.
-        put: of a line that was handed to the store, the how manieth it was, from 1.
-        captured: those lines, and those that were in the store before.
-        failed: other lines.
+        number: number of the chunk.
+        attempt: the current attempt.
+        result: receives the outcome.
+        open: lines that the engine has not finished, including those not yet added to it.
+        put: for lines delivered to the store writer, their count in order of delivery, from 1.
+        captured: these lines, and those that were in the store before.
+        failed: lines that failed.
     """
 
     number: int
-    turn: ChunkAttempt
-    told: Future[Outcome]
+    attempt: ChunkAttempt
+    result: Future[Outcome]
     open: set[int]
     put: dict[int, int] = field(default_factory=dict)
     captured: dict[int, Captured] = field(default_factory=dict)
     failed: list[Failed] = field(default_factory=list)
 
     def outcome(self, stored: int, error: MidstreamError | None = None) -> Outcome:
-        """What became of it, where so many of what the keeper was given is in the store."""
+        """Return the outcome if the first `stored` lines of the store writer are in the store."""
         kept = (each for line, each in self.captured.items() if self.put.get(line, 0) <= stored)
         return Outcome(self.number, tuple(kept), tuple(self.failed), error)
 
-    def is_over(self, stored: int) -> bool:
-        """Whether nothing of it is missing."""
+    def is_finished(self, stored: int) -> bool:
+        """Return whether all lines are in the store or failed; see `outcome` for `stored`."""
         return not self.open and max(self.put.values(), default=0) <= stored
 
 
 class Worker:
-    """Runs an engine in a thread. What breaks the engine, `broke` is told in that thread, after
-    what had come was written; an exception of midstream's own ends the job instead.
+    """Runs an engine in a thread.
+
+    If the engine breaks, `on_broken` is called in that thread after the captured rows were written.
+    An exception of midstream ends the job instead.
     """
 
     def __init__(
         self,
         job: Job,
         start: Callable[[Job], Engine],
-        alone: Callable[[int, int | None], None],
-        broke: Callable[[BaseException], None],
+        on_alone: Callable[[int, int | None], None],
+        on_broken: Callable[[BaseException], None],
     ) -> None:
-        """Args:
-        job: what is captured.
-        start: makes the engine, in the thread that steps it.
-        alone: is told of a line of a chunk that will be run alone, and that it was.
-        broke: is told what the engine raised.
+        """Start the thread and the engine in it.
+
+        Args:
+            job: the job.
+            start: starts the engine, in the thread that steps it.
+            on_alone: called with a chunk's number and the line that is run alone next, and with
+                None after the last one.
+            on_broken: called with the exception of the engine.
         """
-        self._job, self._start, self._alone, self._broke = job, start, alone, broke
+        self._job, self._start = job, start
+        self._on_alone, self._on_broken = on_alone, on_broken
         self._chunks: dict[int, _Chunk] = {}
-        self._known: set[int] = set()  # of them those that the thread has seen
+        # Numbers of the chunks that the thread has received.
+        self._known: set[int] = set()
         self._queue: deque[tuple[_Chunk, str, Record]] = deque()
+        # Chunks whose lines are run one at a time.
         self._careful: deque[_Chunk] = deque()
-        self._running: dict[int, tuple[_Chunk, str]] = {}  # by line
+        # Chunk and request id by line.
+        self._running: dict[int, tuple[_Chunk, str]] = {}
+        # Number of lines delivered to the store writer.
         self._puts = 0
         self._halted = False
         self._error: MidstreamError | None = None
@@ -91,37 +102,41 @@ class Worker:
         threading.Thread(target=self._run, name="midstream engine", daemon=True).start()
 
     def wait(self) -> None:
-        """Returns when the engine has started; raises what it raised."""
+        """Wait until the engine has started.
+
+        Raises:
+            Exception: any exception of the start.
+        """
         self._ready.result()
 
-    def submit(self, number: int, turn: ChunkAttempt) -> Future[Outcome]:
-        """Takes a chunk. One that it has already is not run twice."""
+    def submit(self, number: int, attempt: ChunkAttempt) -> Future[Outcome]:
+        """Capture a chunk. An unfinished chunk of the same number is not run twice."""
         with self._changed:
             known = self._chunks.get(number)
             if known is not None:
-                return known.told
-            told: Future[Outcome] = Future()
-            told.set_running_or_notify_cancel()  # nobody can cancel it from here on
-            chunk = _Chunk(number, turn, told, {record.line for _, record in turn.lines})
+                return known.result
+            result: Future[Outcome] = Future()
+            result.set_running_or_notify_cancel()  # makes it impossible to cancel
+            chunk = _Chunk(number, attempt, result, {record.line for _, record in attempt.lines})
             if self._error is not None or self._halted:
-                told.set_result(chunk.outcome(0, self._error))
-                return told
+                result.set_result(chunk.outcome(0, self._error))
+                return result
             self._chunks[number] = chunk
             self._changed.notify()
-        return told
+        return result
 
     def halt(self) -> None:
-        """Gives back all chunks as they are, when what came is in the store."""
+        """Write the captured rows and return all chunks unfinished."""
         with self._changed:
             self._halted = True
             self._changed.notify()
 
-    # ------------------------------------------------------------ the thread's
+    # ------------------------------------------------------------ in the thread
 
     def _run(self) -> None:
         try:
             self._engine = self._start(self._job)
-            self._keeper = StoreWriter(self._job, self._engine.origin)
+            self._writer = StoreWriter(self._job, self._engine.origin)
         except BaseException as error:
             _LOGGER.debug("an engine did not start", exc_info=True)
             self._ready.set_exception(error)
@@ -129,36 +144,36 @@ class Worker:
         self._ready.set_result(None)
         broken: BaseException | None = None
         try:
-            while self._take_in():
+            while self._receive():
                 self._work()
         except BaseException as error:
             _LOGGER.debug("an engine broke", exc_info=True)
             broken = error
         try:
-            self._keeper.close()
+            self._writer.close()
         except BaseException as error:
             _LOGGER.debug("rows could not be written", exc_info=True)
-            # Of two, that which tells the job that it cannot go on.
+            # Of two errors, the one that ends the job takes precedence.
             if broken is None or isinstance(error, MidstreamError):
                 broken = error
         if broken is not None and not isinstance(broken, MidstreamError) and not self._halted:
-            self._broke(broken)
-        self._give_back(broken)
+            self._on_broken(broken)
+        self._return_chunks(broken)
 
-    def _give_back(self, broken: BaseException | None) -> None:
-        """Ends all chunks as they are."""
+    def _return_chunks(self, broken: BaseException | None) -> None:
+        """Resolve all chunks with their current outcome."""
         if isinstance(broken, MidstreamError):
             self._error = broken
         elif broken is not None and not self._halted:
             self._error = EngineError(f"{type(broken).__name__}: {broken}")
         with self._changed:
             self._halted = True
-            left, self._chunks = list(self._chunks.values()), {}
-        for chunk in left:
-            chunk.told.set_result(chunk.outcome(self._keeper.stored, self._error))
+            unfinished, self._chunks = list(self._chunks.values()), {}
+        for chunk in unfinished:
+            chunk.result.set_result(chunk.outcome(self._writer.stored, self._error))
 
-    def _take_in(self) -> bool:
-        """Reads what has come; waits for it where there is nothing else. False: it is halted."""
+    def _receive(self) -> bool:
+        """Queue new chunks, waiting for one if there are none; return False if halted."""
         with self._changed:
             while not self._halted and not self._chunks:
                 self._changed.wait()
@@ -167,60 +182,61 @@ class Worker:
             new = [each for each in self._chunks.values() if each.number not in self._known]
             self._known = set(self._chunks)
         for chunk in sorted(new, key=lambda each: each.number):
-            self._lay_out(chunk)
+            self._enqueue(chunk)
         return True
 
-    def _lay_out(self, chunk: _Chunk) -> None:
-        """Sorts out what of a chunk has to be run."""
-        turn = chunk.turn
-        there: dict[str, int] = {}
-        if turn.attempt > 1:
-            wanted = {request for request, _ in turn.lines}
-            there = {
+    def _enqueue(self, chunk: _Chunk) -> None:
+        """Queue the lines of a chunk, except those already stored or given up."""
+        attempt = chunk.attempt
+        stored: dict[str, int] = {}
+        if attempt.number > 1:
+            wanted = {request for request, _ in attempt.lines}
+            stored = {
                 each.request: sum(each.activations().counts().values())
-                for each in open_store(self._job.out, turn.since).requests
+                for each in open_store(self._job.out, attempt.since).requests
                 if each.request in wanted
             }
-        for request, record in turn.lines:
-            if request in there:
-                rows = there[request]
-                nbytes = rows * self._keeper.row_bytes
+        for request, record in attempt.lines:
+            if request in stored:
+                rows = stored[request]
+                nbytes = rows * self._writer.row_bytes
                 chunk.captured[record.line] = Captured(record.line, rows, nbytes)
                 chunk.open.remove(record.line)
-            elif record.line in turn.given_up:
-                self._fail(chunk, Failed(record.line, turn.given_up[record.line]))
-            elif turn.attempt < CAREFUL:
+            elif record.line in attempt.given_up:
+                self._fail(chunk, Failed(record.line, attempt.given_up[record.line]))
+            elif attempt.number < CAREFUL:
                 self._queue.append((chunk, request, record))
-        if turn.attempt >= CAREFUL:
+        if attempt.number >= CAREFUL:
             self._careful.append(chunk)
 
     def _work(self) -> None:
-        """One step of the engine, or of waiting."""
+        """Run one step of the engine, or wait once."""
         if self._careful and not self._running:
             self._run_carefully(self._careful.popleft())
         elif not self._careful:
-            # What came first fills the engine; but it runs empty for those that are run alone.
+            # Queued lines are held back while a careful chunk waits for the engine to be empty.
             while self._queue and len(self._running) < self._engine.window:
                 self._add(*self._queue.popleft())
         if self._running:
             self._step()
         is_starved = not self._queue and len(self._running) < self._engine.window
-        # Others come when one is over: there may be one that waits for nothing but its shard.
-        self._settle(is_starved and any(not each.open for each in self._chunks.values()))
+        # New chunks arrive when one is finished, and one may be waiting for its shard only.
+        self._finish_chunks(is_starved and any(not each.open for each in self._chunks.values()))
 
     def _run_carefully(self, chunk: _Chunk) -> None:
-        for request, record in chunk.turn.lines:
+        """Run the lines of a chunk one at a time."""
+        for request, record in chunk.attempt.lines:
             if record.line not in chunk.open or self._halted:
                 continue
-            self._alone(chunk.number, record.line)
+            self._on_alone(chunk.number, record.line)
             self._add(chunk, request, record)
             while self._running and not self._halted:
                 self._step()
-            # In the store before the next one may end the engine.
-            while chunk.put.get(record.line, 0) > self._keeper.stored:
-                self._settle(drain=True)
+            # Wait until it is stored, because the next line may end the engine.
+            while chunk.put.get(record.line, 0) > self._writer.stored:
+                self._finish_chunks(drain=True)
         if not self._halted:
-            self._alone(chunk.number, None)
+            self._on_alone(chunk.number, None)
 
     def _add(self, chunk: _Chunk, request: str, record: Record) -> None:
         try:
@@ -234,7 +250,7 @@ class Worker:
         for reply in self._engine.step():
             chunk, request = self._running.pop(reply.line)
             if isinstance(reply, Reply):
-                rows, nbytes = self._keeper.put(request, reply)
+                rows, nbytes = self._writer.put(request, reply)
                 self._puts += 1
                 chunk.put[reply.line] = self._puts
                 chunk.captured[reply.line] = Captured(reply.line, rows, nbytes)
@@ -246,21 +262,20 @@ class Worker:
         chunk.failed.append(failed)
         chunk.open.remove(failed.line)
 
-    def _settle(self, drain: bool) -> None:
-        """Ends the chunks that are over.
+    def _finish_chunks(self, drain: bool) -> None:
+        """Resolve the finished chunks.
 
         Args:
-            drain: whether what came is written now. Otherwise it waits for more, as shards are
-                better large than many.
+            drain: write captured rows now, instead of collecting more for a larger shard.
         """
-        self._keeper.check()
-        stored = self._keeper.stored
-        for chunk in [each for each in self._chunks.values() if each.is_over(stored)]:
+        self._writer.check()
+        stored = self._writer.stored
+        for chunk in [each for each in self._chunks.values() if each.is_finished(stored)]:
             with self._changed:
                 del self._chunks[chunk.number]
-            chunk.told.set_result(chunk.outcome(stored))
+            chunk.result.set_result(chunk.outcome(stored))
         if drain and stored < self._puts:
-            self._keeper.drain()
+            self._writer.drain()
             if not self._running:
                 with self._changed:
-                    self._changed.wait(_BETWEEN_LOOKS)
+                    self._changed.wait(_POLL_SECONDS)

@@ -71,7 +71,7 @@ def test_tries_are_counted_and_what_an_earlier_one_stored_is_after_since():
         return [await desk.begin(0) for _ in range(3)]
 
     turns = run(work())
-    assert [each.attempt for each in turns] == [1, 2, 3]
+    assert [each.number for each in turns] == [1, 2, 3]
     assert len({each.since for each in turns}) == 1
     # A shard of a machine whose clock is some minutes late is after it as well.
     assert turns[0].since < f"{datetime.now(timezone.utc):%Y%m%dT%H%M%S.%f}-0.safetensors"
@@ -108,7 +108,7 @@ def test_engines_are_not_started_for_ever_while_nothing_is_captured(engines):
 
     *allowed, refused = run(work())
     assert set(allowed) == {""}
-    assert "without a line captured between; the last one: RuntimeError: no memory" in refused
+    assert "without capturing a line; last error: RuntimeError: no memory" in refused
 
 
 @pytest.mark.parametrize("progress", ["captured", "survived"])

@@ -22,7 +22,7 @@ GPUS = [{"CPU": 64.0, "GPU": 8.0}, {"CPU": 64.0, "GPU": 8.0}, {"CPU": 16.0}]
 
 
 def settle(spread: Placement, machines, **engine_args) -> tuple[int, float, float]:
-    found = spread.settle(job(Path("."), engine_args=engine_args), machines)
+    found = spread.resolve(job(Path("."), engine_args=engine_args), machines)
     return found.engines, found.cpus, found.gpus
 
 
