@@ -9,6 +9,7 @@ from typing import Protocol
 
 from midstream.errors import ReceiptWarning
 from midstream.jobs.engine import Engine
+from midstream.jobs.engine_loop import EngineLoop
 from midstream.jobs.job import Job
 from midstream.jobs.records import Failed, Record
 from midstream.jobs.store_writer import StoreWriter
@@ -85,8 +86,7 @@ class LocalExecutor:
         """
         self._engine = engine
         self._writer = StoreWriter(job, engine.origin)
-        # Request ids of the unfinished lines.
-        self._ids: dict[int, str] = {}
+        self._loop: EngineLoop[str] = EngineLoop(engine)  # with request ids
 
     @property
     def window(self) -> int:
@@ -97,17 +97,15 @@ class LocalExecutor:
         return self._writer.stored
 
     def add(self, request: str, record: Record) -> None:
-        self._engine.add(record)
-        self._ids[record.line] = request
+        self._loop.add(request, record)
 
     def step(self) -> Sequence[Captured | Failed]:
         found: list[Captured | Failed] = []
         # The job reads the receipts, so warnings about them would be duplicates.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ReceiptWarning)
-            replies = self._engine.step()
-        for reply in replies:
-            request = self._ids.pop(reply.line)
+            replies = self._loop.step()
+        for request, reply in replies:
             if isinstance(reply, Failed):
                 found.append(reply)
             else:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from midstream.errors import SpecError
 from midstream.jobs.engine import Engine, Reply
+from midstream.jobs.engine_loop import EngineLoop
 from midstream.jobs.job import Job
 from midstream.jobs.records import Failed, Prompt, Record
 from midstream.sinks.base import Origin
@@ -84,18 +84,16 @@ class EngineThread:
 
     def _run(self, ready: Future[Origin]) -> None:
         try:
-            self._engine = self._start(self._job)
-            ready.set_result(self._engine.origin)
+            engine = self._start(self._job)
+            ready.set_result(engine.origin)
         except BaseException as error:
             _LOGGER.debug("an engine did not start", exc_info=True)
             ready.set_exception(error)
             return
         try:
-            running = 0
+            loop: EngineLoop[_Call] = EngineLoop(engine)
             while True:
-                running += self._fill(running)
-                for reply in self._engine.step() if running else ():
-                    running -= 1
+                for _, reply in (*loop.fill(self._receive(loop)), *loop.step()):
                     self._finish(reply.line, reply)
         except BaseException as error:
             _LOGGER.debug("an engine broke", exc_info=True)
@@ -106,23 +104,13 @@ class EngineThread:
             for call in calls.values():
                 call.result.set_exception(error)
 
-    def _fill(self, running: int) -> int:
-        """Add queued prompts to the engine and return how many it accepted; wait for prompts if the
-        engine has none.
-        """
+    def _receive(self, loop: EngineLoop[_Call]) -> deque[tuple[_Call, Record]]:
+        """Return queued prompts up to the engine's capacity; wait for one if it is idle."""
         with self._changed:
-            while not running and not self._queue:
+            while not loop and not self._queue:
                 self._changed.wait()
-            capacity = max(0, self._engine.window - running)
-            chosen = [self._queue.popleft() for _ in range(min(capacity, len(self._queue)))]
-        count = 0
-        for _, record in chosen:
-            try:
-                self._engine.add(record)
-                count += 1
-            except SpecError as error:
-                self._finish(record.line, Failed(record.line, str(error)))
-        return count
+            count = min(loop.capacity, len(self._queue))
+            return deque(self._queue.popleft() for _ in range(count))
 
     def _finish(self, number: int, reply: Reply | Failed) -> None:
         with self._changed:

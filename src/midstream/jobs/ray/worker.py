@@ -13,8 +13,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from midstream.errors import EngineError, MidstreamError, SpecError
+from midstream.errors import EngineError, MidstreamError
 from midstream.jobs.engine import Engine, Reply
+from midstream.jobs.engine_loop import EngineLoop
 from midstream.jobs.job import Job
 from midstream.jobs.local_executor import Captured
 from midstream.jobs.ray.chunk_coordinator import CAREFUL
@@ -88,11 +89,9 @@ class Worker:
         self._chunks: dict[int, _Chunk] = {}
         # Numbers of the chunks that the thread has received.
         self._known: set[int] = set()
-        self._queue: deque[tuple[_Chunk, str, Record]] = deque()
+        self._queue: deque[tuple[tuple[_Chunk, str], Record]] = deque()
         # Chunks whose lines are run one at a time.
         self._careful: deque[_Chunk] = deque()
-        # Chunk and request id by line.
-        self._running: dict[int, tuple[_Chunk, str]] = {}
         # Number of lines delivered to the store writer.
         self._puts = 0
         self._halted = False
@@ -135,8 +134,9 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            self._engine = self._start(self._job)
-            self._writer = StoreWriter(self._job, self._engine.origin)
+            engine = self._start(self._job)
+            self._loop: EngineLoop[tuple[_Chunk, str]] = EngineLoop(engine)
+            self._writer = StoreWriter(self._job, engine.origin)
         except BaseException as error:
             _LOGGER.debug("an engine did not start", exc_info=True)
             self._ready.set_exception(error)
@@ -205,21 +205,20 @@ class Worker:
             elif record.line in attempt.given_up:
                 self._fail(chunk, Failed(record.line, attempt.given_up[record.line]))
             elif attempt.number < CAREFUL:
-                self._queue.append((chunk, request, record))
+                self._queue.append(((chunk, request), record))
         if attempt.number >= CAREFUL:
             self._careful.append(chunk)
 
     def _work(self) -> None:
         """Run one step of the engine, or wait once."""
-        if self._careful and not self._running:
+        if self._careful and not self._loop:
             self._run_carefully(self._careful.popleft())
         elif not self._careful:
             # Queued lines are held back while a careful chunk waits for the engine to be empty.
-            while self._queue and len(self._running) < self._engine.window:
-                self._add(*self._queue.popleft())
-        if self._running:
-            self._step()
-        is_starved = not self._queue and len(self._running) < self._engine.window
+            for (chunk, _), failed in self._loop.fill(self._queue):
+                self._fail(chunk, failed)
+        self._step()
+        is_starved = not self._queue and self._loop.capacity > 0
         # New chunks arrive when one is finished, and one may be waiting for its shard only.
         self._finish_chunks(is_starved and any(not each.open for each in self._chunks.values()))
 
@@ -229,8 +228,9 @@ class Worker:
             if record.line not in chunk.open or self._halted:
                 continue
             self._on_alone(chunk.number, record.line)
-            self._add(chunk, request, record)
-            while self._running and not self._halted:
+            for _, failed in self._loop.fill(deque([((chunk, request), record)])):
+                self._fail(chunk, failed)
+            while self._loop and not self._halted:
                 self._step()
             # Wait until it is stored, because the next line may end the engine.
             while chunk.put.get(record.line, 0) > self._writer.stored:
@@ -238,17 +238,8 @@ class Worker:
         if not self._halted:
             self._on_alone(chunk.number, None)
 
-    def _add(self, chunk: _Chunk, request: str, record: Record) -> None:
-        try:
-            self._engine.add(record)
-        except SpecError as error:
-            self._fail(chunk, Failed(record.line, str(error)))
-        else:
-            self._running[record.line] = (chunk, request)
-
     def _step(self) -> None:
-        for reply in self._engine.step():
-            chunk, request = self._running.pop(reply.line)
+        for (chunk, request), reply in self._loop.step():
             if isinstance(reply, Reply):
                 rows, nbytes = self._writer.put(request, reply)
                 self._puts += 1
@@ -276,6 +267,6 @@ class Worker:
             chunk.result.set_result(chunk.outcome(stored))
         if drain and stored < self._puts:
             self._writer.drain()
-            if not self._running:
+            if not self._loop:
                 with self._changed:
                     self._changed.wait(_POLL_SECONDS)
