@@ -51,13 +51,13 @@ asked mix && for runner in 1 0; do
   grep -aE -A14 '^v[12], seed' "$out/mix-v$((runner + 1)).log"
 done
 # A server with graphs on, end to end, and how it ends.
-asked serve && check serve "$python" -m pytest -q --durations=8 tests/engine/test_serving.py \
-  tests/engine/test_serving_ends.py
+asked serve && check serve "$python" -m pytest -q --durations=8 tests/system/test_serving.py \
+  tests/system/test_serving_ends.py
 models=${MIDSTREAM_MODELS:-.models}
 asked serving && check serving "$python" benchmarks/serving.py --json "$out/serving.json" \
   --model "$models/SmolLM2-135M-Instruct" -- --gpu-memory-utilization=0.3 --max-model-len=2048
 asked serving && grep -E '^  with' "$out/serving.log"
-asked ranks && check ranks "$python" -m pytest -q --durations=12 tests/engine/test_ranks.py
+asked ranks && check ranks "$python" -m pytest -q --durations=12 tests/system/test_ranks.py
 asked overhead-tp && check overhead-tp "$python" benchmarks/overhead.py --tp 2 --shapes 8b \
   --json "$out/overhead-tp.json"
 asked overhead-tp && grep -v -i warning "$out/overhead-tp.log" | tail -n 40

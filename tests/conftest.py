@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from support import releases
+from support.engines import HAS_GPU
 from support.nightly import NIGHTLY
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,9 +21,9 @@ settings.register_profile(
     "nightly", deadline=None, max_examples=500, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("nightly" if NIGHTLY else "dev")
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # Two engines at a time: the threads of one must not wait for those of the other. PyTorch reads
-    # this when it is imported.
+if not HAS_GPU:
+    # Two engines at a time, on models too small for several threads: those of one must not wait
+    # for those of the other. PyTorch reads this when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
@@ -33,12 +34,9 @@ FIRST = "unit/tools/doctor/test_reference.py"
 SLOW = ("engine/", "system/", "nightly/", "gpu/")
 
 
-def has_device() -> bool:
-    """Whether there is a CUDA device."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
-
-
-collect_ignore = [] if has_device() else ["gpu"]
+# Tests of a GPU are not there without one.
+collect_ignore = [] if HAS_GPU else ["gpu"]
+pytest_plugins = ["support.engine_fixtures"]
 
 
 def durations() -> dict[str, float]:

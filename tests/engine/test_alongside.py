@@ -16,6 +16,8 @@ from support.alongside import EVERYTHING, check_rows, hooked, push, rows_of
 from support.engines import engine, generated, greedy, tokens
 from support.oracle import Oracle
 
+from midstream.testing import inspect
+
 # In the tokenizer's order of bytes.
 LETTERS = list(range(64, 90))
 SCHEMA = {
@@ -170,7 +172,7 @@ def test_rows_past_a_stop_string_are_not_there(llm, talking_oracle):
         assert len(mine) < 24
         rows = len(output.prompt_token_ids) + len(mine) - 1
         assert output.activations.positions.tolist() == list(range(rows))
-    llm._front_end._call("check_integrity")
+    inspect(llm).check_integrity()
 
 
 def test_one_token_prompts_and_one_token_answers_have_their_rows(llm, talking_oracle):
@@ -262,7 +264,7 @@ def test_an_abort_in_the_middle_leaves_the_engine_clean_and_others_right(llm, ta
     for _ in range(5):
         engine_.step()
     engine_.abort_request(["own-1", "own-3"])
-    assert len(llm._front_end._needs) == 3, "what was aborted keeps its room"
+    assert inspect(llm).in_flight() == 3, "what was aborted keeps its room"
     outputs = {}
     while engine_.has_unfinished_requests():
         outputs.update({one.request_id: one for one in engine_.step() if one.finished})
@@ -270,4 +272,4 @@ def test_an_abort_in_the_middle_leaves_the_engine_clean_and_others_right(llm, ta
     for output in outputs.values():
         rows = rows_of(output.prompt_token_ids, generated(output))
         check_rows(talking_oracle, output, rows, [hooked()])
-    llm._front_end._call("check_integrity")
+    inspect(llm).check_integrity()

@@ -20,6 +20,7 @@ from support.tiny import HIDDEN
 from torch import Tensor
 
 from midstream import Capture, Probe, SpecError, Steer, TokenIds
+from midstream.testing import inspect
 
 PLACES = ("model.layers", "post_attention_layernorm")
 SHARED = list(range(40, 110))
@@ -160,7 +161,7 @@ def test_prompts_of_embeddings_are_read_and_edited_as_given(llm, oracle, length)
         assert generated(output) == logits[length - 1 :].argmax(-1).tolist()
         assert output.receipt.status == "ok"
         assert output.activations.token_ids.tolist() == [0] * length + later
-    llm._front_end._call("check_integrity")
+    inspect(llm).check_integrity()
 
 
 def test_edits_of_generated_ids_work_after_a_prompt_of_embeddings(llm, oracle):
@@ -202,7 +203,7 @@ def test_where_some_of_a_prompt_is_embeddings_its_ids_are_not_searched(llm, orac
     logits, seen = run_on_embeddings(oracle, fed, later, [hooked()])
     check_captured(output, seen, range(33))
     assert generated(output) == logits[29:].argmax(-1).tolist()
-    with pytest.raises(SpecError, match="no token ids to look for"):
+    with pytest.raises(SpecError, match="this prompt has no token ids"):
         llm.generate(
             mixed,
             greedy(2, detokenize=False),

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.engines import ALL_SITES, engine, greedy, tokens
-from support.own_process import python
 
 from midstream import Capture, SpecError
 from midstream.codecs import parse_codec
 from midstream.runtime.worker import result_buffer as results
+from midstream.testing import inspect
 
 EVERYTHING = Capture(layers="all", sites=ALL_SITES)
 PROMPTS = [list(range(3 + n, 90 + 2 * n)) for n in range(12)]
@@ -26,12 +25,6 @@ def _all_is_leased(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "LEASED_BYTES", 1)
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_llama: Path) -> Iterator[Any]:
-    with engine(tiny_llama, max_num_batched_tokens=64, max_num_seqs=8, block_size=32) as found:
-        yield found
-
-
 def run(llm: Any, prompts: list[list[int]], capture: Any = EVERYTHING, count: int = 4) -> list[Any]:
     asked = [tokens(prompt) for prompt in prompts]
     return llm.generate(asked, greedy(count, detokenize=False), capture=capture, use_tqdm=False)
@@ -39,16 +32,20 @@ def run(llm: Any, prompts: list[list[int]], capture: Any = EVERYTHING, count: in
 
 def arena(llm: Any) -> dict[str, int]:
     """How much the worker has."""
-    return llm._front_end._call("check_integrity")[0]["arena"]
+    return inspect(llm).arena_used()
 
 
-@pytest.fixture(scope="module")
+_ALONE: list[dict[tuple[str, int], torch.Tensor]] = []
+
+
+@pytest.fixture
 def alone(llm: Any) -> list[dict[tuple[str, int], torch.Tensor]]:
     """Every row of each prompt by itself, copied."""
-    return [
-        {tap: rows.clone() for tap, rows in run(llm, [prompt])[0].activations.items()}
-        for prompt in PROMPTS
-    ]
+    if not _ALONE:
+        for prompt in PROMPTS:
+            rows = run(llm, [prompt])[0].activations
+            _ALONE.append({tap: value.clone() for tap, value in rows.items()})
+    return _ALONE
 
 
 def check(outputs: list[Any], alone: list[Any], prompts: list[list[int]] = PROMPTS) -> None:
@@ -162,11 +159,9 @@ def small(model: Path, overflow: str, nbytes: int, **settings: Any) -> Any:
 def test_requests_wait_for_room_and_every_row_comes(tiny_llama, alone, monkeypatch):
     with small(tiny_llama, "block", 1 << 20) as llm:
         most = []
-        real = llm._front_end._admission._budgets[0].fits
+        step = llm.llm_engine.step
         monkeypatch.setattr(
-            llm._front_end._admission._budgets[0],
-            "fits",
-            lambda need: (most.append(llm._front_end._admission.waiting), real(need))[1],
+            llm.llm_engine, "step", lambda: (most.append(inspect(llm).waiting()), step())[1]
         )
         held = run(llm, PROMPTS)
         check(held, alone)
@@ -209,103 +204,3 @@ def test_what_has_no_room_is_dropped_counted_and_nothing_else_is_wrong(tiny_llam
                 torch.testing.assert_close(found, wanted[kept], rtol=1e-4, atol=1e-4)
         del outputs, output, found
         check(run(llm, PROMPTS[:1]), alone)
-
-
-# ---------------------------------------------------------------- processes
-
-WAITED = """
-import sys
-from pathlib import Path
-from support.engines import ALL_SITES, engine, greedy, tokens
-from midstream import Capture
-
-PROMPTS = [list(range(3 + n % 40, 40 + n)) for n in range(48)]
-
-def run(llm, prompts):
-    return llm.generate([tokens(one) for one in prompts], greedy(3, detokenize=False),
-        capture=Capture(layers="all", sites=ALL_SITES), use_tqdm=False)
-
-if __name__ == "__main__":
-    more = {"sites": ALL_SITES, "overflow": "block", "arena_bytes": 1 << 20}
-    with engine(Path(sys.argv[1]), max_num_batched_tokens=64, max_num_seqs=8, block_size=32,
-            midstream=more) as llm:
-        admission, waited = llm._front_end._admission, []
-        fits = admission._budgets[0].fits
-        admission._budgets[0].fits = lambda need: (waited.append(admission.waiting), fits(need))[1]
-        found = run(llm, PROMPTS)
-        assert max(waited) > 2, "nobody had to wait"
-        for n in (0, 17, 47):
-            [alone] = run(llm, [PROMPTS[n]])
-            for tap, rows in alone.activations.items():
-                assert (found[n].activations[tap] - rows).abs().max() < 1e-4
-        for one, prompt in zip(found, PROMPTS, strict=True):
-            assert one.receipt.status == "ok"
-            assert one.activations.positions.tolist() == list(range(len(prompt) + 2))
-            assert one.activations.token_ids[: len(prompt)].tolist() == prompt
-        print("DONE")
-"""
-
-
-def test_requests_wait_for_room_in_an_engine_process_of_its_own(tiny_llama, tmp_path):
-    script = tmp_path / "waited.py"
-    script.write_text(WAITED)
-    done = python(script, tiny_llama, timeout=200, VLLM_ENABLE_V1_MULTIPROCESSING="1")
-    assert "DONE" in done
-
-
-KILLED = """
-import os, signal, subprocess, sys, time
-from pathlib import Path
-from support.engines import engine, greedy, tokens
-from midstream import Capture
-
-def shared():
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Shmem:")) >> 10
-
-def work():
-    model = Path(sys.argv[1])
-    settings = {"sites": ["resid_post"]}
-    with engine(model, max_model_len=512, block_size=32, midstream=settings) as llm:
-        held = llm.generate([tokens([9 + n] * 400) for n in range(8)], greedy(1), use_tqdm=False,
-            capture=Capture(layers="all"))
-        rows = [o.activations["resid_post", 3] for o in held]
-        pid = llm._front_end._workers[0][0].description["arena"]["pid"]
-        leases = llm._front_end._call("check_integrity")[0]["arena"]["leases"]
-        print("READY", pid, leases, shared(), flush=True)
-        victim = sys.argv[2]
-        if victim == "front end":
-            os.kill(os.getpid(), signal.SIGKILL)
-        os.kill(pid, signal.SIGKILL)
-        before = [row.sum().item() for row in rows]
-        time.sleep(1)
-        assert [row.sum().item() for row in rows] == before, "rows went with the worker"
-        print("HELD", flush=True)
-        os._exit(0)
-
-if __name__ == "__main__":
-    if sys.argv[3:] == ["child"]:
-        work()
-    names = sorted(os.listdir("/dev/shm"))
-    at_first = shared()
-    done = subprocess.run([sys.executable, *sys.argv, "child"], capture_output=True, text=True)
-    ready = [line.split() for line in done.stdout.splitlines() if line.startswith("READY")]
-    assert ready, done.stdout + done.stderr[-3000:]
-    [[_, pid, leases, inside]] = ready
-    assert int(leases) == 8
-    assert int(inside) - at_first > 100, (inside, at_first)
-    assert sys.argv[2] == "front end" or "HELD" in done.stdout
-    end = time.time() + 60
-    while Path(f"/proc/{pid}").exists() or shared() - at_first > 20:
-        assert time.time() < end, f"{shared() - at_first} MiB are left"
-        time.sleep(0.1)
-    left = {name for name in os.listdir("/dev/shm") if "midstream" in name}
-    assert not left
-"""
-
-
-@pytest.mark.parametrize("victim", ["engine", "front end"])
-def test_after_a_kill_nothing_is_left_in_shared_memory(smollm2, tmp_path, victim):
-    script = tmp_path / "killed.py"
-    script.write_text(KILLED)
-    python(script, smollm2, victim, timeout=240, VLLM_ENABLE_V1_MULTIPROCESSING="1")

@@ -86,6 +86,7 @@ def quick_engines() -> Iterator[None]:
     """Every engine that is made in this process starts with `QUICK`."""
     import vllm
 
+    engines.prepare_vllm()
     original = vllm.LLM.__init__
     cores: list[Any] = []
     threads = torch.get_num_threads()
@@ -101,8 +102,7 @@ def quick_engines() -> Iterator[None]:
         patch.setattr(vllm.LLM, "__init__", start)
         yield
     torch._C.set_num_threads(threads)
-    # vLLM's shutdown takes down the process groups, which all engines of a process share.
-    if cores and not engines._live:
+    if cores:
         cores[0].shutdown()
     gc.collect()
     torch._dynamo.reset()

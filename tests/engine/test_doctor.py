@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from support.engines import prepare_vllm
 
 from midstream.runtime.models import registry as conventions
 from midstream.runtime.models.convention import Refusal, dead
@@ -24,6 +25,7 @@ NORM = "post_attention_layernorm"
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> Iterator[None]:
     """As the command has it: the engines are eager, and vLLM's sampler need not be compiled."""
+    prepare_vllm()
     with torch._dynamo.config.patch(disable=True):
         yield
 

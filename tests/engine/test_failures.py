@@ -11,16 +11,17 @@ from midstream.ops import layout
 from midstream.runtime.worker import session
 from midstream.runtime.worker.request_state import acquire_segments
 from midstream.runtime.worker.session import WorkerSession
+from midstream.testing import inspect
 
 HIDDEN = 64
 PROMPT = [(11 * n) % 150 + 5 for n in range(100)]
 BAD = 7.25  # the scale by which the faults below know their request
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_llama):
-    with engine(tiny_llama, block_size=32, enable_prefix_caching=True) as found:
-        yield found
+@pytest.fixture
+def llm(wide):
+    """Its steps hold several prompts."""
+    return wide
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def ask(llm, asked, max_tokens=12, prompts=None):
 
 
 def clean(llm):
-    llm.llm_engine.collective_rpc("midstream_rpc", args=("check_integrity", "null"))
+    inspect(llm).check_integrity()
 
 
 def fresh(llm, nth):

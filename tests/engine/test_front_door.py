@@ -9,6 +9,7 @@ import pytest
 from support.engines import engine, generated, greedy, tokens
 
 from midstream import Capture, ConfigError, SpecError, Steer, TapError, UnsupportedError
+from midstream.testing import inspect
 
 PROMPT = [5, 6, 7, 8]
 HIDDEN = 64
@@ -39,7 +40,7 @@ def test_a_wrong_request_is_refused_by_field_and_the_engine_goes_on(
         tokens(PROMPT), greedy(3, detokenize=False), capture=Capture(layers=[0]), use_tqdm=False
     )[0]
     assert output.receipt.status == "ok"
-    llm._front_end._call("check_integrity")
+    inspect(llm).check_integrity()
 
 
 def test_one_bad_prompt_among_good_ones_leaves_nothing_behind(llm: Any) -> None:
@@ -49,9 +50,9 @@ def test_one_bad_prompt_among_good_ones_leaves_nothing_behind(llm: Any) -> None:
             [tokens(PROMPT)] * 3, greedy(3, detokenize=False), capture=capture, use_tqdm=False
         )
     assert not llm.llm_engine.has_unfinished_requests()
-    assert not llm._front_end._under_way
+    assert not inspect(llm).in_flight()
     llm.generate(tokens(PROMPT), greedy(2, detokenize=False), use_tqdm=False)
-    llm._front_end._call("check_integrity")
+    inspect(llm).check_integrity()
 
 
 def test_an_error_names_the_field_as_it_was_written_and_the_prompt(llm: Any) -> None:
@@ -226,7 +227,7 @@ def test_a_call_that_is_given_up_takes_its_requests_with_it(
     )
     assert [output.prompt_token_ids for output in outputs] == [[9, 8]]
     assert outputs[0].receipt.status == "ok"
-    llm._front_end._call("check_integrity")
+    inspect(llm).check_integrity()
 
 
 def test_a_call_that_is_given_up_while_it_waits_for_its_results_leaves_nothing(
@@ -244,16 +245,13 @@ def test_a_call_that_is_given_up_while_it_waits_for_its_results_leaves_nothing(
         llm.generate([tokens(PROMPT)] * 6, greedy(2), capture=Capture(layers=[0]), use_tqdm=False)
     monkeypatch.undo()
     assert len(waited) == 2
-    front = llm._front_end
-    assert front._fetch is None
-    left = (front._sent, front._finished, front._under_way, front._needs)
-    assert not any(left)
+    assert not inspect(llm).leftovers()
     output = llm.generate(
         tokens([9, 8]), greedy(2, detokenize=False), capture=Capture(layers=[0]), use_tqdm=False
     )[0]
     assert output.prompt_token_ids == [9, 8]
     assert output.receipt.status == "ok"
-    front._call("check_integrity")
+    inspect(llm).check_integrity()
 
 
 def test_a_plan_that_went_past_the_front_door_is_refused_and_the_engine_goes_on(llm: Any) -> None:
@@ -271,15 +269,16 @@ def test_a_plan_that_went_past_the_front_door_is_refused_and_the_engine_goes_on(
     assert output.receipt.status == "ok"
 
 
-def test_requests_that_find_no_room_wait_for_it_and_are_right(tiny_llama: Path) -> None:
+def test_requests_that_find_no_room_wait_for_it_and_are_right(
+    tiny_llama: Path, uncached: Any
+) -> None:
     prompt = tokens(list(range(3, 103)))
     params = greedy(3, detokenize=False)
     steers = [[Steer([0.1 * n] * HIDDEN, layer=0)] for n in range(24)]
-    with engine(tiny_llama, enable_prefix_caching=False) as roomy:
-        expected = [
-            generated(roomy.generate(prompt, params, steer=steer, use_tqdm=False)[0])
-            for steer in steers
-        ]
+    expected = [
+        generated(uncached.generate(prompt, params, steer=steer, use_tqdm=False)[0])
+        for steer in steers
+    ]
     assert len({tuple(tokens_) for tokens_ in expected}) > 1
     with engine(
         tiny_llama,
@@ -292,7 +291,7 @@ def test_requests_that_find_no_room_wait_for_it_and_are_right(tiny_llama: Path) 
         step = small.llm_engine.step
 
         def watched():
-            waited.append(small._front_end._admission.waiting)
+            waited.append(inspect(small).waiting())
             return step()
 
         small.llm_engine.step = watched
@@ -303,4 +302,4 @@ def test_requests_that_find_no_room_wait_for_it_and_are_right(tiny_llama: Path) 
         for steer, wanted in zip(steers, expected, strict=True):
             output = small.generate(prompt, params, steer=steer, use_tqdm=False)[0]
             assert generated(output) == wanted
-        small._front_end._call("check_integrity")
+        inspect(small).check_integrity()

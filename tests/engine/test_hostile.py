@@ -12,6 +12,7 @@ from support.hostile import good_plan, hostile_plans
 from support.nightly import rounds
 
 from midstream import Capture, SpecError, Steer
+from midstream.testing import inspect
 
 HIDDEN, LAYERS, PROMPT = 64, 3, [5, 9, 7, 6, 8, 12]
 COUNT = rounds(suite=1000, nightly=2000)
@@ -87,7 +88,7 @@ def test_hostile_plans_are_refused_and_a_good_request_right_after_works(llm):
                 torch.testing.assert_close(after.activations[tap], rows)
     assert len(kinds) > 20
     assert not llm.llm_engine.has_unfinished_requests()
-    llm.llm_engine.collective_rpc("midstream_rpc", args=("check_integrity", "null"))
+    inspect(llm).check_integrity()
 
 
 def test_good_plans_of_that_kind_are_served(llm):

@@ -1,4 +1,4 @@
-"""Ten thousand requests through little room: none is wrong, and nothing is left behind."""
+"""Thousands of requests through little room: none is wrong, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import torch
 from support import tiny
 from support.edit_cases import Maker
 from support.engines import engine, generated, greedy, tokens
+from support.nightly import rounds
 from support.oracle_edits import PLACES, SIX, EditOracle, row_error
 
 from midstream import Affine, Capture, Plan, Probe, Replace, SpecError, Steer, TokenIds
+from midstream.testing import inspect
 
-REQUESTS = 10_000
+REQUESTS = rounds(suite=2_000, nightly=10_000)
 PROMPTS = [[5, 17, 33], [150, 44, 12, 13], [9, 80, 7, 6, 5], [101, 64]]
 ROOM = {
     "bank_rows": 40,
@@ -88,28 +90,8 @@ def kinds(oracle: EditOracle) -> list[Wanted]:
     return found
 
 
-def integrity(llm: Any) -> None:
-    llm.llm_engine.collective_rpc("midstream_rpc", args=("check_integrity", "null"))
-
-
-def used(llm: Any) -> dict[str, int]:
-    return dict(llm._front_end._admission._budgets[0].used)
-
-
 def assert_nothing_is_left(llm: Any) -> None:
-    integrity(llm)
-    front = llm._front_end
-    assert front._admission.waiting == 0
-    assert not any(used(llm).values())
-    assert not front._under_way
-    assert not front._needs
-    assert not front._finished
-    worker = llm.llm_engine.model_executor.driver_worker.worker
-    session = worker.midstream_rpc._session
-    assert len(session._planner) == 0
-    assert session._tables.used_rows == 0
-    assert not session._left
-    assert not worker.midstream_rpc._outbox._data
+    assert not inspect(llm).leftovers()
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -122,13 +104,13 @@ def assert_same(found: Any, expected: Any) -> None:
         torch.testing.assert_close(found.probes[name], scores, rtol=1e-3, atol=1e-3)
 
 
-def test_ten_thousand_requests_leave_nothing_behind_and_all_are_right(
+def test_thousands_of_requests_leave_nothing_behind_and_all_are_right(
     llm: Any, oracle: EditOracle
 ) -> None:
     """Many wait for room; one in ten is given up, waiting or running."""
     wanted = kinds(oracle)
     assert len(wanted) > 150
-    by_hand = llm.llm_engine
+    by_hand, view = llm.llm_engine, inspect(llm)
     alone = [llm.generate(tokens(one.prompt), one.params(), use_tqdm=False)[0] for one in wanted]
     draw = random.Random(8)
     asked: dict[str, int] = {}
@@ -149,14 +131,14 @@ def test_ten_thousand_requests_leave_nothing_behind_and_all_are_right(
                     asked[name] = kind
                     by_hand.add_request(name, tokens(wanted[kind].prompt), wanted[kind].params())
                 open_.append(name)
-        admission = llm._front_end._admission
-        waited = max(waited, admission.waiting)
+        waiting = view.waiting()
+        waited = max(waited, waiting)
         if draw.random() < 0.5:
-            inside = len(open_) - admission.waiting
+            inside = len(open_) - waiting
             running_aborts += 1
             # The first has long been let in; the last are still at the door.
             by_hand.abort_request([open_.pop(0)])
-            if admission.waiting > 5 and inside > 0:
+            if view.waiting() > 5 and inside > 0:
                 waiting_aborts += 2
                 by_hand.abort_request([open_.pop(), open_.pop(-2)])
         for output in by_hand.step():
@@ -165,7 +147,7 @@ def test_ten_thousand_requests_leave_nothing_behind_and_all_are_right(
             answered[output.request_id] = output
         open_ = [name for name in open_ if name not in answered]
         if number % 1000 < 20:
-            integrity(llm)
+            view.check_integrity()
     assert waited > 50, "nobody had to wait for room: the test shows little"
     assert running_aborts > 20
     assert waiting_aborts > 20

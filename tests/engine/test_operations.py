@@ -70,6 +70,7 @@ def test_every_operation_at_every_site_does_what_its_formula_says(served: Served
     served.check(served.given)
 
 
+@pytest.mark.nightly
 def test_compiled_too(tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, oracle, given = load("llama", tiny_models)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
@@ -79,6 +80,7 @@ def test_compiled_too(tiny_models: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.model
+@pytest.mark.nightly
 def test_each_operation_on_smollm2(smollm2: Path) -> None:
     from transformers import AutoTokenizer
 

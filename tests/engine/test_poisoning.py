@@ -6,7 +6,6 @@ tokens the cache served is asserted to the token. A block is 32 tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,14 +72,9 @@ class Pair:
         return found
 
 
-@pytest.fixture(scope="module")
-def pair(tiny_llama: Path) -> Iterator[Pair]:
-    common = {"midstream": {"sites": list(SIX)}, "max_num_batched_tokens": 512, "max_num_seqs": 8}
-    with (
-        engine(tiny_llama, enable_prefix_caching=True, block_size=BLOCK, **common) as cached,
-        engine(tiny_llama, enable_prefix_caching=False, **common) as plain,
-    ):
-        yield Pair(cached, plain)
+@pytest.fixture
+def pair(wide: Any, uncached: Any) -> Pair:
+    return Pair(wide, uncached)
 
 
 _made = iter(range(1000, 9999))

@@ -91,8 +91,15 @@ def stored(output: Any) -> Any:
 # ---------------------------------------------------------------- the rows are the rows
 
 
-@pytest.mark.parametrize("codec", ["raw", "full8", "rp8:k=16", "topk8:k=8"])
-@pytest.mark.parametrize("positions", ["all", ["last_prompt", "last"], "generated"])
+@pytest.mark.parametrize(
+    ("codec", "positions"),
+    [
+        ("raw", "all"),
+        ("full8", ["last_prompt", "last"]),
+        ("rp8:k=16", "generated"),
+        ("topk8:k=8", "all"),
+    ],
+)
 def test_each_sink_has_the_rows_that_are_in_memory_bit_by_bit(
     llm: Any, codec: str, positions: Any
 ) -> None:

@@ -15,6 +15,7 @@ from support.sinking import AsTheyCome
 from midstream import Capture, ReceiptError, SpecError
 from midstream.runtime.frontend import sync_frontend as frontend
 from midstream.sinks import registry as finding
+from midstream.testing import inspect
 
 PROMPTS = [tokens(list(range(3 + n, 8 + 3 * n))) for n in range(12)]
 PARAMS = greedy(5, detokenize=False)
@@ -46,7 +47,7 @@ def run(llm: Any, prompts: Any, capture: Any, params: Any = PARAMS) -> list[Any]
 def rows(llm: Any, monkeypatch: pytest.MonkeyPatch) -> AsTheyCome:
     """The sink that wants them so, which gets them after every step."""
     monkeypatch.setattr(frontend, "LOOK_SECONDS", 0.0)
-    found = llm._front_end.sinks._sinks["rows"]
+    found = inspect(llm).sink("rows")
     assert isinstance(found, AsTheyCome)
     found.given.clear()
     return found
@@ -73,8 +74,15 @@ def both(positions: Any = "all", codec: str = "raw") -> list[Capture]:
     ]
 
 
-@pytest.mark.parametrize("codec", ["raw", "full8", "rp8:k=16", "topk8:k=8"])
-@pytest.mark.parametrize("positions", ["all", ["last_prompt", "last"], "generated"])
+@pytest.mark.parametrize(
+    ("codec", "positions"),
+    [
+        ("raw", "all"),
+        ("full8", ["last_prompt", "last"]),
+        ("rp8:k=16", "generated"),
+        ("topk8:k=8", "all"),
+    ],
+)
 def test_pieces_put_together_are_the_rows_in_memory_bit_by_bit(
     llm: Any, rows: AsTheyCome, codec: str, positions: Any
 ) -> None:
@@ -98,8 +106,8 @@ def test_pieces_put_together_are_the_rows_in_memory_bit_by_bit(
         assert any(not one.generated_token_ids for one in rows.given), "no prompt came in chunks"
     del outputs, output, pieces, plain, expected, values
     rows.given.clear()
-    assert llm._front_end._call("check_integrity")[0]["arena"]["leases"] == 0
-    assert not llm._front_end._pieces
+    assert inspect(llm).arena_used()["leases"] == 0
+    assert not inspect(llm).streaming()
 
 
 def test_rows_that_go_nowhere_else_come_once_though_running_requests_are_reset(
@@ -194,8 +202,8 @@ def test_a_call_that_is_given_up_ends_for_the_sink_that_had_some_of_it(
         rows.whole(one.request_id)
         assert one.receipt.status == "error"
         assert len(one.activations.positions) == 0
-    assert not llm._front_end._pieces
-    llm._front_end._call("check_integrity")
+    assert not inspect(llm).streaming()
+    inspect(llm).check_integrity()
 
 
 def test_without_such_a_sink_a_step_asks_the_workers_nothing(

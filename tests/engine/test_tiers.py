@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import tiny
-from support.engines import ALL_SITES, engine, generated, greedy, tokens
+from support.engines import ALL_SITES, generated, greedy, tokens
 from torch import Tensor
 
 from midstream import Ablate, Capture, SamplingParams, Scale, SpecError, Steer
@@ -19,21 +17,6 @@ EVERYTHING = Capture("all", ALL_SITES)
 COUNT = 5
 _DRAW = torch.Generator().manual_seed(77)
 U, V, W = (torch.randn(tiny.HIDDEN, generator=_DRAW) * size for size in (3.0, 2.0, 4.0))
-
-
-@pytest.fixture(scope="module")
-def engine_(tiny_llama: Path) -> Iterator[Any]:
-    with engine(tiny_llama, max_num_batched_tokens=64, max_num_seqs=8) as found:
-        yield found
-
-
-@pytest.fixture
-def llm(engine_: Any) -> Iterator[Any]:
-    """The engine, with nothing registered and nothing in force before and after."""
-    yield engine_
-    engine_.steering.clear()
-    for one in engine_.vectors.list():
-        engine_.vectors.remove(one.name)
 
 
 def ask(llm: Any, params: Any = None, **asked: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import tiny
 from support.edit_cases import Case, Maker, all_problems, ask, problems
-from support.engines import engine, generated, greedy, tokens
+from support.engines import generated, greedy, tokens
 from support.oracle_edits import PLACES, SIX, At, EditOracle
 
 from midstream import (
@@ -44,16 +44,9 @@ def oracle(tiny_llama: Path) -> EditOracle:
     return EditOracle(tiny_llama, PLACES["llama"])
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_llama: Path, oracle: EditOracle) -> Iterator[Any]:
-    with engine(
-        tiny_llama,
-        max_num_batched_tokens=512,
-        max_num_seqs=64,
-        block_size=32,
-        midstream={"sites": list(SIX)},
-    ) as found:
-        yield found
+@pytest.fixture
+def llm(wide: Any) -> Any:
+    return wide
 
 
 @contextmanager

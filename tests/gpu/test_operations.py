@@ -14,6 +14,8 @@ from support.engines import engine
 from support.oracle import relative_error
 from support.oracle_edits import PLACES, SIX, EditOracle
 
+from midstream.testing import inspect
+
 # vLLM's float32 attention on a GPU rounds products to TF32: unedited prompts are within 1e-3 of
 # transformers, and some edits amplify that: of 220 cases on an H200 the worst was 4.6e-3 up to the
 # edited layer and 2.0e-2 after it, for a whole site, with logprobs off by 0.1. So the bounds of a
@@ -84,7 +86,7 @@ def test_every_operation_at_every_site_does_what_its_formula_says(
     errors.sort()
     assert errors[len(errors) * 9 // 10] < MOST
     assert not found, "\n".join([f"of {len(given)} cases:", *found[:40]])
-    llm._front_end._call("check_integrity")
+    inspect(llm).check_integrity()
 
 
 def test_one_at_a_time_they_give_what_they_give_together(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from midstream import Capture, Steer
 from midstream.runtime.frontend import sync_frontend as frontend
+from midstream.testing import inspect
 
 EXACT = 2e-3  # float32, with the GPU's own order of summation
 BFLOAT16 = 0.02
@@ -45,7 +46,7 @@ def prompts(smollm2: Path) -> dict[str, list[int]]:
 
 
 def is_exact(llm: Any) -> bool:
-    return llm._front_end.info.dtype == "float32"
+    return llm.info.dtype == "float32"
 
 
 def assert_near(
@@ -82,7 +83,7 @@ def test_graphs_and_compilation_are_on_and_the_runner_is_the_one_asked_for(
 
     config = gpu_llm.llm_engine.vllm_config
     wanted = "v1" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0" else "v2"
-    assert gpu_llm._front_end.info.workers[0]["runner"] == wanted
+    assert gpu_llm.info.workers[0]["runner"] == wanted
     assert int(config.compilation_config.mode) == 3
     # An attention backend without full graphs for mixed batches replays those piecewise.
     assert config.compilation_config.cudagraph_mode.name in (
@@ -220,7 +221,7 @@ def test_plain_requests_are_untouched_after_all_this(
     before = results()
     gpu_llm.generate(prompt, params, steer=[Steer([50.0] * 576, layer=5)], use_tqdm=False)
     assert results() == before
-    gpu_llm._front_end._call("check_integrity")
+    inspect(gpu_llm).check_integrity()
 
 
 def test_rows_of_many_sequences_and_steps_arrive_whole(
@@ -256,7 +257,7 @@ def test_rows_that_come_on_the_way_are_those_of_the_end(
         capture=[both] * 24,
         use_tqdm=False,
     )
-    sink = gpu_llm._front_end.sinks._sinks["rows"]
+    sink = inspect(gpu_llm).sink("rows")
     for nth, output in enumerate(outputs):
         found, pieces = sink.whole(output.request_id)
         assert output.receipt.status == "ok"
@@ -269,4 +270,4 @@ def test_rows_that_come_on_the_way_are_those_of_the_end(
             whole = [*output.prompt_token_ids, *generated(output)][:-1]
             assert_near(dict(output.activations.items()), whole, [], oracles, is_exact(gpu_llm))
     sink.given.clear()
-    gpu_llm._front_end._call("check_integrity")
+    inspect(gpu_llm).check_integrity()

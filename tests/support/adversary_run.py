@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from midstream.testing import inspect
 from support.adversary_mix import Ask, Past
 from support.engines import tokens
 
@@ -120,14 +121,7 @@ def params_of(ask: Ask, plan: dict[str, Any] | None) -> Any:
 
 def assert_idle_and_clean(llm: Any) -> None:
     """Nothing runs, and nothing of any request is left."""
-    assert not llm.llm_engine.has_unfinished_requests()
-    llm.llm_engine.collective_rpc("midstream_rpc", args=("check_integrity", "null"))
-    front = llm._front_end
-    assert not front._under_way
-    assert not front._finished
-    assert not front._needs
-    assert front._admission.waiting == 0
-    assert not any(front._admission._budgets[0].used.values())
+    assert not inspect(llm).leftovers()
 
 
 def counter(llm: Any, name: str) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from midstream import Capture, Positions, Probe, Steer, TokenIds
+from midstream.testing import inspect
 from support.alongside import EVERYTHING, PUSH, push
 from support.async_run import results
 from support.engines import ALL_SITES, greedy, tokens
@@ -130,7 +131,7 @@ async def requests(llm: Any, found: dict[str, Any]) -> None:
         )
     )
     found["requests"] = dict(zip(calls, done, strict=True))
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
 
 
 def _sampled(max_tokens: int, **more: Any) -> Any:
@@ -166,7 +167,7 @@ async def aborts(llm: Any, found: dict[str, Any]) -> None:
     ended = [await each for each in (*calls, several)]
     found["aborted"] = [(one["reason"], one["receipt"], one["activations"]) for one in ended]
     found["beside"] = [await each for each in others]
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
 
 
 # -- sessions of streaming input --------------------------------------------------------------
@@ -241,12 +242,12 @@ async def sessions(llm: Any, found: dict[str, Any]) -> None:
     )
     found["sessions"] = list(done[:12])
     found["between"] = done[12]
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
     kept = await ask(
         llm, "kept", inputs(parts_of(3), {}), params(4), capture=Capture([1], positions="last")
     )
     found["last"] = kept
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
 
 
 async def session_ends(llm: Any, found: dict[str, Any]) -> None:
@@ -277,7 +278,7 @@ async def session_ends(llm: Any, found: dict[str, Any]) -> None:
     await llm.abort("gone")
     ends["aborted"] = (await aborted)["reason"]
     ends["left"] = type((await asyncio.gather(left, return_exceptions=True))[0]).__name__
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
 
 
 async def session_refusals(llm: Any, found: dict[str, Any]) -> None:
@@ -310,7 +311,7 @@ async def session_refusals(llm: Any, found: dict[str, Any]) -> None:
     llm.steering.set(generated=Steer(PUSH, 1, 2.0, site="resid_mid"))
     refused["steering"] = await refusal(ask(llm, "r s", inputs(parts_of(3), {}), params(4)))
     llm.steering.clear()
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
 
 
 async def session_room(llm: Any, found: dict[str, Any]) -> None:
@@ -322,13 +323,13 @@ async def session_room(llm: Any, found: dict[str, Any]) -> None:
         await asyncio.sleep(0.01)
     asked = {"capture": EVERYTHING, "steer": [push(), *_slight(14, 900)]}
     second = asyncio.create_task(ask(llm, "second", inputs(parts_of(3), {}), params(5), **asked))
-    while not llm._front_end._admission.waiting:
+    while not inspect(llm).waiting():
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
     found["waited"] = not first.done()
     await first
     found["second"] = await second
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
 
 
 def _slight(count: int, first: int) -> list[Steer]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,24 +169,25 @@ async def errors(llm: Any, found: dict[str, Any]) -> None:
         "n": ask(llm, "e3", prompt(0), params(0, n=2), **plan(1)),
     }
     found["refused"] = {name: await refusal(call) for name, call in ask_badly.items()}
-    front = sys.modules["midstream.runtime.frontend.async_frontend"]
-    assemble = front.assemble
+    completion = sys.modules["midstream.runtime.frontend.results.async_completion"]
+    assemble = completion.assemble
 
-    def spoil(output: Any, *rest: Any) -> None:
-        assemble(output, *rest)
-        if output.request_id == "bad":
-            from dataclasses import replace
+    def spoil(output: Any, *rest: Any) -> Any:
+        results = assemble(output, *rest)
+        if output.request_id != "bad":
+            return results
+        return {
+            index: replace(one, receipt=replace(one.receipt, problems=("spoilt",)))
+            for index, one in results.items()
+        }
 
-            for completion in output.outputs:
-                completion.receipt = replace(completion.receipt, problems=("spoilt",))
-
-    front.assemble = spoil
+    completion.assemble = spoil
     good, bad, other = await asyncio.gather(
         ask(llm, "good", prompt(1), params(0), **plan(1)),
         refusal(ask(llm, "bad", prompt(1), params(0), **plan(1))),
         ask(llm, "other", prompt(4), params(0)),
     )
-    front.assemble = assemble
+    completion.assemble = assemble
     found["errors"] = {"good": good["receipt"]["status"], "bad": bad, "other": other["reason"]}
     await inspect(llm).check_integrity()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -20,7 +22,8 @@ ENVIRONMENT = {
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
-_live: list[Any] = []
+# One entry for each engine of this process that starts or runs.
+_live: list[object] = []
 # Blocks of KV cache of an engine on a tiny model. vLLM zeroes what it takes, by default a GiB.
 _BLOCKS, _TINY = 512, 64
 ALL_SITES = ["resid_pre", "resid_mid", "resid_post"]
@@ -50,22 +53,47 @@ def engine(model: Path, *, plain: bool = False, **args: Any) -> Iterator[Any]:
         from midstream import LLM
 
         settings.setdefault("midstream", {"sites": ALL_SITES})
-    llm = LLM(str(model), **settings)
+    prepare_vllm()
+    entry = object()
+    _live.append(entry)
+    try:
+        llm = LLM(str(model), **settings)
+    except BaseException:
+        _live.remove(entry)
+        gc.unfreeze()
+        raise
     # Something in the process or its environment may turn compilation off without a word.
     compiled = bool(llm.llm_engine.vllm_config.compilation_config.mode)
     assert compiled or settings["enforce_eager"] or "enable_lora" in settings
-    _live.append(llm)
     try:
         yield llm
     finally:
-        _live.remove(llm)
-        # vLLM's shutdown takes down the process groups, which all engines of a process share.
-        if not _live:
-            llm.llm_engine.engine_core.shutdown()
+        _live.remove(entry)
+        llm.llm_engine.engine_core.shutdown()
         del llm
         gc.unfreeze()
         gc.collect()
         torch._dynamo.reset()
+
+
+@functools.cache
+def prepare_vllm() -> None:
+    """Have vLLM leave the process groups, which all engines of a process share, as long as there is
+    an engine: it takes them down with each one that ends, however late that is collected. And have
+    it look at a model's class here: it starts a process for that, which imports vLLM anew.
+    """
+    from vllm.model_executor.models import registry
+    from vllm.v1.engine import core
+
+    if not HAS_GPU:
+        registry._run_in_subprocess = lambda function: function()
+    take_down = core.cleanup_dist_env_and_memory
+
+    def unless_used(*args: Any, **kwargs: Any) -> None:
+        if not _live:
+            take_down(*args, **kwargs)
+
+    core.cleanup_dist_env_and_memory = unless_used
 
 
 def greedy(max_tokens: int, **more: Any) -> Any:

@@ -9,6 +9,7 @@ from support.fault import Fault
 from support.faults_kept import KEPT
 
 ENGINE = "tests/engine/"
+SYSTEM = "tests/system/"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -88,9 +89,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "Results of ten or more prompts are in the text order of their ids",
         "runtime/frontend/sync_frontend.py",
-        "        for asked, output in fetch.batch:\n",
-        "        names = sorted(fetch.batch, key=lambda one: one[1].request_id)\n"
-        "        for (_, output), (asked, _) in zip(fetch.batch, names):\n",
+        "one.delivery = self._deliver(one, data[one.admitted.uid])\n",
+        "names = sorted(batch, key=lambda each: each.output.request_id)\n"
+        "                other = names[batch.index(one)]\n"
+        "                one.delivery = self._deliver(one, data[other.admitted.uid])\n",
         ENGINE
         + "test_isolation.py::test_more_than_ten_prompts_come_back_in_order_each_with_its_own_rows",
     ),
@@ -99,7 +101,8 @@ FAULTS: tuple[Fault, ...] = (
         "runtime/worker/taps/taps.py",
         "                _fire(self, self.midstream_post, hidden, residual)\n",
         "                _fire(self, self.midstream_post, hidden, None)\n",
-        ENGINE + "test_parity.py::test_smollm2_reads_and_edits_as_hooks_in_transformers",
+        ENGINE + "test_parity.py"
+        "::test_every_site_of_every_layer_reads_and_edits_as_hooks_in_transformers",
     ),
     Fault(
         "Positions restart in each chunk of a prompt",
@@ -129,14 +132,16 @@ FAULTS: tuple[Fault, ...] = (
         "ops/site_ref.py",
         "            torch.add(stream, rest, out=ring[targets])\n",
         "            torch.add(stream, rest * 1.001, out=ring[targets])\n",
-        ENGINE + "test_parity.py::test_smollm2_reads_and_edits_as_hooks_in_transformers",
+        ENGINE + "test_parity.py"
+        "::test_every_site_of_every_layer_reads_and_edits_as_hooks_in_transformers",
     ),
     Fault(
         "The last layer, or every layer, is off by one",
         "runtime/worker/taps/taps.py",
         "        if number == layer.index\n",
         "        if number == min(layer.index + 1, max(n for _, n in taps))\n",
-        ENGINE + "test_parity.py::test_smollm2_reads_and_edits_as_hooks_in_transformers",
+        ENGINE + "test_parity.py"
+        "::test_every_site_of_every_layer_reads_and_edits_as_hooks_in_transformers",
     ),
     Fault(
         "A row that was computed twice is duplicated or outdated",
@@ -150,7 +155,7 @@ FAULTS: tuple[Fault, ...] = (
         "runtime/worker/row_index.py",
         "    last = np.append((serial[1:] != serial[:-1]) | (position[1:] != position[:-1]), True)\n",
         "    last = np.ones(serial.size, np.bool_)\n",
-        ENGINE + "test_speculative.py",
+        SYSTEM + "test_speculative.py",
     ),
     Fault(
         "Results are matched by a prefix of the request's id",
@@ -223,7 +228,7 @@ FAULTS: tuple[Fault, ...] = (
         "runtime/frontend/results/assembly.py",
         "    chosen = rising[np.isin(positions[rising], wanted)]\n",
         "    chosen = rising\n",
-        ENGINE + "test_alongside_async.py::test_rows_past_a_stop_string_are_not_there",
+        SYSTEM + "test_alongside_async.py::test_rows_past_a_stop_string_are_not_there",
     ),
     Fault(
         "Rows are reported as stored before they are",
@@ -243,7 +248,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A sink gets rows of captures with another destination",
         "runtime/frontend/results/delivery.py",
-        "np.flatnonzero(np.isin(there.numpy(), wanted))",
+        "np.flatnonzero(np.isin(there.numpy(), selected))",
         "np.arange(len(there))",
         "tests/unit/runtime/frontend/results/test_delivery.py"
         "::test_each_place_gets_the_rows_of_its_own_captures_and_no_others",
@@ -273,16 +278,16 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "A row of a possibly rejected draft token is delivered",
-        "runtime/frontend/results/partial_rows.py",
-        "        return max(0, length - 1 - self._held_back)\n",
+        "runtime/frontend/results/row_selection.py",
+        "        return max(0, length - 1 - self._is_last_open)\n",
         "        return length + 1\n",
-        ENGINE + "test_speculative.py::test_rows_that_come_on_the_way_are_of_no_rejected_draft",
+        SYSTEM + "test_speculative.py::test_rows_that_come_on_the_way_are_of_no_rejected_draft",
     ),
     Fault(
         "A sink is not notified of the end of a request of which it has rows",
         "runtime/frontend/sync_frontend.py",
-        "                self._end_pieces(uid)\n            self._call",
-        "                self._pieces.pop(uid, None)\n            self._call",
+        "                self._streamer.end(uid)\n            self._call",
+        "                self._streamer._partial_rows.pop(uid, None)\n            self._call",
         ENGINE + "test_sinks_rows.py"
         "::test_a_call_that_is_given_up_ends_for_the_sink_that_had_some_of_it",
     ),
@@ -293,14 +298,14 @@ FAULTS: tuple[Fault, ...] = (
         "            if self._share.rank:\n"
         "                pieces = [piece._replace(edits=()) for piece in pieces]\n"
         "            segments = acquire_segments(pieces, self._tables",
-        ENGINE + "test_ranks.py::test_two_tensor_ranks_give_what_one_rank_gives",
+        SYSTEM + "test_ranks.py::test_two_tensor_ranks_give_what_one_rank_gives",
     ),
     Fault(
         "All ranks of a sharded capture copy the same share",
         "runtime/protocol/segments.py",
         "            return taps[self.rank :: self.ranks]\n",
         "            return taps[0 :: self.ranks]\n",
-        ENGINE + "test_ranks.py::test_shards_make_up_what_the_first_rank_gathers",
+        SYSTEM + "test_ranks.py::test_shards_make_up_what_the_first_rank_gathers",
     ),
     Fault(
         "Different plans on different ranks are not reported",
@@ -314,14 +319,14 @@ FAULTS: tuple[Fault, ...] = (
         "runtime/frontend/rpc/replicas.py",
         "    engine = client.core_engines[number]\n",
         "    engine = client.core_engines[0]\n",
-        ENGINE + "test_replicas.py::test_each_of_many_at_once_gets_what_one_engine_gives",
+        SYSTEM + "test_replicas.py::test_each_of_many_at_once_gets_what_one_engine_gives",
     ),
     Fault(
         "A request is sent to a replica without capacity for it",
         "runtime/frontend/async_frontend.py",
         "            request.data_parallel_rank = call.replica.number\n",
         "            pass\n",
-        ENGINE + "test_replicas.py::test_each_of_many_at_once_gets_what_one_engine_gives",
+        SYSTEM + "test_replicas.py::test_each_of_many_at_once_gets_what_one_engine_gives",
     ),
     Fault(
         "A link below a sink's root redirects a request's files",

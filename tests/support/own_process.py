@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from support import zygote
+from support.engines import HAS_GPU
 
 ROOT = Path(__file__).resolve().parents[2]
-HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
 Process = subprocess.Popen[Any] | zygote.Child
 
 
@@ -57,19 +57,20 @@ def python(*arguments: str | Path, timeout: float, fresh: bool = False, **env: s
         timeout: seconds that it may take.
         **env: more of its environment.
     """
-    code, out, error = run(*arguments, timeout=timeout, fresh=fresh, **env)
+    code, out, error = run(*arguments, timeout=timeout, fresh=fresh, env=environment(**env))
     assert code == 0, f"exit {code}\n{out[-2000:]}\n{error[-6000:]}"
     return out
 
 
 def run(
-    *arguments: str | Path, timeout: float, fresh: bool = False, **env: str
+    *arguments: str | Path,
+    timeout: float,
+    fresh: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> tuple[int, str, str]:
     """Run `python ARGUMENTS`, and return (exit status, output, errors)."""
     pipe = subprocess.PIPE
-    process = start(
-        *arguments, fresh=fresh, env=environment(**env), stdout=pipe, stderr=pipe, text=True
-    )
+    process = start(*arguments, fresh=fresh, env=env, stdout=pipe, stderr=pipe, text=True)
     try:
         out, error = process.communicate(timeout=timeout)
     except BaseException:

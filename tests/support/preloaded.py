@@ -59,8 +59,10 @@ def check_threads() -> None:
 
 for _name in _MODULES:
     importlib.import_module(_name)
+registry: Any = importlib.import_module("vllm.model_executor.models.registry")
 # vLLM gives its processes titles, for which room is looked up while the environment is as it was.
 setproctitle.setproctitle(setproctitle.getproctitle())
+registry._run_in_subprocess = lambda function: function()  # which would import vLLM anew
 gc.collect()
 gc.freeze()
 if os.environ.get("MIDSTREAM_TEST_FORKS"):

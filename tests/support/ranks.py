@@ -14,6 +14,7 @@ import torch
 
 from support.adversary_judge import Measure
 from support.engines import engine
+from support.forkserver import in_place_of_spawning
 from support.oracle import relative_error
 
 GPUS = torch.cuda.device_count()
@@ -39,7 +40,7 @@ def ranks(model: Path, **args: Any) -> Iterator[Any]:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-        with engine(model, **{"enforce_eager": not GPUS, **args}) as llm:
+        with in_place_of_spawning(), engine(model, **{"enforce_eager": not GPUS, **args}) as llm:
             try:
                 yield llm
             finally:

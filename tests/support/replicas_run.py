@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import torch
 
+from midstream.testing import inspect
 from support.async_run import SETTINGS as SINGLE
 from support.async_run import ask, refusal, results, taken, vector
 from support.engines import ALL_SITES, engine, greedy, tokens
@@ -137,12 +138,12 @@ class Spy:
 
 async def mix(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
     """Many requests at once, of which the tables of one replica do not hold what all ask for."""
-    admission, waited = llm._front_end._admission, 0
+    view, waited = inspect(llm), 0
 
     async def watch() -> None:
         nonlocal waited
         while True:
-            waited = max(waited, admission.waiting)
+            waited = max(waited, view.waiting())
             await asyncio.sleep(0.001)
 
     watching = asyncio.create_task(watch())
@@ -157,7 +158,7 @@ async def mix(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
         *(ask(llm, f"several{n}", prompt(n), sampled(n), **plan(n)) for n in range(SEVERAL))
     )
     found["several sent"] = [spy.of(f"several{n}") for n in range(SEVERAL)]
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
 
 
 async def rooms(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
@@ -165,7 +166,7 @@ async def rooms(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
     from midstream import Steer
 
     order: list[str] = []
-    admission = llm._front_end._admission
+    view = inspect(llm)
 
     async def run(name: str, max_tokens: int, first: int, **more: Any) -> Any:
         steers = [Steer(vector(first + n), n % 3, 0.01) for n in range(16)]
@@ -182,7 +183,7 @@ async def rooms(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
     await begun(1)
     tasks.append(asyncio.create_task(run("behind", 3, 200, data_parallel_rank=1)))
     await begun(2)
-    found["pinned waits"] = admission.waiting
+    found["pinned waits"] = view.waiting()
     # The other replica is free, and nobody waits for it.
     tasks.append(asyncio.create_task(run("any", 40, 300)))
     await begun(3)
@@ -192,7 +193,7 @@ async def rooms(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
     found["rooms sent"] = {name: spy.of(name) for name in order}
     one = {"data_parallel_rank": REPLICAS}
     found["no such replica"] = await refusal(ask(llm, "no", prompt(0), params(0), **one, **plan(0)))
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
 
 
 async def streams(llm: Any, found: dict[str, Any]) -> None:
@@ -218,7 +219,7 @@ async def streams(llm: Any, found: dict[str, Any]) -> None:
         return {"shown": shown, **results(output)}
 
     found["streams"] = await asyncio.gather(*(watch(nth) for nth in range(8)))
-    sink = llm._front_end.sinks._sinks["rows"]
+    sink = inspect(llm).sink("rows")
     pieces = []
     for nth in range(8):
         name = next(
@@ -229,7 +230,7 @@ async def streams(llm: Any, found: dict[str, Any]) -> None:
             (len(parts), {tap: each[0].view(torch.float32) for tap, each in rows.items()})
         )
     found["pieces"] = pieces
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
 
 
 async def sessions(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
@@ -254,7 +255,7 @@ async def sessions(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
 
     found["sessions"] = await asyncio.gather(*(one(nth) for nth in range(4)))
     found["session sent"] = [spy.of(f"session{nth}") for nth in range(4)]
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
 
 
 async def ends(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
@@ -270,7 +271,7 @@ async def ends(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
         task.cancel()
     ended = await asyncio.gather(*tasks, return_exceptions=True)
     found["cancelled"] = [type(one).__name__ for one in ended]
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
 
     async def abort(nth: int) -> Any:
         outputs: list[Any] = []
@@ -281,7 +282,7 @@ async def ends(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
         return outputs[-1].outputs[0].finish_reason, len(outputs[-1].probes["after"])
 
     found["aborted"] = await asyncio.gather(*(abort(nth) for nth in range(4)))
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
     llm.vectors.register("named", vector(9))
     llm.steering.set(base=Steer("named", 1, 2.0))
     found["steered"] = await asyncio.gather(
@@ -290,12 +291,12 @@ async def ends(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
     found["steered sent"] = [spy.of(f"steered{n}") for n in range(4)]
     llm.steering.clear()
     found["unsteered"] = await ask(llm, "unsteered", prompt(0), params(0))
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
     tasks = [
         asyncio.create_task(ask(llm, f"lost{n}", prompt(n), long, **plan(n))) for n in range(4)
     ]
     await asyncio.sleep(0.2)
-    second = llm._front_end.info.workers[1]["arena"]["pid"]
+    second = llm.info.workers[1]["arena"]["pid"]
     psutil.Process(second).kill()
     lost = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
     found["lost"] = [type(one).__name__ for one in lost]

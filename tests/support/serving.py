@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,8 @@ from typing import Any
 import httpx
 import psutil
 import torch
+
+from support import own_process
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "served"
@@ -50,7 +51,7 @@ class Running:
         process: the one that was started: the API server's.
     """
 
-    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, url: str, process: own_process.Process, log: Path) -> None:
         self.url = url
         self.process = process
         self._log = log
@@ -117,14 +118,14 @@ def _is_core(process: psutil.Process) -> bool:
 
 
 def command(model: Path, *options: str) -> list[str]:
-    """What starts a server with midstream."""
-    return [sys.executable, "-m", "midstream", "serve", str(model), *OPTIONS, *options]
+    """Python's arguments that start a server with midstream."""
+    return ["-m", "midstream", "serve", str(model), *OPTIONS, *options]
 
 
 def plain_command(model: Path, *options: str) -> list[str]:
-    """What starts one without."""
+    """Python's arguments that start one without."""
     server = "vllm.entrypoints.openai.api_server"
-    return [sys.executable, "-m", server, "--model", str(model), *OPTIONS, *options]
+    return ["-m", server, "--model", str(model), *OPTIONS, *options]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -142,7 +143,12 @@ def environment(**more: str) -> dict[str, str]:
 
 @contextmanager
 def running(
-    arguments: list[str], folder: Path, *, port: int | None = None, **env: str
+    arguments: list[str],
+    folder: Path,
+    *,
+    port: int | None = None,
+    fresh: bool = False,
+    **env: str,
 ) -> Iterator[Running]:
     """A server that answers, until the block ends.
 
@@ -150,13 +156,16 @@ def running(
         arguments: as `command` gives them.
         folder: where it runs, and where its log is.
         port: None: any that is free.
+        fresh: as for `own_process.start`.
         **env: environment variables besides.
     """
     port = port or free_port()
     log = folder / f"server-{port}.log"
     with log.open("wb") as file:
-        process = subprocess.Popen(
-            [*arguments, f"--port={port}"],
+        process = own_process.start(
+            *arguments,
+            f"--port={port}",
+            fresh=fresh,
             cwd=folder,
             env=environment(**env),
             stdout=file,

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from midstream.testing import inspect
 from support.engines import greedy, tokens
 
 COUNT = 24
@@ -74,10 +75,10 @@ async def at_once(llm: Any, found: dict[str, Any]) -> None:
     outputs = await asyncio.gather(
         *(ask(llm, f"r{n}", prompt(n), params(n), captures) for n in range(COUNT))
     )
-    keeping = llm._front_end.sinks._sinks["keeping"]
+    keeping = inspect(llm).sink("keeping")
     given = {one.request_id: one for one in keeping.given}
     store = open_store(outputs[0].capture_results["store"].manifest["store"])
-    rows = llm._front_end.sinks._sinks["rows"]
+    rows = inspect(llm).sink("rows")
     pieces = {output.request_id: rows.whole(output.request_id) for output in outputs}
     found["many"] = [
         {
@@ -93,7 +94,7 @@ async def at_once(llm: Any, found: dict[str, Any]) -> None:
         for output in outputs
     ]
     found["shards"] = len(store.shards)
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
 
 
 async def problems(llm: Any, found: dict[str, Any]) -> None:
@@ -113,7 +114,7 @@ async def problems(llm: Any, found: dict[str, Any]) -> None:
         told("well", Capture(1, sink="store")),
         told("unknown", Capture(1, sink="nowhere")),
     )
-    keeping = llm._front_end.sinks._sinks["keeping"]
+    keeping = inspect(llm).sink("keeping")
     keeping.go.clear()
     slow = asyncio.create_task(told("slow", Capture("all", sink="keeping")))
     given_up = asyncio.create_task(told("given up", Capture("all", sink="keeping")))
@@ -123,7 +124,7 @@ async def problems(llm: Any, found: dict[str, Any]) -> None:
     await asyncio.wait([given_up])
     keeping.go.set()
     found["slow"] = await slow
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
 
 
 def wait_for_end(sink: Any, name: str) -> None:
@@ -147,7 +148,7 @@ async def several(llm: Any, found: dict[str, Any]) -> None:
     )
     sampling.detokenize = False
     output = await ask(llm, "several", prompt(5), sampling, captures)
-    rows = llm._front_end.sinks._sinks["rows"]
+    rows = inspect(llm).sink("rows")
     found["several"] = []
     for nth, completion in enumerate(output.outputs):
         put_together, pieces = rows.whole("several", nth)
@@ -160,7 +161,7 @@ async def several(llm: Any, found: dict[str, Any]) -> None:
     rows.go.set()
     output = await slow
     found["slow rows"] = (rows_of(output.activations), as_rows(rows.whole("slow rows")[0]))
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
 
 
 async def aborts(llm: Any, found: dict[str, Any]) -> None:
@@ -197,8 +198,8 @@ async def aborts(llm: Any, found: dict[str, Any]) -> None:
         for one in store.requests
         if one.tag == "ended"
     ]
-    rows = llm._front_end.sinks._sinks["rows"]
-    await llm._front_end.check_integrity()
+    rows = inspect(llm).sink("rows")
+    await inspect(llm).check_integrity()
     found["ended pieces"] = {}
     for name in ("aborted", "left", "whole"):
         await asyncio.to_thread(wait_for_end, rows, name)
@@ -207,7 +208,7 @@ async def aborts(llm: Any, found: dict[str, Any]) -> None:
             (one.finish_reason, one.receipt.status, len(one.activations.positions))
             for one in pieces
         ]
-    await llm._front_end.check_integrity()
+    await inspect(llm).check_integrity()
 
 
 async def session(llm: Any, found: dict[str, Any]) -> None:
@@ -223,11 +224,11 @@ async def session(llm: Any, found: dict[str, Any]) -> None:
 
     captures = [Capture(1), Capture(1, sink="keeping"), Capture(1, sink="rows")]
     output = await ask(llm, "session", inputs(), params(1, max_tokens=3), captures)
-    keeping = llm._front_end.sinks._sinks["keeping"]
+    keeping = inspect(llm).sink("keeping")
     found["session"] = (
         rows_of(output.activations), rows_of(keeping.given[-1].activations), kept(output)
     )  # fmt: skip
-    put_together, pieces = llm._front_end.sinks._sinks["rows"].whole("session")
+    put_together, pieces = inspect(llm).sink("rows").whole("session")
     found["session pieces"] = (as_rows(put_together), len(pieces))
 
 
@@ -258,7 +259,7 @@ async def main(model: str, folder: Path, found: dict[str, Any]) -> None:
         await several(llm, found)
         await aborts(llm, found)
         await session(llm, found)
-        keeping = llm._front_end.sinks._sinks["keeping"]
+        keeping = inspect(llm).sink("keeping")
     finally:
         llm.shutdown()
     found["closed"] = keeping.calls[-1]

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from midstream.testing import inspect
 from support.async_run import ARGUMENTS, ask, results
 from support.engines import engine, greedy, tokens
 from support.own_process import python
@@ -181,7 +182,7 @@ def in_pieces(llm: Any) -> dict[str, Any]:
         edits=[case.asked.get("edits") for case in every],
         capture=[[Capture("all", SITES, sink=sink) for sink in ("memory", "rows")]] * len(every),
     )
-    sink = llm._front_end.sinks._sinks["rows"]
+    sink = inspect(llm).sink("rows")
     found = {}
     for case, output in zip(every, outputs, strict=True):
         put_together, pieces = sink.whole(output.request_id)
@@ -247,7 +248,7 @@ def offline(model: Path, kind: str, settings: dict[str, Any], truth: Any) -> dic
                 found[name] = {"results": together(llm), "drafts": counted(before)}
                 found[name]["pieces"] = in_pieces(llm)
             found[name]["late steps"] = steps[0]
-        llm.llm_engine.collective_rpc("midstream_rpc", args=("check_integrity", "null"))
+        inspect(llm).check_integrity()
     return found
 
 
@@ -266,7 +267,7 @@ async def streamed(model: str, settings: dict[str, Any]) -> dict[str, Any]:
         found = await asyncio.gather(
             *(ask(llm, c.name, tokens(c.prompt), _params(c), **c.asked) for c in every)
         )
-        await llm._front_end.check_integrity()
+        await inspect(llm).check_integrity()
         return {
             "async": bool(llm.vllm_config.scheduler_config.async_scheduling),
             "runner": llm.info.workers[0]["runner"],

@@ -27,9 +27,9 @@ def main() -> None:
         from midstream import Capture, Steer
 
         with engine(model, midstream=json.loads(settings), **args) as llm:
-            taps = sorted(llm._front_end.info.shape.taps)
+            taps = sorted(llm.info.shape.taps)
             site, layer = taps[0]
-            vector = [3.0] * llm._front_end.info.shape.hidden_size
+            vector = [3.0] * llm.info.shape.hidden_size
             plain = llm.generate(tokens(PROMPT), greedy(6), use_tqdm=False)[0]
             steered = llm.generate(
                 tokens(PROMPT),

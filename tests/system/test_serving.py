@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 import torch
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
-from support import serving
+from support import own_process, serving
 from support.nightly import NIGHTLY
 from support.own_process import python
 from support.serving import NAME, Running
@@ -357,8 +356,8 @@ with Client(sys.argv[1]) as client:
 
 def test_rows_of_a_client_that_is_killed_in_mid_stream_are_let_go(server):
     before = server.wait_until_idle()
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, server.url, NAME],
+    process = own_process.start(
+        *("-c", KILLED, server.url, NAME),
         env=serving.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -24,6 +24,8 @@ from midstream.jobs.request_ids import Identity
 
 CAPTURE = Capture(LAYERS, positions="last_prompt")
 
+pytestmark = pytest.mark.usefixtures("actors_find_the_tests")
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
@@ -89,7 +91,7 @@ def test_what_is_wrong_with_the_input_is_said_by_name(cluster):
         capture_dataset(ds, "some/model", CAPTURE, batch_size=0)
     with pytest.raises(SpecError, match=r"ray\.engines: expected at most 2"):
         capture_dataset(ds, "some/model", CAPTURE, spread=Placement(engines=3))
-    with pytest.raises(Exception, match="there is no column 'text'; there are prompt"):
+    with pytest.raises(Exception, match="the dataset has no column 'text'; it has prompt"):
         capture_dataset(ds, "some/model", CAPTURE, start=FakeEngine).take_all()
 
 

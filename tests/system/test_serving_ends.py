@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,7 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from support import serving
+from support import own_process, serving
 from support.serving import NAME, Running
 
 from midstream import Capture, Client, extra_body
@@ -135,21 +133,15 @@ def test_a_server_that_is_told_to_end_has_written_all_and_leaves_nothing(talking
 
 
 def test_several_api_servers_are_refused(talking_llama, tmp_path):
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", VLLM, "serve", str(talking_llama)),
-            *(*serving.OPTIONS, "--api-server-count=2", f"--port={serving.free_port()}"),
-            '--additional-config={"midstream": {}}',
-        ],
-        cwd=tmp_path,
-        env=serving.environment(),
-        capture_output=True,
-        text=True,
+    code, out, error = own_process.run(
+        *("-c", VLLM, "serve", talking_llama),
+        *(*serving.OPTIONS, "--api-server-count=2", f"--port={serving.free_port()}"),
+        '--additional-config={"midstream": {}}',
         timeout=300,
-        check=False,
+        env=serving.environment(),
     )
-    assert done.returncode != 0
-    assert "start with --api-server-count 1" in done.stdout + done.stderr
+    assert code != 0
+    assert "start with --api-server-count 1" in out + error
 
 
 @pytest.mark.parametrize(
@@ -160,13 +152,7 @@ def test_several_api_servers_are_refused(talking_llama, tmp_path):
     ],
 )
 def test_a_wrong_setting_is_refused_before_anything_starts(tmp_path, option, said):
-    done = subprocess.run(
-        serving.command(tmp_path / "no-model", option),
-        env=serving.environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert said in done.stderr
+    command = serving.command(tmp_path / "no-model", option)
+    code, _, error = own_process.run(*command, timeout=120, env=serving.environment())
+    assert code == 2
+    assert said in error

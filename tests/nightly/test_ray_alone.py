@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 from support.object_store import (
     bucket,  # noqa: F401
     object_client,  # noqa: F401
@@ -20,6 +21,8 @@ from support.own_process import ROOT
 from unit.jobs.checking import check_rows
 from unit.jobs.fakes import prompts, write_lines
 
+pytestmark = pytest.mark.usefixtures("actors_find_the_tests")
+
 
 def texts(count: int) -> dict[int, str]:
     return {n + 1: each["text"] for n, each in enumerate(prompts(count))}
@@ -28,14 +31,14 @@ def texts(count: int) -> dict[int, str]:
 ALONE = """
 import sys
 from pathlib import Path
-from capturing.fakes import job
+from unit.jobs.fakes import job
 from support.on_ray import Slow
-from midstream.ray import Spread, Spreading
+from midstream.jobs.ray import Placement, RayCaptureRun
 
 folder = Path(sys.argv[1])
 few = {"max_num_seqs": 4}
 asked = job(folder, out=sys.argv[2], resume=True, flush_seconds=0.05, engine_args=few)
-with Spreading(asked, Spread(address="local")) as spreading:
+with RayCaptureRun(asked, Placement(address="local")) as spreading:
     print(spreading.work(Slow).counts.stored)
 """
 

@@ -11,15 +11,17 @@ from support.own_process import python
 SCRIPT = """
 import json, sys, torch
 from support.engines import ALL_SITES, engine, greedy, tokens, generated
+from support.forging import forged
 from midstream import Capture, ReceiptError, Steer
-from midstream.runtime import door, frontend
-from midstream.sinks import finding
+from midstream.runtime.frontend import sync_frontend
+from midstream.sinks import registry
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from midstream.testing import inspect
 
 def in_pieces(llm, outputs):
     "How many pieces each came in, which put together are what it has."
-    sink = llm._front_end.sinks._sinks["rows"]
+    sink = inspect(llm).sink("rows")
     counts = []
     for output in outputs:
         rows, pieces = sink.whole(output.request_id)
@@ -38,9 +40,9 @@ if __name__ == "__main__":
     steers = [[Steer([0.5 * n] * 64, layer=n % 3)] if n % 2 else None for n in range(12)]
     args |= {"max_num_batched_tokens": 64, "max_num_seqs": 8, "block_size": 32}
     args["midstream"] = {"sites": ALL_SITES, "sinks": {"rows": {}}}
-    frontend.LOOK_SECONDS = 0
-    entry = EntryPoint("rows", "support.sinking:AsTheyCome", finding.GROUP)
-    finding.entry_points = lambda group: [entry]
+    sync_frontend.LOOK_SECONDS = 0
+    entry = EntryPoint("rows", "support.sinking:AsTheyCome", registry.GROUP)
+    registry.entry_points = lambda group: [entry]
     with engine(Path(sys.argv[1]), enable_prefix_caching=True, **args) as llm:
         outputs = llm.generate(prompts, greedy(6, detokenize=False), steer=steers,
             capture=[[Capture("all", ALL_SITES, sink=sink) for sink in ("memory", "rows")]] * 12,
@@ -53,25 +55,20 @@ if __name__ == "__main__":
         except ValueError as error:
             refused = str(error)
         again = llm.generate(prompts[0], greedy(6, detokenize=False), use_tqdm=False)[0]
-        workers = llm._front_end.info.workers
+        workers = llm.info.workers
         steered = [
             llm.generate(tokens([7] * 200), greedy(4, detokenize=False), use_tqdm=False,
                 steer=[Steer([0.5] * 64, layer=1)])[0]
             for _ in range(2)
         ]
         # One plan arrives as junk on the workers.
-        pack, packed = door.Carried.pack, []
-        def forge(self):
-            packed.append(self)
-            return [self.uid, b"junk", self.keys.pack()] if len(packed) == 2 else pack(self)
-        door.Carried.pack = forge
         try:
-            llm.generate(prompts[:3], greedy(6, detokenize=False), use_tqdm=False,
-                steer=[[Steer([0.25 + n] * 64, layer=0)] for n in range(3)])
+            with forged(2):
+                llm.generate(prompts[:3], greedy(6, detokenize=False), use_tqdm=False,
+                    steer=[[Steer([0.25 + n] * 64, layer=0)] for n in range(3)])
         except ReceiptError as error:
             failed = [(o.outputs[0].finish_reason, o.receipt.status) for o in error.outputs]
             complaint = str(error)
-        door.Carried.pack = pack
         after = llm.generate(prompts[0], greedy(6, detokenize=False), use_tqdm=False)[0]
     torch.save({
         "tokens": [generated(o) for o in outputs],
@@ -139,9 +136,10 @@ def test_a_separate_engine_process_gives_what_the_same_process_gives(
     ("args", "ranks"),
     [
         ({"tensor_parallel_size": 2}, [(0, 0), (0, 1)]),
-        (
+        pytest.param(
             {"pipeline_parallel_size": 2, "enforce_eager": False, "async_scheduling": False},
             [(0, 0), (1, 0)],
+            marks=pytest.mark.nightly,  # compiles; test_ranks has such ranks by default
         ),
     ],
     ids=["tensor", "pipeline"],

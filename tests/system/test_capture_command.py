@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from support import engines
+from support import engines, own_process
+from support.forging import forged
 from support.nightly import NIGHTLY, rounds
-from support.own_process import ROOT
 
 from midstream import Capture, Positions, Role, SamplingParams, Text, open_store
 from midstream.jobs import Job, Summary, capture_dataset
@@ -170,22 +169,13 @@ def test_a_message_that_no_template_can_take_fails_its_line_alone(llm, tmp_path)
     assert summary.counts.failed >= 1
 
 
-def test_a_request_that_fails_on_a_worker_fails_its_line_alone(llm, tmp_path, monkeypatch):
+def test_a_request_that_fails_on_a_worker_fails_its_line_alone(llm, tmp_path):
     """Its plan arrives there as junk."""
-    from midstream.runtime.frontend import base as door
-
-    pack, packed = door.Carried.pack, []
-
-    def forge(self):
-        packed.append(self)
-        return [self.uid, b"junk", self.keys.pack()] if len(packed) == 5 else pack(self)
-
-    monkeypatch.setattr(door.Carried, "pack", forge)
-    summary = run(llm, tmp_path, TEXTS[:12])
+    with forged(5):
+        summary = run(llm, tmp_path, TEXTS[:12])
     assert (summary.counts.stored, summary.counts.failed) == (11, 1)
     (line,) = set(range(1, 13)) - set(stored(tmp_path))
     assert line == 5
-    monkeypatch.undo()
     again = run(llm, tmp_path, TEXTS[:12], resume=True)
     assert (again.status, again.counts.skipped, again.counts.stored) == (0, 11, 1)
 
@@ -195,7 +185,7 @@ def test_a_request_that_fails_on_a_worker_fails_its_line_alone(llm, tmp_path, mo
 
 def command(
     folder: Path, model: Path, *arguments: str, separate: bool = True
-) -> subprocess.Popen[str]:
+) -> own_process.Process:
     """The command in a process of its own.
 
     Args:
@@ -204,19 +194,14 @@ def command(
         arguments: more of the command's.
         separate: whether the engine is in another process, as by default, which takes longer.
     """
-    path = [str(ROOT / "tests"), os.environ.get("PYTHONPATH") or str(ROOT / "src")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(separate)),
-    }
+    environment = own_process.environment(VLLM_ENABLE_V1_MULTIPROCESSING=str(int(separate)))
     settings = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 16}
-    return subprocess.Popen(
-        [sys.executable, "-m", "midstream", "capture", str(model),
+    return own_process.start(
+        *("-m", "midstream", "capture", str(model),
          "--data", "prompts.jsonl", "--out", "acts", "--resume",
          "--layers", ",".join(map(str, CAPTURE["layers"])), "--sites", ",".join(CAPTURE["sites"]),
          "--positions", "all", "--max-tokens", "3", "--tag", "pile", "--dtype", "float32",
-         "--engine-args", json.dumps(settings), "--flush-seconds", "0.1", *arguments],
+         "--engine-args", json.dumps(settings), "--flush-seconds", "0.1", *arguments),
         cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
@@ -225,7 +210,7 @@ def shards(folder: Path) -> int:
     return len(list((folder / "acts").glob("*.safetensors")))
 
 
-def wait_for_another_shard(folder: Path, process: subprocess.Popen[str]) -> None:
+def wait_for_another_shard(folder: Path, process: own_process.Process) -> None:
     before = shards(folder)
     for _ in range(3000):
         if shards(folder) > before:
@@ -235,7 +220,7 @@ def wait_for_another_shard(folder: Path, process: subprocess.Popen[str]) -> None
     raise AssertionError("nothing was written")
 
 
-def engine_process(process: subprocess.Popen[str]) -> psutil.Process:
+def engine_process(process: own_process.Process) -> psutil.Process:
     """The one that computes."""
     children = psutil.Process(process.pid).children()
     return max(children, key=lambda child: child.memory_info().rss)

@@ -46,7 +46,7 @@ def server(folder: Path) -> Iterator[Running]:
     at = words.index("--port")
     assert words[at + 1] == ADDRESS.partition(":")[2]
     words = [*words[:at], *words[at + 2 :]]
-    with serving.running([sys.executable, "-m", *words, *QUICK], folder) as found:
+    with serving.running(["-m", *words, *QUICK], folder) as found:
         yield found
 
 

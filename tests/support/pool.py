@@ -1,0 +1,90 @@
+"""Engines that many tests share: each is started when it is first wanted, and cleared after a test.
+
+A test that changes a setting of an engine or of the process has an engine of its own
+(`engines.engine`), and so has one whose engine differs from these profiles.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from midstream.testing import inspect
+from support import engines
+
+SIX = ["resid_pre", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post"]
+PROFILES: dict[str, dict[str, Any]] = {
+    # Steps of 64 tokens: longer prompts come in chunks.
+    "standard": {"max_num_batched_tokens": 64, "max_num_seqs": 8},
+    # Every site, and steps that hold whole batches.
+    "wide": {"max_num_batched_tokens": 512, "max_num_seqs": 64, "midstream": {"sites": SIX}},
+    # The same without a prefix cache: what it gives depends on no earlier request.
+    "uncached": {
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 8,
+        "enable_prefix_caching": False,
+        "midstream": {"sites": SIX},
+    },
+}
+_COMMON = {"block_size": 32, "enable_prefix_caching": True}
+
+
+class Pool:
+    """The engines of one process of tests, by profile, all on one model."""
+
+    def __init__(self, model: Path) -> None:
+        """Args:
+        model: the folder of a tiny Llama.
+        """
+        self._model = model
+        self._engines: dict[str, tuple[Any, ExitStack]] = {}
+
+    def use(self, profile: str) -> Iterator[Any]:
+        """Yield the engine of a profile, and clear it afterwards; one that cannot be cleared ends.
+
+        Raises:
+            AssertionError: requests or rows are left in it.
+        """
+        yield self._get(profile)
+        try:
+            clear(self._get(profile))
+        except BaseException:
+            self._end(profile)
+            raise
+
+    def close(self) -> None:
+        """End all engines; they are started again when they are wanted."""
+        for profile in list(self._engines):
+            self._end(profile)
+
+    def _get(self, profile: str) -> Any:
+        if profile not in self._engines:
+            stack = ExitStack()
+            settings = {**_COMMON, **PROFILES[profile]}
+            llm = stack.enter_context(engines.engine(self._model, **settings))
+            self._engines[profile] = llm, stack
+        return self._engines[profile][0]
+
+    def _end(self, profile: str) -> None:
+        _, stack = self._engines.pop(profile)
+        stack.close()
+
+
+def clear(llm: Any) -> None:
+    """Take back what tests leave in an engine, and check that no request or row is left.
+
+    Raises:
+        AssertionError: something is.
+    """
+    llm.steering.clear()
+    for one in llm.vectors.list():
+        llm.vectors.remove(one.name)
+    view = inspect(llm)
+    assert not view.leftovers(), view.leftovers()
+    if view.arena_used()["leases"]:
+        gc.collect()  # rows of a failed test, or in a cycle
+        assert not view.arena_used()["leases"], "somebody holds rows of an earlier test"
+    assert llm.reset_prefix_cache(), "blocks of KV cache are in use"
