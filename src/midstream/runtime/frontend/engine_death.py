@@ -1,7 +1,7 @@
-"""A front end that waits for an engine's process is told when that process is gone.
+"""Errors for a front end that waits for an engine's process which has ended.
 
-vLLM sees the end of the process, but its client for offline engines waits on, for ever, where the
-process was killed: by the system, when memory runs out. Its client for `AsyncLLM` does not.
+vLLM notices the end of the process, but its client for offline engines waits forever if the process
+was killed, as by the system when memory runs out. Its client for `AsyncLLM` does not.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from typing import Any
 
 
 def end_waits_with(engine: Any) -> None:
-    """Whoever waits for something of an engine's process, when that ends, gets EngineDeadError.
+    """Raise EngineDeadError in every wait for an engine's process when that process ends.
 
     Args:
-        engine: vLLM's LLMEngine. Where it computes in this process, there is nothing to do.
+        engine: vLLM's LLMEngine. If it computes in this process, nothing is changed.
     """
     client = engine.engine_core
     if not hasattr(client, "outputs_queue"):
         return
     original = type(client).shutdown
-    # The client lets go of its processes when nobody refers to it.
+    # The client ends its processes when it is garbage-collected: keep no reference to it.
     reference = weakref.ref(client)
 
     def shutdown(*args: Any, **named: Any) -> Any:
         found = reference()
-        assert found is not None, "it is calling this"
+        assert found is not None, "the client calls this"
         out = original(found, *args, **named)
         if found.resources.engine_dead:
-            _tell(found)
+            _fail_waits(found)
         return out
 
     client.shutdown = shutdown
 
 
-def _tell(client: Any) -> None:
+def _fail_waits(client: Any) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     for future in list(client.utility_results.values()):

@@ -1,4 +1,4 @@
-"""What the requests of an engine came to, counted since it started."""
+"""Totals over the ended requests of an engine."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from midstream.results.receipt import Receipt
 
 @dataclass(slots=True)
 class RequestTotals:
-    """Only requests that asked for something are counted, when they end.
+    """Totals over requests with a plan, counted when they end.
 
     Attributes:
-        completions: by the status of their receipts.
-        aborted: calls that ended without receipts.
-        rows: captured vectors.
-        row_bytes: what they took as they left the device.
-        dropped: captured vectors that found no room.
-        edits: edits that were carried out.
-        cached_edits: edits that the prefix cache had.
-        scores: of probes.
-        sink_failures: (completion, sink) pairs whose rows are not all kept.
+        completions: number of completions, by the status of their receipts.
+        aborted: number of calls that ended without receipts.
+        rows: number of captured vectors.
+        row_bytes: their size in bytes, as encoded on the device.
+        dropped: number of captured vectors that the arena had no space for.
+        edits: number of edits that were applied.
+        cached_edits: number of edits that the prefix cache served.
+        scores: number of probe scores.
+        sink_failures: number of (completion, sink) pairs whose rows are not all kept.
     """
 
     completions: Counter[str] = field(default_factory=Counter)
@@ -37,11 +37,11 @@ class RequestTotals:
     sink_failures: int = 0
 
     def add(self, receipts: Iterable[Receipt], width: int) -> None:
-        """Counts a call that has ended.
+        """Add a call that has ended.
 
         Args:
-            receipts: of its completions.
-            width: bytes of one row, as it left the device.
+            receipts: receipts of its completions.
+            width: size of an encoded row in bytes.
         """
         for receipt in receipts:
             rows = sum(one.actual for one in receipt.captured)
@@ -56,5 +56,5 @@ class RequestTotals:
                 self.cached_edits += receipt.edited.cached
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return the totals as JSON values."""
         return {**asdict(self), "completions": dict(self.completions)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from midstream.sites import Tap, order
@@ -164,6 +164,10 @@ class ResolvedPlan:
         found = tuple(Alike(captures, tuple(each)) for captures, each in alike.items())
         object.__setattr__(self, "taps", taps)
         object.__setattr__(self, "alike", found)
+
+    def only(self, captures: tuple[int, ...]) -> ResolvedPlan:
+        """Return the plan with these of its captures alone, by index."""
+        return replace(self, captures=tuple(self.captures[nth] for nth in captures))
 
     def ranges_of(self, captures: tuple[int, ...], length: int, tokens: Sequence[int]) -> Final:
         """Return the positions selected by any of these captures."""

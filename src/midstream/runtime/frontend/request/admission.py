@@ -1,7 +1,7 @@
-"""Requests that find no room wait for it, in front of the engine, in the order in which they came.
+"""Admission of requests to engines: each waits, in order of arrival, until one has capacity.
 
-Requests that ask for nothing pass by. With data parallelism there are several engines, each with
-tables of its own: a request goes to the least busy of those that have room for it.
+Requests without a plan do not take part. With data parallelism there are several engines, each with
+tables of its own: a request goes to the least busy engine that has capacity for it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Send = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
-class _Inside:
-    """Somebody who was let in.
+class _Admitted:
+    """A request that was sent to an engine.
 
     Attributes:
-        need: what it takes.
-        replica: which engine it is on.
+        need: capacity that it takes.
+        replica: number of its engine.
     """
 
     need: Need
@@ -30,12 +30,12 @@ class _Inside:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """Somebody who waits.
+    """A request that waits for capacity.
 
     Attributes:
-        need: what it takes.
-        allowed: the engines that it may go to.
-        sends: each hands one of its requests to the engine.
+        need: capacity that it takes.
+        allowed: numbers of the engines that it may go to.
+        sends: functions that send its vLLM requests, in order.
     """
 
     need: Need
@@ -44,33 +44,35 @@ class _Waiting:
 
 
 class Admission:
-    """Keeper of the engines' doors, by the uids of what is under way."""
+    """Admits requests to engines, by their uids."""
 
     def __init__(
         self, budgets: Sequence[Budget], busy: Callable[[], Sequence[int]] | None = None
     ) -> None:
-        """Args:
-        budgets: one for each engine.
-        busy: how many requests each engine has, those that ask for nothing included, as far as is
-            known. None: that is not known, or there is but one engine.
+        """Create it for some engines.
+
+        Args:
+            budgets: capacity of each engine.
+            busy: returns the number of requests on each engine, including those without a plan.
+                None: not known, or there is one engine.
         """
         self._budgets = budgets
         self._busy = busy
         self._every = frozenset(range(len(budgets)))
         self._counts = [0] * len(budgets)
-        self._admitted: dict[str, _Inside] = {}
-        self._ended: dict[str, _Inside] = {}
+        self._admitted: dict[str, _Admitted] = {}
+        self._ended: dict[str, _Admitted] = {}
         self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
 
     def submit(self, uid: str, need: Need, send: Send, only: int | None = None) -> None:
-        """Sends a request on its way, now or when there is room.
+        """Send a request, now or when there is capacity.
 
         Args:
-            uid: names what is asked for; several requests (n > 1) may share it, and go to one
-                engine.
-            need: what it takes.
-            send: hands the request to the engine.
-            only: the engine that it is to go to; None: any.
+            uid: midstream's id. Several vLLM requests (n > 1) may share it and its capacity; they
+                go to one engine.
+            need: capacity that it takes.
+            send: sends the request to the engine.
+            only: number of the engine that it must go to; None: any.
         """
         if uid in self._admitted or uid in self._ended:
             send()
@@ -87,59 +89,59 @@ class Admission:
             send()
 
     def replica_of(self, uid: str) -> int:
-        """The engine of somebody who was let in and is still to be fetched."""
-        inside = self._admitted.get(uid) or self._ended[uid]
-        return inside.replica
+        """Return the number of the engine of an admitted request."""
+        one = self._admitted.get(uid) or self._ended[uid]
+        return one.replica
 
     def end(self, uids: list[str]) -> None:
-        """These have ended, and their rows are to be fetched; those that waited for the room that
-        is free now go on.
-        """
+        """Release the capacity of ended requests, except for their rows."""
         self._end(uids)
-        self._let_in()
+        self._admit_waiting()
 
     def give_back_rows(self, uid: str, nbytes: int) -> None:
-        """Rows of a request that goes on have been fetched; those that waited for their room go
-        on.
+        """Release the capacity for rows of a running request that were fetched.
+
+        Args:
+            uid: midstream's id.
+            nbytes: size of the rows.
         """
-        inside = self._admitted.get(uid)
-        if inside is not None:
-            need = inside.need
+        one = self._admitted.get(uid)
+        if one is not None:
+            need = one.need
             left = max(0, need.rows - nbytes)
-            self._budgets[inside.replica].give_back_rows(replace(need, rows=need.rows - left))
-            self._admitted[uid] = replace(inside, need=replace(need, rows=left))
-            self._let_in()
+            self._budgets[one.replica].give_back_rows(replace(need, rows=need.rows - left))
+            self._admitted[uid] = replace(one, need=replace(need, rows=left))
+            self._admit_waiting()
 
     def finish(self, uids: list[str]) -> None:
-        """These have ended and their rows were fetched, or they were given up; those that waited
-        for their room go on.
-        """
+        """Release all capacity of requests whose rows were fetched, or are not needed."""
         self._end(uids)
         for uid in uids:
-            inside = self._ended.pop(uid, None)
-            if inside is not None:
-                self._budgets[inside.replica].give_back_rows(inside.need)
+            one = self._ended.pop(uid, None)
+            if one is not None:
+                self._budgets[one.replica].give_back_rows(one.need)
             self._waiting.pop(uid, None)
-        self._let_in()
+        self._admit_waiting()
 
     def _end(self, uids: list[str]) -> None:
         for uid in uids:
-            inside = self._admitted.pop(uid, None)
-            if inside is not None:
-                self._counts[inside.replica] -= 1
-                self._budgets[inside.replica].give_back(inside.need)
-                self._ended[uid] = inside
+            one = self._admitted.pop(uid, None)
+            if one is not None:
+                self._counts[one.replica] -= 1
+                self._budgets[one.replica].give_back(one.need)
+                self._ended[uid] = one
 
     def is_waiting(self, uid: str) -> bool:
-        """Whether it has been submitted and not been sent yet."""
+        """Return whether a request was submitted and not sent yet."""
         return uid in self._waiting
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
+        """Number of waiting requests."""
         return len(self._waiting)
 
-    def _let_in(self) -> None:
+    def _admit_waiting(self) -> None:
+        """Send the waiting requests for which there is capacity now."""
         while (found := self._next()) is not None:
             uid, replica = found
             one = self._waiting.pop(uid)
@@ -148,27 +150,30 @@ class Admission:
                 for send in one.sends:
                     send()
             except BaseException:
-                # It goes no further, and those behind it must not wait for its room.
+                # The requests behind it must not wait for its capacity.
                 self._end([uid])
-                inside = self._ended.pop(uid)
-                self._budgets[replica].give_back_rows(inside.need)
-                self._let_in()
+                one_ended = self._ended.pop(uid)
+                self._budgets[replica].give_back_rows(one_ended.need)
+                self._admit_waiting()
                 raise
 
     def _waited_for(self) -> frozenset[int]:
-        """The engines that somebody waits for."""
+        """Return the engines that requests wait for."""
         found: frozenset[int] = frozenset()
         for one in self._waiting.values():
             found |= one.allowed
-            if found == self._every:  # as a rule with the first of them
+            if found == self._every:  # usually with the first request
                 break
         return found
 
     def _next(self) -> tuple[str, int] | None:
-        """The first that may go, and to which engine: to none that somebody before it waits for."""
+        """Return the first waiting request that can be sent, and its engine; None: there is none.
+
+        A request is not sent to an engine that an earlier one waits for.
+        """
         waited_for: frozenset[int] = frozenset()
         for uid, one in self._waiting.items():
-            # With nobody inside it fits: what never could was refused when it came.
+            # It fits an idle engine: `check_rows` and `need_of` rejected those that never would.
             found = self._find(one.need, one.allowed - waited_for)
             if found is not None:
                 return uid, found
@@ -178,20 +183,20 @@ class Admission:
         return None
 
     def _find(self, need: Need, allowed: frozenset[int]) -> int | None:
-        """The least busy of some engines that have room; None where none has."""
-        having_room = [number for number in allowed if self._budgets[number].fits(need)]
-        if not having_room:
+        """Return the least busy of these engines that has capacity; None: none has."""
+        fitting = [number for number in allowed if self._budgets[number].fits(need)]
+        if not fitting:
             return None
         if len(self._budgets) == 1:
-            return having_room[0]
+            return fitting[0]
         busy = self._counts if self._busy is None else self._busy()
-        # What the engines tell lags behind, and what is counted here knows nothing of the others.
+        # Reports of the engines are late, and the counts here lack requests without a plan.
         return min(
-            having_room,
+            fitting,
             key=lambda nth: (max(busy[nth], self._counts[nth]), self._counts[nth], nth),
         )
 
     def _admit(self, uid: str, need: Need, replica: int) -> None:
         self._budgets[replica].take(need)
         self._counts[replica] += 1
-        self._admitted[uid] = _Inside(need, replica)
+        self._admitted[uid] = _Admitted(need, replica)

@@ -1,4 +1,4 @@
-"""Where each request's captured rows go, once they are here."""
+"""Destinations of the captured rows of a request."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _KEPT_OF_ID = 96
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where the rows of some of a request's captures go.
+    """The destination of the rows of some captures of a request.
 
     Attributes:
-        sink, tag: of these captures.
-        name: under which the sink keeps them.
-        metadata: of these captures; one of them may bring it for all.
-        captures: which of the resolved plan's.
-        is_all: whether these are all of them.
+        sink: name of the sink.
+        tag: tag of the captures.
+        name: name of the rows in the sink.
+        metadata: metadata of the captures; one of them may give it for all.
+        captures: indices of the resolved plan's captures.
+        is_all: whether these are all captures of the plan.
     """
 
     sink: str
@@ -40,14 +41,14 @@ def routes_of(
     request_id: str,
     uid: str,
 ) -> tuple[Route, ...]:
-    """The routes of a request's rows, those that go to one place together.
+    """Return the routes of a request's rows: one for each destination.
 
     Args:
-        resolved: the request's plan.
-        own: what it was resolved from; None: it asks for nothing itself.
-        every: the captures of every request.
-        request_id: vLLM's.
-        uid: midstream's own, which no other request has.
+        resolved: the request's resolved plan.
+        own: the request's own plan; None: it has none.
+        every: captures of every request.
+        request_id: vLLM's request id.
+        uid: midstream's id, which no other request has.
     """
     found: dict[tuple[str, str, str], list[int]] = {}
     metadata: dict[tuple[str, str, str], Metadata] = {}
@@ -57,7 +58,7 @@ def routes_of(
         else:
             assert own is not None
             written = own.captures[capture.source]
-        # On an output there are neither tags nor names.
+        # Rows on an output have neither tags nor names.
         place = (MEMORY, "", "") if written.sink == MEMORY else written.place
         found.setdefault(place, []).append(nth)
         metadata[place] = metadata.get(place) or written.metadata
@@ -66,7 +67,7 @@ def routes_of(
     for (sink, tag, given), captures in found.items():
         name = given
         if not name:
-            name = made_name(request_id, uid, unnamed.get(sink, 0))
+            name = unique_name(request_id, uid, unnamed.get(sink, 0))
             unnamed[sink] = unnamed.get(sink, 0) + 1
         is_all = len(captures) == len(resolved.captures)
         described = metadata[sink, tag, given]
@@ -74,9 +75,15 @@ def routes_of(
     return tuple(routes)
 
 
-def made_name(request_id: str, uid: str, nth: int) -> str:
-    """A name that no other request has: another process may number its requests alike, and an id
-    may be one that no file can be called.
+def unique_name(request_id: str, uid: str, nth: int) -> str:
+    """Return a name that no other request has, and that is a valid file name.
+
+    Request ids may be those of another process, and need not be valid file names.
+
+    Args:
+        request_id: vLLM's request id.
+        uid: midstream's id.
+        nth: index of the route among those to one sink without a given name.
     """
     plain = _NOT_IN_NAMES.sub("_", request_id)[:_KEPT_OF_ID].lstrip(".-") or "request"
     return f"{plain}-{uid[:12]}" + (f"-{nth}" if nth else "")

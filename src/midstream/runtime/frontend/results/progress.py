@@ -1,4 +1,4 @@
-"""What vLLM's front end knows of completions that run."""
+"""Running completions, as vLLM's front end knows them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 
 class RequestProgress(NamedTuple):
-    """What is known of a completion that runs.
+    """A running completion.
 
     Attributes:
-        prompt: its text; None where it was given otherwise.
-        prompt_token_ids: None where it was given as embeddings.
-        generated: token ids.
+        prompt: text of the prompt; None: not given as text.
+        prompt_token_ids: token ids of the prompt; None: given as embeddings.
+        generated: ids of the generated tokens.
     """
 
     prompt: str | None
@@ -21,17 +21,22 @@ class RequestProgress(NamedTuple):
 
 
 def lengths_of(states: Mapping[str, Any], ids: Iterable[str]) -> dict[str, int]:
-    """How many tokens each of some completions has generated; only of those that run.
+    """Return the number of generated tokens of each completion that is still running.
 
     Args:
-        states: vLLM's states of requests, by its ids.
-        ids: theirs.
+        states: vLLM's states of running requests, by its ids.
+        ids: vLLM's ids of the completions.
     """
     return {one: len(states[one].detokenizer.output_token_ids) for one in ids if one in states}
 
 
 def running_of(states: Mapping[str, Any], ids: Iterable[str]) -> dict[str, RequestProgress]:
-    """What is known of some completions; only of those that run. Arguments as of `lengths_of`."""
+    """Return a copy of the state of each completion that is still running.
+
+    Args:
+        states: vLLM's states of running requests, by its ids.
+        ids: vLLM's ids of the completions.
+    """
     found = {}
     for one in ids:
         state = states.get(one)

@@ -1,4 +1,4 @@
-"""An engine's sinks: kept apart from its other settings, and opened for its front end."""
+"""The sinks of an engine, opened for its front end."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ if TYPE_CHECKING:
 
 
 def open_sinks(vllm_config: Any, info: EngineInfo) -> SinkSet:
-    """The sinks of an engine's settings, opened.
+    """Open the sinks of an engine's settings.
+
+    Args:
+        vllm_config: settings of the engine.
+        info: description of the engine.
 
     Raises:
-        ConfigError: a setting is wrong.
-        Exception: whatever one of them raises when it is opened.
+        ConfigError: a setting is invalid.
+        Exception: any exception of a sink's `open`.
     """
     found = vllm_config.additional_config[KEY]
     settings = read_sinks(found.sinks if isinstance(found, Settings) else {})
@@ -28,7 +32,7 @@ def open_sinks(vllm_config: Any, info: EngineInfo) -> SinkSet:
 
 
 def origin_of(vllm_config: Any, info: EngineInfo) -> Origin:
-    """What sinks are told of an engine."""
+    """Return the description of an engine that its sinks get."""
     import vllm
 
     model = vllm_config.model_config

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.plans import plan_of
 
-from midstream.runtime.frontend.request.sink_routes import made_name, routes_of
+from midstream.runtime.frontend.request.sink_routes import unique_name, routes_of
 from midstream.spec import Capture, ModelShape, Plan, Prompt
 from midstream.spec.resolve.resolve import resolve
 from midstream.spec.sink_target import read_name
@@ -73,8 +73,8 @@ def test_without_captures_there_are_no_routes():
 
 
 @given(st.text(max_size=200), st.integers(0, 3))
-def test_a_made_name_is_always_one_that_a_file_can_have(request_id, nth):
-    name = made_name(request_id, UID, nth)
+def test_a_unique_name_is_always_one_that_a_file_can_have(request_id, nth):
+    name = unique_name(request_id, UID, nth)
     assert read_name(name) == name
     assert UID[:12] in name
 
@@ -89,6 +89,6 @@ def test_a_made_name_is_always_one_that_a_file_can_have(request_id, nth):
     ],
 )
 def test_an_id_keeps_what_it_can(request_id, name):
-    found = made_name(request_id, UID, 0)
+    found = unique_name(request_id, UID, 0)
     assert re.fullmatch(r"[A-Za-z0-9_.-]+", found)
     assert found == name

@@ -1,4 +1,4 @@
-"""How many prompts a `generate` or `chat` call has, by vLLM's own reading of its argument."""
+"""Prompts of a call, counted as vLLM counts them, and errors for prompts that vLLM rejects."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from midstream.errors import SpecError
 
 
 def count_prompts(prompts: Any) -> int:
-    """Prompts in `LLM.generate`'s first argument: a list of ints is one prompt."""
+    """Return the number of prompts in `LLM.generate`'s first argument: a list of ints is one."""
     return len(prompt_to_seq(prompts))
 
 
 def conversations(messages: Any) -> list[Any]:
-    """Conversations in `LLM.chat`'s first argument: a list of messages is one conversation."""
+    """Return the conversations in `LLM.chat`'s first argument: a list of messages is one."""
     return list(conversation_to_seq(messages))
 
 
 @contextmanager
 def named_refusals() -> Iterator[None]:
-    """What vLLM or a chat template raises of a prompt is raised as a SpecError; an engine that
-    cannot go on is not.
+    """Raise the errors of vLLM or a chat template for a prompt as SpecError.
+
+    The error of an engine that is dead is raised as it is.
 
     Raises:
-        SpecError: the prompt cannot be taken.
+        SpecError: the prompt is rejected.
     """
     from jinja2 import TemplateError
     from vllm.exceptions import VLLMUnprocessableEntityError, VLLMValidationError
@@ -39,5 +40,5 @@ def named_refusals() -> Iterator[None]:
     except (ValueError, VLLMValidationError, VLLMUnprocessableEntityError) as error:
         raise SpecError("", str(error)) from error
     except (TypeError, LookupError, AttributeError, TemplateError) as error:
-        # Of a template, or of vLLM, that gets something else than it expects.
+        # Raised by a template, or by vLLM, for a value of an unexpected type.
         raise SpecError("", f"{type(error).__name__}: {error}") from error

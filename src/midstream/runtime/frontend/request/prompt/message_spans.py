@@ -1,4 +1,4 @@
-"""Where the messages of a chat are in the prompt that a chat template makes of them."""
+"""Positions of a chat's messages in the prompt that a chat template makes of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from midstream.spec.positions.prompt import Message
 from midstream.spec.positions.text_map import TextMap
 from midstream.validation import show
 
-# A chat's messages into the prompt's text.
+# Renders the messages of a chat to the text of the prompt.
 Render = Callable[[list[dict[str, Any]]], str]
 
 # Arguments of `LLM.chat` that the chat template gets.
@@ -36,23 +36,24 @@ def message_spans(
     render: Render | None = None,
     **template_kwargs: Any,
 ) -> tuple[Message, ...]:
-    """The tokens of each message's content.
+    """Return the tokens of each message's content.
 
-    A content's place is found by rendering the chat once more with a mark instead of the content:
-    what stands before and after the mark must stand before and after the content. A token that
-    has characters of the content and of the template both counts as one of the content.
+    A content is located by rendering the chat again with a marker in its place: the text before and
+    after the marker must be the text before and after the content. A token with characters of both
+    the content and the template belongs to the content.
 
     Args:
-        tokenizer: the model's.
-        messages: as given to the chat call: dicts of `role` and `content`.
-        prompt_token_ids: the prompt that was made of them.
-        render: how the text was made of them, see `chat_renderer`; None: by the tokenizer's
+        tokenizer: tokenizer of the model.
+        messages: messages as given to the chat call: dicts of `role` and `content`.
+        prompt_token_ids: token ids of the prompt that was made of them.
+        render: renders the messages, see `chat_renderer`; None: the tokenizer's
             `apply_chat_template`.
-        template_kwargs: for the latter, such as `chat_template`, `add_generation_prompt`, `tools`.
+        template_kwargs: arguments of `apply_chat_template`, as `chat_template`,
+            `add_generation_prompt`, `tools`.
 
     Returns:
-        One per message. Where a single message cannot be found, as its content is no text, or the
-        template leaves it out, repeats or rewrites it, its `problem` says so.
+        One Message per message. If a single one cannot be located, as its content is not text, or
+        the template drops, repeats or rewrites it, its `problem` says so.
 
     Raises:
         SpecError: the prompt's tokens are not those of the rendered chat.
@@ -73,11 +74,11 @@ def chat_renderer(
     continue_final_message: bool = False,
     tools: list[dict[str, Any]] | None = None,
 ) -> Render:
-    """How vLLM's own renderer makes a chat's text, for `message_spans`.
+    """Return a function that renders a chat as vLLM does, for `message_spans`.
 
     Args:
-        renderer: `LLM.renderer`.
-        chat_template: and the others: as in `LLM.chat`.
+        renderer: vLLM's `LLM.renderer`.
+        chat_template: see `LLM.chat`, as for all other arguments.
     """
     from vllm.renderers.params import ChatParams
 
@@ -150,7 +151,7 @@ class _Finder:
         return Message(role, index, start, stop)
 
     def _characters(self, index: int, parts: list[str]) -> tuple[int, int]:
-        """The first character of the content and past the last, in the rendered chat."""
+        """Return [start, stop) of the content's characters in the rendered chat."""
         mark = self._mark()
         content: Any = mark
         if not isinstance(self._messages[index]["content"], str):
@@ -170,7 +171,7 @@ class _Finder:
         return len(before) + start, len(before) + stop
 
     def _mark(self) -> str:
-        """A word that is nowhere in the chat, and that no template has a reason to change."""
+        """Return a word that is not in the chat, and that no template has a reason to change."""
         number = 0
         while (mark := f"midstreamcontent{number}mark") in self._text:
             number += 1
@@ -178,7 +179,7 @@ class _Finder:
 
 
 def _parts(content: Any) -> list[str]:
-    """The texts of a content."""
+    """Return the texts of a message's content."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -201,10 +202,17 @@ def _parts(content: Any) -> list[str]:
 
 
 def _within(region: str, parts: list[str]) -> tuple[int, int]:
-    """Where the parts are in what the template wrote for them.
+    """Return [start, stop) of the parts in the text that the template wrote for them.
 
-    A template may drop some of a content, as its outer whitespace or what was thought before it
-    was said: what is left of it is then all of the region.
+    A template may drop some of a content, as outer whitespace or reasoning: then all of the region
+    is content.
+
+    Args:
+        region: the text that the template wrote.
+        parts: texts of the content.
+
+    Raises:
+        SpecError: a part is missing, or occurs more than once.
     """
     if len(parts) == 1 and region.strip() and region in parts[0]:
         return 0, len(region)
@@ -215,7 +223,7 @@ def _within(region: str, parts: list[str]) -> tuple[int, int]:
         if place < 0:
             raise SpecError("", "the chat template rewrites it, or leaves it out")
         start, reached = place if start is None else start, place + len(part)
-    # Found more than once, the template's own words may have been taken for it.
+    # If it occurs more than once, text of the template may be taken for it.
     if start is None or (len(found) == 1 and region.count(found[0]) > 1):
         raise SpecError("", "the chat template writes it more than once")
     return start, reached

@@ -1,4 +1,4 @@
-"""The text of a prompt, token by token: what texts and chat messages are found by."""
+"""The text of a prompt by token, in which texts and chat messages are located."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.spec.positions.text_map import TextMap
 
-# What a decoder writes for bytes that are not, or not yet, a character.
+# Decoders write this for bytes that are not, or not yet, a character.
 _REPLACEMENT = "\ufffd"
 
 # Tokens that may wait for the rest of a character. A character has at most four bytes, but each
@@ -17,25 +17,25 @@ _LONGEST_WAIT = 32
 
 
 def text_map(tokenizer: Any, token_ids: Sequence[int]) -> TextMap:
-    """The decoded text of some tokens, and each token's characters in it.
+    """Return the decoded text of a prompt, and the characters of each token in it.
 
-    Special tokens are spelt out. Tokens that only together make up a character share their span.
+    Special tokens are included. Tokens that together are one character have the same span.
 
     Args:
-        tokenizer: vLLM's, or any with transformers' `decode`.
-        token_ids: the prompt, from its first token.
+        tokenizer: vLLM's tokenizer, or any with transformers' `decode`.
+        token_ids: token ids of the prompt.
 
     Raises:
-        SpecError: the tokenizer decodes the tokens otherwise together than one after the other.
+        SpecError: the tokenizer decodes the prompt differently token by token than as a whole.
     """
     return _Decoding(tokenizer, list(token_ids)).run()
 
 
 class _Decoding:
-    """Decodes a group of tokens at a time: usually one, more where a character is cut.
+    """Decodes groups of tokens: usually one token, several if they share a character.
 
-    What a token adds is seen by decoding it after the group before it, as a decoder may treat the
-    first token otherwise, for instance drop its leading space.
+    The text of a token is found by decoding it together with the previous group, as a decoder may
+    treat the first token differently, for instance drop its leading space.
     """
 
     def __init__(self, tokenizer: Any, ids: list[int]) -> None:
@@ -71,15 +71,15 @@ class _Decoding:
         return TextMap(text, tuple(self._starts), tuple(self._stops))
 
     def _close(self, seen: list[str]) -> None:
-        """Notes a group, given what its first token spells, its first two, and so on."""
+        """Add a group, given the text of its first token, of its first two, and so on."""
         whole = seen[-1]
-        # What was there before a token and still is after all of them belongs to those before it:
-        # a replacement that stays is itself the character.
+        # Text that was there before a token, and is there after all of them, belongs to earlier
+        # tokens: a replacement that stays is itself the character.
         edge = waiting = 0
         for spelt in seen:
             waiting += 1
             if edge and len(spelt) == edge and whole.startswith(spelt):
-                # It added nothing: a byte more of the replacement that was there already.
+                # It added nothing: another byte of a replacement that was there already.
                 self._starts += [self._starts[-1]] * waiting
                 self._stops += [self._stops[-1]] * waiting
                 waiting = 0
@@ -95,7 +95,7 @@ class _Decoding:
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """The text of some tokens, with special tokens spelt out and no spaces cleaned up."""
+    """Return the text of some tokens, with special tokens and without cleaning up spaces."""
     if hasattr(tokenizer, "clean_up_tokenization_spaces"):
         found = tokenizer.decode(
             token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -106,11 +106,15 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
 
 
 def map_of_rendering(tokenizer: Any, text: str, token_ids: Sequence[int]) -> TextMap:
-    """Each token's characters in the very text that was tokenized.
+    """Return the characters of each token in the text that was tokenized.
+
+    Args:
+        tokenizer: vLLM's tokenizer.
+        text: the text.
+        token_ids: token ids of the prompt.
 
     Raises:
-        SpecError: the tokens are not those of the text, so that neither the tokenizer's own
-            offsets nor decoding gives its characters.
+        SpecError: the tokens are not those of the text.
     """
     wanted = list(token_ids)
     if getattr(tokenizer, "is_fast", False):
@@ -133,7 +137,7 @@ def _map_of_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> TextMap:
     stops: list[int] = []
     reached = 0
     for start, stop in offsets:
-        # Special tokens that are added around the text are given as (0, 0) wherever they stand.
+        # Special tokens that the tokenizer adds have the offsets (0, 0) at any position.
         starts.append(start if stop > start else reached)
         stops.append(stop if stop > start else reached)
         reached = stops[-1]

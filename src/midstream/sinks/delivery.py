@@ -1,0 +1,123 @@
+"""Building deliveries, and putting them into the queues of sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from midstream.results.activations import Activations
+from midstream.results.receipt import CaptureResult, Receipt
+from midstream.sinks.base import Delivery
+from midstream.sinks.queue import SinkQueue
+from midstream.spec import Plan
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class DeliverySource:
+    """A completion whose rows are delivered.
+
+    Attributes:
+        request_id: vLLM's request id.
+        completion: index of the completion.
+        completions: number of completions of the request.
+        prompt: text of the prompt; None: not given as text.
+        prompt_token_ids: token ids of the prompt; None: given as embeddings.
+        text: generated text; empty while the request runs.
+        generated_token_ids: generated tokens so far.
+        finish_reason: vLLM's finish reason; None while the request runs.
+    """
+
+    request_id: str
+    completion: int
+    completions: int
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...] | None
+    text: str
+    generated_token_ids: tuple[int, ...]
+    finish_reason: str | None
+
+    def delivery(
+        self,
+        *,
+        name: str,
+        tag: str,
+        metadata: Mapping[str, object],
+        plan: Plan | None,
+        receipt: Receipt,
+        activations: Activations,
+        piece: int = 0,
+        is_last: bool = True,
+    ) -> Delivery:
+        """Return a delivery of rows of this completion; see `Delivery` for the arguments."""
+        return Delivery(
+            name=name,
+            tag=tag,
+            metadata=metadata,
+            request_id=self.request_id,
+            completion=self.completion,
+            completions=self.completions,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_tokens=receipt.prompt_tokens,
+            text=self.text,
+            generated_token_ids=self.generated_token_ids,
+            finish_reason=self.finish_reason,
+            plan=plan,
+            receipt=receipt,
+            activations=activations,
+            piece=piece,
+            is_last=is_last,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SinkPut:
+    """A delivery for the queue of one sink.
+
+    Attributes:
+        sink: name of the sink.
+        delivery: the delivery.
+        size: size of its rows in bytes.
+    """
+
+    sink: str
+    delivery: Delivery
+    size: int
+
+
+# Yields what to put, and is sent the future of each result: for callers that block while a queue is
+# full, and for event loops.
+Puts = Generator[SinkPut, Future[CaptureResult], T]
+
+
+class Queues(Protocol):
+    """The queues of an engine's sinks."""
+
+    def queue(self, name: str) -> SinkQueue:
+        """Return the queue of a sink."""
+
+
+def run_puts(puts: Puts[T], sinks: Queues) -> T:
+    """Return the result of `puts`. Blocks while a queue is full."""
+    try:
+        one = next(puts)
+        while True:
+            one = puts.send(sinks.queue(one.sink).put(one.delivery, one.size))
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+async def run_puts_soon(puts: Puts[T], sinks: Queues) -> T:
+    """Return the result of `puts`. Waits on the event loop while a queue is full."""
+    try:
+        one = next(puts)
+        while True:
+            one = puts.send(await sinks.queue(one.sink).put_soon(one.delivery, one.size))
+    except StopIteration as end:
+        result: T = end.value
+        return result
