@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from midstream.client import protocol
-from midstream.client.outputs import Reader, ServedOutput
+from midstream.client.outputs import ServedOutput
+from midstream.client.protocol import Exchange, HttpResponse
+
+T = TypeVar("T")
 
 
 class AsyncClient:
@@ -43,53 +46,48 @@ class AsyncClient:
         self._http = http or httpx.AsyncClient(
             base_url=base_url, headers=protocol.headers_of(api_key, admin_key), timeout=timeout
         )
-        self.vectors = AsyncVectors(self)
-        self.steering = AsyncSteering(self)
+        self.vectors = AsyncVectors(self._run)
+        self.steering = AsyncSteering(self._run)
 
     async def complete(self, prompt: Any, **given: Any) -> ServedOutput:
         """Complete a prompt; see `Client.complete`."""
-        return await self._complete(protocol.COMPLETIONS, protocol.body_of(given, prompt=prompt))
+        body = protocol.body_of(given, prompt=prompt)
+        return await self._run(protocol.complete(protocol.COMPLETIONS, body))
 
     async def chat(self, messages: Any, **given: Any) -> ServedOutput:
         """Answer a conversation; see `Client.chat`."""
-        return await self._complete(protocol.CHAT, protocol.body_of(given, messages=messages))
+        body = protocol.body_of(given, messages=messages)
+        return await self._run(protocol.complete(protocol.CHAT, body))
 
     async def stream(
         self, prompt: Any = None, *, messages: Any = None, **given: Any
     ) -> AsyncIterator[ServedOutput]:
         """Yield the accumulated output after each event; see `Client.stream`."""
-        path = protocol.COMPLETIONS if messages is None else protocol.CHAT
-        body = protocol.body_of(given, prompt=prompt, messages=messages, stream=True)
-        reader, stream = Reader(), protocol.Stream()
-        async with self._http.stream("POST", path, json=body) as response:
+        stream = protocol.OutputStream(given, prompt, messages)
+        one = stream.request
+        async with self._http.stream(one.method, one.path, json=one.json) as response:
             if response.status_code >= 400:
                 protocol.check(response.status_code, await response.aread())
             async for data in response.aiter_bytes():
-                for value in stream.feed(data):
-                    yield reader.read(value, await self._fetch_rows(reader, value))
+                for exchange in stream.feed(data):
+                    yield await self._run(exchange)
         stream.end()
-        protocol.check_enabled(body, reader.output)
 
     async def read(self, answer: Any) -> ServedOutput:
         """Convert a response of another client to a ServedOutput; see `Client.read`."""
-        value = protocol.plain(answer)
-        reader = Reader()
-        return reader.read(value, await self._fetch_rows(reader, value))
+        return await self._run(protocol.read(answer))
 
     async def sites(self) -> dict[str, Any]:
         """Return every site of every layer; see `Client.sites`."""
-        found: dict[str, Any] = await self.call("GET", protocol.SITES)
-        return found
+        return await self._run(protocol.call("GET", protocol.SITES))
 
     async def status(self) -> dict[str, Any]:
         """Return versions, settings and usage of the server; see `Client.status`."""
-        found: dict[str, Any] = await self.call("GET", protocol.STATUS)
-        return found
+        return await self._run(protocol.call("GET", protocol.STATUS))
 
     async def call(self, method: str, path: str, json: Any = None) -> Any:
         """Send one request; see `Client.call`."""
-        response = await self._http.request(method, path, json=json)
-        return protocol.check(response.status_code, response.content)
+        return await self._run(protocol.call(method, path, json))
 
     async def close(self) -> None:
         """Close all connections."""
@@ -106,67 +104,57 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _complete(self, path: str, body: dict[str, Any]) -> ServedOutput:
-        reader = Reader()
-        value = await self.call("POST", path, body)
-        return protocol.check_enabled(
-            body, reader.read(value, await self._fetch_rows(reader, value))
-        )
+    async def _run(self, exchange: Exchange[T]) -> T:
+        """Return the result of an exchange."""
+        try:
+            one = next(exchange)
+            while True:
+                response = await self._http.request(one.method, one.path, json=one.json)
+                one = exchange.send(HttpResponse(response.status_code, response.content))
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
-    async def _fetch_rows(self, reader: Reader, value: dict[str, Any]) -> dict[str, bytes]:
-        found = {}
-        for url in reader.handles(value):
-            response = await self._http.get(url)
-            if response.status_code >= 400:
-                protocol.check(response.status_code, response.content)
-            found[url] = response.content
-            await self._http.delete(url)
-        return found
+
+class AsyncRun(Protocol):
+    """Runs an exchange with the server."""
+
+    def __call__(self, exchange: Exchange[T], /) -> Awaitable[T]: ...
 
 
 class AsyncVectors:
-    """Named vectors of a server; see `midstream.client.synchronous.Vectors`."""
+    """Named vectors of a server; see `midstream.client.client.Vectors`."""
 
-    def __init__(self, client: AsyncClient) -> None:
-        self._client = client
+    def __init__(self, run: AsyncRun) -> None:
+        self._run = run
 
     async def register(self, name: str, vectors: Any) -> dict[str, Any]:
         """Register vectors under a name."""
-        found: dict[str, Any] = await self._client.call(
-            "PUT", protocol.path_of(name), protocol.upload_of(vectors)
-        )
-        return found
+        return await self._run(protocol.register_vectors(name, vectors))
 
     async def list(self) -> list[dict[str, Any]]:
         """Return the registered names with their properties."""
-        answer = await self._client.call("GET", protocol.VECTORS)
-        found: list[dict[str, Any]] = answer["vectors"]
-        return found
+        return await self._run(protocol.list_vectors())
 
     async def remove(self, name: str) -> None:
         """Remove a name."""
-        await self._client.call("DELETE", protocol.path_of(name))
+        await self._run(protocol.remove_vectors(name))
 
 
 class AsyncSteering:
     """Server-wide steering of a server."""
 
-    def __init__(self, client: AsyncClient) -> None:
-        self._client = client
+    def __init__(self, run: AsyncRun) -> None:
+        self._run = run
 
     async def set(self, **tiers: Any) -> dict[str, Any]:
         """Set tiers."""
-        found: dict[str, Any] = await self._client.call(
-            "PUT", protocol.STEERING, protocol.tiers_of(tiers)
-        )
-        return found
+        return await self._run(protocol.call("PUT", protocol.STEERING, protocol.tiers_of(tiers)))
 
     async def show(self) -> dict[str, Any]:
         """Return the active steering."""
-        found: dict[str, Any] = await self._client.call("GET", protocol.STEERING)
-        return found
+        return await self._run(protocol.call("GET", protocol.STEERING))
 
     async def clear(self) -> dict[str, Any]:
         """Clear all tiers."""
-        found: dict[str, Any] = await self._client.call("DELETE", protocol.STEERING)
-        return found
+        return await self._run(protocol.call("DELETE", protocol.STEERING))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from midstream.client import protocol
-from midstream.client.outputs import Reader, ServedOutput
+from midstream.client.outputs import ServedOutput
+from midstream.client.protocol import Exchange, HttpResponse
+
+T = TypeVar("T")
 
 
 class Client:
@@ -44,8 +47,8 @@ class Client:
         self._http = http or httpx.Client(
             base_url=base_url, headers=protocol.headers_of(api_key, admin_key), timeout=timeout
         )
-        self.vectors = Vectors(self)
-        self.steering = SteeringOfServer(self)
+        self.vectors = Vectors(self._run)
+        self.steering = SteeringOfServer(self._run)
 
     def complete(self, prompt: Any, **given: Any) -> ServedOutput:
         """Complete a prompt.
@@ -61,7 +64,8 @@ class Client:
             ServerError: the server rejected the request, or midstream is not enabled there.
             httpx.HTTPError: the server is unreachable, or the connection failed.
         """
-        return self._complete(protocol.COMPLETIONS, protocol.body_of(given, prompt=prompt))
+        body = protocol.body_of(given, prompt=prompt)
+        return self._run(protocol.complete(protocol.COMPLETIONS, body))
 
     def chat(self, messages: Any, **given: Any) -> ServedOutput:
         """Answer a conversation; arguments and exceptions are those of `complete`.
@@ -70,7 +74,8 @@ class Client:
             messages: as for `/v1/chat/completions`.
             **given: as for `complete`.
         """
-        return self._complete(protocol.CHAT, protocol.body_of(given, messages=messages))
+        body = protocol.body_of(given, messages=messages)
+        return self._run(protocol.complete(protocol.CHAT, body))
 
     def stream(
         self, prompt: Any = None, *, messages: Any = None, **given: Any
@@ -79,17 +84,15 @@ class Client:
 
         Arguments and exceptions are those of `complete`, or of `chat` if `messages` is given.
         """
-        path = protocol.COMPLETIONS if messages is None else protocol.CHAT
-        body = protocol.body_of(given, prompt=prompt, messages=messages, stream=True)
-        reader, stream = Reader(), protocol.Stream()
-        with self._http.stream("POST", path, json=body) as response:
+        stream = protocol.OutputStream(given, prompt, messages)
+        one = stream.request
+        with self._http.stream(one.method, one.path, json=one.json) as response:
             if response.status_code >= 400:
                 protocol.check(response.status_code, response.read())
             for data in response.iter_bytes():
-                for value in stream.feed(data):
-                    yield reader.read(value, self._fetch_rows(reader, value))
+                for exchange in stream.feed(data):
+                    yield self._run(exchange)
         stream.end()
-        protocol.check_enabled(body, reader.output)
 
     def read(self, answer: Any) -> ServedOutput:
         """Convert a response of another client, such as `openai`'s, to a ServedOutput.
@@ -102,19 +105,15 @@ class Client:
         Raises:
             ServerError: the rows cannot be fetched.
         """
-        value = protocol.plain(answer)
-        reader = Reader()
-        return reader.read(value, self._fetch_rows(reader, value))
+        return self._run(protocol.read(answer))
 
     def sites(self) -> dict[str, Any]:
         """Return every site of every layer: tapped, or the reason why not."""
-        found: dict[str, Any] = self.call("GET", protocol.SITES)
-        return found
+        return self._run(protocol.call("GET", protocol.SITES))
 
     def status(self) -> dict[str, Any]:
         """Return versions, settings and usage of the server."""
-        found: dict[str, Any] = self.call("GET", protocol.STATUS)
-        return found
+        return self._run(protocol.call("GET", protocol.STATUS))
 
     def call(self, method: str, path: str, json: Any = None) -> Any:
         """Send one request, and return the JSON of its response; None if it is empty.
@@ -122,8 +121,7 @@ class Client:
         Raises:
             ServerError: the server rejected the request.
         """
-        response = self._http.request(method, path, json=json)
-        return protocol.check(response.status_code, response.content)
+        return self._run(protocol.call(method, path, json))
 
     def close(self) -> None:
         """Close all connections."""
@@ -140,67 +138,59 @@ class Client:
     ) -> None:
         self.close()
 
-    def _complete(self, path: str, body: dict[str, Any]) -> ServedOutput:
-        reader = Reader()
-        value = self.call("POST", path, body)
-        return protocol.check_enabled(body, reader.read(value, self._fetch_rows(reader, value)))
+    def _run(self, exchange: Exchange[T]) -> T:
+        """Return the result of an exchange."""
+        try:
+            one = next(exchange)
+            while True:
+                response = self._http.request(one.method, one.path, json=one.json)
+                one = exchange.send(HttpResponse(response.status_code, response.content))
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
-    def _fetch_rows(self, reader: Reader, value: dict[str, Any]) -> dict[str, bytes]:
-        """Fetch the rows that the server has cached, and delete them there."""
-        found = {}
-        for url in reader.handles(value):
-            response = self._http.get(url)
-            if response.status_code >= 400:
-                protocol.check(response.status_code, response.content)
-            found[url] = response.content
-            self._http.delete(url)
-        return found
+
+class Run(Protocol):
+    """Runs an exchange with the server."""
+
+    def __call__(self, exchange: Exchange[T], /) -> T: ...
 
 
 class Vectors:
     """Named vectors of a server."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, run: Run) -> None:
+        self._run = run
 
     def register(self, name: str, vectors: Any) -> dict[str, Any]:
         """Register vectors under a name, as `VectorRegistry.register`, except from a path."""
-        found: dict[str, Any] = self._client.call(
-            "PUT", protocol.path_of(name), protocol.upload_of(vectors)
-        )
-        return found
+        return self._run(protocol.register_vectors(name, vectors))
 
     def list(self) -> list[dict[str, Any]]:
         """Return the registered names with their properties."""
-        found: list[dict[str, Any]] = self._client.call("GET", protocol.VECTORS)["vectors"]
-        return found
+        return self._run(protocol.list_vectors())
 
     def remove(self, name: str) -> None:
         """Remove a name."""
-        self._client.call("DELETE", protocol.path_of(name))
+        self._run(protocol.remove_vectors(name))
 
 
 class SteeringOfServer:
     """Server-wide steering of a server."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, run: Run) -> None:
+        self._run = run
 
     def set(self, **tiers: Any) -> dict[str, Any]:
         """Set the tiers `base`, `prompt` and `generated`: each an edit, its dict, a name, or a
         list.
         """
-        found: dict[str, Any] = self._client.call(
-            "PUT", protocol.STEERING, protocol.tiers_of(tiers)
-        )
-        return found
+        return self._run(protocol.call("PUT", protocol.STEERING, protocol.tiers_of(tiers)))
 
     def show(self) -> dict[str, Any]:
         """Return the active steering."""
-        found: dict[str, Any] = self._client.call("GET", protocol.STEERING)
-        return found
+        return self._run(protocol.call("GET", protocol.STEERING))
 
     def clear(self) -> dict[str, Any]:
         """Clear all tiers."""
-        found: dict[str, Any] = self._client.call("DELETE", protocol.STEERING)
-        return found
+        return self._run(protocol.call("DELETE", protocol.STEERING))

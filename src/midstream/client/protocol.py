@@ -1,13 +1,17 @@
-"""Sans-I/O protocol of the clients: request bodies, paths, and parsing of responses."""
+"""Sans-I/O protocol of the clients: exchanges with a server, for blocking and asyncio clients.
+
+An exchange is a generator: it yields HTTP requests, is sent their responses, and returns a result.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 from urllib.parse import quote
 
-from midstream.client.outputs import ServedOutput
+from midstream.client.outputs import Reader, ServedOutput
 from midstream.client.request_body import extra_body
 from midstream.config.config import KEY
 from midstream.config.http import ADMIN_HEADER
@@ -21,6 +25,141 @@ VECTORS, STEERING = "/v1/midstream/vectors", "/v1/midstream/steering"
 SITES, STATUS = "/v1/midstream/sites", "/v1/midstream/status"
 PLAN = ("capture", "steer", "edits", "probes")
 FIELDS = (*PLAN, "activations")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRequest:
+    """A request to the server.
+
+    Attributes:
+        method: HTTP method.
+        path: path of the URL.
+        json: JSON value of the body; None: no body.
+    """
+
+    method: str
+    path: str
+    json: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class HttpResponse:
+    """A response of the server.
+
+    Attributes:
+        status: HTTP status.
+        content: the body.
+    """
+
+    status: int
+    content: bytes
+
+
+Exchange = Generator[HttpRequest, HttpResponse, T]
+
+
+def call(method: str, path: str, json: Any = None) -> Exchange[Any]:
+    """Return the JSON of the response to one request; None if it is empty.
+
+    Raises:
+        ServerError: the server rejected the request.
+    """
+    response = yield HttpRequest(method, path, json)
+    return check(response.status, response.content)
+
+
+def complete(path: str, body: dict[str, Any]) -> Exchange[ServedOutput]:
+    """Return the output of a completion, with its rows.
+
+    Args:
+        path: path of the endpoint.
+        body: see `body_of`.
+
+    Raises:
+        ServerError: the server rejected the request, or midstream is not enabled there.
+    """
+    value = yield from call("POST", path, body)
+    output = yield from read(value)
+    return check_enabled(body, output)
+
+
+def read(answer: Any) -> Exchange[ServedOutput]:
+    """Return a response of any client as a ServedOutput; see `Client.read`."""
+    reader, value = Reader(), plain(answer)
+    return reader.read(value, (yield from _fetch_rows(reader, value)))
+
+
+def _fetch_rows(reader: Reader, value: dict[str, Any]) -> Exchange[dict[str, bytes]]:
+    """Fetch the rows that the server has cached for a response, and delete them there."""
+    found = {}
+    for url in reader.handles(value):
+        response = yield HttpRequest("GET", url)
+        if response.status >= 400:
+            check(response.status, response.content)
+        found[url] = response.content
+        yield HttpRequest("DELETE", url)
+    return found
+
+
+class OutputStream:
+    """A streamed completion."""
+
+    def __init__(self, given: Mapping[str, Any], prompt: Any, messages: Any) -> None:
+        """Prepare the request.
+
+        Args:
+            given: keyword arguments of the call.
+            prompt: the prompt; None: `messages` is given.
+            messages: the conversation; None: `prompt` is given.
+
+        Raises:
+            SpecError: an argument for midstream is malformed.
+        """
+        path = COMPLETIONS if messages is None else CHAT
+        body = body_of(given, prompt=prompt, messages=messages, stream=True)
+        self.request = HttpRequest("POST", path, body)
+        self._stream = Stream()
+        self._reader = Reader()
+
+    def feed(self, data: bytes) -> Iterator[Exchange[ServedOutput]]:
+        """Yield, for each event that is complete after more bytes, the exchange for its output.
+
+        Raises:
+            ServerError: an event reports an error.
+        """
+        for value in self._stream.feed(data):
+            yield self._output(value)
+
+    def end(self) -> None:
+        """Check that the stream is complete, and has receipts if the request had a plan.
+
+        Raises:
+            ServerError: it ended early, or midstream is not enabled on the server.
+        """
+        self._stream.end()
+        check_enabled(self.request.json, self._reader.output)
+
+    def _output(self, value: dict[str, Any]) -> Exchange[ServedOutput]:
+        return self._reader.read(value, (yield from _fetch_rows(self._reader, value)))
+
+
+def register_vectors(name: str, vectors: Any) -> Exchange[dict[str, Any]]:
+    """Register vectors under a name; return its properties."""
+    found: dict[str, Any] = yield from call("PUT", path_of(name), upload_of(vectors))
+    return found
+
+
+def list_vectors() -> Exchange[list[dict[str, Any]]]:
+    """Return the registered names with their properties."""
+    found: list[dict[str, Any]] = (yield from call("GET", VECTORS))["vectors"]
+    return found
+
+
+def remove_vectors(name: str) -> Exchange[None]:
+    """Remove a name."""
+    yield from call("DELETE", path_of(name))
 
 
 def headers_of(api_key: str | None, admin_key: str | None) -> dict[str, str]:
