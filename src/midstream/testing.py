@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from midstream.runtime.protocol.rpc import CheckIntegrity
+
 if TYPE_CHECKING:
     from midstream.api.async_llm import AsyncLLM
     from midstream.api.llm import LLM
@@ -95,12 +97,11 @@ class LLMView(EngineView):
 
     def arena_used(self) -> dict[str, int]:
         """Return what the first worker's arena holds, in bytes, and the number of leases on it."""
-        found: dict[str, int] = self._front._call("check_integrity")[0]["arena"]
-        return found
+        return self._front._call(CheckIntegrity())[0].arena
 
     def worker_ids(self) -> list[int]:
         """Return the id of each worker's process."""
-        return [worker["arena"]["pid"] for worker in self.info.workers]
+        return [worker.arena.pid for worker in self.info.workers]
 
     def leftovers(self) -> dict[str, int]:
         """Return the counts that should be 0 once an engine is idle, and are not."""

@@ -9,11 +9,12 @@ import torch
 
 from midstream.codecs import Raw
 from midstream.runtime.frontend.results.assembly import assemble
+from midstream.runtime.protocol.results import WorkerAnswer
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.result_buffer import ResultBuffer
 from midstream.runtime.worker.row_index import CapturedRowIndex
 from support.plans import plan_of
-from support.stored import make_arena, scores_block, stored
+from support.stored import make_arena, scores_block, stored, worker_info
 
 PRE, POST, DEEP = ("resid_pre", 0), ("resid_post", 1), ("resid_post", 7)
 EVERYWHERE = ((0, None),)
@@ -75,16 +76,15 @@ def answer(*requests, stage=0, tensor_rank=0, tensor_ranks=1, taps=(), scores=()
         kept.append(request)
     outbox = ResultBuffer(make_arena(), lambda _: Raw())
     header = outbox.put("u", kept, mapped=False)
-    worker = {
-        "replica": 0,
-        "stage": stage,
-        "tensor_rank": tensor_rank,
-        "tensor_ranks": tensor_ranks,
-        "hidden_size": WIDTH,
-        "dtype": dtype,
-        "taps": [list(name) for name in names],
-    }
-    return {**header, "worker": worker, "leased": None}, outbox.read("u", 0, 10**9)
+    worker = worker_info(
+        stage=stage,
+        tensor_rank=tensor_rank,
+        tensor_ranks=tensor_ranks,
+        hidden_size=WIDTH,
+        dtype=dtype,
+        taps=tuple(names),
+    )
+    return WorkerAnswer(worker, header, outbox.read("u", 0, 10**9))
 
 
 def assembled(plan, answers, dtype="float32", **shape):

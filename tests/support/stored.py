@@ -12,9 +12,12 @@ from torch import Tensor
 
 from midstream.codecs import Raw
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
+from midstream.runtime.protocol.segments import Room
+from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.runtime.worker.result_buffer import ResultBuffer
 from midstream.runtime.worker.row_index import ArenaRows, RowBlock, Scores
 from midstream.transport.arena import Arena, ArenaSettings
+from midstream.transport.leases import Address
 from midstream.transport.ring_copy import CpuShipment
 
 TALLY = torch.zeros(0, 4, dtype=torch.int32)
@@ -59,10 +62,35 @@ def scores_block(positions: Sequence[int], values: Tensor) -> RowBlock[Scores]:
     return _block((0,), positions, source)
 
 
+def worker_info(**fields) -> WorkerInfo:
+    """A worker's description with some fields; the others have small values."""
+    values = {
+        "stage": 0,
+        "tensor_rank": 0,
+        "tensor_ranks": 1,
+        "num_layers": 2,
+        "hidden_size": 4,
+        "taps": (),
+        "lacking": (),
+        "dtype": "float32",
+        "capture_limit": 8,
+        "step_tokens": 16,
+        "buffer_bytes": 0,
+        "room": Room(bank_rows=1, programs=1, max_edits=1, token_ids=1, probes=1),
+        "edits_per_site": 1,
+        "runner": "v2",
+        "codec": "raw",
+        "return_": "gathered",
+        "arena": Address(0, 0, ""),
+        "arena_bytes": 0,
+        "device": "cpu",
+    }
+    return WorkerInfo(**{**values, **fields})
+
+
 def unmapped(stage: int = 0, tensor_rank: int = 0) -> RemoteWorker:
-    """A worker whose memory cannot be reached."""
-    arena = {"pid": 0, "fd": 0, "token": ""}
-    return RemoteWorker({"stage": stage, "tensor_rank": tensor_rank, "arena": arena})
+    """A worker whose memory cannot be mapped."""
+    return RemoteWorker(worker_info(stage=stage, tensor_rank=tensor_rank))
 
 
 def outbox_of() -> ResultBuffer:

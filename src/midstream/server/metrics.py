@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from midstream.runtime.protocol.rpc import place_of
+from midstream.runtime.protocol.worker_info import place_of
 
 # Label: a worker's place, as in the problems of receipts.
 _WORKER = ("worker",)
@@ -125,7 +125,8 @@ class Metrics:
         self._set("vectors", state["vectors"])
         self._set("steering_epoch", state["steering"]["epoch"])
         for worker in state["workers"]:
-            self._update_worker(worker, place_of(worker))
+            place = place_of(worker["replica"], worker["stage"], worker["tensor_rank"])
+            self._update_worker(worker, place)
 
     def _update_worker(self, worker: Mapping[str, Any], place: str) -> None:
         arena, steps = worker["arena"], worker["steps"]

@@ -135,7 +135,7 @@ class Server:
             **asdict(origin_of(llm.vllm_config, info)),
             "codec": info.codec,
             "taps": len(info.shape.taps),
-            "runner": info.workers[0]["runner"],
+            "runner": info.workers[0].runner,
             "uptime_seconds": time.time() - self.started,
             "admin": self._admin,
             "steering": {"epoch": llm.steering.epoch, "digest": llm.steering.digest},

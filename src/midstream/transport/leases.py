@@ -6,6 +6,7 @@ The reader only sets the byte and the worker clears it, so neither waits for the
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 from torch import frombuffer, uint8
 
@@ -14,6 +15,22 @@ from midstream.transport.memory import SharedMemory
 MOST = 1 << 20
 TOKEN_BYTES = 16
 DONE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Address of a worker's arena.
+
+    Attributes:
+        pid: the worker's process.
+        fd: file descriptor of its leases' memory, in that process.
+        token: first bytes of that memory, in hex. It detects that the process id belongs to
+            another process, for example on another machine.
+    """
+
+    pid: int
+    fd: int
+    token: str
 
 
 class Leases:
@@ -34,10 +51,10 @@ class Leases:
         return len(self._given)
 
     @property
-    def address(self) -> dict[str, int | str]:
-        """Fields of the `midstream.transport.reader.Address` by which a reader maps the flags."""
+    def address(self) -> Address:
+        """The address by which a reader maps the flags."""
         token = bytes(self._memory.tensor[:TOKEN_BYTES].numpy()).hex()
-        return {"pid": os.getpid(), "fd": self._memory.fd, "token": token}
+        return Address(os.getpid(), self._memory.fd, token)
 
     def close(self) -> None:
         """Close the flags' file descriptor; existing mappings stay valid."""

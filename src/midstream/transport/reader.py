@@ -6,28 +6,11 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from torch import Tensor, from_numpy
 
-from midstream.transport.leases import DONE, MOST, TOKEN_BYTES
+from midstream.transport.leases import DONE, MOST, TOKEN_BYTES, Address
 from midstream.transport.memory import map_shared
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Address of a worker's arena.
-
-    Attributes:
-        pid: the worker's process.
-        fd: file descriptor of its leases' memory, in that process.
-        token: first bytes of that memory, in hex. It detects that the process id belongs to
-            another process, for example on another machine.
-    """
-
-    pid: int
-    fd: int
-    token: str
 
 
 class MappedArena:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from support.stored import SEGMENT, make_arena
 
 from midstream.transport.arena import Arena
-from midstream.transport.reader import Address, MappedArena
+from midstream.transport.reader import MappedArena
 
 
 def take(arena: Arena, nbytes: int):
@@ -22,7 +23,7 @@ def take(arena: Arena, nbytes: int):
 
 
 def mapped(arena: Arena) -> MappedArena:
-    return MappedArena(Address(**arena.leases.address))
+    return MappedArena(arena.leases.address)
 
 
 def test_what_is_taken_follows_what_was_taken_before_and_never_overlaps():
@@ -219,11 +220,11 @@ def test_memory_of_a_segment_that_is_gone_stays_until_its_last_tensor():
 
 def test_another_process_of_the_same_number_is_not_taken_for_the_worker():
     arena = make_arena()
-    wrong = {**arena.leases.address, "token": "00" * 16}
+    wrong = replace(arena.leases.address, token="00" * 16)
     with pytest.raises(OSError, match="is not the worker"):
-        MappedArena(Address(**wrong))
+        MappedArena(wrong)
     with pytest.raises(OSError, match="No such"):
-        MappedArena(Address(**{**arena.leases.address, "pid": 2**22 + 1}))
+        MappedArena(replace(arena.leases.address, pid=2**22 + 1))
 
 
 def test_an_arena_leaves_no_name_anywhere_and_no_open_file_when_it_is_gone(tmp_path):

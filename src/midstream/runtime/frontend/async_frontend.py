@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+
+import msgspec
 
 from midstream.config.config import KEY
 from midstream.errors import SpecError
@@ -22,6 +23,8 @@ from midstream.runtime.frontend.rpc.background_tasks import BackgroundTasks
 from midstream.runtime.frontend.rpc.replicas import busy, call_all, replicas_of
 from midstream.runtime.frontend.tracing import DelayedSpan
 from midstream.runtime.protocol.request_payload import uid_of
+from midstream.runtime.protocol.rpc import CheckIntegrity, DescribeWorker, ReadUsage
+from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.spec import Plan
 
 
@@ -40,13 +43,13 @@ class AsyncFrontEnd(BaseFrontEnd):
                 end alive.
             client: the engine's client of its engine core, or of several.
         """
-        return cls(await call_all(client, "describe"), engine, client)
+        return cls(await call_all(client, DescribeWorker()), engine, client)
 
-    def __init__(self, answers: list[list[dict[str, Any]]], engine: Any, client: Any) -> None:
+    def __init__(self, answers: list[list[WorkerInfo]], engine: Any, client: Any) -> None:
         """Create the front end.
 
         Args:
-            answers: per replica, its workers' answers to `describe`.
+            answers: per replica, its workers' descriptions.
             engine: see `start`.
             client: see `start`.
         """
@@ -242,8 +245,8 @@ class AsyncFrontEnd(BaseFrontEnd):
             "sinks": self.sinks.unwritten,
             "totals": self.completion.totals.to_dict(),
             "workers": [
-                {"replica": number, **json.loads(one["json"])}
-                for number, answers in enumerate(await call_all(self._client, "usage"))
+                {"replica": number, **msgspec.structs.asdict(one)}
+                for number, answers in enumerate(await call_all(self._client, ReadUsage()))
                 for one in answers
             ],
         }
@@ -255,7 +258,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         assert not self._sessions
         assert not self._needs
         assert not self._admission.waiting
-        await call_all(self._client, "check_integrity")
+        await call_all(self._client, CheckIntegrity())
 
     def close(self) -> None:
         """Cancel all work, except for what the sinks were given. May be called from any thread."""

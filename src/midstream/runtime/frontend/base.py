@@ -53,10 +53,10 @@ class BaseFrontEnd:
         self._config = found
         self.info = info
         self._vectors = (info.shape.hidden_size, getattr(torch, info.dtype))
-        replicas = 1 + max(description["replica"] for description in info.workers)
+        replicas = 1 + max(worker.replica for worker in info.workers)
         self._workers: list[list[RemoteWorker]] = [[] for _ in range(replicas)]  # of each replica
-        for description in info.workers:
-            self._workers[description["replica"]].append(RemoteWorker(description))
+        for worker in info.workers:
+            self._workers[worker.replica].append(RemoteWorker(worker))
         self.vectors = VectorRegistry(info.shape)
         self.steering = Steering(self.vectors)
         self.sinks = open_sinks(engine.vllm_config, info)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+
+import msgspec
 
 from midstream.errors import UnsupportedError
 from midstream.runtime.protocol.segments import Room
+from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.spec import ModelShape
 
 
@@ -31,10 +32,10 @@ class EngineInfo:
     codec: str
     return_: str
     room: Room
-    workers: tuple[dict[str, Any], ...]
+    workers: tuple[WorkerInfo, ...]
 
 
-def describe(answers: Sequence[Sequence[dict[str, Any]]]) -> EngineInfo:
+def describe(answers: Sequence[Sequence[WorkerInfo]]) -> EngineInfo:
     """The engine, from its workers' answers to `describe`.
 
     Args:
@@ -44,20 +45,19 @@ def describe(answers: Sequence[Sequence[dict[str, Any]]]) -> EngineInfo:
         UnsupportedError: nothing is tapped.
     """
     workers = tuple(
-        {**json.loads(answer["json"]), "replica": number}
+        msgspec.structs.replace(answer, replica=number)
         for number, replica in enumerate(answers)
         for answer in replica
     )
-    lacking = {(site, layer): why for worker in workers for site, layer, why in worker["lacking"]}
-    taps = frozenset((site, layer) for worker in workers for site, layer in worker["taps"])
+    lacking = {(one.site, one.layer): one.reason for worker in workers for one in worker.lacking}
+    taps = frozenset(tap for worker in workers for tap in worker.taps)
     if not taps:
         raise UnsupportedError("no site of any layer is tapped; see midstream's settings")
     first = workers[0]
     shape = ModelShape(
-        num_layers=first["num_layers"],
-        hidden_size=first["hidden_size"],
+        num_layers=first.num_layers,
+        hidden_size=first.hidden_size,
         taps=taps,
         reasons=MappingProxyType(lacking),
     )
-    room = Room(**first["room"])
-    return EngineInfo(shape, first["dtype"], first["codec"], first["return"], room, workers)
+    return EngineInfo(shape, first.dtype, first.codec, first.return_, first.room, workers)

@@ -127,15 +127,15 @@ def as_one_request(
         answers: results of the workers, which have the final prompt. A prompt that does not consist
             of the inputs and generated tokens is recorded there as a problem.
     """
-    entries = [entry for header, _ in answers for entry in header["requests"]]
+    entries = [one for answer in answers for one in answer.header.requests]
     prompt, turns = list(inputs[0]), [len(inputs[0])]
     for entry in entries[:1]:
-        prompt = entry["prompt"] or prompt
-        turns = sorted({*turns, *entry["turns"]})
+        prompt = entry.prompt or prompt
+        turns = sorted({*turns, *entry.turns})
     used = _used(inputs, generated, prompt, turns)
     if used is None:
         for entry in entries:
-            entry["problem"] = entry["problem"] or (
+            entry.problem = entry.problem or (
                 "what the session computed on is not its inputs and what was generated"
             )
     whole = copy.copy(output)

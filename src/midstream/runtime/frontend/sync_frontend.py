@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import wait as wait_for
@@ -31,7 +30,15 @@ from midstream.runtime.frontend.rpc.fetch import (
 from midstream.runtime.frontend.rpc.rpc_client import Started, start_rpc
 from midstream.runtime.protocol.request_payload import uid_of
 from midstream.runtime.protocol.results import WorkerAnswers
-from midstream.runtime.protocol.rpc import RPC
+from midstream.runtime.protocol.rpc import (
+    RPC,
+    A,
+    DescribeWorker,
+    ReleaseRequests,
+    RpcRequest,
+    arguments_of,
+    read_answers,
+)
 from midstream.spec import Plan
 
 # Finished requests are fetched together: so many while the engine runs, which goes on meanwhile,
@@ -46,12 +53,14 @@ class _Fetch:
 
     Attributes:
         batch: whose they are: what each asked for, and its output.
-        exchange: what has been asked, see `fetching`.
-        answers: the workers' first.
+        exchange: fetches the results; see `rpc.fetch`.
+        request: first request of the exchange.
+        answers: the workers' answers to it.
     """
 
     batch: list[tuple[AdmittedRequest, Any]]
     exchange: Exchange[dict[str, WorkerAnswers]]
+    request: RpcRequest[Any]
     answers: Started
 
 
@@ -59,9 +68,9 @@ class FrontEnd(BaseFrontEnd):
     """The front door of an `LLMEngine`, as long as that lives."""
 
     def __init__(self, engine: Any) -> None:
-        self._rpc: Callable[..., list[dict[str, Any]]] = engine.collective_rpc
+        self._rpc: Callable[..., list[object]] = engine.collective_rpc
         self._has_unfinished: Callable[[], bool] = engine.has_unfinished_requests
-        super().__init__(describe([self._call("describe")]), engine, deltas=False)
+        super().__init__(describe([self._call(DescribeWorker())]), engine, deltas=False)
         self._mismatches = ReceiptReporter(self._config)
         self._reports = True
         self._outputs = engine.output_processor
@@ -167,9 +176,8 @@ class FrontEnd(BaseFrontEnd):
             return
         batch, self._finished = self._finished[:_BATCH_REQUESTS], self._finished[_BATCH_REQUESTS:]
         exchange = collect(self._workers[0], [asked.uid for asked, _ in batch])
-        op, argument = next(exchange)
-        answers = self._start(RPC, (op, json.dumps(argument)))
-        self._fetch = _Fetch(batch, exchange, answers)
+        request = next(exchange)
+        self._fetch = _Fetch(batch, exchange, request, self._start(request))
 
     def _fetch_all(self) -> None:
         """Fetches the results of all finished requests."""
@@ -187,7 +195,8 @@ class FrontEnd(BaseFrontEnd):
         self._fetch = None
         try:
             self._settle([one for one in self._sent if not one.waits])
-            data = carry_on(fetch.exchange, fetch.answers.result(), self._call)
+            answers = read_answers(fetch.request, fetch.answers.result())
+            data = carry_on(fetch.exchange, answers, self._call)
             for asked, output in fetch.batch:
                 # Here it is that a sink without room keeps the engine from its next step.
                 self._sent.append(self._hand_to_sinks(asked, output, data[asked.uid]))
@@ -279,11 +288,11 @@ class FrontEnd(BaseFrontEnd):
             uids = [self._under_way.pop(name).uid for name in names]
             for uid in uids:
                 self._end_pieces(uid)
-            self._call("release", uids)
+            self._call(ReleaseRequests(uids))
             self._release(uids)
 
-    def _call(self, op: str, argument: object = None) -> list[dict[str, Any]]:
-        return self._rpc(RPC, args=(op, json.dumps(argument)))
+    def _call(self, request: RpcRequest[A]) -> list[A]:
+        return read_answers(request, self._rpc(RPC, args=arguments_of(request)))
 
 
 def _taken(request_id: str) -> SpecError:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from midstream.errors import MessageError, SpecError
 from midstream.validation import read_message
 
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+# Positions as (first, length) runs, ascending.
+Runs = list[tuple[Natural, Annotated[int, msgspec.Meta(ge=1)]]]
+
+M = TypeVar("M")
+
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of the messages between midstream's processes. Fields are read strictly."""
-
-
-M = TypeVar("M", bound=msgspec.Struct)
 
 
 def pack(message: msgspec.Struct) -> Any:
@@ -22,23 +25,24 @@ def pack(message: msgspec.Struct) -> Any:
     return msgspec.to_builtins(message, builtin_types=(bytes,))
 
 
-def unpack(kind: type[M], value: object) -> M:
+def unpack(kind: Any, value: object, name: str) -> Any:
     """Read a message from the values that `pack` returned.
 
     Args:
         kind: class of the message, or a union of tagged classes.
         value: plain values; lists may have become tuples.
+        name: what the message is, for the error.
 
     Raises:
         MessageError: `value` is not such a message.
     """
     try:
+        # Without `builtin_types` a str would be taken for base64.
         return read_message(
             lambda given: msgspec.convert(given, kind, builtin_types=(bytes,)), value
         )
     except SpecError as error:
-        name = getattr(kind, "__name__", "request")
         raise MessageError(
-            f"a process of midstream sent a malformed {name}: {error}; all processes of an "
-            "engine must run the same version of midstream"
+            f"malformed {name}: {error}; all processes of an engine must run one version of "
+            "midstream"
         ) from None

@@ -1,29 +1,198 @@
-"""What one worker sent for one completion, cut by its header; see `results` for the layout."""
+"""Results of requests, from a worker to the front end: headers, and data that they describe.
+
+The data of one name is, for each of its vLLM requests: the states of its positions, uint16; its
+captured rows; its probe scores. Rows are in blocks, one per set of taps: [positions, taps, bytes of
+a row]. Scores are float32 [positions, slots]. If the results have a lease, rows stay in the
+worker's arena, and each block has in their place int64 [runs, 3]: segment, offset in it, number of
+records.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.codecs import Codec, parse_codec
+from midstream.errors import MessageError, MidstreamError
 from midstream.results.encoded_rows import Chunk, Scattered
-from midstream.runtime.protocol.runs import Ints, within_runs
+from midstream.runtime.protocol.codec import Message, Natural, Runs
+from midstream.runtime.protocol.runs import Ints, count_of, expand_runs, within_runs
+from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.sites import Tap
 
-WorkerAnswers = list[tuple[dict[str, Any], bytes]]
+# Steps whose checksums a worker keeps: ranks may be that far apart when they are compared.
+KEPT_CHECKSUMS = 256
+_STATE = 2  # bytes of a position's state
+_SCORE = 4  # bytes of a score
+_RUN = 3 * 8  # bytes of a run of records in the arena
 
 
-class ResultBlock(NamedTuple):
+class RowsHeader(Message, frozen=True, array_like=True):
+    """A block of captured rows.
+
+    Attributes:
+        taps: indices of the worker's taps, in the order within a record.
+        codec: spec of the codec.
+        runs: the positions, ascending.
+        nbytes: length in the data.
+    """
+
+    taps: tuple[Natural, ...]
+    codec: str
+    runs: Runs
+    nbytes: Natural
+
+
+class ScoresHeader(Message, frozen=True, array_like=True):
+    """A block of probe scores.
+
+    Attributes:
+        runs: the positions, ascending.
+        nbytes: length in the data.
+    """
+
+    runs: Runs
+    nbytes: Natural
+
+
+class RequestHeader(msgspec.Struct, forbid_unknown_fields=True):
+    """Results of one vLLM request.
+
+    Attributes:
+        id: vLLM's request id.
+        problem: the first thing that went wrong; empty: nothing did.
+        dropped: number of captured vectors that the arena had no space for.
+        prompt: token ids of an input session's prompt, as last extended; otherwise empty.
+        turns: lengths of that prompt at each extension.
+        states: number of positions whose state is in the data; see `segments`.
+        rows: blocks of captured rows.
+        scores: blocks of probe scores.
+    """
+
+    id: str
+    problem: str
+    dropped: int
+    prompt: list[int]
+    turns: list[int]
+    states: Natural
+    rows: list[RowsHeader]
+    scores: list[ScoresHeader]
+
+    @property
+    def nbytes(self) -> int:
+        """Length in the data."""
+        blocks = sum([one.nbytes for one in self.rows]) + sum([one.nbytes for one in self.scores])
+        return self.states * _STATE + blocks
+
+
+class LeasedSegment(Message, frozen=True, array_like=True):
+    """A segment of the worker's arena.
+
+    Attributes:
+        number: the segment's number.
+        fd: file descriptor in the worker's process.
+        nbytes: size of the segment.
+    """
+
+    number: int
+    fd: int
+    nbytes: int
+
+
+class Lease(Message, frozen=True, array_like=True):
+    """A reader's hold on arena memory.
+
+    Attributes:
+        number: the lease's number.
+        segments: segments in which the rows lie.
+    """
+
+    number: int
+    segments: list[LeasedSegment]
+
+
+class ResultHeader(Message, frozen=True):
+    """Results under one name.
+
+    Attributes:
+        name: the uid, or `partial_name` of it.
+        requests: vLLM's requests of that uid, in the order of the data.
+        nbytes: length of the data.
+        lease: hold on the rows in the arena; None: rows are in the data.
+    """
+
+    name: str
+    requests: list[RequestHeader]
+    nbytes: Natural
+    lease: Lease | None
+
+
+class StepChecksum(Message, frozen=True, array_like=True):
+    """Checksums over all steps up to one.
+
+    Attributes:
+        step: number of the step.
+        received: of the requests and batches that the rank received; equal on all ranks.
+        executed: of the edits that the rank executed; equal on all ranks of a pipeline stage.
+    """
+
+    step: int
+    received: str
+    executed: str
+
+
+def partial_name(uid: str) -> str:
+    """Return the name of results of a request that still runs."""
+    return f"{uid} piece"
+
+
+# -- in the front end ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """Rows in a worker's arena.
+
+    Attributes:
+        segments: memory of each segment that they lie in, by number.
+        keep: whether they may stay there; otherwise they are copied.
+    """
+
+    segments: dict[int, Tensor]
+    keep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAnswer:
+    """Results under one name from one worker.
+
+    Attributes:
+        worker: the worker's description.
+        header: describes the data.
+        data: states, rows and scores.
+        leased: rows in the arena; None: they are in the data.
+    """
+
+    worker: WorkerInfo
+    header: ResultHeader
+    data: bytes
+    leased: Leased | None = None
+
+
+WorkerAnswers = list[WorkerAnswer]
+
+
+@dataclass(frozen=True, slots=True)
+class ResultBlock:
     """Rows of some taps at the same positions.
 
     Attributes:
-        taps: in the order in which a record has them.
+        taps: in the order within a record.
         codec: how the rows are encoded.
         positions: int64 [n], ascending.
         chunks: [positions, taps, bytes of a row] each, one after the other.
@@ -36,104 +205,141 @@ class ResultBlock(NamedTuple):
 
     @property
     def is_bare(self) -> bool:
-        """Whether it only says where rows were, which are elsewhere."""
+        """Whether only the positions are known; the rows are elsewhere."""
         return not self.chunks
 
     def bare(self) -> ResultBlock:
-        """The same without the rows."""
-        return self._replace(chunks=[])
+        """Return the block without its rows."""
+        return replace(self, chunks=[])
 
 
 class WorkerResult:
-    """One worker's share of one completion.
+    """One worker's results for one completion.
 
     Attributes:
-        worker: the worker's own description.
-        problem: what went wrong there, if anything.
-        done: uint16, the state of each position; see `requests`.
-        dropped: how many captured vectors found no room there.
-        size: how many bytes of the data it took.
+        worker: the worker's description.
+        problem: what went wrong there; empty: nothing did.
+        dropped: number of captured vectors that the arena had no space for.
+        states: uint16, the state of each position; see `segments`.
     """
 
     def __init__(
-        self,
-        worker: dict[str, Any],
-        entry: dict[str, Any],
-        data: memoryview,
-        leased: Leased | None,
+        self, worker: WorkerInfo, header: RequestHeader, data: memoryview, leased: Leased | None
     ) -> None:
+        """Create from one request's header and data.
+
+        Args:
+            worker: the worker's description.
+            header: describes the data.
+            data: `header.nbytes` bytes.
+            leased: rows in the arena; None: they are in the data.
+        """
         self.worker = worker
-        self.dropped: int = entry["dropped"]
+        self.problem = header.problem
+        self.dropped = header.dropped
         self._leased = leased
-        self.problem: str = entry["problem"]
-        size = entry["done"] * 2
-        self.done: NDArray[np.uint16] = np.frombuffer(data[:size], np.uint16)
-        self._blocks: list[tuple[dict[str, Any], memoryview]] = []
-        self._scores: list[tuple[dict[str, Any], memoryview]] = []
-        for kept, headers in ((self._blocks, entry["blocks"]), (self._scores, entry["scores"])):
-            for header in headers:
-                kept.append((header, data[size : size + header["nbytes"]]))
-                size += header["nbytes"]
-        self.size = size
+        end = header.states * _STATE
+        self.states: NDArray[np.uint16] = np.frombuffer(data[:end], np.uint16)
+        self._rows: list[tuple[RowsHeader, memoryview]] = []
+        for rows in header.rows:
+            self._rows.append((rows, data[end : end + rows.nbytes]))
+            end += rows.nbytes
+        self._scores: list[tuple[ScoresHeader, memoryview]] = []
+        for scores in header.scores:
+            self._scores.append((scores, data[end : end + scores.nbytes]))
+            end += scores.nbytes
 
     def blocks(self) -> list[ResultBlock]:
-        """The captured rows."""
-        hidden, dtype = self.worker["hidden_size"], getattr(torch, self.worker["dtype"])
-        names = self.worker["taps"]
-        found = []
-        for header, data in self._blocks:
-            positions = expand((first, first + length) for first, length in header["runs"])
-            taps = [(site, layer) for site, layer in map(names.__getitem__, header["taps"])]
-            codec = parse_codec(header["codec"])
-            width = codec.row_bytes(hidden, dtype)
-            if self._leased is None:
-                rows = _tensor(data, torch.uint8)
-                chunks: list[Chunk] = [rows.view(positions.size, len(taps), width)]
-            else:
-                places = np.frombuffer(data, np.int64).reshape(-1, 3)
-                chunks = _leased_chunks(places, self._leased, len(taps), width)
-            found.append(ResultBlock(taps, codec, positions, chunks))
-        return found
+        """Return the captured rows.
+
+        Raises:
+            MessageError: a header does not fit the data or the worker.
+        """
+        return [self._block(header, data) for header, data in self._rows]
 
     def scores(self) -> list[tuple[Ints, Tensor]]:
-        """(positions, float32 [positions, slots]) of what the probes read."""
+        """Return (positions, float32 [positions, slots]) of the probe scores.
+
+        Raises:
+            MessageError: a header does not fit the data.
+        """
         found = []
         for header, data in self._scores:
-            positions = expand((first, first + length) for first, length in header["runs"])
-            found.append((positions, _tensor(data, torch.float32).view(positions.size, -1)))
+            count = count_of(header.runs)
+            if header.nbytes % (max(1, count) * _SCORE) or (header.nbytes and not count):
+                raise self._malformed(f"{header.nbytes} bytes of scores at {count} positions")
+            values = _tensor(data, torch.float32)
+            slots = header.nbytes // (max(1, count) * _SCORE)
+            found.append((expand_runs(header.runs), values.view(count, slots)))
         return found
+
+    def _block(self, header: RowsHeader, data: memoryview) -> ResultBlock:
+        names = self.worker.taps
+        if any(tap >= len(names) for tap in header.taps):
+            raise self._malformed(f"taps {header.taps} of {len(names)}")
+        taps = [names[tap] for tap in header.taps]
+        try:
+            codec = parse_codec(header.codec)
+            width = codec.row_bytes(self.worker.hidden_size, getattr(torch, self.worker.dtype))
+        except MidstreamError as error:
+            raise self._malformed(f"codec {header.codec!r}: {error}") from None
+        count = count_of(header.runs)
+        if self._leased is None:
+            if header.nbytes != count * len(taps) * width:
+                raise self._malformed(
+                    f"{header.nbytes} bytes of {count} positions, {len(taps)} taps and {width} "
+                    "bytes a row"
+                )
+            chunks: list[Chunk] = [_tensor(data, torch.uint8).view(count, len(taps), width)]
+        else:
+            if header.nbytes % _RUN:
+                raise self._malformed(f"{header.nbytes} bytes of runs in the arena")
+            places = np.frombuffer(data, np.int64).reshape(-1, 3)
+            if int(places[:, 2].sum()) != count:
+                raise self._malformed(f"{places[:, 2].sum()} records at {count} positions")
+            chunks = _leased_chunks(places, self._leased, len(taps), width)
+        return ResultBlock(taps, codec, expand_runs(header.runs), chunks)
+
+    def _malformed(self, what: str) -> MessageError:
+        return MessageError(f"worker {self.worker.place} sent malformed results: {what}")
 
 
 def split(answers: WorkerAnswers, num_completions: int) -> dict[int, list[WorkerResult]]:
-    """Each completion's parts. With several completions vLLM runs each as a request of its own,
-    whose id begins with its index and an underscore.
+    """Return the results of each completion, by its index.
+
+    With several completions vLLM runs each as a request of its own, whose id begins with the index
+    and an underscore.
+
+    Raises:
+        MessageError: a header does not fit its data.
     """
-    children: dict[int, list[WorkerResult]] = {}
-    for header, data in answers:
-        view, offset = memoryview(data), 0
-        for entry in header["requests"]:
-            part = WorkerResult(header["worker"], entry, view[offset:], header["leased"])
-            offset += part.size
-            children.setdefault(index_of(entry["id"], num_completions), []).append(part)
-    return children
+    completions: dict[int, list[WorkerResult]] = {}
+    for answer in answers:
+        view, offset = memoryview(answer.data), 0
+        described = sum([one.nbytes for one in answer.header.requests])
+        if described != len(view):
+            raise MessageError(
+                f"worker {answer.worker.place} sent {len(view)} bytes of results and described "
+                f"{described}"
+            )
+        for header in answer.header.requests:
+            data = view[offset : offset + header.nbytes]
+            offset += header.nbytes
+            result = WorkerResult(answer.worker, header, data, answer.leased)
+            completions.setdefault(index_of(header.id, num_completions), []).append(result)
+    return completions
 
 
 def index_of(request_id: str, num_completions: int) -> int:
-    """Which completion vLLM's id of one is for."""
+    """Return the index of the completion that one of vLLM's request ids stands for."""
     return 0 if num_completions == 1 else int(request_id.split("_", 1)[0])
 
 
-def expand(ranges: Iterable[tuple[int, int]]) -> Ints:
-    """The positions in [start, stop) ranges."""
-    runs = [np.arange(start, stop) for start, stop in ranges]
-    return np.concatenate(runs) if runs else np.zeros(0, np.int64)
-
-
 def _leased_chunks(places: Ints, leased: Leased, taps: int, width: int) -> list[Chunk]:
-    """Records where they lie, those together that lie in one segment.
+    """Return records in the arena, one chunk per stretch of runs in the same segment.
 
     Args:
-        places: int64 [runs, 3]: segment, offset in it, how many records.
+        places: int64 [runs, 3]: segment, offset in it, number of records.
         leased: the segments.
         taps: rows of a record.
         width: bytes of a row.
@@ -155,23 +361,5 @@ def _leased_chunks(places: Ints, leased: Leased, taps: int, width: int) -> list[
 
 
 def _tensor(data: memoryview, dtype: torch.dtype) -> Tensor:
-    # A writable copy: tensors over read-only memory are a trap for whoever writes to them.
+    # A writable copy: tensors over read-only memory are a trap.
     return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.zeros(0, dtype=dtype)
-
-
-def piece_of(uid: str) -> str:
-    """The name under which rows of a uid are held that are handed over while it runs."""
-    return f"{uid} piece"
-
-
-@dataclass(frozen=True, slots=True)
-class Leased:
-    """Rows of a worker's arena.
-
-    Attributes:
-        segments: the memory of each segment that they lie in.
-        keep: whether they may stay there; otherwise they are to be copied.
-    """
-
-    segments: dict[int, Tensor]
-    keep: bool

@@ -1,19 +1,222 @@
-"""The RPC that the front end calls on workers, and its operations."""
+"""The RPC of the workers: a request class per operation, each with the class of its answer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar, Generic, TypeVar
 
+from midstream.runtime.protocol.codec import Message, Natural, pack, unpack
+from midstream.runtime.protocol.results import ResultHeader, StepChecksum
+from midstream.runtime.protocol.scores import RequestScores, Span
+from midstream.runtime.protocol.worker_info import WorkerInfo, WorkerRank
 from midstream.runtime.vllm.attributes import ENDPOINT
 
+# Name of the method of vLLM's workers.
 RPC = ENDPOINT.name
 
+A = TypeVar("A", bound=Message)
 
-def place_of(worker: Mapping[str, Any]) -> str:
-    """A worker's place, for people: its replica, its pipeline stage, its tensor-parallel rank.
+
+# -- answers ------------------------------------------------------------------------------------
+
+
+class Acknowledged(Message, frozen=True):
+    """Answer of an operation that returns nothing."""
+
+
+class CollectedResults(Message, frozen=True):
+    """Results that a worker has put into its buffer.
+
+    Attributes:
+        headers: one per name that was requested, in that order.
+        inline: data of each header; None: it is too large, and is read with `ReadData`.
+        retired: numbers of arena segments that no longer exist.
+        checksums: the worker's latest, with the setting `check_ranks`; otherwise empty.
+    """
+
+    headers: list[ResultHeader]
+    inline: list[bytes | None]
+    retired: list[int]
+    checksums: list[StepChecksum]
+
+
+class ResultData(Message, frozen=True):
+    """A part of a result's data."""
+
+    data: bytes
+
+
+class RunningScores(Message, frozen=True):
+    """Scores of running requests.
+
+    Attributes:
+        requests: those that have scores.
+        data: float32 [positions, slots] of one request after the other.
+    """
+
+    requests: list[RequestScores]
+    data: bytes
+
+
+class WorkerUsage(Message, frozen=True):
+    """Memory that a worker uses, and totals of its steps.
+
+    Attributes:
+        stage, tensor_rank: position of the worker within its replica.
+        arena: bytes and counts by name: those of `Arena.used`, and `budget_bytes`.
+        ring_rows: capacity of the staging ring, in rows.
+        steps: totals by name: those of `StepCounts`.
+    """
+
+    stage: int
+    tensor_rank: int
+    arena: dict[str, int]
+    ring_rows: int
+    steps: dict[str, int]
+
+
+class IntegrityReport(Message, frozen=True):
+    """A worker's invariants hold.
+
+    Attributes:
+        arena: bytes and counts by name: those of `Arena.used`.
+    """
+
+    arena: dict[str, int]
+
+
+# -- requests -----------------------------------------------------------------------------------
+
+
+class RpcRequest(Message, Generic[A], frozen=True, tag_field="op", tag=True):
+    """Base of the operations; `A` is what each worker answers."""
+
+    answer: ClassVar[type[Message]]
+
+
+class DescribeWorker(RpcRequest[WorkerInfo], frozen=True):
+    """Return the worker's description."""
+
+    answer: ClassVar[type[Message]] = WorkerInfo
+
+
+class CollectResults(RpcRequest[CollectedResults], frozen=True):
+    """Finish requests and return their results; the worker forgets the requests.
+
+    Attributes:
+        uids: midstream's request ids.
+        mapped: workers whose arena the front end maps.
+    """
+
+    uids: list[str]
+    mapped: list[WorkerRank]
+    answer: ClassVar[type[Message]] = CollectedResults
+
+
+class CollectPartialRows(RpcRequest[CollectedResults], frozen=True):
+    """Return rows of running requests, each row once; the worker forgets these rows.
+
+    Attributes:
+        stops: per uid and vLLM's request id, the position below which rows are returned.
+        mapped: workers whose arena the front end maps.
+    """
+
+    stops: dict[str, dict[str, int]]
+    mapped: list[WorkerRank]
+    answer: ClassVar[type[Message]] = CollectedResults
+
+
+class ReadScores(RpcRequest[RunningScores], frozen=True):
+    """Return scores of running requests; the worker keeps them.
+
+    Attributes:
+        spans: per uid, [start, stop) of positions whose forward pass has been queued.
+    """
+
+    spans: dict[str, Span]
+    answer: ClassVar[type[Message]] = RunningScores
+
+
+class ReadData(RpcRequest[ResultData], frozen=True):
+    """Return a part of the data under a name; nothing if all of it was inline.
+
+    Attributes:
+        name: name of the results.
+        offset, size: the part, in bytes.
+    """
+
+    name: str
+    offset: Natural
+    size: Natural
+    answer: ClassVar[type[Message]] = ResultData
+
+
+class DiscardData(RpcRequest[Acknowledged], frozen=True):
+    """Forget the data under a name."""
+
+    name: str
+    answer: ClassVar[type[Message]] = Acknowledged
+
+
+class ReleaseRequests(RpcRequest[Acknowledged], frozen=True):
+    """Finish requests and forget them and their results."""
+
+    uids: list[str]
+    answer: ClassVar[type[Message]] = Acknowledged
+
+
+class ReadUsage(RpcRequest[WorkerUsage], frozen=True):
+    """Return the worker's usage."""
+
+    answer: ClassVar[type[Message]] = WorkerUsage
+
+
+class CheckIntegrity(RpcRequest[IntegrityReport], frozen=True):
+    """Check the worker's invariants, which hold between steps."""
+
+    answer: ClassVar[type[Message]] = IntegrityReport
+
+
+_REQUESTS = (
+    DescribeWorker
+    | CollectResults
+    | CollectPartialRows
+    | ReadScores
+    | ReadData
+    | DiscardData
+    | ReleaseRequests
+    | ReadUsage
+    | CheckIntegrity
+)
+
+
+# -- reading ------------------------------------------------------------------------------------
+
+
+def arguments_of(request: RpcRequest[Any]) -> tuple[Any]:
+    """Return the arguments with which vLLM's `collective_rpc` calls the method `RPC`."""
+    return (pack(request),)
+
+
+def read_request(value: object) -> RpcRequest[Any]:
+    """Read the argument of the method `RPC`.
+
+    Raises:
+        MessageError: `value` is no request.
+    """
+    request: RpcRequest[Any] = unpack(_REQUESTS, value, "request to a worker")
+    return request
+
+
+def read_answers(request: RpcRequest[A], values: Sequence[object]) -> list[A]:
+    """Read the workers' answers to a request.
 
     Args:
-        worker: what it said of itself, or of its use.
+        request: the request.
+        values: what `collective_rpc` returned, one value per worker.
+
+    Raises:
+        MessageError: a value is no answer to this request.
     """
-    return f"{worker['replica']}.{worker['stage']}.{worker['tensor_rank']}"
+    name = f"answer of a worker to {type(request).__name__}"
+    return [unpack(request.answer, value, name) for value in values]

@@ -1,6 +1,8 @@
-"""Runs of consecutive rows, laid one behind the other."""
+"""Runs of consecutive positions or rows."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,13 +11,36 @@ Ints = NDArray[np.int64]
 
 
 def within_runs(lengths: Ints) -> Ints:
-    """int64 [sum of lengths]: for each row of runs of these lengths, which of its run it is."""
+    """Return the index of each row within its run, for runs of these lengths laid end to end.
+
+    Args:
+        lengths: int64 [runs].
+
+    Returns:
+        int64 [sum of lengths].
+    """
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def runs_of(positions: Ints) -> list[list[int]]:
-    """Sorted positions as [first, length] runs."""
+def runs_of(positions: Ints) -> list[tuple[int, int]]:
+    """Return ascending positions as (first, length) runs."""
     if positions.size and positions[-1] - positions[0] == positions.size - 1:
-        return [[int(positions[0]), positions.size]]
+        return [(int(positions[0]), positions.size)]
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
-    return [[int(run[0]), int(run.size)] for run in np.split(positions, breaks) if run.size]
+    return [(int(run[0]), int(run.size)) for run in np.split(positions, breaks) if run.size]
+
+
+def count_of(runs: Iterable[tuple[int, int]]) -> int:
+    """Return the number of positions in (first, length) runs."""
+    return sum(length for _, length in runs)
+
+
+def expand_runs(runs: Iterable[tuple[int, int]]) -> Ints:
+    """Return the positions in (first, length) runs."""
+    return expand((first, first + length) for first, length in runs)
+
+
+def expand(ranges: Iterable[tuple[int, int]]) -> Ints:
+    """Return the positions in [start, stop) ranges."""
+    found = [np.arange(start, stop) for start, stop in ranges]
+    return np.concatenate(found) if found else np.zeros(0, np.int64)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -12,9 +11,31 @@ import torch
 from midstream.config.config import Config
 from midstream.errors import UnsupportedError
 from midstream.runtime.models.decoder import Decoder, find_decoder
-from midstream.runtime.protocol import scores as peeks
-from midstream.runtime.protocol.results import piece_of
+from midstream.runtime.protocol.codec import Message, pack
+from midstream.runtime.protocol.results import partial_name
+from midstream.runtime.protocol.rpc import (
+    Acknowledged,
+    CheckIntegrity,
+    CollectedResults,
+    CollectPartialRows,
+    CollectResults,
+    DescribeWorker,
+    DiscardData,
+    IntegrityReport,
+    ReadData,
+    ReadScores,
+    ReadUsage,
+    ReleaseRequests,
+    ResultData,
+    RpcRequest,
+    RunningScores,
+    WorkerUsage,
+    read_request,
+)
+from midstream.runtime.protocol.runs import runs_of
+from midstream.runtime.protocol.scores import RequestScores
 from midstream.runtime.protocol.segments import RankShare, Room
+from midstream.runtime.protocol.worker_info import MissingTap, WorkerInfo, WorkerRank
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import replicas_of
 from midstream.runtime.vllm.attributes import ENDPOINT
@@ -24,6 +45,7 @@ from midstream.runtime.worker.model_runner.hooks import Hooks
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.result_buffer import ResultBuffer
+from midstream.runtime.worker.row_index import RowBlock, Scores
 from midstream.runtime.worker.session import WorkerSession
 from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.runtime.worker.taps.taps import check_drafter, tap_layer
@@ -97,107 +119,119 @@ class WorkerEndpoint:
         (v2 if is_v2 else v1).attach(runner, hooks)
         self._runner_name = "v2" if is_v2 else "v1"
 
-    def __call__(self, op: str, argument: str) -> dict[str, Any]:
-        """One of the operations below, by name; the argument is JSON, the answer plain values.
-
-        Raises:
-            ValueError: there is no such operation.
-        """
-        if op == "describe":
-            return {"json": json.dumps(self._describe())}
-        if op == "collect":
-            return self._collect(*json.loads(argument))
-        if op == "hand_over":
-            return self._hand_over(*json.loads(argument))
-        if op == "peek":
-            return peeks.pack(self._session.peek(peeks.read(argument)))
-        if op == "read":
-            uid, offset, size = json.loads(argument)
-            return {"data": self._outbox.read(uid, offset, size)}
-        if op == "release":
-            uids = json.loads(argument)
-            with self._session.taking(uids):
-                pass
-            for uid in uids:
-                self._outbox.release(uid)
-            return {}
-        if op == "forget":
-            self._outbox.release(json.loads(argument))
-            return {}
-        if op == "usage":
-            self._arena.sweep()
-            return {"json": json.dumps(self._usage())}
-        if op == "check_integrity":
-            self._session.check_integrity()
-            self._arena.sweep()
-            return {"arena": self._arena.used}
-        raise ValueError(f"midstream's workers have no operation {op!r}")
-
-    def _describe(self) -> dict[str, Any]:
-        """What the front door must know."""
-        return {
-            "stage": self._stage,
-            "tensor_rank": self._tensor_rank,
-            "tensor_ranks": self._tensor_ranks,
-            "num_layers": self._decoder.num_layers,
-            "hidden_size": self._buffers.bank.shape[1],
-            "taps": [list(tap) for tap in self._taps],
-            "lacking": [[site, layer, why] for (site, layer), why in self._decoder.lacking.items()],
-            "dtype": str(self._buffers.ring.dtype).removeprefix("torch."),
-            "capture_limit": self._buffers.ring.shape[0] // self._max_tokens,
-            "step_tokens": self._max_tokens,
-            "buffer_bytes": self._buffers.nbytes,
-            "room": asdict(self._room),
-            "edits_per_site": self._edits_per_site,
-            "runner": self._runner_name,
-            "codec": self._default_codec,
-            "return": self._default_return,
-            "arena": self._arena.leases.address,
-            "arena_bytes": self._arena.budget,
-            "device": str(self._buffers.ring.device.type),
-        }
-
-    def _usage(self) -> dict[str, Any]:
-        """How full it is."""
-        return {
-            "stage": self._stage,
-            "tensor_rank": self._tensor_rank,
-            "arena": {**self._arena.used, "budget_bytes": self._arena.budget},
-            "ring_rows": self._buffers.ring.shape[0],
-            "steps": asdict(self._session.counts),
-        }
-
-    def _collect(self, uids: list[str], mapped: list[list[int]]) -> dict[str, Any]:
-        """Takes the requests of these uids out of the session; their data waits in the outbox.
+    def __call__(self, request: object) -> Any:
+        """Carry out an RPC request.
 
         Args:
-            uids: theirs.
-            mapped: the places of the workers whose arena the front end maps.
+            request: a request of `protocol.rpc` as plain values.
+
+        Returns:
+            The answer as plain values.
+
+        Raises:
+            MessageError: there is no such request.
         """
-        self._arena.sweep()
-        with self._session.taking(uids) as taken:
-            return self._answer(taken, mapped)
+        return pack(self._carry_out(read_request(request)))
 
-    def _hand_over(
-        self, stops: dict[str, dict[str, int]], mapped: list[list[int]]
-    ) -> dict[str, Any]:
-        """As `_collect`, of rows of requests that go on: per uid and id, those up to a position."""
-        self._arena.sweep()
-        with self._session.handing_over(stops) as found:
-            return self._answer({piece_of(uid): found[uid] for uid in stops}, mapped)
+    def _carry_out(self, request: RpcRequest[Any]) -> Message:
+        match request:
+            case DescribeWorker():
+                return self._describe()
+            case CollectResults():
+                return self._collect(request)
+            case CollectPartialRows():
+                return self._collect_partial(request)
+            case ReadScores():
+                return self._read_scores(request)
+            case ReadData():
+                return ResultData(self._outbox.read(request.name, request.offset, request.size))
+            case DiscardData():
+                self._outbox.release(request.name)
+            case ReleaseRequests():
+                with self._session.taking(request.uids):
+                    pass
+                for uid in request.uids:
+                    self._outbox.release(uid)
+            case ReadUsage():
+                return self._usage()
+            case CheckIntegrity():
+                self._session.check_integrity()
+                self._arena.sweep()
+                return IntegrityReport(self._arena.used)
+        return Acknowledged()
 
-    def _answer(
-        self, requests: dict[str, list[RequestState]], mapped: list[list[int]]
-    ) -> dict[str, Any]:
-        """Puts requests into the outbox, under the names given, and tells what is there."""
-        is_mapped = [self._stage, self._tensor_rank] in mapped
+    def _describe(self) -> WorkerInfo:
+        return WorkerInfo(
+            stage=self._stage,
+            tensor_rank=self._tensor_rank,
+            tensor_ranks=self._tensor_ranks,
+            num_layers=self._decoder.num_layers,
+            hidden_size=self._buffers.bank.shape[1],
+            taps=tuple(self._taps),
+            lacking=tuple(MissingTap(*tap, why) for tap, why in self._decoder.lacking.items()),
+            dtype=str(self._buffers.ring.dtype).removeprefix("torch."),
+            capture_limit=self._buffers.ring.shape[0] // self._max_tokens,
+            step_tokens=self._max_tokens,
+            buffer_bytes=self._buffers.nbytes,
+            room=self._room,
+            edits_per_site=self._edits_per_site,
+            runner=self._runner_name,
+            codec=self._default_codec,
+            return_=self._default_return,
+            arena=self._arena.leases.address,
+            arena_bytes=self._arena.budget,
+            device=str(self._buffers.ring.device.type),
+        )
+
+    def _usage(self) -> WorkerUsage:
+        self._arena.sweep()
+        return WorkerUsage(
+            stage=self._stage,
+            tensor_rank=self._tensor_rank,
+            arena={**self._arena.used, "budget_bytes": self._arena.budget},
+            ring_rows=self._buffers.ring.shape[0],
+            steps=asdict(self._session.counts),
+        )
+
+    def _collect(self, request: CollectResults) -> CollectedResults:
+        self._arena.sweep()
+        with self._session.taking(request.uids) as taken:
+            return self._put(taken, request.mapped)
+
+    def _collect_partial(self, request: CollectPartialRows) -> CollectedResults:
+        self._arena.sweep()
+        with self._session.handing_over(request.stops) as found:
+            return self._put({partial_name(uid): found[uid] for uid in found}, request.mapped)
+
+    def _put(
+        self, requests: dict[str, list[RequestState]], mapped: list[WorkerRank]
+    ) -> CollectedResults:
+        """Put requests into the buffer under names, and return what the front end needs of it."""
+        is_mapped = WorkerRank(self._stage, self._tensor_rank) in mapped
         headers = [self._outbox.put(name, found, is_mapped) for name, found in requests.items()]
-        return {
-            "json": json.dumps(headers),
-            "inline": self._outbox.inline(list(requests)),
-            "retired": self._arena.take_retired(),
-            "trace": [] if self._trace is None else self._trace.marks,
-        }
+        return CollectedResults(
+            headers=headers,
+            inline=self._outbox.inline(list(requests)),
+            retired=self._arena.take_retired(),
+            checksums=[] if self._trace is None else self._trace.marks,
+        )
+
+    def _read_scores(self, request: ReadScores) -> RunningScores:
+        found = self._session.peek(request.spans)
+        return pack_scores([(state, block) for state, block in found.values()])
+
+
+def pack_scores(
+    found: Iterable[tuple[RequestState, RowBlock[Scores]]],
+) -> RunningScores:
+    """Return the message of some requests' scores."""
+    requests = []
+    parts = []
+    for state, block in found:
+        slots = state.plan.slots
+        requests.append(RequestScores(state.uid, slots, runs_of(block.positions)))
+        parts.append(block.values[:, 0, :slots].contiguous().numpy().tobytes())
+    return RunningScores(requests, b"".join(parts))
 
 
 def _ahead(vllm_config: Any) -> int:

@@ -11,17 +11,12 @@ import json
 from collections import deque
 from hashlib import blake2b
 
+from midstream.runtime.protocol.results import KEPT_CHECKSUMS, StepChecksum
 from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_plan import StepPlan
 from midstream.runtime.worker.tables.program_table import ProgramTable
 
-# So many steps apart may ranks be when they are asked.
-_KEPT = 256
 _SIZE = 16  # bytes of a checksum
-
-# The number of a step, and the checksums of all up to it: of what every rank is told, and of what
-# every rank of a pipeline stage does.
-Mark = tuple[int, str, str]
 
 
 class RankChecksum:
@@ -30,7 +25,7 @@ class RankChecksum:
     def __init__(self) -> None:
         self._told = blake2b(digest_size=_SIZE)
         self._done = blake2b(digest_size=_SIZE)
-        self._marks: deque[Mark] = deque([self._mark(0)], maxlen=_KEPT)
+        self._marks: deque[StepChecksum] = deque([self._mark(0)], maxlen=KEPT_CHECKSUMS)
 
     def asked(self, request_id: str, uid: str, plan: bytes, computed: int) -> None:
         """A request comes; arguments as of `Session.add`."""
@@ -66,12 +61,12 @@ class RankChecksum:
                 if edits:
                     runs.append([row, length, position, edits])
         self._done.update(json.dumps(runs).encode())
-        self._marks.append(self._mark(self._marks[-1][0] + 1))
+        self._marks.append(self._mark(self._marks[-1].step + 1))
 
     @property
-    def marks(self) -> list[Mark]:
+    def marks(self) -> list[StepChecksum]:
         """The latest, in order."""
         return list(self._marks)
 
-    def _mark(self, number: int) -> Mark:
-        return number, self._told.hexdigest(), self._done.hexdigest()
+    def _mark(self, step: int) -> StepChecksum:
+        return StepChecksum(step, self._told.hexdigest(), self._done.hexdigest())

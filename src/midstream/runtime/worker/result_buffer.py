@@ -1,24 +1,26 @@
 """What a worker holds for the front end to fetch: finished requests' rows and what was done.
 
-The data of one uid is one run of bytes: for each of its requests the states of its positions
-(uint16 each), then its blocks, then its scores. A block is of the rows of one set of taps,
-[positions, taps, bytes of a row], scores are [positions, slots] float32, both in the order of the
-positions. The header says how to cut it.
-
-Where the front end maps the arena, large blocks stay in it: in place of rows there is where they
-lie, int64 [runs, 3]: segment, offset in it, records. All such rows of a uid are one lease.
+See `protocol.results` for the layout of the data. If the front end maps the arena, large results
+stay in it under one lease.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 from torch import Tensor, uint8
 
 from midstream.codecs import Codec
 from midstream.errors import FetchError
+from midstream.runtime.protocol.results import (
+    Lease,
+    LeasedSegment,
+    RequestHeader,
+    ResultHeader,
+    RowsHeader,
+    ScoresHeader,
+)
 from midstream.runtime.protocol.runs import runs_of
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.row_index import ArenaRows, RowBlock
@@ -45,7 +47,7 @@ class ResultBuffer:
         self._data: dict[str, bytes] = {}
         self._inlined: set[str] = set()  # of the latest `inline`
 
-    def put(self, uid: str, requests: list[RequestState], mapped: bool) -> dict[str, Any]:
+    def put(self, name: str, requests: list[RequestState], mapped: bool) -> ResultHeader:
         """Takes in the finished requests of a uid; returns their header.
 
         Args:
@@ -68,30 +70,30 @@ class ResultBuffer:
                     _copied(block, where) if lease is None else np.array(where, np.int64).tobytes()
                 )
                 blocks.append(
-                    {
-                        "taps": list(block.taps),
-                        "codec": self._codec(block.codec).spec,
-                        "runs": runs_of(block.positions),
-                        "nbytes": len(parts[-1]),
-                    }
+                    RowsHeader(
+                        taps=tuple(block.taps),
+                        codec=self._codec(block.codec).spec,
+                        runs=runs_of(block.positions),
+                        nbytes=len(parts[-1]),
+                    )
                 )
             for read in request.scores:
                 parts.append(_bytes(read.values[:, 0, : request.plan.slots]))
-                scores.append({"runs": runs_of(read.positions), "nbytes": len(parts[-1])})
+                scores.append(ScoresHeader(runs_of(read.positions), len(parts[-1])))
             entries.append(
-                {
-                    "id": request.id,
-                    "problem": request.problem,
-                    "dropped": request.dropped,
-                    "prompt": request.prompt,
-                    "turns": request.turns,
-                    "done": int(request.done.size),
-                    "blocks": blocks,
-                    "scores": scores,
-                }
+                RequestHeader(
+                    id=request.id,
+                    problem=request.problem,
+                    dropped=request.dropped,
+                    prompt=request.prompt,
+                    turns=request.turns,
+                    states=int(request.done.size),
+                    rows=blocks,
+                    scores=scores,
+                )
             )
-        self._data[uid] = b"".join(parts)
-        return {"uid": uid, "requests": entries, "nbytes": len(self._data[uid]), "lease": lease}
+        self._data[name] = b"".join(parts)
+        return ResultHeader(name, entries, len(self._data[name]), lease)
 
     def inline(self, uids: list[str]) -> list[bytes | None]:
         """The data of those uids that are small enough to come with the header; None: read it."""
@@ -126,9 +128,7 @@ class ResultBuffer:
         self._data.pop(uid, None)
         self._inlined.discard(uid)
 
-    def _lease(
-        self, blocks: list[RowBlock[ArenaRows]], places: Iterable[Places]
-    ) -> dict[str, Any] | None:
+    def _lease(self, blocks: list[RowBlock[ArenaRows]], places: Iterable[Places]) -> Lease | None:
         """Leaves the rows where they are, if they are many; what the reader maps them by."""
         nbytes = sum(block.positions.size * len(block.taps) * _row_bytes(block) for block in blocks)
         if nbytes < LEASED_BYTES:
@@ -139,10 +139,7 @@ class ResultBuffer:
             return None
         self._arena.use(segments)
         known = self._arena.describe(segments)
-        return {
-            "number": number,
-            "segments": {str(segment): list(place) for segment, place in known.items()},
-        }
+        return Lease(number, [LeasedSegment(one, *place) for one, place in known.items()])
 
 
 def _copied(block: RowBlock[ArenaRows], places: Places) -> bytes:

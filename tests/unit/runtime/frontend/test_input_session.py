@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.plans import plan_of
+from support.stored import worker_info
 
 from midstream.errors import SpecError
 from midstream.runtime.frontend.input_session import (
@@ -18,6 +19,7 @@ from midstream.runtime.frontend.input_session import (
     with_call_plan,
 )
 from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.runtime.protocol.results import RequestHeader, ResultHeader, WorkerAnswer
 
 INPUTS = [[1, 2, 3], [4], [5, 6]]
 # Three turns; the 12, the 21 and the 31 were sampled last and are fed nowhere.
@@ -29,15 +31,17 @@ TURNS = [6, 8]
 def ended(turns: list[int] = TURNS, prompt: list[int] = PROMPT, inputs: Any = INPUTS) -> Any:
     """What comes of a session: (output, plan, the problem that its workers' answers have)."""
     session = InputSession(inputs=[list(each) for each in inputs])
-    entries = [{"prompt": list(prompt), "turns": list(turns), "problem": ""} for _ in range(2)]
-    answers = [({"requests": [entry]}, b"") for entry in entries]
+    headers = [RequestHeader("x", "", 0, list(prompt), list(turns), 0, [], []) for _ in range(2)]
+    answers = [
+        WorkerAnswer(worker_info(), ResultHeader("u", [header], 0, None), b"") for header in headers
+    ]
     one = SimpleNamespace(token_ids=[31], index=0)
     output = SimpleNamespace(prompt_token_ids=[1, 2, 3, 4, 5, 6], outputs=[one])
     whole, plan = as_one_request(output, GENERATED, session.inputs, plan_of(), answers)
     assert output.prompt_token_ids == [1, 2, 3, 4, 5, 6]
     assert one.token_ids == [31]
-    assert entries[0]["problem"] == entries[1]["problem"]
-    return whole, plan, entries[0]["problem"]
+    assert headers[0].problem == headers[1].problem
+    return whole, plan, headers[0].problem
 
 
 def test_a_session_is_one_request_whose_prompt_is_all_that_was_fed_before_the_last_turn():

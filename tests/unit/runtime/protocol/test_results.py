@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.nightly import rounds
 from support.plans import plan_of
-from support.stored import outbox_of, rows_block, scores_block
+from support.stored import outbox_of, rows_block, scores_block, worker_info
+from unit.spec.strategies import spoilt
 
-from midstream.runtime.protocol.results import expand, split
+from midstream.errors import MessageError
+from midstream.runtime.protocol.codec import pack, unpack
+from midstream.runtime.protocol.results import ResultHeader, WorkerAnswer, split
+from midstream.runtime.protocol.runs import expand
 from midstream.runtime.worker.request_state import RequestState
 
 TAPS = [("resid_pre", 0), ("resid_mid", 0), ("resid_post", 1)]
-WORKER = {
-    "stage": 0,
-    "tensor_rank": 0,
-    "tensor_ranks": 1,
-    "hidden_size": 3,
-    "dtype": "float32",
-    "taps": [list(tap) for tap in TAPS],
-}
 WIDTH = 3
+WORKER = worker_info(hidden_size=WIDTH, taps=tuple(TAPS))
 
 positions = st.sets(st.integers(0, 20), min_size=1, max_size=6).map(sorted)
 places = st.sets(st.integers(0, 2), min_size=1).map(lambda found: tuple(sorted(found)))
@@ -46,19 +45,25 @@ def requests(draw: st.DrawFn, name: str) -> RequestState:
     return found
 
 
+def travelled(header):
+    """A header as it arrives through vLLM's msgpack."""
+    value = msgspec.msgpack.decode(msgspec.msgpack.encode(pack(header)))
+    return unpack(ResultHeader, value, "header")
+
+
 @settings(max_examples=100)
 @given(st.data(), st.permutations(range(11)))
 def test_what_goes_into_an_outbox_comes_out_of_its_parts(data, order):
     sent = [data.draw(requests(f"{n}_x")) for n in order[: data.draw(st.integers(1, 4))]]
     outbox = outbox_of()
     header = outbox.put("u", sent, mapped=False)
-    answers = [({**header, "worker": WORKER, "leased": None}, outbox.read("u", 0, 10**9))]
+    answers = [WorkerAnswer(WORKER, header, outbox.read("u", 0, 10**9))]
     found = split(answers, num_completions=12)
     assert set(found) == {int(request.id.split("_")[0]) for request in sent}
     for request in sent:
         (part,) = found[int(request.id.split("_")[0])]
         assert part.problem == request.problem
-        assert part.done.tolist() == request.done.tolist()
+        assert part.states.tolist() == request.done.tolist()
         blocks = part.blocks()
         assert [block.taps for block in blocks] == [
             [TAPS[tap] for tap in block.taps] for block in request.blocks
@@ -71,7 +76,8 @@ def test_what_goes_into_an_outbox_comes_out_of_its_parts(data, order):
         for (at, values), wanted in zip(scores, request.scores, strict=True):
             assert at.tolist() == wanted.positions.tolist()
             assert torch.equal(values, wanted.values[:, 0, :2])
-    assert sum(part.size for parts in found.values() for part in parts) == header["nbytes"]
+    assert sum(one.nbytes for one in header.requests) == header.nbytes
+    assert travelled(header) == header
 
 
 def test_every_worker_gives_each_completion_a_part():
@@ -82,20 +88,18 @@ def test_every_worker_gives_each_completion_a_part():
             RequestState(f"{n}_x", "u", plan_of(), 0, [], problem=f"{stage}.{n}") for n in (1, 0)
         ]
         header = outbox.put("u", sent, mapped=False)
-        answers.append(
-            ({**header, "worker": {"stage": stage}, "leased": None}, outbox.read("u", 0, 9))
-        )
+        answers.append(WorkerAnswer(worker_info(stage=stage), header, outbox.read("u", 0, 9)))
     found = split(answers, 2)
     assert [part.problem for part in found[0]] == ["0.0", "1.0"]
     assert [part.problem for part in found[1]] == ["0.1", "1.1"]
-    assert [part.worker["stage"] for part in found[0]] == [0, 1]
+    assert [part.worker.stage for part in found[0]] == [0, 1]
 
 
 @pytest.mark.parametrize("name", ["x", "7_x", "no-number_x", "_"])
 def test_a_lone_completion_has_all_whatever_its_request_is_called(name):
     outbox = outbox_of()
     header = outbox.put("u", [RequestState(name, "u", plan_of(), 0, [])], mapped=False)
-    assert list(split([({**header, "worker": WORKER, "leased": None}, b"")], 1)) == [0]
+    assert list(split([WorkerAnswer(WORKER, header, b"")], 1)) == [0]
 
 
 def test_rows_may_be_written_to_without_touching_what_was_sent():
@@ -104,9 +108,51 @@ def test_rows_may_be_written_to_without_touching_what_was_sent():
     request.blocks = [rows_block((0,), [4], torch.ones(1, 1, WIDTH))]
     header = outbox.put("u", [request], mapped=False)
     data = outbox.read("u", 0, 99)
-    (part,) = split([({**header, "worker": WORKER, "leased": None}, data)], 1)[0]
+    (part,) = split([WorkerAnswer(WORKER, header, data)], 1)[0]
     part.blocks()[0].chunks[0].zero_()
     assert part.blocks()[0].chunks[0].view(torch.float32).tolist() == [[[1.0] * WIDTH]]
+
+
+@given(st.data())
+@settings(max_examples=rounds(suite=150, nightly=1200))
+def test_results_that_do_not_fit_their_header_are_refused_with_the_worker_that_sent_them(data):
+    """A spoilt header, or data that is cut off or too long."""
+    outbox = outbox_of()
+    sent = [data.draw(requests("0_x")), data.draw(requests("1_x"))]
+    value = data.draw(spoilt(pack(outbox.put("u", sent, mapped=False))))
+    body = outbox.read("u", 0, 10**9)
+    cut = data.draw(st.integers(-3, 3))
+    body = body[:cut] if cut < 0 else body + b"\0" * cut
+    try:
+        header = unpack(ResultHeader, value, "header")
+        for parts in split([WorkerAnswer(WORKER, header, body)], 12).values():
+            for part in parts:
+                for block in part.blocks():
+                    assert sum(len(chunk) for chunk in block.chunks) == block.positions.size
+                for positions, values in part.scores():
+                    assert len(values) == positions.size
+    except MessageError as error:
+        assert len(str(error)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"taps": (3,)}, "taps"),
+        ({"codec": "zip"}, "codec 'zip'"),
+        ({"runs": [(4, 2)]}, "12 bytes of 2 positions, 1 taps and 12 bytes a row"),
+    ],
+)
+def test_a_block_that_does_not_fit_the_worker_is_refused(change, problem):
+    outbox = outbox_of()
+    request = RequestState("x", "u", plan_of(), 0, [])
+    request.blocks = [rows_block((0,), [4], torch.ones(1, 1, WIDTH))]
+    header = outbox.put("u", [request], mapped=False)
+    [one] = header.requests
+    one.rows = [msgspec.structs.replace(one.rows[0], **change)]
+    [part] = split([WorkerAnswer(WORKER, header, outbox.read("u", 0, 99))], 1)[0]
+    with pytest.raises(MessageError, match=f"worker 0.0.0 sent malformed results: .*{problem}"):
+        part.blocks()
 
 
 def test_ranges_as_positions():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import dataclass
 
@@ -14,8 +13,13 @@ from hypothesis import strategies as st
 from support.fake_steps import Fake, FakeEngine
 from support.nightly import rounds
 from support.plans import VECTORS, plan_of
+from support.stored import worker_info
 
-from midstream.runtime.protocol import scores as peeks
+from midstream.errors import MessageError
+from midstream.runtime.protocol.codec import pack
+from midstream.runtime.protocol.rpc import ReadScores, read_answers, read_request
+from midstream.runtime.protocol.scores import RequestScores, ScoreBlock, score_blocks
+from midstream.runtime.worker.endpoint import pack_scores
 from midstream.runtime.worker.row_index import CapturedRowIndex
 
 PRE, POST = ("resid_pre", 1), ("resid_post", 1)
@@ -23,17 +27,18 @@ EVERYWHERE = ((0, None),)
 SOME = plan_of(probes=[("a", PRE, ((2, 5), (7, 9))), ("b", POST, ((3, None),))])
 ALL = plan_of(probes=[("p", POST, EVERYWHERE)])
 SILENT = plan_of(edits=[(POST, VECTORS[0], 2.0, EVERYWHERE)])
-WORKER = {"stage": 0}
+WORKER = worker_info()
 
 
-def peek(engine: FakeEngine, spans: dict[str, tuple[int, int]]) -> dict[str, peeks.ScoreBlock]:
+def peek(engine: FakeEngine, spans: dict[str, tuple[int, int]]) -> dict[str, ScoreBlock]:
     """There and back, as over the wire."""
-    asked = peeks.read(json.dumps(spans))
-    answer = peeks.pack(engine.session.peek(asked))
-    return {uid: seen for uid, [seen] in peeks.unpack([WORKER], [answer]).items()}
+    request = read_request(pack(ReadScores(spans)))
+    answer = pack(pack_scores(engine.session.peek(request.spans).values()))
+    [found] = read_answers(request, [answer])
+    return dict(score_blocks(WORKER, found.requests, found.data))
 
 
-def check(fake: Fake, span: tuple[int, int], seen: dict[str, peeks.ScoreBlock]) -> None:
+def check(fake: Fake, span: tuple[int, int], seen: dict[str, ScoreBlock]) -> None:
     expected = sorted(position for position in fake.scored if span[0] <= position < span[1])
     if not expected:
         assert fake.id not in seen
@@ -141,3 +146,11 @@ def test_of_a_position_that_was_computed_again_the_latest_row_is_found(positions
         for serial, block in found.items()
     }
     assert told == expected
+
+
+@pytest.mark.parametrize("data", [b"", b"abc", bytes(15), bytes(17)])
+def test_scores_that_are_cut_off_or_too_long_are_refused(data):
+    requests = [RequestScores("u", 2, [(3, 1), (7, 1)])]
+    assert [uid for uid, _ in score_blocks(WORKER, requests, bytes(16))] == ["u"]
+    with pytest.raises(MessageError, match=f"worker 0.0.0 sent {len(data)} bytes .* described 16"):
+        list(score_blocks(WORKER, requests, data))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from support.fake_steps import TAPS, Fake, FakeEngine
 from support.plans import VECTORS, plan_of
+from support.stored import worker_info
 
 from midstream.errors import RankError
 from midstream.runtime.frontend.rpc.fetch import check_traces
@@ -17,7 +18,7 @@ from midstream.runtime.worker.session import WorkerSession
 (PRE, POST), EVERYWHERE = (list(TAPS)[0], list(TAPS)[-1]), ((0, None),)
 STEER = plan_of(edits=[(POST, VECTORS[0], 2.0, EVERYWHERE)], captures=[([PRE, POST], EVERYWHERE)])
 OTHER = plan_of(edits=[(POST, VECTORS[1], 2.0, EVERYWHERE)], captures=[([PRE, POST], EVERYWHERE)])
-WORKERS = [{"replica": 0, "stage": 0, "tensor_rank": rank} for rank in range(2)]
+WORKERS = [worker_info(tensor_rank=rank) for rank in range(2)]
 
 
 class Rank:
@@ -43,7 +44,7 @@ class Rank:
 
     @property
     def answer(self):
-        return {"trace": self.trace.marks}
+        return self.trace.marks
 
 
 def two() -> tuple[Rank, Rank]:
@@ -62,7 +63,7 @@ def test_ranks_that_share_captures_differ_in_nothing_else(sharded):
         rank.step((fake, 4))
         rank.step((fake, 1))
     check(*ranks)
-    assert ranks[0].trace.marks[-1][0] == 2
+    assert ranks[0].trace.marks[-1].step == 2
 
 
 def test_another_plan_is_found_even_before_a_row_of_it_is_computed():
@@ -110,11 +111,11 @@ def test_stages_of_a_pipeline_do_different_things_and_are_told_the_same():
     first, second = Rank(RankShare(0, 1)), Rank(RankShare(0, 1), taps)
     for rank in (first, second):
         rank.step((rank.add("a"), 2))
-    assert first.trace.marks[-1][2] != second.trace.marks[-1][2]
+    assert first.trace.marks[-1].executed != second.trace.marks[-1].executed
     check(
         first,
         second,
-        workers=[{"replica": 0, "stage": stage, "tensor_rank": 0} for stage in range(2)],
+        workers=[worker_info(stage=stage) for stage in range(2)],
     )
 
 
@@ -132,5 +133,4 @@ def test_a_rank_that_is_some_steps_ahead_is_compared_where_both_have_been():
 
 
 def test_without_checksums_nothing_is_compared():
-    check_traces(WORKERS, [{"trace": []}, {"trace": []}])
-    check_traces(WORKERS, [{}, {}])
+    check_traces(WORKERS, [[], []])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +13,19 @@ from support.stored import outbox_of, rows_block, scores_block, unmapped
 
 from midstream.errors import FetchError
 from midstream.runtime.frontend.rpc import fetch as fetching
+from midstream.runtime.protocol.codec import pack
+from midstream.runtime.protocol.codec import unpack as unpack_message
+from midstream.runtime.protocol.results import ResultHeader, ScoresHeader
+from midstream.runtime.protocol.rpc import (
+    Acknowledged,
+    CollectedResults,
+    CollectResults,
+    DiscardData,
+    ReadData,
+    ResultData,
+    read_answers,
+    read_request,
+)
 from midstream.runtime.worker import result_buffer as results
 from midstream.runtime.worker.request_state import RequestState
 
@@ -41,14 +53,14 @@ def block(positions, taps, value, dtype=torch.float32):
 
 def unpack(entry, data, dtype=torch.float32):
     """(states, {taps: (positions, values)}) of one request, as the header says to cut."""
-    size = 2 * entry["done"]
+    size = 2 * entry.states
     states = np.frombuffer(data[:size], np.uint16).tolist()
     blocks = {}
-    for block in entry["blocks"]:
-        piece = bytearray(data[size : size + block["nbytes"]])
-        size += block["nbytes"]
-        positions = [p for first, n in block["runs"] for p in range(first, first + n)]
-        taps = tuple(NAMES[tap] for tap in block["taps"])
+    for block in entry.rows:
+        piece = bytearray(data[size : size + block.nbytes])
+        size += block.nbytes
+        positions = [p for first, n in block.runs for p in range(first, first + n)]
+        taps = tuple(NAMES[tap] for tap in block.taps)
         values = torch.frombuffer(piece, dtype=dtype).view(len(positions), len(taps), 4)
         assert taps not in blocks
         blocks[taps] = (positions, values.float().tolist())
@@ -59,8 +71,8 @@ def test_the_header_says_how_to_cut_the_data():
     outbox = outbox_of()
     header = outbox.put("u", [request(block(range(4), (0, 2), 7), done=[1] * 4)], mapped=False)
     data = outbox.read("u", 0, 10**6)
-    assert len(data) == header["nbytes"]
-    states, blocks, size = unpack(header["requests"][0], data)
+    assert len(data) == header.nbytes
+    states, blocks, size = unpack(header.requests[0], data)
     assert size == len(data)
     assert states == [1, 1, 1, 1]
     assert list(blocks) == [(NAMES[0], NAMES[2])]
@@ -73,11 +85,11 @@ def test_blocks_follow_each_other_and_gaps_between_positions_are_runs():
     outbox = outbox_of()
     found = request(block([0, 1, 3, 7, 8], (0,), 1), block([2], (0, 1), 2))
     header = outbox.put("u", [found], mapped=False)
-    assert [one["runs"] for one in header["requests"][0]["blocks"]] == [
-        [[0, 2], [3, 1], [7, 2]],
-        [[2, 1]],
+    assert [one.runs for one in header.requests[0].rows] == [
+        [(0, 2), (3, 1), (7, 2)],
+        [(2, 1)],
     ]
-    _, blocks, _ = unpack(header["requests"][0], outbox.read("u", 0, 10**6))
+    _, blocks, _ = unpack(header.requests[0], outbox.read("u", 0, 10**6))
     assert blocks[(NAMES[0],)][0] == [0, 1, 3, 7, 8]
     assert blocks[NAMES[0], NAMES[1]] == ([2], [[[2, 2, 0, 0.5], [2, 2, 1, 0.5]]])
 
@@ -93,7 +105,7 @@ def test_rows_that_are_a_view_of_others_are_packed_by_themselves():
         first=whole.first[some],
     )
     header = outbox.put("u", [request(part)], mapped=False)
-    _, blocks, _ = unpack(header["requests"][0], outbox.read("u", 0, 10**6))
+    _, blocks, _ = unpack(header.requests[0], outbox.read("u", 0, 10**6))
     assert blocks[tuple(NAMES[:3])] == (
         [4, 5],
         [[[4, p, place, 0.5] for place in range(3)] for p in (4, 5)],
@@ -109,15 +121,15 @@ def test_scores_follow_the_rows_of_a_request_as_wide_as_its_plan_has_probes():
         scores=[scores_block([0, 1, 5], values[:, 0])],
     )
     header = outbox.put("u", [found, request(done=[9], name="next")], mapped=False)
-    first, second = header["requests"]
+    first, second = header.requests
     data = outbox.read("u", 0, 10**6)
     _, _, size = unpack(first, data)
-    assert first["scores"] == [{"runs": [[0, 2], [5, 1]], "nbytes": 3 * 2 * 4}]
+    assert first.scores == [ScoresHeader([(0, 2), (5, 1)], 3 * 2 * 4)]
     read = torch.frombuffer(bytearray(data[size : size + 24]), dtype=torch.float32)
     assert read.view(3, 2).tolist() == [[0.0, 1.0], [8.0, 9.0], [16.0, 17.0]]
     assert unpack(second, data[size + 24 :])[0] == [9]
-    assert second["scores"] == []
-    assert json.loads(json.dumps(header)) == header
+    assert second.scores == []
+    assert unpack_message(ResultHeader, pack(header), "header") == header
 
 
 def test_a_rank_through_which_no_rows_leave_sends_its_states_and_problems():
@@ -127,12 +139,12 @@ def test_a_rank_through_which_no_rows_leave_sends_its_states_and_problems():
         [request(done=[1, 2], problem="bad")],
         mapped=False,
     )
-    entry = header["requests"][0]
-    assert entry["blocks"] == entry["scores"] == []
-    assert entry["problem"] == "bad"
+    entry = header.requests[0]
+    assert entry.rows == entry.scores == []
+    assert entry.problem == "bad"
     states, _, size = unpack(entry, outbox.read("u", 0, 10**6))
     assert states == [1, 2]
-    assert size == header["nbytes"] == 4
+    assert size == header.nbytes == 4
 
 
 def test_the_requests_of_one_uid_follow_each_other():
@@ -147,24 +159,24 @@ def test_the_requests_of_one_uid_follow_each_other():
         mapped=False,
     )
     data, offset, found = outbox.read("u", 0, 10**6), 0, {}
-    for entry in header["requests"]:
+    for entry in header.requests:
         states, blocks, size = unpack(entry, data[offset:])
         offset += size
-        found[entry["id"]] = states, {taps: p for taps, (p, _) in blocks.items()}
+        found[entry.id] = states, {taps: p for taps, (p, _) in blocks.items()}
     assert offset == len(data)
     assert found == {
         "0_x": ([1], {(NAMES[0],): [0]}),
         "1_x": ([], {}),
         "2_x": ([0xFFFF, 1, 1], {(NAMES[1],): [1, 2]}),
     }
-    assert json.loads(json.dumps(header)) == header
+    assert unpack_message(ResultHeader, pack(header), "header") == header
 
 
 def test_bfloat16_rows_keep_their_bytes():
     outbox = outbox_of()
     header = outbox.put("u", [request(block(range(0, 2), (0, 1), 3, torch.bfloat16))], mapped=False)
-    assert header["nbytes"] == 2 * 2 * 4 * 2
-    _, blocks, _ = unpack(header["requests"][0], outbox.read("u", 0, 999), torch.bfloat16)
+    assert header.nbytes == 2 * 2 * 4 * 2
+    _, blocks, _ = unpack(header.requests[0], outbox.read("u", 0, 999), torch.bfloat16)
     assert blocks[NAMES[0], NAMES[1]][1][1] == [[3, 1, 0, 0.5], [3, 1, 1, 0.5]]
 
 
@@ -183,9 +195,9 @@ def test_what_a_session_kept_comes_out_of_the_outbox():
     outbox = outbox_of()
     header = outbox.put("a", taken, mapped=False)
     data = outbox.read("a", 0, 10**6)
-    states, blocks, size = unpack(header["requests"][0], data)
+    states, blocks, size = unpack(header.requests[0], data)
     assert states == fake.done
-    assert header["requests"][0]["scores"] == [{"runs": [[1, 4]], "nbytes": 16}]
+    assert header.requests[0].scores == [ScoresHeader([(1, 4)], 16)]
     read = torch.frombuffer(bytearray(data[size:]), dtype=torch.float32).tolist()
     assert read == [scored(taken[0])[position][0] for position in range(1, 5)]
     found = {
@@ -204,10 +216,10 @@ def test_what_a_session_kept_comes_out_of_the_outbox():
 def test_data_is_read_in_pieces_until_it_is_released():
     outbox = outbox_of()
     header = outbox.put("u", [request(block(range(0, 9), (0, 1), 3), done=[1] * 9)], mapped=False)
-    whole = outbox.read("u", 0, header["nbytes"])
-    pieces = [outbox.read("u", offset, 7) for offset in range(0, header["nbytes"], 7)]
+    whole = outbox.read("u", 0, header.nbytes)
+    pieces = [outbox.read("u", offset, 7) for offset in range(0, header.nbytes, 7)]
     assert b"".join(pieces) == whole
-    assert outbox.read("u", header["nbytes"], 7) == b""
+    assert outbox.read("u", header.nbytes, 7) == b""
     outbox.release("u")
     with pytest.raises(FetchError, match="nothing is held for u"):
         outbox.read("u", 0, 1)
@@ -262,7 +274,7 @@ def test_rows_of_a_running_request_are_there_when_their_answer_is(monkeypatch, i
     arriving = [Arriving(source.shipment) for source in found.sources]
     sources = [replace(one, shipment=way) for one, way in zip(found.sources, arriving, strict=True)]
     header = outbox.put("u", [request(replace(found, sources=sources))], mapped=True)
-    assert (header["lease"] is not None) == is_leased
+    assert (header.lease is not None) == is_leased
     assert [one.waited for one in arriving] == [1]
 
 
@@ -277,26 +289,24 @@ class Worker:
         self.requests = requests
         self.reader = unmapped(stage, tensor_rank)
 
-    def answer(self, op, argument):
-        given = json.loads(json.dumps(argument))
-        if op == "collect":
-            uids, mapped = given
-            headers = [self.outbox.put(uid, self.requests, mapped=bool(mapped)) for uid in uids]
-            inline = self.outbox.inline(uids)
-            return {"json": json.dumps(headers), "inline": inline, "retired": []}
-        if op == "read":
-            return {"data": self.outbox.read(*given)}
-        assert op == "forget"
-        self.outbox.release(given)
-        return {}
+    def answer(self, request):
+        match read_request(pack(request)):
+            case CollectResults(uids, mapped):
+                headers = [self.outbox.put(uid, self.requests, mapped=bool(mapped)) for uid in uids]
+                return CollectedResults(headers, self.outbox.inline(uids), [], [])
+            case ReadData(name, offset, size):
+                return ResultData(self.outbox.read(name, offset, size))
+            case DiscardData(name):
+                self.outbox.release(name)
+        return Acknowledged()
 
 
 def collect(monkeypatch, workers, uids):
     """What a front end makes of the workers' answers, reading 16 bytes at a time."""
     monkeypatch.setattr(fetching, "READ_BYTES", 16)
 
-    def call(op, argument):
-        return [worker.answer(op, argument) for worker in workers]
+    def call(request):
+        return read_answers(request, [pack(worker.answer(request)) for worker in workers])
 
     exchange = fetching.collect([worker.reader for worker in workers], uids)
     return fetching.carry_out(exchange, call)
@@ -305,9 +315,10 @@ def collect(monkeypatch, workers, uids):
 def test_large_results_are_read_in_pieces_and_put_together(monkeypatch):
     monkeypatch.setattr(results, "INLINE_BYTES", 10)
     worker = Worker(0, 0, [request(block(range(0, 9), (0, 1), 3), done=[1] * 9)])
-    [(header, data)] = collect(monkeypatch, [worker], ["u"])["u"]
-    assert len(data) == header["nbytes"] > 16
-    _, blocks, _ = unpack(header["requests"][0], data)
+    [answer] = collect(monkeypatch, [worker], ["u"])["u"]
+    header, data = answer.header, answer.data
+    assert len(data) == header.nbytes > 16
+    _, blocks, _ = unpack(header.requests[0], data)
     assert blocks[NAMES[0], NAMES[1]][0] == list(range(9))
     assert worker.outbox._data == {}
 
@@ -319,7 +330,7 @@ def test_large_results_of_one_rank_are_read_beside_small_ones_of_another(monkeyp
     large = Worker(0, 0, [request(block(range(0, 9), (0, 1), 3), done=[1] * 3)])
     small = Worker(0, 1, [request(done=done)])
     found = collect(monkeypatch, [large, small], ["u"])["u"]
-    assert [len(data) for _, data in found] == [header["nbytes"] for header, _ in found]
-    assert len(found[0][1]) > 16
-    assert found[1][1] == np.array(done, np.uint16).tobytes()
+    assert [len(one.data) for one in found] == [one.header.nbytes for one in found]
+    assert len(found[0].data) > 16
+    assert found[1].data == np.array(done, np.uint16).tobytes()
     assert large.outbox._data == small.outbox._data == {}

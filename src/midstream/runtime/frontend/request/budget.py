@@ -199,11 +199,11 @@ def row_room(workers: Sequence[RemoteWorker], config: Config) -> RowRoom:
     """The room of an engine, over all pipeline stages. Of the ranks of a stage the first counts: no
     other moves more.
     """
-    capturing = [worker for worker in workers if worker.description["tensor_rank"] == 0]
+    capturing = [worker for worker in workers if worker.info.tensor_rank == 0]
     if config.overflow != "block":
         return RowRoom(None, lambda: 0)
     return RowRoom(
-        sum(worker.description["arena_bytes"] for worker in capturing),
+        sum(worker.info.arena_bytes for worker in capturing),
         lambda: sum(worker.held for worker in capturing),
     )
 

@@ -152,7 +152,7 @@ class PlanResolver:
                 resolved, codec=self._codec(decisive), sharded=self._return(decisive) == SHARDED
             )
         first = self._info.workers[0]
-        need = need_of(resolved, self._taps, self._info.room, first["edits_per_site"])
+        need = need_of(resolved, self._taps, self._info.room, first.edits_per_site)
         need = replace(need, rows=self._most_rows(resolved, prompt.length, max_tokens))
         self._check_ring(resolved)
         self._check_gates(resolved)
@@ -163,7 +163,7 @@ class PlanResolver:
         if max_tokens is not None:
             length = min(length, prompt_len + max_tokens)
         dtype = getattr(torch, self._info.dtype)
-        ranks = self._info.workers[0]["tensor_ranks"]
+        ranks = self._info.workers[0].tensor_ranks
         return most_rows(plan, self._info.shape.hidden_size, dtype, length, ranks)
 
     def _codec(self, captures: tuple[Capture, ...]) -> str:
@@ -208,25 +208,21 @@ class PlanResolver:
         wanted = {tap for capture in plan.captures for tap in capture.taps}
         for worker in self._info.workers:
             # Under pipeline parallelism each stage captures its own layers.
-            at_once = sum((site, layer) in wanted for site, layer in worker["taps"])
+            at_once = sum(tap in wanted for tap in worker.taps)
             if plan.sharded:
-                at_once = -(-at_once // worker["tensor_ranks"])
-            if at_once > worker["capture_limit"]:
+                at_once = -(-at_once // worker.tensor_ranks)
+            if at_once > worker.capture_limit:
                 raise SpecError(
                     "capture",
                     f"{at_once} vectors a token are asked for, the staging ring has room for "
-                    f"{worker['capture_limit']} when a step is full; raise midstream's setting "
+                    f"{worker.capture_limit} when a step is full; raise midstream's setting "
                     "staging_bytes, lower max_num_batched_tokens, or capture fewer layers or "
                     "sites",
                 )
 
     def _check_gates(self, plan: ResolvedPlan) -> None:
         """Check that each gate is on the pipeline stage of its probe, where the score stays."""
-        stages = {
-            (site, layer): worker["stage"]
-            for worker in self._info.workers
-            for site, layer in worker["taps"]
-        }
+        stages = {tap: worker.stage for worker in self._info.workers for tap in worker.taps}
         if len(set(stages.values())) == 1:
             return
         read = {probe.slot: (probe.site, probe.layer) for probe in plan.probes}

@@ -21,9 +21,9 @@ from midstream.runtime.protocol.results import (
     ResultBlock,
     WorkerAnswers,
     WorkerResult,
-    expand,
     split,
 )
+from midstream.runtime.protocol.runs import expand
 from midstream.sites import Tap
 from midstream.spec import ResolvedPlan
 
@@ -52,7 +52,7 @@ def assemble(
         Per completion, the rows that came now.
     """
     children = split(answers, len(output.outputs))
-    hidden = answers[0][0]["worker"]["hidden_size"]
+    hidden = answers[0].worker.hidden_size
     nothing = Rows(parse_codec(plan.codec), hidden, getattr(torch, dtype), (), ())
     came: dict[int, list[ResultBlock]] = {}
     for completion in output.outputs:
@@ -181,7 +181,7 @@ def _probes(plan: ResolvedPlan, parts: list[WorkerResult], tokens: Sequence[int]
         found = [
             entry
             for part in parts
-            if [probe.site, probe.layer] in part.worker["taps"]
+            if (probe.site, probe.layer) in part.worker.taps
             for entry in part.scores()
         ]
         wanted = expand(probe.where.final(len(tokens), tokens))

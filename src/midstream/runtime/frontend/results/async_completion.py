@@ -153,7 +153,7 @@ class AsyncCompletion:
             whole, plan = as_one_request(output, generated, inputs, plan, answers)
         before = {} if call.partial_rows is None else call.partial_rows.before()
         given = (whole, plan, answers, self._info.dtype, before)
-        if sum(len(data) for _, data in answers) > _THREAD_BYTES:
+        if sum(len(answer.data) for answer in answers) > _THREAD_BYTES:
             blocks = await asyncio.to_thread(assemble, *given)
         else:
             blocks = assemble(*given)

@@ -18,7 +18,8 @@ from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.request.sink_routes import Route
 from midstream.runtime.frontend.results.assembly import ATTRIBUTES, tokens_of
 from midstream.runtime.frontend.results.partial_rows import PartialRows
-from midstream.runtime.protocol.results import ResultBlock, expand
+from midstream.runtime.protocol.results import ResultBlock
+from midstream.runtime.protocol.runs import expand
 from midstream.sinks import Delivery
 from midstream.sinks.sink_set import SinkSet
 from midstream.sites import Tap

@@ -22,8 +22,8 @@ from midstream.runtime.frontend.request.sink_routes import Route
 from midstream.runtime.frontend.results.assembly import activations_of
 from midstream.runtime.frontend.results.partial_scores import Selection
 from midstream.runtime.frontend.results.progress import RequestProgress
-from midstream.runtime.protocol.results import ResultBlock, WorkerAnswers, expand, index_of, split
-from midstream.runtime.protocol.runs import Ints
+from midstream.runtime.protocol.results import ResultBlock, WorkerAnswers, index_of, split
+from midstream.runtime.protocol.runs import Ints, expand
 from midstream.sinks import Delivery
 from midstream.sinks.sink_set import SinkSet
 from midstream.sites import Tap
@@ -174,7 +174,7 @@ class PartialRows:
         for index, parts in split(answers, self._count).items():
             mine = self._completions[index]
             for rank, block in (
-                (part.worker["tensor_rank"], block) for part in parts for block in part.blocks()
+                (part.worker.tensor_rank, block) for part in parts for block in part.blocks()
             ):
                 if rank == 0:
                     nbytes += self._width * len(block.taps) * block.positions.size

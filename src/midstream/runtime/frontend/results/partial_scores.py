@@ -94,7 +94,7 @@ class _Scores:
 
     def __init__(self, probe: Any) -> None:
         self.name: str = probe.name
-        self._tap = [probe.site, probe.layer]
+        self._tap = (probe.site, probe.layer)
         self._slot: int = probe.slot
         self._where = Selection(probe.where)
         self._wanted: Ints = np.zeros(0, np.int64)
@@ -107,11 +107,11 @@ class _Scores:
         return bool(self._wanted.size)
 
     def add(self, seen: list[ScoreBlock]) -> None:
-        for worker, positions, values in seen:
-            if self._tap in worker["taps"]:
-                mine = np.isin(positions, self._wanted)
-                self.positions.extend(positions[mine])
-                self.values.extend(values[:, self._slot].numpy()[mine])
+        for block in seen:
+            if self._tap in block.worker.taps:
+                mine = np.isin(block.positions, self._wanted)
+                self.positions.extend(block.positions[mine])
+                self.values.extend(block.values[:, self._slot].numpy()[mine])
 
 
 class Selection:

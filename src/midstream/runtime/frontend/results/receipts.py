@@ -15,9 +15,9 @@ from midstream.results.activations import Activations
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Captured, Edited, Probed, Receipt, Selected
 from midstream.runtime.protocol.results import WorkerResult
-from midstream.runtime.protocol.rpc import place_of
 from midstream.runtime.protocol.runs import Ints
 from midstream.runtime.protocol.segments import APPLIED_0, CACHED, UNSEEN
+from midstream.runtime.protocol.worker_info import place_of
 from midstream.sites import Tap
 from midstream.spec import ResolvedPlan
 from midstream.spec.positions.ranges import clip, merge
@@ -48,9 +48,7 @@ def make_receipt(
     problems = []
     if completion.finish_reason == "error":
         problems.append(str(completion.stop_reason or "the engine ended it with an error"))
-    problems += [
-        f"{part.problem} (worker {place_of(part.worker)})" for part in parts if part.problem
-    ]
+    problems += [f"{part.problem} (worker {part.worker.place})" for part in parts if part.problem]
     if not parts:
         problems.append("the workers know nothing of it")
     problems += _missing(parts)
@@ -121,10 +119,10 @@ def _edited(
     cached = np.full(length, bool(parts))
     problems = []
     first_ranks: dict[int, tuple[WorkerResult, Ints]] = {}
-    for part in sorted(parts, key=lambda part: part.worker["tensor_rank"]):
-        stage = part.worker["stage"]
+    for part in sorted(parts, key=lambda part: part.worker.tensor_rank):
+        stage = part.worker.stage
         states = np.full(length, UNSEEN, np.int64)
-        known = part.done[:length]
+        known = part.states[:length]
         states[: known.size] = known
         edited = np.maximum(states - APPLIED_0, 0)
         if stage not in first_ranks:
@@ -138,7 +136,7 @@ def _edited(
             # Each rank edits its own copy of the stream: one that did not has made it another.
             problems.append(
                 f"{apart.size} positions were not edited alike on workers "
-                f"{place_of(leader.worker)} and {place_of(part.worker)}; the first is {apart[0]}"
+                f"{leader.worker.place} and {part.worker.place}; the first is {apart[0]}"
             )
     wrong = np.flatnonzero((done != expected) & ~cached)
     if wrong.size:
@@ -161,14 +159,13 @@ def _missing(parts: list[WorkerResult]) -> list[str]:
     """Ranks that know nothing of what another one of their stage has done: they did no edit."""
     ranks: dict[int, set[int]] = {}
     for part in parts:
-        ranks.setdefault(part.worker["stage"], set()).add(part.worker["tensor_rank"])
-    every = set(range(parts[0].worker["tensor_ranks"])) if parts else set()
-    absent = [
-        {**parts[0].worker, "stage": stage, "tensor_rank": rank}
+        ranks.setdefault(part.worker.stage, set()).add(part.worker.tensor_rank)
+    every = set(range(parts[0].worker.tensor_ranks)) if parts else set()
+    return [
+        f"worker {place_of(parts[0].worker.replica, stage, rank)} knows nothing of it"
         for stage, there in ranks.items()
         for rank in sorted(every - there)
     ]
-    return [f"worker {place_of(worker)} knows nothing of it" for worker in absent]
 
 
 def _add_up(finals: Iterable[Final], length: int) -> Ints:

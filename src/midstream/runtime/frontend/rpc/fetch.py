@@ -1,120 +1,147 @@
-"""How results are fetched, at a request's end and while it runs: one exchange with the workers,
-for front ends that wait for an answer and for those that are told later.
+"""Exchanges with the workers that fetch results, at a request's end and while it runs.
 
-An exchange is a generator: it yields (operation, argument) and is sent the workers' answers.
+An exchange is a generator: it yields an RPC request and is sent the workers' answers. Front ends
+that wait for answers drive it, and front ends that are called back do.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
 
 from midstream.errors import RankError
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
-from midstream.runtime.protocol.results import WorkerAnswers, piece_of
-from midstream.runtime.protocol.rpc import place_of
-from midstream.runtime.worker.rank_check import _KEPT
+from midstream.runtime.protocol.results import (
+    KEPT_CHECKSUMS,
+    StepChecksum,
+    WorkerAnswer,
+    WorkerAnswers,
+    partial_name,
+)
+from midstream.runtime.protocol.rpc import (
+    A,
+    CollectedResults,
+    CollectPartialRows,
+    CollectResults,
+    DiscardData,
+    ReadData,
+    ResultData,
+    RpcRequest,
+)
+from midstream.runtime.protocol.worker_info import WorkerInfo
 
 READ_BYTES = 64 << 20
 
 T = TypeVar("T")
-Exchange = Generator[tuple[str, object], list[dict[str, Any]], T]
+Exchange = Generator[RpcRequest[Any], list[Any], T]
+
+
+class Call(Protocol):
+    """Sends a request to all workers of an engine and waits for their answers."""
+
+    def __call__(self, request: RpcRequest[A], /) -> list[A]: ...
 
 
 def collect(workers: Sequence[RemoteWorker], uids: list[str]) -> Exchange[dict[str, WorkerAnswers]]:
-    """Per uid, (header, data) of each worker, in their order; the workers forget it all.
+    """Fetch all results of ended requests; the workers forget them.
 
     Args:
         workers: each worker.
-        uids: whose results.
+        uids: midstream's ids of the requests.
+
+    Returns:
+        Per uid, the answer of each worker, in their order.
+
+    Raises:
+        RankError: the checksums of two ranks differ.
     """
-    found = yield from _asking(workers, "collect", uids, uids)
+    found = yield from _fetch(workers, CollectResults(uids, _mapped(workers)), uids)
     return found
 
 
 def collect_partial(
     workers: Sequence[RemoteWorker], stops: Mapping[str, Mapping[str, int]]
 ) -> Exchange[dict[str, WorkerAnswers]]:
-    """As `collect`, of rows of requests that go on; the workers forget those rows.
+    """Fetch rows of running requests; the workers forget these rows. See `collect`.
 
     Args:
         workers: each worker.
-        stops: per uid and vLLM's id, up to which position rows are wanted.
+        stops: per uid and vLLM's id, the position below which rows are fetched.
     """
-    found = yield from _asking(workers, "hand_over", stops, [piece_of(uid) for uid in stops])
-    return {uid: found[piece_of(uid)] for uid in stops}
+    request = CollectPartialRows(
+        {uid: dict(positions) for uid, positions in stops.items()}, _mapped(workers)
+    )
+    found = yield from _fetch(workers, request, [partial_name(uid) for uid in stops])
+    return {uid: found[partial_name(uid)] for uid in stops}
 
 
-def _asking(
-    workers: Sequence[RemoteWorker], op: str, argument: object, names: list[str]
+def _mapped(workers: Sequence[RemoteWorker]) -> list[Any]:
+    return [worker.info.rank for worker in workers if worker.is_mapped]
+
+
+def _fetch(
+    workers: Sequence[RemoteWorker], request: RpcRequest[CollectedResults], names: list[str]
 ) -> Exchange[dict[str, WorkerAnswers]]:
-    """What the workers put into their outboxes, under some names, for an operation."""
+    """Fetch what the workers put into their buffers, under some names, for a request."""
     found: dict[str, WorkerAnswers] = {name: [] for name in names}
-    mapped = [worker.place for worker in workers if worker.is_mapped]
-    answers = yield op, [argument, mapped]
-    check_traces([worker.description for worker in workers], answers)
+    answers: list[CollectedResults] = yield request
+    check_traces([worker.info for worker in workers], [one.checksums for one in answers])
     large: set[str] = set()
     for worker, answer in zip(workers, answers, strict=True):
-        headers = json.loads(answer["json"])
-        worker.see(headers, answer["retired"])
-        for header, data in zip(headers, answer["inline"], strict=True):
+        worker.see(answer.headers, answer.retired)
+        for header, data in zip(answer.headers, answer.inline, strict=True):
             if data is None:
-                large.add(header["uid"])
-            leased = worker.leased(header["lease"])
-            whole = {**header, "worker": worker.description, "leased": leased}
-            found[header["uid"]].append((whole, data or b""))
+                large.add(header.name)
+            leased = worker.leased(header.lease)
+            found[header.name].append(WorkerAnswer(worker.info, header, data or b"", leased))
     for name in large:
-        found[name] = yield from _reading(name, found[name])
+        found[name] = yield from _read(name, found[name])
     return found
 
 
-def _reading(name: str, entries: WorkerAnswers) -> Exchange[WorkerAnswers]:
-    """What was too large to come with its header, in pieces."""
-    pieces: list[list[bytes]] = [[data] for _, data in entries]
-    longest = max(header["nbytes"] for header, _ in entries)
-    held = [not data for _, data in entries]
+def _read(name: str, answers: WorkerAnswers) -> Exchange[WorkerAnswers]:
+    """Fetch data that was too large to be inline, in parts."""
+    parts: list[list[bytes]] = [[answer.data] for answer in answers]
+    longest = max(answer.header.nbytes for answer in answers)
+    is_missing = [not answer.data for answer in answers]
     for offset in range(0, longest, READ_BYTES):
-        answers = yield "read", [name, offset, READ_BYTES]
-        for nth, answer in enumerate(answers):
-            if held[nth]:
-                pieces[nth].append(answer["data"])
-    yield "forget", name
-    return [(header, b"".join(parts)) for (header, _), parts in zip(entries, pieces, strict=True)]
+        found: list[ResultData] = yield ReadData(name, offset, READ_BYTES)
+        for nth, one in enumerate(found):
+            if is_missing[nth]:
+                parts[nth].append(one.data)
+    yield DiscardData(name)
+    return [
+        replace(answer, data=b"".join(mine)) for answer, mine in zip(answers, parts, strict=True)
+    ]
 
 
-def carry_out(exchange: Exchange[T], call: Callable[[str, object], list[dict[str, Any]]]) -> T:
-    """The result of an exchange, by a call that waits for the answers."""
-    return carry_on(exchange, call(*next(exchange)), call)
+def carry_out(exchange: Exchange[T], call: Call) -> T:
+    """Return the result of an exchange, by a call that waits for the answers."""
+    return carry_on(exchange, call(next(exchange)), call)
 
 
-def carry_on(
-    exchange: Exchange[T],
-    answers: list[dict[str, Any]],
-    call: Callable[[str, object], list[dict[str, Any]]],
-) -> T:
-    """As `carry_out`, when the first call has been answered."""
+def carry_on(exchange: Exchange[T], answers: list[Any], call: Call) -> T:
+    """Return the result of an exchange whose first request has been answered."""
     try:
         while True:
-            answers = call(*exchange.send(answers))
+            answers = call(exchange.send(answers))
     except StopIteration as end:
         result: T = end.value
         return result
 
 
-def check_traces(
-    workers: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]
-) -> None:
-    """Holds the checksums in the workers' answers against each other, if there are any.
+def check_traces(workers: Sequence[WorkerInfo], checksums: Sequence[list[StepChecksum]]) -> None:
+    """Compare the workers' checksums, if all workers keep them.
 
     Args:
         workers: each worker's description.
-        answers: each worker's, in the same order; `trace` has its marks.
+        checksums: those of each worker, in the same order.
 
     Raises:
         RankError: two ranks differ.
     """
-    traces = [{number: rest for number, *rest in answer.get("trace", ())} for answer in answers]
+    traces = [{one.step: one for one in found} for found in checksums]
     if not all(traces):
         return
     last = min(max(trace) for trace in traces)
@@ -122,12 +149,16 @@ def check_traces(
     for nth, (worker, trace) in enumerate(zip(workers, traces, strict=True)):
         if last not in trace:
             raise RankError(
-                f"worker {place_of(worker)} is more than {_KEPT} steps ahead of another one"
+                f"worker {worker.place} is more than {KEPT_CHECKSUMS} steps ahead of another one"
             )
-        other = first_of_stage.setdefault(worker["stage"], nth)
-        for what, which, against in (("was told", 0, 0), ("did", 1, other)):
-            if trace[last][which] != traces[against][last][which]:
+        other = first_of_stage.setdefault(worker.stage, nth)
+        mine = trace[last]
+        for what, against, is_same in (
+            ("was told", 0, mine.received == traces[0][last].received),
+            ("did", other, mine.executed == traces[other][last].executed),
+        ):
+            if not is_same:
                 raise RankError(
-                    f"by step {last} worker {place_of(worker)} {what} something else than worker "
-                    f"{place_of(workers[against])}"
+                    f"by step {last} worker {worker.place} {what} something else than worker "
+                    f"{workers[against].place}"
                 )

@@ -1,15 +1,15 @@
-"""The workers of an engine, as its front end sees them."""
+"""A worker as the front end sees it: its description, and its arena if it can be mapped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
-from midstream.runtime.protocol.results import Leased
-from midstream.transport.reader import Address, MappedArena
+from midstream.runtime.protocol.results import Lease, Leased, ResultHeader
+from midstream.runtime.protocol.worker_info import WorkerInfo
+from midstream.transport.reader import MappedArena
 
-# A lease holds on to whole segments. Where much is held already the rows are copied, so that others
-# have room.
+# A lease keeps whole segments. If leases keep more than this part of an arena, rows are copied, so
+# that there is memory for other requests.
 MOST_HELD = 0.5
 
 
@@ -17,46 +17,49 @@ class RemoteWorker:
     """One worker.
 
     Attributes:
-        description: what it said of itself.
-        place: its pipeline stage, and its rank in the tensor-parallel group, within its replica.
+        info: the worker's description.
     """
 
-    def __init__(self, description: dict[str, Any]) -> None:
-        self.description = description
-        self.place = [description["stage"], description["tensor_rank"]]
+    def __init__(self, info: WorkerInfo) -> None:
+        self.info = info
         self._arena: MappedArena | None = None
         try:
-            self._arena = MappedArena(Address(**description["arena"]))
+            self._arena = MappedArena(info.arena)
         except OSError:
-            # It is on another machine, or another user's: rows are sent.
+            # On another machine, or of another user: the worker sends rows.
             self._arena = None
 
     @property
     def is_mapped(self) -> bool:
-        """Whether its memory can be reached from here."""
+        """Whether this process maps the worker's arena."""
         return self._arena is not None
 
     @property
     def held(self) -> int:
-        """Bytes of its memory that readers here hold."""
+        """Bytes of the arena that readers in this process lease."""
         return 0 if self._arena is None else self._arena.held
 
-    def see(self, headers: Iterable[Mapping[str, Any]], retired: Iterable[int]) -> None:
-        """Maps what an answer speaks of, and lets go of segments that are gone."""
+    def see(self, headers: Iterable[ResultHeader], retired: Iterable[int]) -> None:
+        """Map the segments that results lie in, and release retired ones.
+
+        Args:
+            headers: headers of results.
+            retired: numbers of segments that no longer exist.
+        """
         if self._arena is not None:
-            leases = [header["lease"] for header in headers if header["lease"] is not None]
             segments = {
-                int(number): (fd, nbytes)
-                for lease in leases
-                for number, (fd, nbytes) in lease["segments"].items()
+                segment.number: (segment.fd, segment.nbytes)
+                for header in headers
+                if header.lease is not None
+                for segment in header.lease.segments
             }
             self._arena.update(segments, retired)
 
-    def leased(self, lease: Mapping[str, Any] | None) -> Leased | None:
-        """What was left to this reader; None: the rows were sent."""
+    def leased(self, lease: Lease | None) -> Leased | None:
+        """Return the memory of a lease; None: there is none, and the worker sent the rows."""
         if lease is None or self._arena is None:
             return None
-        wanted = [int(segment) for segment in lease["segments"]]
+        wanted = [segment.number for segment in lease.segments]
         held = self._arena.held + self._arena.adds(wanted)
-        keep = held <= MOST_HELD * self.description["arena_bytes"]
-        return Leased(self._arena.lease(lease["number"], wanted), keep)
+        keep = held <= MOST_HELD * self.info.arena_bytes
+        return Leased(self._arena.lease(lease.number, wanted), keep)

@@ -8,7 +8,6 @@ engine is called by itself.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.frontend.rpc.rpc_batcher import RpcBatcher
-from midstream.runtime.protocol.rpc import RPC
+from midstream.runtime.protocol.rpc import RPC, A, RpcRequest, arguments_of, read_answers
 
 _BETWEEN_LOOKS = 0.5  # seconds
 
@@ -49,18 +48,18 @@ def replicas_of(client: Any, workers: Sequence[Sequence[RemoteWorker]]) -> list[
     ]
 
 
-async def call(client: Any, number: int, op: str, argument: object = None) -> list[dict[str, Any]]:
-    """The answers of one engine's workers to an operation.
+async def call(client: Any, number: int, request: RpcRequest[A]) -> list[A]:
+    """Return the answers of one engine's workers to a request.
 
     Args:
         client: vLLM's client of its engine cores.
-        number: which engine.
-        op, argument: see `worker`.
+        number: number of the engine.
+        request: the request.
 
     Raises:
-        EngineDeadError: an engine of the client has ended: nobody answers any more.
+        EngineDeadError: an engine of the client has ended, and no answer will arrive.
     """
-    arguments = ("collective_rpc", RPC, None, (op, json.dumps(argument)), None)
+    arguments = ("collective_rpc", RPC, None, arguments_of(request), None)
     engine = client.core_engines[number]
     answer = asyncio.ensure_future(
         client._call_utility_async(*arguments, engine=engine)  # noqa: SLF001
@@ -70,16 +69,15 @@ async def call(client: Any, number: int, op: str, argument: object = None) -> li
             # vLLM tells those who wait for outputs, and not those who wait for such an answer.
             if client.resources.engine_dead:
                 raise EngineDeadError
-        answers: list[dict[str, Any]] = answer.result()
-        return answers
+        return read_answers(request, answer.result())
     finally:
         answer.cancel()
 
 
-async def call_all(client: Any, op: str) -> list[list[dict[str, Any]]]:
-    """As `call`, of each engine."""
+async def call_all(client: Any, request: RpcRequest[A]) -> list[list[A]]:
+    """Return the answers of each engine's workers to a request; see `call`."""
     numbers = range(len(client.core_engines))
-    return list(await asyncio.gather(*(call(client, number, op) for number in numbers)))
+    return list(await asyncio.gather(*(call(client, number, request) for number in numbers)))
 
 
 def busy(client: Any) -> list[int]:

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from midstream.runtime.frontend.rpc.fetch import Exchange, collect, collect_partial
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
-from midstream.runtime.protocol import scores as peeks
 from midstream.runtime.protocol.results import WorkerAnswers
-from midstream.runtime.protocol.scores import ScoreBlock, Span
+from midstream.runtime.protocol.rpc import A, ReadScores, ReleaseRequests, RpcRequest
+from midstream.runtime.protocol.scores import ScoreBlock, Span, score_blocks
 
-Call = Callable[[str, object], Awaitable[list[dict[str, Any]]]]
+
+class Call(Protocol):
+    """Sends a request to all workers of an engine and returns their answers."""
+
+    def __call__(self, request: RpcRequest[A], /) -> Awaitable[list[A]]: ...
+
+
 _Waiting = dict[str, tuple[Any, "asyncio.Future[Any]"]]
 
 # Results that are collected together.
@@ -28,7 +34,7 @@ class RpcBatcher:
 
     def __init__(self, call: Call, workers: Sequence[RemoteWorker]) -> None:
         """Args:
-        call: an operation of all workers and its argument.
+        call: sends a request to all workers.
         workers: each worker.
         """
         self._call = call
@@ -94,15 +100,18 @@ class RpcBatcher:
 
     async def _do_peeks(self) -> None:
         async def work(asked: dict[str, Any]) -> dict[str, list[ScoreBlock]]:
-            descriptions = [worker.description for worker in self._workers]
-            found = peeks.unpack(descriptions, await self._call("peek", asked))
-            return {uid: found.get(uid, []) for uid in asked}
+            found: dict[str, list[ScoreBlock]] = {uid: [] for uid in asked}
+            answers = await self._call(ReadScores(asked))
+            for worker, answer in zip(self._workers, answers, strict=True):
+                for uid, block in score_blocks(worker.info, answer.requests, answer.data):
+                    found[uid].append(block)
+            return found
 
         await self._answer(self._peeks, work)
 
     async def _do_releases(self) -> None:
         async def work(asked: dict[str, Any]) -> dict[str, None]:
-            await self._call("release", list(asked))
+            await self._call(ReleaseRequests(list(asked)))
             return {}
 
         await self._answer(self._releases, work)
@@ -125,7 +134,7 @@ class RpcBatcher:
         try:
             wanted = next(exchange)
             while True:
-                answers = await self._call(*wanted)
+                answers = await self._call(wanted)
                 wanted = exchange.send(answers)
                 # There is more to read: those who stream scores need not wait for all of it.
                 await self._do_peeks()

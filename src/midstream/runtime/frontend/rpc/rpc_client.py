@@ -1,7 +1,7 @@
-"""Calls of all workers that a synchronous engine need not wait for.
+"""RPCs to all workers for which a synchronous engine does not wait.
 
-vLLM's own `collective_rpc` waits for the answers, which come between two of the engine's steps: who
-waits for them does not process the outputs of the step that is done meanwhile.
+vLLM's own `collective_rpc` waits for the answers, which arrive between two steps of the engine. A
+caller that waits for them does not process the outputs of the step that ends meanwhile.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-Started = Future[list[dict[str, Any]]]
+from midstream.runtime.protocol.rpc import RPC, RpcRequest, arguments_of
+
+# The workers' answers as plain values; see `read_answers`.
+Started = Future[list[object]]
 
 
-def start_rpc(engine: Any) -> Callable[[str, tuple[Any, ...]], Started]:
-    """How a method of all workers is called, by its name and arguments, without waiting.
+def start_rpc(engine: Any) -> Callable[[RpcRequest[Any]], Started]:
+    """Return a function that sends a request to all workers without waiting for the answers.
 
     Args:
         engine: vLLM's LLMEngine.
@@ -25,19 +28,19 @@ def start_rpc(engine: Any) -> Callable[[str, tuple[Any, ...]], Started]:
 
     client = engine.engine_core
 
-    def start(method: str, args: tuple[Any, ...]) -> Started:
+    def start(request: RpcRequest[Any]) -> Started:
         # As the client itself calls, up to where it waits.
         number = uuid.uuid1().int >> 64
         future: Started = Future()
         client.utility_results[number] = future
-        call = (0, number, "collective_rpc", (method, None, args, None))
+        call = (0, number, "collective_rpc", (RPC, None, arguments_of(request), None))
         client._send_input(EngineCoreRequestType.UTILITY, call)  # noqa: SLF001
         return future
 
-    def run(method: str, args: tuple[Any, ...]) -> Started:
+    def run(request: RpcRequest[Any]) -> Started:
         future: Started = Future()
-        future.set_result(engine.collective_rpc(method, args=args))
+        future.set_result(engine.collective_rpc(RPC, args=arguments_of(request)))
         return future
 
-    # An engine in this process has nothing to do while it is asked.
+    # An engine in this process has nothing to do while it answers.
     return start if isinstance(client, SyncMPClient) else run

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.plans import plan_of
+from support.stored import worker_info
 
 from midstream.config.config import Config
 from midstream.errors import SpecError
@@ -29,8 +30,8 @@ ROOM = Room(64, 64, 64, 64, 4)
 
 
 def worker(tensor_rank: int, arena_bytes: int, held: int = 0):
-    description = {"tensor_rank": tensor_rank, "arena_bytes": arena_bytes}
-    return SimpleNamespace(description=description, held=held)
+    info = worker_info(tensor_rank=tensor_rank, arena_bytes=arena_bytes)
+    return SimpleNamespace(info=info, held=held)
 
 
 def need(rows: int) -> Need:

@@ -126,7 +126,6 @@ def test_pieces_and_the_rest_are_what_the_end_alone_would_have_shown(wheres, ste
             pieces.note(found, index, Future())
     generated += 1
     last = handed(range(reached, 3 + generated - 1))
-    last[0][0]["requests"][0]["done"] = 0
     whole = output(generated=generated)
     blocks = assemble(whole, plan, last, "float32", pieces.before())
     tokens = [*PROMPT, *range(200, 200 + generated)][:-1]

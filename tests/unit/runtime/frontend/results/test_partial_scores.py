@@ -8,14 +8,15 @@ import hypothesis.strategies as st
 import numpy as np
 import torch
 from hypothesis import given
+from support.stored import worker_info
 
 from midstream.runtime.frontend.results.partial_scores import StreamState
 from midstream.runtime.protocol.scores import ScoreBlock
 from midstream.spec.positions.position_set import Match, Where
 
-TAP = ["resid_post", 1]
-WORKER = {"taps": [TAP]}
-ELSEWHERE = {"taps": [["resid_post", 2]]}
+TAP = ("resid_post", 1)
+WORKER = worker_info(taps=(TAP,))
+ELSEWHERE = worker_info(taps=(("resid_post", 2),))
 PROMPT_LEN = 4
 
 WHERES = st.sampled_from(

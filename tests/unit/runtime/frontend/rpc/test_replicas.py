@@ -8,7 +8,7 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
-from support.stored import unmapped
+from support.stored import unmapped, worker_info
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from midstream.config.config import Config
@@ -16,6 +16,14 @@ from midstream.errors import UnsupportedError
 from midstream.runtime.frontend.engine_info import describe
 from midstream.runtime.frontend.rpc import replicas
 from midstream.runtime.frontend.rpc.replicas import busy, call, call_all, replicas_of
+from midstream.runtime.protocol.codec import pack
+from midstream.runtime.protocol.rpc import (
+    Acknowledged,
+    CollectResults,
+    ReadData,
+    ResultData,
+    read_request,
+)
 from midstream.runtime.vllm.additional_config import Settings
 from midstream.runtime.vllm.additional_config import replicas_of as replicas_here
 from midstream.runtime.vllm.engine_rules import check_offline
@@ -31,11 +39,11 @@ class Client:
         self.resources = SimpleNamespace(engine_dead=False)
 
     async def _call_utility_async(self, method, *args, engine):
-        name, timeout, (op, argument), named = args
+        name, timeout, (request,), named = args
         assert (method, name, timeout, named) == ("collective_rpc", "midstream_rpc", None, None)
-        self.calls.append((engine, op, json.loads(argument)))
+        self.calls.append((engine, read_request(request)))
         await asyncio.sleep(0)
-        return [{"from": (engine, worker)} for worker in range(2)]
+        return [pack(ResultData(f"{engine} {worker}".encode())) for worker in range(2)]
 
     async def collective_rpc_async(self, *_):
         raise AssertionError("the first engine's answer is not that of all")
@@ -43,16 +51,17 @@ class Client:
 
 def test_an_operation_goes_to_the_engine_that_it_is_for_and_to_no_other():
     client = Client(3)
-    answers = asyncio.run(call(client, 2, "collect", ["u"]))
-    assert client.calls == [(b"engine 2", "collect", ["u"])]
-    assert [one["from"] for one in answers] == [(b"engine 2", 0), (b"engine 2", 1)]
+    request = ReadData("u", 0, 9)
+    answers = asyncio.run(call(client, 2, request))
+    assert client.calls == [(b"engine 2", request)]
+    assert [one.data for one in answers] == [b"b'engine 2' 0", b"b'engine 2' 1"]
 
 
 def test_an_operation_of_all_gives_the_answers_of_each_in_order():
     client = Client(3)
-    answers = asyncio.run(call_all(client, "usage"))
-    assert [[one["from"] for one in each] for each in answers] == [
-        [(engine, worker) for worker in range(2)] for engine in client.core_engines
+    answers = asyncio.run(call_all(client, ReadData("u", 0, 9)))
+    assert [[one.data for one in each] for each in answers] == [
+        [f"{engine} {worker}".encode() for worker in range(2)] for engine in client.core_engines
     ]
 
 
@@ -63,7 +72,7 @@ def test_each_replica_has_a_batcher_of_its_own_and_they_do_not_wait_for_each_oth
     async def slow(method, *args, engine):
         started.append(engine)
         await go.wait()
-        return [{}]
+        return [pack(Acknowledged())]
 
     client._call_utility_async = slow
 
@@ -94,7 +103,7 @@ def test_who_waits_for_an_engine_that_ends_is_told(monkeypatch):
     client._call_utility_async = never
 
     async def work():
-        asked = asyncio.create_task(call(client, 1, "collect", ["u"]))
+        asked = asyncio.create_task(call(client, 1, CollectResults(["u"], [])))
         await asyncio.sleep(0.05)
         assert not asked.done()
         client.resources.engine_dead = True
@@ -120,14 +129,10 @@ def test_one_engine_has_no_load_balancer_to_ask():
 
 
 def test_workers_are_told_apart_by_their_replica():
-    one = {
-        "num_layers": 2, "hidden_size": 8, "lacking": [], "taps": [["resid_post", 0]],
-        "dtype": "float32", "codec": "raw", "return": "gathered", "stage": 0, "tensor_rank": 0,
-        "room": {"bank_rows": 1, "programs": 1, "max_edits": 1, "token_ids": 1, "probes": 1},
-    }  # fmt: skip
-    answers = [[{"json": json.dumps({**one, "stage": s})} for s in range(2)] for _ in range(2)]
+    taps = (("resid_post", 0),)
+    answers = [[worker_info(stage=stage, taps=taps) for stage in range(2)] for _ in range(2)]
     info = describe(answers)
-    found = [(worker["replica"], worker["stage"]) for worker in info.workers]
+    found = [(worker.replica, worker.stage) for worker in info.workers]
     assert found == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import numpy as np
 import pytest
@@ -11,10 +10,23 @@ from support.stored import unmapped
 
 from midstream.errors import FetchError
 from midstream.runtime.frontend.rpc.rpc_batcher import RpcBatcher
-from midstream.runtime.protocol.results import piece_of
+from midstream.runtime.protocol.results import ResultHeader, partial_name
+from midstream.runtime.protocol.rpc import (
+    Acknowledged,
+    CollectedResults,
+    CollectPartialRows,
+    CollectResults,
+    DiscardData,
+    ReadData,
+    ReadScores,
+    ReleaseRequests,
+    ResultData,
+    RunningScores,
+)
+from midstream.runtime.protocol.scores import RequestScores
 
 WORKERS = [unmapped(stage) for stage in range(2)]
-DESCRIPTIONS = [worker.description for worker in WORKERS]
+INFOS = [worker.info for worker in WORKERS]
 
 
 class Workers:
@@ -26,33 +38,34 @@ class Workers:
         self.fails = set()
         self.large = b""
 
-    async def __call__(self, op, argument):
+    async def __call__(self, request):
         assert not self.running, "two calls at a time"
         self.running += 1
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         self.running -= 1
-        self.calls.append((op, argument))
-        if op in self.fails:
-            raise FetchError(f"{op} failed")
-        if op == "peek":
-            heads = [[uid, 1, [[start, stop - start]]] for uid, (start, stop) in argument.items()]
-            values = [np.arange(start, stop) for start, stop in argument.values()]
-            data = np.concatenate(values).astype(np.float32).tobytes()
-            return [{"json": json.dumps(heads), "data": data}, {"json": "[]", "data": b""}]
-        if op in ("collect", "hand_over"):
-            asked, mapped = argument
-            assert mapped == []
-            uids = [piece_of(uid) for uid in asked] if op == "hand_over" else asked
-            head = {"requests": [], "nbytes": len(self.large), "lease": None}
-            heads = json.dumps([{"uid": uid, **head} for uid in uids])
-            inline = [None if self.large else b"" for _ in uids]
-            one = {"json": heads, "inline": inline, "retired": []}
-            return [one, {**one, "inline": [b"" for _ in uids]}]
-        if op == "read":
-            _, offset, count = argument
-            return [{"data": self.large[offset : offset + count]}, {"data": b""}]
-        return [{}, {}]
+        self.calls.append(request)
+        if type(request) in self.fails:
+            raise FetchError(f"{request} failed")
+        match request:
+            case ReadScores(spans):
+                found = [RequestScores(uid, 1, [(a, b - a)]) for uid, (a, b) in spans.items()]
+                values = [np.arange(start, stop) for start, stop in spans.values()]
+                data = np.concatenate(values).astype(np.float32).tobytes()
+                return [RunningScores(found, data), RunningScores([], b"")]
+            case CollectResults(uids, []):
+                return self._results(uids)
+            case CollectPartialRows(stops, []):
+                return self._results([partial_name(uid) for uid in stops])
+            case ReadData(_, offset, size):
+                return [ResultData(self.large[offset : offset + size]), ResultData(b"")]
+        return [Acknowledged(), Acknowledged()]
+
+    def _results(self, names):
+        headers = [ResultHeader(name, [], len(self.large), None) for name in names]
+        inline = [None if self.large else b"" for _ in names]
+        nothing = [b"" for _ in names]
+        return [CollectedResults(headers, each, [], []) for each in (inline, nothing)]
 
 
 def run(work):
@@ -68,9 +81,9 @@ def test_what_comes_together_goes_in_one_call():
         )
 
     workers, answers = run(work)
-    assert [op for op, _ in workers.calls] == ["peek"]
+    assert [type(call) for call in workers.calls] == [ReadScores]
     for nth, [seen] in enumerate(answers):
-        assert seen.worker == DESCRIPTIONS[0]
+        assert seen.worker == INFOS[0]
         assert seen.positions.tolist() == [nth, nth + 1]
         assert seen.values.tolist() == [[nth], [nth + 1]]
 
@@ -85,10 +98,10 @@ def test_what_comes_during_a_call_goes_in_the_next():
         return workers.calls
 
     assert run(work) == [
-        ("peek", {"a": (0, 1)}),
-        ("release", ["d"]),
-        ("collect", [["c"], []]),
-        ("peek", {"b": (0, 1)}),
+        ReadScores({"a": (0, 1)}),
+        ReleaseRequests(["d"]),
+        CollectResults(["c"], []),
+        ReadScores({"b": (0, 1)}),
     ]
 
 
@@ -101,14 +114,14 @@ def test_rows_of_requests_that_go_on_are_asked_for_together_by_id():
         return workers.calls, found
 
     calls, found = run(work)
-    assert calls == [("hand_over", [{"u": {"0_x": 3, "1_x": 5}, "v": {"y": 7}}, []])]
+    assert calls == [CollectPartialRows({"u": {"0_x": 3, "1_x": 5}, "v": {"y": 7}}, [])]
     for answers in found:
-        assert [header["worker"] for header, _ in answers] == DESCRIPTIONS
+        assert [answer.worker for answer in answers] == INFOS
 
 
 def test_a_failed_call_fails_those_in_it_and_nobody_else():
     async def work(workers, batcher):
-        workers.fails = {"collect"}
+        workers.fails = {CollectResults}
         found = await asyncio.gather(
             batcher.collect("a"), batcher.collect("b"), batcher.peek("c", (0, 1)),
             return_exceptions=True,
@@ -120,7 +133,7 @@ def test_a_failed_call_fails_those_in_it_and_nobody_else():
     assert isinstance(first, FetchError)
     assert isinstance(second, FetchError)
     assert len(seen) == 1
-    assert [header["worker"] for header, _ in again] == DESCRIPTIONS
+    assert [answer.worker for answer in again] == INFOS
 
 
 def test_scores_do_not_wait_for_large_results_to_be_read(monkeypatch):
@@ -137,8 +150,8 @@ def test_scores_do_not_wait_for_large_results_to_be_read(monkeypatch):
 
     workers, before, large = run(work)
     assert before < len(workers.calls)
-    assert [data for _, data in large] == [bytes(range(45)), b""]
-    assert workers.calls[-1] == ("forget", "big")
+    assert [answer.data for answer in large] == [bytes(range(45)), b""]
+    assert workers.calls[-1] == DiscardData("big")
 
 
 def test_who_gave_up_before_the_call_is_not_asked_for():
@@ -150,7 +163,7 @@ def test_who_gave_up_before_the_call_is_not_asked_for():
         await stays
         return workers.calls
 
-    assert run(work) == [("peek", {"stays": (0, 1)})]
+    assert run(work) == [ReadScores({"stays": (0, 1)})]
 
 
 def test_closing_cancels_those_who_wait():

@@ -1,0 +1,108 @@
+"""What a worker reports about itself when the front end starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from midstream.runtime.protocol.codec import Message
+from midstream.runtime.protocol.segments import Room
+from midstream.sites import Tap
+from midstream.transport.leases import Address
+
+
+def place_of(replica: int, stage: int, tensor_rank: int) -> str:
+    """Return a worker's place, for messages and metrics."""
+    return f"{replica}.{stage}.{tensor_rank}"
+
+
+class WorkerRank(Message, frozen=True, array_like=True):
+    """A worker's position within its replica.
+
+    Attributes:
+        stage: pipeline stage.
+        tensor_rank: rank within the tensor-parallel group.
+    """
+
+    stage: int
+    tensor_rank: int
+
+
+class MissingTap(Message, frozen=True, array_like=True):
+    """A tap that the model does not have.
+
+    Attributes:
+        site, layer: the tap.
+        reason: why there is none.
+    """
+
+    site: str
+    layer: int
+    reason: str
+
+
+class WorkerInfo(Message, frozen=True, kw_only=True):
+    """A worker's part of the model, its limits and its settings.
+
+    Attributes:
+        stage: pipeline stage.
+        tensor_rank: rank within the tensor-parallel group.
+        tensor_ranks: size of that group.
+        num_layers: layers of the whole model.
+        hidden_size: width of the residual stream.
+        taps: the worker's taps, in the order in which a forward pass reaches them.
+        lacking: taps that the settings select and the model does not have.
+        dtype: name of the model's dtype, for example `bfloat16`.
+        capture_limit: most vectors that one token may have captured.
+        step_tokens: most tokens of one step, padding included.
+        buffer_bytes: device memory of midstream's buffers.
+        room: capacity of the worker's tables.
+        edits_per_site: most instructions for one token at one site.
+        runner: vLLM's model runner, `v1` or `v2`.
+        codec: codec of captures that name none.
+        return_: ranks that transfer the rows of captures that do not say so.
+        arena: address of the worker's arena.
+        arena_bytes: memory limit of the arena.
+        device: device type, for example `cuda`.
+        replica: number of the worker's engine among those of the front end, which sets it.
+    """
+
+    stage: int
+    tensor_rank: int
+    tensor_ranks: int
+    num_layers: int
+    hidden_size: int
+    taps: tuple[Tap, ...]
+    lacking: tuple[MissingTap, ...]
+    dtype: str
+    capture_limit: int
+    step_tokens: int
+    buffer_bytes: int
+    room: Room
+    edits_per_site: int
+    runner: str
+    codec: str
+    return_: str
+    arena: Address
+    arena_bytes: int
+    device: str
+    replica: int = 0
+
+    @property
+    def rank(self) -> WorkerRank:
+        """The worker's position within its replica."""
+        return WorkerRank(self.stage, self.tensor_rank)
+
+    @property
+    def place(self) -> str:
+        """The worker's place, for messages and metrics."""
+        return place_of(self.replica, self.stage, self.tensor_rank)
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a field by its name, as before fields were attributes.
+
+        Raises:
+            KeyError: there is no such field.
+        """
+        if name not in self.__struct_fields__:
+            raise KeyError(name)
+        return getattr(self, name)

@@ -1,0 +1,147 @@
+"""RPC requests and answers: read back as sent, and nothing else is read."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.nightly import rounds
+from support.stored import worker_info
+from unit.spec.strategies import spoilt
+
+from midstream.errors import MessageError
+from midstream.runtime.protocol import rpc
+from midstream.runtime.protocol.codec import pack
+from midstream.runtime.protocol.results import (
+    Lease,
+    LeasedSegment,
+    RequestHeader,
+    ResultHeader,
+    RowsHeader,
+    ScoresHeader,
+    StepChecksum,
+)
+from midstream.runtime.protocol.scores import RequestScores
+from midstream.runtime.protocol.worker_info import MissingTap, WorkerRank
+
+RANKS = [WorkerRank(0, 0), WorkerRank(1, 1)]
+HEADER = RequestHeader(
+    "0_x", "", 0, [1, 2], [2], 3, [RowsHeader((0, 2), "raw", [(0, 2)], 8)], [ScoresHeader([], 0)]
+)
+RESULTS = rpc.CollectedResults(
+    [ResultHeader("u", [HEADER], 14, Lease(1, [LeasedSegment(7, 5, 4096)]))],
+    [b"x", None],
+    [3],
+    [StepChecksum(1, "ab", "cd")],
+)
+USAGE = rpc.WorkerUsage(0, 1, {"leases": 2}, 64, {"steps": 3})
+# Each request and an answer to it.
+CALLS = [
+    (rpc.DescribeWorker(), worker_info(lacking=(MissingTap("mlp_in", 1, "no MLP"),))),
+    (rpc.CollectResults(["u", "v"], RANKS), RESULTS),
+    (rpc.CollectPartialRows({"u": {"0_x": 3}}, []), RESULTS),
+    (rpc.ReadScores({"u": (0, 4)}), rpc.RunningScores([RequestScores("u", 2, [(0, 4)])], b"abc")),
+    (rpc.ReadData("u", 16, 32), rpc.ResultData(b"\x00\xff")),
+    (rpc.DiscardData("u"), rpc.Acknowledged()),
+    (rpc.ReleaseRequests([]), rpc.Acknowledged()),
+    (rpc.ReadUsage(), USAGE),
+    (rpc.CheckIntegrity(), rpc.IntegrityReport({"leases": 0})),
+]
+each_call = pytest.mark.parametrize("call", CALLS, ids=lambda call: type(call[0]).__name__)
+
+
+def travelled(message):
+    """The plain values of a message as vLLM's msgpack delivers them."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(pack(message)))
+
+
+def test_there_is_a_call_of_each_operation():
+    assert {type(request) for request, _ in CALLS} == set(rpc.RpcRequest.__subclasses__())
+
+
+@each_call
+def test_a_request_and_its_answers_are_read_as_they_were_sent(call):
+    request, answer = call
+    assert rpc.read_request(travelled(request)) == request
+    assert rpc.arguments_of(request) == (pack(request),)
+    assert rpc.read_answers(request, [travelled(answer), pack(answer)]) == [answer, answer]
+
+
+def test_data_is_not_copied_on_the_way_to_vllm_and_from_it():
+    data = bytes(1000)
+    value = pack(rpc.ResultData(data))
+    assert value["data"] is data
+    [answer] = rpc.read_answers(rpc.ReadData("u", 0, 1000), [value])
+    assert answer.data is data
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("collect", "expected `object`, got `str`"),
+        ({}, "missing required field `op`"),
+        ({"op": "Format"}, "op: invalid value 'Format'"),
+        ({"op": "ReleaseRequests", "uids": "u"}, "uids: expected `array`, got `str`"),
+        ({"op": "ReleaseRequests"}, "missing required field `uids`"),
+        ({"op": "ReadUsage", "more": 1}, "unknown field `more`"),
+        ({"op": "ReadData", "name": "u", "offset": -1, "size": 1}, "offset: expected `int` >= 0"),
+        (object(), "malformed request"),
+    ],
+)
+def test_what_is_no_request_is_refused_with_the_field(value, problem):
+    with pytest.raises(MessageError, match=f"malformed request to a worker: .*{problem}|{problem}"):
+        rpc.read_request(value)
+
+
+def test_a_wrong_answer_is_refused_with_the_request_and_the_field():
+    with pytest.raises(
+        MessageError, match="answer of a worker to ReadData: data: expected `bytes`"
+    ):
+        rpc.read_answers(rpc.ReadData("u", 0, 1), [{"data": "text"}])
+
+
+def _is_read_or_refused(read, value):
+    try:
+        found = read(value)
+    except MessageError as error:
+        assert len(str(error)) < 1000
+    else:
+        assert read(travelled(found)) == found
+
+
+@each_call
+@given(st.data())
+@settings(max_examples=rounds(suite=40, nightly=320))
+def test_a_spoilt_message_is_read_or_refused(call, data):
+    request, answer = call
+    _is_read_or_refused(rpc.read_request, data.draw(spoilt(travelled(request))))
+    _is_read_or_refused(
+        lambda value: rpc.read_answers(request, [value])[0], data.draw(spoilt(travelled(answer)))
+    )
+
+
+@each_call
+@given(st.integers(0, 400), st.binary(max_size=4))
+@settings(max_examples=rounds(suite=40, nightly=320))
+def test_a_message_with_changed_bytes_is_read_or_refused(call, at, noise):
+    request, answer = call
+    for message, read in (
+        (request, rpc.read_request),
+        (answer, lambda value: rpc.read_answers(request, [value])[0]),
+    ):
+        data = bytearray(msgspec.msgpack.encode(pack(message)))
+        data[at % len(data) : at % len(data) + len(noise)] = noise
+        try:
+            value = msgspec.msgpack.decode(bytes(data))
+        except (msgspec.DecodeError, UnicodeDecodeError):  # vLLM itself refuses these
+            continue
+        _is_read_or_refused(read, value)
+
+
+def test_fields_of_a_description_are_found_by_name_as_before_they_were_attributes():
+    info = worker_info(capture_limit=5)
+    assert info["capture_limit"] == info.capture_limit == 5
+    assert info.place == "0.0.0"
+    with pytest.raises(KeyError):
+        info["place"]
