@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class EngineLoop(Generic[T]):
-    """Steps an engine, and keeps its caller's context of each unfinished prompt. Not thread-safe."""
+    """Steps an engine; keeps its caller's context of each unfinished prompt. Not thread-safe."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

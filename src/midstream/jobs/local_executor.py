@@ -16,7 +16,7 @@ from midstream.jobs.store_writer import StoreWriter
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CapturedLine:
     """A captured line.
 
     Attributes:
@@ -56,7 +56,7 @@ class Executor(Protocol):
         """
         ...
 
-    def step(self) -> Sequence[Captured | Failed]:
+    def step(self) -> Sequence[CapturedLine | Failed]:
         """Run for a while and return the lines that finished, each added prompt exactly once.
 
         Raises:
@@ -65,7 +65,7 @@ class Executor(Protocol):
         """
         ...
 
-    def close(self) -> Sequence[Captured | Failed]:
+    def close(self) -> Sequence[CapturedLine | Failed]:
         """Write all captured rows and drop unfinished prompts; return the lines that finished in
         the meantime.
 
@@ -99,8 +99,8 @@ class LocalExecutor:
     def add(self, request: str, record: Record) -> None:
         self._loop.add(request, record)
 
-    def step(self) -> Sequence[Captured | Failed]:
-        found: list[Captured | Failed] = []
+    def step(self) -> Sequence[CapturedLine | Failed]:
+        found: list[CapturedLine | Failed] = []
         # The job reads the receipts, so warnings about them would be duplicates.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ReceiptWarning)
@@ -109,10 +109,10 @@ class LocalExecutor:
             if isinstance(reply, Failed):
                 found.append(reply)
             else:
-                found.append(Captured(reply.line, *self._writer.put(request, reply)))
+                found.append(CapturedLine(reply.line, *self._writer.put(request, reply)))
         self._writer.check()
         return found
 
-    def close(self) -> Sequence[Captured | Failed]:
+    def close(self) -> Sequence[CapturedLine | Failed]:
         self._writer.close()
         return ()

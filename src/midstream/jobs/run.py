@@ -14,7 +14,7 @@ from midstream.jobs.directory_lock import errors_file, taken
 from midstream.jobs.engine import Engine, start_vllm
 from midstream.jobs.failed_lines import Failures
 from midstream.jobs.job import Job
-from midstream.jobs.local_executor import Captured, Executor, LocalExecutor
+from midstream.jobs.local_executor import CapturedLine, Executor, LocalExecutor
 from midstream.jobs.records import Failed, Record
 from midstream.jobs.request_ids import CompletedLines, Identity
 from midstream.jobs.sources import open_source
@@ -252,7 +252,7 @@ class CaptureRun:
                 return
         self._at_end = True
 
-    def _record(self, finished: Sequence[Captured | Failed]) -> None:
+    def _record(self, finished: Sequence[CapturedLine | Failed]) -> None:
         for one in finished:
             self._running.remove(one.line)
             if isinstance(one, Failed):

@@ -43,7 +43,7 @@ def load_tensors(data: bytes) -> Mapping[str, Tensor]:
     except ModuleNotFoundError:
         from safetensors import deserialize
 
-        return {name: _array(each) for name, each in deserialize(data)}
+        return {name: _array(each) for name, each in deserialize(data)}  # type: ignore[no-untyped-call]
     found: Mapping[str, Tensor] = load(data)
     return found
 

@@ -24,7 +24,7 @@ from midstream.validation import is_int, kind, show
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class SelectionSegment:
     """Rows of one tap in one group of a shard.
 
     Attributes:
@@ -65,7 +65,7 @@ class Selection:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     @property
-    def segments(self) -> tuple[Segment, ...]:
+    def segments(self) -> tuple[SelectionSegment, ...]:
         """The segments with the rows, in order."""
         return tuple(self._segments)
 
@@ -129,7 +129,7 @@ class _Part:
         where: int64 [n], indices of rows in the batch.
     """
 
-    segment: Segment
+    segment: SelectionSegment
     rows: NDArray[np.int64]
     where: NDArray[np.int64]
 
@@ -250,19 +250,19 @@ def _lines(part: _Part) -> Iterator[Line]:
     return (shard.lines[request] for request in owners[runs].tolist())
 
 
-def _segments(shards: Sequence[Shard], chosen: Filter) -> list[Segment]:
-    found: list[Segment] = []
+def _segments(shards: Sequence[Shard], chosen: Filter) -> list[SelectionSegment]:
+    found: list[SelectionSegment] = []
     for shard in filter(chosen.has_shard, shards):
         wanted = chosen.requests_of(shard)
         for number, group in enumerate(shard.groups):
             taps = [tap for tap in group.taps if chosen.has_tap(tap)]
             if taps and len(rows := chosen.rows_of(shard, number, wanted)):
-                found.extend(Segment(shard, number, tap, rows) for tap in taps)
+                found.extend(SelectionSegment(shard, number, tap, rows) for tap in taps)
     # The sort is stable: within a tap, segments stay in the order of shards.
     return sorted(found, key=lambda segment: tap_order(segment.tap))
 
 
-def _check_alike(segments: Sequence[Segment]) -> None:
+def _check_alike(segments: Sequence[SelectionSegment]) -> None:
     headers = {segment.shard.header for segment in segments}
     kinds = {(each.codec, each.hidden_size, each.dtype): each.model for each in headers}
     if len(kinds) > 1:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from midstream import errors
 from midstream.errors import EngineError, MidstreamError, SpecError
-from midstream.jobs.local_executor import Captured
+from midstream.jobs.local_executor import CapturedLine
 from midstream.jobs.records import Failed, Record
 
 Lines = tuple[tuple[str, Record], ...]
@@ -44,7 +44,7 @@ class Outcome:
     """
 
     chunk: int
-    captured: tuple[Captured, ...] = ()
+    captured: tuple[CapturedLine, ...] = ()
     failed: tuple[Failed, ...] = ()
     error: MidstreamError | None = None
 
@@ -65,7 +65,7 @@ class Outcome:
         found = json.loads(text)
         return Outcome(
             found["chunk"],
-            tuple(Captured(*each) for each in found["captured"]),
+            tuple(CapturedLine(*each) for each in found["captured"]),
             tuple(Failed(*each) for each in found["failed"]),
             None if found["error"] is None else unpack_error(found["error"]),
         )

@@ -23,12 +23,12 @@ from midstream.errors import EngineError, MidstreamError
 from midstream.jobs.directory_lock import mark
 from midstream.jobs.engine import Engine
 from midstream.jobs.job import Job
-from midstream.jobs.local_executor import Captured
+from midstream.jobs.local_executor import CapturedLine
 from midstream.jobs.ray.actor import CHUNK, OUTCOME, EngineActor, EngineSpec, chunk_numbers
 from midstream.jobs.ray.chunk_coordinator import ChunkCoordinator
 from midstream.jobs.ray.chunks import Outcome, unpack_error
 from midstream.jobs.ray.cluster import connected
-from midstream.jobs.ray.placement import Layout, Placement
+from midstream.jobs.ray.placement import EngineLayout, Placement
 from midstream.jobs.records import Failed, Record
 
 _LOGGER = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class RayExecutor:
         if len(self._partial) == self._chunk_lines:
             self._put()
 
-    def step(self) -> Sequence[Captured | Failed]:
+    def step(self) -> Sequence[CapturedLine | Failed]:
         # The window is a whole number of chunks, so a partial chunk holds the last lines.
         self._put()
         try:
@@ -112,8 +112,8 @@ class RayExecutor:
         except queue.Empty:
             return ()
 
-    def close(self) -> Sequence[Captured | Failed]:
-        found: list[Captured | Failed] = []
+    def close(self) -> Sequence[CapturedLine | Failed]:
+        found: list[CapturedLine | Failed] = []
         problem: MidstreamError | None = None
         self._is_closing = True
         with self._stack:
@@ -140,7 +140,7 @@ class RayExecutor:
             self._chunks += 1
             self._partial = []
 
-    def _handle(self, update: Outcome | BaseException | None) -> Sequence[Captured | Failed]:
+    def _handle(self, update: Outcome | BaseException | None) -> Sequence[CapturedLine | Failed]:
         if update is None:
             self._ended = True
             if self._sizes and not self._is_closing:
@@ -151,7 +151,7 @@ class RayExecutor:
             raise EngineError(f"Ray: {type(update).__name__}: {update}") from update
         if self._sizes.pop(update.chunk, None) is None:
             return ()  # reported before and then repeated by Ray
-        finished: list[Captured | Failed] = [*update.captured, *update.failed]
+        finished: list[CapturedLine | Failed] = [*update.captured, *update.failed]
         self.stored += len(update.captured)
         self._coordinator.done.remote(update.chunk, len(update.captured))
         if update.error is not None:
@@ -208,7 +208,9 @@ def _on_this_machine(ray: Any, kind: type) -> Any:
     return ray.remote(kind).options(num_cpus=0, max_concurrency=10_000, scheduling_strategy=here)
 
 
-def _outcomes(ray: Any, spec: EngineSpec, layout: Layout, each: int) -> Iterator[dict[str, Any]]:
+def _outcomes(
+    ray: Any, spec: EngineSpec, layout: EngineLayout, each: int
+) -> Iterator[dict[str, Any]]:
     """Run the pipeline lazily and yield batches of outcomes."""
     numbers = ray.data.from_items([{CHUNK: -1}]).map_batches(
         chunk_numbers,
@@ -230,7 +232,7 @@ def _outcomes(ray: Any, spec: EngineSpec, layout: Layout, each: int) -> Iterator
     return iter(outcomes.iter_batches(batch_size=None, prefetch_batches=0))
 
 
-def actor_options(ray: Any, layout: Layout, calls: int) -> dict[str, Any]:
+def actor_options(ray: Any, layout: EngineLayout, calls: int) -> dict[str, Any]:
     """Return `map_batches` arguments for a pool of engines with `calls` concurrent calls each."""
     import inspect
 

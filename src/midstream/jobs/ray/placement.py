@@ -71,7 +71,7 @@ class Placement:
                     f"ray.{name}", f"expected a number of at least 0, got {show(value)}"
                 )
 
-    def resolve(self, job: Job, machines: Iterable[Mapping[str, float]]) -> Layout:
+    def resolve(self, job: Job, machines: Iterable[Mapping[str, float]]) -> EngineLayout:
         """Return the number of engines and their resources on a cluster.
 
         Args:
@@ -104,11 +104,11 @@ class Placement:
                 f"expected at most {capacity}, which the cluster has resources for, got "
                 f"{self.engines}",
             )
-        return Layout(self.engines or capacity, self.cpus, gpus)
+        return EngineLayout(self.engines or capacity, self.cpus, gpus)
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class EngineLayout:
     """Number and resources of a job's engines.
 
     Attributes:

@@ -17,7 +17,7 @@ from midstream.errors import EngineError, MidstreamError
 from midstream.jobs.engine import Engine, Reply
 from midstream.jobs.engine_loop import EngineLoop
 from midstream.jobs.job import Job
-from midstream.jobs.local_executor import Captured
+from midstream.jobs.local_executor import CapturedLine
 from midstream.jobs.ray.chunk_coordinator import CAREFUL
 from midstream.jobs.ray.chunks import ChunkAttempt, Outcome
 from midstream.jobs.records import Failed, Record
@@ -48,7 +48,7 @@ class _Chunk:
     result: Future[Outcome]
     open: set[int]
     put: dict[int, int] = field(default_factory=dict)
-    captured: dict[int, Captured] = field(default_factory=dict)
+    captured: dict[int, CapturedLine] = field(default_factory=dict)
     failed: list[Failed] = field(default_factory=list)
 
     def outcome(self, stored: int, error: MidstreamError | None = None) -> Outcome:
@@ -200,7 +200,7 @@ class Worker:
             if request in stored:
                 rows = stored[request]
                 nbytes = rows * self._writer.row_bytes
-                chunk.captured[record.line] = Captured(record.line, rows, nbytes)
+                chunk.captured[record.line] = CapturedLine(record.line, rows, nbytes)
                 chunk.open.remove(record.line)
             elif record.line in attempt.given_up:
                 self._fail(chunk, Failed(record.line, attempt.given_up[record.line]))
@@ -244,7 +244,7 @@ class Worker:
                 rows, nbytes = self._writer.put(request, reply)
                 self._puts += 1
                 chunk.put[reply.line] = self._puts
-                chunk.captured[reply.line] = Captured(reply.line, rows, nbytes)
+                chunk.captured[reply.line] = CapturedLine(reply.line, rows, nbytes)
                 chunk.open.remove(reply.line)
             else:
                 self._fail(chunk, reply)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from midstream.runtime.frontend.request.sink_routes import Route
+from midstream.runtime.frontend.request.sink_routes import SinkRoute
 from midstream.spec import Plan, ResolvedPlan
 
 
@@ -22,4 +22,4 @@ class AdmittedRequest:
     uid: str
     plan: ResolvedPlan
     own: Plan | None = None
-    routes: tuple[Route, ...] = ()
+    routes: tuple[SinkRoute, ...] = ()

@@ -1,12 +1,12 @@
-"""The front end of an engine that runs as it is stepped: results join the outputs there."""
+"""The front end of an engine that its caller steps: finished requests get results after a step."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from midstream.errors import SpecError
@@ -14,12 +14,16 @@ from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.base import BaseFrontEnd
 from midstream.runtime.frontend.engine_info import describe
 from midstream.runtime.frontend.request.call_plan import CallPlan
-from midstream.runtime.frontend.results import delivery
 from midstream.runtime.frontend.results.assembly import assemble
-from midstream.runtime.frontend.results.delivery import RESULTS, FinishedRequest, PendingDelivery
-from midstream.runtime.frontend.results.partial_rows import LOOK_SECONDS, PartialRows
-from midstream.runtime.frontend.results.progress import RequestProgress, lengths_of, running_of
+from midstream.runtime.frontend.results.delivery import (
+    RESULTS,
+    FinishedRequest,
+    PendingDelivery,
+    deliver,
+)
+from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.receipts import ReceiptReporter
+from midstream.runtime.frontend.results.row_streamer import StepRowStreamer
 from midstream.runtime.frontend.rpc.fetch import (
     Exchange,
     carry_on,
@@ -41,89 +45,126 @@ from midstream.runtime.protocol.rpc import (
 )
 from midstream.spec import Plan
 
-# Finished requests are fetched together: so many while the engine runs, which goes on meanwhile,
-# and at most so many at a time.
+# Results of finished requests are fetched together. While the engine runs, a fetch begins when so
+# many requests wait for it; it is for at most so many.
 _FETCH_REQUESTS = 16
 _BATCH_REQUESTS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class _Fetch:
-    """Results on their way.
+class _Stage(Enum):
+    """What a finished request waits for.
 
     Attributes:
-        batch: whose they are: what each asked for, and its output.
+        FETCH: the fetch that its results are to be part of.
+        ANSWERS: the answers of the workers.
+        SINKS: the sinks that its rows were given to.
+    """
+
+    FETCH = auto()
+    ANSWERS = auto()
+    SINKS = auto()
+
+
+@dataclass(eq=False, slots=True)
+class _FinishedRequest:
+    """A finished request whose results are not on its output yet.
+
+    Attributes:
+        admitted: the request.
+        output: vLLM's RequestOutput.
+        stage: what it waits for.
+        delivery: its rows on their way to sinks; None before that stage.
+    """
+
+    admitted: AdmittedRequest
+    output: Any
+    stage: _Stage = _Stage.FETCH
+    delivery: PendingDelivery | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    """A fetch whose first request was sent to the workers.
+
+    Attributes:
         exchange: fetches the results; see `rpc.fetch`.
         request: first request of the exchange.
         answers: the workers' answers to it.
     """
 
-    batch: list[tuple[AdmittedRequest, Any]]
     exchange: Exchange[dict[str, WorkerAnswers]]
     request: RpcRequest[Any]
     answers: Started
 
 
 class FrontEnd(BaseFrontEnd):
-    """The front door of an `LLMEngine`, as long as that lives."""
+    """The front end of an `LLMEngine`, for as long as the engine exists."""
 
     def __init__(self, engine: Any) -> None:
+        """Create the front end.
+
+        Args:
+            engine: vLLM's LLMEngine.
+        """
         self._rpc: Callable[..., list[object]] = engine.collective_rpc
         self._has_unfinished: Callable[[], bool] = engine.has_unfinished_requests
         super().__init__(describe([self._call(DescribeWorker())]), engine, deltas=False)
-        self._mismatches = ReceiptReporter(self._config)
+        self._reporter = ReceiptReporter(self._config)
         self._reports = True
         self._outputs = engine.output_processor
-        self._under_way: dict[str, AdmittedRequest] = {}
-        self._finished: list[tuple[AdmittedRequest, Any]] = []
+        self._running: dict[str, AdmittedRequest] = {}
+        self._finished: list[_FinishedRequest] = []
         self._start = start_rpc(engine)
         self._fetch: _Fetch | None = None
-        self._sent: list[PendingDelivery] = []
-        self._pieces: dict[str, PartialRows] = {}
-        self._look_at = 0.0
+        self._streamer = StepRowStreamer(self.sinks, self._release_rows, self._fetch_rows)
 
     def check_id(self, request_id: str) -> None:
-        if request_id in self._under_way:
+        if request_id in self._running:
             raise _taken(request_id)
 
     def admit(self, request: Any, plan: Plan | CallPlan | None) -> AdmittedRequest | None:
-        # Not even one that asks for nothing may have it: its output would be taken for this one's.
-        if request.request_id in self._under_way or request.request_id in (
+        # Also a running request without a plan must have another id: its output would be taken for
+        # that of this request.
+        if request.request_id in self._running or request.request_id in (
             self._outputs.external_req_ids
         ):
             raise _taken(request.request_id)
-        asked = super().admit(request, plan)
-        if asked is not None:
-            self._under_way[request.request_id] = asked
-            pieces = PartialRows.of(
-                asked, request.request_id, request.sampling_params.n, self.sinks, self._vectors
+        admitted = super().admit(request, plan)
+        if admitted is not None:
+            self._running[request.request_id] = admitted
+            num_completions = request.sampling_params.n
+            partial = PartialRows.of(
+                admitted, request.request_id, num_completions, self.sinks, self._vectors
             )
-            if pieces is not None:
-                self._pieces[asked.uid] = pieces
-        return asked
+            if partial is not None:
+                self._streamer.add(admitted.uid, partial)
+        return admitted
 
     def send(self, request: Any, deliver: Callable[[Any], object]) -> None:
-        """Hands a request to the engine, when there is room for what it asks for.
+        """Send a request to the engine, now or when there is capacity for it.
 
         Args:
-            request: vLLM's EngineCoreRequest, as the engine's client is given it.
-            deliver: the client's own way of sending it.
+            request: vLLM's EngineCoreRequest, as the engine's client gets it.
+            deliver: the client's own function that sends it.
         """
-        uid = uid_of(request.sampling_params) if self._pieces else None
-        if uid in self._pieces:
-            self._pieces[uid].ids.append(request.request_id)
+        partial = self._streamer.get(uid_of(request.sampling_params))
+        if partial is not None:
+            partial.ids.append(request.request_id)
         self._submit(request, lambda: deliver(request))
 
     def after_step(self, outputs: list[Any]) -> list[Any]:
-        """The outputs of one engine step; results of finished requests are put on them.
+        """Return the outputs of one engine step, with results on those of finished requests.
 
-        What finished a moment ago may get its results a few steps later, in one fetch with
-        others, but never later than the engine's last step. That one waits for them, and for the
-        sinks.
+        A finished request may get its results some steps later, in one fetch with others, but not
+        later than the last step after which the engine is idle. That step waits for all results,
+        and for the sinks.
+
+        Args:
+            outputs: vLLM's RequestOutputs.
 
         Raises:
-            ReceiptError: what was done for a request is not what it asked for. Raised once the
-                engine is idle, when every output has its results, unless `report_at_end` is open.
+            ReceiptError: results differ from their plan. Raised once the engine is idle and every
+                output has its results, unless `report_at_end` is open.
         """
         ended: list[str] = []
         for output in outputs:
@@ -131,36 +172,37 @@ class FrontEnd(BaseFrontEnd):
             for holder in (output, *completions):
                 for name in RESULTS:
                     setattr(holder, name, None)
-            if output.finished and output.request_id in self._under_way:
-                asked = self._under_way.pop(output.request_id)
-                self._finished.append((asked, output))
-                ended.append(asked.uid)
+            if output.finished and output.request_id in self._running:
+                admitted = self._running.pop(output.request_id)
+                self._finished.append(_FinishedRequest(admitted, output))
+                ended.append(admitted.uid)
         self._release_tables(ended)
-        if self._pieces and time.monotonic() >= self._look_at:
-            self._hand_over()
+        self._streamer.deliver_due(self._outputs.request_states)
         idle = not self._has_unfinished()
         if self._fetch is not None and self._fetch.answers.done():
-            self._take_in()
-        # Those who wait for room may be all that is left, and then no further step would end.
+            self._receive()
+        # If requests wait for capacity, they may be all that is left: no step would follow.
         if idle or self._admission.waiting:
             self._fetch_all()
-        elif len(self._finished) >= _FETCH_REQUESTS:
+        elif self._finished and len(self._waiting_for(_Stage.FETCH)) >= _FETCH_REQUESTS:
             self._begin_fetch()
         if idle:
             self.sinks.drain()
-            self._settle(list(self._sent))
-            self.let_go()
+            self._set_results(self._waiting_for(_Stage.SINKS))
+            self.release_running()
             if self._reports:
-                self._mismatches.report()
+                self._reporter.report()
         return outputs
 
     @contextmanager
     def report_at_end(self) -> Iterator[list[Any]]:
-        """While this is open, what differs from what was asked is not raised by a step but at the
-        end, with the outputs that were put into the list.
+        """Report results that differ from their plan at the end of this context, not in a step.
+
+        Yields:
+            The list to which the call's outputs are to be added, for the error.
 
         Raises:
-            ReceiptError: as `after_step`.
+            ReceiptError: see `after_step`.
         """
         outputs: list[Any] = []
         self._reports = False
@@ -168,128 +210,125 @@ class FrontEnd(BaseFrontEnd):
             yield outputs
         finally:
             self._reports = True
-        self._mismatches.report(outputs)
+        self._reporter.report(outputs)
+
+    def after_abort(self, alive: Container[str]) -> None:
+        """Release the running requests that were aborted.
+
+        Args:
+            alive: ids of the requests that were not.
+        """
+        self._release_requests([name for name in self._running if name not in alive])
+
+    def release_running(self) -> None:
+        """Release the running requests: they ended without an output."""
+        self._release_requests(list(self._running))
+
+    def drop(self, request_ids: Container[str]) -> None:
+        """Release the requests of a call that failed, including results that wait to be fetched.
+
+        Rows that a sink was given stay there, and their results are not reported.
+
+        Args:
+            request_ids: ids of the requests.
+        """
+        self._receive()
+        kept = []
+        for one in self._finished:
+            if one.output.request_id not in request_ids:
+                kept.append(one)
+            elif one.stage is _Stage.FETCH:
+                self._running[one.output.request_id] = one.admitted
+        self._finished = kept
+        self._reporter.forget(request_ids)
+        self._release_requests([name for name in self._running if name in request_ids])
+
+    # -- results of finished requests -------------------------------------------------------
+
+    def _waiting_for(self, stage: _Stage) -> list[_FinishedRequest]:
+        return [one for one in self._finished if one.stage is stage]
 
     def _begin_fetch(self) -> None:
-        """Asks for the results of finished requests, unless those of others are on their way."""
-        if self._fetch is not None or not self._finished:
+        """Begin to fetch results of finished requests, if no fetch is under way."""
+        batch = self._waiting_for(_Stage.FETCH)[:_BATCH_REQUESTS]
+        if self._fetch is not None or not batch:
             return
-        batch, self._finished = self._finished[:_BATCH_REQUESTS], self._finished[_BATCH_REQUESTS:]
-        exchange = collect(self._workers[0], [asked.uid for asked, _ in batch])
+        for one in batch:
+            one.stage = _Stage.ANSWERS
+        exchange = collect(self._workers[0], [one.admitted.uid for one in batch])
         request = next(exchange)
-        self._fetch = _Fetch(batch, exchange, request, self._start(request))
+        self._fetch = _Fetch(exchange, request, self._start(request))
 
     def _fetch_all(self) -> None:
-        """Fetches the results of all finished requests."""
-        while self._finished or self._fetch is not None:
+        """Fetch the results of all finished requests."""
+        while self._fetch is not None or self._waiting_for(_Stage.FETCH):
             self._begin_fetch()
-            self._take_in()
+            self._receive()
 
-    def _take_in(self) -> None:
-        """Waits for the results that were asked for, if any were, and hands them to the sinks."""
+    def _receive(self) -> None:
+        """Wait for the results that are being fetched, if any, and deliver them."""
         fetch = self._fetch
         if fetch is None:
             return
-        # Who is interrupted here waits for them again: `drop` does.
+        # If this is interrupted, `drop` waits again.
         wait_for([fetch.answers])
         self._fetch = None
+        batch = self._waiting_for(_Stage.ANSWERS)
         try:
-            self._settle([one for one in self._sent if not one.waits])
+            self._set_done_results()
             answers = read_answers(fetch.request, fetch.answers.result())
             data = carry_on(fetch.exchange, answers, self._call)
-            for asked, output in fetch.batch:
-                # Here it is that a sink without room keeps the engine from its next step.
-                self._sent.append(self._hand_to_sinks(asked, output, data[asked.uid]))
+            for one in batch:
+                # A sink whose queue is full blocks here, and so delays the engine's next step.
+                one.delivery = self._deliver(one, data[one.admitted.uid])
+                one.stage = _Stage.SINKS
+            self._set_done_results()
         finally:
-            self._release([asked.uid for asked, _ in fetch.batch])
+            # After an error, the others of the batch have no results.
+            self._finished = [one for one in self._finished if one.stage is not _Stage.ANSWERS]
+            self._release([one.admitted.uid for one in batch])
 
-    def after_abort(self, alive: Container[str]) -> None:
-        """Lets go of the requests under way whose ids are no longer among those alive."""
-        self._give_up([name for name in self._under_way if name not in alive])
-
-    def let_go(self) -> None:
-        """Has the workers forget what was asked for by requests that ended without an output."""
-        self._give_up(list(self._under_way))
-
-    def drop(self, request_ids: Container[str]) -> None:
-        """Lets go of some requests, results that wait to be fetched included: the call that made
-        them was given up.
-        """
-        self._take_in()
-        finished, self._finished = self._finished, []
-        for asked, output in finished:
-            if output.request_id in request_ids:
-                self._under_way[output.request_id] = asked
-            else:
-                self._finished.append((asked, output))
-        # What was handed to a sink stays there; nobody is told of it.
-        self._sent = [one for one in self._sent if one.output.request_id not in request_ids]
-        self._mismatches.forget(request_ids)
-        self._give_up([name for name in self._under_way if name in request_ids])
-
-    def _hand_to_sinks(
-        self, asked: AdmittedRequest, output: Any, answers: WorkerAnswers
-    ) -> PendingDelivery:
-        """Puts together what was fetched of a request, and hands it to the sinks."""
-        pieces = self._pieces.get(asked.uid)
-        before = {} if pieces is None else pieces.before()
+    def _deliver(self, one: _FinishedRequest, answers: WorkerAnswers) -> PendingDelivery:
+        """Assemble the results of a request, and put its rows into the queues of their sinks."""
+        plan, uid = one.admitted.plan, one.admitted.uid
+        partial = self._streamer.get(uid)
+        before = {} if partial is None else partial.received()
         try:
-            blocks = assemble(output, asked.plan, answers, self.info.dtype, before)
-            finished = FinishedRequest(asked, output, self._vectors, pieces, blocks)
-            return delivery.send(self.sinks, finished)
+            results = assemble(one.output, plan, answers, self.info.dtype, before)
+            finished = FinishedRequest(one.admitted, one.output, self._vectors, results, partial)
+            return deliver(self.sinks, finished)
         finally:
-            self._end_pieces(asked.uid)
+            self._streamer.end(uid)
 
-    def _hand_over(self) -> None:
-        """Fetches rows of requests that run, and hands them to the sinks that want them so."""
-        states = self._outputs.request_states
-        due = {
-            uid: running_of(states, pieces.ids)
-            for uid, pieces in self._pieces.items()
-            if pieces.is_due(lengths_of(states, pieces.ids))
-        }
-        try:
-            self._hand_over_of(due)
-        except BaseException:
-            # What was on its way is lost: their receipts say so.
-            for uid in due:
-                self._end_pieces(uid)
-            raise
-        self._look_at = time.monotonic() + LOOK_SECONDS
+    def _set_done_results(self) -> None:
+        """Set results on the outputs that no sink delays."""
+        waiting = self._waiting_for(_Stage.SINKS)
+        self._set_results(
+            [one for one in waiting if one.delivery is not None and one.delivery.is_done]
+        )
 
-    def _hand_over_of(self, due: dict[str, dict[str, RequestProgress]]) -> None:
-        if not due:
-            return
-        stops = {uid: self._pieces[uid].ask(known) for uid, known in due.items()}
-        answers = carry_out(collect_partial(self._workers[0], stops), self._call)
-        for uid in due:
-            pieces = self._pieces[uid]
-            self._release_rows(uid, pieces.take_in(answers.pop(uid)))
-            for route, index, given, size in pieces.deliveries():
-                pieces.note(route, index, self.sinks.queue(route.sink).put(given, size))
+    def _set_results(self, finished: list[_FinishedRequest]) -> None:
+        """Set results on these outputs, once their sinks have finished."""
+        for one in finished:
+            assert one.delivery is not None
+            one.delivery.set_results(one.output)
+            self._finished.remove(one)
+            self._reporter.add(one.output)
 
-    def _end_pieces(self, uid: str) -> None:
-        """No more pieces come of a request; where its last did not come, one says so."""
-        pieces = self._pieces.pop(uid, None)
-        if pieces is not None:
-            for route, delivery in pieces.endings():
-                self.sinks.queue(route.sink).put_empty(delivery)
+    # -- inside -----------------------------------------------------------------------------
 
-    def _settle(self, sent: list[PendingDelivery]) -> None:
-        """Waits until sinks have told of these, and puts it on their outputs."""
-        for one in sent:
-            one.settle()
-            self._sent.remove(one)
-            self._mismatches.add(one.output)
-
-    def _give_up(self, names: list[str]) -> None:
-        """Has the workers forget these requests under way."""
+    def _release_requests(self, names: list[str]) -> None:
+        """Release running requests, here and on the workers."""
         if names:
-            uids = [self._under_way.pop(name).uid for name in names]
+            uids = [self._running.pop(name).uid for name in names]
             for uid in uids:
-                self._end_pieces(uid)
+                self._streamer.end(uid)
             self._call(ReleaseRequests(uids))
             self._release(uids)
+
+    def _fetch_rows(self, stops: dict[str, dict[str, int]]) -> dict[str, WorkerAnswers]:
+        """Fetch rows of running requests, per uid; see `collect_partial`."""
+        return carry_out(collect_partial(self._workers[0], stops), self._call)
 
     def _call(self, request: RpcRequest[A]) -> list[A]:
         return read_answers(request, self._rpc(RPC, args=arguments_of(request)))

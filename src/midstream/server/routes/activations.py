@@ -12,9 +12,15 @@ from starlette.types import Receive, Scope, Send
 from midstream.errors import HttpError
 from midstream.server.capture_cache import CachedCapture
 from midstream.server.results_json import handle_of
-from midstream.server.routes.common import ERRORS, Route, ServerDep, error_responses, ok_response
+from midstream.server.routes.common import (
+    ERRORS,
+    MidstreamRoute,
+    ServerDep,
+    error_responses,
+    ok_response,
+)
 
-router = APIRouter(route_class=Route, tags=["midstream: activations"])
+router = APIRouter(route_class=MidstreamRoute, tags=["midstream: activations"])
 Name = Annotated[
     str,
     Path(

@@ -73,7 +73,7 @@ class _StrictRequest(Request):
             raise HTTPException(400, str(error)) from None
 
 
-class Route(APIRoute):
+class MidstreamRoute(APIRoute):
     """Route that converts exceptions to error responses."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -13,7 +13,13 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from midstream.errors import SpecError
-from midstream.server.routes.common import AdminDep, Route, ServerDep, error_responses, ok_response
+from midstream.server.routes.common import (
+    AdminDep,
+    MidstreamRoute,
+    ServerDep,
+    error_responses,
+    ok_response,
+)
 from midstream.server.routes.uploads import by_value
 from midstream.server.routes.vectors import ABOUT, register_name, remove_name
 from midstream.server.server import Server
@@ -23,7 +29,7 @@ from midstream.spec.resolve.tap_lookup import find_taps
 from midstream.spec.vector import Vector
 from midstream.steering.tiers import read_hooks
 
-router = APIRouter(route_class=Route, tags=["midstream: as elsewhere"])
+router = APIRouter(route_class=MidstreamRoute, tags=["midstream: as elsewhere"])
 
 # The fork's tiers, and midstream's.
 _TIERS = {"vectors": "base", "prefill_vectors": "prompt", "decode_vectors": "generated"}
@@ -33,7 +39,7 @@ _HOOKS = (
 )
 
 
-class Vectors(BaseModel):
+class VectorsBody(BaseModel):
     """Vectors by hook point (`pre_attn`, `post_attn`, `post_block`) and layer."""
 
     model_config = ConfigDict(extra="forbid")
@@ -74,7 +80,7 @@ class Name(BaseModel):
         **error_responses(400, 401, 403, 413, 503),
     },
 )
-def set_vectors(given: Vectors, server: AdminDep) -> dict[str, Any]:
+def set_vectors(given: VectorsBody, server: AdminDep) -> dict[str, Any]:
     tiers: dict[str, Any] = {}
     for name, tier in _TIERS.items():
         value = getattr(given, name)

@@ -7,9 +7,9 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from midstream.server.routes.common import Route, ServerDep, error_responses, ok_response
+from midstream.server.routes.common import MidstreamRoute, ServerDep, error_responses, ok_response
 
-router = APIRouter(route_class=Route, tags=["midstream: status"])
+router = APIRouter(route_class=MidstreamRoute, tags=["midstream: status"])
 
 _SITE = {"site": "resid_post", "layer": 0, "tapped": True, "reason": ""}
 _STATUS = {

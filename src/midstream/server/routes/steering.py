@@ -7,10 +7,10 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from midstream.server.routes.common import AdminDep, Route, ServerDep, error_responses
+from midstream.server.routes.common import AdminDep, MidstreamRoute, ServerDep, error_responses
 from midstream.steering.tiers import TIERS
 
-router = APIRouter(route_class=Route, tags=["midstream: steering"])
+router = APIRouter(route_class=MidstreamRoute, tags=["midstream: steering"])
 
 _TIER = (
     "An edit, the name of registered vectors, `[name, scale]`, `{site: {layer: vector}}`, or a "

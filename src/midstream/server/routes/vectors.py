@@ -9,11 +9,17 @@ from fastapi.concurrency import run_in_threadpool
 
 from midstream.errors import HttpError, NoRoomError, SpecError
 from midstream.server import audit_log
-from midstream.server.routes.common import AdminDep, Route, ServerDep, error_responses, ok_response
+from midstream.server.routes.common import (
+    AdminDep,
+    MidstreamRoute,
+    ServerDep,
+    error_responses,
+    ok_response,
+)
 from midstream.server.routes.uploads import read_upload
 from midstream.server.server import Server
 
-router = APIRouter(route_class=Route, tags=["midstream: vectors"])
+router = APIRouter(route_class=MidstreamRoute, tags=["midstream: vectors"])
 Name = Annotated[
     str,
     Path(pattern=r"^[A-Za-z0-9_:-][A-Za-z0-9_.:/-]{0,127}$", examples=["cheerful"]),

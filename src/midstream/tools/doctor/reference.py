@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from midstream.sites import NAMES, Tap
 from midstream.tools.doctor.layers_kept import COUNTS
-from midstream.tools.doctor.site_finder import Call, Place, Places, find
+from midstream.tools.doctor.site_finder import ModuleCall, Places, SitePlace, find
 
 # An edit as a function of the activations at its tap, [T, H], in any float dtype.
 Change = Callable[[Tensor], Tensor]
@@ -163,7 +163,7 @@ class Reference:
 
 
 def _hook(
-    module: nn.Module, place: Place, record: Callable[[Tensor], Tensor | None], site: str
+    module: nn.Module, place: SitePlace, record: Callable[[Tensor], Tensor | None], site: str
 ) -> Any:
     """Register the hook of one site and return its handle."""
     if not place.entry:
@@ -241,7 +241,7 @@ class _CallRecorder:
         self._width = width
         self._clock = 0
         self._entered: dict[tuple[int, str], tuple[int, Tensor | None]] = {}
-        self._calls: dict[int, list[Call]] = {}
+        self._calls: dict[int, list[ModuleCall]] = {}
         self._ends: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attach(self, module: nn.Module, where: tuple[int, str]) -> list[Any]:
@@ -267,7 +267,7 @@ class _CallRecorder:
                 assert returned is not None
                 self._ends[index] = given, returned
                 return
-            call = Call(path, type(_module).__name__, entered, self._clock, given, returned)
+            call = ModuleCall(path, type(_module).__name__, entered, self._clock, given, returned)
             self._calls.setdefault(index, []).append(call)
 
         return [

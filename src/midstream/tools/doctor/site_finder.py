@@ -28,7 +28,7 @@ _MLP = re.compile(r"mlp|ffn|feed_forward|moe|expert|(^|\.)fc", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """One call of a sub-module in a plain pass.
 
     Attributes:
@@ -64,7 +64,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Place:
+class SitePlace:
     """Location of a site: the input or the output of a module.
 
     Attributes:
@@ -87,11 +87,11 @@ class Places:
         missing: reason why a site was not found, by site.
     """
 
-    found: dict[str, Place] = field(default_factory=dict)
+    found: dict[str, SitePlace] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
 
-def find(entering: Tensor, leaving: Tensor, calls: list[Call]) -> Places:
+def find(entering: Tensor, leaving: Tensor, calls: list[ModuleCall]) -> Places:
     """Return the locations of `attn_out`, `resid_mid`, `mlp_in` and `mlp_out` in one layer.
 
     Args:
@@ -122,7 +122,9 @@ def find(entering: Tensor, leaving: Tensor, calls: list[Call]) -> Places:
     return _one_step(entering, leaving, calls)
 
 
-def _sequential(branch: Call | None, first: Call, leaving: Tensor, calls: list[Call]) -> Places:
+def _sequential(
+    branch: ModuleCall | None, first: ModuleCall, leaving: Tensor, calls: list[ModuleCall]
+) -> Places:
     """Return the locations where attention's output is added before the MLP's.
 
     Args:
@@ -136,38 +138,38 @@ def _sequential(branch: Call | None, first: Call, leaving: Tensor, calls: list[C
     if branch is None:
         places.missing["attn_out"] = SCALED
     else:
-        places.found["attn_out"] = Place(branch.path)
-    places.found["resid_mid"] = Place(first.path, entry=True)
+        places.found["attn_out"] = SitePlace(branch.path)
+    places.found["resid_mid"] = SitePlace(first.path, entry=True)
     # The MLP's input is either the output of a norm or the stream itself.
     normed = first.matches(_NORM) and first.returned is not None
     places.found["mlp_in"] = (
-        Place(first.path) if normed else Place(first.path, entry=True, shared=True)
+        SitePlace(first.path) if normed else SitePlace(first.path, entry=True, shared=True)
     )
     after = [call for call in calls if call.left > first.entered]
     added = _branch(leaving - first.given, leaving, after)
     if added is None:
         places.missing["mlp_out"] = SCALED
     else:
-        places.found["mlp_out"] = Place(added.path)
+        places.found["mlp_out"] = SitePlace(added.path)
     return places
 
 
-def _one_step(entering: Tensor, leaving: Tensor, calls: list[Call]) -> Places:
+def _one_step(entering: Tensor, leaving: Tensor, calls: list[ModuleCall]) -> Places:
     """Return the locations where all branches are added at once: two in parallel, or only one."""
     places = Places()
     places.missing["resid_mid"] = "no module is called with the stream and one branch added to it"
     alone = _branch(leaving - entering, leaving, calls)
     if alone is not None:
         site = "mlp_out" if alone.matches(_MLP) and not alone.matches(_ATTENTION) else "attn_out"
-        places.found[site] = Place(alone.path)
+        places.found[site] = SitePlace(alone.path)
         if site == "mlp_out":
-            places.found["mlp_in"] = Place(alone.path, entry=True, shared=True)
+            places.found["mlp_in"] = SitePlace(alone.path, entry=True, shared=True)
     else:
         for attention, mlp in _pairs(entering, leaving, calls):
-            places.found["attn_out"] = Place(attention.path)
-            places.found["mlp_out"] = Place(mlp.path)
+            places.found["attn_out"] = SitePlace(attention.path)
+            places.found["mlp_out"] = SitePlace(mlp.path)
             if mlp.given is not None:
-                places.found["mlp_in"] = Place(mlp.path, entry=True, shared=True)
+                places.found["mlp_in"] = SitePlace(mlp.path, entry=True, shared=True)
             break
     for site in ("attn_out", "mlp_in", "mlp_out"):
         if site not in places.found:
@@ -175,7 +177,9 @@ def _one_step(entering: Tensor, leaving: Tensor, calls: list[Call]) -> Places:
     return places
 
 
-def _pairs(entering: Tensor, leaving: Tensor, calls: list[Call]) -> Iterator[tuple[Call, Call]]:
+def _pairs(
+    entering: Tensor, leaving: Tensor, calls: list[ModuleCall]
+) -> Iterator[tuple[ModuleCall, ModuleCall]]:
     """Yield (attention, MLP) calls whose outputs sum to the layer's change of the stream."""
     returning = sorted(
         (call for call in calls if call.returned is not None), key=lambda call: call.depth
@@ -191,7 +195,7 @@ def _pairs(entering: Tensor, leaving: Tensor, calls: list[Call]) -> Iterator[tup
             yield attention, mlp
 
 
-def _branch(wanted: Tensor, total: Tensor, calls: list[Call]) -> Call | None:
+def _branch(wanted: Tensor, total: Tensor, calls: list[ModuleCall]) -> ModuleCall | None:
     """Return the outermost, latest call that returned `wanted`; None if there is none."""
     if float(wanted.norm()) < LEAST * float(total.norm()):
         return None
@@ -201,7 +205,7 @@ def _branch(wanted: Tensor, total: Tensor, calls: list[Call]) -> Call | None:
     return min(found, key=lambda call: (call.depth, -call.left), default=None)
 
 
-def _scaled(wanted: Tensor, total: Tensor, calls: list[Call]) -> Call | None:
+def _scaled(wanted: Tensor, total: Tensor, calls: list[ModuleCall]) -> ModuleCall | None:
     """Return the first call that returned `wanted` up to a scalar factor."""
     if float(wanted.norm()) < LEAST * float(total.norm()):
         return None

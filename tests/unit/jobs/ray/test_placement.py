@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from unit.jobs.fakes import job
 
 from midstream import EngineError, SpecError, StoreError, UnsupportedError, errors
-from midstream.jobs.local_executor import Captured
+from midstream.jobs.local_executor import CapturedLine
 from midstream.jobs.ray.chunks import Outcome, pack_error, unpack_error
-from midstream.jobs.ray.placement import Layout, Placement
+from midstream.jobs.ray.placement import EngineLayout, Placement
 from midstream.jobs.records import Failed
 
 ONE_CPU = [{"CPU": 2.0}]
@@ -85,7 +85,7 @@ def test_malformed_fields_are_refused_by_name(fields, path):
 
 @given(st.integers(1, 10**6), st.integers(1, 600), st.integers(1, 2048))
 def test_each_engine_has_several_chunks_and_more_than_it_runs_at_once(lines, engines, sequences):
-    layout = Layout(engines, 1, 0)
+    layout = EngineLayout(engines, 1, 0)
     size = layout.chunk_lines(lines)
     assert 1 <= size <= 64
     assert size == 1 or (size - 1) * 4 * engines < lines
@@ -96,14 +96,14 @@ def test_each_engine_has_several_chunks_and_more_than_it_runs_at_once(lines, eng
 
 
 def test_a_source_that_nobody_can_count_has_whole_chunks():
-    assert Layout(3, 1, 0).chunk_lines(None) == 64
+    assert EngineLayout(3, 1, 0).chunk_lines(None) == 64
 
 
 words = st.text(max_size=20)
 
 
 @given(
-    st.lists(st.builds(Captured, st.integers(1, 9), st.integers(0, 9), st.integers(0, 9))),
+    st.lists(st.builds(CapturedLine, st.integers(1, 9), st.integers(0, 9), st.integers(0, 9))),
     st.lists(st.builds(Failed, st.integers(1, 9), words)),
     st.none() | st.builds(StoreError, words) | st.builds(SpecError, words, words),
 )

@@ -14,33 +14,33 @@ from support.oracle import Branches, HookEdit, Oracle, relative_error
 
 from midstream.tools.doctor.model_copy import save_copy, small_config
 from midstream.tools.doctor.reference import Reference
-from midstream.tools.doctor.site_finder import Place
+from midstream.tools.doctor.site_finder import SitePlace
 from midstream.tools.doctor.small_config import Size
 
 TOKENS = [5, 17, 33, 101, 8, 77, 54, 23, 9]
 NORM, PRE_FF = "post_attention_layernorm", "pre_feedforward_layernorm"
 PRE_NORM = {
-    "attn_out": Place("self_attn"),
-    "resid_mid": Place(NORM, entry=True),
-    "mlp_in": Place(NORM),
-    "mlp_out": Place("mlp"),
+    "attn_out": SitePlace("self_attn"),
+    "resid_mid": SitePlace(NORM, entry=True),
+    "mlp_in": SitePlace(NORM),
+    "mlp_out": SitePlace("mlp"),
 }
 SANDWICH = {
-    "attn_out": Place(NORM),
-    "resid_mid": Place(PRE_FF, entry=True),
-    "mlp_in": Place(PRE_FF),
-    "mlp_out": Place("post_feedforward_layernorm"),
+    "attn_out": SitePlace(NORM),
+    "resid_mid": SitePlace(PRE_FF, entry=True),
+    "mlp_in": SitePlace(PRE_FF),
+    "mlp_out": SitePlace("post_feedforward_layernorm"),
 }
 POST_NORM = {
-    "attn_out": Place(NORM),
-    "resid_mid": Place("mlp", entry=True),
-    "mlp_in": Place("mlp", entry=True, shared=True),
-    "mlp_out": Place("post_feedforward_layernorm"),
+    "attn_out": SitePlace(NORM),
+    "resid_mid": SitePlace("mlp", entry=True),
+    "mlp_in": SitePlace("mlp", entry=True, shared=True),
+    "mlp_out": SitePlace("post_feedforward_layernorm"),
 }
 PARALLEL = {
-    "attn_out": Place("self_attn"),
-    "mlp_in": Place("mlp", entry=True, shared=True),
-    "mlp_out": Place("mlp"),
+    "attn_out": SitePlace("self_attn"),
+    "mlp_in": SitePlace("mlp", entry=True, shared=True),
+    "mlp_out": SitePlace("mlp"),
 }
 
 
@@ -72,19 +72,19 @@ def test_what_is_scaled_where_it_is_added_is_not_found_and_said_to_be_missing(tm
         assert "scaled" in found.missing((site, 0)), site
     for site in ("resid_pre", "resid_mid", "mlp_in", "resid_post"):
         assert found.missing((site, 1)) is None
-    assert found.places[0].found["resid_mid"] == Place(NORM, entry=True)
+    assert found.places[0].found["resid_mid"] == SitePlace(NORM, entry=True)
 
 
 def test_where_attention_and_mamba_are_added_at_once_the_stream_behind_them_is_found(tmp_path):
     found = copy_of(hf.FalconH1Config(attention_out_multiplier=0.7), tmp_path)
     assert found.missing(("attn_out", 0))
-    assert found.places[0].found["resid_mid"] == Place("pre_ff_layernorm", entry=True)
-    assert found.places[0].found["mlp_out"] == Place("feed_forward")
+    assert found.places[0].found["resid_mid"] == SitePlace("pre_ff_layernorm", entry=True)
+    assert found.places[0].found["mlp_out"] == SitePlace("feed_forward")
 
 
 def test_a_layer_that_is_a_mixer_alone_has_one_branch(tmp_path):
     found = copy_of(hf.MambaConfig(), tmp_path)
-    assert found.places[0].found == {"attn_out": Place("mixer")}
+    assert found.places[0].found == {"attn_out": SitePlace("mixer")}
     assert found.missing(("mlp_out", 0))
 
 

@@ -14,7 +14,7 @@ _KEPT_OF_ID = 96
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class SinkRoute:
     """The destination of the rows of some captures of a request.
 
     Attributes:
@@ -40,7 +40,7 @@ def routes_of(
     every: Sequence[Capture],
     request_id: str,
     uid: str,
-) -> tuple[Route, ...]:
+) -> tuple[SinkRoute, ...]:
     """Return the routes of a request's rows: one for each destination.
 
     Args:
@@ -71,7 +71,7 @@ def routes_of(
             unnamed[sink] = unnamed.get(sink, 0) + 1
         is_all = len(captures) == len(resolved.captures)
         described = metadata[sink, tag, given]
-        routes.append(Route(sink, tag, name, described, tuple(captures), is_all))
+        routes.append(SinkRoute(sink, tag, name, described, tuple(captures), is_all))
     return tuple(routes)
 
 

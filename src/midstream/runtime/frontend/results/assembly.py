@@ -1,4 +1,4 @@
-"""Puts together what the workers sent for one request: activations, scores and receipts."""
+"""Activations, probe scores and receipts of one request, from the results of the workers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from midstream.codecs import parse_codec
 from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Chunk, Rows
 from midstream.results.probe_scores import Probes
+from midstream.results.receipt import Receipt
 from midstream.runtime.frontend.results.receipts import make_receipt
 from midstream.runtime.protocol.results import (
     ResultBlock,
@@ -23,11 +24,30 @@ from midstream.runtime.protocol.results import (
     WorkerResult,
     split,
 )
-from midstream.runtime.protocol.runs import expand
+from midstream.runtime.protocol.runs import Ints, expand
 from midstream.sites import Tap
 from midstream.spec import ResolvedPlan
 
-ATTRIBUTES = ("activations", "probes", "receipt")
+# Positions, ascending, that captures select, by the indices of the captures.
+Select = Callable[[tuple[int, ...]], Ints]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionResults:
+    """Results of one completion.
+
+    Attributes:
+        activations: all captured rows, or those that arrived at the end if earlier rows were
+            delivered and are not kept; None: the plan has no captures.
+        probes: scores of the named probes; None: there are none.
+        receipt: what was done for the completion.
+        blocks: captured rows that arrived at the end.
+    """
+
+    activations: Activations | None
+    probes: Probes | None
+    receipt: Receipt
+    blocks: Sequence[ResultBlock]
 
 
 def assemble(
@@ -36,48 +56,47 @@ def assemble(
     answers: WorkerAnswers,
     dtype: str,
     before: Mapping[int, Sequence[ResultBlock]] = MappingProxyType({}),
-) -> dict[int, list[ResultBlock]]:
-    """Sets `activations`, `probes` and `receipt` on each completion of a finished output, and on
-    the output itself where it has but one.
+) -> dict[int, CompletionResults]:
+    """Assemble the workers' results of a finished request.
 
     Args:
-        output: vLLM's RequestOutput.
-        plan: what was asked for.
-        answers: (header, data) from each worker.
-        dtype: name of the rows' dtype.
-        before: per completion, rows that came while it ran. Where those of a completion are bare,
-            `activations` has the others only.
+        output: vLLM's RequestOutput; unchanged.
+        plan: the resolved plan.
+        answers: the answer of each worker.
+        dtype: name of the dtype of captured vectors.
+        before: per completion, rows that arrived while it ran; without their data if not kept.
 
     Returns:
-        Per completion, the rows that came now.
+        The results of each completion, by its index.
     """
     children = split(answers, len(output.outputs))
     hidden = answers[0].worker.hidden_size
     nothing = Rows(parse_codec(plan.codec), hidden, getattr(torch, dtype), (), ())
-    came: dict[int, list[ResultBlock]] = {}
+    found = {}
     for completion in output.outputs:
         tokens = tokens_of(output, completion, plan)
         parts = children.get(completion.index, [])
         blocks = [block for part in parts for block in part.blocks()] if plan.captures else []
-        came[completion.index] = blocks
         earlier = before.get(completion.index, ())
         every = _activations(plan, [*earlier, *blocks], tokens, nothing)
         is_bare = any(block.is_bare for block in earlier)
-        completion.activations = _activations(plan, blocks, tokens, nothing) if is_bare else every
-        completion.probes = _probes(plan, parts, tokens)
-        completion.receipt = make_receipt(
-            output.request_id, plan, parts, completion, tokens, every, completion.probes
-        )
-    if len(output.outputs) == 1:
-        for name in ATTRIBUTES:
-            setattr(output, name, getattr(output.outputs[0], name))
-    return came
+        activations = _activations(plan, blocks, tokens, nothing) if is_bare else every
+        probes = _probes(plan, parts, tokens)
+        receipt = make_receipt(output.request_id, plan, parts, completion, tokens, every, probes)
+        found[completion.index] = CompletionResults(activations, probes, receipt, blocks)
+    return found
 
 
 def tokens_of(output: Any, completion: Any, plan: ResolvedPlan) -> list[int]:
-    """The id of each row's token, prompt first; 0 where the prompt was embeddings."""
+    """Return the token id of each row, prompt first; 0 for a prompt of embeddings.
+
+    Args:
+        output: vLLM's RequestOutput.
+        completion: one of its CompletionOutputs.
+        plan: the resolved plan.
+    """
     tokens = [*(output.prompt_token_ids or [0] * plan.prompt_len), *completion.token_ids]
-    # The last sampled token is never fed back.
+    # The last sampled token is never computed on.
     return tokens[: max(0, len(tokens) - 1)]
 
 
@@ -86,36 +105,40 @@ def _activations(
 ) -> Activations | None:
     if not plan.captures:
         return None
-    return activations_of(
-        plan,
-        blocks,
-        lambda captures: expand(plan.ranges_of(captures, len(tokens), tokens)),
-        tokens,
-        nothing,
-    )
+    return activations_of(plan, blocks, select_final(plan, tokens), tokens, nothing)
+
+
+def select_final(plan: ResolvedPlan, tokens: Sequence[int]) -> Select:
+    """Return the function that gives the positions selected by captures of an ended completion.
+
+    Args:
+        plan: the resolved plan.
+        tokens: token ids of all rows, prompt first.
+    """
+    return lambda captures: expand(plan.ranges_of(captures, len(tokens), tokens))
 
 
 def activations_of(
     plan: ResolvedPlan,
     blocks: Sequence[ResultBlock],
-    wanted: Callable[[tuple[int, ...]], NDArray[np.int64]],
+    select: Select,
     tokens: Tensor | Sequence[int],
     nothing: Rows,
 ) -> Activations:
-    """Those of some rows that a plan captures.
+    """Return the captured rows of some blocks.
 
     Args:
-        plan: what was asked for.
-        blocks: the rows; of each position and tap at most one.
-        wanted: the positions that some of the plan's captures ask for.
-        tokens: the ids of the tokens from position 0 on.
-        nothing: rows as they come, without any.
+        plan: the resolved plan.
+        blocks: the rows; at most one per position and tap.
+        select: returns the positions, ascending, that captures select, by their indices.
+        tokens: token ids from position 0 on.
+        nothing: encoded rows of the plan, without any.
     """
     found: dict[Tap, _Group] = {}
     for captures, taps in plan.alike:
-        asked = wanted(captures)
+        selected = select(captures)
         for together, mine in _found_together(taps, blocks):
-            there, chosen = _choose([block.positions for block in mine], asked)
+            there, chosen = _choose([block.positions for block in mine], selected)
             group = _Group(mine, torch.from_numpy(there), chosen)
             found.update(dict.fromkeys(together, group))
     groups = {tap: found[tap] for tap in plan.taps}
@@ -125,12 +148,12 @@ def activations_of(
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """What taps have that were found at the same positions.
+    """Rows of taps that were captured at the same positions.
 
     Attributes:
-        blocks: that have them.
+        blocks: the blocks that have these rows.
         positions: int64 [rows], ascending.
-        chosen: which of the blocks' rows these are; None: all of them as they are.
+        chosen: int64 [rows], indices into the blocks' rows; None: all rows in their order.
     """
 
     blocks: Sequence[ResultBlock]
@@ -139,7 +162,7 @@ class _Group:
 
 
 class _Gathered(Mapping[Tap, Rows]):
-    """Each tap's rows, made when they are asked for: few callers ask for those of all layers."""
+    """Rows of each tap, built on access: few callers read those of all layers."""
 
     def __init__(self, groups: dict[Tap, _Group], nothing: Rows) -> None:
         self._groups = groups
@@ -172,7 +195,7 @@ class _Gathered(Mapping[Tap, Rows]):
 
 
 def _probes(plan: ResolvedPlan, parts: list[WorkerResult], tokens: Sequence[int]) -> Probes | None:
-    """The named probes' scores; each pipeline stage knows those of its own layers."""
+    """Return the scores of the named probes; each pipeline stage has those of its layers."""
     scores: dict[str, Tensor] = {}
     positions: dict[str, Tensor] = {}
     for probe in plan.probes:
@@ -202,7 +225,7 @@ def _joined(rows: list[Tensor], chosen: Tensor | None, nothing: Tensor) -> Tenso
 def _found_together(
     taps: Sequence[Tap], blocks: Sequence[ResultBlock]
 ) -> list[tuple[list[Tap], list[ResultBlock]]]:
-    """The taps, those together that were found in the same blocks."""
+    """Group taps that occur in the same blocks; return each group with its blocks."""
     present = [set(block.taps) for block in blocks]
     if all(there.issuperset(taps) for there in present):
         return [(list(taps), list(blocks))]
@@ -216,8 +239,15 @@ def _found_together(
 def _choose(
     found: list[NDArray[np.int64]], wanted: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], Tensor | None]:
-    """(the wanted positions that were found, ascending; their rows among those found, None: all
-    of them as they are).
+    """Select rows by position.
+
+    Args:
+        found: int64, positions of each block's rows.
+        wanted: int64, the positions to select, ascending.
+
+    Returns:
+        (selected positions, ascending; indices of their rows among all rows, or None for all rows
+        in their order).
     """
     if not found:
         return np.zeros(0, np.int64), None

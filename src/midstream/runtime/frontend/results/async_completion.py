@@ -18,7 +18,7 @@ from midstream.runtime.frontend.results.delivery import (
     RESULTS,
     FinishedRequest,
     Vectors,
-    send_soon,
+    deliver_soon,
 )
 from midstream.runtime.frontend.results.partial_scores import StreamState
 from midstream.runtime.frontend.results.receipts import ReceiptReporter
@@ -151,19 +151,15 @@ class AsyncCompletion:
         if call.session is not None and call.stream is not None:
             generated, inputs = call.stream.generated, call.session.inputs
             whole, plan = as_one_request(output, generated, inputs, plan, answers)
-        before = {} if call.partial_rows is None else call.partial_rows.before()
+        before = {} if call.partial_rows is None else call.partial_rows.received()
         given = (whole, plan, answers, self._info.dtype, before)
         if sum(len(answer.data) for answer in answers) > _THREAD_BYTES:
-            blocks = await asyncio.to_thread(assemble, *given)
+            results = await asyncio.to_thread(assemble, *given)
         else:
-            blocks = assemble(*given)
-        asked = replace(call.admitted, plan=plan)
-        await send_soon(
-            self._sinks, FinishedRequest(asked, whole, self._vectors, call.partial_rows, blocks)
-        )
-        for mine, theirs in ((output, whole), *zip(output.outputs, whole.outputs, strict=True)):
-            for name in RESULTS:
-                setattr(mine, name, getattr(theirs, name))
+            results = assemble(*given)
+        admitted = replace(call.admitted, plan=plan)
+        finished = FinishedRequest(admitted, whole, self._vectors, results, call.partial_rows)
+        (await deliver_soon(self._sinks, finished)).set_results(output)
         self._count(call, output)
         reporter = ReceiptReporter(self._config)
         reporter.add(output)
@@ -189,7 +185,7 @@ def _record(call: GenerateCall, output: Any) -> None:
     completion = output.outputs[0]
     # With CUMULATIVE, this is vLLM's own list, which grows while scores are fetched.
     completion.token_ids = list(completion.token_ids)
-    call.stream.see(completion, call.is_delta)
+    call.stream.record(completion, call.is_delta)
 
 
 def _whole(output: Any, call: GenerateCall) -> Any:

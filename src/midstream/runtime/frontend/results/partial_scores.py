@@ -1,4 +1,4 @@
-"""What is known so far of a completion that goes on: its tokens, and the scores of its probes."""
+"""Tokens and probe scores of a running completion."""
 
 from __future__ import annotations
 
@@ -19,64 +19,68 @@ from midstream.spec.positions.ranges import Ranges
 
 
 class StreamState:
-    """One completion's tokens and scores, as its outputs come.
+    """Tokens and scores of one completion, updated with each output.
 
-    The cost of an output depends on what is new in it, but for the copies that its caller gets.
+    The cost of an update depends on what is new, except for the copies that the caller gets.
     """
 
     def __init__(self, plan: ResolvedPlan, prompt: Sequence[int]) -> None:
-        """Args:
-        plan: what was asked for.
-        prompt: the prompt's token ids.
+        """Create it for a completion.
+
+        Args:
+            plan: the resolved plan.
+            prompt: token ids of the prompt.
         """
         self._prompt_len = len(prompt)
         self._tokens = _Growing(np.int64)
         self._tokens.extend(np.array(prompt, np.int64))
-        self._asked_up_to = 0
+        self._requested = 0
         self._scores = [_Scores(probe) for probe in plan.probes if probe.name]
 
     @property
     def tokens(self) -> Ints:
-        """int64, the ids of the tokens that are known, prompt first. They do not change."""
+        """Ids of all known tokens, prompt first: int64. The array never changes."""
         return self._tokens.values
 
     @property
     def generated(self) -> list[int]:
-        """The generated tokens."""
+        """Ids of the generated tokens."""
         tokens: list[int] = self._tokens.values[self._prompt_len :].tolist()
         return tokens
 
-    def see(self, completion: Any, is_delta: bool) -> None:
-        """Takes in the tokens of an output.
+    def record(self, completion: Any, is_delta: bool) -> None:
+        """Record the tokens of an output.
 
         Args:
             completion: vLLM's CompletionOutput.
-            is_delta: whether it has only the tokens since the one before, or all.
+            is_delta: whether it has only the tokens since the previous output; otherwise all.
         """
         known = 0 if is_delta else len(self._tokens.values) - self._prompt_len
         self._tokens.extend(np.array(completion.token_ids[known:], np.int64))
 
     def next_span(self) -> Span | None:
-        """[start, stop) of the positions that were computed since this was last asked; None where
-        no probe selects any of them.
+        """Return [start, stop) of the positions computed since the last call of this.
+
+        Returns:
+            The span; None if no probe selects a position in it.
         """
-        # The last token that was sampled has not been computed on.
-        start, stop = self._asked_up_to, len(self._tokens.values) - 1
+        # The last sampled token was not computed on.
+        start, stop = self._requested, len(self._tokens.values) - 1
         if not self._scores or stop <= start:
             return None
-        self._asked_up_to = stop
+        self._requested = stop
         tokens = self._tokens.values
-        # Not `any`, which would end at the first: each probe takes note of what it selects.
+        # A list, as `any` would end at the first: each probe records what it selects.
         selected = [scores.select(start, stop, tokens) for scores in self._scores]
         return (start, stop) if any(selected) else None
 
-    def add(self, seen: list[ScoreBlock]) -> None:
-        """Takes in what the workers have of the span that was asked for."""
+    def add(self, blocks: list[ScoreBlock]) -> None:
+        """Add the scores that the workers have in the span of `next_span`."""
         for scores in self._scores:
-            scores.add(seen)
+            scores.add(blocks)
 
     def probes(self) -> Probes | None:
-        """The scores so far; None where no probe was asked for."""
+        """Return the scores so far; None: the plan has no named probes."""
         if not self._scores:
             return None
         return Probes(
@@ -87,42 +91,48 @@ class StreamState:
 
 
 class _Scores:
-    """One probe's scores, ascending by position.
+    """Scores of one probe, ascending by position.
 
-    The final row is not known before the end: where a probe asks for that, it is left out.
+    The score of a request's last row is not included: that row is not known before the end.
     """
 
     def __init__(self, probe: Any) -> None:
         self.name: str = probe.name
         self._tap = (probe.site, probe.layer)
         self._slot: int = probe.slot
-        self._where = Selection(probe.where)
+        self._where = ScoreSelection(probe.where)
         self._wanted: Ints = np.zeros(0, np.int64)
         self.values = _Growing(np.float32)
         self.positions = _Growing(np.int64)
 
     def select(self, start: int, stop: int, tokens: Ints) -> bool:
-        """Whether any of these positions is wanted; `add` gets their scores."""
+        """Select positions in [start, stop) for `add`; return whether there are any."""
         self._wanted = self._where.within(start, stop, tokens)
         return bool(self._wanted.size)
 
-    def add(self, seen: list[ScoreBlock]) -> None:
-        for block in seen:
+    def add(self, blocks: list[ScoreBlock]) -> None:
+        for block in blocks:
             if self._tap in block.worker.taps:
                 mine = np.isin(block.positions, self._wanted)
                 self.positions.extend(block.positions[mine])
                 self.values.extend(block.values[:, self._slot].numpy()[mine])
 
 
-class Selection:
-    """A selection, asked for a few positions at a time."""
+class ScoreSelection:
+    """A selection of positions, evaluated for some positions at a time."""
 
     def __init__(self, where: Where) -> None:
         self._ranges = _bounds(where.ranges)
         self._matches = [(_bounds(m.ranges), np.array(m.ids), m.others) for m in where.matches]
 
     def within(self, start: int, stop: int, tokens: Ints) -> Ints:
-        """The selected positions of [start, stop), given the id of each position's token."""
+        """Return the selected positions in [start, stop).
+
+        Args:
+            start: first position.
+            stop: position after the last.
+            tokens: token ids from position 0 on.
+        """
         positions = np.arange(start, stop)
         selected = _inside(self._ranges, positions)
         for bounds, ids, others in self._matches:
@@ -131,35 +141,35 @@ class Selection:
 
 
 class _Growing:
-    """An array that grows at its end. What was handed out of it never changes."""
+    """An array that grows at its end. Arrays that it returned never change."""
 
     def __init__(self, dtype: Any) -> None:
-        self._held = np.zeros(64, dtype)
+        self._array = np.zeros(64, dtype)
         self._size = 0
 
     @property
     def values(self) -> NDArray[Any]:
-        return self._held[: self._size]
+        return self._array[: self._size]
 
     def extend(self, values: NDArray[Any]) -> None:
         size = self._size + len(values)
-        if size > len(self._held):
-            grown = np.zeros(max(size, 2 * len(self._held)), self._held.dtype)
+        if size > len(self._array):
+            grown = np.zeros(max(size, 2 * len(self._array)), self._array.dtype)
             grown[: self._size] = self.values
-            self._held = grown
-        self._held[self._size : size] = values
+            self._array = grown
+        self._array[self._size : size] = values
         self._size = size
 
 
 def _bounds(ranges: Ranges) -> tuple[Ints, Ints]:
-    """The ranges' starts, and their stops."""
+    """Return the starts of some ranges, and their stops."""
     pairs = [(start, FOREVER if stop is None else stop) for start, stop in ranges]
     both = np.array(pairs, np.int64).reshape(-1, 2)
     return both[:, 0], both[:, 1]
 
 
 def _inside(bounds: tuple[Ints, Ints], positions: Ints) -> NDArray[np.bool_]:
-    """Which positions are in one of some sorted, disjoint ranges."""
+    """Return which positions are in one of some sorted, disjoint ranges."""
     starts, stops = bounds
     if not starts.size:
         return np.zeros(positions.size, np.bool_)

@@ -1,4 +1,4 @@
-"""Receipts: what was asked of one completion against what the workers did for it."""
+"""Receipts: what the workers did for a completion, compared with its plan."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ def make_receipt(
     activations: Activations | None,
     probes: Probes | None,
 ) -> Receipt:
-    """The receipt of one completion.
+    """Return the receipt of one completion.
 
     Args:
-        request_id: vLLM's.
-        plan: what was asked for.
-        parts: what the workers sent.
+        request_id: vLLM's request id.
+        plan: the resolved plan.
+        parts: results of the workers.
         completion: vLLM's CompletionOutput.
-        tokens: the id of each row's token, prompt first.
-        activations, probes: what of the workers' answer belongs to the plan.
+        tokens: token id of each row, prompt first.
+        activations: captured rows of the completion; None: the plan has no captures.
+        probes: scores of the completion; None: the plan has no named probes.
     """
     length = len(tokens)
     problems = []
@@ -60,7 +61,7 @@ def make_receipt(
     lost = 0
     if came != rows:
         lost = sum(max(0, one.expected - one.actual) for one in captured)
-        # A row that found no room may have been computed, and kept, another time.
+        # A row that was dropped may have been computed again, and stored then.
         if lost > dropped or any(one.actual > one.expected for one in captured):
             problems += [
                 f"{one.site} of layer {one.layer}: {one.actual} rows came, expected {one.expected}"
@@ -93,7 +94,7 @@ def make_receipt(
     )
 
 
-# Of many requests these are the same.
+# Many requests have the same counts.
 @functools.lru_cache(maxsize=256)
 def _captured(
     taps: tuple[Tap, ...], expected: tuple[int, ...], actual: tuple[int, ...]
@@ -107,15 +108,15 @@ def _captured(
 def _edited(
     plan: ResolvedPlan, parts: list[WorkerResult], length: int, tokens: Sequence[int]
 ) -> tuple[Edited, list[str]]:
-    """Counts edits position by position, over the pipeline's stages."""
+    """Count edits per position, over all pipeline stages; return the counts and the problems."""
     finals = {edit.where: edit.where.final(length, tokens) for edit in plan.edits}
     edits = _add_up((finals[edit.where] for edit in plan.edits), length)
-    # The device counts a probe like an edit, and carries it out wherever it may be wanted.
+    # The device counts a probe like an edit, and runs it wherever its score may be selected.
     reads = _add_up((clip(probe.where.possible, length) for probe in plan.probes), length)
     expected = edits + reads
     done = np.zeros(length, np.int64)
-    # What the cache served was computed for another request that asked for the same there: the
-    # blocks' keys say so.
+    # Rows that the cache served were computed for another request with the same edits: their
+    # blocks have the same keys.
     cached = np.full(length, bool(parts))
     problems = []
     first_ranks: dict[int, tuple[WorkerResult, Ints]] = {}
@@ -133,7 +134,7 @@ def _edited(
         leader, theirs = first_ranks[stage]
         apart = np.flatnonzero(edited != theirs)
         if apart.size:
-            # Each rank edits its own copy of the stream: one that did not has made it another.
+            # Each rank edits its own copy of the residual stream: the copies differ now.
             problems.append(
                 f"{apart.size} positions were not edited alike on workers "
                 f"{leader.worker.place} and {part.worker.place}; the first is {apart[0]}"
@@ -156,7 +157,7 @@ def _edited(
 
 
 def _missing(parts: list[WorkerResult]) -> list[str]:
-    """Ranks that know nothing of what another one of their stage has done: they did no edit."""
+    """Return a problem for each rank without results where another rank of its stage has some."""
     ranks: dict[int, set[int]] = {}
     for part in parts:
         ranks.setdefault(part.worker.stage, set()).add(part.worker.tensor_rank)
@@ -169,7 +170,7 @@ def _missing(parts: list[WorkerResult]) -> list[str]:
 
 
 def _add_up(finals: Iterable[Final], length: int) -> Ints:
-    """How many of some selections each position is in."""
+    """Return, for each position, the number of selections that it is in."""
     steps = np.zeros(length + 1, np.int64)
     for ranges in finals:
         for start, stop in ranges:
@@ -179,9 +180,9 @@ def _add_up(finals: Iterable[Final], length: int) -> Ints:
 
 
 def _selected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[Selected, ...]:
-    """What every selection of the plan came to."""
+    """Return the positions that each selection of the plan selected."""
     found = [
-        # Captures of every request count from their end, as server-wide edits do.
+        # Captures of every request have negative indices, as server-wide edits have.
         Selected(
             f"capture[{one.source}]" if one.source >= 0 else f"sinks[{one.source}]",
             one.where.final(length, tokens),
@@ -192,7 +193,7 @@ def _selected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[S
     for edit in {(edit.source, edit.where): edit for edit in plan.edits}.values():
         by_source.setdefault(edit.source, []).extend(edit.where.final(length, tokens))
     found += [
-        # Server-wide edits come before the request's own, and count from their end.
+        # Server-wide edits come before the request's own, and have negative indices.
         Selected(
             f"edits[{source}]" if source >= 0 else f"steering[{source}]",
             clip(merge(ranges), length),
@@ -212,29 +213,29 @@ def _count(ranges: Final) -> int:
 
 
 class ReceiptReporter:
-    """The receipts with problems, until their caller is told."""
+    """Collects receipts with problems, and reports them to the caller."""
 
     def __init__(self, config: Config) -> None:
         self._warns = config.on_mismatch == "warn"
         self._receipts: list[Receipt] = []
 
     def add(self, output: Any) -> None:
-        """Takes note of an output whose completions have their receipts."""
+        """Add the receipts of an output's completions."""
         self._receipts += [one.receipt for one in output.outputs if one.receipt.problems]
 
     def forget(self, request_ids: Container[str]) -> None:
-        """Nobody waits for these requests any more."""
+        """Drop the receipts of requests, by the ids that their caller gave."""
         self._receipts = [one for one in self._receipts if one.request_id not in request_ids]
 
     def report(self, outputs: Sequence[Any] = ()) -> None:
-        """Tells the caller, once.
+        """Report the problems, once.
 
         Args:
-            outputs: what the call has to give.
+            outputs: outputs of the call, for the error.
 
         Raises:
-            ReceiptError: there were problems, and the settings do not say that they are only to be
-                warned of.
+            ReceiptError: there are problems, and `on_mismatch` is "raise". With "warn", each is a
+                ReceiptWarning instead.
         """
         receipts, self._receipts = self._receipts, []
         if not receipts:

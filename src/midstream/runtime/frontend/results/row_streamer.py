@@ -1,21 +1,98 @@
-"""Delivery of rows of running calls of an asynchronous engine, to sinks and to outputs."""
+"""Delivery of rows of running requests, to sinks and to outputs."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from midstream.results.activations import Activations
 from midstream.runtime.frontend.call import GenerateCall
-from midstream.runtime.frontend.results.partial_rows import LOOK_SECONDS
-from midstream.runtime.frontend.results.progress import lengths_of, running_of
+from midstream.runtime.frontend.results.partial_rows import LOOK_SECONDS, PartialRows
+from midstream.runtime.frontend.results.progress import RequestProgress, lengths_of, running_of
 from midstream.runtime.frontend.rpc.background_tasks import BackgroundTasks
+from midstream.runtime.protocol.results import WorkerAnswers
+from midstream.sinks.delivery import run_puts, run_puts_soon
 from midstream.sinks.sink_set import SinkSet
+
+FetchRows = Callable[[dict[str, dict[str, int]]], dict[str, WorkerAnswers]]
+
+
+class StepRowStreamer:
+    """Delivers rows of a synchronous engine's running requests, between its steps."""
+
+    def __init__(
+        self, sinks: SinkSet, received: Callable[[str, int], None], fetch: FetchRows
+    ) -> None:
+        """Create it for one engine.
+
+        Args:
+            sinks: the engine's sinks.
+            received: is called with the uid and the bytes of rows that were fetched.
+            fetch: fetches rows, per uid, given the positions below which they are fetched, per uid
+                and vLLM's id.
+        """
+        self._sinks = sinks
+        self._received = received
+        self._fetch = fetch
+        self._partial_rows: dict[str, PartialRows] = {}
+        self._next_look = 0.0
+
+    def __len__(self) -> int:
+        return len(self._partial_rows)
+
+    def add(self, uid: str, partial: PartialRows) -> None:
+        """Add a request."""
+        self._partial_rows[uid] = partial
+
+    def get(self, uid: str | None) -> PartialRows | None:
+        """Return the rows of a request; None: none of it are delivered before its end."""
+        return None if uid is None else self._partial_rows.get(uid)
+
+    def deliver_due(self, states: Mapping[str, Any]) -> None:
+        """Fetch rows, and deliver them to sinks that should get them now.
+
+        Blocks while a sink is full.
+
+        Args:
+            states: vLLM's states of running requests, by its ids.
+        """
+        if not self._partial_rows or time.monotonic() < self._next_look:
+            return
+        due = {
+            uid: running_of(states, partial.ids)
+            for uid, partial in self._partial_rows.items()
+            if partial.is_due(lengths_of(states, partial.ids))
+        }
+        try:
+            self._deliver(due)
+        except BaseException:
+            # Rows that were being fetched are lost: receipts report them as missing.
+            for uid in due:
+                self.end(uid)
+            raise
+        self._next_look = time.monotonic() + LOOK_SECONDS
+
+    def end(self, uid: str) -> None:
+        """Deliver no more pieces of a request; sinks that lack its last one get an empty one."""
+        partial = self._partial_rows.pop(uid, None)
+        if partial is not None:
+            for route, delivery in partial.endings():
+                self._sinks.queue(route.sink).put_empty(delivery)
+
+    def _deliver(self, due: Mapping[str, Mapping[str, RequestProgress]]) -> None:
+        if not due:
+            return
+        answers = self._fetch({uid: self._partial_rows[uid].request(due[uid]) for uid in due})
+        for uid in due:
+            partial = self._partial_rows[uid]
+            self._received(uid, partial.receive(answers.pop(uid)))
+            run_puts(partial.pieces(), self._sinks)
 
 
 class RowStreamer:
-    """Delivers rows of one engine's calls. Not thread-safe: call on the engine's event loop.
+    """Delivers rows of an asynchronous engine's calls. Not thread-safe: call on its event loop.
 
     All methods but `run` are for calls that have `partial_rows`.
     """
@@ -90,10 +167,8 @@ class RowStreamer:
             known = running_of(states, partial.ids)
             if partial.is_over or not known:
                 return
-            await self._fetch(call, partial.ask(known))
-            for route, index, delivery, size in partial.deliveries():
-                queue = self._sinks.queue(route.sink)
-                partial.note(route, index, await queue.put_soon(delivery, size))
+            await self._fetch(call, partial.request(known))
+            await run_puts_soon(partial.pieces(), self._sinks)
 
     async def show(self, call: GenerateCall, is_aborted: bool) -> Activations:
         """Return the rows for an output of a call that is not its regular last one.
@@ -130,4 +205,4 @@ class RowStreamer:
         assert call.replica is not None
         uid = call.admitted.uid
         answers = await call.replica.batcher.collect_partial(uid, stops)
-        self._received(uid, call.partial_rows.take_in(answers))
+        self._received(uid, call.partial_rows.receive(answers))

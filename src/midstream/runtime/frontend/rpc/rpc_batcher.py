@@ -17,7 +17,7 @@ from midstream.runtime.protocol.rpc import A, ReadScores, ReleaseRequests, RpcRe
 from midstream.runtime.protocol.scores import ScoreBlock, Span, score_blocks
 
 
-class Call(Protocol):
+class AsyncCall(Protocol):
     """Sends a request to all workers of an engine and returns their answers."""
 
     def __call__(self, request: RpcRequest[A], /) -> Awaitable[list[A]]: ...
@@ -32,7 +32,7 @@ _BATCH_REQUESTS = 64
 class RpcBatcher:
     """One engine's. All methods are for the loop that the engine runs on."""
 
-    def __init__(self, call: Call, workers: Sequence[RemoteWorker]) -> None:
+    def __init__(self, call: AsyncCall, workers: Sequence[RemoteWorker]) -> None:
         """Args:
         call: sends a request to all workers.
         workers: each worker.

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.plans import plan_of
 
-from midstream.runtime.frontend.request.sink_routes import unique_name, routes_of
+from midstream.runtime.frontend.request.sink_routes import routes_of, unique_name
 from midstream.spec import Capture, ModelShape, Plan, Prompt
 from midstream.spec.resolve.resolve import resolve
 from midstream.spec.sink_target import read_name

@@ -6,11 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.answers import DEEP, POST, PRE, WIDTH, answer, assembled, output, rows, vector
+from support.answers import (
+    DEEP,
+    POST,
+    PRE,
+    WIDTH,
+    answer,
+    assemble_on,
+    assembled,
+    output,
+    rows,
+    vector,
+)
 from support.plans import VECTORS, plan_of
 
 from midstream.errors import ReceiptError
-from midstream.runtime.frontend.results.assembly import assemble
 from midstream.spec import Where
 
 EVERYWHERE = ((0, None),)
@@ -138,7 +148,7 @@ def test_a_capture_without_any_row_is_empty_but_of_the_models_shape_and_dtype(dt
 def test_a_prompt_of_embeddings_has_positions_all_the_same():
     found = output()
     found.prompt_token_ids = None
-    assemble(found, READ, [answer(("x", [2] * 4, [rows([PRE, POST], range(4))]))], "float32")
+    assemble_on(found, READ, [answer(("x", [2] * 4, [rows([PRE, POST], range(4))]))], "float32")
     assert found.activations.positions.tolist() == [0, 1, 2, 3]
     assert found.activations.token_ids.tolist() == [0, 0, 0, 200]
     assert found.receipt.status == "ok"
@@ -366,5 +376,5 @@ def test_a_request_that_the_engine_ended_says_why():
     plain = output(3, 2)
     plain.outputs[0].finish_reason = "error"
     plain.outputs[0].stop_reason = "it was served wrong KV"
-    assemble(plain, STEER, [answer(("x", [2, 3, 3, 3], []))], "float32")
+    assemble_on(plain, STEER, [answer(("x", [2, 3, 3, 3], []))], "float32")
     assert plain.receipt.problems == ("it was served wrong KV",)

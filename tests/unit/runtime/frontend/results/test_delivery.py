@@ -14,11 +14,17 @@ from support.sinking import Keeping
 
 from midstream.results.receipt import CaptureResult
 from midstream.runtime.frontend.admitted import AdmittedRequest
-from midstream.runtime.frontend.request.sink_routes import Route
+from midstream.runtime.frontend.request.sink_routes import SinkRoute
 from midstream.runtime.frontend.results.assembly import assemble
-from midstream.runtime.frontend.results.delivery import RESULTS, FinishedRequest, send, send_soon
+from midstream.runtime.frontend.results.delivery import (
+    RESULTS,
+    FinishedRequest,
+    deliver,
+    deliver_soon,
+)
 from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.progress import RequestProgress
+from midstream.sinks.delivery import run_puts
 from midstream.sinks.queue import SinkQueue
 from midstream.sinks.sink_set import Pace
 from midstream.spec import Capture, Plan
@@ -63,7 +69,7 @@ def sinks(one, two):
 
 
 def route(sink, captures, count, metadata=NO_METADATA):
-    return Route(sink, "t", f"name-{sink}", metadata, captures, len(captures) == count)
+    return SinkRoute(sink, "t", f"name-{sink}", metadata, captures, len(captures) == count)
 
 
 def finished(plan, answers, **shape):
@@ -72,28 +78,29 @@ def finished(plan, answers, **shape):
     found.prompt = "abc"
     for completion in found.outputs:
         completion.text = "de"
-    assemble(found, plan, answers, "float32")
+    found.results = assemble(found, plan, answers, "float32")
     return found
 
 
-def delivered(sinks, asked, found, how="send", pieces=None, blocks=None):
-    whole = FinishedRequest(asked, found, VECTORS, pieces, blocks or {})
-    if how == "send":
-        sent = send(sinks, whole)
+def delivered(sinks, admitted, found, how="deliver", partial=None):
+    whole = FinishedRequest(admitted, found, VECTORS, found.results, partial)
+    if how == "deliver":
+        pending = deliver(sinks, whole)
         sinks.drain()
-        sent.settle()
     else:
-        asyncio.run(send_soon(sinks, whole))
+        pending = asyncio.run(deliver_soon(sinks, whole))
+        assert pending.is_done
+    pending.set_results(found)
 
 
 BOTH = plan_of(captures=[([PRE, POST], EVERYWHERE), ([POST], ((2, 3),))], prompt_len=3)
 ROWS = [answer(("x", [2] * 4, [rows([PRE, POST], range(4))]))]
 
 
-@pytest.mark.parametrize("how", ["send", "send_soon"])
+@pytest.mark.parametrize("how", ["deliver", "deliver_soon"])
 def test_a_sink_of_all_captures_gets_what_the_output_would_have(sinks, one, how):
     found = finished(BOTH, ROWS)
-    expected = found.activations
+    expected = found.results[0].activations
     metadata = Metadata({"a": 1})
     delivered(
         sinks, AdmittedRequest("u", BOTH, OWN, (route("one", (0, 1), 2, metadata),)), found, how
@@ -110,7 +117,7 @@ def test_a_sink_of_all_captures_gets_what_the_output_would_have(sinks, one, how)
     assert found.outputs[0].activations is None
 
 
-@pytest.mark.parametrize("how", ["send", "send_soon"])
+@pytest.mark.parametrize("how", ["deliver", "deliver_soon"])
 def test_each_place_gets_the_rows_of_its_own_captures_and_no_others(sinks, one, how):
     found = finished(BOTH, ROWS)
     routes = (route("one", (1,), 2), route("memory", (0,), 2))
@@ -158,30 +165,42 @@ class AsTheyCome:
         return Pace(0.0, 1) if name == "one" else None
 
 
+class Telling:
+    """A queue whose sink has told of each delivery."""
+
+    def __init__(self, result):
+        self.result = result
+
+    def queue(self, name):
+        return self
+
+    def put(self, delivery, size):
+        done = Future()
+        done.set_result(self.result)
+        return done
+
+
 def begun(asked, results):
     """The pieces of a request of which two positions came in two pieces, and its end's answers."""
-    pieces = PartialRows(asked, "x", 1, AsTheyCome(), VECTORS)
+    partial = PartialRows(asked, "x", 1, AsTheyCome(), VECTORS)
     for position, result in enumerate(results):
-        pieces.ask({"x": RequestProgress("abc", (100, 101, 102), ())})
-        pieces.take_in([answer(("x", [], [rows([PRE, POST], [position])]))])
-        for found, index, _, _ in pieces.deliveries():
-            done = Future()
-            done.set_result(result)
-            pieces.note(found, index, done)
-    return pieces, [answer(("x", [2] * 4, [rows([PRE, POST], [2, 3])]))]
+        partial.request({"x": RequestProgress("abc", (100, 101, 102), ())})
+        partial.receive([answer(("x", [], [rows([PRE, POST], [position])]))])
+        run_puts(partial.pieces(), Telling(result))
+    return partial, [answer(("x", [2] * 4, [rows([PRE, POST], [2, 3])]))]
 
 
-@pytest.mark.parametrize("how", ["send", "send_soon"])
+@pytest.mark.parametrize("how", ["deliver", "deliver_soon"])
 def test_the_last_piece_has_what_is_left_and_the_result_is_that_of_all(sinks, one, how):
     own = Plan((Capture(1, sink="one"), Capture(1)))
     asked = AdmittedRequest("u", BOTH, own, (route("one", (0, 1), 2), route("memory", (0,), 2)))
     first, second = CaptureResult(paths=("a",)), CaptureResult("partial", "half of it", ("b", "a"))
-    pieces, answers = begun(asked, [first, second])
+    partial, answers = begun(asked, [first, second])
     one.results = [CaptureResult(paths=("c",), manifest={"all": 3})]
     found = output()
     found.prompt, found.outputs[0].text = "abc", "de"
-    blocks = assemble(found, BOTH, answers, "float32", pieces.before())
-    delivered(sinks, asked, found, how, pieces, blocks)
+    found.results = assemble(found, BOTH, answers, "float32", partial.received())
+    delivered(sinks, asked, found, how, partial)
     (given,) = one.given
     assert (given.piece, given.is_last, given.text) == (2, True, "de")
     assert given.activations.positions.tolist() == [2, 3]
@@ -190,14 +209,14 @@ def test_the_last_piece_has_what_is_left_and_the_result_is_that_of_all(sinks, on
     assert found.capture_results["one"] == CaptureResult("partial", "half of it", ("a", "b", "c"))
     assert found.capture_results["one"].manifest == {"all": 3}
     assert found.receipt.problems == ("sink one: half of it",)
-    assert pieces.endings() == [], "it would be ended twice"
+    assert partial.endings() == [], "it would be ended twice"
 
 
 @pytest.mark.parametrize("sink", ["one", "memory"])
 def test_rows_that_did_not_come_make_the_result_partial(sinks, sink):
     missing = [answer(("x", [2] * 4, [rows([PRE, POST], range(3))]))]
     found = finished(BOTH, missing)
-    problems = found.receipt.problems
+    problems = found.results[0].receipt.problems
     assert problems
     delivered(sinks, AdmittedRequest("u", BOTH, OWN, (route(sink, (0, 1), 2),)), found)
     result = found.capture_results[sink]
@@ -239,7 +258,7 @@ def test_the_manifest_of_npz_is_also_the_outputs(metrics):
 def test_a_request_that_captures_nothing_has_no_results(sinks, one):
     plan = plan_of(edits=[], probes=[("p", PRE, EVERYWHERE)], prompt_len=3)
     found = finished(plan, [answer(("x", [3] * 4, []), scores=[(0, [[1.0]] * 4)], taps=[PRE])])
-    receipt = found.receipt
+    receipt = found.results[0].receipt
     delivered(sinks, AdmittedRequest("u", plan, None, ()), found)
     assert found.capture_results is None
     assert found.activation_manifest is None

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from support.answers import WIDTH, answer, output, rows, vector
+from support.answers import WIDTH, answer, assemble_on, output, rows, vector
 from support.plans import plan_of
 
-from midstream.results.receipt import CaptureResult
 from midstream.runtime.frontend.admitted import AdmittedRequest
-from midstream.runtime.frontend.request.sink_routes import Route
+from midstream.runtime.frontend.request.sink_routes import SinkRoute
 from midstream.runtime.frontend.results import partial_rows as module
-from midstream.runtime.frontend.results.assembly import assemble
 from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.progress import RequestProgress, lengths_of, running_of
 from midstream.sinks.sink_set import Pace
@@ -52,7 +50,7 @@ class Sinks:
 
 
 def route(sink, captures, count=2):
-    return Route(sink, "t", f"name-{sink}", NO_METADATA, captures, len(captures) == count)
+    return SinkRoute(sink, "t", f"name-{sink}", NO_METADATA, captures, len(captures) == count)
 
 
 def resolved(*wheres):
@@ -65,11 +63,24 @@ def resolved(*wheres):
 OWN = Plan((Capture(1), Capture([0, 1])))
 
 
-def pieces_of(plan, routes, own=OWN, sinks=None, completions=1):
+def partial_rows_of(plan, routes, own=OWN, sinks=None, completions=1):
     found = PartialRows(
         AdmittedRequest("u", plan, own, routes), "x", completions, sinks or Sinks(), VECTORS
     )
     found.ids += ["x"] if completions == 1 else [f"{n}_x" for n in range(completions)]
+    return found
+
+
+def put(partial):
+    """What sinks get now; they have not told what became of it."""
+    puts, found = partial.pieces(), []
+    one = next(puts, None)
+    while one is not None:
+        found.append(one)
+        try:
+            one = puts.send(Future())
+        except StopIteration:
+            one = None
     return found
 
 
@@ -106,33 +117,35 @@ def told(activations):
 def test_pieces_and_the_rest_are_what_the_end_alone_would_have_shown(wheres, steps, also_memory):
     plan = resolved(*wheres)
     routes = (route("rows", (0, 1)), *([route("memory", (0,))] if also_memory else []))
-    pieces, given_out, generated, reached = pieces_of(plan, routes), {}, 0, 0
+    partial, given_out, generated, reached = partial_rows_of(plan, routes), {}, 0, 0
     for step in steps:
         generated += step
-        stop = pieces.ask({"x": known(generated)})["x"]
+        stop = partial.request({"x": known(generated)})["x"]
         assert stop <= 3 + generated - 1
         come = range(reached, max(reached, stop))
         reached = max(reached, stop)
-        pieces.take_in(handed(come))
-        for found, index, delivery, size in pieces.deliveries():
-            assert (found, index, delivery.is_last) == (routes[0], 0, False)
+        partial.receive(handed(come))
+        for one in put(partial):
+            delivery = one.delivery
+            assert (one.sink, delivery.completion, delivery.is_last) == ("rows", 0, False)
             now = told(delivery.activations)
-            assert size == len(now) * ROW_BYTES > 0
+            assert one.size == len(now) * ROW_BYTES > 0
             assert not set(now) & set(given_out)
             given_out |= now
             sums = {one.site: one.actual for one in delivery.receipt.captured}
             assert sum(sums.values()) == len(given_out)
             assert all(one.actual == one.expected for one in delivery.receipt.captured)
-            pieces.note(found, index, Future())
     generated += 1
     last = handed(range(reached, 3 + generated - 1))
     whole = output(generated=generated)
-    blocks = assemble(whole, plan, last, "float32", pieces.before())
+    results = assemble_on(whole, plan, last, "float32", partial.received())
     tokens = [*PROMPT, *range(200, 200 + generated)][:-1]
-    rest = told(pieces.rest(routes[0], 0, blocks[0], tokens))
+    found, size = partial.last_rows(routes[0], 0, results[0].blocks, tokens)
+    rest = told(found)
+    assert size == len(rest) * ROW_BYTES
     assert not set(rest) & set(given_out)
     alone = output(generated=generated)
-    assemble(alone, plan, handed(range(3 + generated - 1)), "float32")
+    assemble_on(alone, plan, handed(range(3 + generated - 1)), "float32")
     assert {**given_out, **rest} == told(alone.activations)
     assert whole.receipt == alone.receipt
     assert whole.receipt.problems == ()
@@ -149,21 +162,21 @@ def test_pieces_and_the_rest_are_what_the_end_alone_would_have_shown(wheres, ste
 def test_outputs_show_what_is_there_for_the_tokens_that_they_show(wheres, steps, is_delta):
     plan = resolved(*wheres)
     own = Plan((Capture(1, stream=True), Capture([0, 1])))
-    pieces = pieces_of(plan, (route("memory", (0, 1)),), own)
-    assert pieces.is_streamed
+    partial = partial_rows_of(plan, (route("memory", (0, 1)),), own)
+    assert partial.is_streamed
     generated, reached, before = 0, 0, {}
     for step, ahead in steps:
         generated += step
         # Others may have asked for more than this output shows.
-        stop = max(reached, pieces.stop(3 + generated + ahead))
-        pieces.take_in(handed(range(reached, stop)))
+        stop = max(reached, partial.stop(3 + generated + ahead))
+        partial.receive(handed(range(reached, stop)))
         reached = stop
         tokens = np.array([*PROMPT, *range(200, 200 + generated)])
-        shown = told(pieces.shown(tokens, is_delta))
+        shown = told(partial.shown(tokens, is_delta))
         assert not is_delta or not set(shown) & set(before)
         before = {**before, **shown} if is_delta else shown
         certain = replace(wheres[0], last_from=None)
-        stop = pieces.stop(3 + generated)
+        stop = partial.stop(3 + generated)
         wanted = [p for a, b in certain.final(stop, tokens[:stop].tolist()) for p in range(a, b)]
         assert before == {(POST, p): (vector(POST, p), int(tokens[p])) for p in wanted}
 
@@ -180,18 +193,18 @@ def test_rows_are_due_after_a_time_or_when_there_are_many(monkeypatch):
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     plan = plan_of(captures=[([PRE, POST], EVERYWHERE)], prompt_len=3)
     two = 2 * ROW_BYTES
-    pieces = pieces_of(plan, (route("rows", (0,), 1),), sinks=Sinks(1.0, 10 * two))
-    assert not pieces.is_due({}), "it has not been sent"
-    assert not pieces.is_due({"x": 0})
-    assert not pieces.is_due({"x": 7}), "nine rows are fewer than ten"
-    assert pieces.is_due({"x": 8})
+    partial = partial_rows_of(plan, (route("rows", (0,), 1),), sinks=Sinks(1.0, 10 * two))
+    assert not partial.is_due({}), "it has not been sent"
+    assert not partial.is_due({"x": 0})
+    assert not partial.is_due({"x": 7}), "nine rows are fewer than ten"
+    assert partial.is_due({"x": 8})
     clock[0] = 1.0
-    assert pieces.is_due({"x": 0}), "of a prompt nobody knows how far it is"
-    pieces.ask({"x": known(1)})
-    assert not pieces.is_due({"x": 2})
+    assert partial.is_due({"x": 0}), "of a prompt nobody knows how far it is"
+    partial.request({"x": known(1)})
+    assert not partial.is_due({"x": 2})
     clock[0] = 2.0
-    assert not pieces.is_due({"x": 1}), "there is nothing new"
-    assert pieces.is_due({"x": 2})
+    assert not partial.is_due({"x": 1}), "there is nothing new"
+    assert partial.is_due({"x": 2})
 
 
 def test_who_has_the_rows_on_the_output_keeps_them_and_nobody_else():
@@ -201,29 +214,28 @@ def test_who_has_the_rows_on_the_output_keeps_them_and_nobody_else():
         ((route("rows", (0,)), route("rows2", (1,))), False),
         ((route("rows", (0,)), route("memory", (1,))), True),
     ):
-        pieces = pieces_of(plan, routes)
-        pieces.ask({"x": known(1)})
-        assert pieces.take_in(handed(range(3))) == 2 * 3 * ROW_BYTES
-        (block,) = pieces.before()[0]
+        partial = partial_rows_of(plan, routes)
+        partial.request({"x": known(1)})
+        assert partial.receive(handed(range(3))) == 2 * 3 * ROW_BYTES
+        (block,) = partial.received()[0]
         assert block.is_bare != is_kept
-        assert len(pieces.deliveries()) == sum(one.sink.startswith("rows") for one in routes)
-        assert pieces.deliveries() == []
+        assert len(put(partial)) == sum(one.sink.startswith("rows") for one in routes)
+        assert put(partial) == []
 
 
 def test_a_request_without_an_end_ends_for_those_who_had_some_of_it():
     plan = plan_of(captures=[([POST], EVERYWHERE)], prompt_len=3)
     one = route("rows", (0,), 1)
-    pieces = pieces_of(plan, (one,), completions=3)
-    assert pieces.endings() == []
+    partial = partial_rows_of(plan, (one,), completions=3)
+    assert partial.endings() == []
     for nth in (0, 2):
-        pieces.ask({f"{nth}_x": known(2)})
-        pieces.take_in(handed(range(4), name=f"{nth}_x"))
-        for found, index, delivery, _ in pieces.deliveries():
-            assert (index, delivery.completion, delivery.completions) == (nth, nth, 3)
-            done: Future[CaptureResult] = Future()
-            pieces.note(found, index, done)
-    pieces.end(one, 0)
-    ((found, ending),) = pieces.endings()
+        partial.request({f"{nth}_x": known(2)})
+        partial.receive(handed(range(4), name=f"{nth}_x"))
+        for given_out in put(partial):
+            delivery = given_out.delivery
+            assert (delivery.completion, delivery.completions) == (nth, 3)
+    partial.end(one, 0)
+    ((found, ending),) = partial.endings()
     assert found == one
     assert (ending.completion, ending.piece, ending.is_last) == (2, 1, True)
     assert (ending.finish_reason, ending.receipt.status) == ("abort", "error")
@@ -234,10 +246,11 @@ def test_a_request_without_an_end_ends_for_those_who_had_some_of_it():
 
 def test_a_prompt_of_embeddings_has_no_token_ids():
     plan = plan_of(captures=[([POST], EVERYWHERE)], prompt_len=3)
-    pieces = pieces_of(plan, (route("rows", (0,), 1),))
-    pieces.ask({"x": known(2, None)})
-    pieces.take_in(handed(range(4)))
-    ((_, _, delivery, _),) = pieces.deliveries()
+    partial = partial_rows_of(plan, (route("rows", (0,), 1),))
+    partial.request({"x": known(2, None)})
+    partial.receive(handed(range(4)))
+    (one,) = put(partial)
+    delivery = one.delivery
     assert delivery.prompt_token_ids is None
     assert delivery.activations.token_ids.tolist() == [0, 0, 0, 200]
 

@@ -60,7 +60,7 @@ def test_scores_so_far_are_those_of_the_rows_so_far(wheres, pieces, is_delta):
     for piece in pieces:
         generated += piece
         shown = piece if is_delta else list(generated)
-        streamed.see(SimpleNamespace(token_ids=shown), is_delta)
+        streamed.record(SimpleNamespace(token_ids=shown), is_delta)
         span = streamed.next_span()
         if span is not None:
             streamed.add(answer(span, len(wheres)))
@@ -83,11 +83,11 @@ def test_scores_so_far_are_those_of_the_rows_so_far(wheres, pieces, is_delta):
 
 def test_nobody_is_asked_where_no_probe_selects_anything():
     streamed = StreamState(plan_of([Where(((0, 2),))]), [7] * PROMPT_LEN)
-    streamed.see(SimpleNamespace(token_ids=[1]), False)
+    streamed.record(SimpleNamespace(token_ids=[1]), False)
     assert streamed.next_span() == (0, 4)
-    streamed.see(SimpleNamespace(token_ids=[1, 1]), False)
+    streamed.record(SimpleNamespace(token_ids=[1, 1]), False)
     assert streamed.next_span() is None
     nothing = StreamState(SimpleNamespace(probes=[]), [7] * PROMPT_LEN)
-    nothing.see(SimpleNamespace(token_ids=[1]), False)
+    nothing.record(SimpleNamespace(token_ids=[1]), False)
     assert nothing.next_span() is None
     assert nothing.probes() is None

@@ -14,7 +14,7 @@ from midstream.results.receipt import CaptureResult
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.call import GenerateCall
 from midstream.runtime.frontend.request.call_plan import CallPlan
-from midstream.runtime.frontend.request.sink_routes import Route
+from midstream.runtime.frontend.request.sink_routes import SinkRoute
 from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.partial_scores import StreamState
 from midstream.runtime.frontend.results.row_streamer import RowStreamer
@@ -83,8 +83,8 @@ class Running:
         captures = [([POST], ((0, None),)), ([POST], ((0, None),))]
         plan = plan_of(captures=captures, prompt_len=3)
         routes = (
-            Route("memory", "", "", NO_METADATA, (0,), False),
-            Route("rows", "", "n", NO_METADATA, (1,), False),
+            SinkRoute("memory", "", "", NO_METADATA, (0,), False),
+            SinkRoute("rows", "", "n", NO_METADATA, (1,), False),
         )
         own = Plan((Capture(1, stream=True), Capture(1, sink="rows")))
         self.sinks, self.batcher, self.came = Sinks(), Batcher(), []
@@ -105,7 +105,7 @@ class Running:
         """So many more tokens are known, and shown."""
         self.tokens += [200] * count
         completion = SimpleNamespace(token_ids=list(self.tokens))
-        self.call.stream.see(completion, is_delta=False)
+        self.call.stream.record(completion, is_delta=False)
 
 
 def test_what_an_output_has_fetched_meanwhile_comes_to_the_sink():

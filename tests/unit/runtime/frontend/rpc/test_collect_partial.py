@@ -21,7 +21,7 @@ TWO = plan_of(captures=[([PRE, POST], ((0, 5),)), ([POST], ((3, None),))])
 
 def hand_over(engine, stops):
     """{uid: {id: stop}}; the rows that came, by uid."""
-    with engine.session.handing_over(stops) as found:
+    with engine.session.collection.collect_partial(stops) as found:
         return {
             uid: [(one.id, captured(one)) for one in requests] for uid, requests in found.items()
         }
@@ -75,7 +75,7 @@ def test_each_row_comes_once_while_its_request_runs_or_at_its_end(seed, lag):
     engine, fakes, got = run(seed, lag)
     assert sum(map(len, got.values())) > 50
     for fake in fakes:
-        engine.session.finish(fake.id)
+        engine.session.requests.finish(fake.id)
         (request,) = engine.take(fake.id)
         assert request.problem == ""
         assert request.done.tolist() == fake.done
@@ -109,7 +109,7 @@ def test_what_nobody_asks_for_any_more_is_free_while_the_request_runs():
     for _ in range(30):
         engine.step([(fake, 1)])
         hand_over(engine, {"a": {"a": fake.computed}})
-        assert len(engine.session._ledger) == 0
+        assert len(engine.session._recorder.rows) == 0
     segments = engine.arena.used
     assert segments["memory_bytes"] == 4096, "rows that were handed over take room"
     (request,) = engine.take("a")
@@ -120,7 +120,7 @@ def test_a_request_that_has_ended_is_handed_over_and_one_that_was_taken_is_unkno
     engine, fake = FakeEngine(), Fake("a", ALL, uid="u")
     engine.add(fake)
     engine.step([(fake, 3)])
-    engine.session.finish("a")
+    engine.session.requests.finish("a")
     ((name, rows),) = hand_over(engine, {"u": {"a": 2, "else": 9}, "v": {"a": 3}})["u"]
     assert (name, len(rows)) == ("a", 2)
     (request,) = engine.take("u")
@@ -169,7 +169,7 @@ def test_the_ledger_gives_the_latest_row_below_a_stop_and_keeps_all_others(steps
     for nth, step in enumerate(steps):
         serial, position, length, kind = (np.array(column) for column in zip(*step, strict=True))
         first = 10 * np.arange(len(step))
-        ledger.note(Given(freed, nth), serial, position, length, first, np.array(kinds)[kind])
+        ledger.record(Given(freed, nth), serial, position, length, first, np.array(kinds)[kind])
         for run, (whose, start, count, which) in enumerate(step):
             for row in range(count):
                 place = (nth, 10 * run + row * (1 + which))
@@ -191,7 +191,7 @@ def test_the_ledger_gives_the_latest_row_below_a_stop_and_keeps_all_others(steps
                     )
                 }
                 assert told == mine
-        ledger.free_spent()
+        ledger.free_taken()
         # Only where all were asked for does it say where to look next.
         oldest = remains if set(each) == {0, 1, 2} else 0
     assert len(ledger) == 0
