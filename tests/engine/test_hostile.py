@@ -12,6 +12,7 @@ from support.hostile import good_plan, hostile_plans
 from support.nightly import rounds
 
 from midstream import Capture, SpecError, Steer
+from midstream.runtime.protocol.rpc import CheckIntegrity, ReleaseRequests, arguments_of
 from midstream.testing import inspect
 
 HIDDEN, LAYERS, PROMPT = 64, 3, [5, 9, 7, 6, 8, 12]
@@ -148,5 +149,5 @@ def test_a_forged_plan_that_looks_checked_fails_alone(llm):
         core.step()
     assert "forged" not in core.scheduler.requests
     assert ask(llm, {"capture": {"layers": 0}}).receipt.status == "ok"
-    engine.collective_rpc("midstream_rpc", args=("release", '["uid"]'))
-    engine.collective_rpc("midstream_rpc", args=("check_integrity", "null"))
+    engine.collective_rpc("midstream_rpc", args=arguments_of(ReleaseRequests(["uid"])))
+    engine.collective_rpc("midstream_rpc", args=arguments_of(CheckIntegrity()))

@@ -14,6 +14,7 @@ from support.sinking import AsTheyCome
 
 from midstream import Capture, ReceiptError, SpecError
 from midstream.runtime.frontend import sync_frontend as frontend
+from midstream.runtime.protocol.rpc import CollectPartialRows, CollectResults
 from midstream.sinks import registry as finding
 from midstream.testing import inspect
 
@@ -209,17 +210,15 @@ def test_a_call_that_is_given_up_ends_for_the_sink_that_had_some_of_it(
 def test_without_such_a_sink_a_step_asks_the_workers_nothing(
     llm: Any, rows: AsTheyCome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[str] = []
+    calls: list[type] = []
     front = llm._front_end
     call, start = front._call, front._start
-    monkeypatch.setattr(front, "_call", lambda op, *rest: (calls.append(op), call(op, *rest))[1])
-    monkeypatch.setattr(
-        front, "_start", lambda rpc, asked: (calls.append(asked[0]), start(rpc, asked))[1]
-    )
+    monkeypatch.setattr(front, "_call", lambda one: (calls.append(type(one)), call(one))[1])
+    monkeypatch.setattr(front, "_start", lambda one: (calls.append(type(one)), start(one))[1])
     run(llm, PROMPTS, Capture("all", sink="keeping"))
-    assert set(calls) == {"collect"}
+    assert set(calls) == {CollectResults}
     run(llm, PROMPTS, Capture("all", sink="rows"))
-    assert "hand_over" in calls
+    assert CollectPartialRows in calls
 
 
 def test_rows_on_the_way_are_for_the_async_engine(llm: Any) -> None:

@@ -91,7 +91,7 @@ def test_every_request_of_a_random_mix_gets_what_it_gets_alone(
         bench.replay(Path(replay))
         return
     wanted = "v1" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0" else "v2"
-    assert bench.mixed.info.workers[0]["runner"] == wanted
+    assert bench.mixed.info.workers[0].runner == wanted
     assert bench.mixed.llm_engine.vllm_config.scheduler_config.async_scheduling
     # No step gates: a score may fall on either side of a threshold.
     choices = catalogue(bench.hooks, families[0][:24], SEED, jumps=False)

@@ -83,7 +83,7 @@ def test_graphs_and_compilation_are_on_and_the_runner_is_the_one_asked_for(
 
     config = gpu_llm.llm_engine.vllm_config
     wanted = "v1" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0" else "v2"
-    assert gpu_llm.info.workers[0]["runner"] == wanted
+    assert gpu_llm.info.workers[0].runner == wanted
     assert int(config.compilation_config.mode) == 3
     # An attention backend without full graphs for mixed batches replays those piecewise.
     assert config.compilation_config.cudagraph_mode.name in (

@@ -125,12 +125,12 @@ async def mix(llm: Any, found: dict[str, Any]) -> None:
     batcher = llm._front_end._replicas[0].batcher
     call, calls, running = batcher._call, [], 0
 
-    async def counted(op: str, argument: object) -> Any:
+    async def counted(request: Any) -> Any:
         nonlocal running
         running += 1
-        calls.append((op, running))
+        calls.append((type(request).__name__, running))
         try:
-            return await call(op, argument)
+            return await call(request)
         finally:
             running -= 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -50,5 +49,7 @@ def ranks(model: Path, **args: Any) -> Iterator[Any]:
 
 def usage(llm: Any) -> list[dict[str, Any]]:
     """What each worker says of itself, in their order."""
-    answers = llm.llm_engine.collective_rpc("midstream_rpc", args=("usage", "null"))
-    return [json.loads(answer["json"]) for answer in answers]
+    from midstream.runtime.protocol.rpc import RPC, ReadUsage, arguments_of
+
+    found: list[dict[str, Any]] = llm.llm_engine.collective_rpc(RPC, args=arguments_of(ReadUsage()))
+    return found

@@ -296,7 +296,7 @@ async def ends(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
         asyncio.create_task(ask(llm, f"lost{n}", prompt(n), long, **plan(n))) for n in range(4)
     ]
     await asyncio.sleep(0.2)
-    second = llm.info.workers[1]["arena"]["pid"]
+    second = llm.info.workers[1].arena.pid
     psutil.Process(second).kill()
     lost = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
     found["lost"] = [type(one).__name__ for one in lost]
@@ -315,7 +315,7 @@ async def main(model: str, found: dict[str, Any]) -> None:
     try:
         spy = Spy(llm.engine_core)
         await llm.ready()
-        found["workers"] = [(one["replica"], one["arena"]["pid"]) for one in llm.info.workers]
+        found["workers"] = [(one.replica, one.arena.pid) for one in llm.info.workers]
         await mix(llm, spy, found)
         await rooms(llm, spy, found)
         await streams(llm, found)

@@ -239,7 +239,7 @@ def offline(model: Path, kind: str, settings: dict[str, Any], truth: Any) -> dic
             return {"alone": alone(llm)}
         scheduler = llm.llm_engine.vllm_config.scheduler_config
         found["async"] = bool(scheduler.async_scheduling)
-        found["runner"] = llm.info.workers[0]["runner"]
+        found["runner"] = llm.info.workers[0].runner
         before = counted()
         found[kind] = {"results": together(llm), "drafts": counted(before)}
         for name, right, late in SCRIPTS if truth else ():
@@ -270,7 +270,7 @@ async def streamed(model: str, settings: dict[str, Any]) -> dict[str, Any]:
         await inspect(llm).check_integrity()
         return {
             "async": bool(llm.vllm_config.scheduler_config.async_scheduling),
-            "runner": llm.info.workers[0]["runner"],
+            "runner": llm.info.workers[0].runner,
             "draft": {
                 "results": {
                     case.name: {"prompt": case.prompt, **one}

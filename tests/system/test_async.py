@@ -88,7 +88,7 @@ def test_several_completions_have_a_receipt_and_results_each(found):
 def test_one_call_to_the_workers_at_a_time_serves_all_requests_of_a_step(found):
     for calls in (found["calls"], found["alike calls"]):
         assert {running for _, running in calls} == {1}
-    peeks = [op for op, _ in found["alike calls"] if op == "peek"]
+    peeks = [op for op, _ in found["alike calls"] if op == "ReadScores"]
     partial = sum(len(one["partial"]) for one in found["alike"])
     assert 0 < len(peeks) <= 2 * 20 < partial
 

@@ -78,7 +78,7 @@ if __name__ == "__main__":
         "long": long.activations["resid_post", 2].shape[0],
         "refused": refused,
         "again": generated(again),
-        "ranks": [(w["stage"], w["tensor_rank"]) for w in workers],
+        "ranks": [(w.stage, w.tensor_rank) for w in workers],
         "steered": [generated(o) for o in steered],
         "cached": [(o.receipt.edited.cached, o.receipt.edited.expected) for o in steered],
         "failed": failed,

@@ -113,7 +113,7 @@ def model(alone: Callable[[str], Model]) -> Model:
 
 
 def run_the_mix(model: Model, llm: Any, folder: Path) -> None:
-    mix = model.mix({layer: w["stage"] for w in llm.info.workers for _, layer in w["taps"]})
+    mix = model.mix({layer: w.stage for w in llm.info.workers for _, layer in w.taps})
     drawn = {edit.op for edit in mix.catalogue.edits}
     assert drawn == set(KINDS_BY_OP), f"the mix has {drawn}"
     totals = Totals()
@@ -140,7 +140,7 @@ def tensor(model: Model) -> Iterator[Any]:
 def test_two_tensor_ranks_give_what_one_rank_gives(
     model: Model, tensor: Any, tmp_path: Path
 ) -> None:
-    assert [(w["stage"], w["tensor_rank"]) for w in tensor.info.workers] == [(0, 0), (0, 1)]
+    assert [(w.stage, w.tensor_rank) for w in tensor.info.workers] == [(0, 0), (0, 1)]
     run_the_mix(model, tensor, tmp_path)
 
 
@@ -275,5 +275,5 @@ def test_ranks_give_what_one_rank_gives(
 ) -> None:
     model = alone(name)
     with ranks(model.path, **mixed(**{"midstream": settings(), **args})) as llm:
-        assert [(w["stage"], w["tensor_rank"]) for w in llm.info.workers] == places
+        assert [(w.stage, w.tensor_rank) for w in llm.info.workers] == places
         run_the_mix(model, llm, tmp_path)

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 from support.plans import plan_of
-
 from support.stored import worker_info
-from midstream.runtime.protocol.results import RequestHeader, ResultHeader, WorkerAnswer
+
 from midstream.errors import SpecError
 from midstream.runtime.frontend.input_session import (
     InputSession,
@@ -20,6 +19,7 @@ from midstream.runtime.frontend.input_session import (
     with_call_plan,
 )
 from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.runtime.protocol.results import RequestHeader, ResultHeader, WorkerAnswer
 
 INPUTS = [[1, 2, 3], [4], [5, 6]]
 # Three turns; the 12, the 21 and the 31 were sampled last and are fed nowhere.

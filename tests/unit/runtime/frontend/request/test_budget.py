@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.plans import plan_of
-
 from support.stored import worker_info
+
 from midstream.config.config import Config
 from midstream.errors import SpecError
 from midstream.runtime.frontend.request.admission import Admission
