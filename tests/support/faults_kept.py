@@ -60,7 +60,7 @@ KEPT: tuple[Fault, ...] = (
     ),
     Fault(
         "A flipped bit in a shard is read as a number",
-        "store/format/shard.py",
+        "store/format/checked_file.py",
         "        wrong = np.flatnonzero(found != self._sums[start:stop])\n",
         "        wrong = np.flatnonzero(found != found)\n",
         "tests/unit/store/test_hostile.py::test_a_flipped_bit_is_refused_by_name",

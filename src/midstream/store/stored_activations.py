@@ -13,7 +13,8 @@ from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
 from midstream.sites import Tap
 from midstream.store.format.entry_rows import check_positions
-from midstream.store.format.shard import Run, Shard
+from midstream.store.format.request_index import Run
+from midstream.store.format.shard import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -244,8 +244,8 @@ def test_an_object_that_is_gone_is_named(root, s3, bucket):  # noqa: F811
     write(root, [entry("a")])
     store = open_store(root)
     (shard,) = store.shards
-    shard._folder.delete(shard.name)
-    shard._folder.delete(shard.name)
+    store._folder.delete(shard.name)
+    store._folder.delete(shard.name)
     assert not any(key.endswith(".safetensors") for key in keys(s3, bucket))
     with pytest.raises(StoreError, match=f"{shard.name}: there is no such bucket or object"):
         store.get("a")[TAPS[0]]

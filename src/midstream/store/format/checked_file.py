@@ -1,0 +1,172 @@
+"""A shard's file: its header and tensors, checked against the checksums before they are used."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from midstream.errors import StoreError
+from midstream.store.backends.base import File, Folder
+from midstream.store.format.checksums import JOB, block_sums, in_parallel
+from midstream.store.format.layout import BLOCK, Layout, Place, header_length, read_head
+
+
+class CheckedFile:
+    """The bytes of a shard.
+
+    Every block of 64 KiB is compared with its checksum before it is first used, so that all data
+    returned is exactly what was written. Every StoreError begins with the shard's path.
+
+    Attributes:
+        name: name of the file.
+        size: its length in bytes.
+        layout: the contents of its header.
+        head_bytes: number of bytes before its first tensor.
+        places: where each tensor is, in bytes from the first tensor.
+    """
+
+    def __init__(self, folder: Folder, name: str) -> None:
+        """Open the file; read and check its header and the list of checksums.
+
+        Raises:
+            StoreError: the file is damaged, has an unknown version or is not a shard.
+        """
+        self.name = name
+        self._folder = folder
+        with self.named():
+            file = folder.open(name)
+            self.size = file.size
+            length = header_length(bytes(file.read(0, min(8, file.size))), file.size)
+            head = bytes(file.read(0, 8 + length))
+            self.layout: Layout = read_head(head, file.size)
+            if name in self.layout.replaces:
+                raise StoreError("replaces: the shard lists itself")
+            self.head_bytes = len(head)
+            self.places: Mapping[str, Place] = self.layout.places()
+            self._sums = self._read_sums(file, head)
+            self._verified = np.zeros(len(self._sums), np.bool_)
+
+    @property
+    def path(self) -> str:
+        """The file's path or URL, for messages."""
+        return f"{self._folder}/{self.name}"
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Prefix StoreErrors of the block with the file's path, unless they start with it."""
+        try:
+            yield
+        except StoreError as error:
+            if str(error).startswith(self.path):
+                raise
+            raise StoreError(f"{self.path}: {error}") from error.__cause__
+
+    def read(self, tensor: str, start: int, stop: int) -> memoryview:
+        """Return bytes [start, stop) of a tensor. Raises StoreError if they are damaged."""
+        first = self.places[tensor].start
+        start, stop = first + start, first + stop
+        with self.named():
+            if stop > start:
+                self._check(start // BLOCK, -(-stop // BLOCK))
+            return self._open().read(self.head_bytes + start, self.head_bytes + stop)
+
+    def gather(self, tensor: str, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Copy rows of a two-dimensional tensor by index to uint8 [n, row_bytes].
+
+        Args:
+            tensor: name of a uint8 tensor [rows, row_bytes].
+            rows: indices; the result is in their order.
+
+        Raises:
+            StoreError: the rows are damaged.
+        """
+        place = self.places[tensor]
+        width = place.shape[1]
+        with self.named():
+            self._check_rows(place.start + rows * width, width)
+            return self._open().gather(self.head_bytes + place.start, width, rows)
+
+    def check(self) -> None:
+        """Compare every block with its checksum. Raises StoreError if one is damaged."""
+        with self.named():
+            self._check(0, len(self._sums))
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield all bytes of the file in order, unchecked."""
+        file = self._open()
+        for start in range(0, self.size, JOB):
+            yield file.read(start, min(start + JOB, self.size))
+
+    def _open(self) -> File:
+        try:
+            file = self._folder.open(self.name)
+        except StoreError as error:
+            raise StoreError(f"{error}; the shard was removed, call `refresh`") from error
+        if file.size != self.size:
+            raise StoreError(f"the file changed: expected {self.size} bytes, got {file.size}")
+        return file
+
+    def _read_sums(self, file: File, head: bytes) -> NDArray[np.uint32]:
+        """Return the checksum of each data block."""
+        place = self.places["checksums"]
+        words = np.frombuffer(
+            bytes(file.read(self.head_bytes + place.start, self.head_bytes + place.stop)), "<u4"
+        )
+        if zlib.crc32(words[:-1].tobytes()) != words[-1]:
+            raise StoreError("damaged: the list of checksums does not match its own checksum")
+        if zlib.crc32(head) != words[0]:
+            raise StoreError("damaged: the header does not match its checksum")
+        return words[1:-1]
+
+    def _check(self, start: int, stop: int) -> None:
+        """Compare blocks [start, stop) with their checksums, unless all were checked before."""
+        if self._verified[start:stop].all():
+            return
+        file = self._open()
+        end = self.places["checksums"].start
+
+        def sums(first: int, last: int) -> list[int]:
+            return block_sums([file.read(self.head_bytes + first, self.head_bytes + last)])
+
+        found = np.fromiter(
+            (
+                one
+                for part in in_parallel(sums, start * BLOCK, min(stop * BLOCK, end))
+                for one in part
+            ),
+            np.uint32,
+        )
+        wrong = np.flatnonzero(found != self._sums[start:stop])
+        if len(wrong):
+            raise StoreError(self._damage(start + int(wrong[0])))
+        self._verified[start:stop] = True
+
+    def _check_rows(self, starts: NDArray[np.int64], width: int) -> None:
+        """Check the blocks of rows of `width` bytes, which begin at `starts`."""
+        first, last = starts // BLOCK, (starts + width - 1) // BLOCK
+        if width <= BLOCK and self._verified[first].all() and self._verified[last].all():
+            return
+        depth = np.zeros(len(self._verified) + 1, np.int64)
+        np.add.at(depth, first, 1)
+        np.add.at(depth, last + 1, -1)
+        unknown = np.flatnonzero((depth.cumsum()[:-1] > 0) & ~self._verified)
+        for run in np.split(unknown, np.flatnonzero(np.diff(unknown) > 1) + 1):
+            if len(run):
+                self._check(int(run[0]), int(run[-1]) + 1)
+
+    def _damage(self, block: int) -> str:
+        """Return the error message for a damaged block."""
+        start, stop = block * BLOCK, (block + 1) * BLOCK
+        names = [
+            name
+            for name, place in self.places.items()
+            if place.start < stop and place.stop > start and name != "checksums"
+        ]
+        return (
+            f"damaged: {', '.join(names[:3])}{'' if len(names) <= 3 else ' …'} "
+            f"does not match its checksum, near byte {self.head_bytes + start}"
+        )
