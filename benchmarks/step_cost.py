@@ -58,7 +58,7 @@ def measure(sequences: int, layers: int, hidden: int, what: str, device: str) ->
     plan = to_bytes(make_plan(layers, hidden, what))
     names = [f"r{n}" for n in range(sequences)]
     for name in names:
-        session.add(name, name, plan)
+        session.requests.add(name, name, plan)
     scheduled = np.ones(sequences, np.int32)
     seconds: list[tuple[float, float]] = []
     for step in range(STEPS):
@@ -74,9 +74,9 @@ def measure(sequences: int, layers: int, hidden: int, what: str, device: str) ->
         if step % 10 == 9:
             # As a front end collects: nothing piles up.
             reached = PROMPT + step
-            with session.handing_over({name: {name: reached} for name in names}):
+            with session.collection.collect_partial({name: {name: reached} for name in names}):
                 pass
-    with session.taking(names):
+    with session.collection.collect(names):
         pass
     late = seconds[STEPS // 4 :]
     return {
@@ -87,7 +87,7 @@ def measure(sequences: int, layers: int, hidden: int, what: str, device: str) ->
 
 def make_session(sequences: int, layers: int, hidden: int, device: str) -> Any:
     """A worker's session as in an engine of that shape."""
-    from midstream.runtime.protocol.segments import Room
+    from midstream.runtime.protocol.segments import WHOLE, Room
     from midstream.runtime.worker.session import WorkerSession
     from midstream.runtime.worker.tables.device_buffers import Buffers
     from midstream.transport.arena import Arena, ArenaSettings
@@ -106,7 +106,7 @@ def make_session(sequences: int, layers: int, hidden: int, device: str) -> Any:
     )
     arena = Arena(ArenaSettings(32 << 30, 256 << 20, "drop", Path("/tmp")), device == "cuda")
     transport = host_transport(buffers.ring, arena)
-    return WorkerSession(buffers, taps, transport, arena, 4096, True)
+    return WorkerSession(buffers, taps, transport, arena, 4096, WHOLE)
 
 
 def make_plan(layers: int, hidden: int, what: str) -> Any:
@@ -125,13 +125,14 @@ def make_plan(layers: int, hidden: int, what: str) -> Any:
 
 
 def _pretend(session: Any) -> None:
-    """What the op would have told: every tap fired, and did as planned."""
-    current = session._current  # noqa: SLF001  (what the engine's op would see)
-    tally = session._buffers.tally  # noqa: SLF001
+    """Fill the tally as the op would: every tap fired, and did as planned."""
+    recorder = session._recorder  # noqa: SLF001
+    current = recorder.prepared
+    tally = recorder._buffers.tally  # noqa: SLF001
     if current is not None:
         plan = current.plan
         rows = torch.zeros(plan.tokens.shape[0], tally.shape[1], dtype=torch.int32)
-        rows[plan.active, 0] = session._firing.signature  # noqa: SLF001
+        rows[plan.active, 0] = recorder._signature.signature  # noqa: SLF001
         rows[plan.active, 1] = torch.from_numpy(plan.most.astype(np.int32))
         rows[plan.active, 2] = torch.from_numpy(plan.captures.astype(np.int32))
         tally[: rows.shape[0]].copy_(rows)

@@ -121,9 +121,9 @@ class LLMView(EngineView):
         if endpoint is not None:
             session = endpoint._session
             found |= {
-                "requests on the worker": len(session._planner),
-                "vectors in the bank": session._tables.used_rows,
-                "requests to be collected": len(session._left),
+                "requests on the worker": len(session.requests),
+                "vectors in the bank": session._tables._bank.used,
+                "requests to be collected": len(session.requests._finished),
                 "results to be read": len(endpoint._outbox._data),
             }
         return {name: count for name, count in found.items() if count}

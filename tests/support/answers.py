@@ -67,7 +67,7 @@ def answer(*requests, stage=0, tensor_rank=0, tensor_ranks=1, taps=(), scores=()
         for taps, first, shipment in found:
             length = len(shipment.rows()) // len(taps)
             kind = ledger.kind(tuple(map(names.index, taps)))
-            ledger.note(shipment, *(np.array([n]) for n in (serial, first, length, 0, kind)))
+            ledger.record(shipment, *(np.array([n]) for n in (serial, first, length, 0, kind)))
         request.blocks = ledger.take([serial])[serial]
         request.scores = [
             scores_block(range(first, first + len(table)), torch.tensor(table))

@@ -85,7 +85,7 @@ class DraftingEngine(FakeEngine):
         slack = np.array([fake.slack for fake, _ in batch], np.int64)
         return exact._replace(
             computed=np.array([fake.computed + fake.ahead for fake, _ in batch], np.int32),
-            late=UnknownPositions(lambda: slack, lambda: self.positions[: exact.num_tokens])
+            unknown=UnknownPositions(lambda: slack, lambda: self.positions[: exact.num_tokens])
             if slack.any()
             else None,
         )
@@ -119,7 +119,7 @@ class DraftingEngine(FakeEngine):
     def peeked(self, fake: Drafted, start: int) -> dict[int, Any]:
         """The scores of a request that goes on, from a position to the last that is certain."""
         uid = fake.uid or fake.id
-        found = self.session.peek({uid: (start, fake.computed)})
+        found = self.session.collection.read_scores({uid: (start, fake.computed)})
         if uid not in found:
             return {}
         _, block = found[uid]

@@ -1,5 +1,5 @@
-"""A `WorkerSession` driven without an engine: random streams go through the `site` op, step by step,
-and a reader of plans that goes row by row says what must come of it.
+"""A `WorkerSession` without an engine: random streams pass the `site` op, step by step, and are
+compared with a naive reader of plans, row by row.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class FakeEngine:
 
     def add(self, fake: Fake) -> None:
         if fake.plan is not None:
-            self.session.add(fake.id, fake.uid or fake.id, to_bytes(fake.plan))
+            self.session.requests.add(fake.id, fake.uid or fake.id, to_bytes(fake.plan))
 
     def take(self, uid: str) -> list[RequestState]:
         """What the session has of one uid; the rows are not held any more."""
@@ -188,7 +188,7 @@ class FakeEngine:
 
     def take_many(self, uids: list[str]) -> dict[str, list[RequestState]]:
         """What the session has of some uids; the rows are not held any more."""
-        with self.session.taking(uids) as taken:
+        with self.session.collection.collect(uids) as taken:
             return taken
 
     def view(self, batch: list[tuple[Fake, int]]) -> StepBatch:

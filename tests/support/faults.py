@@ -65,7 +65,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "An exception on a worker is swallowed, and the output is unsteered",
-        "runtime/worker/session.py",
+        "runtime/worker/request_table.py",
         '            problem = f"{type(error).__name__}: {error}"\n',
         '            problem = ""\n            return\n',
         ENGINE + "test_failures.py"
@@ -107,9 +107,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "Positions restart in each chunk of a prompt",
         "runtime/worker/step/step_planner.py",
-        "        position = view.computed[chosen].astype(np.int64)\n        if view.late is None:\n",
-        "        position = view.computed[chosen].astype(np.int64) * (length == 1)\n"
-        "        if view.late is None:\n",
+        "        position = batch.computed[chosen].astype(np.int64)\n"
+        "        if batch.unknown is None:\n",
+        "        position = batch.computed[chosen].astype(np.int64) * (length == 1)\n"
+        "        if batch.unknown is None:\n",
         ENGINE + "test_isolation.py::test_chunked_prefill_gives_the_rows_of_a_prefill_in_one_piece",
     ),
     Fault(
@@ -159,9 +160,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "Results are matched by a prefix of the request's id",
-        "runtime/worker/session.py",
+        "runtime/worker/collection.py",
         "        wanted = set(uids)\n",
-        "        wanted = {r.uid for r in self._planner.all() for u in uids if r.uid[:1] == u[:1]}\n",
+        "        wanted = {r.uid for r in self._requests.all() for u in uids if r.uid[:1] == u[:1]}\n",
         ENGINE + "test_adversarial.py::test_every_request_of_a_random_mix_gets_what_it_gets_alone",
     ),
     Fault(
@@ -219,8 +220,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "Edits stay armed for requests without a plan",
         "runtime/worker/session.py",
-        "        if plan is None:\n            self._disarm()\n",
-        "        if plan is None:\n",
+        "        if plan is None:\n            recorder.disarm()\n",
+        "        if plan is None:\n            pass\n",
         ENGINE + "test_off_is_off.py",
     ),
     Fault(
@@ -262,8 +263,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "A row that was delivered during its request is delivered again at the end",
-        "runtime/worker/session.py",
-        "            request.blocks = _since(request.handed, blocks[request.serial])\n",
+        "runtime/worker/collection.py",
+        "            request.blocks = _since(request.streamed, blocks[request.serial])\n",
         "            request.blocks = blocks[request.serial]\n",
         "tests/unit/runtime/frontend/rpc/test_collect_partial.py"
         "::test_each_row_comes_once_while_its_request_runs_or_at_its_end",
@@ -293,11 +294,11 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "One tensor-parallel rank does not apply the edits",
-        "runtime/worker/session.py",
-        "            segments = acquire_segments(pieces, self._tables",
+        "runtime/worker/request_table.py",
+        "            segments = acquire_segments(cut_plan, self._tables",
         "            if self._share.rank:\n"
-        "                pieces = [piece._replace(edits=()) for piece in pieces]\n"
-        "            segments = acquire_segments(pieces, self._tables",
+        "                cut_plan = [segment._replace(edits=()) for segment in cut_plan]\n"
+        "            segments = acquire_segments(cut_plan, self._tables",
         SYSTEM + "test_ranks.py::test_two_tensor_ranks_give_what_one_rank_gives",
     ),
     Fault(
@@ -310,7 +311,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "Different plans on different ranks are not reported",
         "runtime/frontend/rpc/fetch.py",
-        "            if trace[last][which] != traces[against][last][which]:\n",
+        "            if not is_same:\n",
         "            if False:\n",
         "tests/unit/runtime/worker/test_rank_check.py::test_another_batch_is_found",
     ),

@@ -11,7 +11,7 @@ import torch
 from midstream.config.config import Config
 from midstream.errors import UnsupportedError
 from midstream.runtime.models.decoder import Decoder, find_decoder
-from midstream.runtime.protocol.codec import Message, pack
+from midstream.runtime.protocol.codec import ProtocolMessage, pack
 from midstream.runtime.protocol.results import partial_name
 from midstream.runtime.protocol.rpc import (
     Acknowledged,
@@ -133,7 +133,7 @@ class WorkerEndpoint:
         """
         return pack(self._carry_out(read_request(request)))
 
-    def _carry_out(self, request: RpcRequest[Any]) -> Message:
+    def _carry_out(self, request: RpcRequest[Any]) -> ProtocolMessage:
         match request:
             case DescribeWorker():
                 return self._describe()
@@ -148,7 +148,7 @@ class WorkerEndpoint:
             case DiscardData():
                 self._outbox.release(request.name)
             case ReleaseRequests():
-                with self._session.taking(request.uids):
+                with self._session.collection.collect(request.uids):
                     pass
                 for uid in request.uids:
                     self._outbox.release(uid)
@@ -195,12 +195,12 @@ class WorkerEndpoint:
 
     def _collect(self, request: CollectResults) -> CollectedResults:
         self._arena.sweep()
-        with self._session.taking(request.uids) as taken:
+        with self._session.collection.collect(request.uids) as taken:
             return self._put(taken, request.mapped)
 
     def _collect_partial(self, request: CollectPartialRows) -> CollectedResults:
         self._arena.sweep()
-        with self._session.handing_over(request.stops) as found:
+        with self._session.collection.collect_partial(request.stops) as found:
             return self._put({partial_name(uid): found[uid] for uid in found}, request.mapped)
 
     def _put(
@@ -217,7 +217,7 @@ class WorkerEndpoint:
         )
 
     def _read_scores(self, request: ReadScores) -> RunningScores:
-        found = self._session.peek(request.spans)
+        found = self._session.collection.read_scores(request.spans)
         return pack_scores([(state, block) for state, block in found.values()])
 
 

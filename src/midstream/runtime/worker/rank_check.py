@@ -45,12 +45,12 @@ class RankChecksum:
         # Captures are left out: ranks may share them.
         runs: list[object] = []
         if plan is not None:
-            pieces = plan.pieces
+            planned = plan.runs
             for row, length, position, program in zip(
-                pieces.row.tolist(),
-                pieces.length.tolist(),
-                pieces.position.tolist(),
-                pieces.program.tolist(),
+                planned.row.tolist(),
+                planned.length.tolist(),
+                planned.position.tolist(),
+                planned.program.tolist(),
                 strict=True,
             ):
                 edits = [

@@ -1,7 +1,7 @@
-"""The requests that ask for something, as the worker knows them: segments, and what was done.
+"""State of one request with a plan on the worker: its segments, and what was done for it.
 
-A request's plan is cut into segments of positions: within one, every token has the same program
-(edits and probes) and the same group (captures). A request that asks for nothing is not here.
+A plan is cut into segments of positions. Within a segment every token has the same program (edits
+and probes) and the same capture group.
 """
 
 from __future__ import annotations
@@ -25,36 +25,50 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Positions [start, stop) of a request, and what each token there gets."""
+    """Positions [start, stop) of a request, and what each token there gets.
+
+    Attributes:
+        edits: edits, then probes.
+        taps: captured taps, as indices on this rank.
+        program: index of the program of `edits`.
+        group: index of the capture group of `taps`.
+        kind: kind of the records of `taps`, from `CapturedRowIndex.kind`.
+        scored: whether scores are returned to the caller.
+        codec: number of the codec of the captured rows.
+    """
 
     start: int
     stop: int
     edits: Edits
-    taps: tuple[int, ...]  # taps captured, as indices on this rank
+    taps: tuple[int, ...]
     program: int
     group: int
-    kind: int  # what the ledger calls records of these taps
-    scored: bool = False  # whether a score goes to the caller
-    codec: int = 0  # how its vectors leave
+    kind: int
+    scored: bool = False
+    codec: int = 0
 
 
 @dataclass(slots=True)
 class RequestState:
-    """One request that asks for something.
+    """One request with a plan.
 
     Attributes:
-        slot: its row in the planner's arrays.
-        serial: its number, which no other request of this worker ever has.
-        done: uint16 [max_model_len], the state of each position.
-        blocks: what was captured; filled in when the request is taken.
-        scores: what its probes read; likewise.
-        problem: the first thing that went wrong, if any.
-        dropped: how many of its vectors found no room in the arena.
-        prompt: what its prompt has grown to, where it came more than once: the inputs of a session,
-            and what was generated between them.
-        turns: how long that was each time that it came, but for the first.
-        handed: the position below which its rows have been handed over while it ran.
-        oldest: the number that the ledger has for a step before which it has no rows of this.
+        id: vLLM's request id.
+        uid: midstream's request id, the same for all completions of a prompt.
+        plan: what the request asks for.
+        slot: row of the request in the arrays of `SlotTable`.
+        segments: segments of the plan, ascending, over [0, FOREVER).
+        serial: serial number, unique in this worker.
+        blocks: captured rows; set when the request is collected.
+        scores: scores of its probes; likewise.
+        problem: the first problem; empty if there was none.
+        dropped: number of captured vectors that did not fit into the arena.
+        prompt: token ids of the prompt as it has grown, if the request was scheduled as new more
+            than once: the inputs of a session and the tokens generated between them.
+        turns: length of the prompt each time that it had grown.
+        streamed: position up to which its rows were delivered while it ran.
+        oldest_step: number of a step of the row index before which it has no rows.
+        done: uint16 [positions], state of each position; set when all of its steps are settled.
     """
 
     id: str
@@ -69,18 +83,20 @@ class RequestState:
     dropped: int = 0
     prompt: list[int] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
-    handed: int = 0
-    oldest: int = 0
+    streamed: int = 0
+    oldest_step: int = 0
     done: NDArray[np.uint16] = field(default_factory=lambda: np.zeros(0, np.uint16))
 
     def segments_within(self, start: int, stop: int) -> list[Segment]:
-        """The segments that positions [start, stop) touch."""
+        """Return the segments that contain positions of [start, stop)."""
         first = bisect.bisect_right(self.segments, start, key=lambda segment: segment.start) - 1
         last = bisect.bisect_left(self.segments, stop, key=lambda segment: segment.start)
         return self.segments[first:last]
 
     def num_scored(self, start: int, stop: int) -> int:
-        """How many of the positions [start, stop) have a score that goes to the caller."""
+        """Return the number of positions of [start, stop) whose scores are returned to the
+        caller.
+        """
         return sum(
             max(0, min(stop, segment.stop) - max(start, segment.start))
             for segment in self.segments_within(start, stop)
@@ -89,27 +105,27 @@ class RequestState:
 
 
 def idle_segment(start: int = 0, stop: int = FOREVER) -> Segment:
-    """Positions at which nothing is asked for."""
+    """Return a segment without edits, probes and captures."""
     return Segment(start, stop, (), (), layout.IDLE_PROGRAM, layout.NO_GROUP, 0)
 
 
 def acquire_segments(
-    pieces: list[PlanSegment], tables: ProgramTable, ledger: CapturedRowIndex[Any], codec: int = 0
+    plan: list[PlanSegment], tables: ProgramTable, rows: CapturedRowIndex[Any], codec: int = 0
 ) -> list[Segment]:
-    """The segments with their programs and groups; all or nothing.
+    """Return the segments of a plan with their programs and groups. Pair with `release_segments`.
 
     Args:
-        pieces: what is asked for where.
-        tables: the rank's.
-        ledger: that of captured rows.
-        codec: the number of how they leave.
+        plan: the segments of the plan.
+        tables: the rank's programs and groups.
+        rows: the index of captured rows.
+        codec: number of the codec of captured rows.
 
     Raises:
-        SpecError: there is no room.
+        NoRoomError: the tables are full; nothing is acquired then.
     """
     segments: list[Segment] = []
     try:
-        for start, stop, edits, taps, scored in pieces:
+        for start, stop, edits, taps, scored in plan:
             if not edits and not taps:
                 segments.append(idle_segment(start, stop))
                 continue
@@ -119,7 +135,7 @@ def acquire_segments(
             except SpecError:
                 tables.release_program(edits)
                 raise
-            kind = ledger.kind(taps, codec)
+            kind = rows.kind(taps, codec)
             encoded = codec if taps else 0
             segments.append(
                 Segment(start, stop, edits, taps, program, group, kind, scored, encoded)
@@ -131,7 +147,7 @@ def acquire_segments(
 
 
 def release_segments(segments: list[Segment], tables: ProgramTable) -> None:
-    """Ends the use of the segments' programs and groups."""
+    """Release the programs and groups of segments."""
     for segment in segments:
         if segment.program != layout.IDLE_PROGRAM:
             tables.release_program(segment.edits)

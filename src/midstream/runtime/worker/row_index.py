@@ -1,7 +1,7 @@
-"""Which captured rows of which request lie in which step's shipment.
+"""Index of captured rows: which rows of which request are in which step's results.
 
-A step only adds its arrays; rows are sorted out by request when they are taken, for many requests
-at once, so that neither costs Python per row, per request or per layer.
+A step only adds its arrays. Rows are sorted by request when they are taken, for many requests at
+once. So neither has a Python loop over rows, requests or layers.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.runtime.protocol.runs import Ints, within_runs
+from midstream.runtime.protocol.segments import FOREVER
 from midstream.transport.arena import Arena, Extent
 from midstream.transport.base import Copy, Shipment
 
-_Kind = tuple[tuple[int, ...], int]  # taps, codec
-_FOREVER = np.iinfo(np.int64).max // 2
+_Kind = tuple[tuple[int, ...], int]  # taps, number of the codec
 
 
 class RowSource(Protocol):
-    """What of a step the ledger looks at: rows, as wide as they are."""
+    """Rows of one step."""
 
     def rows(self) -> Tensor:
-        """[rows, width] on the host. Waits until they are there."""
+        """Return the rows on the host, [rows, width]. Blocks until their copy is complete."""
         ...
 
     def free(self) -> None:
-        """Nothing in it is held any more. Called once."""
+        """Release the rows, as the index has no entry for them any more. Called once."""
         ...
 
 
@@ -42,15 +42,15 @@ R = TypeVar("R", bound=RowSource)
 
 @dataclass(frozen=True, slots=True)
 class RowBlock(Generic[R]):
-    """One request's rows of one kind of record, which lie where they arrived.
+    """One request's rows of one kind of record, which are not copied.
 
     Attributes:
         taps: the taps in each record, in order, as indices on this rank.
-        codec: the number of how they are encoded.
-        positions: int64 [n], ascending, each once.
-        sources: where they lie.
-        source: int64 [n], per position which of the sources.
-        first: int64 [n], per position the source's row at which its record begins.
+        codec: number of the rows' codec.
+        positions: int64 [n], ascending, without duplicates.
+        sources: the rows of steps.
+        source: int64 [n], for each position the index of its source.
+        first: int64 [n], for each position the row of its source at which its record begins.
     """
 
     taps: tuple[int, ...]
@@ -62,7 +62,7 @@ class RowBlock(Generic[R]):
 
     @property
     def values(self) -> Tensor:
-        """[n, taps, width], a copy. Waits for the rows."""
+        """A copy of the rows, [n, taps, width]. Blocks until the rows are on the host."""
         width = len(self.taps)
         sample = self.sources[int(self.source[0])].rows()
         values = torch.empty(self.source.size, width, sample.shape[1], dtype=sample.dtype)
@@ -74,7 +74,7 @@ class RowBlock(Generic[R]):
         return values
 
     def since(self, position: int) -> RowBlock[R]:
-        """The rows at that position and behind it."""
+        """Return the rows at `position` and later."""
         begin = int(np.searchsorted(self.positions, position))
         if not begin:
             return self
@@ -88,7 +88,7 @@ class RowBlock(Generic[R]):
         )
 
     def runs(self) -> list[tuple[int, int, int]]:
-        """Per run of records that lie one behind the other: its source, its first row, how many
+        """Return (index of the source, first row, number of records) of each run of contiguous
         records.
         """
         source, first, size = self.source, self.first, self.first.size
@@ -100,7 +100,7 @@ class RowBlock(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """A shipment's scores, as rows: one for each token of the step."""
+    """A step's scores as rows, one for each token of the step."""
 
     shipment: Shipment
 
@@ -113,7 +113,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class ArenaRows:
-    """Encoded rows in the arena: uint8 [rows, bytes of a row]."""
+    """A step's encoded rows in the arena, uint8 [rows, row_bytes]."""
 
     shipment: Shipment
     extent: Extent
@@ -130,11 +130,11 @@ class ArenaRows:
 
 @dataclass(frozen=True, slots=True)
 class PendingPositions:
-    """Positions that the device knows and the host does not yet: of some rows of a step.
+    """Positions of some rows of a step that are being copied from the device.
 
     Attributes:
-        copy: the position of each row of the step, on its way.
-        row: which rows.
+        copy: copy of the position of each row of the step.
+        row: the rows.
     """
 
     copy: Copy
@@ -144,20 +144,26 @@ class PendingPositions:
         return PendingPositions(self.copy, self.row[mask])
 
     def values(self) -> Ints:
-        """The positions. Waits until they are there."""
+        """Return the positions. Blocks until they are on the host."""
         return self.copy.values().numpy()[self.row].astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord(Generic[R]):
-    """One step's records. Per run of rows: whose, from which position and row on, how many.
+    """The records of one step, as runs of consecutive records.
 
     Attributes:
-        number: of the step; later ones have greater numbers.
+        number: number of the step in the index; later steps have greater numbers.
+        source: the rows.
+        serial: serial number of each run's request.
+        position: position of each run's first record.
+        length: number of records of each run.
+        first: row of the source at which each run's first record begins.
+        kind: kind of each run's records, from `CapturedRowIndex.kind`.
     """
 
     number: int
-    shipment: R
+    source: R
     serial: Ints
     position: Ints | PendingPositions
     length: Ints
@@ -165,10 +171,10 @@ class StepRecord(Generic[R]):
     kind: Ints
 
     def only(self, mask: NDArray[np.bool_]) -> StepRecord[R]:
-        """Some of its runs."""
+        """Return the record with the masked runs only."""
         return StepRecord(
             self.number,
-            self.shipment,
+            self.source,
             self.serial[mask],
             self.position[mask],
             self.length[mask],
@@ -178,24 +184,30 @@ class StepRecord(Generic[R]):
 
     @property
     def known(self) -> Ints:
-        """Position of each run's first row. Waits until the host knows it."""
+        """Position of each run's first record. Blocks until it is on the host."""
         return (
             self.position.values() if isinstance(self.position, PendingPositions) else self.position
         )
 
     def within(self, start: Ints | int, stop: Ints | int, width: Ints | int) -> StepRecord[R]:
-        """Its runs cut to positions [start, stop), given per run or for all; a record is `width`
-        rows.
+        """Return the record with its runs cut to positions [start, stop).
+
+        Args:
+            start: first position; of each run, or of all.
+            stop: last position + 1; likewise.
+            width: rows of one record; likewise.
         """
         position = self.known
         begin = np.maximum(position, start)
         length = np.minimum(position + self.length, stop) - begin
         first = self.first + (begin - position) * width
-        cut = StepRecord(self.number, self.shipment, self.serial, begin, length, first, self.kind)
+        cut = StepRecord(self.number, self.source, self.serial, begin, length, first, self.kind)
         return cut.only(length > 0)
 
     def joined(self, other: StepRecord[R]) -> StepRecord[R]:
-        """With other runs of the same step. Waits until the host knows where they are."""
+        """Return the record with other runs of the same step. Blocks until the positions of both
+        are on the host.
+        """
         if not other.serial.size or not self.serial.size:
             return self if self.serial.size else other
         pairs = (
@@ -205,21 +217,21 @@ class StepRecord(Generic[R]):
             (self.first, other.first),
             (self.kind, other.kind),
         )
-        return StepRecord(self.number, self.shipment, *(np.concatenate(pair) for pair in pairs))
+        return StepRecord(self.number, self.source, *(np.concatenate(pair) for pair in pairs))
 
 
 class CapturedRowIndex(Generic[R]):
-    """Owner of the shipments between a step and the taking of its last row."""
+    """Owner of the rows of steps until the last row of each is taken."""
 
     def __init__(self) -> None:
-        self._entries: list[StepRecord[R]] = []
+        self._steps: list[StepRecord[R]] = []
         self._kinds: dict[_Kind, int] = {}
         self._keys: list[_Kind] = []
-        self._spent: list[R] = []
-        self._noted = 0
+        self._taken: list[R] = []
+        self._next_step = 0
 
     def kind(self, taps: tuple[int, ...], codec: int = 0) -> int:
-        """The number by which records of these taps, so encoded, are known from now on."""
+        """Return the number of a kind of record: its taps and the number of its codec."""
         key = (taps, codec)
         if key not in self._kinds:
             self._kinds[key] = len(self._keys)
@@ -227,98 +239,104 @@ class CapturedRowIndex(Generic[R]):
         return self._kinds[key]
 
     def __len__(self) -> int:
-        """Steps of which rows are still held."""
-        return len(self._entries)
+        """Return the number of steps that have rows left."""
+        return len(self._steps)
 
-    def note(
+    def record(
         self,
-        shipment: R,
+        source: R,
         serial: Ints,
         position: Ints | PendingPositions,
         length: Ints,
         first: Ints,
         kind: Ints,
     ) -> None:
-        """Takes in a step's runs of captured rows.
+        """Add the runs of captured rows of a step.
 
         Args:
-            shipment: where the rows come.
-            serial: per run, the number of the request.
-            position: per run, position of its first row.
-            length: per run, how many records.
-            first: per run, the shipment's row at which its first record begins.
-            kind: per run, what `kind` said of its taps.
+            source: the rows.
+            serial: int64 [runs], serial number of each run's request.
+            position: int64 [runs], position of each run's first record.
+            length: int64 [runs], number of records of each run.
+            first: int64 [runs], row of `source` at which each run's first record begins.
+            kind: int64 [runs], kind of each run's records.
         """
         if serial.size:
-            self._entries.append(
-                StepRecord(self._noted, shipment, serial, position, length, first, kind)
+            self._steps.append(
+                StepRecord(self._next_step, source, serial, position, length, first, kind)
             )
-            self._noted += 1
+            self._next_step += 1
 
     @property
-    def noted(self) -> int:
-        """How many steps were noted: the number of the next."""
-        return self._noted
+    def next_step(self) -> int:
+        """Number of the next step that is recorded."""
+        return self._next_step
 
     def take(self, serials: list[int]) -> dict[int, list[RowBlock[R]]]:
-        """Each request's blocks; what is taken is no longer held, but not freed before
-        `free_spent`.
+        """Remove all rows of some requests and return them; they stay valid until `free_taken`.
 
-        A position that was computed twice, for a draft that was rejected say, counts once, with the
-        row that came last.
+        A position that was computed twice, for example for a draft token that was rejected, is
+        returned once, with its latest row.
+
+        Args:
+            serials: serial numbers of the requests.
+
+        Returns:
+            The blocks of each request, by serial number.
         """
         wanted = np.array(serials, np.int64)
         chosen: list[StepRecord[R]] = []
         kept: list[StepRecord[R]] = []
-        for entry in self._entries:
+        for entry in self._steps:
             mask = np.isin(entry.serial, wanted)
             if mask.any():
                 chosen.append(entry.only(mask))
                 if mask.all():
-                    self._spent.append(entry.shipment)
+                    self._taken.append(entry.source)
                     continue
                 entry = entry.only(~mask)
             kept.append(entry)
-        self._entries = kept
+        self._steps = kept
         return self._blocks(chosen, serials)
 
     def take_until(
         self, stops: Mapping[int, int], oldest: int
     ) -> tuple[dict[int, list[RowBlock[R]]], int]:
-        """As `take`, of rows at positions below a stop only.
+        """Remove the rows of some requests before a position and return them, as `take` does.
 
         Args:
-            stops: per request's number, the position.
-            oldest: the number of a step before which there are no rows of these requests.
+            stops: the position, by serial number of the request.
+            oldest: number of a step before which these requests have no rows.
 
         Returns:
-            The blocks; and a step before which there are none any more.
+            The blocks of each request, by serial number; and the number of a step before which
+            these requests have no rows left.
         """
-        numbers = np.array(sorted(stops), np.int64)
-        bounds = np.array([stops[number] for number in numbers.tolist()], np.int64)
+        serials = np.array(sorted(stops), np.int64)
+        bounds = np.array([stops[serial] for serial in serials.tolist()], np.int64)
         widths = np.array([len(taps) for taps, _ in self._keys], np.int64)
-        begin = bisect_left(self._entries, oldest, key=lambda entry: entry.number)
-        entries = self._entries[begin:]
-        del self._entries[begin:]
+        begin = bisect_left(self._steps, oldest, key=lambda entry: entry.number)
+        entries = self._steps[begin:]
+        del self._steps[begin:]
         chosen: list[StepRecord[R]] = []
-        remains = self._noted
+        remains = self._next_step
         for entry in entries:
-            mask = np.isin(entry.serial, numbers)
+            mask = np.isin(entry.serial, serials)
             if not mask.any():
-                self._entries.append(entry)
+                self._steps.append(entry)
                 continue
             mine = entry.only(mask)
-            stop, width = bounds[np.searchsorted(numbers, mine.serial)], widths[mine.kind]
-            taken, rest = mine.within(0, stop, width), mine.within(stop, _FOREVER, width)
+            stop, width = bounds[np.searchsorted(serials, mine.serial)], widths[mine.kind]
+            taken, rest = mine.within(0, stop, width), mine.within(stop, FOREVER, width)
             if rest.serial.size:
                 remains = min(remains, entry.number)
             if taken.serial.size:
                 chosen.append(taken)
                 entry = entry.only(~mask).joined(rest)
             if entry.serial.size:
-                self._entries.append(entry)
+                self._steps.append(entry)
             else:
-                self._spent.append(entry.shipment)
+                self._taken.append(entry.source)
         return self._blocks(chosen, list(stops)), remains
 
     def _blocks(
@@ -327,54 +345,56 @@ class CapturedRowIndex(Generic[R]):
         found: dict[int, list[RowBlock[R]]] = {serial: [] for serial in serials}
         present = {kind for entry in chosen for kind in np.unique(entry.kind).tolist()}
         for kind in sorted(present):
-            for serial, block in _sort_out(chosen, self._keys[kind], kind):
+            for serial, block in _blocks_of_kind(chosen, self._keys[kind], kind):
                 found[serial].append(block)
         return found
 
-    def free_spent(self) -> None:
-        """Frees the shipments of which all was taken."""
-        spent, self._spent = self._spent, []
-        for shipment in spent:
-            shipment.free()
+    def free_taken(self) -> None:
+        """Free the rows of steps that have no rows left in the index."""
+        taken, self._taken = self._taken, []
+        for source in taken:
+            source.free()
 
-    def look(
+    def read(
         self, taps: tuple[int, ...], spans: Mapping[int, tuple[int, int]], count: int
     ) -> dict[int, RowBlock[R]]:
-        """Some rows of some requests, which stay held. Waits for those rows only.
+        """Return raw rows of some requests, which stay in the index. Blocks for those rows only.
 
         Args:
-            taps: the kind of record.
-            spans: per request's number, [start, stop) of the positions.
-            count: how many rows there are to be, over all requests. Older steps are looked at
-                only until that many are found.
+            taps: the taps of the records.
+            spans: [start, stop) of the positions, by serial number of the request.
+            count: number of rows to expect over all requests; older steps are searched only until
+                that many are found.
         """
         key = (taps, 0)
         kind = self._kinds.get(key)
         if kind is None or not count:
             return {}
-        numbers = np.array(sorted(spans), np.int64)
-        bounds = np.array([spans[number] for number in numbers.tolist()], np.int64)
+        serials = np.array(sorted(spans), np.int64)
+        bounds = np.array([spans[serial] for serial in serials.tolist()], np.int64)
         chosen: list[StepRecord[R]] = []
         blocks: dict[int, RowBlock[R]] = {}
-        seen = 0
-        for entry in reversed(self._entries):
-            mine = entry.only((entry.kind == kind) & np.isin(entry.serial, numbers))
-            whose = np.searchsorted(numbers, mine.serial)
-            mine = mine.within(bounds[whose, 0], bounds[whose, 1], len(taps))
+        found = 0
+        for entry in reversed(self._steps):
+            mine = entry.only((entry.kind == kind) & np.isin(entry.serial, serials))
+            of = np.searchsorted(serials, mine.serial)
+            mine = mine.within(bounds[of, 0], bounds[of, 1], len(taps))
             if mine.serial.size:
                 chosen.insert(0, mine)
-                seen += int(mine.length.sum())
-            if seen >= count:
-                # A position that was computed twice is in two steps, and counts once.
-                blocks = dict(_sort_out(chosen, key, kind))
-                seen = sum(block.positions.size for block in blocks.values())
-                if seen >= count:
+                found += int(mine.length.sum())
+            if found >= count:
+                # A position that was computed twice is in two steps and counts once.
+                blocks = dict(_blocks_of_kind(chosen, key, kind))
+                found = sum(block.positions.size for block in blocks.values())
+                if found >= count:
                     return blocks
-        return dict(_sort_out(chosen, key, kind))
+        return dict(_blocks_of_kind(chosen, key, kind))
 
 
-def _sort_out(chosen: list[StepRecord[R]], key: _Kind, kind: int) -> list[tuple[int, RowBlock[R]]]:
-    """The blocks of one kind, with the numbers of their requests."""
+def _blocks_of_kind(
+    chosen: list[StepRecord[R]], key: _Kind, kind: int
+) -> list[tuple[int, RowBlock[R]]]:
+    """Return the blocks of one kind, each with the serial number of its request."""
     taps, codec = key
     steps: list[Ints] = []
     serials: list[Ints] = []
@@ -398,7 +418,7 @@ def _sort_out(chosen: list[StepRecord[R]], key: _Kind, kind: int) -> list[tuple[
     step, serial, position, first = step[order], serial[order], position[order], first[order]
     last = np.append((serial[1:] != serial[:-1]) | (position[1:] != position[:-1]), True)
     step, serial, position, first = step[last], serial[last], position[last], first[last]
-    sources = [entry.shipment for entry in chosen]
+    sources = [entry.source for entry in chosen]
     starts = np.append(0, np.flatnonzero(serial[1:] != serial[:-1]) + 1)
     stops = np.append(starts[1:], serial.size)
     return [

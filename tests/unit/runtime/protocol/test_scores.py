@@ -33,7 +33,7 @@ WORKER = worker_info()
 def peek(engine: FakeEngine, spans: dict[str, tuple[int, int]]) -> dict[str, ScoreBlock]:
     """There and back, as over the wire."""
     request = read_request(pack(ReadScores(spans)))
-    answer = pack(pack_scores(engine.session.peek(request.spans).values()))
+    answer = pack(pack_scores(engine.session.collection.read_scores(request.spans).values()))
     [found] = read_answers(request, [answer])
     return dict(score_blocks(WORKER, found.requests, found.data))
 
@@ -78,7 +78,7 @@ def test_each_request_is_told_the_scores_of_the_span_it_asks_for(seed, lag):
             else:
                 assert fake.id not in seen
     for fake in fakes:
-        engine.session.finish(fake.id)
+        engine.session.requests.finish(fake.id)
         check(fake, (0, fake.computed), peek(engine, {fake.id: (0, fake.computed)}))
         taken = engine.take(fake.id)
         if fake.scored:
@@ -106,19 +106,19 @@ def note(ledger: CapturedRowIndex, position: int, value: float, serial: int = 7)
     shipped = Shipped(torch.tensor([[value, -value]]))
     one = {"serial": serial, "position": position, "length": 1, "first": 0}
     arrays = {name: np.array([number], np.int64) for name, number in one.items()}
-    ledger.note(shipped, **arrays, kind=np.array([ledger.kind((0,))], np.int64))
+    ledger.record(shipped, **arrays, kind=np.array([ledger.kind((0,))], np.int64))
     return shipped
 
 
 def test_a_look_waits_for_the_steps_that_it_needs_and_no_other():
     ledger = CapturedRowIndex()
     steps = [note(ledger, position, float(position)) for position in range(6)]
-    found = ledger.look((0,), {7: (3, 5)}, 2)[7]
+    found = ledger.read((0,), {7: (3, 5)}, 2)[7]
     assert found.positions.tolist() == [3, 4]
     assert found.values[:, 0, 0].tolist() == [3.0, 4.0]
     assert [bool(step.looked) for step in steps] == [False, False, False, True, True, False]
-    assert ledger.look((0,), {7: (3, 5)}, 0) == {}
-    assert ledger.look((0, 1), {7: (3, 5)}, 2) == {}
+    assert ledger.read((0,), {7: (3, 5)}, 0) == {}
+    assert ledger.read((0, 1), {7: (3, 5)}, 2) == {}
     assert len(ledger) == 6
 
 
@@ -140,7 +140,7 @@ def test_of_a_position_that_was_computed_again_the_latest_row_is_found(positions
     }
     expected = {serial: rows for serial, rows in expected.items() if rows}
     count = sum(len(rows) for rows in expected.values())
-    found = ledger.look((0,), spans, count)
+    found = ledger.read((0,), spans, count)
     told = {
         serial: dict(zip(block.positions.tolist(), block.values[:, 0, 0].tolist(), strict=True))
         for serial, block in found.items()

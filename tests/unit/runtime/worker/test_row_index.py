@@ -66,7 +66,7 @@ def test_rows_come_back_by_request_position_and_kind_the_latest_of_each(steps, t
                 wanted.setdefault((serial, taps), {})[position + nth] = record
         rows = torch.tensor(values).view(-1, 1).repeat(1, 2)
         given_rows.append(Given(rows))
-        ledger.note(
+        ledger.record(
             given_rows[-1],
             **{k: np.array(v, np.int64) for k, v in arrays.items()},
         )
@@ -83,7 +83,7 @@ def test_rows_come_back_by_request_position_and_kind_the_latest_of_each(steps, t
                 assert block.values.shape == (len(rows), len(block.taps), 2)
             for taps in mine:
                 del wanted[serial, taps]
-        ledger.free_spent()
+        ledger.free_taken()
     assert not wanted
     assert len(ledger) == 0, "shipments are held of which every row was taken"
     assert [each.freed for each in given_rows] == [int(bool(step)) for step in steps]
@@ -97,7 +97,7 @@ def test_scores_are_kept_like_rows_one_for_each_token_of_a_step():
         shipment = CpuShipment((), TALLY, scores)
         # Request 7 has rows 1–3 of the step, request 8 its last.
         arrays = [[7, 8], [3 * step, step], [3, 1], [1, 4], [kind, kind]]
-        ledger.note(Scores(shipment), *(np.array(each) for each in arrays))
+        ledger.record(Scores(shipment), *(np.array(each) for each in arrays))
     (block,) = ledger.take([7])[7]
     assert block.positions.tolist() == list(range(6))
     assert block.values[:, 0].tolist() == [
@@ -114,7 +114,7 @@ def test_scores_are_kept_like_rows_one_for_each_token_of_a_step():
 def test_a_step_without_runs_is_not_kept():
     ledger = CapturedRowIndex()
     nothing = np.zeros(0, np.int64)
-    ledger.note(Given(torch.zeros(0, 2)), *[nothing] * 5)
+    ledger.record(Given(torch.zeros(0, 2)), *[nothing] * 5)
     assert len(ledger) == 0
 
 
@@ -126,9 +126,9 @@ def test_rows_whose_positions_come_later_are_those_of_the_positions_that_came():
     # Request 7 has rows 0–1 of the step, request 8 rows 3–5.
     runs = [np.array(each) for each in ([2, 3], [0, 2], [kind, kind])]
     awaited = PendingPositions(CpuCopy(arriving), np.array([0, 3]))
-    ledger.note(shipment, np.array([7, 8]), awaited, *runs)
+    ledger.record(shipment, np.array([7, 8]), awaited, *runs)
     arriving += torch.tensor([4, 5, -1, 20, 21, 22])
-    block = ledger.look((0,), {8: (21, 30)}, 2)[8]
+    block = ledger.read((0,), {8: (21, 30)}, 2)[8]
     assert block.positions.tolist() == [21, 22]
     assert block.values.flatten().tolist() == [3.0, 4.0]
     (block,) = ledger.take([7])[7]
@@ -136,7 +136,7 @@ def test_rows_whose_positions_come_later_are_those_of_the_positions_that_came():
     assert block.values.flatten().tolist() == [0.0, 1.0]
     # A later step computes one of them again.
     again = Given(torch.tensor([[9.0]]))
-    ledger.note(again, *(np.array([each]) for each in (8, 21, 1, 0, kind)))
+    ledger.record(again, *(np.array([each]) for each in (8, 21, 1, 0, kind)))
     (block,) = ledger.take([8])[8]
     assert block.positions.tolist() == [20, 21, 22]
     assert block.values.flatten().tolist() == [2.0, 9.0, 4.0]

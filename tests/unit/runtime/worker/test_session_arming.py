@@ -8,7 +8,7 @@ from support.plans import KINDS, SMALL, VECTORS, add, gated, plan_of, probe, row
 
 from midstream.ops import layout
 from midstream.runtime.protocol.segments import APPLIED_0, RankShare
-from midstream.runtime.worker import session as sessions
+from midstream.runtime.worker import step_recorder
 from midstream.runtime.worker.session import WorkerSession
 from midstream.spec import Match, ResolvedPlan, ResolvedProbe, Steps, Where
 
@@ -33,14 +33,14 @@ def run(engine, *batch):
 def uploads(monkeypatch):
     """Rows of `tokens` each time they are sent to the device."""
     sent = []
-    real = sessions.upload
+    real = step_recorder.upload
 
     def note(target, values):
         if target.shape[-1] == layout.TOKEN_COLUMNS and target.ndim == 2:
             sent.append(target.shape[0])
         real(target, values)
 
-    monkeypatch.setattr(sessions, "upload", note)
+    monkeypatch.setattr(step_recorder, "upload", note)
     return sent
 
 
@@ -102,7 +102,7 @@ def test_a_program_that_takes_the_place_of_another_is_armed_with_its_own_edits()
     second = Fake("2", plan_of(edits=[(POST, VECTORS[1], -1.0, EVERYWHERE)]))
     engine.add(first)
     run(engine, (first, 2))
-    engine.session.finish("1")
+    engine.session.requests.finish("1")
     engine.add(second)
     run(engine, (second, 2))
     check_taken(engine.take("1"), [first])
@@ -255,7 +255,7 @@ def test_a_count_outside_of_what_ids_allow_is_found():
     plan = plan_of(
         edits=[(POST, VECTORS[0], 1.0, where), (PRE, VECTORS[1], 1.0, EVERYWHERE)], prompt_len=4
     )
-    for column, problem in ((0, "position 4: asked for 1 to 2 edits"), (1, "did 0 and 0")):
+    for column, problem in ((0, "position 4: expected 1 to 2 edits"), (1, "counted 0 and 0")):
         engine, fake = FakeEngine(), Fake("a", plan)
         engine.add(fake)
         run(engine, (fake, 4))
@@ -278,7 +278,7 @@ def test_more_edits_than_any_ids_allow_are_found():
     engine.session.before_forward(view_of(["a"], [1], [5], [0]))
     engine.forward(1)
     engine.session.after_forward()
-    assert "position 5: asked for 0 to 1 edits and 0 vectors, the device did 2" in (
+    assert "position 5: expected 0 to 1 edits and 0 captured vectors, the device counted 2" in (
         engine.take("a")[0].problem
     )
 

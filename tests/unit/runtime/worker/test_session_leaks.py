@@ -30,22 +30,22 @@ def many_plans(count):
 def assert_empty(session):
     """Every kind of thing that a request takes is free."""
     session.check_integrity()
-    tables, planner = session._tables, session._planner
+    tables, slots, recorder = session._tables, session.requests._slots, session._recorder
     assert tables._bank.used == tables._lists.used == 0
     assert tables._instructions.free == tables._instructions.size
     assert not tables._programs
     assert not tables._groups
     assert len(tables._free_programs) == tables._rows - 2
     assert len(tables._free_groups) == tables._rows - 1
-    assert len(planner) == 0
-    assert not planner._slot_of
-    assert not planner._done.any()
-    assert sorted(planner._free) == list(range(len(planner._by_slot)))
-    assert all(request is None for request in planner._by_slot)
-    assert not session._left
-    assert not session._leaving
-    assert not session._in_flight
-    assert len(session._ledger) == len(session._scores) == 0
+    assert len(slots) == 0
+    assert not slots._slot_of
+    assert not slots._states.any()
+    assert sorted(slots._free) == list(range(len(slots._by_slot)))
+    assert all(request is None for request in slots._by_slot)
+    assert not session.requests._finished
+    assert not session.requests._finishing
+    assert not recorder._in_flight
+    assert len(recorder.rows) == len(recorder.scores) == 0
 
 
 @pytest.mark.parametrize("lag", [None, 3])
@@ -58,7 +58,7 @@ def test_thousands_of_requests_come_and_go_and_leave_nothing_behind(lag):
     while made < rounds(suite=2_000, nightly=20_000):
         fate = {f"r{made + n}": "never ran" for n in range(50)}
         for name in fate:
-            session.add(name, f"u{name}", draw.choice(packed))
+            session.requests.add(name, f"u{name}", draw.choice(packed))
         made += len(fate)
         for step in range(2):
             running = [name for name, now in fate.items() if now in ("never ran", "runs")]
@@ -69,7 +69,7 @@ def test_thousands_of_requests_come_and_go_and_leave_nothing_behind(lag):
             session.after_forward()
             fate |= dict.fromkeys(chosen, "runs")
             for name in running[::7]:
-                session.finish(name)
+                session.requests.finish(name)
                 fate[name] = "aborted"
         names = list(fate)
         draw.shuffle(names)
@@ -77,7 +77,7 @@ def test_thousands_of_requests_come_and_go_and_leave_nothing_behind(lag):
             if fate[name] == "runs":
                 fate[name] = draw.choice(["ended", "taken as it ran"])
                 if fate[name] == "ended":
-                    session.finish(name)
+                    session.requests.finish(name)
             fates[fate[name]] += 1
         for start in range(0, len(names), 10):
             taken = engine.take_many([f"u{name}" for name in names[start : start + 10]])
@@ -86,7 +86,7 @@ def test_thousands_of_requests_come_and_go_and_leave_nothing_behind(lag):
                 assert found[0].problem == ""
         session.check_integrity()
     assert all(fates.values())
-    assert len(session._planner._by_slot) <= 64, "slots are not used again"
+    assert len(session.requests._slots._by_slot) <= 64, "slots are not used again"
     assert_empty(session)
 
 
@@ -96,7 +96,7 @@ def test_requests_that_found_no_room_leave_nothing_behind_either():
     packed = many_plans(60)
     refused = 0
     for made in range(600):
-        session.add(f"r{made}", f"u{made}", draw.choice(packed))
+        session.requests.add(f"r{made}", f"u{made}", draw.choice(packed))
         if made % 5 == 4:
             names = [f"r{made - n}" for n in range(5)]
             session.before_forward(view_of(names, [2] * 5, [0] * 5, [1] * 10))

@@ -1,5 +1,5 @@
-"""What a runner adapter calls. Each of vLLM's two model runners has one adapter, and nothing else
-in midstream knows which runner there is.
+"""Calls of a model runner's adapter into a `WorkerSession`. Each of vLLM's two model runners has
+one adapter, and the rest of midstream does not depend on which runner there is.
 """
 
 from __future__ import annotations
@@ -24,44 +24,46 @@ class Hooks:
 
     def __init__(self, session: WorkerSession, ahead: int) -> None:
         """Args:
-        session: the worker's.
-        ahead: how many steps the scheduler may be ahead of what it knows was accepted.
+        session: the worker's session.
+        ahead: number of steps that the scheduler may decide on before it knows which draft tokens
+            of a step were accepted.
         """
         self._session = session
-        # How many tokens of each request were drafted: in this step, and in those of which the
-        # scheduler did not know the outcome when it decided on this one.
+        # Number of draft tokens of each request: in this step, and in those whose outcome the
+        # scheduler did not know when it decided on this step.
         self._drafted: dict[str, int] = {}
         self._unknown: deque[dict[str, int]] = deque(maxlen=ahead)
 
     def on_schedule(self, scheduler_output: Any) -> None:
-        """The scheduler's decision for a step: requests that ended, requests that begin."""
+        """Finish and add requests, as the scheduler decided for a step."""
         if self._unknown.maxlen:
             drafted = scheduler_output.scheduled_spec_decode_tokens
             self._unknown.append(self._drafted)
             self._drafted = {name: len(tokens) for name, tokens in drafted.items()}
+        requests = self._session.requests
         for request_id in scheduler_output.finished_req_ids:
-            self._session.finish(request_id)
+            requests.finish(request_id)
         for new in scheduler_output.scheduled_new_reqs:
-            asked = payload_of(new.sampling_params)
-            if asked is not None:
-                self._session.grow(new.req_id, asked.uid, new.prompt_token_ids)
-                self._session.add(new.req_id, asked.uid, asked.plan, new.num_computed_tokens)
+            payload = payload_of(new.sampling_params)
+            if payload is not None:
+                requests.grow(new.req_id, payload.uid, new.prompt_token_ids)
+                requests.add(new.req_id, payload.uid, payload.plan, new.num_computed_tokens)
 
-    def late(
+    def unknown_positions(
         self, request_ids: Sequence[str], positions: Callable[[], Tensor]
     ) -> UnknownPositions | None:
-        """What the host does not know of the step's batch; None where it knows all.
+        """Return what the host does not know about a step's batch; None if it knows all.
 
         Args:
-            request_ids: of the batch.
-            positions: gives the rows' positions on the device.
+            request_ids: vLLM's ids of the batch's requests.
+            positions: returns the rows' positions on the device.
         """
         unknown = [drafted for drafted in self._unknown if drafted]
         if not unknown:
             return None
 
         def slack() -> NDArray[np.int64]:
-            # The scheduler counts drafted tokens as accepted until it knows better.
+            # The scheduler counts draft tokens as accepted until it knows the outcome.
             return np.fromiter(
                 (sum(drafted.get(name, 0) for drafted in unknown) for name in request_ids),
                 np.int64,
@@ -69,34 +71,38 @@ class Hooks:
 
         return UnknownPositions(slack, positions)
 
-    def before_forward(self, view: StepBatch) -> None:
-        """The batch is laid out; its forward is queued next."""
-        self._session.before_forward(view)
+    def before_forward(self, batch: StepBatch) -> None:
+        """Prepare a step whose batch is laid out; its forward pass is queued next."""
+        self._session.before_forward(batch)
 
     def after_forward(self) -> None:
-        """The forward is queued."""
+        """Record a step whose forward pass is queued."""
         self._session.after_forward()
 
     def on_output(self, output: Any) -> Any:
-        """A step's output is about to leave; what went wrong for single requests leaves with it.
-        Where there is no way out, as from a pipeline's earlier stages, their receipts tell.
+        """Return a step's output with the failures of single requests attached. An output that
+        does not reach the scheduler, as of a pipeline's earlier stages, is returned unchanged; the
+        receipts of those requests have the failures.
         """
-        failures = self._session.failures
+        requests = self._session.requests
+        failures = requests.failures
         if failures:
-            told = put(output, failures)
-            if told is not None:
-                self._session.forget_failures()
-                return told
+            attached = put(output, failures)
+            if attached is not None:
+                requests.clear_failures()
+                return attached
         return output
 
 
-def tell_failures(runner: Any, hooks: Hooks) -> None:
-    """Hooks what a runner returns: by one or the other of two methods, as the step is."""
+def report_failures(runner: Any, hooks: Hooks) -> None:
+    """Wrap both methods by which a runner returns the output of a step, so that the output has the
+    failures of single requests.
+    """
     for name in ("execute_model", "sample_tokens"):
-        setattr(runner, name, _telling(getattr(runner, name), hooks))
+        setattr(runner, name, _with_failures(getattr(runner, name), hooks))
 
 
-def _telling(original: Callable[..., Any], hooks: Hooks) -> Callable[..., Any]:
+def _with_failures(original: Callable[..., Any], hooks: Hooks) -> Callable[..., Any]:
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         return hooks.on_output(original(*args, **kwargs))

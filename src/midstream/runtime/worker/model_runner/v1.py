@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from midstream.runtime.worker.model_runner.hooks import Hooks, tell_failures
+from midstream.runtime.worker.model_runner.hooks import Hooks, report_failures
 from midstream.runtime.worker.step.step_batch import StepBatch
 
 
 def attach(runner: Any, hooks: Hooks) -> None:
-    """Hooks `_update_states` (requests come and go) and `_model_forward`.
+    """Wrap `_update_states` (requests begin and end) and `_model_forward`.
 
     `_model_forward` is called for real steps only: dummy, profiling and graph-capture runs call
     the model themselves.
@@ -20,22 +20,22 @@ def attach(runner: Any, hooks: Hooks) -> None:
     update_states: Callable[[Any], Any] = runner._update_states
     model_forward: Callable[..., Any] = runner._model_forward
 
-    def update_and_note(scheduler_output: Any) -> Any:
+    def update_states_hooked(scheduler_output: Any) -> Any:
         hooks.on_schedule(scheduler_output)
         return update_states(scheduler_output)
 
-    def armed_forward(*args: Any, **kwargs: Any) -> Any:
-        hooks.before_forward(_view(runner, hooks))
+    def model_forward_hooked(*args: Any, **kwargs: Any) -> Any:
+        hooks.before_forward(_batch(runner, hooks))
         out = model_forward(*args, **kwargs)
         hooks.after_forward()
         return out
 
-    runner._update_states = update_and_note
-    runner._model_forward = armed_forward
-    tell_failures(runner, hooks)
+    runner._update_states = update_states_hooked
+    runner._model_forward = model_forward_hooked
+    report_failures(runner, hooks)
 
 
-def _view(runner: Any, hooks: Hooks) -> StepBatch:
+def _batch(runner: Any, hooks: Hooks) -> StepBatch:
     batch = runner.input_batch
     num_requests = batch.num_reqs
     starts = runner.query_start_loc.np[: num_requests + 1]
@@ -47,5 +47,5 @@ def _view(runner: Any, hooks: Hooks) -> StepBatch:
         computed=batch.num_computed_tokens_cpu[:num_requests],
         num_tokens=num_tokens,
         token_ids=lambda: runner.input_ids.gpu[:num_tokens],
-        late=hooks.late(request_ids, lambda: runner.positions[:num_tokens]),
+        unknown=hooks.unknown_positions(request_ids, lambda: runner.positions[:num_tokens]),
     )

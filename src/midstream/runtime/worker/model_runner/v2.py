@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from midstream.runtime.worker.model_runner.hooks import Hooks, tell_failures
+from midstream.runtime.worker.model_runner.hooks import Hooks, report_failures
 from midstream.runtime.worker.step.step_batch import StepBatch
 
 
 def attach(runner: Any, hooks: Hooks) -> None:
-    """Hooks `execute_model` and the model state's `preprocess_state`.
+    """Wrap `execute_model` and the model state's `preprocess_state`.
 
     `preprocess_state` is called for real batches only, after their inputs were prepared and
     before the forward; `execute_model` returns once the forward is queued. The state's class is
@@ -22,10 +22,10 @@ def attach(runner: Any, hooks: Hooks) -> None:
 
     def preprocess_state(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         out = cls.preprocess_state(self, input_batch, *args, **kwargs)
-        hooks.before_forward(_view(input_batch, hooks))
+        hooks.before_forward(_batch(input_batch, hooks))
         return out
 
-    def execute_and_settle(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def execute_model_hooked(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("dummy_run", False):
             hooks.on_schedule(scheduler_output)
         out = execute_model(scheduler_output, *args, **kwargs)
@@ -34,11 +34,11 @@ def attach(runner: Any, hooks: Hooks) -> None:
 
     namespace = {"__module__": cls.__module__, "preprocess_state": preprocess_state}
     state.__class__ = type(f"Armed{cls.__name__}", (cls,), namespace)
-    runner.execute_model = execute_and_settle
-    tell_failures(runner, hooks)
+    runner.execute_model = execute_model_hooked
+    report_failures(runner, hooks)
 
 
-def _view(batch: Any, hooks: Hooks) -> StepBatch:
+def _batch(batch: Any, hooks: Hooks) -> StepBatch:
     num_requests = batch.num_reqs
     return StepBatch(
         request_ids=batch.req_ids,
@@ -46,5 +46,5 @@ def _view(batch: Any, hooks: Hooks) -> StepBatch:
         computed=batch.num_computed_tokens_np[:num_requests],
         num_tokens=batch.num_tokens,
         token_ids=lambda: batch.input_ids[: batch.num_tokens],
-        late=hooks.late(batch.req_ids, lambda: batch.positions[: batch.num_tokens]),
+        unknown=hooks.unknown_positions(batch.req_ids, lambda: batch.positions[: batch.num_tokens]),
     )

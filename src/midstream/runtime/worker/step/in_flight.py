@@ -1,4 +1,4 @@
-"""A step that is under way, as the session remembers it."""
+"""A step between its planning and the arrival of its results."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from midstream.transport.base import Copy, Shipment
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """A step whose forward is queued next.
+    """A step whose forward pass is queued next.
 
     Attributes:
-        first: the ring's first row for its records, from which the plan's count.
-        positions: each row's position, on its way; None where the plan knows them.
+        plan: the step's plan.
+        first: ring row that the plan's records are relative to.
+        positions: copy of each row's position to the host; None if the plan has the positions.
     """
 
     plan: StepPlan
@@ -29,19 +30,21 @@ class PreparedStep:
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A step whose results are on their way.
+    """A step whose results are copied to the host.
 
     Attributes:
-        number: its own, from 1.
+        number: number of the step, from 1.
+        prepared: the step as it was queued.
+        shipment: its results.
     """
 
     number: int
-    armed: PreparedStep
+    prepared: PreparedStep
     shipment: Shipment
 
 
 def shifted(tokens: NDArray[np.int32], first: int) -> NDArray[np.int32]:
-    """With records that begin at a row of the ring."""
+    """Return `tokens` with records relative to ring row 0, for a step that begins at `first`."""
     if not first:
         return tokens
     moved: NDArray[np.int32] = tokens.copy()
@@ -51,16 +54,16 @@ def shifted(tokens: NDArray[np.int32], first: int) -> NDArray[np.int32]:
 
 
 def positions_of(
-    armed: PreparedStep, mine: NDArray[np.bool_] | NDArray[np.int64]
+    prepared: PreparedStep, chosen: NDArray[np.bool_] | NDArray[np.int64]
 ) -> NDArray[np.int64] | PendingPositions:
-    """Of the first row of some of a step's runs."""
-    pieces = armed.plan.pieces
-    if armed.positions is None:
-        return pieces.position[mine]
-    return PendingPositions(armed.positions, pieces.row[mine])
+    """Return the position of the first row of each of the chosen runs of a step."""
+    runs = prepared.plan.runs
+    if prepared.positions is None:
+        return runs.position[chosen]
+    return PendingPositions(prepared.positions, runs.row[chosen])
 
 
 def bounds(plan: StepPlan, nth: int) -> str:
-    """How many edits an active row is to get, in words."""
+    """Return the number of edits that an active row must get, as text: "2", or "1 to 2"."""
     fewest, most = int(plan.fewest[nth]), int(plan.most[nth])
     return str(most) if fewest == most else f"{fewest} to {most}"

@@ -1,4 +1,4 @@
-"""What a model runner is about to compute, in the one form that the planner knows."""
+"""The batch that a model runner computes next, in the form that the planner reads."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 class UnknownPositions(NamedTuple):
-    """What the host does not know yet: which of the last steps' drafted tokens were accepted.
+    """What the host does not know yet: which draft tokens of the last steps were accepted.
 
     Attributes:
-        slack: gives int64 [requests], by how much `StepBatch.computed` may be too high. It is
+        slack: returns int64 [requests], by how much `StepBatch.computed` may be too high. It is
             never too low.
-        positions: gives integers [num_tokens] on the device, the position of each row.
+        positions: returns integers [num_tokens] on the device, the position of each row.
     """
 
     slack: Callable[[], NDArray[np.int64]]
@@ -24,16 +24,17 @@ class UnknownPositions(NamedTuple):
 
 
 class StepBatch(NamedTuple):
-    """One step's batch, in the order of its rows.
+    """The batch of one step, in the order of its rows.
 
     Attributes:
-        request_ids: the engine's own ids, one per request in the batch.
-        scheduled: int32 [requests], tokens of each in this step; the rows follow each other.
-        computed: int32 [requests], tokens of each that were computed before: the position of its
-            first row here.
-        num_tokens: the sum of `scheduled`; rows beyond it are padding.
-        token_ids: gives int32 [num_tokens] on the device, the id of each row's token.
-        late: None where `computed` is exact.
+        request_ids: vLLM's ids, one per request in the batch.
+        scheduled: int32 [requests], number of tokens of each request in this step; the rows of a
+            request follow those of the request before it.
+        computed: int32 [requests], number of tokens of each request that were computed before:
+            the position of its first row in this step.
+        num_tokens: sum of `scheduled`; later rows are padding.
+        token_ids: returns int32 [num_tokens] on the device, the id of each row's token.
+        unknown: None if `computed` is exact.
     """
 
     request_ids: Sequence[str]
@@ -41,4 +42,4 @@ class StepBatch(NamedTuple):
     computed: NDArray[np.int32]
     num_tokens: int
     token_ids: Callable[[], Tensor]
-    late: UnknownPositions | None = None
+    unknown: UnknownPositions | None = None

@@ -1,4 +1,4 @@
-"""What one step asks of the device: its runs of rows, and what must come of them."""
+"""The plan of one step: its runs of rows, and what the device must have done for each row."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from midstream.runtime.protocol.runs import Ints
 
 @dataclass(frozen=True, slots=True)
 class TokenRuns:
-    """Runs of consecutive rows of one request within one segment; one entry per run.
+    """Runs of consecutive rows of one request within one segment; each array has one entry per run.
 
     Attributes:
         row: first row in the batch.
-        length: rows.
-        position: of the first row in its request; see `exact`.
-        slot: the request's slot.
-        program, group, width, kind: what each row gets, how many vectors its record holds, and
-            what the ledger calls such records.
-        scored: 1 where the rows' scores go to the caller.
-        codec: how the rows' vectors leave; those of one codec lie together in the ring.
-        record: first row of the ring, counted from the step's first; meaningful where width > 0.
-        exact: whether the positions are known. Otherwise they are upper bounds, the device knows
-            better, and all else here is the same wherever the rows really are.
+        length: number of rows.
+        position: position of the first row in its request; see `exact`.
+        slot: slot of the request.
+        program: index of each row's program.
+        group: index of each row's capture group.
+        width: number of vectors in each row's record.
+        kind: number of the kind of record, from `CapturedRowIndex.kind`.
+        scored: 1 if the scores of the rows are returned to the caller.
+        codec: number of the rows' codec; the records of one codec are contiguous in the ring.
+        record: ring row of the first record, relative to the step's first; valid if width > 0.
+        exact: whether the positions are known. If not, they are upper bounds, only the device
+            knows the positions, and everything else is the same at each possible position.
     """
 
     row: Ints
@@ -44,20 +46,23 @@ class TokenRuns:
 
 @dataclass(frozen=True, slots=True)
 class CodecBatch:
-    """A step's captured rows of one codec, which lie together in the ring.
+    """A step's captured rows of one codec, which are contiguous in the ring.
 
     Attributes:
-        codec: its number.
-        first: first row of the ring, counted from the step's first.
-        num_rows: how many.
-        mine: which of the step's pieces these are of.
-        serial, length, kind: of each of those, as in the ledger; first row: `record`, from `first`.
+        codec: number of the codec.
+        first: first ring row, relative to the step's first.
+        num_rows: number of ring rows.
+        runs: indices of the step's runs that these rows belong to.
+        serial: serial number of each run's request.
+        length: number of records of each run.
+        kind: kind of record of each run.
+        record: ring row of each run's first record, relative to `first`.
     """
 
     codec: int
     first: int
     num_rows: int
-    mine: Ints
+    runs: Ints
     serial: Ints
     length: Ints
     kind: Ints
@@ -66,23 +71,25 @@ class CodecBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step asks of the device, and what it must have done afterwards.
+    """What the device is to do in one step, and what it must have counted afterwards.
 
     Attributes:
-        tokens: int32 [rows, 4], for `Buffers.tokens`; records count from the step's first row.
-        num_records: rows of the ring that the step fills.
-        active: rows of the batch with a program.
-        slots, positions: of each active row (slot −1: nobody's, only watched); the latter are
-            upper bounds where `pieces` are not exact.
-        fewest, most: how many edits each active row must get; how many it may, where that
-            depends on the token's id.
-        captures: how many vectors each active row must give.
-        by_id: whether a row's program reads its token's id.
-        scored: whether a score of the step goes to a caller.
-        told: whether a row's program reads its position, which only the device knows: the column
-            in `tokens` is to be filled in there.
-        pieces: the runs that the step is made of.
-        loads: what is captured, in the order of the ring.
+        tokens: int32 [rows, TOKEN_COLUMNS], for `Buffers.tokens`; records are relative to the
+            step's first ring row.
+        num_records: number of ring rows that the step fills.
+        active: rows of the batch that have a program.
+        slots: slot of each active row; −1 for a row of no request, whose taps alone are checked.
+        positions: position of each active row; an upper bound if `runs` are not exact.
+        fewest: smallest number of edits that each active row must get.
+        most: largest number of edits that each active row may get; the difference to `fewest` is
+            in edits that depend on the token's id.
+        captures: number of vectors that must be captured of each active row.
+        by_id: whether a row's program reads the token's id.
+        scored: whether a score of the step is returned to a caller.
+        device_positions: whether a program reads positions that only the device knows. It must
+            then fill in the column `POSITION` of `tokens`.
+        runs: the runs of the step.
+        batches: captured rows by codec, in the order of the ring.
     """
 
     tokens: NDArray[np.int32]
@@ -95,18 +102,41 @@ class StepPlan:
     captures: Ints
     by_id: bool
     scored: bool
-    told: bool
-    pieces: TokenRuns
-    loads: tuple[CodecBatch, ...]
+    device_positions: bool
+    runs: TokenRuns
+    batches: tuple[CodecBatch, ...]
 
     def at(self, position: Ints) -> StepPlan:
-        """The same step at other positions, one for each active row and piece."""
-        was = self.pieces
-        pieces = TokenRuns(
-            was.row, was.length, position, was.slot, was.program, was.group, was.width, was.kind,
-            was.scored, was.codec, was.record, was.exact,
-        )  # fmt: skip
+        """Return the same step at other positions, one for each run; each run has one row.
+
+        The fields are written out, as `dataclasses.replace` takes several times as long.
+        """
+        runs = self.runs
         return StepPlan(
-            self.tokens, self.num_records, self.active, self.slots, position, self.fewest,
-            self.most, self.captures, self.by_id, self.scored, self.told, pieces, self.loads,
-        )  # fmt: skip
+            tokens=self.tokens,
+            num_records=self.num_records,
+            active=self.active,
+            slots=self.slots,
+            positions=position,
+            fewest=self.fewest,
+            most=self.most,
+            captures=self.captures,
+            by_id=self.by_id,
+            scored=self.scored,
+            device_positions=self.device_positions,
+            runs=TokenRuns(
+                row=runs.row,
+                length=runs.length,
+                position=position,
+                slot=runs.slot,
+                program=runs.program,
+                group=runs.group,
+                width=runs.width,
+                kind=runs.kind,
+                scored=runs.scored,
+                codec=runs.codec,
+                record=runs.record,
+                exact=runs.exact,
+            ),
+            batches=self.batches,
+        )

@@ -130,11 +130,6 @@ class ProgramTable:
             assert self._bank.used == 0
             assert self._lists.used == 0
 
-    @property
-    def used_rows(self) -> int:
-        """Rows of the bank in use."""
-        return self._bank.used
-
     # -- inside -----------------------------------------------------------------------------
 
     def _write_program(self, edits: Edits) -> _Program:

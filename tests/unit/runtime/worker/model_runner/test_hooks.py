@@ -11,11 +11,14 @@ from midstream.runtime.worker.endpoint import _ahead
 from midstream.runtime.worker.model_runner.hooks import Hooks
 
 
-class NoSession:
-    """Nobody asks for anything."""
+class NoRequests:
+    """The request table of a worker without requests."""
 
     def finish(self, request_id):
         raise AssertionError(request_id)
+
+
+NO_SESSION = SimpleNamespace(requests=NoRequests())
 
 
 def schedule(**drafts):
@@ -27,12 +30,12 @@ def schedule(**drafts):
 
 
 def slack(hooks, *ids):
-    late = hooks.late(ids, lambda: torch.arange(3))
-    return None if late is None else late.slack().tolist()
+    unknown = hooks.unknown_positions(ids, lambda: torch.arange(3))
+    return None if unknown is None else unknown.slack().tolist()
 
 
 def test_counts_may_be_too_high_by_the_drafts_of_the_step_before():
-    hooks = Hooks(NoSession(), 1)
+    hooks = Hooks(NO_SESSION, 1)
     hooks.on_schedule(schedule(a=3))
     assert slack(hooks, "a", "b") is None, "this step's own drafts come after its first rows"
     hooks.on_schedule(schedule(b=2))
@@ -44,14 +47,14 @@ def test_counts_may_be_too_high_by_the_drafts_of_the_step_before():
 
 
 def test_counts_may_be_too_high_by_the_drafts_of_every_step_that_is_under_way():
-    hooks = Hooks(NoSession(), 2)
+    hooks = Hooks(NO_SESSION, 2)
     for drafts in ({"a": 3}, {"a": 1, "b": 2}, {}):
         hooks.on_schedule(schedule(**drafts))
     assert slack(hooks, "a", "b", "c") == [4, 2, 0]
 
 
 def test_the_drafts_are_counted_before_the_runner_trims_them():
-    hooks = Hooks(NoSession(), 1)
+    hooks = Hooks(NO_SESSION, 1)
     decision = schedule(a=3)
     hooks.on_schedule(decision)
     decision.scheduled_spec_decode_tokens["a"].clear()
@@ -60,17 +63,17 @@ def test_the_drafts_are_counted_before_the_runner_trims_them():
 
 
 def test_where_no_step_is_scheduled_ahead_counts_are_exact():
-    hooks = Hooks(NoSession(), 0)
+    hooks = Hooks(NO_SESSION, 0)
     for _ in range(3):
         hooks.on_schedule(schedule(a=3))
         assert slack(hooks, "a") is None
 
 
 def test_positions_are_those_that_the_adapter_gives():
-    hooks = Hooks(NoSession(), 1)
+    hooks = Hooks(NO_SESSION, 1)
     hooks.on_schedule(schedule(a=3))
     hooks.on_schedule(schedule())
-    assert hooks.late(["a"], lambda: torch.arange(3)).positions().tolist() == [0, 1, 2]
+    assert hooks.unknown_positions(["a"], lambda: torch.arange(3)).positions().tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

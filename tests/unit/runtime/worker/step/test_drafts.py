@@ -17,8 +17,9 @@ from midstream.ops import layout
 from midstream.runtime.protocol.segments import WHOLE, cut
 from midstream.runtime.worker.request_state import RequestState, acquire_segments
 from midstream.runtime.worker.row_index import CapturedRowIndex
+from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_batch import UnknownPositions
-from midstream.runtime.worker.step.step_planner import Planner
+from midstream.runtime.worker.step.step_planner import StepPlanner
 from midstream.runtime.worker.tables.program_table import ProgramTable
 from midstream.spec import Match, Where
 
@@ -91,7 +92,7 @@ class Decoding:
         for fake in list(self.running):
             if fake.computed >= self.lengths[fake.id] or self.draw.random() < 0.01:
                 self.running.remove(fake)
-                self.engine.session.finish(fake.id)
+                self.engine.session.requests.finish(fake.id)
                 taken = self.engine.take(fake.id)
                 assert len(taken) == (fake.plan is not None)
                 for request in taken:
@@ -147,7 +148,7 @@ def test_whatever_is_accepted_each_position_gets_its_own_segments_edits_and_row(
     for count, right in drafts:
         engine.draft([(fake, count, right)], random.Random(seed), spare)
         check_scores(engine.peeked(fake, 0), fake)
-    engine.session.finish("a")
+    engine.session.requests.finish("a")
     (request,) = engine.take("a")
     check_true(request, fake)
 
@@ -194,10 +195,10 @@ def test_an_edit_by_token_id_is_counted_for_the_true_token_not_the_guess(late):
 
 def planner_with(plan):
     tables = ProgramTable(make_buffers())
-    planner = Planner(tables, max_model_len=100)
+    slots = SlotTable(max_model_len=100)
     segments = acquire_segments(cut(plan, TAPS, WHOLE), tables, CapturedRowIndex())
-    planner.add(RequestState("a", "u", plan, planner.new_slot(), segments))
-    return planner
+    slots.add(RequestState("a", "u", plan, slots.new_slot(), segments))
+    return StepPlanner(slots, tables), slots
 
 
 class Device:
@@ -216,11 +217,11 @@ class Device:
 
 def late_view(host, count, slack, true):
     device = Device(*range(true, true + count))
-    return view_of(["a"], [count], [host])._replace(late=device.late(slack)), device
+    return view_of(["a"], [count], [host])._replace(unknown=device.late(slack)), device
 
 
 def test_the_device_is_waited_for_only_where_a_row_may_be_in_either_of_two_segments():
-    planner = planner_with(plan_of(edits=[(POST, VECTORS[1], 1.0, ((10, 20),))]))
+    planner, _ = planner_with(plan_of(edits=[(POST, VECTORS[1], 1.0, ((10, 20),))]))
     for host, slack, waits in [
         (8, 2, True),  # [6, 11): before the bound or after it
         (13, 3, False),  # [10, 16): after it, however few were accepted
@@ -237,25 +238,25 @@ def test_the_device_is_waited_for_only_where_a_row_may_be_in_either_of_two_segme
             active = range(max(10, host - slack), min(20, host - slack + 3))
             assert (0 if plan is None else len(plan.active)) == len(active)
             assert plan is None or plan.positions.tolist() == list(active)
-            assert plan is None or plan.pieces.exact
+            assert plan is None or plan.runs.exact
         elif plan is not None:
-            assert not plan.pieces.exact
+            assert not plan.runs.exact
             assert plan.positions.tolist() == list(range(host, host + 3))
 
 
 def test_a_position_that_the_program_reads_is_left_to_the_device():
-    planner = planner_with(plan_of(edits=[(POST, rows(40, 10), ((10, 50),))]))
+    planner, _ = planner_with(plan_of(edits=[(POST, rows(40, 10), ((10, 50),))]))
     view, _ = late_view(23, 3, 2, 21)
     plan = planner.plan(view, watch=False)
-    assert plan.told
+    assert plan.device_positions
     assert (plan.tokens[:, layout.POSITION] < 0).all()
     exact = planner.plan(view_of(["a"], [3], [23]), watch=False)
-    assert not exact.told
+    assert not exact.device_positions
     assert exact.tokens[:, layout.POSITION].tolist() == [23, 24, 25]
 
 
 def test_a_decode_step_after_drafts_is_not_taken_for_one_like_the_last():
-    planner = planner_with(plan_of(edits=[(POST, VECTORS[1], 1.0, ((10, 20),))]))
+    planner, _ = planner_with(plan_of(edits=[(POST, VECTORS[1], 1.0, ((10, 20),))]))
     for position in (17, 18, 19):
         assert planner.plan(view_of(["a"], [1], [position]), watch=False) is not None
     # Up to two of the last step's drafts were rejected: at 20 nothing is asked for, at 19 is.
@@ -264,12 +265,12 @@ def test_a_decode_step_after_drafts_is_not_taken_for_one_like_the_last():
     assert device.asked
     assert plan.positions.tolist() == [19]
     view, _ = late_view(19, 1, 2, 17)
-    assert not planner.plan(view, watch=False).pieces.exact
+    assert not planner.plan(view, watch=False).runs.exact
 
 
 def test_drafts_that_were_rejected_are_not_taken_for_positions_from_the_cache():
     plan = plan_of(edits=[(POST, VECTORS[1], 1.0, ((12, None),))])
-    planner = planner_with(plan)
+    planner, slots = planner_with(plan)
     planner.plan(view_of(["a"], [10], [0]), watch=False)
     # The bound at 12 makes the host wait: it then knows less of the request than it had counted.
     for host, slack, true in [(10, 0, 10), (14, 3, 11), (18, 6, 12), (16, 3, 13)]:
@@ -277,6 +278,6 @@ def test_drafts_that_were_rejected_are_not_taken_for_positions_from_the_cache():
         if slack:
             view, _ = late_view(host, 4, slack, true)
         planner.plan(view, watch=False)
-    request = planner.get("a")
-    planner.forget(request)
+    request = slots.get("a")
+    slots.remove(request)
     assert not request.done.any()

@@ -23,7 +23,8 @@ from midstream.runtime.protocol.segments import (
 )
 from midstream.runtime.worker.request_state import RequestState, acquire_segments, release_segments
 from midstream.runtime.worker.row_index import CapturedRowIndex
-from midstream.runtime.worker.step.step_planner import Planner
+from midstream.runtime.worker.step.slot_table import SlotTable
+from midstream.runtime.worker.step.step_planner import StepPlanner
 from midstream.runtime.worker.tables.program_table import ProgramTable
 
 EVERYWHERE = ((0, None),)
@@ -35,11 +36,17 @@ plans = st.integers(0, 2**32).map(
 )
 
 
-def request_of(name, plan, tables, planner):
-    """A request on its way, in the planner."""
+def planner_of(tables, max_model_len=100):
+    """A planner, and its slots."""
+    slots = SlotTable(max_model_len)
+    return StepPlanner(slots, tables), slots
+
+
+def request_of(name, plan, tables, slots):
+    """A running request."""
     segments = acquire_segments(cut(plan, TAPS, WHOLE), tables, CapturedRowIndex())
-    request = RequestState(name, "u", plan, planner.new_slot(), segments)
-    planner.add(request)
+    request = RequestState(name, "u", plan, slots.new_slot(), segments)
+    slots.add(request)
     return request
 
 
@@ -71,9 +78,9 @@ def wanted_edits(plan, position):
 def test_every_row_of_every_step_gets_what_its_request_asks_for_at_its_position(plans, chunks):
     buffers = make_buffers()
     tables = ProgramTable(buffers)
-    planner = Planner(tables, max_model_len=200)
+    planner, slots = planner_of(tables, 200)
     requests = {
-        f"r{nth}": request_of(f"r{nth}", plan, tables, planner)
+        f"r{nth}": request_of(f"r{nth}", plan, tables, slots)
         for nth, plan in enumerate(plans)
         if plan is not None
     }
@@ -93,9 +100,9 @@ def test_every_row_of_every_step_gets_what_its_request_asks_for_at_its_position(
             computed[nth] += chunk[nth]
     for request in requests.values():
         release_segments(request.segments, tables)
-        planner.forget(request)
+        slots.remove(request)
     assert_free(tables)
-    assert len(planner) == 0
+    assert len(slots) == 0
 
 
 def check_step(step, view, plans, buffers):
@@ -144,25 +151,25 @@ def check_step(step, view, plans, buffers):
 
 def test_positions_that_no_step_computed_are_known_to_come_from_the_cache():
     tables = ProgramTable(make_buffers())
-    planner = Planner(tables, max_model_len=100)
-    request = request_of("a", STEER, tables, planner)
+    planner, slots = planner_of(tables)
+    request = request_of("a", STEER, tables, slots)
     step = planner.plan(view_of(["a"], [4], [16]), watch=False)
-    planner.record(step, np.full(4, 1))
-    planner.forget(request)
+    slots.record(step, np.full(4, 1))
+    slots.remove(request)
     assert request.done.tolist() == [CACHED] * 16 + [APPLIED_0 + 1] * 4
 
 
 def test_a_cache_hit_after_preemption_marks_only_what_was_never_computed():
     tables = ProgramTable(make_buffers())
-    planner = Planner(tables, max_model_len=100)
+    planner, slots = planner_of(tables)
     plan = plan_of(edits=[(("resid_post", 0), VECTORS[1], 1.0, ((4, 40),))])
-    request, other = (request_of(name, plan, tables, planner) for name in "ab")
+    request, other = (request_of(name, plan, tables, slots) for name in "ab")
     # Rows that ask for nothing are computed all the same.
     for computed, scheduled in [(0, 6), (16, 4), (10, 12)]:
         step = planner.plan(view_of(["b", "a"], [1, scheduled], [computed] * 2), watch=False)
-        planner.record(step, np.ones(len(step.slots), np.int64))
-    planner.forget(request)
-    planner.forget(other)
+        slots.record(step, np.ones(len(step.slots), np.int64))
+    slots.remove(request)
+    slots.remove(other)
     once = APPLIED_0 + 1
     # The second run began at 16; the third, at 10, computed what the cache had served as well.
     assert request.done.tolist() == [UNSEEN] * 4 + [once] * 2 + [CACHED] * 4 + [once] * 12
@@ -171,55 +178,55 @@ def test_a_cache_hit_after_preemption_marks_only_what_was_never_computed():
 
 def test_a_decode_step_like_the_last_notes_what_was_skipped():
     tables = ProgramTable(make_buffers())
-    planner = Planner(tables, max_model_len=100)
-    request = request_of("a", STEER, tables, planner)
+    planner, slots = planner_of(tables)
+    request = request_of("a", STEER, tables, slots)
     for position in (5, 6, 9):
         step = planner.plan(view_of(["a"], [1], [position]), watch=False)
-        planner.record(step, np.ones(1, np.int64))
-    planner.forget(request)
+        slots.record(step, np.ones(1, np.int64))
+    slots.remove(request)
     once = APPLIED_0 + 1
     assert request.done.tolist() == [CACHED] * 5 + [once] * 2 + [CACHED] * 2 + [once]
 
 
 def test_a_slot_that_is_used_again_remembers_nothing():
     tables = ProgramTable(make_buffers())
-    planner = Planner(tables, max_model_len=100)
-    first = request_of("a", STEER, tables, planner)
+    planner, slots = planner_of(tables)
+    first = request_of("a", STEER, tables, slots)
     step = planner.plan(view_of(["a"], [8], [0]), watch=False)
-    planner.record(step, np.full(8, 1))
-    planner.forget(first)
-    second = request_of("b", STEER, tables, planner)
+    slots.record(step, np.full(8, 1))
+    slots.remove(first)
+    second = request_of("b", STEER, tables, slots)
     assert second.slot == first.slot
-    planner.forget(second)
+    slots.remove(second)
     assert second.done.tolist() == []
 
 
 def test_a_count_too_large_to_be_told_stays_the_largest():
     tables = ProgramTable(make_buffers())
-    planner = Planner(tables, max_model_len=100)
-    request = request_of("a", STEER, tables, planner)
+    planner, slots = planner_of(tables)
+    request = request_of("a", STEER, tables, slots)
     step = planner.plan(view_of(["a"], [2], [0]), watch=False)
-    planner.record(step, np.array([2**20, 3]))
-    planner.forget(request)
+    slots.record(step, np.array([2**20, 3]))
+    slots.remove(request)
     assert request.done.tolist() == [0xFFFF, APPLIED_0 + 3]
 
 
 def test_a_request_that_comes_under_an_id_of_an_unchanged_batch_is_seen():
     # The ids of a batch are looked up once for as long as they stay the same.
     tables = ProgramTable(make_buffers())
-    planner = Planner(tables, max_model_len=100)
-    other = request_of("other", STEER, tables, planner)
+    planner, slots = planner_of(tables)
+    other = request_of("other", STEER, tables, slots)
     view = view_of(["a", "other"], [1, 1], [0, 0])
     assert planner.plan(view, watch=False).active.tolist() == [1]
-    mine = request_of("a", STEER, tables, planner)
+    mine = request_of("a", STEER, tables, slots)
     assert sorted(planner.plan(view, watch=False).active.tolist()) == [0, 1]
-    planner.forget(mine)
-    planner.forget(other)
+    slots.remove(mine)
+    slots.remove(other)
     assert planner.plan(view, watch=False) is None
 
 
 def test_without_requests_only_the_watched_row_is_active():
-    planner = Planner(ProgramTable(make_buffers()), max_model_len=100)
+    planner, _ = planner_of(ProgramTable(make_buffers()))
     view = view_of(["x"], [5], [0])
     assert planner.plan(view, watch=False) is None
     step = planner.plan(view, watch=True)
@@ -233,8 +240,8 @@ def test_without_requests_only_the_watched_row_is_active():
 
 def test_a_first_row_that_asks_for_something_needs_no_watching():
     tables = ProgramTable(make_buffers())
-    planner = Planner(tables, max_model_len=100)
-    request_of("a", STEER, tables, planner)
+    planner, slots = planner_of(tables)
+    request_of("a", STEER, tables, slots)
     step = planner.plan(view_of(["a", "x"], [1, 1], [0, 0]), watch=True)
     assert step.active.tolist() == [0]
     step = planner.plan(view_of(["x", "a"], [1, 1], [0, 0]), watch=True)

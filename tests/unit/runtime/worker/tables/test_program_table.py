@@ -111,7 +111,7 @@ def test_equal_edits_share_one_program_and_their_vectors_whoever_made_them():
     other = edits_of((0, add(Vector(VECTORS[0].data))), (2, add(VECTORS[1], 2.0)))
     index = tables.acquire_program(one)
     assert tables.acquire_program(other) == index
-    assert tables.used_rows == 2
+    assert tables._bank.used == 2
     tables.release_program(one)
     assert tables._programs, "the other still uses it"
     tables.release_program(other)
@@ -146,7 +146,7 @@ def test_vectors_and_lists_are_shared_between_programs():
     ]
     for each in held:
         tables.acquire_program(each)
-    assert tables.used_rows == 2
+    assert tables._bank.used == 2
     assert tables._lists.used == 2
     for each in held:
         tables.release_program(each)
@@ -194,7 +194,7 @@ def test_what_finds_no_room_leaves_those_that_have_it_as_they_were():
             tables.acquire_program(wanted)
         for each, index in places.items():
             assert_program(buffers, index, each)
-    assert tables.used_rows == 3
+    assert tables._bank.used == 3
     for each in held:
         tables.release_program(each)
     assert_free(tables)
@@ -260,7 +260,7 @@ def test_use_is_counted_across_a_move():
     tables.release_program(two)
     assert_program(buffers, tables._programs[two].index, two)
     tables.release_program(two)
-    assert tables.used_rows == 4, "a vector that another program shares was let go"
+    assert tables._bank.used == 4, "a vector that another program shares was released"
     for each in (three, shared, wanted):
         tables.release_program(each)
     assert_free(tables)

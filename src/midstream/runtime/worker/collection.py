@@ -1,0 +1,115 @@
+"""Collection of results: rows and scores of requests, at their end or while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+
+from midstream.runtime.worker.request_state import RequestState
+from midstream.runtime.worker.request_table import RequestTable
+from midstream.runtime.worker.row_index import ArenaRows, RowBlock, Scores
+from midstream.runtime.worker.step_recorder import StepRecorder
+
+Span = tuple[int, int]
+Stops = Mapping[str, Mapping[str, int]]
+
+
+class Collection:
+    """Takes rows and scores of requests out of the indexes of a `StepRecorder`."""
+
+    def __init__(self, requests: RequestTable, recorder: StepRecorder) -> None:
+        """Args:
+        requests: the requests.
+        recorder: owner of their rows and scores.
+        """
+        self._requests = requests
+        self._recorder = recorder
+
+    @contextmanager
+    def collect(self, uids: list[str]) -> Iterator[dict[str, list[RequestState]]]:
+        """Remove all requests of some uids, ended or not, and yield them with their rows and
+        scores. The rows are valid until the context ends.
+
+        Waits for the steps with rows of these requests, and for no later one: the device has
+        queued work meanwhile.
+
+        Args:
+            uids: midstream's request ids; an unknown uid has no requests.
+        """
+        wanted = set(uids)
+        unsettled = [request for request in self._requests.all() if request.uid in wanted]
+        self._requests.settle_requests(unsettled)
+        for request in unsettled:
+            self._requests.finish(request.id)
+        collected = {uid: self._requests.pop_finished(uid) for uid in uids}
+        requests = [request for found in collected.values() for request in found]
+        serials = [request.serial for request in requests]
+        rows, scores = self._recorder.rows, self._recorder.scores
+        blocks, score_blocks = rows.take(serials), scores.take(serials)
+        for request in requests:
+            # A streamed row is final, even if its position was computed again later.
+            request.blocks = _since(request.streamed, blocks[request.serial])
+            request.scores = score_blocks[request.serial]
+        try:
+            yield collected
+        finally:
+            rows.free_taken()
+            scores.free_taken()
+
+    @contextmanager
+    def collect_partial(self, stops: Stops) -> Iterator[dict[str, list[RequestState]]]:
+        """Remove rows of running requests from the index and yield them, by uid, as copies of the
+        requests that have these rows only. Each row is yielded once, and is valid until the context
+        ends.
+
+        Args:
+            stops: for each uid and vLLM's request id, the position up to which rows are wanted; no
+                token before it may be a draft. Rows whose forward pass is queued are yielded; a
+                reader of their values blocks until these are on the host.
+        """
+        self._requests.settle()
+        rows = self._recorder.rows
+        requests = [
+            request for request in self._requests.of_uids(stops) if request.id in stops[request.uid]
+        ]
+        until = {request.serial: stops[request.uid][request.id] for request in requests}
+        oldest = min((request.oldest_step for request in requests), default=rows.next_step)
+        blocks, oldest = rows.take_until(until, oldest)
+        collected: dict[str, list[RequestState]] = {uid: [] for uid in stops}
+        nothing = np.zeros(0, np.uint16)
+        for request in requests:
+            found = _since(request.streamed, blocks[request.serial])
+            request.oldest_step = oldest
+            request.streamed = max(
+                (request.streamed, *(int(block.positions[-1]) + 1 for block in found))
+            )
+            collected[request.uid].append(replace(request, blocks=found, scores=[], done=nothing))
+        try:
+            yield collected
+        finally:
+            rows.free_taken()
+
+    def read_scores(
+        self, spans: Mapping[str, Span]
+    ) -> dict[str, tuple[RequestState, RowBlock[Scores]]]:
+        """Return scores of running requests, by uid; they stay in the index.
+
+        Args:
+            spans: for each uid, [start, stop) of positions whose forward pass is queued. Blocks
+                until their scores are on the host, and for nothing else.
+        """
+        self._requests.settle()
+        requests = {request.serial: request for request in self._requests.of_uids(spans)}
+        wanted = {serial: spans[request.uid] for serial, request in requests.items()}
+        count = sum(request.num_scored(*wanted[serial]) for serial, request in requests.items())
+        found = self._recorder.scores.read((0,), wanted, count)
+        return {requests[serial].uid: (requests[serial], block) for serial, block in found.items()}
+
+
+def _since(position: int, blocks: list[RowBlock[ArenaRows]]) -> list[RowBlock[ArenaRows]]:
+    """Return the rows of some blocks at `position` and later, without blocks that have none."""
+    found = [block.since(position) for block in blocks]
+    return [block for block in found if block.positions.size]

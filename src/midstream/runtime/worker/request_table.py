@@ -1,0 +1,194 @@
+"""Requests with a plan on a worker, from their first step until their results are collected."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+from midstream.runtime.protocol.failures import Failure
+from midstream.runtime.protocol.segments import PlanSegment, RankShare, cut
+from midstream.runtime.worker.rank_check import RankChecksum
+from midstream.runtime.worker.request_state import (
+    RequestState,
+    acquire_segments,
+    idle_segment,
+    release_segments,
+)
+from midstream.runtime.worker.step.slot_table import SlotTable
+from midstream.runtime.worker.step_recorder import StepRecorder
+from midstream.runtime.worker.tables.codec_table import CodecTable
+from midstream.runtime.worker.tables.program_table import ProgramTable
+from midstream.sites import Tap
+from midstream.spec import ResolvedPlan
+from midstream.spec.resolve.wire import from_bytes
+
+_CACHED_PLANS = 256
+_LOGGER = logging.getLogger(__name__)
+_NO_PLAN = ResolvedPlan(0, (), ())  # of a request whose plan cannot be read
+
+
+class RequestTable:
+    """Owner of the finished requests; adds requests to `SlotTable` and removes them."""
+
+    def __init__(
+        self,
+        slots: SlotTable,
+        tables: ProgramTable,
+        codecs: CodecTable,
+        recorder: StepRecorder,
+        taps: Mapping[Tap, int],
+        share: RankShare,
+        checksum: RankChecksum | None = None,
+    ) -> None:
+        """Args:
+        slots: the running requests.
+        tables: the rank's programs and groups.
+        codecs: the codecs of captured rows.
+        recorder: the steps in flight.
+        taps: the rank's taps and their indices.
+        share: the part of the captured vectors that this rank transfers.
+        checksum: receives every plan; None if ranks are not compared.
+        """
+        self._slots = slots
+        self._tables = tables
+        self._codecs = codecs
+        self._recorder = recorder
+        self._taps = dict(taps)
+        self._share = share
+        self._checksum = checksum
+        self._added = 0
+        # Finished requests with the number of their last step, which is not settled.
+        self._finishing: list[tuple[int, RequestState]] = []
+        # Finished requests whose steps are settled, by uid.
+        self._finished: dict[str, list[RequestState]] = {}
+        # Many requests have the same plan, byte by byte.
+        self._parse = functools.lru_cache(maxsize=_CACHED_PLANS)(self._parse_and_cut)
+
+    def add(self, request_id: str, uid: str, plan: bytes, computed: int = 0) -> None:
+        """Add a request that is about to run, or that runs again after preemption.
+
+        An exception in here fails this request alone: the engine core ends it, and its receipt has
+        the reason.
+
+        Args:
+            request_id: vLLM's request id.
+            uid: midstream's request id.
+            plan: the packed plan.
+            computed: number of its tokens that need not be computed.
+        """
+        if self._checksum is not None:
+            self._checksum.asked(request_id, uid, plan, computed)
+        known = self._slots.get(request_id)
+        if known is not None:
+            if known.uid == uid:
+                return
+            # The id was used before, and that request is not settled.
+            self.settle_requests([known])
+        problem = ""
+        resolved, segments = _NO_PLAN, [idle_segment()]
+        try:
+            resolved, cut_plan = self._parse(plan)
+            codec = self._codecs.number(resolved.codec)
+            segments = acquire_segments(cut_plan, self._tables, self._recorder.rows, codec)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            _LOGGER.exception("midstream failed request %s", request_id)
+        self._added += 1
+        request = RequestState(
+            id=request_id,
+            uid=uid,
+            plan=resolved,
+            slot=self._slots.new_slot(),
+            segments=segments,
+            serial=self._added,
+            oldest_step=self._recorder.rows.next_step,
+        )
+        self._slots.add(request)
+        if problem:
+            self._slots.fail(request, computed, problem)
+
+    def grow(self, request_id: str, uid: str, prompt: Sequence[int] | None) -> None:
+        """Record the prompt of a known request that is scheduled as new once more: the prompt has
+        grown by another input, or the request was preempted.
+
+        Args:
+            request_id: vLLM's request id.
+            uid: midstream's request id.
+            prompt: token ids of the prompt; None if it consists of embeddings.
+        """
+        known = self._slots.get(request_id)
+        if known is not None and known.uid == uid:
+            known.prompt = list(prompt or ())
+            known.turns.append(len(known.prompt))
+
+    def finish(self, request_id: str) -> None:
+        """End a request, which has no more rows. Ids of requests without a plan are ignored."""
+        request = self._slots.get(request_id)
+        if request is None or any(request is finishing for _, finishing in self._finishing):
+            return
+        release_segments(request.segments, self._tables)
+        self._slots.retire(request)
+        self._finishing.append((self._recorder.last_step_of([request]), request))
+        self._remove_settled()
+
+    def settle(self) -> None:
+        """Verify the steps whose results are on the host, and remove the requests that are settled
+        by that.
+        """
+        self._recorder.settle()
+        self._remove_settled()
+
+    def settle_requests(self, requests: Sequence[RequestState]) -> None:
+        """Verify all steps of some requests. Waits for the results of these steps only."""
+        self._recorder.settle_until(self._recorder.last_step_of(requests))
+        self._remove_settled()
+
+    def __len__(self) -> int:
+        """Return the number of requests that are not settled."""
+        return len(self._slots)
+
+    def all(self) -> Iterable[RequestState]:
+        """Return every request that is not settled: running ones, and finished ones with steps in
+        flight.
+        """
+        return self._slots.all()
+
+    def of_uids(self, uids: Iterable[str]) -> list[RequestState]:
+        """Return every request of some uids, settled or not."""
+        wanted = set(uids)
+        finished = [request for uid in wanted for request in self._finished.get(uid, ())]
+        return finished + [request for request in self._slots.all() if request.uid in wanted]
+
+    def pop_finished(self, uid: str) -> list[RequestState]:
+        """Remove the settled requests of a uid and return them."""
+        return self._finished.pop(uid, [])
+
+    @property
+    def failures(self) -> dict[str, Failure]:
+        """Failures of running requests that are not reported yet, by vLLM's request id."""
+        return dict(self._slots.failures)
+
+    def clear_failures(self) -> None:
+        """Clear the failures, which were reported."""
+        self._slots.failures.clear()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no requests, neither running nor finished."""
+        return not len(self._slots) and not self._finished
+
+    def _parse_and_cut(self, plan: bytes) -> tuple[ResolvedPlan, list[PlanSegment]]:
+        resolved = from_bytes(plan)
+        return resolved, cut(resolved, self._taps, self._share)
+
+    def _remove_settled(self) -> None:
+        """Remove finished requests whose steps are all settled from the slots."""
+        settled = self._recorder.settled
+        finishing, self._finishing = self._finishing, []
+        for number, request in finishing:
+            if number <= settled:
+                self._slots.remove(request)
+                self._finished.setdefault(request.uid, []).append(request)
+            else:
+                self._finishing.append((number, request))

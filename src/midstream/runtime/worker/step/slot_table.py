@@ -1,0 +1,177 @@
+"""Requests with a plan, each in a slot: one row of arrays that a step reads for all requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from midstream.runtime.protocol.failures import Failure
+from midstream.runtime.protocol.runs import Ints
+from midstream.runtime.protocol.segments import APPLIED_0, CACHED, MOST_APPLIED, UNSEEN
+from midstream.runtime.worker.request_state import RequestState, Segment
+from midstream.runtime.worker.step import columns
+from midstream.runtime.worker.step.step_plan import StepPlan
+
+T = TypeVar("T", bound=np.generic)
+_FIRST_SIZE = 64
+
+
+class SlotTable:
+    """Owner of the requests with a plan whose steps are not all settled.
+
+    Attributes:
+        segments: int64 [slots, SEGMENT_COLUMNS], the segment of each request's latest rows.
+        failures: failures of running requests that are not reported yet, by vLLM's request id.
+    """
+
+    def __init__(self, max_model_len: int) -> None:
+        """Args:
+        max_model_len: most positions of a request.
+        """
+        self.segments = np.zeros((0, columns.SEGMENT_COLUMNS), np.int64)
+        self.failures: dict[str, Failure] = {}
+        self._requests: dict[str, RequestState] = {}
+        self._slot_of: dict[str, int] = {}
+        self._by_slot: list[RequestState | None] = []
+        self._free: list[int] = []
+        self._reached = np.zeros(0, np.int64)  # number of positions that each request has reached
+        self._serials = np.zeros(0, np.int64)
+        self._states = np.zeros((0, max_model_len), np.uint16)
+        self._latest: tuple[list[str], Ints] | None = None  # result of the last `slots_of`
+
+    def __len__(self) -> int:
+        """Return the number of requests."""
+        return len(self._requests)
+
+    def get(self, request_id: str) -> RequestState | None:
+        """Return the request with vLLM's id `request_id`; None if it has no plan or was removed."""
+        return self._requests.get(request_id)
+
+    def all(self) -> Iterable[RequestState]:
+        """Return every request that was not removed."""
+        return self._requests.values()
+
+    def by_slot(self, slot: int) -> RequestState | None:
+        """Return the request in a slot."""
+        return self._by_slot[slot]
+
+    def serials(self, slots: Ints) -> Ints:
+        """Return the serial numbers of the requests in some slots."""
+        return self._serials[slots]
+
+    def new_slot(self) -> int:
+        """Return a free slot; the arrays grow as needed."""
+        if not self._free:
+            size = len(self._by_slot)
+            grown = max(_FIRST_SIZE, 2 * size)
+            self.segments = _grow(self.segments, grown)
+            self._reached = _grow(self._reached, grown)
+            self._serials = _grow(self._serials, grown)
+            self._states = _grow(self._states, grown)
+            self._by_slot += [None] * (grown - size)
+            self._free = list(range(grown - 1, size - 1, -1))
+        return self._free.pop()
+
+    def add(self, request: RequestState) -> None:
+        """Add a request whose slot is from `new_slot`."""
+        slot = request.slot
+        self._latest = None
+        self._requests[request.id] = request
+        self._slot_of[request.id] = slot
+        self._by_slot[slot] = request
+        self.enter(slot, request.segments[0])
+        self._reached[slot] = 0
+        self._serials[slot] = request.serial
+
+    def retire(self, request: RequestState) -> None:
+        """Record that a request has no more rows: later rows of its id are another request's."""
+        self._latest = None
+        if self.runs(request):
+            del self._slot_of[request.id]
+            self.failures.pop(request.id, None)
+
+    def runs(self, request: RequestState) -> bool:
+        """Return whether a request may have more rows."""
+        return self._slot_of.get(request.id) == request.slot
+
+    def remove(self, request: RequestState) -> None:
+        """Remove a request and free its slot; the states of its positions move into
+        `request.done`.
+        """
+        slot = request.slot
+        reached = int(self._reached[slot])
+        request.done = self._states[slot, :reached].copy()
+        self._states[slot, :reached] = UNSEEN
+        self.retire(request)
+        if self._requests.get(request.id) is request:
+            del self._requests[request.id]
+        self._by_slot[slot] = None
+        self._free.append(slot)
+
+    def fail(self, request: RequestState, position: int, problem: str) -> None:
+        """Record a request's first problem.
+
+        Args:
+            request: a request without a problem so far.
+            position: the first position that the problem may concern.
+            problem: what went wrong.
+        """
+        request.problem = problem
+        if self.runs(request):
+            self.failures[request.id] = Failure(position, problem)
+
+    def slots_of(self, request_ids: Sequence[str]) -> Ints:
+        """Return the slot of each request, −1 for requests without a plan. The array is the same
+        object as long as the ids and their requests are the same.
+        """
+        if self._latest is None or self._latest[0] != request_ids:
+            find = self._slot_of.get
+            slots = np.fromiter((find(name, -1) for name in request_ids), np.int64)
+            self._latest = (list(request_ids), slots)
+        return self._latest[1]
+
+    def enter(self, slot: int, segment: Segment) -> None:
+        """Set the segment of a slot's latest rows."""
+        self.segments[slot] = (
+            segment.start,
+            segment.stop,
+            segment.program,
+            segment.group,
+            len(segment.taps),
+            segment.kind,
+            segment.scored,
+            segment.codec,
+        )
+
+    def advance(self, slot: Ints, position: Ints, stop: Ints) -> None:
+        """Record the positions that requests reach. Positions before a row that were never
+        computed were served from the prefix cache.
+
+        Args:
+            slot: slot of each request.
+            position: position of its first row, or a lower bound.
+            stop: position of its last row + 1, or an upper bound.
+        """
+        reached = self._reached[slot]
+        skipped = position > reached
+        if skipped.any():
+            for nth in np.flatnonzero(skipped).tolist():
+                states = self._states[slot[nth], reached[nth] : position[nth]]
+                states[states == UNSEEN] = CACHED
+        self._reached[slot] = np.maximum(reached, stop)
+
+    def record(self, plan: StepPlan, edits: Ints) -> None:
+        """Record the number of edits that the device counted for each active row of a step."""
+        mine = plan.slots >= 0
+        states = np.minimum(APPLIED_0 + edits[mine], MOST_APPLIED)
+        self._states[plan.slots[mine], plan.positions[mine]] = states
+
+
+def _grow(array: NDArray[T], rows: int) -> NDArray[T]:
+    # zeros() of a large array takes memory only where it is written.
+    grown = np.zeros((rows, *array.shape[1:]), array.dtype)
+    grown[: array.shape[0]] = array
+    return grown

@@ -1,0 +1,285 @@
+"""Arming of the device buffers for a step, and verification of what the device did."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from midstream.ops import layout
+from midstream.runtime.worker.request_state import RequestState
+from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scores
+from midstream.runtime.worker.step.in_flight import (
+    InFlightStep,
+    PreparedStep,
+    bounds,
+    positions_of,
+    shifted,
+)
+from midstream.runtime.worker.step.slot_table import SlotTable
+from midstream.runtime.worker.step.step_batch import StepBatch
+from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan
+from midstream.runtime.worker.tables.codec_table import CodecTable
+from midstream.runtime.worker.tables.device_buffers import Buffers, upload
+from midstream.runtime.worker.taps.tap_check import TapSignature
+from midstream.sites import Tap
+from midstream.transport.arena import Arena, Extent
+from midstream.transport.base import Copy, Parcel, Shipment, Transport
+
+_NO_TOKENS = np.zeros((0, layout.TOKEN_COLUMNS), np.int32)
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """Totals over the steps since the worker started; a few additions for each step.
+
+    Attributes:
+        steps: number of forward passes.
+        active: number of these in which some token had a program.
+        planner_ns: nanoseconds spent on planning.
+        ring_last: rows of the staging ring that the last active step filled.
+        ring_most: most rows that an active step has filled.
+    """
+
+    steps: int = 0
+    active: int = 0
+    planner_ns: int = 0
+    ring_last: int = 0
+    ring_most: int = 0
+
+    def add_active(self, rows: int) -> None:
+        """Count an active step that fills `rows` rows of the ring."""
+        self.active += 1
+        self.ring_last = rows
+        self.ring_most = max(self.ring_most, rows)
+
+
+class StepRecorder:
+    """Owner of the armed tokens, the steps in flight, and the index of captured rows.
+
+    Attributes:
+        counts: totals over all steps.
+        rows: index of captured rows.
+        scores: index of probe scores; a record is one row with a column for each score.
+        prepared: the step whose forward pass is queued next; None if it has no program.
+        checked: whether a step has shown that every tap fires.
+    """
+
+    def __init__(
+        self,
+        buffers: Buffers,
+        transport: Transport,
+        arena: Arena,
+        slots: SlotTable,
+        codecs: CodecTable,
+        taps: Iterable[Tap],
+    ) -> None:
+        """Args:
+        buffers: the rank's buffers.
+        transport: owner of `buffers.ring`.
+        arena: memory that the transport copies rows to.
+        slots: the requests.
+        codecs: the codecs of captured rows.
+        taps: the rank's taps.
+        """
+        self.counts = StepCounts()
+        self.rows: CapturedRowIndex[ArenaRows] = CapturedRowIndex()
+        self.scores: CapturedRowIndex[Scores] = CapturedRowIndex()
+        self.prepared: PreparedStep | None = None
+        self.checked = False
+        self._buffers = buffers
+        self._transport = transport
+        self._arena = arena
+        self._slots = slots
+        self._codecs = codecs
+        self._signature = TapSignature(taps)
+        self._score_kind = self.scores.kind((0,))
+        self._armed = _NO_TOKENS
+        self._in_flight: deque[InFlightStep] = deque()
+
+    # -- arming -----------------------------------------------------------------------------
+
+    def arm(self, plan: StepPlan, batch: StepBatch) -> None:
+        """Set the buffers for the step that is queued next."""
+        self.counts.add_active(plan.num_records)
+        first = self._transport.reserve(plan.num_records)
+        self._buffers.tally[: plan.tokens.shape[0]].zero_()
+        self._send(shifted(plan.tokens, first))
+        if plan.by_id:
+            ids = batch.token_ids()
+            self._buffers.ids[: ids.shape[0]].copy_(ids)
+        self.prepared = PreparedStep(plan, first, self._copy_positions(plan, batch))
+
+    def disarm(self) -> None:
+        """Clear the armed tokens, so that forward passes change and capture nothing."""
+        if self._armed.shape[0]:
+            self._buffers.tokens[: self._armed.shape[0]].zero_()
+            self._armed = _NO_TOKENS
+
+    def _send(self, tokens: NDArray[np.int32]) -> None:
+        """Copy tokens to the device. The tokens of consecutive decode steps are often the same,
+        and then nothing is copied: edits stay armed until they change.
+        """
+        rows, before = tokens.shape[0], self._armed.shape[0]
+        if tokens is self._armed or rows == before and np.array_equal(tokens, self._armed):
+            return
+        upload(self._buffers.tokens[:rows], torch.from_numpy(tokens))
+        if before > rows:
+            self._buffers.tokens[rows:before].zero_()
+        self._armed = tokens
+
+    def _copy_positions(self, plan: StepPlan, batch: StepBatch) -> Copy | None:
+        """Start to copy the rows' positions from the device, if the host does not know them."""
+        if plan.runs.exact or batch.unknown is None:
+            return None
+        positions = batch.unknown.positions()
+        if plan.device_positions:
+            column = self._buffers.tokens[: positions.shape[0], layout.POSITION]
+            column.copy_(positions)
+        return self._transport.copy(positions)
+
+    # -- recording --------------------------------------------------------------------------
+
+    def record(self) -> None:
+        """Start to copy the results of the prepared step, whose forward pass is queued, and add
+        its rows and scores to the indexes.
+
+        Raises:
+            TapError: this is the engine's first step, and a tap did not fire once.
+        """
+        prepared, self.prepared = self.prepared, None
+        assert prepared is not None
+        plan = prepared.plan
+        rows = plan.tokens.shape[0]
+        scored = rows if plan.scored else 0
+        shipment = self._transport.ship(
+            [
+                Parcel(
+                    prepared.first + batch.first, batch.num_rows, self._codecs.codec(batch.codec)
+                )
+                for batch in plan.batches
+            ],
+            self._buffers.tally[:rows],
+            self._buffers.scores[:scored],
+        )
+        if plan.num_records:
+            # No forward pass before the next step may overwrite rows that are being copied.
+            self.disarm()
+        self._in_flight.append(InFlightStep(self.counts.steps, prepared, shipment))
+        for batch, extent in zip(plan.batches, shipment.extents, strict=True):
+            self._record_rows(prepared, batch, extent, shipment)
+        if plan.scored:
+            self._record_scores(prepared, shipment)
+        if not self.checked:
+            self.checked = True
+            tally = shipment.tally().numpy()[plan.active]
+            self._signature.check(tally[:, layout.SIGNATURE])
+
+    def _record_rows(
+        self, prepared: PreparedStep, batch: CodecBatch, extent: Extent | None, shipment: Shipment
+    ) -> None:
+        runs = prepared.plan.runs
+        if extent is None:
+            lost = runs.length[batch.runs] * runs.width[batch.runs]
+            for slot, count in zip(runs.slot[batch.runs].tolist(), lost.tolist(), strict=True):
+                request = self._slots.by_slot(slot)
+                assert request is not None
+                request.dropped += count
+            return
+        ring, codec = self._buffers.ring, self._codecs.codec(batch.codec)
+        self.rows.record(
+            ArenaRows(shipment, extent, codec.row_bytes(ring.shape[1], ring.dtype), self._arena),
+            batch.serial,
+            positions_of(prepared, batch.runs),
+            batch.length,
+            batch.record,
+            batch.kind,
+        )
+
+    def _record_scores(self, prepared: PreparedStep, shipment: Shipment) -> None:
+        runs = prepared.plan.runs
+        scored = runs.scored > 0
+        self.scores.record(
+            Scores(shipment),
+            self._slots.serials(runs.slot[scored]),
+            positions_of(prepared, scored),
+            runs.length[scored],
+            runs.row[scored],
+            np.full(int(scored.sum()), self._score_kind),
+        )
+
+    # -- settling ---------------------------------------------------------------------------
+
+    @property
+    def settled(self) -> int:
+        """Number of the step up to which all steps are settled."""
+        return self._in_flight[0].number - 1 if self._in_flight else self.counts.steps
+
+    def settle(self) -> None:
+        """Verify the steps whose results are on the host."""
+        while self._in_flight and self._in_flight[0].shipment.ready():
+            self._verify(self._in_flight.popleft())
+
+    def settle_until(self, number: int) -> None:
+        """Verify all steps up to a number, whose results are waited for, and then those whose
+        results are on the host.
+        """
+        while self._in_flight and self._in_flight[0].number <= number:
+            self._verify(self._in_flight.popleft())
+        self.settle()
+
+    def last_step_of(self, requests: Sequence[RequestState]) -> int:
+        """Return the number of the last step in flight with a row of these requests; 0 if there is
+        none.
+        """
+        slots = [request.slot for request in requests]
+        for step in reversed(self._in_flight):
+            if np.isin(step.prepared.plan.runs.slot, slots).any():
+                return step.number
+        return 0
+
+    def _verify(self, step: InFlightStep) -> None:
+        """Compare what the device counted for each token with the plan."""
+        plan = step.prepared.plan
+        if step.prepared.positions is not None:
+            positions = step.prepared.positions.values().numpy()[plan.active]
+            plan = replace(plan, positions=positions.astype(np.int64))
+        tally = step.shipment.tally().numpy()[plan.active]
+        edits = tally[:, layout.EDITS].astype(np.int64)
+        self._slots.record(plan, edits)
+        wrong = (
+            (tally[:, layout.SIGNATURE] != self._signature.signature)
+            | (edits < plan.fewest)
+            | (edits > plan.most)
+            | (tally[:, layout.CAPTURES] != plan.captures)
+        )
+        for nth in np.flatnonzero(wrong & (plan.slots >= 0)).tolist():
+            request = self._slots.by_slot(int(plan.slots[nth]))
+            if request is None or request.problem:
+                continue
+            signature, captures = int(tally[nth, layout.SIGNATURE]), tally[nth, layout.CAPTURES]
+            self._slots.fail(
+                request,
+                int(plan.positions[nth]),
+                f"position {plan.positions[nth]}: expected {bounds(plan, nth)} edits and "
+                f"{plan.captures[nth]} captured vectors, the device counted {edits[nth]} and "
+                f"{captures}; {self._signature.diagnose(signature)}",
+            )
+
+    def check_integrity(self) -> None:
+        """Check that no step is prepared and that the device has the armed tokens.
+
+        Raises:
+            AssertionError: that is not so.
+        """
+        assert self.prepared is None
+        armed = self._armed.shape[0]
+        found = self._buffers.tokens[:armed].cpu().numpy().copy()
+        if (self._armed[:, layout.POSITION] < 0).any():  # the device has set these positions
+            found[:, layout.POSITION] = self._armed[:, layout.POSITION]
+        assert np.array_equal(found, self._armed)
+        assert not bool(self._buffers.tokens[armed:].any())
