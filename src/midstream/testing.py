@@ -79,13 +79,11 @@ class LLMView(EngineView):
 
     def unreported(self) -> int:
         """Return the number of finished requests whose results are not on their outputs yet."""
-        front = self._front
-        fetched = 0 if front._fetch is None else len(front._fetch.batch)
-        return len(front._finished) + fetched + len(front._sent)
+        return len(self._front._finished)
 
     def streaming(self) -> int:
         """Return the number of requests whose rows go to sinks while they run."""
-        return len(self._front._pieces)
+        return len(self._front._streamer)
 
     def check_integrity(self) -> None:
         """Check the invariants of every worker, between steps.
@@ -108,7 +106,7 @@ class LLMView(EngineView):
         self.check_integrity()
         front = self._front
         found = {
-            "requests under way": len(front._under_way),
+            "requests under way": len(front._running),
             "requests in flight": self.in_flight(),
             "requests waiting": self.waiting(),
             "requests unreported": self.unreported(),

@@ -13,7 +13,7 @@ from support.engines import ALL_SITES, engine, greedy, tokens
 from support.sinking import AsTheyCome
 
 from midstream import Capture, ReceiptError, SpecError
-from midstream.runtime.frontend import sync_frontend as frontend
+from midstream.runtime.frontend.results import row_streamer
 from midstream.runtime.protocol.rpc import CollectPartialRows, CollectResults
 from midstream.sinks import registry as finding
 from midstream.testing import inspect
@@ -47,7 +47,7 @@ def run(llm: Any, prompts: Any, capture: Any, params: Any = PARAMS) -> list[Any]
 @pytest.fixture
 def rows(llm: Any, monkeypatch: pytest.MonkeyPatch) -> AsTheyCome:
     """The sink that wants them so, which gets them after every step."""
-    monkeypatch.setattr(frontend, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(row_streamer, "CHECK_SECONDS", 0.0)
     found = inspect(llm).sink("rows")
     assert isinstance(found, AsTheyCome)
     found.given.clear()

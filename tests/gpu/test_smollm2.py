@@ -19,7 +19,7 @@ from support.oracle import HookEdit, Oracle, relative_error
 from torch import Tensor
 
 from midstream import Capture, Steer
-from midstream.runtime.frontend import sync_frontend as frontend
+from midstream.runtime.frontend.results import row_streamer
 from midstream.testing import inspect
 
 EXACT = 2e-3  # float32, with the GPU's own order of summation
@@ -248,7 +248,7 @@ def test_rows_that_come_on_the_way_are_those_of_the_end(
     oracles: dict[str, Oracle],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(frontend, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(row_streamer, "CHECK_SECONDS", 0.0)
     both = [Capture("all", ALL_SITES, sink=sink) for sink in ("memory", "rows")]
     outputs = gpu_llm.generate(
         # Prompts of several chunks among others.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import torch
@@ -89,5 +89,19 @@ def answer(*requests, stage=0, tensor_rank=0, tensor_ranks=1, taps=(), scores=()
 
 def assembled(plan, answers, dtype="float32", **shape):
     found = output(**shape)
-    assemble(found, plan, answers, dtype)
+    assemble_on(found, plan, answers, dtype)
     return found
+
+
+def assemble_on(output, plan, answers, dtype="float32", before=MappingProxyType({})):
+    """Set assembled results on an output, as when all rows are for `memory`; return them."""
+    results = assemble(output, plan, answers, dtype, before)
+    for completion in output.outputs:
+        mine = results[completion.index]
+        completion.activations, completion.probes = mine.activations, mine.probes
+        completion.receipt = mine.receipt
+    if len(output.outputs) == 1:
+        (only,) = output.outputs
+        output.activations, output.probes = only.activations, only.probes
+        output.receipt = only.receipt
+    return results

@@ -22,7 +22,7 @@ from midstream.results.activations import Activations
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Captured, Receipt
 from midstream.results.site_table import SiteTable
-from midstream.runtime.frontend.request.prompt.chat import ChatPlan
+from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.server import endpoint_plugin as plugin
 from midstream.server.endpoint_plugin import Endpoints
 from midstream.server.server import Server
@@ -132,7 +132,7 @@ def completion(index: int = 0, **changes: Any) -> SimpleNamespace:
 def outputs_of(prompt: str, params: Params, request_id: str) -> list[Any]:
     """An output for each token, with what the plan asks for, as `AsyncLLM.generate` has it."""
     carried = (params.extra_args or {}).get("midstream")
-    plan = carried.plan if isinstance(carried, ChatPlan) else carried
+    plan = carried.plan if isinstance(carried, CallPlan) else carried
     assert plan is None or isinstance(plan, Plan)
     captures = plan.captures if plan is not None else ()
     layers = tuple(index for one in captures for index in one.layers.indices)

@@ -266,10 +266,10 @@ async def main(model: str, folder: Path, found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    from midstream.runtime.frontend import async_frontend
+    from midstream.runtime.frontend.results import row_streamer
     from midstream.sinks import registry as finding
 
-    async_frontend.LOOK_SECONDS = 0.0
+    row_streamer.CHECK_SECONDS = 0.0
     offered = {"keeping": "Keeping", "failing": "Failing", "rows": "AsTheyCome"}
     finding.entry_points = lambda group: [  # type: ignore[assignment]
         EntryPoint(name, f"support.sinking:{cls}", group) for name, cls in offered.items()

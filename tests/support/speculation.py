@@ -226,11 +226,11 @@ def counted(before: tuple[int, int] = (0, 0)) -> tuple[int, int]:
 
 def offline(model: Path, kind: str, settings: dict[str, Any], truth: Any) -> dict[str, Any]:
     """All cases with n-grams, then with scripted drafts where the truth is known."""
-    from midstream.runtime.frontend import sync_frontend as frontend
+    from midstream.runtime.frontend.results import row_streamer
     from midstream.sinks import registry as finding
 
     found: dict[str, Any] = {}
-    frontend.LOOK_SECONDS = 0.0
+    row_streamer.CHECK_SECONDS = 0.0
     entry = EntryPoint("rows", "support.sinking:AsTheyCome", finding.GROUP)
     finding.entry_points = lambda group: [entry]  # type: ignore[assignment]
     settings["midstream"] = {**settings["midstream"], "sinks": "rows"}

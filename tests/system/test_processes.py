@@ -13,7 +13,7 @@ import json, sys, torch
 from support.engines import ALL_SITES, engine, greedy, tokens, generated
 from support.forging import forged
 from midstream import Capture, ReceiptError, Steer
-from midstream.runtime.frontend import sync_frontend
+from midstream.runtime.frontend.results import row_streamer
 from midstream.sinks import registry
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -40,7 +40,7 @@ if __name__ == "__main__":
     steers = [[Steer([0.5 * n] * 64, layer=n % 3)] if n % 2 else None for n in range(12)]
     args |= {"max_num_batched_tokens": 64, "max_num_seqs": 8, "block_size": 32}
     args["midstream"] = {"sites": ALL_SITES, "sinks": {"rows": {}}}
-    sync_frontend.LOOK_SECONDS = 0
+    row_streamer.CHECK_SECONDS = 0
     entry = EntryPoint("rows", "support.sinking:AsTheyCome", registry.GROUP)
     registry.entry_points = lambda group: [entry]
     with engine(Path(sys.argv[1]), enable_prefix_caching=True, **args) as llm:

@@ -24,9 +24,6 @@ from midstream.sinks.delivery import DeliverySource, Puts, SinkPut
 from midstream.sinks.sink_set import SinkSet
 from midstream.sites import Tap
 
-# How often it is checked whether a sink should get rows.
-LOOK_SECONDS = 0.05
-
 
 @dataclass(slots=True)
 class _Completion:

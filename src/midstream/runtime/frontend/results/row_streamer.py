@@ -9,12 +9,15 @@ from typing import Any
 
 from midstream.results.activations import Activations
 from midstream.runtime.frontend.call import GenerateCall
-from midstream.runtime.frontend.results.partial_rows import LOOK_SECONDS, PartialRows
+from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.progress import RequestProgress, lengths_of, running_of
 from midstream.runtime.frontend.rpc.background_tasks import BackgroundTasks
 from midstream.runtime.protocol.results import WorkerAnswers
 from midstream.sinks.delivery import run_puts, run_puts_soon
 from midstream.sinks.sink_set import SinkSet
+
+# Interval between checks whether a sink should get rows.
+CHECK_SECONDS = 0.05
 
 FetchRows = Callable[[dict[str, dict[str, int]]], dict[str, WorkerAnswers]]
 
@@ -37,7 +40,7 @@ class StepRowStreamer:
         self._received = received
         self._fetch = fetch
         self._partial_rows: dict[str, PartialRows] = {}
-        self._next_look = 0.0
+        self._next_check = 0.0
 
     def __len__(self) -> int:
         return len(self._partial_rows)
@@ -58,7 +61,7 @@ class StepRowStreamer:
         Args:
             states: vLLM's states of running requests, by its ids.
         """
-        if not self._partial_rows or time.monotonic() < self._next_look:
+        if not self._partial_rows or time.monotonic() < self._next_check:
             return
         due = {
             uid: running_of(states, partial.ids)
@@ -72,7 +75,7 @@ class StepRowStreamer:
             for uid in due:
                 self.end(uid)
             raise
-        self._next_look = time.monotonic() + LOOK_SECONDS
+        self._next_check = time.monotonic() + CHECK_SECONDS
 
     def end(self, uid: str) -> None:
         """Deliver no more pieces of a request; sinks that lack its last one get an empty one."""
@@ -137,7 +140,7 @@ class RowStreamer:
                 for call in streamed:
                     if self.is_due(call, known):
                         self._tasks.start(self.deliver(call, known))
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(CHECK_SECONDS)
         finally:
             self._task = None
 

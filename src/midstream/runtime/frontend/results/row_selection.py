@@ -1,0 +1,96 @@
+"""Rows of result blocks that a plan captures, while its request runs and at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from midstream.codecs import parse_codec
+from midstream.results.activations import Activations
+from midstream.results.encoded_rows import Rows
+from midstream.runtime.frontend.results.assembly import activations_of, select_final
+from midstream.runtime.frontend.results.partial_scores import ScoreSelection
+from midstream.runtime.protocol.results import ResultBlock
+from midstream.runtime.protocol.runs import Ints
+from midstream.spec import ResolvedPlan
+
+
+class RowSelection:
+    """Selects rows of one plan. Has no state.
+
+    Attributes:
+        row_bytes: bytes of an encoded row.
+        position_bytes: bytes of all rows of one position, at most.
+    """
+
+    def __init__(self, plan: ResolvedPlan, vectors: tuple[int, torch.dtype]) -> None:
+        """Create it for a plan.
+
+        Args:
+            plan: the resolved plan.
+            vectors: width and dtype of captured vectors.
+        """
+        self._plan = plan
+        self._no_rows = Rows(parse_codec(plan.codec), *vectors, (), ())
+        self.row_bytes = self._no_rows.codec.row_bytes(*vectors)
+        self.position_bytes = self.row_bytes * len(plan.taps)
+        # A row may be the last one until the next token is known.
+        self._is_last_open = any(one.where.last_from is not None for one in plan.captures)
+        self._selections = [
+            ScoreSelection(replace(one.where, last_from=None)) for one in plan.captures
+        ]
+
+    def stop(self, length: int) -> int:
+        """Return the position below which it is decided what captures select.
+
+        Args:
+            length: number of known tokens, including the prompt. The last of them may not have been
+                computed on.
+        """
+        return max(0, length - 1 - self._is_last_open)
+
+    def size_of(self, rows: Activations) -> int:
+        """Return the number of bytes of some rows."""
+        return self.row_bytes * sum(rows.counts().values())
+
+    def decided(
+        self,
+        captures: tuple[int, ...],
+        blocks: Sequence[ResultBlock],
+        tokens: Ints,
+        start: int = 0,
+    ) -> Activations:
+        """Return the rows that captures select whatever tokens follow.
+
+        Args:
+            captures: indices of the plan's captures.
+            blocks: the rows; at most one per position and tap.
+            tokens: token ids from position 0 on.
+            start: first position.
+        """
+        plan = self._plan.only(captures)
+        start = max(start, min((int(block.positions[0]) for block in blocks), default=0))
+        stop = max((int(block.positions[-1]) + 1 for block in blocks), default=0)
+        stop = max(start, min(stop, len(tokens)))
+
+        def selected(chosen: tuple[int, ...]) -> Ints:
+            parts = [self._selections[captures[nth]].within(start, stop, tokens) for nth in chosen]
+            return np.unique(np.concatenate(parts))
+
+        return activations_of(plan, blocks, selected, torch.from_numpy(tokens), self._no_rows)
+
+    def final(
+        self, captures: tuple[int, ...], blocks: Sequence[ResultBlock], tokens: list[int]
+    ) -> Activations:
+        """Return the rows that captures select in a completion that has ended.
+
+        Args:
+            captures: indices of the plan's captures.
+            blocks: the rows; at most one per position and tap.
+            tokens: token ids of all rows, prompt first.
+        """
+        plan = self._plan.only(captures)
+        return activations_of(plan, blocks, select_final(plan, tokens), tokens, self._no_rows)
