@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 
-from midstream.runtime.protocol.codec import Message
+from midstream.runtime.protocol.codec import ProtocolMessage
 from midstream.spec import ResolvedPlan
 from midstream.spec.positions.range_set import overlay
 from midstream.spec.positions.ranges import Ranges
@@ -22,7 +22,7 @@ from midstream.spec.positions.ranges import Ranges
 PLAIN = ""
 
 
-class CacheKeys(Message, frozen=True, array_like=True):
+class CacheKeys(ProtocolMessage, frozen=True, array_like=True):
     """Prefix-cache keys of one request.
 
     Attributes:

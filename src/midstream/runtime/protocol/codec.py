@@ -16,7 +16,7 @@ Runs = list[tuple[Natural, Annotated[int, msgspec.Meta(ge=1)]]]
 M = TypeVar("M")
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProtocolMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of the messages between midstream's processes. Fields are read strictly."""
 
 

@@ -9,11 +9,11 @@ import msgspec
 from midstream.config.config import KEY
 from midstream.errors import SpecError
 from midstream.runtime.protocol.cache_keys import CacheKeys
-from midstream.runtime.protocol.codec import Message
+from midstream.runtime.protocol.codec import ProtocolMessage
 from midstream.validation import read_message
 
 
-class RequestPayload(Message, frozen=True, array_like=True):
+class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
     """What a validated request has under `extra_args["midstream"]`.
 
     Attributes:

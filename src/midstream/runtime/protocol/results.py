@@ -20,7 +20,7 @@ from torch import Tensor
 from midstream.codecs import Codec, parse_codec
 from midstream.errors import MessageError, MidstreamError
 from midstream.results.encoded_rows import Chunk, Scattered
-from midstream.runtime.protocol.codec import Message, Natural, Runs
+from midstream.runtime.protocol.codec import ProtocolMessage, Natural, Runs
 from midstream.runtime.protocol.runs import Ints, count_of, expand_runs, within_runs
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.sites import Tap
@@ -32,7 +32,7 @@ _SCORE = 4  # bytes of a score
 _RUN = 3 * 8  # bytes of a run of records in the arena
 
 
-class RowsHeader(Message, frozen=True, array_like=True):
+class RowsHeader(ProtocolMessage, frozen=True, array_like=True):
     """A block of captured rows.
 
     Attributes:
@@ -48,7 +48,7 @@ class RowsHeader(Message, frozen=True, array_like=True):
     nbytes: Natural
 
 
-class ScoresHeader(Message, frozen=True, array_like=True):
+class ScoresHeader(ProtocolMessage, frozen=True, array_like=True):
     """A block of probe scores.
 
     Attributes:
@@ -90,7 +90,7 @@ class RequestHeader(msgspec.Struct, forbid_unknown_fields=True):
         return self.states * _STATE + blocks
 
 
-class LeasedSegment(Message, frozen=True, array_like=True):
+class LeasedSegment(ProtocolMessage, frozen=True, array_like=True):
     """A segment of the worker's arena.
 
     Attributes:
@@ -104,7 +104,7 @@ class LeasedSegment(Message, frozen=True, array_like=True):
     nbytes: int
 
 
-class Lease(Message, frozen=True, array_like=True):
+class Lease(ProtocolMessage, frozen=True, array_like=True):
     """A reader's hold on arena memory.
 
     Attributes:
@@ -116,7 +116,7 @@ class Lease(Message, frozen=True, array_like=True):
     segments: list[LeasedSegment]
 
 
-class ResultHeader(Message, frozen=True):
+class ResultHeader(ProtocolMessage, frozen=True):
     """Results under one name.
 
     Attributes:
@@ -132,7 +132,7 @@ class ResultHeader(Message, frozen=True):
     lease: Lease | None
 
 
-class StepChecksum(Message, frozen=True, array_like=True):
+class StepChecksum(ProtocolMessage, frozen=True, array_like=True):
     """Checksums over all steps up to one.
 
     Attributes:

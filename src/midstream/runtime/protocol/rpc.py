@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
-from midstream.runtime.protocol.codec import Message, Natural, pack, unpack
+from midstream.runtime.protocol.codec import ProtocolMessage, Natural, pack, unpack
 from midstream.runtime.protocol.results import ResultHeader, StepChecksum
 from midstream.runtime.protocol.scores import RequestScores, Span
 from midstream.runtime.protocol.worker_info import WorkerInfo, WorkerRank
@@ -14,17 +14,17 @@ from midstream.runtime.vllm.attributes import ENDPOINT
 # Name of the method of vLLM's workers.
 RPC = ENDPOINT.name
 
-A = TypeVar("A", bound=Message)
+A = TypeVar("A", bound=ProtocolMessage)
 
 
 # -- answers ------------------------------------------------------------------------------------
 
 
-class Acknowledged(Message, frozen=True):
+class Acknowledged(ProtocolMessage, frozen=True):
     """Answer of an operation that returns nothing."""
 
 
-class CollectedResults(Message, frozen=True):
+class CollectedResults(ProtocolMessage, frozen=True):
     """Results that a worker has put into its buffer.
 
     Attributes:
@@ -40,13 +40,13 @@ class CollectedResults(Message, frozen=True):
     checksums: list[StepChecksum]
 
 
-class ResultData(Message, frozen=True):
+class ResultData(ProtocolMessage, frozen=True):
     """A part of a result's data."""
 
     data: bytes
 
 
-class RunningScores(Message, frozen=True):
+class RunningScores(ProtocolMessage, frozen=True):
     """Scores of running requests.
 
     Attributes:
@@ -58,7 +58,7 @@ class RunningScores(Message, frozen=True):
     data: bytes
 
 
-class WorkerUsage(Message, frozen=True):
+class WorkerUsage(ProtocolMessage, frozen=True):
     """Memory that a worker uses, and totals of its steps.
 
     Attributes:
@@ -75,7 +75,7 @@ class WorkerUsage(Message, frozen=True):
     steps: dict[str, int]
 
 
-class IntegrityReport(Message, frozen=True):
+class IntegrityReport(ProtocolMessage, frozen=True):
     """A worker's invariants hold.
 
     Attributes:
@@ -88,16 +88,16 @@ class IntegrityReport(Message, frozen=True):
 # -- requests -----------------------------------------------------------------------------------
 
 
-class RpcRequest(Message, Generic[A], frozen=True, tag_field="op", tag=True):
+class RpcRequest(ProtocolMessage, Generic[A], frozen=True, tag_field="op", tag=True):
     """Base of the operations; `A` is what each worker answers."""
 
-    answer: ClassVar[type[Message]]
+    answer: ClassVar[type[ProtocolMessage]]
 
 
 class DescribeWorker(RpcRequest[WorkerInfo], frozen=True):
     """Return the worker's description."""
 
-    answer: ClassVar[type[Message]] = WorkerInfo
+    answer: ClassVar[type[ProtocolMessage]] = WorkerInfo
 
 
 class CollectResults(RpcRequest[CollectedResults], frozen=True):
@@ -110,7 +110,7 @@ class CollectResults(RpcRequest[CollectedResults], frozen=True):
 
     uids: list[str]
     mapped: list[WorkerRank]
-    answer: ClassVar[type[Message]] = CollectedResults
+    answer: ClassVar[type[ProtocolMessage]] = CollectedResults
 
 
 class CollectPartialRows(RpcRequest[CollectedResults], frozen=True):
@@ -123,7 +123,7 @@ class CollectPartialRows(RpcRequest[CollectedResults], frozen=True):
 
     stops: dict[str, dict[str, int]]
     mapped: list[WorkerRank]
-    answer: ClassVar[type[Message]] = CollectedResults
+    answer: ClassVar[type[ProtocolMessage]] = CollectedResults
 
 
 class ReadScores(RpcRequest[RunningScores], frozen=True):
@@ -134,7 +134,7 @@ class ReadScores(RpcRequest[RunningScores], frozen=True):
     """
 
     spans: dict[str, Span]
-    answer: ClassVar[type[Message]] = RunningScores
+    answer: ClassVar[type[ProtocolMessage]] = RunningScores
 
 
 class ReadData(RpcRequest[ResultData], frozen=True):
@@ -148,33 +148,33 @@ class ReadData(RpcRequest[ResultData], frozen=True):
     name: str
     offset: Natural
     size: Natural
-    answer: ClassVar[type[Message]] = ResultData
+    answer: ClassVar[type[ProtocolMessage]] = ResultData
 
 
 class DiscardData(RpcRequest[Acknowledged], frozen=True):
     """Forget the data under a name."""
 
     name: str
-    answer: ClassVar[type[Message]] = Acknowledged
+    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
 class ReleaseRequests(RpcRequest[Acknowledged], frozen=True):
     """Finish requests and forget them and their results."""
 
     uids: list[str]
-    answer: ClassVar[type[Message]] = Acknowledged
+    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
 class ReadUsage(RpcRequest[WorkerUsage], frozen=True):
     """Return the worker's usage."""
 
-    answer: ClassVar[type[Message]] = WorkerUsage
+    answer: ClassVar[type[ProtocolMessage]] = WorkerUsage
 
 
 class CheckIntegrity(RpcRequest[IntegrityReport], frozen=True):
     """Check the worker's invariants, which hold between steps."""
 
-    answer: ClassVar[type[Message]] = IntegrityReport
+    answer: ClassVar[type[ProtocolMessage]] = IntegrityReport
 
 
 _REQUESTS = (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from midstream.errors import MessageError
-from midstream.runtime.protocol.codec import Message, Natural, Runs
+from midstream.runtime.protocol.codec import ProtocolMessage, Natural, Runs
 from midstream.runtime.protocol.runs import Ints, count_of, expand_runs
 from midstream.runtime.protocol.worker_info import WorkerInfo
 
@@ -18,7 +18,7 @@ Span = tuple[int, int]
 _ITEM = 4  # bytes of a float32
 
 
-class RequestScores(Message, frozen=True, array_like=True):
+class RequestScores(ProtocolMessage, frozen=True, array_like=True):
     """Scores of one running request.
 
     Attributes:

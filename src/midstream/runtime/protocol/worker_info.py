@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from midstream.runtime.protocol.codec import Message
+from midstream.runtime.protocol.codec import ProtocolMessage
 from midstream.runtime.protocol.segments import Room
 from midstream.sites import Tap
 from midstream.transport.leases import Address
@@ -15,7 +15,7 @@ def place_of(replica: int, stage: int, tensor_rank: int) -> str:
     return f"{replica}.{stage}.{tensor_rank}"
 
 
-class WorkerRank(Message, frozen=True, array_like=True):
+class WorkerRank(ProtocolMessage, frozen=True, array_like=True):
     """A worker's position within its replica.
 
     Attributes:
@@ -27,7 +27,7 @@ class WorkerRank(Message, frozen=True, array_like=True):
     tensor_rank: int
 
 
-class MissingTap(Message, frozen=True, array_like=True):
+class MissingTap(ProtocolMessage, frozen=True, array_like=True):
     """A tap that the model does not have.
 
     Attributes:
@@ -40,7 +40,7 @@ class MissingTap(Message, frozen=True, array_like=True):
     reason: str
 
 
-class WorkerInfo(Message, frozen=True, kw_only=True):
+class WorkerInfo(ProtocolMessage, frozen=True, kw_only=True):
     """A worker's part of the model, its limits and its settings.
 
     Attributes:

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from midstream.runtime.protocol.failures import put
 from midstream.runtime.protocol.request_payload import payload_of
+from midstream.runtime.worker.model_runner.step_output import attach_failures
 from midstream.runtime.worker.session import WorkerSession
 from midstream.runtime.worker.step.step_batch import StepBatch, UnknownPositions
 
@@ -87,7 +87,7 @@ class Hooks:
         requests = self._session.requests
         failures = requests.failures
         if failures:
-            attached = put(output, failures)
+            attached = attach_failures(output, failures)
             if attached is not None:
                 requests.clear_failures()
                 return attached
