@@ -28,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
@@ -109,7 +110,7 @@ def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]
     named = {name: statistics.median(values) for name, values in seconds.items()}
     fastest = min((n for n in named if n.startswith("transformers")), key=named.__getitem__)
     return {
-        "engine": tapped.info.workers[0],
+        "engine": msgspec.to_builtins(tapped.info.workers[0]),
         "layers": layers,
         "agreement": agreement(first),
         "variants": {

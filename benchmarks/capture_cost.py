@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 # The rows cross from the engine's process to this one.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
@@ -86,7 +88,7 @@ def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]
         f"prefill of {prompts} × {args.length} tokens": 1,
     }
     found = {
-        "engine": tapped.info.workers[0],
+        "engine": msgspec.to_builtins(tapped.info.workers[0]),
         "layers": layers,
         "work": {name: compare(variants, args, prompts, tokens) for name, tokens in work.items()},
     }

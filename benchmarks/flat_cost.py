@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 import machine
@@ -55,7 +57,10 @@ def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]
     plain, tapped = overhead.engines(
         model, args.memory, {"sites": ["resid_post"], "layers": "all", **room}
     )
-    out: dict[str, Any] = {"graphs": overhead.graphs(tapped), "engine": tapped.info.workers[0]}
+    out: dict[str, Any] = {
+        "graphs": overhead.graphs(tapped),
+        "engine": msgspec.to_builtins(tapped.info.workers[0]),
+    }
     baseline = {"plain": (plain, {}), "plain again": (plain, {}), "idle": (tapped, {})}
     for batch in args.idle_batches:
         out[f"decode, {batch} sequences"] = overhead.compare(

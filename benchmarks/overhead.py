@@ -27,6 +27,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 # Over several GPUs the engine and its workers are processes of their own, as vLLM has them.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", str(int("--tp" in sys.argv)))
 os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
@@ -109,7 +111,10 @@ def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]
         for way in ("gathered", "sharded"):
             every_row = Capture(layers="all", return_=way)
             variants[f"capture every token, every layer, {way}"] = tapped, {"capture": every_row}
-    out: dict[str, Any] = {"graphs": graphs(tapped), "engine": tapped.info.workers[0]}
+    out: dict[str, Any] = {
+        "graphs": graphs(tapped),
+        "engine": msgspec.to_builtins(tapped.info.workers[0]),
+    }
     for batch in args.batches:
         out[f"decode, {batch} sequences"] = compare(
             variants, args.rounds, lambda llm, kw, n=batch: decode_step(llm, kw, n)
