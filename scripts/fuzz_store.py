@@ -25,13 +25,12 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 with atheris.instrument_imports(include=["midstream.store", "midstream.codecs"]):
     from unit.store.crafting import seal, take_apart
-    from unit.store.making import TAPS, entry, header
+    from unit.store.making import TAPS, entry, header, shard_bytes
 
     from midstream.errors import SpecError, StoreError
-    from midstream.store.backends.local import Folder
+    from midstream.store.backends.base import Folder
     from midstream.store.format.layout import Group, Layout, group_bytes, padding
-    from midstream.store.format.shard_builder import ShardBuilder
-    from midstream.store.maintenance.verify import look_at
+    from midstream.store.maintenance.verify import verify_folder
     from midstream.store.store import Store
 
 NAME = "fuzzed.safetensors"
@@ -113,7 +112,7 @@ def look(data: bytes) -> None:
     except StoreError as error:
         if NAME not in str(error):
             raise
-    look_at(folder)
+    verify_folder(folder)
 
 
 def seeds() -> list[bytes]:
@@ -121,18 +120,17 @@ def seeds() -> list[bytes]:
     found = []
     for codec in ("raw", "full8", "rp8:k=64,seed=0", "topk8:k=4"):
         head = header(codec=codec)
-        draft = ShardBuilder(head)
-        draft.add(*draft.read(entry("a", metadata={"x": [1]}, head=head)))
-        draft.add(*draft.read(entry("b", child=1, tag="t", taps=TAPS[:1], head=head)))
-        shard = b"".join(draft.pieces())
+        entries = [
+            entry("a", metadata={"x": [1]}, head=head),
+            entry("b", child=1, tag="t", taps=TAPS[:1], head=head),
+        ]
+        shard = shard_bytes(entries, head)
         length = int.from_bytes(shard[:8], "little")
         words = 2 + -(-(len(shard) - 8 - length) // 65536)
         found.append(bytes([AS_IT_IS]) + shard)
         found.append(bytes([SUMMED]) + shard[:4] + shard[8 : len(shard) - 4 * words])
-    draft = ShardBuilder(header())
-    for request in ("a", "b"):
-        draft.add(*draft.read(entry(request, metadata={"x": [1]}, taps=TAPS[:1])))
-    parts = take_apart(b"".join(draft.pieces()))[1]
+    both = [entry(request, metadata={"x": [1]}, taps=TAPS[:1]) for request in ("a", "b")]
+    parts = take_apart(shard_bytes(both))[1]
     requests, metadata = parts.pop("requests"), parts.pop("metadata").rstrip(b" ")
     sized = b"".join(struct.pack("<I", len(part)) + part for part in (requests, metadata))
     found.append(bytes([LAID_OUT]) + sized + b"".join(parts.values()))

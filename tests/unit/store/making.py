@@ -6,6 +6,7 @@ import torch
 
 from midstream.codecs import parse_codec
 from midstream.store import Entry, Header, TapRows, Writer
+from midstream.store.format.shard_builder import ShardBuilder
 
 HIDDEN = 8
 TAPS = (("resid_pre", 0), ("resid_post", 0), ("resid_post", 3))
@@ -55,6 +56,14 @@ def entry(request="a", *, rows=3, taps=TAPS, head=None, seed=0, positions=None, 
         },
         **fields,
     )
+
+
+def shard_bytes(entries, head=None, replaces=()) -> bytes:
+    """Build the file of one shard."""
+    builder = ShardBuilder(head or header(), replaces)
+    for each in entries:
+        builder.add(*builder.read(each))
+    return b"".join(builder.pieces())
 
 
 def write(root, entries, head=None, **options) -> None:

@@ -11,12 +11,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from unit.store.making import TAPS, entry, header, rows_of, same, vectors, write
+from unit.store.making import TAPS, entry, header, rows_of, same, shard_bytes, vectors, write
 
 from midstream import open_store
 from midstream.store import Entry
 from midstream.store.backends.base import is_shard_name
-from midstream.store.format.shard_builder import ShardBuilder
 from midstream.store.writer import new_name
 
 GOLDEN = "f4a31a2ddb4be20a46349f7b2e2efd983ceb00a480e9546dc5daa55f64457418"
@@ -26,8 +25,7 @@ def golden() -> bytes:
     """A shard of two requests and two groups, whose bytes are known."""
     head = header(hidden_size=2, dtype="float16")
     values = torch.arange(12, dtype=torch.float16).view(6, 2)
-    draft = ShardBuilder(head, ["old-1.safetensors", "old-2.safetensors"])
-    for each in (
+    entries = (
         Entry(
             request="a",
             prompt_tokens=2,
@@ -44,9 +42,8 @@ def golden() -> bytes:
             prompt_tokens=0,
             taps={("mlp_out", 0): rows_of(values[1:2], head, [5], [0])},
         ),
-    ):
-        draft.add(*draft.read(each))
-    return b"".join(draft.pieces())
+    )
+    return shard_bytes(entries, head, ["old-1.safetensors", "old-2.safetensors"])
 
 
 def test_the_bytes_of_a_shard_are_those_of_the_page():

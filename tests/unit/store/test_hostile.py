@@ -18,33 +18,22 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from support.nightly import rounds
 from unit.store.crafting import head_of, put_together, replaced, seal, take_apart
-from unit.store.making import TAPS, entry, header, rows_of, vectors
+from unit.store.making import TAPS, entry, header, rows_of, shard_bytes, vectors
 
 from midstream import StoreError, open_store
 from midstream.store import Entry, verify
 from midstream.store.format.layout import Layout, padding, read_head
-from midstream.store.format.shard_builder import ShardBuilder
 
 NAME = "shard.safetensors"
 
 
-def shard_bytes(head=None, entries=None) -> bytes:
-    head = head or header()
-    draft = ShardBuilder(head)
-    for each in entries or [
-        entry("a", metadata={"x": 1}, head=head),
-        Entry(
-            request="b",
-            prompt_tokens=1,
-            tag="t",
-            taps={("mlp_out", 2): rows_of(vectors(9, 2, head), head, [0, 4])},
-        ),
-    ]:
-        draft.add(*draft.read(each))
-    return b"".join(draft.pieces())
-
-
-GOOD = shard_bytes()
+SECOND_ROWS = rows_of(vectors(9, 2, header()), header(), [0, 4])
+GOOD = shard_bytes(
+    [
+        entry("a", metadata={"x": 1}),
+        Entry(request="b", prompt_tokens=1, tag="t", taps={("mlp_out", 2): SECOND_ROWS}),
+    ]
+)
 START = 8 + int.from_bytes(GOOD[:8], "little")
 
 
@@ -346,12 +335,8 @@ def test_rows_that_are_said_to_be_anothers_are_found_by_verify(tmp_path):
 
 
 def test_a_tap_in_two_groups_of_a_request_is_refused(tmp_path):
-    data = shard_bytes(
-        entries=[
-            entry("a", taps=[("resid_post", 0)]),
-            entry("b", taps=[("resid_post", 0), ("resid_post", 1)]),
-        ]
-    )
+    both = [("resid_post", 0), ("resid_post", 1)]
+    data = shard_bytes([entry("a", taps=both[:1]), entry("b", taps=both)])
     text = take_apart(data)[1]["requests"]
     text = text.replace(b"[[0,3]]", b"[[0,3],[1,3]]", 1).replace(b'"rows":[[1,3]]', b'"rows":[]')
     refused(tmp_path, with_requests(text, data), "request 'a': a tap has rows in two groups")
@@ -360,7 +345,8 @@ def test_a_tap_in_two_groups_of_a_request_is_refused(tmp_path):
 @pytest.mark.parametrize("codec", ["full8", "rp8:k=64,seed=0", "topk8:k=4"])
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), -1.0])
 def test_scales_that_no_codec_writes_are_refused(tmp_path, codec, scale):
-    data = shard_bytes(header(codec=codec), [entry("a", head=header(codec=codec))])
+    head = header(codec=codec)
+    data = shard_bytes([entry("a", head=head)], head)
     rows = bytearray(take_apart(data)[1]["g0.resid_post.3"])
     width = len(rows) // 3
     rows[width : width + 4] = struct.pack("<f", scale)
@@ -376,9 +362,7 @@ def test_scales_that_no_codec_writes_are_refused(tmp_path, codec, scale):
 
 def test_two_shards_that_stand_for_one_are_found_by_verify(tmp_path):
     for name in ("a.safetensors", "b.safetensors"):
-        draft = ShardBuilder(header(), ["old.safetensors"])
-        draft.add(*draft.read(entry(name)))
-        (tmp_path / name).write_bytes(b"".join(draft.pieces()))
+        (tmp_path / name).write_bytes(shard_bytes([entry(name)], replaces=["old.safetensors"]))
     assert verify(tmp_path).ok, "what both stand for is gone"
     (tmp_path / "old.safetensors").write_bytes(GOOD)
     (finding,) = verify(tmp_path).findings
