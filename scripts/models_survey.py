@@ -126,8 +126,6 @@ def candidates() -> list[Candidate]:
 
 
 def _import_once() -> None:
-    import midstream.tools.doctor.examine
-    import midstream.api.llm  # noqa: F401
     import transformers  # noqa: F401
     import vllm.model_executor.models.llama
     import vllm.v1.worker.cpu_worker  # noqa: F401

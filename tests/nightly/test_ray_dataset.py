@@ -24,11 +24,10 @@ from midstream.jobs.request_ids import Identity
 
 CAPTURE = Capture(LAYERS, positions="last_prompt")
 
-pytestmark = pytest.mark.usefixtures("actors_find_the_tests")
-
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def cluster(actors_find_the_tests: None) -> Iterator[None]:
+    # Ray's processes have the environment that this one has now.
     start_ray()
     yield
     ray.shutdown()

@@ -23,11 +23,10 @@ from midstream.jobs.ray import Placement, RayCaptureRun
 
 FEW = {"max_num_seqs": 4}  # so that chunks are on their way a few at a time
 
-pytestmark = pytest.mark.usefixtures("actors_find_the_tests")
-
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
+def cluster(actors_find_the_tests: None) -> Iterator[None]:
+    # Ray's processes have the environment that this one has now.
     start_ray()
     yield
     ray.shutdown()

@@ -75,9 +75,8 @@ def test_nobody_waits_for_a_shard_when_the_engine_has_nothing_else_to_do(tmp_pat
     """The job's own patience is a minute."""
     asked = job(tmp_path, flush_seconds=3600.0)
     worker = Told().worker(asked)
-    assert sorted_lines(worker.submit(0, ChunkAttempt(lines_of(asked, texts(3)))).result(timeout=20)) == [
-        1, 2, 3,
-    ]  # fmt: skip
+    outcome = worker.submit(0, ChunkAttempt(lines_of(asked, texts(3)))).result(timeout=20)
+    assert sorted_lines(outcome) == [1, 2, 3]
 
 
 def test_lines_that_fail_are_in_their_chunks_outcome(tmp_path):
