@@ -1,7 +1,8 @@
 """Strict readers of single values, with error paths.
 
 An error's path is relative to the value that is read. The reader of the enclosing field prepends
-the field's name with `at`.
+the field's name with `at`. Schema libraries report paths of their own model; these are paths in
+what the caller wrote.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Parser of server-sent events that keeps unchanged events byte for byte."""
+"""Parser of server-sent events that keeps unchanged events byte for byte.
+
+Libraries for such events parse or send them, but do not pass one through unchanged.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """ASGI middleware around vLLM's endpoints: removes the field `midstream` from requests, and adds
 results to responses.
+
+vLLM's handlers parse bodies themselves, so a request with the field is parsed twice and written
+once, and so is its response. Other requests pass unchanged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Reader of GGUF files: metadata, and tensors as float32.
+"""Reader of GGUF files: metadata, and F32 and F16 tensors as float32.
 
 Files are untrusted: every count, size and offset is checked against the file's length before it is
-used, and every error is a `ModelError`.
+used, and every error is a `ModelError`. The `gguf` package trusts its files.
 
 The layout, little-endian: magic, version, tensor count, key count; the keys, each a string, a
 kind and a value; per tensor a name, a shape (fastest dimension first), a GGML type and an offset;
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midstream.errors import ModelError
+from midstream.validation import show
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -33,23 +34,54 @@ MAX_DIMENSIONS = 4
 
 
 @dataclass(frozen=True)
+class Layout:
+    """Block layout of one GGML type.
+
+    Attributes:
+        name: GGML's name.
+        num_values: values per block.
+        size_bytes: bytes per block.
+        unpack: uint8 `[blocks, size_bytes]` -> float32 `[blocks, num_values]`.
+    """
+
+    name: str
+    num_values: int
+    size_bytes: int
+    unpack: Callable[[Bytes], Floats]
+
+
+def _unpack_f32(blocks: Bytes) -> Floats:
+    return np.ascontiguousarray(blocks).view("<f4")
+
+
+def _unpack_f16(blocks: Bytes) -> Floats:
+    return np.ascontiguousarray(blocks).view("<f2").astype(np.float32)
+
+
+LAYOUTS: Mapping[int, Layout] = {
+    0: Layout("F32", 1, 4, _unpack_f32),
+    1: Layout("F16", 1, 2, _unpack_f16),
+}
+"""Layouts by GGML type. Quantised types, which models have, are in `midstream.demo.model`."""
+
+
+@dataclass(frozen=True)
 class Tensor:
     """One encoded tensor.
 
     Attributes:
-        kind: its GGML type, a key of `LAYOUTS`.
+        layout: the layout of its GGML type.
         shape: slowest dimension first, as in torch; the file has the reverse order.
         raw: uint8 `[bytes]`, its blocks, a view of the file's bytes.
     """
 
-    kind: int
+    layout: Layout
     shape: tuple[int, ...]
     raw: Bytes
 
     def dequantize(self) -> Floats:
         """Decode to float32 `[*shape]`, contiguous and writable."""
-        layout = LAYOUTS[self.kind]
-        values = layout.unpack(self.raw.reshape(-1, layout.size_bytes))
+        values = self.layout.unpack(self.raw.reshape(-1, self.layout.size_bytes))
         return np.require(values, np.float32, ["C", "W"]).reshape(self.shape)
 
 
@@ -70,11 +102,17 @@ class Gguf:
             ) from None
 
 
-def read_gguf(data: bytes) -> Gguf:
+def read_gguf(data: bytes, layouts: Mapping[int, Layout] = LAYOUTS, architecture: str = "") -> Gguf:
     """Parse the bytes of a file. Tensors are views of `data` and keep it in memory.
 
+    Args:
+        data: the whole file.
+        layouts: the supported layouts, by GGML type.
+        architecture: the required `general.architecture`; "" for any.
+
     Raises:
-        ModelError: `data` is not a GGUF file, or is damaged or unsupported.
+        ModelError: `data` is not a GGUF file, has another architecture, or is damaged or
+            unsupported.
     """
     cursor = _Cursor(data)
     if cursor.bytes(4) != MAGIC:
@@ -87,6 +125,9 @@ def read_gguf(data: bytes) -> Gguf:
     for _ in range(num_keys):
         key = cursor.string()
         metadata[key] = cursor.value(cursor.scalar("I"))
+    if architecture:
+        # Checked before the tensors: another architecture explains an unsupported type.
+        _check_architecture(metadata, architecture)
     infos = [_read_info(cursor) for _ in range(num_tensors)]
     align = metadata.get("general.alignment", 32)
     if not isinstance(align, int) or align < 1:
@@ -96,7 +137,10 @@ def read_gguf(data: bytes) -> Gguf:
     for name, shape, kind, offset in infos:
         if name in tensors:
             raise ModelError(f"GGUF: tensor {name!r} occurs twice")
-        tensors[name] = _view_tensor(data, name, shape, kind, base + offset)
+        if kind not in layouts:
+            known = ", ".join(f"{each} ({layout.name})" for each, layout in layouts.items())
+            raise ModelError(f"GGUF: tensor {name!r} has GGML type {kind}; expected one of {known}")
+        tensors[name] = _view_tensor(data, name, shape, layouts[kind], base + offset)
     return Gguf(metadata, tensors)
 
 
@@ -157,12 +201,17 @@ def _read_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     return name, shape, cursor.scalar("I"), cursor.scalar("Q")
 
 
-def _view_tensor(data: bytes, name: str, shape: tuple[int, ...], kind: int, start: int) -> Tensor:
-    layout = LAYOUTS.get(kind)
-    if layout is None:
-        raise ModelError(
-            f"GGUF: tensor {name!r} has GGML type {kind}, expected one of {sorted(LAYOUTS)}"
-        )
+def _check_architecture(metadata: Mapping[str, Any], wanted: str) -> None:
+    key = "general.architecture"
+    got = show(str(metadata[key])) if key in metadata else "none"
+    if got != show(wanted):
+        raise ModelError(f"GGUF: expected {key} = {wanted!r}, got {got}")
+
+
+def _view_tensor(
+    data: bytes, name: str, shape: tuple[int, ...], layout: Layout, start: int
+) -> Tensor:
+    """Return a tensor after checking its shape and place; `start` is its offset in `data`."""
     num_values = math.prod(shape)
     # Blocks run along the fastest dimension and never across its end.
     if num_values < 1 or (shape[-1] if shape else 1) % layout.num_values:
@@ -176,90 +225,4 @@ def _view_tensor(data: bytes, name: str, shape: tuple[int, ...], kind: int, star
             f"GGUF: tensor {name!r} needs bytes {start} to {start + num_bytes}, the file has"
             f" {len(data)}; it is truncated or damaged"
         )
-    return Tensor(kind, shape, np.frombuffer(data, np.uint8, num_bytes, start))
-
-
-# --- GGML's blocks: uint8 [blocks, bytes] -> float32 [blocks, values] ---
-
-
-def _half(blocks: Bytes, at: int) -> Floats:
-    """Return the float16 at byte `at` of each block, as a float32 column."""
-    halves: Floats = blocks[:, at : at + 2].copy().view("<f2").astype(np.float32)
-    return halves
-
-
-def _nibbles(packed: Bytes) -> Bytes:
-    """Return the low halves of the bytes of each row, followed by the high halves."""
-    return np.concatenate([packed & 15, packed >> 4], axis=-1)
-
-
-def _unpack_f32(blocks: Bytes) -> Floats:
-    return np.ascontiguousarray(blocks).view("<f4")
-
-
-def _unpack_f16(blocks: Bytes) -> Floats:
-    return np.ascontiguousarray(blocks).view("<f2").astype(np.float32)
-
-
-def _unpack_q4_1(blocks: Bytes) -> Floats:
-    values: Floats = _half(blocks, 0) * _nibbles(blocks[:, 4:]) + _half(blocks, 2)
-    return values
-
-
-def _unpack_q5_0(blocks: Bytes) -> Floats:
-    fifth = np.unpackbits(blocks[:, 2:6], axis=1, bitorder="little")
-    values: Floats = _half(blocks, 0) * (
-        (_nibbles(blocks[:, 6:]) | fifth << 4).astype(np.int8) - 16
-    )
-    return values
-
-
-def _unpack_q8_0(blocks: Bytes) -> Floats:
-    values: Floats = _half(blocks, 0) * blocks[:, 2:].copy().view(np.int8)
-    return values
-
-
-def _unpack_q4_k(blocks: Bytes) -> Floats:
-    low, high, mixed = np.split(blocks[:, 4:16], 3, axis=1)
-    scales = np.concatenate([low & 63, mixed & 15 | low >> 6 << 4], axis=1)
-    floors = np.concatenate([high & 63, mixed >> 4 | high >> 6 << 4], axis=1)
-    scale, floor = _half(blocks, 0) * scales, _half(blocks, 2) * floors
-    values = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
-    return np.reshape(scale[..., None] * values - floor[..., None], (-1, 256))
-
-
-def _unpack_q6_k(blocks: Bytes) -> Floats:
-    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64))
-    shifts = np.array([[0], [2], [4], [6]], np.uint8)
-    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts
-    values = (low | (high.reshape(-1, 2, 128) & 3) << 4).astype(np.int8) - 32
-    scale = _half(blocks, 208) * blocks[:, 192:208].copy().view(np.int8)
-    return np.reshape(scale[..., None] * values.reshape(-1, 16, 16), (-1, 256))
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Block layout of one GGML type.
-
-    Attributes:
-        name: GGML's name.
-        num_values: values per block.
-        size_bytes: bytes per block.
-        unpack: uint8 `[blocks, size_bytes]` -> float32 `[blocks, num_values]`.
-    """
-
-    name: str
-    num_values: int
-    size_bytes: int
-    unpack: Callable[[Bytes], Floats]
-
-
-LAYOUTS: dict[int, Layout] = {
-    0: Layout("F32", 1, 4, _unpack_f32),
-    1: Layout("F16", 1, 2, _unpack_f16),
-    3: Layout("Q4_1", 32, 20, _unpack_q4_1),
-    6: Layout("Q5_0", 32, 22, _unpack_q5_0),
-    8: Layout("Q8_0", 32, 34, _unpack_q8_0),
-    12: Layout("Q4_K", 256, 144, _unpack_q4_k),
-    14: Layout("Q6_K", 256, 210, _unpack_q6_k),
-}
+    return Tensor(layout, shape, np.frombuffer(data, np.uint8, num_bytes, start))

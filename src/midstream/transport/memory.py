@@ -1,7 +1,8 @@
 """Anonymous memory shared by processes of one machine.
 
 It has no name and leaves nothing behind: the kernel frees it when the last process that maps it has
-ended, even after a crash.
+ended, even after a crash. `multiprocessing.shared_memory` has names, and leaks them when a process
+is killed.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ Credentials and the endpoint come from the usual AWS variables and files: `AWS_P
 An object appears whole or not at all, so a shard is one upload without a rename. Readers never see
 the remains of an interrupted upload. A bucket rule that aborts incomplete multipart uploads removes
 them.
+
+s3fs makes the requests. The block cache is written here: it is bounded over all files of a store.
 """
 
 from __future__ import annotations

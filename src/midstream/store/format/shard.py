@@ -1,4 +1,8 @@
-"""Reader of one shard: its requests, and their rows in place."""
+"""Reader of one shard: its requests, and their rows in place.
+
+Shards are safetensors files. They are read here because files are untrusted: every offset is
+checked, and only the rows that are asked for are read.
+"""
 
 from __future__ import annotations
 
