@@ -32,7 +32,7 @@ runner() { # NAME USE_V2 DTYPE
 }
 asked() { [[ $wanted == *" $1 "* ]]; }
 asked kernel && check kernel "$python" -m pytest -q tests/gpu/test_site_triton.py
-asked transport && check transport-tests "$python" -m pytest -q tests/transport tests/gpu/test_codecs.py
+asked transport && check transport-tests "$python" -m pytest -q tests/unit/transport tests/gpu/test_codecs.py
 for name in transport step_cost; do
   asked transport && check $name "$python" benchmarks/$name.py --json "$out/$name.json"
   asked transport && grep -v -i warning "$out/$name.log"
