@@ -203,9 +203,10 @@ def _read_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 def _check_architecture(metadata: Mapping[str, Any], wanted: str) -> None:
     key = "general.architecture"
-    got = show(str(metadata[key])) if key in metadata else "none"
-    if got != show(wanted):
-        raise ModelError(f"GGUF: expected {key} = {wanted!r}, got {got}")
+    got = metadata.get(key)
+    if got != wanted:
+        shown = "none" if got is None else show(str(got))
+        raise ModelError(f"GGUF: expected {key} = {wanted!r}, got {shown}")
 
 
 def _view_tensor(

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from unit.demo.model.gguf_file import gguf_bytes, text
+from support.gguf_file import gguf_bytes, text
 
 from midstream.errors import SpecError
 from midstream.spec import Vector
@@ -245,7 +245,7 @@ GGUFS = {
             [(b"general.architecture", 8, text(b"controlvector"))],
             [(b"direction.1", (32,), 8, bytes(34))],
         ),
-        "expected F32 or F16, got Q8_0",
+        r"GGML type 8; expected one of 0 \(F32\), 1 \(F16\)",
     ),
     "empty": (control_vector({}), "the file contains no vectors"),
     "not finite": (control_vector({b"direction.1": [np.nan]}), r"'direction\.1'\[0\]"),

@@ -188,9 +188,10 @@ def _build(folder: Path, data: bytes, report: Progress) -> None:
     """All of the model's files, in the empty folder `folder`."""
     # Imported late: numpy, torch and tokenizers are heavy, and a complete folder needs none.
     from midstream.demo.model import files
+    from midstream.demo.model.quantised import LAYOUTS
     from midstream.steering.gguf import read_gguf
 
-    gguf = read_gguf(data)
+    gguf = read_gguf(data, LAYOUTS)
     files.write_configs(folder, gguf)
     files.write_tokenizer(folder, gguf)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from unit.demo.model.gguf_file import gguf_bytes, text
+from support.gguf_file import gguf_bytes, text
 
 from midstream.demo.model import files as _smollm2_files
 from midstream.demo.model import smollm2
