@@ -120,7 +120,7 @@ class LLMView(EngineView):
             session = endpoint._session
             found |= {
                 "requests on the worker": len(session.requests),
-                "vectors in the bank": session._tables._bank.used,
+                "vectors in the bank": session._tables.instructions.bank.used,
                 "requests to be collected": len(session.requests._finished),
                 "results to be read": len(endpoint._outbox._data),
             }

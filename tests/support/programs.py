@@ -42,8 +42,8 @@ def _assert_instruction(
 def assert_free(tables: ProgramTable) -> None:
     """Nobody holds anything."""
     tables.check_integrity()
-    assert tables._bank.used == tables._lists.used == 0
-    assert tables._instructions.free == tables._instructions.size
+    assert tables.instructions.bank.used == tables.instructions.lists.used == 0
+    assert tables.instructions.ranges.free == tables.instructions.ranges.size
     assert not tables._programs
     assert not tables._groups
     assert len(tables._free_programs) == tables._rows - layout.FIRST_FREE_PROGRAM

@@ -1,4 +1,4 @@
-"""Ending requests whose captures or edits failed."""
+"""Ending of requests whose captures or edits failed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from midstream.runtime.protocol.failures import Failure, failures_of
 def update_from_output(
     original: Callable[..., Any], scheduler: Any, scheduled: Any, output: Any
 ) -> Any:
-    """Ends the requests for which a worker says that something went wrong."""
+    """End the requests for which a worker reports a failure, then call vLLM's
+    `Scheduler.update_from_output`.
+    """
     failed = failures_of(output)
     ended = end_failed(scheduler, failed) if failed else []
     outputs = original(scheduler, scheduled, output)
@@ -33,12 +35,16 @@ def update_from_output(
 
 
 def end_failed(scheduler: Any, failed: dict[str, Failure]) -> list[tuple[Any, str]]:
-    """Ends failed requests, and those that were served KV which a failed one computed from where
-    it failed on: it is kept under the key of edits which it did not get. The prefix cache is
-    emptied, so that nobody else is served it.
+    """End failed requests, and requests that were served KV which a failed request computed after
+    it had failed: that KV is cached under the key of edits that were not applied. The prefix cache
+    is emptied, so that no other request is served such KV.
+
+    Args:
+        scheduler: vLLM's scheduler.
+        failed: the failures, by vLLM's request id.
 
     Returns:
-        The requests that ended, with the reason.
+        The requests that ended, each with the reason.
     """
     from vllm.v1.request import RequestStatus
 
@@ -62,7 +68,9 @@ def end_failed(scheduler: Any, failed: dict[str, Failure]) -> list[tuple[Any, st
 
 
 def _wrong_blocks(scheduler: Any, name: str, position: int) -> set[int]:
-    """The blocks of a request that hold positions from the first edited one at or after this."""
+    """Return the blocks of a request with positions from the first edited one at or after
+    `position`.
+    """
     request = scheduler.requests.get(name)
     keys = None if request is None else keys_of(request)
     first = None if keys is None else keys.first_edited(position)
@@ -73,7 +81,7 @@ def _wrong_blocks(scheduler: Any, name: str, position: int) -> set[int]:
 
 
 def _blocks(manager: Any, name: str) -> list[tuple[int, int, int]]:
-    """A request's blocks: the id of each, and the positions [start, stop) that it holds."""
+    """Return (id, first position, last position + 1) of each block of a request."""
     groups = manager.kv_cache_config.kv_cache_groups
     sizes = [group.kv_cache_spec.block_size for group in groups]
     return [

@@ -1,7 +1,7 @@
-"""An engine whose front end is gone ends, and gives back its memory, however that came.
+"""End of an engine whose front end has ended, for whatever reason.
 
-vLLM's engine process ends when it is told to. A front end that is killed tells nobody, and the
-engine, its workers and the rows that they hold would stay.
+vLLM's engine process ends on a message of the front end. A front end that is killed sends none, and
+the engine, its workers and their memory would remain.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import signal
 import threading
 import time
 
-# How vLLM calls the process.
+# vLLM's name of the process begins so.
 _NAME = "EngineCore"
 _PATIENCE = 10  # seconds
 
 
 @functools.cache
 def end_with_parent() -> None:
-    """From now on this process ends when the one that started it has, if it is an engine's own."""
+    """End this process when its parent process has ended, if this is an engine's process."""
     parent = multiprocessing.parent_process()
     if parent is None or not multiprocessing.current_process().name.startswith(_NAME):
         return
@@ -32,7 +32,7 @@ def end_with_parent() -> None:
 
 def _watch(sentinel: int) -> None:
     multiprocessing.connection.wait([sentinel])
-    # vLLM's own way to end an engine, and a surer one should it not come to that.
+    # SIGTERM ends an engine in vLLM's own way; SIGKILL if that does not happen.
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_PATIENCE)
     os.kill(os.getpid(), signal.SIGKILL)

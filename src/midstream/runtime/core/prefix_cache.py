@@ -1,8 +1,7 @@
-"""midstream's part in the engine core, where the scheduler and the prefix cache are.
+"""Prefix-cache keys and limits of requests with a plan, in the engine core.
 
-What a request carries says under which keys its blocks are cached and how much of it the cache may
-serve. And where workers say that something went wrong for a request, it ends here, together with
-all that has read KV which it should not have.
+The payload of a request has the keys under which its blocks are cached, and the position up to
+which the cache may serve it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,9 @@ def keys_of(request: Any) -> CacheKeys | None:
 def extra_keys(
     original: Callable[..., Any], request: Any, start: int, stop: int, *rest: Any, **kwargs: Any
 ) -> Any:
-    """Adds the edits' key to what vLLM hashes with a block of positions [start, stop)."""
+    """Add the key of edits to the extra keys that vLLM hashes with a block of positions
+    [start, stop).
+    """
     found, mm_index = original(request, start, stop, *rest, **kwargs)
     keys = keys_of(request)
     mark = None if keys is None else keys.of_block(start, stop)
@@ -36,7 +37,7 @@ def extra_keys(
 def computed_blocks(
     original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Keeps a hit in the prefix cache below the first position whose row must be computed."""
+    """Limit a prefix-cache hit to positions before the first whose row must be computed."""
     keys = keys_of(request)
     if keys is None or keys.first_read is None:
         return original(manager, request, *args, **kwargs)

@@ -1,8 +1,8 @@
-"""Whether all ranks were asked for the same: checksums that each keeps, and that the front end
-holds against each other. Only with the setting `check_ranks`.
+"""Checksums of a rank's plans and steps, which the front end compares with those of other ranks.
+Only with the setting `check_ranks`.
 
-The ranks of a tensor-parallel group each make the residual stream for themselves. One that edits
-otherwise than the others makes another stream, and nothing on that rank is wrong by itself.
+Each rank of a tensor-parallel group computes the residual stream itself. A rank with other edits
+computes another stream, and no check on that rank alone can find it.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ _SIZE = 16  # bytes of a checksum
 
 
 class RankChecksum:
-    """One rank's checksums, over all that it was told since it started."""
+    """Checksums of one rank, over all plans and steps since it started."""
 
     def __init__(self) -> None:
-        self._told = blake2b(digest_size=_SIZE)
-        self._done = blake2b(digest_size=_SIZE)
+        self._received = blake2b(digest_size=_SIZE)
+        self._executed = blake2b(digest_size=_SIZE)
         self._marks: deque[StepChecksum] = deque([self._mark(0)], maxlen=KEPT_CHECKSUMS)
 
-    def asked(self, request_id: str, uid: str, plan: bytes, computed: int) -> None:
-        """A request comes; arguments as of `Session.add`."""
-        said = json.dumps([request_id, uid, len(plan), computed])
-        self._told.update(said.encode() + plan)
+    def add_request(self, request_id: str, uid: str, plan: bytes, computed: int) -> None:
+        """Add a request; see `RequestTable.add` for the arguments."""
+        request = json.dumps([request_id, uid, len(plan), computed])
+        self._received.update(request.encode() + plan)
 
-    def step(self, view: StepBatch, plan: StepPlan | None, tables: ProgramTable) -> None:
-        """A step is queued.
+    def add_step(self, batch: StepBatch, plan: StepPlan | None, tables: ProgramTable) -> None:
+        """Add a step.
 
         Args:
-            view: its batch.
-            plan: what it asks of the device.
-            tables: what the programs in it are.
+            batch: the step's batch.
+            plan: the step's plan; None if no row has a program.
+            tables: the programs of the plan.
         """
-        batch = [list(view.request_ids), view.scheduled.tolist(), view.computed.tolist()]
-        self._told.update(json.dumps(batch).encode())
-        # Captures are left out: ranks may share them.
+        rows = [list(batch.request_ids), batch.scheduled.tolist(), batch.computed.tolist()]
+        self._received.update(json.dumps(rows).encode())
+        # Captures are not included, as ranks may share them.
         runs: list[object] = []
         if plan is not None:
             planned = plan.runs
@@ -60,13 +60,13 @@ class RankChecksum:
                 # A row that only one rank captures has a program on that rank alone.
                 if edits:
                     runs.append([row, length, position, edits])
-        self._done.update(json.dumps(runs).encode())
+        self._executed.update(json.dumps(runs).encode())
         self._marks.append(self._mark(self._marks[-1].step + 1))
 
     @property
     def marks(self) -> list[StepChecksum]:
-        """The latest, in order."""
+        """Checksums of the latest steps, in order."""
         return list(self._marks)
 
     def _mark(self, step: int) -> StepChecksum:
-        return StepChecksum(step, self._told.hexdigest(), self._done.hexdigest())
+        return StepChecksum(step, self._received.hexdigest(), self._executed.hexdigest())

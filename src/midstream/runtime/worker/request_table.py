@@ -78,7 +78,7 @@ class RequestTable:
             computed: number of its tokens that need not be computed.
         """
         if self._checksum is not None:
-            self._checksum.asked(request_id, uid, plan, computed)
+            self._checksum.add_request(request_id, uid, plan, computed)
         known = self._slots.get(request_id)
         if known is not None:
             if known.uid == uid:

@@ -79,7 +79,7 @@ class WorkerSession:
         recorder.counts.steps += 1
         recorder.counts.planner_ns += time.perf_counter_ns() - began
         if self._checksum is not None:
-            self._checksum.step(batch, plan, self._tables)
+            self._checksum.add_step(batch, plan, self._tables)
         if plan is None:
             recorder.disarm()
         else:

@@ -31,8 +31,8 @@ def assert_empty(session):
     """Every kind of thing that a request takes is free."""
     session.check_integrity()
     tables, slots, recorder = session._tables, session.requests._slots, session._recorder
-    assert tables._bank.used == tables._lists.used == 0
-    assert tables._instructions.free == tables._instructions.size
+    assert tables.instructions.bank.used == tables.instructions.lists.used == 0
+    assert tables.instructions.ranges.free == tables.instructions.ranges.size
     assert not tables._programs
     assert not tables._groups
     assert len(tables._free_programs) == tables._rows - 2

@@ -1,4 +1,4 @@
-"""The device buffers that the `site` op works on: allocated once, at one address for ever."""
+"""Device buffers of the `site` op: allocated once, and never moved."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from midstream.sites import Tap
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """Layouts: `midstream.ops.layout`.
+    """Device buffers of one rank; see `midstream.ops.layout` for the columns.
 
     Attributes:
-        tokens: int32 [T, 4], what each row of the next forward asks for.
-        ids: int32 [T], the token ids of those rows, where an instruction asks for them.
-        tally: int32 [T, 4], what was done for it.
-        table: int32 [S, N, 4], per tap: programs' ranges of instructions, groups' places.
-        instructions: int32 [E, 8]; params: float32 [E, 4].
-        lists: int32 [L], token ids.
+        tokens: int32 [T, 4], program, group, record and position of each row of the next forward
+            pass.
+        ids: int32 [T], token id of each row; set in steps in which an instruction reads it.
+        tally: int32 [T, 4], counts of the work done for each row.
+        table: int32 [S, N, 4], for each tap the programs' ranges of instructions and the groups'
+            places.
+        instructions: int32 [E, 8], the programs' instructions.
+        params: float32 [E, 4], parameters of the instructions.
+        lists: int32 [L], token ids of the instructions.
         bank: float32 [V, H], the vectors.
-        scores: float32 [T, P], what probes read.
-        ring: [R, H] in the model's dtype, captured vectors on their way out.
+        scores: float32 [T, P], probe scores.
+        ring: [R, H] in the model's dtype, captured vectors until they are copied to the host.
     """
 
     tokens: Tensor
@@ -51,7 +54,17 @@ class Buffers:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Buffers:
-        """Zeroed buffers for `taps`, in that order, and steps of up to `max_tokens` rows."""
+        """Return zeroed buffers.
+
+        Args:
+            taps: the rank's taps, in the order of their indices.
+            max_tokens: most rows of a forward pass, padding included.
+            hidden_size: width of the residual stream.
+            room: limits of the tables.
+            ring_rows: rows of the ring.
+            dtype: the model's dtype.
+            device: the rank's device.
+        """
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -70,18 +83,18 @@ class Buffers:
             lists=zeros(int32, room.token_ids),
             bank=zeros(float32, room.bank_rows, hidden_size),
             scores=zeros(float32, max_tokens, room.probes),
-            # The ring is written before it is read: left alone, its pages cost nothing on a CPU.
+            # The ring is written before it is read. On a CPU, pages never written take no memory.
             ring=torch.empty(ring_rows, hidden_size, dtype=dtype, device=device),
         )
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory held."""
+        """Bytes of device memory."""
         return sum(int(getattr(self, each.name).nbytes) for each in fields(self))
 
 
 def upload(target: Tensor, values: Tensor) -> None:
-    """Copies host values into a device buffer without waiting for what is queued before."""
+    """Copy host values into a device buffer, without waiting for queued work."""
     if target.is_cuda:
         target.copy_(values.pin_memory(), non_blocking=True)
     else:
@@ -89,7 +102,7 @@ def upload(target: Tensor, values: Tensor) -> None:
 
 
 def scatter(target: Tensor, rows: list[int], values: Tensor) -> None:
-    """Copies host values into some rows of a device buffer, without waiting, in one transfer."""
+    """Copy host values into some rows of a device buffer in one transfer, without waiting."""
     index = torch.tensor(rows, dtype=torch.int64)
     if target.is_cuda:
         index = index.pin_memory().to(target.device, non_blocking=True)
@@ -98,9 +111,10 @@ def scatter(target: Tensor, rows: list[int], values: Tensor) -> None:
 
 
 def code(tap: Tap) -> int:
-    """A tap's 32-bit code: a token's signature is the sum of the codes of the taps that ran.
+    """Return the 32-bit code of a tap, the same on every rank and in every run.
 
-    The same on every rank and in every run. A tap that is missing or runs twice changes the sum.
+    A token's signature is the sum of the codes of the taps that ran. A tap that is missing or runs
+    twice changes the sum.
     """
     name = f"{tap[0]}:{tap[1]}".encode()
     return int.from_bytes(hashlib.sha256(name).digest()[:4], "little", signed=True) | 1

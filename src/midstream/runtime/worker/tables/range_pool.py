@@ -1,4 +1,4 @@
-"""Ranges of a fixed space, shared by content and counted by use."""
+"""Ranges of a fixed space, shared by key, with a use count."""
 
 from __future__ import annotations
 
@@ -8,62 +8,63 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class _Held:
+class _Shared:
     start: int
     length: int
     users: int
 
 
 class Pool:
-    """Hands out one range per distinct key, for as long as somebody uses it."""
+    """One range for each key that is in use."""
 
     def __init__(self, size: int) -> None:
         self._ranges = RangeAllocator(size)
-        self._held: dict[Hashable, _Held] = {}
+        self._shared: dict[Hashable, _Shared] = {}
 
     def acquire(self, key: Hashable, length: int) -> tuple[int, bool] | None:
-        """(start of the key's range, whether it is new and has to be filled); None: no such room.
-
-        Pair with `release`.
+        """Return (start of the key's range, whether the range is new and has to be filled), or
+        None if there is no free range of `length`. Pair with `release`.
         """
-        held = self._held.get(key)
-        if held is not None:
-            held.users += 1
-            return held.start, False
+        shared = self._shared.get(key)
+        if shared is not None:
+            shared.users += 1
+            return shared.start, False
         start = self._ranges.acquire(length)
         if start is None:
             return None
-        self._held[key] = _Held(start, length, 1)
+        self._shared[key] = _Shared(start, length, 1)
         return start, True
 
     def release(self, key: Hashable) -> None:
-        """Ends one use of a key. Its range is free once nobody uses it."""
-        held = self._held[key]
-        held.users -= 1
-        if held.users == 0:
-            del self._held[key]
-            self._ranges.release(held.start, held.length)
+        """Release one use of a key; the last release frees its range."""
+        shared = self._shared[key]
+        shared.users -= 1
+        if shared.users == 0:
+            del self._shared[key]
+            self._ranges.release(shared.start, shared.length)
 
     @property
     def size(self) -> int:
-        """How much there is in all."""
+        """Size of the space."""
         return self._ranges.size
 
     @property
     def used(self) -> int:
-        """How much is in use."""
+        """Sum of the lengths in use."""
         return self._ranges.size - self._ranges.free
 
 
 class RangeAllocator:
-    """Hands out ranges of [0, size), first fit; neighbours that come back are joined."""
+    """Ranges of [0, size), first fit; adjacent free ranges are merged."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._free: list[tuple[int, int]] = [(0, size)] if size else []
 
     def acquire(self, length: int) -> int | None:
-        """The start of a free range of `length`, now taken; None if there is none so long."""
+        """Return the start of a range of `length`; None if no free range is so long. Pair with
+        `release`.
+        """
         if length == 0:
             return 0
         for index, (start, stop) in enumerate(self._free):
@@ -76,7 +77,7 @@ class RangeAllocator:
         return None
 
     def release(self, start: int, length: int) -> None:
-        """Gives a range back."""
+        """Free a range."""
         if length == 0:
             return
         index = bisect.bisect(self._free, (start, 0))
@@ -90,5 +91,5 @@ class RangeAllocator:
 
     @property
     def free(self) -> int:
-        """How much is not taken, in all."""
+        """Sum of the lengths that are free."""
         return sum(stop - start for start, stop in self._free)

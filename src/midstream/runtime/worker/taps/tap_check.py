@@ -1,4 +1,4 @@
-"""What a device's signature tells of the taps: which fired, and how often."""
+"""Check of the device's signature: which taps fired, and how often."""
 
 from __future__ import annotations
 
@@ -13,30 +13,36 @@ from midstream.sites import Tap
 
 
 class TapSignature:
-    """The taps of one rank, each of which is to fire once in every step."""
+    """The signature of a token for which each tap of a rank fired once, as in every step.
+
+    Attributes:
+        signature: sum of the taps' codes, as a signed 32-bit integer.
+    """
 
     def __init__(self, taps: Iterable[Tap]) -> None:
         self._taps = list(taps)
         self.signature = _wrap(sum(code(tap) for tap in self._taps))
 
     def check(self, signatures: NDArray[np.int32]) -> None:
-        """Whether all fired once for each token of the engine's first step.
+        """Check that every tap fired once for each token of the engine's first step.
+
+        Args:
+            signatures: int32 [tokens], the tokens' signatures.
 
         Raises:
-            TapError: they did not.
+            TapError: a tap did not fire once.
         """
         wrong = np.flatnonzero(signatures != self.signature)
         if wrong.size:
             found = self.diagnose(int(signatures[wrong[0]]))
             raise TapError(
-                "midstream's taps did not all fire once in the engine's first step, so nothing "
-                f"would be captured or edited rightly: {found}. If the model is compiled, clear "
-                "the compile cache (VLLM_CACHE_ROOT); otherwise please report the model's "
-                "architecture"
+                "midstream's taps did not all fire once in the engine's first step, so captures "
+                f"and edits would be wrong: {found}. If the model is compiled, clear the compile "
+                "cache (VLLM_CACHE_ROOT); otherwise report the model's architecture"
             )
 
     def diagnose(self, signature: int) -> str:
-        """What a signature tells."""
+        """Return what a token's signature says about the taps, as text."""
         if signature == self.signature:
             return "every tap fired once"
         if signature == 0:
@@ -53,5 +59,5 @@ class TapSignature:
 
 
 def _wrap(value: int) -> int:
-    """As a signed 32-bit integer, the way the device adds."""
+    """Return a value as a signed 32-bit integer, which is how the device adds."""
     return (value + 2**31) % 2**32 - 2**31

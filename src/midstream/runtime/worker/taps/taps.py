@@ -1,8 +1,8 @@
-"""Taps: a module's class is swapped for a subclass whose `__call__` calls the `site` op.
+"""Taps: a module's class is replaced by a subclass whose `__call__` calls the `site` op.
 
-`__call__`, not `forward`: weight offloaders put an instance-level `forward` in the way of a
-class-level one, and every tap would be passed by in silence. The swap is done after the weights
-are loaded and before anything is traced, so that it is part of whatever graph is compiled.
+It is `__call__`, not `forward`, because weight offloaders set a `forward` on the instance, which
+would hide one of the class, and no tap would fire. The class is replaced after the weights are
+loaded and before anything is traced, so that the op is part of every compiled graph.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _SHARED = (
 
 
 class TappedLayer(nn.Module):
-    """First base of a tapped decoder layer's class: `resid_pre` at its entry; at its exit the
-    branch that is the first half of what it returns, then `resid_post`.
+    """First base of a tapped decoder layer's class, with the taps in this order: at its entry
+    `resid_pre`; at its exit the branch that is the first half of what it returns, and `resid_post`.
     """
 
     midstream_pre: Tensor | None
@@ -58,10 +58,11 @@ class TappedLayer(nn.Module):
 
 
 class TappedModule(nn.Module):
-    """First base of the class of a module inside a layer, where one or several sites are.
+    """First base of the class of a tapped module inside a layer, which may have several sites.
 
-    At its entry, in this order: `attn_out` as the first half of a pair, `resid_mid`, and what the
-    MLP reads, which is copied first where others use that tensor too. At its exit: one branch.
+    Taps at its entry, in this order: `attn_out` as the first half of a pair, `resid_mid`, and the
+    input of the MLP, which is copied first if other modules use that tensor too. At its exit: one
+    branch.
     """
 
     midstream_half: Tensor | None
@@ -93,7 +94,14 @@ class TappedModule(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Role:
-    """One site at a module of a layer: the attribute of `TappedModule` that has its table."""
+    """One site at a module of a layer.
+
+    Attributes:
+        attribute: attribute of `TappedModule` for the table of the tap.
+        path: name of the module within the layer.
+        site: the site.
+        copies: whether the module's input is copied before the tap.
+    """
 
     attribute: str
     path: str
@@ -102,16 +110,16 @@ class _Role:
 
 
 def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> None:
-    """Taps one layer at those of `taps` that are its own.
+    """Add the taps of one layer.
 
     Args:
-        layer: the layer; its class (and those of the modules at its other sites) is swapped in
-            place.
+        layer: the layer; its class, and the classes of the modules at its other sites, are replaced
+            in place.
         taps: every tap of this rank, with its index in `buffers.table`.
-        buffers: what the taps work on.
+        buffers: the rank's buffers.
 
     Raises:
-        UnsupportedError: the layer is not as its convention says.
+        UnsupportedError: the layer differs from its convention.
     """
     module: Any = layer.module
     convention = layer.convention
@@ -137,7 +145,7 @@ def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> No
         if role.site not in tables:
             continue
         inner = _find_module(module, role)
-        # A module may be the place of several sites, also under several names.
+        # A module may have several sites, also under several names.
         if not any(inner is other for other in swapped):
             _swap(inner, TappedModule, buffers)
             inner.midstream_half = inner.midstream_mid = None
@@ -146,8 +154,8 @@ def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> No
             swapped.append(inner)
         if getattr(inner, role.attribute) is not None:
             raise UnsupportedError(
-                f"{type(layer.module).__qualname__}: {role.site} and another site are both what "
-                f"{role.path!r} returns"
+                f"{type(layer.module).__qualname__}: {role.site} and another site are both the "
+                f"output of {role.path!r}"
             )
         setattr(inner, role.attribute, tables[role.site])
         inner.midstream_copies |= role.copies
@@ -169,7 +177,7 @@ def _roles(convention: LayerConvention) -> list[_Role]:
 
 def _fire(module: Any, table: Tensor, hidden: Tensor, residual: Tensor | None) -> None:
     width = hidden.shape[-1]
-    # Transformers' own layers carry a batch dimension of one: [1, T, H].
+    # The layers of transformers have a batch dimension of one: [1, T, H].
     flat = hidden if hidden.dim() == 2 else hidden.view(-1, width)
     if residual is not None and residual.dim() != 2:
         residual = residual.view(-1, width)
@@ -201,12 +209,12 @@ def _first(values: tuple[Any, ...], module: nn.Module) -> Tensor:
         return values[0]
     raise TapError(
         f"a {type(module).__qualname__} was called with or returned {_describe(values)}; "
-        "a tensor was to come first"
+        "expected a tensor first"
     )
 
 
 def _split(out: Any, returns: Returns) -> tuple[Tensor, Tensor | None]:
-    """The two halves of the stream in what a layer returned."""
+    """Return the two halves of the residual stream in what a layer returned."""
     if returns is Returns.SINGLE:
         if isinstance(out, torch.Tensor):
             return out, None
@@ -217,7 +225,7 @@ def _split(out: Any, returns: Returns) -> tuple[Tensor, Tensor | None]:
         if returns is Returns.PAIR_DEAD or residual is None:
             return hidden, None
     raise TapError(
-        f"a layer returned {_describe(out)}, its convention says {returns.name}: {returns.value}"
+        f"a layer returned {_describe(out)}; its convention is {returns.name}: {returns.value}"
     )
 
 
@@ -230,7 +238,7 @@ def _describe(out: Any) -> str:
 def _parameters(
     module: nn.Module, convention: LayerConvention
 ) -> tuple[tuple[str, int], tuple[str, int] | None]:
-    """(name, position) of the parameters that carry the two halves of the stream at entry."""
+    """Return (name, index) of the parameters with the two halves of the residual stream."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     def find(name: str) -> tuple[str, int]:
@@ -251,8 +259,8 @@ def _find_module(module: nn.Module, role: _Role) -> Any:
         found = getattr(found, name, None)
     if not isinstance(found, nn.Module):
         raise UnsupportedError(
-            f"{type(module).__qualname__} has no module {role.path!r}, at which {role.site} is "
-            "to be found"
+            f"{type(module).__qualname__} has no module {role.path!r}, where its convention has "
+            f"{role.site}"
         )
     return found
 
@@ -261,7 +269,7 @@ def _swap(module: Any, tapped: type[nn.Module], buffers: Buffers) -> None:
     cls = type(module)
     if issubclass(cls, (TappedLayer, TappedModule)):
         raise UnsupportedError(f"a {cls.__qualname__} is shared by several layers")
-    # What looks at a class's module (logs, vLLM's registries) sees the original's.
+    # Logs and vLLM's registries that read a class's module get the original's.
     namespace = {"__module__": cls.__module__, "__qualname__": f"Tapped{cls.__qualname__}"}
     module.__class__ = type(f"Tapped{cls.__name__}", (tapped, cls), namespace)
     for name in _SHARED:
@@ -269,14 +277,14 @@ def _swap(module: Any, tapped: type[nn.Module], buffers: Buffers) -> None:
 
 
 def check_drafter(runner: Any) -> None:
-    """Refuses a drafter that shares tapped modules with the model: its forward would fire them.
-    Embeddings, the head and rotary tables, which many share, have no taps.
+    """Reject a drafter that shares tapped modules with the model: its forward pass would fire the
+    taps. Embeddings, the head and rotary tables, which many drafters share, have no taps.
 
     Args:
         runner: vLLM's model runner, whose model is tapped.
 
     Raises:
-        UnsupportedError: names the module.
+        UnsupportedError: the drafter shares a tapped module; the message names it.
     """
     drafter = _drafter(runner)
     if drafter is None:
@@ -285,17 +293,17 @@ def check_drafter(runner: Any) -> None:
         if isinstance(module, TappedLayer | TappedModule):
             raise UnsupportedError(
                 f"the drafter of speculative_config, a {type(drafter).__name__}, shares its {name} "
-                "with the model: what it drafts would be captured and edited too"
+                "with the model: draft tokens would be captured and edited too"
             )
 
 
 def _drafter(runner: Any) -> nn.Module | None:
-    """The drafter's model; n-grams have none."""
+    """Return the drafter's model; None for drafters without one, such as n-grams."""
     for name in ("drafter", "speculator"):
         model = getattr(getattr(runner, name, None), "model", None)
         unwrap = getattr(model, "unwrap", None)
         if callable(unwrap) and not isinstance(model, nn.Module):
-            model = unwrap()  # of the graphs that replay it
+            model = unwrap()  # a wrapper that replays the model's graphs
         if isinstance(model, nn.Module):
             return model
     return None

@@ -256,13 +256,13 @@ def test_an_edit_at_the_exit_is_in_what_the_layer_returns_and_only_there(kind):
 @pytest.mark.parametrize(
     ("returns", "out", "message"),
     [
-        (Returns.PAIR, torch.zeros(ROWS, WIDTH), "a layer returned Tensor, its convention"),
+        (Returns.PAIR, torch.zeros(ROWS, WIDTH), "a layer returned Tensor; its convention"),
         (Returns.PAIR, (torch.zeros(ROWS, WIDTH),), r"a tuple of 1: \(Tensor\)"),
         (Returns.PAIR, (torch.zeros(ROWS, WIDTH),) * 3, r"a tuple of 3: \(Tensor, Tensor, Ten"),
         (Returns.PAIR_NONE, (torch.zeros(ROWS, WIDTH),) * 2, "PAIR_NONE"),
         (Returns.PAIR_DEAD, torch.zeros(ROWS, WIDTH), "PAIR_DEAD"),
         (Returns.SINGLE, (torch.zeros(ROWS, WIDTH), None), r"2: \(Tensor, NoneType\).*SINGLE"),
-        (Returns.SINGLE, None, "NoneType, its convention says SINGLE: one tensor, the stream"),
+        (Returns.SINGLE, None, "NoneType; its convention is SINGLE: one tensor, the stream"),
     ],
 )
 def test_a_layer_that_returns_something_else_is_an_error_and_not_a_guess(returns, out, message):
@@ -325,7 +325,7 @@ def test_a_module_shared_by_two_layers_is_refused(shared):
     [
         (LayerConvention(Returns.SINGLE, hidden="x", mid="norm"), "no parameter 'x'; it has pos"),
         (LayerConvention(Returns.PAIR, residual="skip", mid="norm"), "no parameter 'skip'"),
-        (LayerConvention(Returns.SINGLE, mid="ln_2"), "has no module 'ln_2', at which resid_mid"),
+        (LayerConvention(Returns.SINGLE, mid="ln_2"), "has no module 'ln_2', where its convention has resid_mid"),
         (LayerConvention(Returns.SINGLE, mid="norm.inner"), "has no module 'norm.inner'"),
         (LayerConvention(Returns.SINGLE, mid="forward"), "has no module 'forward'"),
     ],

@@ -168,10 +168,10 @@ def test_a_module_shared_by_two_layers_is_refused():
 @pytest.mark.parametrize(
     ("convention", "message"),
     [
-        (single("norm", mlp="moe"), "Single has no module 'moe', at which mlp_in is to be found"),
-        (single("norm", attn="attn"), "no module 'attn', at which attn_out is"),
-        (single("norm", mlp_out="mlp.down"), "no module 'mlp.down', at which mlp_out is"),
-        (single("norm", attn="mlp"), "mlp_out and another site are both what 'mlp' returns"),
+        (single("norm", mlp="moe"), "Single has no module 'moe', where its convention has mlp_in"),
+        (single("norm", attn="attn"), "no module 'attn', where its convention has attn_out"),
+        (single("norm", mlp_out="mlp.down"), "no module 'mlp.down', where its convention has mlp_out"),
+        (single("norm", attn="mlp"), "mlp_out and another site are both the output of 'mlp'"),
     ],
 )
 def test_a_layer_that_is_not_as_its_convention_says_is_refused(convention, message):
@@ -190,7 +190,7 @@ class Wrong(nn.Module):
 @pytest.mark.parametrize(
     ("site", "message"),
     [
-        ("mlp_in", r"called with or returned a tuple of 0: \(\); a tensor was to come first"),
+        ("mlp_in", r"called with or returned a tuple of 0: \(\); expected a tensor first"),
         ("mlp_out", r"TappedWrong was called with or returned a tuple of 1: \(list\)"),
     ],
 )

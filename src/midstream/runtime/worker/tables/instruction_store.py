@@ -1,0 +1,151 @@
+"""Instructions of programs on the device, with their vectors and lists of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from midstream.errors import NoRoomError
+from midstream.ops.layout import Flags
+from midstream.runtime.protocol.segments import Edits, TapProgramStep, vectors_of
+from midstream.runtime.worker.tables.device_buffers import Buffers, scatter, upload
+from midstream.runtime.worker.tables.range_pool import Pool, RangeAllocator
+from midstream.spec import Vector
+
+
+class InstructionStore:
+    """Owner of `Buffers.instructions`, `params`, `lists` and `bank`. Equal vectors and equal lists
+    of token ids are stored once.
+
+    Attributes:
+        bank: rows of the vector bank in use.
+        lists: entries of the lists of token ids in use.
+        ranges: instructions in use.
+    """
+
+    def __init__(self, buffers: Buffers) -> None:
+        """Args:
+        buffers: the rank's buffers.
+        """
+        self._buffers = buffers
+        self.reset()
+
+    def reset(self) -> None:
+        """Free everything. What is on the device stays as it is until it is overwritten."""
+        self.bank = Pool(self._buffers.bank.shape[0])
+        self.lists = Pool(self._buffers.lists.shape[0])
+        self.ranges = RangeAllocator(self._buffers.instructions.shape[0])
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything is free."""
+        free = self.ranges.free == self.ranges.size
+        return free and self.bank.used == 0 and self.lists.used == 0
+
+    def write(self, edits: Sequence[TapProgramStep]) -> tuple[int, int]:
+        """Write the instructions of edits to the device, in their order, or nothing.
+
+        Returns:
+            The range of the instructions: its first and its length. Pair with `release`.
+
+        Raises:
+            NoRoomError: no free range is large enough; the message names the setting.
+        """
+        length = sum(len(edit.steps) for edit in edits)
+        first = self.ranges.acquire(length)
+        if first is None:
+            raise NoRoomError(
+                "",
+                f"{length} instructions do not fit beside those in use: the limit is "
+                f"{self.ranges.size}; raise the setting `max_edits`",
+            )
+        try:
+            words, numbers = self._encode(edits)
+        except NoRoomError:
+            self.ranges.release(first, length)
+            raise
+        stop = first + length
+        upload(self._buffers.instructions[first:stop], torch.from_numpy(words))
+        upload(self._buffers.params[first:stop], torch.from_numpy(numbers))
+        return first, length
+
+    def release(self, edits: Edits, first: int, length: int) -> None:
+        """Release the range of instructions of edits, their vectors and their lists."""
+        self.ranges.release(first, length)
+        for edit in edits:
+            if edit.ids:
+                self.lists.release(edit.ids)
+            for step in edit.steps:
+                for vectors in vectors_of(step):
+                    self.bank.release(vectors)
+
+    def _encode(
+        self, edits: Sequence[TapProgramStep]
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Write the vectors and lists of instructions; return their words and params."""
+        words: list[list[int]] = []
+        numbers: list[tuple[float, ...]] = []
+        new_rows: list[int] = []
+        new_vectors: list[Vector] = []
+        acquired: list[tuple[Pool, object]] = []
+
+        def rows(vectors: tuple[Vector, ...]) -> int:
+            found = self.bank.acquire(vectors, len(vectors))
+            if found is None:
+                raise NoRoomError(
+                    "",
+                    f"{len(vectors)} rows do not fit beside those in use: the vector bank has "
+                    f"{self.bank.size}; raise the setting `bank_rows`, or run fewer vectors at "
+                    "once",
+                )
+            acquired.append((self.bank, vectors))
+            start, is_new = found
+            if is_new:
+                new_rows.extend(range(start, start + len(vectors)))
+                new_vectors.extend(vectors)
+            return start
+
+        try:
+            for edit in edits:
+                start = 0
+                if edit.ids:
+                    start = self._write_ids(edit.ids)
+                    acquired.append((self.lists, edit.ids))
+                for step in edit.steps:
+                    flags = step.flags | (Flags.OTHER_IDS if edit.others else Flags.NONE)
+                    read = 0 if step.read is None else rows((step.read,))
+                    write = rows(step.write) if step.write else 0
+                    if Flags.ROW_BY_POSITION in flags:
+                        write -= step.first
+                    slot = 0 if step.slot is None else 1 + step.slot
+                    words.append(
+                        [int(step.op), read, write, slot, int(flags), start, len(edit.ids), 0]
+                    )
+                    numbers.append((step.a, step.b, step.c, step.d))
+        except NoRoomError:
+            for pool, key in acquired:
+                pool.release(key)
+            raise
+        if new_vectors:
+            data = bytearray(b"".join(vector.data for vector in new_vectors))
+            values = torch.frombuffer(data, dtype=torch.float32).view(len(new_vectors), -1)
+            scatter(self._buffers.bank, new_rows, values)
+        return np.array(words, np.int32), np.array(numbers, np.float32)
+
+    def _write_ids(self, ids: tuple[int, ...]) -> int:
+        """Return the start of a list of token ids, which is written if it is new."""
+        found = self.lists.acquire(ids, len(ids))
+        if found is None:
+            raise NoRoomError(
+                "",
+                f"{len(ids)} token ids do not fit beside those in use: the limit is "
+                f"{self.lists.size}; raise the setting `token_ids`",
+            )
+        start, is_new = found
+        if is_new:
+            lists = self._buffers.lists[start : start + len(ids)]
+            upload(lists, torch.tensor(ids, dtype=torch.int32))
+        return start
