@@ -84,8 +84,8 @@ def more(self, request_id, prompt, params, something_new=None, *, newer=None):
     [
         (changed, r"takes (request, prompt, params), expected (request_id, prompt, params, …)"),
         (fewer, r"takes (request_id), expected (request_id, prompt, params, …)"),
-        (None, r"is missing (the front door: plans are checked and resolved)"),
-        (3, r"is missing (the front door: plans are checked and resolved)"),
+        (None, r"is missing (plans are validated and resolved)"),
+        (3, r"is missing (plans are validated and resolved)"),
     ],
 )
 def test_a_changed_signature_is_refused_by_name_and_nothing_is_patched(

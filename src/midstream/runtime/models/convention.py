@@ -1,7 +1,7 @@
-"""The words in which a decoder layer's calling convention is written down.
+"""The vocabulary for calling conventions of decoder layers.
 
-Pure data: neither vLLM nor torch is imported. The tables are `conventions_vllm` and
-`conventions_hf`; what others use is `conventions`.
+Pure data: neither vLLM nor torch is imported. The tables are `vllm_layers` and `hf_layers`;
+`registry` looks them up.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from typing import Any
 
 
 class Returns(Enum):
-    """What a layer's `__call__` returns, and where the stream is at its exit."""
+    """What a layer's `__call__` returns, and where the residual stream is in it."""
 
     PAIR = "(hidden, residual); the stream is hidden + residual"
-    PAIR_DEAD = "(hidden, residual), nobody reads that residual; the stream is hidden"
+    PAIR_DEAD = "(hidden, residual), that residual is unused; the stream is hidden"
     PAIR_NONE = "(hidden, None); the stream is hidden"
     SINGLE = "one tensor, the stream"
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A layer that cannot be tapped, and why, as a clause that can follow "because"."""
+    """A layer that cannot be tapped; the reason is a clause that can follow "because"."""
 
     reason: str
 
     def resolve(self, layer: object) -> Refusal:
-        """Itself: refused whatever the layer's settings."""
+        """Return itself: no setting of the layer changes it."""
         return self
 
 
 class Half(Enum):
-    """The first half of a pair, where that is a branch by itself and the second the stream."""
+    """The first half of a pair whose second half is the stream: a branch's output by itself."""
 
     AT_MID = "what `mid` is called with first"
     AT_EXIT = "what the layer returns first"
@@ -40,12 +40,12 @@ class Half(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """What a sub-module is called with.
+    """The input of a sub-module.
 
     Attributes:
-        path: dotted attribute of the layer. The tensor is its first positional argument.
-        shared: that very tensor is used elsewhere too (it is the stream, or attention reads
-            it), so the module must be given a copy for an edit to be its own.
+        path: dotted attribute of the layer. The tensor is the first positional argument.
+        shared: whether the same tensor is used elsewhere (it is the stream, or attention reads
+            it), so that the module needs a copy for an edit to affect it alone.
     """
 
     path: str
@@ -54,11 +54,11 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a sub-module returns: one tensor, or a tuple that begins with it.
+    """The output of a sub-module: one tensor, or the first item of a tuple.
 
     Attributes:
         path: dotted attribute of the layer.
-        partial: with tensor parallelism it is a sum that was not yet reduced over the ranks.
+        partial: whether it is not yet reduced over the ranks under tensor parallelism.
     """
 
     path: str
@@ -67,7 +67,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """A site that a layer does not have, and why, as a clause that can follow a colon."""
+    """A site that a layer does not have; the reason is a clause that can follow a colon."""
 
     reason: str
 
@@ -87,25 +87,25 @@ class LayerConvention:
     Attributes:
         returns: what `__call__` returns. Under `PAIR` the residual may still be None at run
             time (`nemotron_nas` layers without attention, before the first one that has it).
-        hidden: name of forward's parameter that carries the stream, or its first half.
-        residual: name of the parameter that carries the second half, None at run time in the
-            first layer. None: the layer takes no such thing, or what it is given is dead.
+        hidden: name of forward's parameter with the stream, or with its first half.
+        residual: name of the parameter with the second half, None at run time in the first
+            layer. None: the layer has no such parameter, or its value is unused.
         mid: dotted attribute (an index is an attribute of a ModuleList) of the sub-module
-            which is called where the stream stands after attention, or the mixer, was added
-            and before the MLP: positionally, with `(hidden, residual)` or with `(stream)`,
-            maybe with further keywords. Usually the norm that feeds the MLP.
-        no_mid: why there is none; empty unless `mid` is None.
-        no_pre: why an edit at the layer's entry would be missed by its attention; empty
-            where it is seen, which is nearly everywhere.
-        attn_out: where to find what attention adds to the stream, unscaled. A mixer that is
+            that is called with the stream after attention, or the mixer, was added and before
+            the MLP: positionally, with `(hidden, residual)` or with `(stream)`, maybe with
+            further keywords. Usually the norm that feeds the MLP.
+        no_mid: why there is no `mid`; empty unless `mid` is None.
+        no_pre: why the layer's attention would not see an edit at the entry; empty if it does,
+            as in nearly all layers.
+        attn_out: place of the value that attention adds to the stream, unscaled. A mixer that is
             no attention does not count.
-        mlp_in: where to find what the MLP reads. The output of a norm where several modules
+        mlp_in: place of the value that the MLP reads; the output of a norm if several modules
             read it.
-        mlp_out: where to find what the MLP adds to the stream, unscaled.
-        tp_partial: with tensor parallelism the hidden half, at the exit or at `mid`, is a
-            sum that was not yet reduced over the ranks.
-        float16_scaled: in float16 (only) both halves are scaled down by a constant, so
-            what is read is not the stream.
+        mlp_out: place of the value that the MLP adds to the stream, unscaled.
+        tp_partial: whether the hidden half, at the exit or at `mid`, is not yet reduced over the
+            ranks under tensor parallelism.
+        float16_scaled: whether both halves are scaled down by a constant in float16, so that
+            they are not the stream.
     """
 
     returns: Returns
@@ -133,11 +133,11 @@ class LayerConvention:
 
     @property
     def branches(self) -> dict[str, Half | Input | Output | Lack]:
-        """The places of the sites that are not the stream, by site."""
+        """Places of the sites that are not on the stream, by site."""
         return {"attn_out": self.attn_out, "mlp_in": self.mlp_in, "mlp_out": self.mlp_out}
 
     def lack(self, site: str, tensor_parallel: bool = False) -> str | None:
-        """Why the layer has no such site; None where it has it.
+        """Return why the layer has no such site; None if it has the site.
 
         Args:
             site: canonical name.
@@ -154,7 +154,7 @@ class LayerConvention:
         return {"resid_pre": self.no_pre, "resid_mid": self.no_mid}.get(site) or None
 
     def resolve(self, layer: object) -> LayerConvention:
-        """Itself: nothing depends on the layer's settings."""
+        """Return itself: nothing depends on the layer's settings."""
         return self
 
 
@@ -163,11 +163,11 @@ class Choice:
     """A convention that depends on how the layer was built.
 
     Attributes:
-        attribute: dotted attribute of the layer whose truth decides. With a trailing `?` it
-            may be missing, which counts as false; without, a missing one is a refusal.
-        true: what holds when it is so.
-        false: what holds when it is not.
-        equals: where given, the attribute decides by being equal to this, not by its truth.
+        attribute: dotted attribute of the layer whose truth decides. With a trailing `?` it may
+            be missing, which counts as false; without, a missing attribute is a refusal.
+        true: entry if the attribute is true.
+        false: entry if it is not.
+        equals: if given, the attribute is compared with this instead of tested for truth.
     """
 
     attribute: str
@@ -176,7 +176,7 @@ class Choice:
     equals: str | None = None
 
     def resolve(self, layer: object) -> LayerConvention | Refusal:
-        """What holds for this very layer."""
+        """Return the convention of one layer."""
         path = self.attribute.removesuffix("?")
         value = layer
         for name in path.split("."):
@@ -204,16 +204,17 @@ def pair(
     mlp_out: Half | Output | Lack | str | None = None,
     **rest: Any,
 ) -> LayerConvention:
-    """A layer with vLLM's fused add and norm: `(hidden, residual)` in and out.
+    """Return the convention of a layer with vLLM's fused add and norm: `(hidden, residual)` in and
+    out.
 
     Args:
         mid: as in `LayerConvention`.
-        no_mid: the same.
-        attn: where `attn_out` is; a module's path means its output. By default the first half
+        no_mid: as in `LayerConvention`.
+        attn: place of `attn_out`; a module's path means its output. By default the first half
             at `mid`, which must then be called with both halves.
-        mlp: where `mlp_in` is; a module's path means its input. `Lack`: there is no MLP.
-        mlp_out: by default the first half at the exit.
-        rest: the further fields.
+        mlp: place of `mlp_in`; a module's path means its input. `Lack`: there is no MLP.
+        mlp_out: place of `mlp_out`; by default the first half at the exit.
+        rest: other fields.
     """
     if attn is None:
         assert mid, "say where attention is added"
@@ -242,16 +243,16 @@ def single(
     returns: Returns = Returns.SINGLE,
     **rest: Any,
 ) -> LayerConvention:
-    """A layer that takes the stream and returns the stream.
+    """Return the convention of a layer that takes the stream and returns the stream.
 
     Args:
         mid: as in `LayerConvention`.
-        no_mid: the same.
-        attn: where `attn_out` is; a module's path means its output.
-        mlp: where `mlp_in` is; a module's path means its input. `Lack`: there is no MLP.
-        mlp_out: by default the output of the module of which `mlp` is the input.
-        returns: what else it returns.
-        rest: the further fields.
+        no_mid: as in `LayerConvention`.
+        attn: place of `attn_out`; a module's path means its output.
+        mlp: place of `mlp_in`; a module's path means its input. `Lack`: there is no MLP.
+        mlp_out: place of `mlp_out`; by default the output of the module whose input is `mlp`.
+        returns: what the layer returns.
+        rest: other fields.
     """
     mlp = Input(mlp) if isinstance(mlp, str) else mlp
     if mlp_out is None:
@@ -269,19 +270,19 @@ def single(
 
 
 def dead(mid: str | None = None, no_mid: str = "", **rest: Any) -> LayerConvention:
-    """A layer that takes and returns a residual which nobody reads; the rest as in `single`."""
+    """Return the convention of a layer with an unused residual; other arguments as in `single`."""
     return single(mid, no_mid, returns=Returns.PAIR_DEAD, **rest)
 
 
 def without_attention(convention: LayerConvention, reason: str) -> LayerConvention:
-    """The same for a layer whose mixer is no attention."""
+    """Return the convention of the same layer with a mixer that is no attention."""
     return replace(convention, attn_out=Lack(reason))
 
 
 def hybrid(
     attribute: str, convention: LayerConvention, reason: str, equals: str | None = None
 ) -> Choice:
-    """A layer whose mixer is no attention where the attribute is true, or equal to `equals`."""
+    """Return a choice: the mixer is no attention if the attribute is true, or equals `equals`."""
     return Choice(attribute, without_attention(convention, reason), convention, equals)
 
 

@@ -1,4 +1,4 @@
-"""Finds a model's decoder layers, and which sites each of them has."""
+"""Decoder layers of a loaded model, and the sites that each layer has."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from midstream.sites import NAMES, Tap
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One decoder layer of this rank.
+    """A decoder layer of this rank.
 
     Attributes:
-        index: its number in the whole model, over all pipeline stages.
+        index: number of the layer in the whole model, over all pipeline stages.
         module: the layer.
-        convention: what it takes and returns.
+        convention: what the layer takes and returns.
     """
 
     index: int
@@ -31,9 +31,9 @@ class Decoder:
     """The decoder layers that this rank runs.
 
     Attributes:
-        num_layers: of the whole model.
-        layers: this rank's.
-        lacking: sites that a layer of this rank does not have, and why.
+        num_layers: number of layers of the whole model.
+        layers: the layers of this rank.
+        lacking: taps that the layers of this rank do not have, and why.
     """
 
     num_layers: int
@@ -42,15 +42,16 @@ class Decoder:
 
 
 def find_decoder(model: nn.Module, tensor_parallel_size: int, float16: bool) -> Decoder:
-    """The decoder layers of a loaded model.
+    """Find the decoder layers of a loaded model.
 
     Args:
-        model: the model, as the runner holds it.
-        tensor_parallel_size: over how many ranks each layer is split.
-        float16: whether it runs in float16.
+        model: the model of the runner.
+        tensor_parallel_size: number of ranks over which each layer is split.
+        float16: whether the model runs in float16.
 
     Raises:
-        UnsupportedError: they are not found, or the layout of one of them is not understood.
+        UnsupportedError: no layers are found, or the convention of a layer is unknown or
+            unsupported.
     """
     layers: list[DecoderLayer] = []
     lacking: dict[Tap, str] = {}

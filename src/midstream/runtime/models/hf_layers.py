@@ -15,7 +15,8 @@ conventions true:
   tensor-parallel ranks inside attention and MLP.
 
 Names are `<folder>.<class>` under `transformers.models`, the module being `modeling_<folder>`.
-Models whose code comes with their weights (`Nanbeige`, `Kolibri`) are not here: unknown, refused.
+Models whose code comes with their weights (`Nanbeige`, `Kolibri`) are not listed and are rejected
+as unknown.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from midstream.runtime.models.convention import (
 
 NORM = "post_attention_layernorm"
 PRE_FF, POST_FF = "pre_feedforward_layernorm", "post_feedforward_layernorm"
-# The MLP is given the very tensor that the stream is, or that attention was given.
+# The MLP gets the same tensor object as the stream, or as attention.
 SHARED = Input("mlp", shared=True)
 # Experts and a shared MLP are called one after the other with what the norm returned.
 NORM_OUT = Output(NORM)

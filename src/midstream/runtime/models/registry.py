@@ -1,10 +1,10 @@
-"""What each decoder layer takes and returns, looked up by its class.
+"""Conventions of decoder layers, looked up by class.
 
-A layer is tapped at its entry, at its exit and at modules between attention and the MLP, and
-what passes there differs by model: a pair whose sum is the stream, a pair whose second half is
-dead, one tensor. It cannot be told from the values, so it is read from the source of
-each model once and written down: `conventions_vllm` for vLLM's own models,
-`conventions_hf` for transformers' models. What is not written down is refused.
+A layer is tapped at its entry, at its exit and at modules between attention and the MLP. The values
+there differ by model: a pair whose sum is the stream, a pair whose second half is unused, one
+tensor. The values do not show which, so each model's source is read once and written down:
+`vllm_layers` for vLLM's own models, `hf_layers` for transformers' models. Unlisted layers are
+rejected.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ CONVENTIONS: dict[Key, Entry] = {
     **{_hf_key(name): entry for name, entry in HF_MODELS.items()},
 }
 
-# Attribute paths from the language model to the ModuleList of its decoder layers, in the order
-# to be tried; only a ModuleList counts (Plamo's `model.layers` is a module with `layers`).
-# The language model is `model.get_language_model()` where the model has that, which may be
-# the backbone itself, hence the last ones.
+# Attribute paths from the language model to the ModuleList of its decoder layers, in the order in
+# which they are tried. Only a ModuleList counts (Plamo's `model.layers` is a module with `layers`).
+# The language model is `model.get_language_model()` if the model has that method. It may return the
+# backbone itself, hence the last paths.
 LAYER_LISTS: tuple[str, ...] = (
     "model.layers",
     "transformer.h",  # bloom, exaone, falcon, gpt2, gpt_j
@@ -84,9 +84,9 @@ LAYER_LISTS: tuple[str, ...] = (
 
 
 def key_of(cls: type) -> Key | None:
-    """The table's key for a layer class: that of the class whose body defines its forward.
+    """Return a layer class's key in `CONVENTIONS`: that of the class whose body defines `forward`.
 
-    A refused class that defines none (its model calls something else) is its own key.
+    A rejected class that defines none (its model calls something else) is its own key.
     """
     for base in cls.__mro__:
         key = base.__module__.removeprefix("vllm."), base.__qualname__
@@ -107,12 +107,12 @@ def lookup(cls: type, layer: object) -> LayerConvention | Refusal: ...
 
 
 def lookup(cls: type, layer: object | None = None) -> Entry:
-    """The convention of a layer class.
+    """Return the convention of a layer class.
 
     Args:
         cls: class of a decoder layer.
-        layer: a layer of that class. With it the answer is a `LayerConvention` or a `Refusal`;
-            without, it may be a `Choice` that its `resolve(layer)` decides.
+        layer: a layer of that class. With it the result is a `LayerConvention` or a `Refusal`;
+            without, it may be a `Choice`, which `resolve(layer)` decides.
     """
     key = key_of(cls)
     found = CONVENTIONS.get(key) if key else None

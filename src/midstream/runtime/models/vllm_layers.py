@@ -1,4 +1,4 @@
-"""Decoder layers of vLLM's own models, 0.26 to 0.33. See `conventions`.
+"""Decoder layers of vLLM's own models, 0.26 to 0.33. See `registry`.
 
 Read from every `forward` of releases 0.26, 0.28, 0.30, 0.32 and 0.33; where releases differ
 in what matters, the entry says how it tells them apart. Names are relative to
@@ -47,7 +47,7 @@ NORM = "post_attention_layernorm"
 PRE_FF = "pre_feedforward_layernorm"
 
 POST_FF = "post_feedforward_layernorm"
-# The MLP is given the very tensor that the stream is, or that attention was given.
+# The MLP gets the same tensor object as the stream, or as attention.
 SHARED = Input("mlp", shared=True)
 
 P = pair(NORM)

@@ -20,7 +20,7 @@ from torch import Tensor
 from midstream.codecs import Codec, parse_codec
 from midstream.errors import MessageError, MidstreamError
 from midstream.results.encoded_rows import Chunk, Scattered
-from midstream.runtime.protocol.codec import ProtocolMessage, Natural, Runs
+from midstream.runtime.protocol.codec import Natural, ProtocolMessage, Runs
 from midstream.runtime.protocol.runs import Ints, count_of, expand_runs, within_runs
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.sites import Tap

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
-from midstream.runtime.protocol.codec import ProtocolMessage, Natural, pack, unpack
+from midstream.runtime.protocol.codec import Natural, ProtocolMessage, pack, unpack
 from midstream.runtime.protocol.results import ResultHeader, StepChecksum
 from midstream.runtime.protocol.scores import RequestScores, Span
 from midstream.runtime.protocol.worker_info import WorkerInfo, WorkerRank

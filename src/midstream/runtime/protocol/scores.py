@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from midstream.errors import MessageError
-from midstream.runtime.protocol.codec import ProtocolMessage, Natural, Runs
+from midstream.runtime.protocol.codec import Natural, ProtocolMessage, Runs
 from midstream.runtime.protocol.runs import Ints, count_of, expand_runs
 from midstream.runtime.protocol.worker_info import WorkerInfo
 

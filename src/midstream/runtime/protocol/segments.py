@@ -24,8 +24,8 @@ class TapProgramStep:
         tap: index of the tap.
         steps: the instructions, in order.
         digest: of the steps; see `midstream.spec.resolve.resolved.digest_steps`.
-        ids: token ids to which the edit applies; empty: whatever the id.
-        others: it applies to all ids but these.
+        ids: token ids to which the edit applies; empty: every id.
+        others: whether it applies to all ids except `ids`.
     """
 
     tap: int
@@ -49,17 +49,17 @@ class TapProgramStep:
 
     @property
     def counted(self) -> int:
-        """What the device adds to its tally when the edit is carried out."""
+        """Number that the device adds to its tally when it runs the edit."""
         return sum(step.counted for step in self.steps)
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How much the running requests can hold together; midstream's settings of these names.
+    """Capacity for the plans of all running requests: the settings of these names.
 
     Attributes:
         bank_rows: vectors.
-        programs: combinations of edits; and of captures.
+        programs: combinations of edits, and likewise combinations of captures.
         max_edits: instructions, counted once for each program.
         token_ids: token ids in lists.
         probes: scores of one token.
@@ -73,7 +73,7 @@ class Room:
 
 
 def vectors_of(step: Instruction) -> Iterator[tuple[Vector, ...]]:
-    """The runs of bank rows that an instruction needs; also what they are known by there."""
+    """Yield the vectors that an instruction needs in consecutive bank rows, which they identify."""
     if step.read is not None:
         yield (step.read,)
     if step.write:
@@ -87,32 +87,26 @@ FOREVER = np.iinfo(np.int64).max // 2
 # States of a position in `RequestState.done`: nothing was requested for it; it was never computed
 # because the prefix cache served it; from APPLIED_0 on, computed with that many edits.
 UNSEEN = 0
-
-
 CACHED = 1
-
-
 APPLIED_0 = 2
-
-
 MOST_APPLIED = 0xFFFF
 
 
 class RankShare(NamedTuple):
-    """Which part of what is captured leaves through one rank of a tensor-parallel group.
+    """The part of captured rows that one rank of a tensor-parallel group transfers.
 
     Attributes:
-        rank: its number in the group.
-        ranks: how many there are.
+        rank: number of the rank in the group.
+        ranks: size of the group.
     """
 
     rank: int
     ranks: int
 
     def of(self, taps: tuple[T, ...], sharded: bool) -> tuple[T, ...]:
-        """The rank's of some taps that are captured together."""
+        """Return the taps, of those captured together, whose rows this rank transfers."""
         if sharded:
-            # What it is depends on these taps alone: alike for all who capture them.
+            # Depends on these taps alone, so requests that capture the same taps agree.
             return taps[self.rank :: self.ranks]
         return () if self.rank else taps
 
@@ -121,12 +115,13 @@ WHOLE = RankShare(0, 1)
 
 
 class PlanSegment(NamedTuple):
-    """Positions [start, stop) that all ask for the same; it has no program yet.
+    """Positions [start, stop) with the same edits, probes and captures, without a program yet.
 
     Attributes:
+        start, stop: the positions.
         edits: edits, then probes.
-        taps: captured.
-        scored: whether a score there goes to the caller.
+        taps: indices of captured taps, on this rank.
+        scored: whether a score there is returned to the caller.
     """
 
     start: int
@@ -138,7 +133,7 @@ class PlanSegment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Something asked for at some positions."""
+    """An edit, probe or capture at some positions."""
 
     ranges: Ranges
     edit: TapProgramStep | None = None
@@ -147,12 +142,14 @@ class _Part:
 
 
 def cut(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[PlanSegment]:
-    """A plan as pieces over [0, FOREVER), for the taps of this rank.
+    """Cut a plan into segments over [0, FOREVER), for the taps of one rank.
+
+    The front end counts with the same segments that the worker runs.
 
     Args:
-        plan: what the request asks for.
-        taps: this rank's taps and their indices.
-        share: which part of its vectors leaves through this rank.
+        plan: a request's plan.
+        taps: the rank's taps and their indices.
+        share: the part of captured rows that the rank transfers.
     """
     parts = _parts(plan, taps, share)
     pieces = []
@@ -167,7 +164,7 @@ def cut(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[Plan
 
 
 def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_Part]:
-    """What is asked for at these taps, in the order in which it applies at each."""
+    """Return the parts of a plan at these taps, in the order in which they apply at each."""
     parts = []
     for edit in plan.edits:
         index = taps.get((edit.site, edit.layer))
@@ -182,9 +179,9 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
         index = taps.get((probe.site, probe.layer))
         if index is not None:
             read = TapProgramStep(index, probe.steps.instructions, probe.steps.digest)
-            # Scores are few: the first rank has them all.
+            # Scores are few: the first rank returns all of them.
             scored = share.rank == 0 and bool(probe.name)
-            # Of a probe's scores the front end keeps those that are asked for.
+            # The front end drops scores at positions that the probe turns out not to select.
             parts.append(_Part(probe.where.possible, read, scored=scored))
     for capture in plan.captures:
         places = tuple(taps[tap] for tap in capture.taps if tap in taps)

@@ -1,1 +1,1 @@
-"""What is known of vLLM's internals, as data."""
+"""Knowledge of vLLM's internals: seams, rules and attributes, as data."""

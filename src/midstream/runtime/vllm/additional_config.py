@@ -1,4 +1,4 @@
-"""The `additional_config` of engines that midstream makes itself."""
+"""midstream's settings in vLLM's `additional_config`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from midstream.errors import ConfigError
 from midstream.sinks.registry import make_sink
 from midstream.spec.sink_target import MEMORY
 
-# What a rival's `steering_vectors` speak of: pre_attn, post_attn, post_block.
+# Sites that `steering_vectors` of another project name: pre_attn, post_attn, post_block.
 STEERING_SITES = ("resid_pre", "resid_mid", "resid_post")
 
 
@@ -22,16 +22,16 @@ def with_midstream(
     midstream: Config | Mapping[str, Any] | None,
     enable_steering: bool,
 ) -> dict[str, Any]:
-    """vLLM's `additional_config` with midstream enabled.
+    """Return vLLM's `additional_config` with midstream enabled.
 
     Args:
-        additional_config: as the caller gave it.
-        midstream: settings as the caller gave them. Without any, here and there, those of the
-            environment, or the defaults.
+        additional_config: the caller's.
+        midstream: the caller's settings. If there are none here or in `additional_config`, the
+            environment's settings or the defaults apply.
         enable_steering: whether the defaults tap the three residual sites.
 
     Raises:
-        ConfigError: a wrong setting, or settings in both places.
+        ConfigError: a setting is wrong, or there are settings in both places.
     """
     given = dict(additional_config or {})
     if midstream is not None and given.get(KEY) is not None:
@@ -46,22 +46,24 @@ def with_midstream(
 
 
 class Settings(dict[str, Any]):
-    """midstream's settings for vLLM's `additional_config`, in which the sinks ride unseen: that is
-    hashed with compiled graphs, and a new folder for each run would compile anew each time.
+    """midstream's settings for vLLM's `additional_config`, with sinks as an attribute.
 
-    vLLM makes new configs of an engine's for its draft models, which have no attribute that is not
-    a field; so they are not laid by there.
+    vLLM hashes `additional_config` with compiled graphs: with the sinks among the items, a new
+    folder for each run would compile the model again. vLLM copies an engine's config for draft
+    models by its fields, so the sinks are not an attribute of the config.
 
     Attributes:
-        sinks: as `plain_sinks` gives them.
-        replicas: how many engines of this front end share this machine; known once vLLM's own
-            settings are. An engine is not told by vLLM.
+        sinks: the sinks' settings, as `plain_sinks` returns them.
+        replicas: number of engines of this front end on this machine, known once vLLM has completed
+            its settings. vLLM does not tell its engines.
     """
 
     def __init__(self, plain: Mapping[str, Any], replicas: int = 1) -> None:
-        """Args:
-        plain: all settings.
-        replicas: see above.
+        """Create from plain settings.
+
+        Args:
+            plain: all settings, with the sinks.
+            replicas: number of engines on this machine.
         """
         super().__init__({name: value for name, value in plain.items() if name != "sinks"})
         self.sinks: Mapping[str, Mapping[str, Any]] = plain["sinks"]
@@ -72,13 +74,13 @@ class Settings(dict[str, Any]):
 
 
 def check_sinks(plain: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuses wrong settings before the engine starts, which takes a while.
+    """Check the sinks' settings before the engine starts, which takes a while.
 
     Args:
-        plain: as `plain_sinks` gives it.
+        plain: the sinks' settings, as `plain_sinks` returns them.
 
     Raises:
-        ConfigError: there is no such sink, or a setting is wrong.
+        ConfigError: a sink does not exist, or a setting is wrong.
     """
     for settings in read_sinks(plain):
         if settings.name != MEMORY:
@@ -86,13 +88,17 @@ def check_sinks(plain: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def replicas_of(vllm_config: Any) -> int:
-    """How many engines of one front end share this machine, see `Settings`."""
+    """Return the number of engines of one front end on this machine; see `Settings`."""
     found = vllm_config.additional_config[KEY]
     return found.replicas if isinstance(found, Settings) else 1
 
 
 def settings_of(args: Any) -> Config | None:
-    """midstream's settings for an engine of these arguments; None: it is not enabled."""
+    """Return midstream's settings for an engine with these EngineArgs; None: not enabled.
+
+    Raises:
+        ConfigError: there are settings besides the variables VLLM_ACT_*.
+    """
     given = args.additional_config
     found = from_additional_config(given)
     is_named = isinstance(given, dict) and KEY in given
@@ -110,6 +116,6 @@ def settings_of(args: Any) -> Config | None:
 
 
 def key_of_environment() -> str | None:
-    """The server's key where no option gives one."""
+    """Return the server's API key from the environment, used if no option sets one."""
     key: str | None = importlib.import_module("vllm.envs").VLLM_API_KEY
     return key

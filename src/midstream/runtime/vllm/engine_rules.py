@@ -1,4 +1,4 @@
-"""Engine settings under which taps would be wrong or results lost: refused at start-up, by name."""
+"""Engine settings that are rejected at start-up: taps would be wrong, or results lost."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from midstream.errors import UnsupportedError
 
 
 class Rule(NamedTuple):
-    """One setting that is refused.
+    """An unsupported setting.
 
     Attributes:
-        setting: its name, as the user set it.
-        found: whether it is on, given a VllmConfig.
-        reason: why it cannot be served, and what to do.
+        setting: name of the setting, as the user writes it.
+        found: returns whether a VllmConfig has it.
+        reason: why it is unsupported, and what to do.
     """
 
     setting: str
@@ -22,8 +22,8 @@ class Rule(NamedTuple):
     reason: str
 
 
-# Ways of drafting under which the model's own forward pass is what it is without: rows at given
-# positions. Drafters have layers of their own, which are not tapped.
+# Drafting methods under which the model's own forward pass is as without drafting: rows at given
+# positions. Drafters have their own layers, which are not tapped.
 SPECULATION = (
     "ngram",
     "ngram_gpu",
@@ -119,10 +119,10 @@ RULES: tuple[Rule, ...] = (
 
 
 def check_settings(vllm_config: Any) -> None:
-    """Refuses what cannot be served rightly.
+    """Check an engine's settings against all rules.
 
     Raises:
-        UnsupportedError: names every such setting, and why.
+        UnsupportedError: a setting is unsupported; names every such setting, and why.
     """
     refused = [f"{rule.setting}: {rule.reason}" for rule in RULES if rule.found(vllm_config)]
     if refused:
@@ -133,10 +133,10 @@ def check_settings(vllm_config: Any) -> None:
 
 
 def check_offline(data_parallel_size: int) -> None:
-    """Refuses what an engine that runs as it is stepped, such as that of `LLM`, does not have.
+    """Check that an engine which its caller steps, such as that of `LLM`, has one replica.
 
     Raises:
-        UnsupportedError: it is to be one of several replicas.
+        UnsupportedError: data parallelism is configured.
     """
     if data_parallel_size > 1:
         raise UnsupportedError(

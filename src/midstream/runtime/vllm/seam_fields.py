@@ -1,7 +1,7 @@
-"""What midstream reads or sets on vLLM's objects, as data; the functions are in `seams`.
+"""Attributes of vLLM's objects that midstream reads or sets, as data; functions are in `seams`.
 
-A setting that a release renames would not be refused any more, and a field that it moves would be
-read as absent: so these are seams as well.
+If a release renamed a setting, midstream would no longer reject it; if it moved a field, midstream
+would read it as absent. Attributes are therefore seams as well.
 """
 
 from __future__ import annotations
@@ -86,7 +86,12 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         ("dtype", "get_hidden_size", "is_encoder_decoder", "max_model_len"),
         _BUFFERS,
     ),
-    Fields("vllm.config", "ModelConfig", ("model", "revision"), "sinks note whose rows they have"),
+    Fields(
+        "vllm.config",
+        "ModelConfig",
+        ("model", "revision"),
+        "sinks record which model their rows are of",
+    ),
     Fields(
         "vllm.engine.arg_utils",
         "EngineArgs",
@@ -105,18 +110,20 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         ("model_runner", "rank"),
         "the loaded model is tapped",
     ),
-    Fields("vllm.v1.engine.input_processor", "InputProcessor", ("vllm_config",), "the front door"),
+    Fields(
+        "vllm.v1.engine.input_processor", "InputProcessor", ("vllm_config",), "plans are validated"
+    ),
     Fields(
         "vllm.v1.engine.llm_engine",
         "LLMEngine",
         ("engine_core", "input_processor", "output_processor", "renderer", "vllm_config"),
-        "each engine that is enabled gets its front door",
+        "each enabled engine gets its front end",
     ),
     Fields(
         "vllm.v1.engine.output_processor",
         "OutputProcessor",
         ("external_req_ids",),
-        "what was aborted is found",
+        "aborted requests are found",
     ),
     Fields("vllm.v1.engine.output_processor", "OutputProcessor", ("request_states",), _RUNNING),
     Fields(
@@ -150,21 +157,26 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         "vllm.sampling_params",
         "RequestOutputKind",
         ("CUMULATIVE", "DELTA", "FINAL_ONLY"),
-        "results come with the whole of a request's output",
+        "results are set on complete outputs",
     ),
     Fields(
         "vllm.outputs",
         "RequestOutput",
         ("finished", "outputs", "prompt_token_ids", "request_id"),
-        "results join the outputs",
+        "results are set on outputs",
     ),
     Fields(
         "vllm.outputs",
         "CompletionOutput",
         ("finish_reason", "index", "stop_reason", "token_ids"),
-        "results join the outputs",
+        "results are set on outputs",
     ),
-    Fields("vllm.v1.engine.core", "EngineCore", ("vllm_config",), "what went past the front door"),
+    Fields(
+        "vllm.v1.engine.core",
+        "EngineCore",
+        ("vllm_config",),
+        "requests that bypassed request validation",
+    ),
     Fields(
         "vllm.v1.engine",
         "EngineCoreOutput",
@@ -181,7 +193,7 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         "vllm.v1.request",
         "Request",
         ("client_index", "get_finished_reason", "request_id", "sampling_params"),
-        "what a request carries is read in the engine core",
+        "request payloads are read in the engine core",
     ),
     Fields(
         "vllm.v1.request",
@@ -189,7 +201,7 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         ("FINISHED_ERROR",),
         "requests that failed on a worker are ended",
     ),
-    Fields("vllm.v1.outputs", "ModelRunnerOutput", ("req_ids",), "what went wrong is told"),
+    Fields("vllm.v1.outputs", "ModelRunnerOutput", ("req_ids",), "failures are attached"),
     Fields("vllm.v1.core.sched.scheduler", "Scheduler", ("kv_cache_manager", "requests"), _BLOCKS),
     Fields(
         "vllm.v1.core.kv_cache_manager",
@@ -212,13 +224,13 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         "vllm.v1.core.sched.output",
         "SchedulerOutput",
         ("finished_req_ids", "scheduled_new_reqs", "scheduled_spec_decode_tokens"),
-        "requests come and go",
+        "requests begin and end",
     ),
     Fields(
         "vllm.v1.core.sched.output",
         "NewRequestData",
         ("num_computed_tokens", "prompt_token_ids", "req_id", "sampling_params"),
-        "requests come and go",
+        "requests begin and end",
     ),
 )
 
@@ -233,24 +245,22 @@ OFFLINE_FIELDS: tuple[Fields, ...] = (
         "vllm.exceptions",
         "",
         ("VLLMUnprocessableEntityError", "VLLMValidationError"),
-        "a prompt that is refused is told from an engine that is dead",
+        "a rejected prompt is distinguished from a dead engine",
     ),
     Fields(
         "vllm.v1.engine.core_client",
         "SyncMPClient",
         ("outputs_queue", "resources", "shutdown", "utility_results"),
-        "who waits for an engine that was killed is told; a call that is not waited for",
+        "waiting callers learn that the engine was killed; a call is not waited for",
     ),
-    Fields(
-        "vllm.v1.engine", "EngineCoreRequestType", ("UTILITY",), "a call that is not waited for"
-    ),
+    Fields("vllm.v1.engine", "EngineCoreRequestType", ("UTILITY",), "a call is not waited for"),
     Fields(
         "vllm.v1.engine.core_client",
         "BackgroundResources",
         ("engine_dead",),
-        "who waits for an engine that was killed is told",
+        "waiting callers learn that the engine was killed",
     ),
-    Fields("vllm.utils.counter", "Counter", ("counter",), "a call that fails takes its own back"),
+    Fields("vllm.utils.counter", "Counter", ("counter",), "a failed call restores the counter"),
     Fields(
         "vllm.renderers.params",
         "ChatParams",
@@ -276,7 +286,7 @@ ASYNC_FIELDS: tuple[Fields, ...] = (
         "vllm.v1.engine.core_client",
         "BackgroundResources",
         ("engine_dead",),
-        "who waits for an engine is told when it is gone",
+        "waiting callers learn that an engine has ended",
     ),
     Fields(
         "vllm.v1.engine.core_client",
@@ -288,11 +298,9 @@ ASYNC_FIELDS: tuple[Fields, ...] = (
         "vllm.v1.engine.output_processor",
         "RequestState",
         ("request_id", "request_index"),
-        "spans say what receipts say",
+        "spans get the figures of receipts",
     ),
-    Fields(
-        "vllm.v1.engine.exceptions", "", ("EngineDeadError",), "a dead engine is told from others"
-    ),
+    Fields("vllm.v1.engine.exceptions", "", ("EngineDeadError",), "a dead engine is distinguished"),
     Fields(
         "vllm.engine.protocol",
         "StreamingInput",

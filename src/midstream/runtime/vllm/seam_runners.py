@@ -1,10 +1,10 @@
-"""What midstream counts on in vLLM's two model runners, as data; see `seams`."""
+"""Seams in vLLM's two model runners, as data; see `seams`."""
 
 from __future__ import annotations
 
 from midstream.runtime.vllm.seam_types import Fields, Seam
 
-_DRAFTER = "a drafter that shares tapped modules is refused"
+_DRAFTER = "a drafter that shares tapped modules is rejected"
 
 _V1 = "vllm.v1.worker.gpu_model_runner"
 V1_SEAMS: tuple[Seam, ...] = (
@@ -12,7 +12,7 @@ V1_SEAMS: tuple[Seam, ...] = (
         _V1,
         "GPUModelRunner._update_states",
         ("scheduler_output",),
-        "requests come and go",
+        "requests begin and end",
         at="_update_states",
     ),
     Seam(
@@ -26,14 +26,14 @@ V1_SEAMS: tuple[Seam, ...] = (
         _V1,
         "GPUModelRunner.execute_model",
         ("scheduler_output",),
-        "what went wrong is told",
+        "failures are attached",
         at="execute_model",
     ),
     Seam(
         _V1,
         "GPUModelRunner.sample_tokens",
         ("grammar_output",),
-        "what went wrong is told",
+        "failures are attached",
         at="sample_tokens",
     ),
     Seam(_V1, "GPUModelRunner.get_model", (), "the loaded model is tapped", at="get_model"),
@@ -53,7 +53,7 @@ V2_SEAMS: tuple[Seam, ...] = (
         _V2,
         "GPUModelRunner.sample_tokens",
         ("grammar_output",),
-        "what went wrong is told",
+        "failures are attached",
         at="sample_tokens",
     ),
     Seam(_V2, "GPUModelRunner.get_model", (), "the loaded model is tapped", at="get_model"),
@@ -85,7 +85,7 @@ V1_FIELDS: tuple[Fields, ...] = (
         "vllm.v1.worker.gpu_input_batch",
         "InputBatch",
         ("num_computed_tokens_cpu", "num_reqs", "req_ids"),
-        "whose rows are in a step",
+        "the requests of a step are read",
         at="input_batch",
     ),
     Fields("vllm.v1.utils", "CpuGpuBuffer", ("np",), "where rows begin", at="query_start_loc"),
@@ -96,7 +96,7 @@ V1_FIELDS: tuple[Fields, ...] = (
         _V1,
         "AsyncGPUModelRunnerOutput",
         ("_model_runner_output",),
-        "what went wrong is told",
+        "failures are attached",
     ),
 )
 
@@ -120,7 +120,7 @@ V2_FIELDS: tuple[Fields, ...] = (
             "positions",
             "req_ids",
         ),
-        "whose rows are in a step",
+        "the requests of a step are read",
     ),
     Fields(_V2, "GPUModelRunner", ("speculator",), _DRAFTER),
     Fields(
@@ -133,6 +133,6 @@ V2_FIELDS: tuple[Fields, ...] = (
         "vllm.v1.worker.gpu.async_utils",
         "AsyncOutput",
         ("model_runner_output",),
-        "what went wrong is told",
+        "failures are attached",
     ),
 )

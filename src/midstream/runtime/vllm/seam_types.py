@@ -1,4 +1,4 @@
-"""What a seam is: a place of vLLM's that midstream wraps, calls, reads or sets, as data."""
+"""Seams as data: places in vLLM that midstream wraps, calls, reads or sets."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """One function of vLLM that midstream wraps or calls.
+    """A function of vLLM that midstream wraps or calls.
 
     Attributes:
-        module, name: where it is (`Class.method`).
-        parameters: the leading parameters, by name, after `self`.
+        module, name: the function; `Class.method` for a method.
+        parameters: names of its leading parameters after `self`.
         why: what midstream does there.
-        named: parameters that are given by name, wherever they are.
-        at: for methods of a model runner, where on it they are.
+        named: parameters that midstream passes by name.
+        at: path of the method on a model runner; "" for other functions.
     """
 
     module: str
@@ -28,14 +28,14 @@ class Seam:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Attributes of one class of vLLM's, or of a module.
+    """Attributes of a class or a module of vLLM.
 
     Attributes:
-        module, owner: the class; "" for the module itself.
-        names: declared in the body of the class or of one of its bases, or set on its objects.
+        module, owner: the class; an empty `owner` stands for the module.
+        names: attributes declared in the class or a base, or set on its objects by a method.
         why: what midstream does with them.
-        at: where on a model runner the object is; None for what no runner has.
-        since, until: the first and the last release that has them, as "0.30"; "" for all.
+        at: path of the object on a model runner; None: it is not on one.
+        since, until: first and last release with these attributes, such as "0.30"; "" for all.
     """
 
     module: str
@@ -47,7 +47,7 @@ class Fields:
     until: str = ""
 
     def is_in(self, version: str) -> bool:
-        """Whether a release has them, as far as is known."""
+        """Return whether a release has these attributes, as far as known."""
         now = _release(version)
         begun = not self.since or _release(self.since) <= now
         return begun and (not self.until or now <= _release(self.until))
@@ -55,5 +55,5 @@ class Fields:
 
 def _release(version: str) -> tuple[int, int]:
     found = re.match(r"(\d+)\.(\d+)", version)
-    # What has no number was built from newer sources than any release.
+    # A version without a number was built from newer sources than any release.
     return (int(found[1]), int(found[2])) if found else (10**6, 0)

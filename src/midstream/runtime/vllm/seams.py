@@ -1,9 +1,8 @@
-"""Where midstream takes hold of vLLM, and the check that each place is as it was built on.
+"""The functions of vLLM that midstream depends on, and the check that this vLLM has them.
 
-Every seam is data: where it is, and what midstream counts on there: of a function its leading
-parameters, of a class its attributes (`seam_fields`). What a release adds does no harm; what it
-removes or renames is refused by name before anything is patched. `scripts/seams.py` holds the same
-data against the sources of any release.
+Every seam is data: a function and its leading parameters, or a class and its attributes
+(`seam_fields`). Additions in a release do no harm; removals and renames are reported by name before
+anything is patched. `scripts/seams.py` checks the same data against the sources of any release.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from midstream.runtime.vllm.seam_fields import ASYNC_FIELDS, OFFLINE_FIELDS, PRO
 from midstream.runtime.vllm.seam_runners import V1_FIELDS, V1_SEAMS, V2_FIELDS, V2_SEAMS
 from midstream.runtime.vllm.seam_types import Fields, Seam
 
-# Releases on which the engine tests have passed, and those whose sources only were checked; as
-# docs/versions.md has them.
+# Releases on which the engine tests passed, and releases of which only the sources were checked;
+# docs/versions.md lists the same.
 RUN = ("0.26", "0.28", "0.30", "0.32")
 READ = ("0.33",)
 
@@ -41,15 +40,15 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "vllm.v1.engine.input_processor",
         "InputProcessor.process_inputs",
         ("request_id", "prompt", "params"),
-        "the front door: plans are checked and resolved",
+        "plans are validated and resolved",
     ),
     Seam(
         "vllm.v1.engine.llm_engine",
         "LLMEngine.__init__",
         ("vllm_config",),
-        "each engine that is enabled gets its front door",
+        "each enabled engine gets its front end",
     ),
-    Seam("vllm.v1.engine.llm_engine", "LLMEngine.step", (), "results join the outputs"),
+    Seam("vllm.v1.engine.llm_engine", "LLMEngine.step", (), "results are set on outputs"),
     Seam(
         "vllm.v1.engine.llm_engine",
         "LLMEngine.collective_rpc",
@@ -60,19 +59,19 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "vllm.v1.engine.core_client",
         "SyncMPClient._send_input",
         ("request_type", "request"),
-        "results are fetched while the engine goes on",
+        "results are fetched while the engine runs",
     ),
     Seam(
         "vllm.v1.engine.core_client",
         "SyncMPClient.call_utility",
         ("method",),
-        "results are fetched while the engine goes on: calls are made as this makes them",
+        "results are fetched while the engine runs, by calls made like this one's",
     ),
     Seam(
         "vllm.v1.engine.llm_engine",
         "LLMEngine.abort_request",
         ("request_ids",),
-        "what was aborted is let go",
+        "aborted requests are released",
     ),
     Seam(
         "vllm.v1.engine.core",
@@ -84,31 +83,31 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "vllm.v1.engine.core",
         "EngineCore.preprocess_add_request",
         ("request",),
-        "what went past the front door is refused",
+        "requests that bypassed request validation are rejected",
     ),
     Seam(
         "vllm.v1.core.kv_cache_utils",
         "generate_block_hash_extra_keys",
         ("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
-        "blocks with edited tokens get keys of their own",
+        "blocks with edited tokens get extra keys",
     ),
     Seam(
         "vllm.v1.core.block_pool",
         "generate_block_hash_extra_keys",
         ("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
-        "blocks with edited tokens get keys of their own, in events too",
+        "blocks with edited tokens get extra keys, in events too",
     ),
     Seam(
         "vllm.v1.core.kv_cache_manager",
         "KVCacheManager.get_computed_blocks",
         ("request",),
-        "a hit stays below the first position whose row is asked for",
+        "a hit stays below the first position whose row is requested",
     ),
     Seam(
         "vllm.v1.core.kv_cache_manager",
         "KVCacheManager.get_blocks",
         ("request_id",),
-        "who shares KV with a request that failed is found",
+        "requests that share KV with a failed one are found",
     ),
     Seam(
         "vllm.v1.core.block_pool",
@@ -132,31 +131,31 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "vllm.v1.core.kv_cache_coordinator",
         "KVCacheCoordinator.find_longest_cache_hit",
         ("block_hashes", "max_cache_hit_length"),
-        "a hit stays below the first position whose row is asked for",
+        "a hit stays below the first position whose row is requested",
     ),
     Seam(
         "vllm.v1.engine.llm_engine",
         "LLMEngine.has_unfinished_requests",
         (),
-        "what nobody waits for any more is let go",
+        "requests that ended without an output are released",
     ),
     Seam(
         "vllm.v1.engine.llm_engine",
         "LLMEngine.get_tokenizer",
         (),
-        "positions may be found by the prompt's text",
+        "positions are found by the prompt's text",
     ),
     Seam(
         "vllm.v1.engine.core_client",
         "InprocClient.add_request",
         ("request",),
-        "requests wait for room",
+        "requests wait for capacity",
     ),
     Seam(
         "vllm.v1.engine.core_client",
         "SyncMPClient.add_request",
         ("request",),
-        "requests wait for room",
+        "requests wait for capacity",
     ),
     Seam(
         "vllm.v1.engine.output_processor",
@@ -168,14 +167,14 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "vllm.v1.engine.output_processor",
         "instrument_manual",
         ("span_name", "start_time", "end_time", "attributes"),
-        "spans say what receipts say",
+        "spans get the figures of receipts",
     ),
     Seam("vllm.v1.worker.worker_base", "WorkerBase.load_model", (), "the loaded model is tapped"),
     Seam(
         "vllm.v1.outputs",
         "AsyncModelRunnerOutput.get_output",
         (),
-        "what went wrong is told in the output that this one gives",
+        "failures are attached to the output that this returns",
     ),
     Seam("vllm.plugins", "load_general_plugins", (), "midstream is loaded in each process"),
     Seam(
@@ -227,14 +226,14 @@ OFFLINE_SEAMS: tuple[Seam, ...] = (
             "tools",
         ),
     ),
-    Seam("vllm.entrypoints.llm", "LLM.enqueue", (), "refused with default captures"),
-    Seam("vllm.entrypoints.llm", "LLM.enqueue_chat", (), "refused with default captures"),
-    Seam("vllm.entrypoints.llm", "LLM.beam_search", (), "refused with edits of some positions"),
+    Seam("vllm.entrypoints.llm", "LLM.enqueue", (), "rejected with default captures"),
+    Seam("vllm.entrypoints.llm", "LLM.enqueue_chat", (), "rejected with default captures"),
+    Seam("vllm.entrypoints.llm", "LLM.beam_search", (), "rejected with edits of some positions"),
     Seam(
         "vllm.entrypoints.llm",
         "LLM.get_default_sampling_params",
         (),
-        "plans ride in sampling params",
+        "plans are attached to sampling parameters",
     ),
     Seam("vllm.renderers.inputs.preprocess", "prompt_to_seq", (), "prompts are counted"),
     Seam(
@@ -266,7 +265,7 @@ ASYNC_SEAMS: tuple[Seam, ...] = (
         "vllm.v1.engine.async_llm",
         "AsyncLLM.get_tokenizer",
         (),
-        "positions may be found by the prompt's text",
+        "positions are found by the prompt's text",
     ),
     Seam(
         "vllm.v1.executor.abstract",
@@ -278,15 +277,20 @@ ASYNC_SEAMS: tuple[Seam, ...] = (
         "vllm.v1.engine.async_llm",
         "AsyncLLM.generate",
         ("prompt", "sampling_params", "request_id"),
-        "results join the outputs",
+        "results are set on outputs",
     ),
     Seam(
         "vllm.v1.engine.async_llm",
         "AsyncLLM.abort",
         ("request_id", "internal"),
-        "what could not be sent is ended",
+        "requests that could not be sent are ended",
     ),
-    Seam("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", ("timeout",), "what runs is stopped"),
+    Seam(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.shutdown",
+        ("timeout",),
+        "running requests are stopped",
+    ),
     Seam(
         "vllm.v1.engine.core_client",
         "AsyncMPClient._call_utility_async",
@@ -304,29 +308,29 @@ ASYNC_SEAMS: tuple[Seam, ...] = (
         "vllm.v1.engine.core_client",
         "DPLBAsyncMPClient.get_core_engine_for_request",
         ("request",),
-        "requests go to the replica that has room",
+        "requests go to the replica that has capacity",
     ),
     Seam(
         "vllm.v1.engine.core_client",
         "AsyncMPClient.add_request_async",
         ("request",),
-        "requests wait for room",
+        "requests wait for capacity",
     ),
     Seam(
         "vllm.v1.engine.core_client",
         "AsyncMPClient.abort_requests_async",
         ("request_ids",),
-        "what was aborted is let go",
+        "aborted requests are released",
     ),
 )
 
-# All that there is, for checks of a release's sources.
+# All seams, for checks of a release's sources.
 SEAMS = (*PROCESS_SEAMS, *OFFLINE_SEAMS, *ASYNC_SEAMS, *V1_SEAMS, *V2_SEAMS)
 FIELDS = (*PROCESS_FIELDS, *OFFLINE_FIELDS, *ASYNC_FIELDS, *V1_FIELDS, *V2_FIELDS)
 
 
 def check_process() -> None:
-    """Checks the seams that every process uses.
+    """Check the seams that every process uses.
 
     Raises:
         SeamError: names each difference.
@@ -335,7 +339,7 @@ def check_process() -> None:
 
 
 def check_offline() -> None:
-    """Checks the seams of offline engines.
+    """Check the seams of offline engines.
 
     Raises:
         SeamError: names each difference.
@@ -418,9 +422,7 @@ def _lacking(fields: Fields) -> list[str]:
 
 
 def _has(owner: Any, name: str) -> bool:
-    """Whether a module has a name, or a class an attribute; for its objects, one that a method
-    sets counts.
-    """
+    """Return whether a module or class has an attribute, or a method sets it on objects."""
     if hasattr(owner, name):
         return True
     for base in getattr(owner, "__mro__", ()):
