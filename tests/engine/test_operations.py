@@ -13,6 +13,7 @@ from support import tiny
 from support.edit_cases import Case, Maker, all_problems, cases
 from support.engines import engine, generated, greedy, tokens
 from support.oracle_edits import PLACES, SIX, At, EditOracle, Seen, row_error
+from support.pool import Pool
 
 from midstream import Ablate, Affine, Capture, Clamp, Feature, Gate, LoReFT, Replace, Scale, Steer
 
@@ -58,7 +59,9 @@ def load(name: str, folder: Path) -> tuple[Path, EditOracle, list[Case]]:
 
 
 @pytest.fixture(scope="module", params=list(PLACES))
-def served(request: pytest.FixtureRequest, tiny_models: Path) -> Iterator[Served]:
+def served(request: pytest.FixtureRequest, tiny_models: Path, pool: Pool) -> Iterator[Served]:
+    if request.param == "mixtral":
+        pool.close()  # experts need groups of processes that vLLM makes for such a model only
     model, oracle, given = load(request.param, tiny_models)
     with engine(model, **ROOM) as llm:
         yield Served(request.param, oracle, given, llm)

@@ -69,13 +69,13 @@ def optimistic(late: bool) -> Iterator[list[int]]:
     has on GPUs only: counts as if all of the last step's drafts had been accepted. Gives the
     number of steps in which that was so.
     """
-    from midstream.runtime.worker.model_runner import v1 as adapter_v1
+    from midstream.runtime.worker.model_runner import v1
 
-    exactly = adapter_v1._view
+    exactly = v1._batch
     before: dict[str, tuple[int, int]] = {}
     steps = [0]
 
-    def view(runner: Any, hooks: Any) -> Any:
+    def batch(runner: Any, hooks: Any) -> Any:
         nonlocal before
         if not hooks._unknown.maxlen:
             hooks._unknown = deque([hooks._drafted], maxlen=1)
@@ -88,16 +88,16 @@ def optimistic(late: bool) -> Iterator[list[int]]:
                 computed[nth] = first + count
         exact = zip(told.request_ids, told.computed.tolist(), told.scheduled.tolist(), strict=True)
         before = {name: (first, count) for name, first, count in exact}
-        steps[0] += told.late is not None
-        assert (told.late is not None) or (computed == told.computed).all()
+        steps[0] += told.unknown is not None
+        assert (told.unknown is not None) or (computed == told.computed).all()
         return told._replace(computed=computed)
 
     if late:
-        adapter_v1._view = view
+        v1._batch = batch
     try:
         yield steps
     finally:
-        adapter_v1._view = exactly
+        v1._batch = exactly
 
 
 __all__ = ["Script", "optimistic"]

@@ -80,7 +80,7 @@ def test_an_installed_sink_is_found_by_its_name_and_gets_the_rows(
     found = torch.load(tmp_path / "found.pt")
     assert Path(found["from"]).parent == installed
     assert "midstream.sinks.running_mean" in found["refused"]
-    assert "it takes path, every" in found["refused"]
+    assert "takes path, every" in found["refused"]
     assert found["status"] == ["ok"] * 4
     lines = [json.loads(line) for line in (tmp_path / "means.jsonl").read_text().splitlines()]
     assert [(line["site"], line["layer"]) for line in lines] == [
