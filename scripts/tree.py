@@ -1,4 +1,4 @@
-"""Writes the list of files in CONTRIBUTING.md from the first line of each file's own docstring.
+"""Writes the layers and the list of files in CONTRIBUTING.md, from pyproject.toml and docstrings.
 
 scripts/tree.py [--check]
 """
@@ -6,6 +6,7 @@ scripts/tree.py [--check]
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -18,7 +19,36 @@ FOLDERS = ("src/midstream", "examples", "scripts", "benchmarks")
 
 def pages() -> dict[str, dict[str, str]]:
     """Every block, by page."""
-    return {"CONTRIBUTING.md": {"tree": tree()}}
+    return {"CONTRIBUTING.md": {"layers": layers(), "tree": tree()}}
+
+
+def layers() -> str:
+    """Return the layers of the package and of `runtime`, the highest first, one per line."""
+    text = (markers.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    lines = []
+    for layer in contract(text, "layers"):
+        lines.append(layer)
+        if "runtime" in layer.split():
+            lines += [f"    runtime: {inner}" for inner in contract(text, "processes")]
+    return "```text\n" + "\n".join(lines) + "\n```"
+
+
+def contract(text: str, name: str) -> list[str]:
+    """Return the layers of one contract of import-linter.
+
+    Args:
+        text: pyproject.toml.
+        name: name of the contract.
+
+    Raises:
+        ValueError: there is no such contract with layers.
+    """
+    pattern = rf'^name = "{name}"\ntype = "layers"\n(?:\w[^\n]*\n)*?layers = (\[[^]]*\])'
+    found = re.search(pattern, text, re.MULTILINE)
+    if found is None:
+        raise ValueError(f"pyproject.toml: expected a contract {name!r} with layers, found none")
+    names: list[str] = ast.literal_eval(found[1])  # an array of strings is a list in Python too
+    return names
 
 
 def tree() -> str:

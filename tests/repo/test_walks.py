@@ -1,0 +1,114 @@
+"""CONTRIBUTING.md against the code: its folders, and the functions of its walks."""
+
+from __future__ import annotations
+
+import ast
+import re
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "midstream"
+TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+WALKS = ["An offline request", "An HTTP request", "One captured row into a store"]
+MAX_HOPS = 14
+FUNCTION = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
+RETURN = "(return)"
+
+
+def rows_below(heading: str) -> list[list[str]]:
+    """The cells of the first table below a heading, without its head."""
+    below = TEXT.split(f"\n{heading}\n")[1]
+    table = re.search(r"(?:^\|.*\n)+", below, re.MULTILINE)
+    assert table
+    lines = [line.strip("|\n").split("|") for line in table[0].splitlines()]
+    return [[cell.strip() for cell in line] for line in lines[2:]]
+
+
+def hops(walk: str) -> list[tuple[str, str]]:
+    """(process, folder) of each row of a walk."""
+    found = []
+    for _, process, function, _ in rows_below(f"### {walk}"):
+        match = FUNCTION.fullmatch(function)
+        assert match, f"{walk}: expected `file: function`, got {function}"
+        found.append((process, PurePosixPath(match[1]).parent.as_posix()))
+    return found
+
+
+def names_in(file: str) -> set[str]:
+    """Functions, classes and methods (`Class.method`) of a file."""
+    found = set()
+    for node in ast.parse((PACKAGE / file).read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{each.name}" for each in node.body if hasattr(each, "name")}
+    return found
+
+
+def entered_again(folders: list[str]) -> list[str]:
+    """The folders that are entered after they were left. A folder is left for one outside it."""
+    left: set[str] = set()
+    found = []
+    for before, after in pairwise(folders):
+        inside = {after, *map(str, PurePosixPath(after).parents)}
+        left |= {before, *map(str, PurePosixPath(before).parents)} - inside
+        found += sorted(left & inside)
+    return found
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_every_function_of_a_walk_exists(walk: str) -> None:
+    named = [FUNCTION.findall(" ".join(row)) for row in rows_below(f"### {walk}")]
+    missing = [
+        f"{file}: {name}"
+        for row in named
+        for file, name in row
+        if not (PACKAGE / file).is_file() or name not in names_in(file)
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_a_walk_has_at_most_14_numbered_hops(walk: str) -> None:
+    numbers = [row[0] for row in rows_below(f"### {walk}")]
+    assert numbers == [str(nth) for nth in range(1, len(numbers) + 1)]
+    assert len(numbers) <= MAX_HOPS
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_a_walk_enters_no_folder_again_but_on_the_return_from_the_worker(walk: str) -> None:
+    found = hops(walk)
+    (turn,) = [nth for nth, (process, _) in enumerate(found) if RETURN in process]
+    assert "worker" in found[turn - 1][0]
+    folders = [folder for _, folder in found]
+    assert entered_again(folders[:turn]) == []
+    assert entered_again(folders[turn:]) == []
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_a_process_is_bold_where_a_walk_enters_it(walk: str) -> None:
+    before = ""
+    for process, _ in hops(walk):
+        name = process.partition("(")[0].strip()
+        plain = name.strip("*")
+        assert name == (plain if plain == before else f"**{plain}**")
+        before = plain
+
+
+def test_a_folder_that_is_entered_again_is_found() -> None:
+    assert entered_again(["a/b", "a", "a/c", "d"]) == []
+    assert entered_again(["a", "b", "a/c"]) == ["a"]
+    assert entered_again(["a/b", "a", "a/b"]) == ["a/b"]
+
+
+def test_every_folder_has_its_line_and_no_other_has() -> None:
+    named = [row[0].strip("`/") for row in rows_below("## What is where")]
+    there = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")} - {"."}
+    assert sorted(named) == sorted(there)
+
+
+def test_the_list_of_all_files_is_the_end_of_the_page() -> None:
+    assert TEXT.endswith("<!-- end: tree -->\n")
