@@ -23,10 +23,10 @@ from midstream.results.site_table import SiteTable
 from midstream.runtime import install
 from midstream.runtime.frontend import tracing
 from midstream.runtime.frontend.async_frontend import AsyncFrontEnd
-from midstream.runtime.frontend.call import GenerateCall
 from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.input_session import InputSession, with_call_plan
 from midstream.runtime.frontend.request.call_plan import CallPlan, merged_plan, with_plan
+from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
 from midstream.steering import VectorRegistry
@@ -37,7 +37,7 @@ class AsyncLLM(VllmAsyncLLM):
     """vLLM's asynchronous engine, with midstream enabled.
 
     The engine core runs in a process of its own. `info`, `vectors`, `steering` and `sites()` are
-    known once the workers were asked: after `await llm.ready()`, or after the first `generate`.
+    available after `await llm.ready()`, or after the first `generate`.
     """
 
     def __init__(
@@ -48,28 +48,29 @@ class AsyncLLM(VllmAsyncLLM):
         enable_steering: bool = False,
         **engine_args: Any,
     ) -> None:
-        """Starts an engine. `from_engine_args` does so from vLLM's own `AsyncEngineArgs`.
+        """Start an engine. `from_engine_args` starts one from vLLM's own `AsyncEngineArgs`.
 
         Args:
             model: name or path of the model.
-            midstream: settings, a `Config` or a dict of its fields: what to tap and how much room
-                there is. Default: `resid_post` at every layer (and whatever the environment
-                variable `MIDSTREAM` says).
-            enable_steering: tap the three residual sites instead of `resid_post` alone. Settings
-                in `midstream` go first.
-            **engine_args: all that `vllm.AsyncEngineArgs` takes. Or, instead of all of these, what
-                vLLM's class takes: `vllm_config`, `executor_class`, `log_stats`, …
+            midstream: settings, a `Config` or a dict of its fields. Default: `resid_post` at every
+                layer, and the settings in the environment variable `MIDSTREAM`.
+            enable_steering: tap all three residual sites. Settings in `midstream` take precedence.
+            **engine_args: arguments of `vllm.AsyncEngineArgs`. Or, instead of all of these, those
+                of vLLM's class: `vllm_config`, `executor_class`, `log_stats`, …
 
         Raises:
-            ConfigError: a wrong setting.
-            UnsupportedError: this vLLM, model or engine setting cannot be served rightly.
+            ConfigError: a setting is invalid.
+            UnsupportedError: this vLLM, the model or an engine setting is unsupported.
         """
         install.activate()
         seams.check_async()
         if "vllm_config" in engine_args:
             made = engine_args
             if model is not None or midstream is not None or enable_steering:
-                raise ConfigError(f"{KEY}: with a vllm_config, that alone has the settings")
+                raise ConfigError(
+                    f"{KEY}: model, midstream and enable_steering must be omitted with a "
+                    "vllm_config, which has all settings"
+                )
         else:
             if model is not None:
                 engine_args["model"] = model
@@ -80,7 +81,7 @@ class AsyncLLM(VllmAsyncLLM):
             made = _of_engine_args(args)
         if from_additional_config(made["vllm_config"].additional_config) is None:
             raise ConfigError(
-                f"{KEY}: this vllm_config does not enable midstream; make it with "
+                f"{KEY}: this vllm_config does not enable midstream; create it with "
                 f'additional_config={{"{KEY}": {{}}}}'
             )
         super().__init__(**made)
@@ -95,12 +96,13 @@ class AsyncLLM(VllmAsyncLLM):
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
         stat_loggers: Any = None,
     ) -> AsyncLLM:
-        """An engine from vLLM's `AsyncEngineArgs`. Where its `additional_config` does not speak of
-        midstream, midstream gets the default settings.
+        """Start an engine from vLLM's `AsyncEngineArgs`.
+
+        If their `additional_config` does not name midstream, it has its default settings.
 
         Raises:
-            ConfigError: a wrong setting.
-            UnsupportedError: this vLLM, model or engine setting cannot be served rightly.
+            ConfigError: a setting is invalid.
+            UnsupportedError: this vLLM, the model or an engine setting is unsupported.
         """
         install.activate()
         args = copy.copy(engine_args)
@@ -112,7 +114,7 @@ class AsyncLLM(VllmAsyncLLM):
         )
 
     async def ready(self) -> None:
-        """Asks the workers what they are, once. `generate` does it where nobody has.
+        """Ask the workers for their descriptions, once. `generate` calls this.
 
         Raises:
             UnsupportedError: nothing is tapped.
@@ -120,10 +122,10 @@ class AsyncLLM(VllmAsyncLLM):
         async with self._starting:
             if self._front_end is None:
                 client = self.engine_core
-                # A proxy: the engine's tasks must not keep it alive, see `_run_output_handler`.
+                # A proxy: the engine's tasks must not keep it alive; see `_run_output_handler`.
                 front = await AsyncFrontEnd.start(weakref.proxy(self), client)
                 deliver = client.add_request_async
-                # An attribute of this one client, as of the engine's other classes.
+                # Replaced on this client alone.
                 client.add_request_async = lambda request: front.send(request, deliver)
                 install.set_front_end(self, front)
                 tracing.delay_spans(self.output_processor, front.spans_of)
@@ -131,10 +133,10 @@ class AsyncLLM(VllmAsyncLLM):
 
     @property
     def info(self) -> EngineInfo:
-        """What the workers said of themselves: model shape, taps, dtype, runner, room.
+        """Description of the engine: model shape, taps, dtype, runner, capacity.
 
         Raises:
-            RuntimeError: they were not asked yet: `await llm.ready()`.
+            RuntimeError: before `await llm.ready()`.
         """
         return self._front.info
 
@@ -145,22 +147,26 @@ class AsyncLLM(VllmAsyncLLM):
 
     @property
     def steering(self) -> Steering:
-        """Edits of every request: set, clear, show. Raises RuntimeError before `ready()`."""
+        """Server-wide edits: set, clear, show. Raises RuntimeError before `ready()`."""
         return self._front.steering
 
     async def usage(self) -> dict[str, Any]:
-        """What is in use: of each worker, its place, how full its arena is and what its steps came
-        to; here, the requests that ask for something, those that wait for room, bytes that sinks
-        have not written yet, and totals over all requests that have ended.
+        """Return what is in use, and totals over all ended requests.
+
+        Of each worker: its place, the usage of its arena, and counts of its steps. Of the front
+        end: requests with a plan, requests that wait for capacity, bytes that sinks have not
+        written yet.
 
         Raises:
-            RuntimeError: the workers were not asked yet: `await llm.ready()`.
+            RuntimeError: before `await llm.ready()`.
         """
         return await self._front.usage()
 
     def sites(self) -> SiteTable:
-        """Every site of every layer: tapped, not tapped (and the setting that would), or not in
-        this model (and why). Raises RuntimeError before `ready()`.
+        """Return every site of every layer: tapped, or the reason why not.
+
+        Raises:
+            RuntimeError: before `await llm.ready()`.
         """
         return SiteTable.of(self.info.shape)
 
@@ -176,38 +182,39 @@ class AsyncLLM(VllmAsyncLLM):
         probes: Any = None,
         **vllm_args: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generates, capturing, editing and probing on the way.
+        """Generate, with captures, edits and probes.
 
         Args:
             prompt: one prompt; or an async generator of vLLM's `StreamingInput`, for a session,
                 whose positions count on over all its inputs and what is generated between them.
             sampling_params: never changed. With n > 1 and a plan, `output_kind` must be
                 FINAL_ONLY.
-            request_id: the caller's name for it.
-            capture: what to read: a `Capture` (or dict), or a list of such; or by sink, as
+            request_id: the caller's id of the request.
+            capture: a `Capture` or its dict, or a list of them; or by sink, as
                 `{"filesystem": FilesystemCaptureRequest(…)}`.
-            steer: what to add: a `Steer` (or dict) or a list of them.
-            edits: what to change: any of the operations (or dicts with `op`), or a list of them,
-                applied in order, after those of `steer`.
-            probes: what to score: a `Probe` (or dict) or a list of them.
-            **vllm_args: whatever else vLLM's `generate` takes.
+            steer: a `Steer` or its dict, or a list of them.
+            edits: an operation or its dict with `op`, or a list of them; applied in order, after
+                those of `steer`.
+            probes: a `Probe` or its dict, or a list of them.
+            **vllm_args: other arguments of vLLM's `generate`.
 
         Yields:
-            vLLM's outputs, each with `activations`, `probes` and `receipt`. `probes` has all
-            scores that are known: in an output that shows n generated tokens those of the first
-            P + n − 1 positions, n counting from the beginning whatever the `output_kind`; the
-            score of the request's last row, where a probe asks for `"last"`, comes with the last
-            output only. Of captures with `stream` an output before the last has `activations`, at
-            those same positions (without the last of them, where a capture of the request asks for
-            `"last"`): with `CUMULATIVE` all so far, with `DELTA` those that no output before it
-            had. The last output has `activations` of the whole, `capture_results` and `receipt`,
-            exactly as `LLM.generate` returns them, once the sinks have what they were to get; on
-            the others these are None. The last output of a request that was aborted has the scores
-            that were known, and the rows as one before the last, and nothing else.
+            vLLM's outputs, each with `activations`, `probes` and `receipt`. `probes` has all known
+            scores: in an output that shows n generated tokens, those of the first P + n − 1
+            positions, where n counts from the beginning with any `output_kind`. The score of the
+            request's last row, if a probe selects `"last"`, is in the last output only. Before the
+            last, an output has `activations` of the captures with `stream`, at the same positions
+            (without the last of these if a capture of the request selects `"last"`): with
+            `CUMULATIVE` all so far, with `DELTA` those that no earlier output had. The last output
+            has all `activations`, `capture_results` and `receipt`, as `LLM.generate` returns them,
+            once the sinks have their rows; on the others these are None. The last output of an
+            aborted request has the known scores, the rows as an output before the last, and
+            nothing else.
 
         Raises:
-            SpecError: something asked for is malformed or impossible. Nothing was queued.
-            ReceiptError: what was done for this request is not what was asked for.
+            SpecError: an argument is malformed, or the plan cannot be carried out. Nothing was
+                queued.
+            ReceiptError: results differ from the plan.
         """
         await self.ready()
         arguments, front = CallArguments(capture, steer, edits, probes), self._front
@@ -224,7 +231,7 @@ class AsyncLLM(VllmAsyncLLM):
                 if last is not None:
                     yield last
             finally:
-                # If the caller has left, this has vLLM abort the request.
+                # If the caller closed this generator early, vLLM aborts the request.
                 try:
                     await stream.aclose()
                 finally:
@@ -238,7 +245,7 @@ class AsyncLLM(VllmAsyncLLM):
             raise
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Ends the engine; see vLLM's."""
+        """Shut the engine down; see vLLM's `AsyncLLM.shutdown`."""
         front = getattr(self, "_front_end", None)
         if front is not None:
             front.close()
@@ -247,7 +254,7 @@ class AsyncLLM(VllmAsyncLLM):
     @property
     def _front(self) -> AsyncFrontEnd:
         if self._front_end is None:
-            raise RuntimeError("the engine's workers were not asked yet: `await llm.ready()` first")
+            raise RuntimeError("the engine is not ready: call `await llm.ready()` first")
         return self._front_end
 
     def _begin(
@@ -272,7 +279,7 @@ class AsyncLLM(VllmAsyncLLM):
 def _of_engine_args(
     args: AsyncEngineArgs, usage_context: UsageContext = UsageContext.ENGINE_CONTEXT
 ) -> dict[str, Any]:
-    """What vLLM's class is made of, as its own `from_engine_args` has it."""
+    """Return the arguments of vLLM's class, as its own `from_engine_args` makes them."""
     vllm_config = args.create_engine_config(usage_context)
     return {
         "vllm_config": vllm_config,
@@ -284,7 +291,7 @@ def _of_engine_args(
 
 
 def _own(error: BaseException | None) -> MidstreamError | None:
-    """The error of midstream's that vLLM wrapped into its own, if there is one."""
+    """Return the error of midstream that vLLM wrapped into its own; None: there is none."""
     while error is not None:
         if isinstance(error, MidstreamError):
             return error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from vllm import LLM as VllmLLM
 from vllm import RequestOutput, SamplingParams
@@ -29,13 +29,12 @@ from midstream.steering.tiers import Steering
 class LLM(VllmLLM):
     """vLLM's offline engine, with midstream enabled.
 
-    Takes all that `vllm.LLM` takes, and:
+    Has the arguments of `vllm.LLM`, and:
 
     Args:
         model: name or path of the model.
-        midstream: settings, a `Config` or a dict of its fields: what to tap and how much room
-            there is. Default: `resid_post` at every layer (and whatever the environment variable
-            `MIDSTREAM` says).
+        midstream: settings, a `Config` or a dict of its fields. Default: `resid_post` at every
+            layer, and the settings in the environment variable `MIDSTREAM`.
         layers: layers to capture by default, a list or "all". Every output then has
             `hidden_states[layer]` and `prefill_hidden_states[layer]`, [rows, hidden], taken at
             `resid_post`.
@@ -44,13 +43,13 @@ class LLM(VllmLLM):
             last generated token is never computed on, so there is one row fewer than tokens.
         last_prefill_token: only the prompt's last row (implies `include_prefill`).
         last_decode_token: only the last row of the generated tokens.
-        enable_steering: tap the three residual sites instead of `resid_post` alone, so that
+        enable_steering: tap all three residual sites, so that
             `SamplingParams(steering_vectors=…)` can use any of its hook points. Settings in
-            `midstream` go first.
+            `midstream` take precedence.
 
     Raises:
-        ConfigError: a wrong setting.
-        UnsupportedError: this vLLM, model or engine setting cannot be served rightly.
+        ConfigError: a setting is invalid.
+        UnsupportedError: this vLLM, the model or an engine setting is unsupported.
     """
 
     def __init__(
@@ -80,26 +79,21 @@ class LLM(VllmLLM):
 
     @property
     def info(self) -> EngineInfo:
-        """What the workers said of themselves: model shape, taps, dtype, runner, room."""
-        info: EngineInfo = self._front_end.info
-        return info
+        """Description of the engine: model shape, taps, dtype, runner, capacity."""
+        return cast(EngineInfo, self._front_end.info)
 
     @property
     def vectors(self) -> VectorRegistry:
         """Named vectors: register, list, remove."""
-        registry: VectorRegistry = self._front_end.vectors
-        return registry
+        return cast(VectorRegistry, self._front_end.vectors)
 
     @property
     def steering(self) -> Steering:
-        """Edits of every request: set, clear, show."""
-        steering: Steering = self._front_end.steering
-        return steering
+        """Server-wide edits: set, clear, show."""
+        return cast(Steering, self._front_end.steering)
 
     def sites(self) -> SiteTable:
-        """Every site of every layer: tapped, not tapped (and the setting that would), or not in
-        this model (and why).
-        """
+        """Return every site of every layer: tapped, or the reason why not."""
         return SiteTable.of(self.info.shape)
 
     def generate(
@@ -113,34 +107,33 @@ class LLM(VllmLLM):
         probes: Any = None,
         **vllm_args: Any,
     ) -> list[RequestOutput]:
-        """Generates, capturing, editing and probing on the way.
+        """Generate, with captures, edits and probes.
 
         Each of `capture`, `steer`, `edits` and `probes` is one value for all prompts, or a list
-        with one entry per prompt, in which None asks for nothing. A flat list of edits or probes
-        is for all prompts.
+        with one entry per prompt; None: nothing. A flat list of edits or probes is for all prompts.
 
         Args:
             prompts: one prompt or a list.
             sampling_params: for all, or one per prompt. Never changed.
-            capture: what to read: a `Capture` (or dict), or per prompt such, or a list of such; or
-                by sink, as `{"filesystem": FilesystemCaptureRequest(…)}`.
-            steer: what to add: a `Steer` (or dict) or a list of them.
-            edits: what to change: any of the operations (or dicts with `op`), or a list of them,
-                applied in order, after those of `steer`.
-            probes: what to score: a `Probe` (or dict) or a list of them.
-            **vllm_args: whatever else `vllm.LLM.generate` takes.
+            capture: a `Capture` or its dict; per prompt one or a list of them; or by sink, as
+                `{"filesystem": FilesystemCaptureRequest(…)}`.
+            steer: a `Steer` or its dict, or a list of them.
+            edits: an operation or its dict with `op`, or a list of them; applied in order, after
+                those of `steer`.
+            probes: a `Probe` or its dict, or a list of them.
+            **vllm_args: other arguments of `vllm.LLM.generate`.
 
         Returns:
-            One output per prompt, in order, once the sinks have what they were to get. Each has
+            One output per prompt, in order, once the sinks have their rows. Each has
             `activations` (`Activations` or None), `probes` (`Probes` or None) and `receipt`
-            (`Receipt` or None); with n > 1 these are on each of its `outputs` instead. Where
-            something was captured, `capture_results` has a `CaptureResult` for each sink.
+            (`Receipt` or None); with n > 1 these are on each of its `outputs` instead. If something
+            was captured, `capture_results` has a `CaptureResult` for each sink.
 
         Raises:
-            SpecError: something asked for is malformed or impossible. Prompts of the call that were
-                queued before it are taken back.
-            ReceiptError: what was done is not what was asked for; its `outputs` are those of the
-                call. The setting `on_mismatch` makes it a warning.
+            SpecError: an argument is malformed, or the plan cannot be carried out. Prompts of the
+                call that were queued already are aborted.
+            ReceiptError: results differ from their plan; its `outputs` are those of the call. With
+                the setting `on_mismatch="warn"` it is a warning.
         """
         arguments = CallArguments(capture, steer, edits, probes)
         params = self._with_plans(count_prompts(prompts), sampling_params, arguments)
@@ -160,13 +153,14 @@ class LLM(VllmLLM):
         probes: Any = None,
         **vllm_args: Any,
     ) -> list[RequestOutput]:
-        """As `generate`, for conversations; see `vllm.LLM.chat` for the arguments of its own.
-        Positions may speak of messages here: see `Role`.
+        """Answer conversations; see `generate`, and `vllm.LLM.chat` for its other arguments.
+
+        Positions may select messages: see `Role`.
         """
         arguments = CallArguments(capture, steer, edits, probes)
         talks = conversations(messages)
         template = template_arguments(VllmLLM.chat, args, vllm_args)
-        # vLLM falls back on the template that the engine was made with.
+        # vLLM's default is the template that the engine was created with.
         if template.get("chat_template") is None:
             template["chat_template"] = getattr(self, "chat_template", None)
 
@@ -179,27 +173,27 @@ class LLM(VllmLLM):
         )
 
     def beam_search(self, *args: Any, **vllm_args: Any) -> Any:
-        """As of `vllm.LLM`; refused while server-wide edits speak of positions or phases.
+        """Run beam search; see `vllm.LLM.beam_search`.
 
         Raises:
-            UnsupportedError: it would apply them wrongly: each of its tokens is a request of its
-                own, whose prompt holds what was generated before.
+            UnsupportedError: a server-wide edit selects positions or phases. Each token is a
+                request of its own here, with earlier tokens in its prompt.
         """
         if any(edit.positions != Positions() for edit in self.steering.plan_edits()):
             raise UnsupportedError(
-                "beam_search makes each token with a request of its own, so server-wide edits of "
-                "some positions or phases would fall elsewhere; use llm.steering.clear(), or edits "
-                "of all positions"
+                "beam_search makes a separate request for each token, so server-wide edits that "
+                "select positions or phases would apply at other tokens; use llm.steering.clear(), "
+                "or edits of all positions"
             )
         return super().beam_search(*args, **vllm_args)
 
     def enqueue(self, *args: Any, **vllm_args: Any) -> Any:
-        """As of `vllm.LLM`; refused with `layers`, whose captures it would leave out."""
+        """Queue prompts; see `vllm.LLM.enqueue`. Unsupported with `layers`."""
         self._check_no_default("enqueue")
         return super().enqueue(*args, **vllm_args)
 
     def enqueue_chat(self, *args: Any, **vllm_args: Any) -> Any:
-        """As of `vllm.LLM`; refused with `layers`, whose captures it would leave out."""
+        """Queue conversations; see `vllm.LLM.enqueue_chat`. Unsupported with `layers`."""
         self._check_no_default("enqueue_chat")
         return super().enqueue_chat(*args, **vllm_args)
 
@@ -213,6 +207,7 @@ class LLM(VllmLLM):
     def _run(
         self, work: Callable[[], list[RequestOutput]], arguments: CallArguments
     ) -> list[RequestOutput]:
+        """Run a call of vLLM; on an error, abort the call's requests."""
         before = self.request_counter.counter
         try:
             with self._front_end.report_at_end() as ended:
@@ -224,7 +219,7 @@ class LLM(VllmLLM):
         except ReceiptError:
             raise
         except BaseException as error:
-            # Left running, this call's requests would come back with the next call's.
+            # Otherwise the next call would return the outputs of this call's requests.
             mine = [str(nth) for nth in range(before, self.request_counter.counter)]
             self.llm_engine.abort_request(mine)
             self._front_end.drop(set(mine))
@@ -245,9 +240,9 @@ class LLM(VllmLLM):
 
         Args:
             count: number of prompts.
-            sampling_params: for all, or one per prompt; unchanged. None: the default ones.
+            sampling_params: for all, or one per prompt; None: the default ones.
             arguments: arguments of the call.
-            call_plan: returns what to attach for a plan, given the index of its prompt.
+            call_plan: what to attach for a plan, given the index of its prompt.
         """
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
@@ -274,7 +269,6 @@ class LLM(VllmLLM):
         return out
 
     def _plan(self, params: SamplingParams, one: PromptArguments) -> Plan | None:
-        """Return the plan of one prompt, with the default capture."""
         plan = merged_plan(one.plan(), params)
         assert not isinstance(plan, CallPlan), "no caller attaches one to parameters of its own"
         if self._default_capture is not None:

@@ -116,7 +116,7 @@ class AsyncClient:
             return result
 
 
-class AsyncRun(Protocol):
+class AsyncRunExchange(Protocol):
     """Runs an exchange with the server."""
 
     def __call__(self, exchange: Exchange[T], /) -> Awaitable[T]: ...
@@ -125,7 +125,7 @@ class AsyncRun(Protocol):
 class AsyncVectors:
     """Named vectors of a server; see `midstream.client.client.Vectors`."""
 
-    def __init__(self, run: AsyncRun) -> None:
+    def __init__(self, run: AsyncRunExchange) -> None:
         self._run = run
 
     async def register(self, name: str, vectors: Any) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class AsyncVectors:
 class AsyncSteering:
     """Server-wide steering of a server."""
 
-    def __init__(self, run: AsyncRun) -> None:
+    def __init__(self, run: AsyncRunExchange) -> None:
         self._run = run
 
     async def set(self, **tiers: Any) -> dict[str, Any]:

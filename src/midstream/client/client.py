@@ -150,7 +150,7 @@ class Client:
             return result
 
 
-class Run(Protocol):
+class RunExchange(Protocol):
     """Runs an exchange with the server."""
 
     def __call__(self, exchange: Exchange[T], /) -> T: ...
@@ -159,7 +159,7 @@ class Run(Protocol):
 class Vectors:
     """Named vectors of a server."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunExchange) -> None:
         self._run = run
 
     def register(self, name: str, vectors: Any) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class Vectors:
 class SteeringOfServer:
     """Server-wide steering of a server."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunExchange) -> None:
         self._run = run
 
     def set(self, **tiers: Any) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from midstream.config.config import KEY
 from midstream.errors import SpecError
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.base import BaseFrontEnd, set_payload
-from midstream.runtime.frontend.call import GenerateCall
 from midstream.runtime.frontend.engine_info import describe
 from midstream.runtime.frontend.input_session import InputSession, check_session
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.results.async_completion import AsyncCompletion
+from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.row_streamer import RowStreamer
 from midstream.runtime.frontend.rpc.background_tasks import BackgroundTasks

@@ -10,10 +10,10 @@ from typing import Any
 
 from midstream.codecs import parse_codec
 from midstream.config.config import Config
-from midstream.runtime.frontend.call import GenerateCall
 from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.input_session import InputSession, as_one_request, closing
 from midstream.runtime.frontend.results.assembly import assemble
+from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.runtime.frontend.results.delivery import (
     RESULTS,
     FinishedRequest,

@@ -66,10 +66,7 @@ class PartialRows:
         sinks: SinkSet,
         vectors: tuple[int, torch.dtype],
     ) -> PartialRows | None:
-        """Create it for a request; None if no sink and no output needs rows before the end.
-
-        The arguments are those of the constructor.
-        """
+        """Create it for a request; None if nothing needs rows before its end. See `__init__`."""
         paces = (sinks.pace(route.sink) for route in admitted.routes)
         if not _streamed(admitted) and all(pace is None for pace in paces):
             return None
@@ -260,8 +257,6 @@ class PartialRows:
                 last = replace(piece, receipt=receipt, finish_reason="abort", is_last=True)
                 found.append((route, last))
         return found
-
-    # -- inside -----------------------------------------------------------------------------
 
     def _completion(self, request_id: str) -> _Completion:
         return self._completions[index_of(request_id, self._count)]

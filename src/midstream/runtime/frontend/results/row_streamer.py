@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from midstream.results.activations import Activations
-from midstream.runtime.frontend.call import GenerateCall
+from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.progress import RequestProgress, lengths_of, running_of
 from midstream.runtime.frontend.rpc.background_tasks import BackgroundTasks

@@ -12,9 +12,9 @@ from support.plans import plan_of
 
 from midstream.results.receipt import CaptureResult
 from midstream.runtime.frontend.admitted import AdmittedRequest
-from midstream.runtime.frontend.call import GenerateCall
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.sink_routes import SinkRoute
+from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.partial_scores import StreamState
 from midstream.runtime.frontend.results.row_streamer import RowStreamer
