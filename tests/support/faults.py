@@ -14,9 +14,9 @@ SYSTEM = "tests/system/"
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "A SamplingParams object is changed by use, or loses its plan when it is reused",
-        "api/llm.py",
-        "            own = copy.copy(params)\n",
-        "            own = params\n",
+        "runtime/frontend/request/call_plan.py",
+        "    own = copy.copy(params)\n",
+        "    own = params\n",
         ENGINE + "test_isolation.py::test_sampling_params_are_not_changed_and_can_be_used_again",
     ),
     Fault(
