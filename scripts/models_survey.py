@@ -131,10 +131,13 @@ def _import_once() -> None:
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm.model_executor.models import registry
 
-    # vLLM looks at a model's class in a new process, to keep CUDA out of this one; on a CPU that
-    # is only slow.
-    registry._run_in_subprocess = lambda look: look()  # noqa: SLF001
-    # What is here now is for good: collectors of the forked processes need not look at it.
+    import midstream.api.llm
+    import midstream.tools.doctor.examine  # noqa: F401
+
+    # vLLM reads a model's class in a new process, to keep CUDA out of this one; on a CPU that is
+    # only slow.
+    registry._run_in_subprocess = lambda read: read()  # noqa: SLF001
+    # What is imported now stays: garbage collection in the forked processes can skip it.
     gc.collect()
     gc.freeze()
 

@@ -1,14 +1,14 @@
 """The `vllm.general_plugins` entry point: called by vLLM in each of its processes.
 
-vLLM calls it without saying for which engine, and installed must not mean enabled. The calls come
-from places that have the engine's settings at hand, `EngineArgs.__post_init__`,
-`EngineCore.__init__` and `WorkerWrapperBase.init_worker`, or from the command line's parser, which
-will have them from `sys.argv`. So the settings are looked for there, which changes nothing; hooks
-are installed only when they name midstream.
+vLLM calls `register` without naming the engine, and an installed plugin must not change engines
+that do not enable midstream. The callers have the engine's settings as local variables:
+`EngineArgs.__post_init__`, `EngineCore.__init__` and `WorkerWrapperBase.init_worker`. The parser
+of the command line reads them from `sys.argv`. So `register` reads the callers' local variables and
+`sys.argv`, and installs the hooks only if the settings name midstream.
 
-vLLM calls once per process. Where an engine without midstream came first, a later one that names
-it in `additional_config` is refused by its workers, unless the process called
-`midstream.activate()` or made it with `midstream.LLM`.
+vLLM calls `register` once per process. If the first engine of a process does not enable midstream,
+the workers reject a later engine that names it in `additional_config`, unless the process called
+`midstream.activate()` or created the engine with `midstream.LLM`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _DEPTH = 12
 
 
 def register() -> None:
-    """Installs midstream's hooks in this process if the engine that is starting enables it."""
-    # Kept free of imports: this also runs in every process of engines that do not use midstream.
+    """Install midstream's hooks in this process if the engine that is starting enables it."""
+    # No imports: this also runs in every process of engines that do not use midstream.
     by_environment = os.environ.get("MIDSTREAM", "").strip() not in ("", "0")
     if by_environment or _command_line_enables() or _caller_enables():
         from midstream.runtime.install import activate
@@ -33,8 +33,8 @@ def register() -> None:
 
 
 def _command_line_enables() -> bool:
-    """`vllm serve … --additional-config '{"midstream": …}'`, in one word or two, or
-    `--worker-cls` with midstream's.
+    """Return whether `sys.argv` has `--additional-config '{"midstream": …}'`, in one word or two,
+    or midstream's class as `--worker-cls`.
     """
     for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
         name, _, value = word.partition("=")

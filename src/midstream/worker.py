@@ -1,5 +1,5 @@
-"""Worker class for `vllm.LLM(model, worker_cls="midstream.worker.CaptureWorker")`, which captures
-as the environment variables of `midstream.compat.act_environment` say.
+"""Worker class for `vllm.LLM(model, worker_cls="midstream.worker.CaptureWorker")`, which is
+configured by the environment variables of `midstream.compat.act_environment`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from midstream.errors import UnsupportedError
 class CaptureWorker:
     """Placeholder class whose name enables captures by environment variables.
 
-    The front end replaces it by vLLM's own worker for the platform, whose model midstream taps as
-    usual.
+    The front end replaces it with vLLM's own worker for the platform, and taps that worker's model.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -23,7 +22,7 @@ class CaptureWorker:
             UnsupportedError: always.
         """
         raise UnsupportedError(
-            "worker_cls: the process that made this engine's settings did not load midstream; "
+            "worker_cls: the process that created this engine's settings did not load midstream; "
             "give the class's full name as a `str`, and call midstream.activate() before the first "
             "engine of that process"
         )

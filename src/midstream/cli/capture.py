@@ -98,9 +98,9 @@ def capture(
         str,
         typer.Option(
             metavar="[ADDRESS]",
-            help="Run on a Ray cluster: the one at host:port. Without an address: the one of "
-            "RAY_ADDRESS or of this machine; if there is none, or with local, a new one on this "
-            "machine.",
+            help="Run on the Ray cluster at host:port. Without an address: the cluster of "
+            "RAY_ADDRESS or of this machine. If there is none, or with local: a new cluster on "
+            "this machine.",
         ),
     ] = "",
     ray_engines: Annotated[
@@ -222,12 +222,12 @@ def _work(capturing: CaptureRun, as_json: bool, verbose: bool) -> int:
 def _signals(capturing: CaptureRun, stop: threading.Event) -> Iterator[list[int]]:
     """Record stop signals and yield the list of them.
 
-    The first signal stops a job that has begun in good order; a second one interrupts it.
+    The first signal stops a job that has begun cleanly; a second one interrupts it.
     """
     found: list[int] = []
     before: dict[int, Any] = {}
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def record(number: int, frame: FrameType | None) -> None:
         found.append(number)
         if stop.is_set() or not capturing.has_begun:
             stop.set()
@@ -242,7 +242,7 @@ def _signals(capturing: CaptureRun, stop: threading.Event) -> Iterator[list[int]
 
     try:
         for number in _SIGNALS:
-            before[number] = signal.signal(number, note)
+            before[number] = signal.signal(number, record)
         yield found
     finally:
         if signal.SIGALRM in before:

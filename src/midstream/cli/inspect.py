@@ -42,7 +42,7 @@ def inspect(
 
     Console().print(table)
     if plot:
-        typer.echo(f"drawn: {plot}")
+        typer.echo(f"plot written: {plot}")
 
 
 def _whole(store: Store) -> tuple[Any, RenderableType]:
@@ -61,7 +61,7 @@ def _request(store: Store, request: str) -> tuple[Any, RenderableType]:
 
     found = [each for each in store.requests if each.request == request]
     if not found:
-        store.find(request)  # which says what is there instead
+        store.find(request)  # raises an error that names the existing requests
     return [plain_request(each) for each in found], render_request(found)
 
 

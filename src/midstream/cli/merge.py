@@ -23,12 +23,12 @@ def merge(
     rejected or failed.
     """
     with refusals(as_json):
-        from midstream.store import merge as join
+        from midstream.store import merge as merge_stores
         from midstream.store import open_store
 
-        new = join(sources, into, shard_mb << 20)
-        there = open_store(into)
-        requests, shards = len(there), len(there.shards)
+        new = merge_stores(sources, into, shard_mb << 20)
+        merged = open_store(into)
+        requests, shards = len(merged), len(merged.shards)
     if as_json:
         print_json({"status": 0, "new": new, "requests": requests, "shards": shards})
     else:

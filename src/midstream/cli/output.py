@@ -43,10 +43,10 @@ def refusals(as_json: bool) -> Iterator[None]:
 
 
 def read_json_option(name: str, text: str) -> Any:
-    """Parse an option that is JSON.
+    """Parse the JSON text of an option.
 
     Raises:
-        typer.BadParameter: it is not.
+        typer.BadParameter: the text is not valid JSON.
     """
     try:
         return json.loads(text)
@@ -58,7 +58,7 @@ def read_numbers(name: str, text: str) -> list[int] | None:
     """Parse an option of comma-separated integers; None if it is empty.
 
     Raises:
-        typer.BadParameter: it has other parts.
+        typer.BadParameter: a part is not an integer.
     """
     try:
         return [int(part) for part in text.split(",")] if text else None
@@ -70,7 +70,7 @@ def read_positions(text: str) -> Any:
     """Parse positions: comma-separated words or numbers, or JSON that `Positions` accepts.
 
     Raises:
-        typer.BadParameter: it begins as JSON, but is not valid JSON.
+        typer.BadParameter: the text begins with [ or {, but is not valid JSON.
     """
     try:
         return json.loads(text)

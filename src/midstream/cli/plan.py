@@ -92,7 +92,7 @@ def plan(
     measurements, assumed, or given. Exit status: 0 success; 2 the input was rejected.
     """
     with refusals(as_json):
-        # Here, as codecs and the store's layout import torch.
+        # Lazy: codecs and the store's layout import torch.
         from midstream.tools.capacity import Fleet, PlannedJob, advise, read_model
         from midstream.tools.capacity.advice import loads_of
         from midstream.tools.capacity.job import read_return

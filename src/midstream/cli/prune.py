@@ -23,7 +23,7 @@ def prune(
     request: Annotated[list[str] | None, typer.Option(metavar="ID", help="This request.")] = None,
     tag: Annotated[list[str] | None, typer.Option(help="All requests with this tag.")] = None,
     duplicates: Annotated[
-        bool, typer.Option("--duplicates", help="All but the newest copy of duplicate requests.")
+        bool, typer.Option("--duplicates", help="All but the newest copy of each request.")
     ] = False,
     damaged: Annotated[bool, typer.Option("--damaged", help="Shards that fail verify.")] = False,
     older_than: Annotated[
@@ -58,8 +58,8 @@ def prune(
 def describe(found: Pruned, done: bool) -> list[str]:
     """Return the removed, or removable, parts as lines of text."""
     parts = {
-        "files that interrupted writes left": found.temporaries,
-        "shards that another one stands for": found.replaced,
+        "files of interrupted writes": found.temporaries,
+        "shards replaced by a merged shard": found.replaced,
         "damaged shards": found.damaged,
         "requests": [f"{name} ({child})" if child else name for name, child in found.requests],
     }
@@ -69,5 +69,5 @@ def describe(found: Pruned, done: bool) -> list[str]:
             shown = ", ".join(names[:_MOST_NAMES]) + (", …" if len(names) > _MOST_NAMES else "")
             lines.append(f"{len(names):,} {what}: {shown}")
     if not lines:
-        return ["there is nothing to remove"]
+        return ["nothing to remove"]
     return ["removed:" if done else "would be removed, with --yes:", *lines]

@@ -19,9 +19,9 @@ def verify(
     Exit status: 0 the store is intact; 1 it is damaged; 2 there is no such store.
     """
     with refusals(as_json):
-        from midstream.store import verify as look
+        from midstream.store import verify as check
 
-        found = look(store)
+        found = check(store)
     if as_json:
         print_json({"status": int(not found.ok), **asdict(found)})
     else:

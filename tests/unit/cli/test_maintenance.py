@@ -128,7 +128,7 @@ def test_inspect_of_a_damaged_store_is_refused_and_names_the_shard(acts):
 
 @pytest.mark.parametrize("name", ["norms.svg", "norms.png", "NORMS.PNG"])
 def test_inspect_draws_norms_into_a_file(acts, name):
-    assert f"drawn: {name}" in run("inspect", "acts", "--plot", name)
+    assert f"plot written: {name}" in run("inspect", "acts", "--plot", name)
     data = Path(name).read_bytes()
     assert data.startswith(b"<?xml" if name.endswith("svg") else b"\x89PNG")
 
@@ -239,7 +239,7 @@ def test_prune_removes_nothing_unless_it_is_told_to(acts):
     before = sorted(os.listdir(acts))
     said = run("prune", "acts", "--tag", "x")
     assert "would be removed, with --yes:" in said
-    assert f"1 files that interrupted writes left: {left.name}" in said
+    assert f"1 files of interrupted writes: {left.name}" in said
     assert "2 requests: a, c" in said
     wanted = run_json("prune", "acts", "--tag", "x")
     assert not wanted.pop("done")
@@ -249,7 +249,7 @@ def test_prune_removes_nothing_unless_it_is_told_to(acts):
     assert done == wanted
     assert [each.request for each in open_store("acts").requests] == ["b"]
     assert not left.exists()
-    assert "there is nothing to remove" in run("prune", "acts", "--yes")
+    assert "nothing to remove" in run("prune", "acts", "--yes")
 
 
 def test_prune_removes_doubles_requests_and_what_is_damaged(acts):
