@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md against the code: its folders, and the functions of its walks."""
+"""CONTRIBUTING.md against the code: its folders, its walks, and the files of its changes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "midstream"
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 WALKS = ["An offline request", "An HTTP request", "One captured row into a store"]
+CHANGES = [
+    "Add an operation",
+    "Add a codec",
+    "Add a layer convention",
+    "Add an HTTP route",
+    "Check a new vLLM release",
+]
 MAX_HOPS = 14
 FUNCTION = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
 RETURN = "(return)"
@@ -96,6 +103,20 @@ def test_a_process_is_bold_where_a_walk_enters_it(walk: str) -> None:
         plain = name.strip("*")
         assert name == (plain if plain == before else f"**{plain}**")
         before = plain
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_files_of_a_change_have_the_names_that_it_says(change: str) -> None:
+    for files, what in rows_below(f"### {change}"):
+        paths = [PACKAGE / name for name in re.findall(r"`([\w/.]+)`", files)]
+        paths = [path if path.exists() else ROOT / path.name for path in paths]
+        text = "".join(
+            each.read_text(encoding="utf-8")
+            for path in paths
+            for each in (path.rglob("*.py") if path.is_dir() else [path])
+        )
+        for name in re.findall(r"`@?([A-Za-z_]+)[^`/]*`", what):
+            assert re.search(rf"\b{name}\b", text), f"{change}: {files} has no {name}"
 
 
 def test_a_folder_that_is_entered_again_is_found() -> None:
