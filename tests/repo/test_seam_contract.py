@@ -43,7 +43,7 @@ def test_the_releases_that_the_error_names_are_those_that_are_recorded() -> None
 
 
 def test_whatever_is_wrapped_is_a_seam() -> None:
-    tree = ast.parse((PACKAGE / "runtime" / "patches.py").read_text(encoding="utf-8"))
+    tree = ast.parse((PACKAGE / "runtime" / "install.py").read_text(encoding="utf-8"))
     wrapped = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "_wrap":
@@ -61,7 +61,7 @@ def test_whatever_is_imported_from_vllm_is_a_seam() -> None:
         known |= {(fields.module, name) for name in (fields.names if not fields.owner else ())}
         known.add((fields.module, fields.owner))
     imported = set()
-    for path in [*(PACKAGE / "runtime").glob("*.py"), *PACKAGE.glob("*.py")]:
+    for path in [*(PACKAGE / "runtime").rglob("*.py"), *(PACKAGE / "api").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
                 imported |= {(node.module, alias.name) for alias in node.names}

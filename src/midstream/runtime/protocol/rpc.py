@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
+from midstream.errors import MessageError
 from midstream.runtime.protocol.codec import Natural, ProtocolMessage, pack, unpack
 from midstream.runtime.protocol.results import ResultHeader, StepChecksum
 from midstream.runtime.protocol.scores import RequestScores, Span
 from midstream.runtime.protocol.worker_info import WorkerInfo, WorkerRank
 from midstream.runtime.vllm.attributes import ENDPOINT
+from midstream.validation import show
 
 # Name of the method of vLLM's workers.
 RPC = ENDPOINT.name
@@ -177,17 +179,20 @@ class CheckIntegrity(RpcRequest[IntegrityReport], frozen=True):
     answer: ClassVar[type[ProtocolMessage]] = IntegrityReport
 
 
-_REQUESTS = (
-    DescribeWorker
-    | CollectResults
-    | CollectPartialRows
-    | ReadScores
-    | ReadData
-    | DiscardData
-    | ReleaseRequests
-    | ReadUsage
-    | CheckIntegrity
-)
+_REQUESTS: dict[object, type[RpcRequest[Any]]] = {
+    one.__name__: one
+    for one in (
+        DescribeWorker,
+        CollectResults,
+        CollectPartialRows,
+        ReadScores,
+        ReadData,
+        DiscardData,
+        ReleaseRequests,
+        ReadUsage,
+        CheckIntegrity,
+    )
+}
 
 
 # -- reading ------------------------------------------------------------------------------------
@@ -204,7 +209,11 @@ def read_request(value: object) -> RpcRequest[Any]:
     Raises:
         MessageError: `value` is no request.
     """
-    request: RpcRequest[Any] = unpack(_REQUESTS, value, "request to a worker")
+    op = value.get("op") if isinstance(value, Mapping) else None
+    kind = _REQUESTS.get(op) if isinstance(op, str) else None
+    if kind is None:
+        raise MessageError(f"malformed request to a worker: there is no operation {show(str(op))}")
+    request: RpcRequest[Any] = unpack(kind, value, "request to a worker")
     return request
 
 

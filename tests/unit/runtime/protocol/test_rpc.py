@@ -79,18 +79,19 @@ def test_data_is_not_copied_on_the_way_to_vllm_and_from_it():
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        ("collect", "expected `object`, got `str`"),
-        ({}, "missing required field `op`"),
-        ({"op": "Format"}, "op: invalid value 'Format'"),
+        ("collect", "there is no operation 'None'"),
+        ({}, "there is no operation 'None'"),
+        ({"op": "Format"}, "there is no operation .*Format"),
+        ({"op": ["ReadUsage"]}, "there is no operation"),
         ({"op": "ReleaseRequests", "uids": "u"}, "uids: expected `array`, got `str`"),
         ({"op": "ReleaseRequests"}, "missing required field `uids`"),
         ({"op": "ReadUsage", "more": 1}, "unknown field `more`"),
         ({"op": "ReadData", "name": "u", "offset": -1, "size": 1}, "offset: expected `int` >= 0"),
-        (object(), "malformed request"),
+        (object(), "there is no operation"),
     ],
 )
 def test_what_is_no_request_is_refused_with_the_field(value, problem):
-    with pytest.raises(MessageError, match=f"malformed request to a worker: .*{problem}|{problem}"):
+    with pytest.raises(MessageError, match=f"malformed request to a worker: .*{problem}"):
         rpc.read_request(value)
 
 
