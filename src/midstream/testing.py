@@ -122,7 +122,7 @@ class LLMView(EngineView):
                 "requests on the worker": len(session.requests),
                 "vectors in the bank": session._tables.instructions.bank.used,
                 "requests to be collected": len(session.requests._finished),
-                "results to be read": len(endpoint._outbox._data),
+                "results to be read": len(endpoint._results._data),
             }
         return {name: count for name, count in found.items() if count}
 

@@ -15,7 +15,7 @@ from midstream.runtime.protocol.request_payload import payload_of
 
 
 def keys_of(request: Any) -> CacheKeys | None:
-    """Return the cache keys of a vLLM `Request`; None if it asks for nothing."""
+    """Return the cache keys of a vLLM `Request`; None if it has no plan."""
     payload = payload_of(request.sampling_params)
     return None if payload is None else payload.keys
 

@@ -59,17 +59,17 @@ _DEVICE_SHARE = 16
 
 
 def attach(worker: Any, vllm_config: Any, config: Config) -> None:
-    """Prepares a worker whose device is up and whose model is not yet loaded.
+    """Prepare a worker whose device is initialized and whose model is not loaded yet.
 
     Raises:
-        UnsupportedError: an engine setting that cannot be served.
+        UnsupportedError: an engine setting is unsupported.
     """
     check_settings(vllm_config)
     load_model: Callable[..., Any] = worker.load_model
 
     def load_and_tap(*args: Any, **kwargs: Any) -> Any:
         out = load_model(*args, **kwargs)
-        # Here the loader's memory pool has been left: sleep mode must not take these buffers.
+        # The loader's memory pool is not active any more: sleep mode must not free these buffers.
         ENDPOINT.set(worker, WorkerEndpoint(worker, vllm_config, config))
         return out
 
@@ -77,7 +77,7 @@ def attach(worker: Any, vllm_config: Any, config: Config) -> None:
 
 
 class WorkerEndpoint:
-    """One worker's midstream, as the front end sees it."""
+    """Midstream in one worker: sets it up, and answers RPCs of the front end."""
 
     def __init__(self, worker: Any, vllm_config: Any, config: Config) -> None:
         runner = worker.model_runner
@@ -102,7 +102,7 @@ class WorkerEndpoint:
         device = self._buffers.ring.device.type
         workers = parallel.world_size * replicas_of(vllm_config)
         self._arena = Arena(arena_settings(config, workers), device == "cuda")
-        self._trace = RankChecksum() if config.check_ranks else None
+        self._checksum = RankChecksum() if config.check_ranks else None
         self._session = WorkerSession(
             self._buffers,
             self._taps,
@@ -110,9 +110,9 @@ class WorkerEndpoint:
             self._arena,
             vllm_config.model_config.max_model_len,
             RankShare(self._tensor_rank, self._tensor_ranks),
-            self._trace,
+            self._checksum,
         )
-        self._outbox = ResultBuffer(self._arena, self._session.codec)
+        self._results = ResultBuffer(self._arena, self._session.codec)
         hooks = Hooks(self._session, _ahead(vllm_config))
         is_v2 = seams.is_v2_runner(runner)
         seams.check_runner(runner, is_v2)
@@ -144,14 +144,14 @@ class WorkerEndpoint:
             case ReadScores():
                 return self._read_scores(request)
             case ReadData():
-                return ResultData(self._outbox.read(request.name, request.offset, request.size))
+                return ResultData(self._results.read(request.name, request.offset, request.size))
             case DiscardData():
-                self._outbox.release(request.name)
+                self._results.release(request.name)
             case ReleaseRequests():
                 with self._session.collection.collect(request.uids):
                     pass
                 for uid in request.uids:
-                    self._outbox.release(uid)
+                    self._results.release(uid)
             case ReadUsage():
                 return self._usage()
             case CheckIntegrity():
@@ -208,12 +208,12 @@ class WorkerEndpoint:
     ) -> CollectedResults:
         """Put requests into the buffer under names, and return what the front end needs of it."""
         is_mapped = WorkerRank(self._stage, self._tensor_rank) in mapped
-        headers = [self._outbox.put(name, found, is_mapped) for name, found in requests.items()]
+        headers = [self._results.put(name, found, is_mapped) for name, found in requests.items()]
         return CollectedResults(
             headers=headers,
-            inline=self._outbox.inline(list(requests)),
+            inline=self._results.inline(list(requests)),
             retired=self._arena.take_retired(),
-            checksums=[] if self._trace is None else self._trace.marks,
+            checksums=[] if self._checksum is None else self._checksum.marks,
         )
 
     def _read_scores(self, request: ReadScores) -> RunningScores:
@@ -235,22 +235,24 @@ def pack_scores(
 
 
 def _ahead(vllm_config: Any) -> int:
-    """How many steps may be scheduled before it is known what became of a step's drafts."""
+    """Return the number of steps that may be scheduled before the outcome of a step's draft tokens
+    is known.
+    """
     if not vllm_config.scheduler_config.async_scheduling:
-        return 0  # a request is not scheduled again before that
+        return 0  # a request is scheduled again only when the outcome is known
     steps: int = vllm_config.max_concurrent_batches
     return steps - 1
 
 
 def _place(parallel: Any, rank: int) -> tuple[int, int]:
-    """(pipeline stage, rank within the tensor-parallel group) of a worker."""
+    """Return (pipeline stage, rank within the tensor-parallel group) of a worker."""
     tensor_parallel_size = parallel.tensor_parallel_size
     within = rank % (tensor_parallel_size * parallel.pipeline_parallel_size)
     return within // tensor_parallel_size, within % tensor_parallel_size
 
 
 def _choose_taps(decoder: Decoder, config: Config) -> dict[Tap, int]:
-    """The taps of this rank, in the order in which a forward reaches them, with their indices."""
+    """Return the taps of this rank, in the order of a forward pass, with their indices."""
     wanted = set(config.resolve_layers(decoder.num_layers))
     taps = [
         (site, layer.index)
@@ -272,7 +274,7 @@ def _allocate(taps: dict[Tap, int], runner: Any, vllm_config: Any, config: Confi
     max_tokens = _largest_step(runner, vllm_config)
     hidden_size = model_config.get_hidden_size()
     row_bytes = hidden_size * model_config.dtype.itemsize
-    # Twice: what a step captured is on its way while the next one captures.
+    # Rows of two steps: those of one are copied while the next step fills the others.
     at_once = 2 if runner.device.type == "cuda" else 1
     rows_needed = at_once * max_tokens * max(1, len(taps))
     ring_rows = min(rows_needed, _staging_bytes(runner.device, config) // row_bytes)
@@ -304,7 +306,7 @@ def _room(config: Config) -> Room:
 
 
 def _largest_step(runner: Any, vllm_config: Any) -> int:
-    """Most rows that a forward can have, padding included."""
+    """Return the most rows of a forward pass, padding included."""
     largest_graph = getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None)
     largest: int = max(
         vllm_config.scheduler_config.max_num_batched_tokens,
@@ -324,6 +326,8 @@ def _staging_bytes(device: torch.device, config: Config) -> int:
 
 
 def _count_memory(runner: Any, buffers: Buffers) -> None:
-    """vLLM sizes the KV cache by what the model took; until 0.28 it counted only this figure."""
+    """Add the buffers to the memory of the model. Until 0.28 vLLM sizes the KV cache by this figure
+    alone.
+    """
     if hasattr(runner, "model_memory_usage"):
         runner.model_memory_usage += buffers.nbytes

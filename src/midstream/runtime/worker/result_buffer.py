@@ -1,4 +1,4 @@
-"""What a worker holds for the front end to fetch: finished requests' rows and what was done.
+"""Results of requests that wait in the worker until the front end fetches them.
 
 See `protocol.results` for the layout of the data. If the front end maps the arena, large results
 stay in it under one lease.
@@ -28,9 +28,9 @@ from midstream.transport.arena import Arena
 
 INLINE_BYTES = 4 << 20
 INLINE_TOTAL = 32 << 20
-# Per run of records: its segment, where in that it begins, how many records.
+# (segment, offset within it, number of records) of each run of records.
 Places = list[tuple[int, int, int]]
-# Less than this is copied: a lease holds on to what lies beside it as well.
+# Fewer bytes are copied, as a lease keeps whole segments in use.
 LEASED_BYTES = 1 << 20
 
 
@@ -39,8 +39,8 @@ class ResultBuffer:
 
     def __init__(self, arena: Arena, codec: Callable[[int], Codec]) -> None:
         """Args:
-        arena: where rows lie.
-        codec: what the number of a codec stands for.
+        arena: memory of the captured rows.
+        codec: returns the codec with a number.
         """
         self._arena = arena
         self._codec = codec
@@ -48,11 +48,11 @@ class ResultBuffer:
         self._inlined: set[str] = set()  # of the latest `inline`
 
     def put(self, name: str, requests: list[RequestState], mapped: bool) -> ResultHeader:
-        """Takes in the finished requests of a uid; returns their header.
+        """Store the results of requests under a name and return their header.
 
         Args:
-            uid: theirs.
-            requests: with their blocks, whose rows are copied or leased here.
+            name: name of the data for `inline`, `read` and `release`.
+            requests: the requests with their rows, which are copied or leased here.
             mapped: whether the front end maps the arena.
         """
         parts: list[bytes] = []
@@ -95,41 +95,44 @@ class ResultBuffer:
         self._data[name] = b"".join(parts)
         return ResultHeader(name, entries, len(self._data[name]), lease)
 
-    def inline(self, uids: list[str]) -> list[bytes | None]:
-        """The data of those uids that are small enough to come with the header; None: read it."""
+    def inline(self, names: list[str]) -> list[bytes | None]:
+        """Remove and return the data that is small enough to be sent with its header; None for
+        data that must be read.
+        """
         found: list[bytes | None] = []
         total = 0
         self._inlined.clear()
-        for uid in uids:
-            size = len(self._data[uid])
+        for name in names:
+            size = len(self._data[name])
             if size <= INLINE_BYTES and total + size <= INLINE_TOTAL:
                 total += size
-                self._inlined.add(uid)
-                found.append(self._data.pop(uid))
+                self._inlined.add(name)
+                found.append(self._data.pop(name))
             else:
                 found.append(None)
         return found
 
-    def read(self, uid: str, offset: int, size: int) -> bytes:
-        """A piece of a uid's data; nothing where all of it came with the header.
-
-        Every worker is asked, also where only another one's data was too large for its header.
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        """Return up to `size` bytes of data from `offset` on; no bytes if the data was sent with
+        its header. A read is sent to all workers, even if the data of only one was too large.
 
         Raises:
-            FetchError: nothing is held for that uid.
+            FetchError: there is no data under that name.
         """
-        data = b"" if uid in self._inlined else self._data.get(uid)
+        data = b"" if name in self._inlined else self._data.get(name)
         if data is None:
-            raise FetchError(f"nothing is held for {uid}")
+            raise FetchError(f"the worker has no data for {name}")
         return data[offset : offset + size]
 
-    def release(self, uid: str) -> None:
-        """Forgets a uid's data, if there is any."""
-        self._data.pop(uid, None)
-        self._inlined.discard(uid)
+    def release(self, name: str) -> None:
+        """Delete the data under a name, if there is any."""
+        self._data.pop(name, None)
+        self._inlined.discard(name)
 
     def _lease(self, blocks: list[RowBlock[ArenaRows]], places: Iterable[Places]) -> Lease | None:
-        """Leaves the rows where they are, if they are many; what the reader maps them by."""
+        """Lease the segments of rows, and return the lease; None if the rows must be copied: they
+        are few, or the arena permits no more leases.
+        """
         nbytes = sum(block.positions.size * len(block.taps) * _row_bytes(block) for block in blocks)
         if nbytes < LEASED_BYTES:
             return None
@@ -143,7 +146,7 @@ class ResultBuffer:
 
 
 def _copied(block: RowBlock[ArenaRows], places: Places) -> bytes:
-    """The rows, which are there."""
+    """Return a copy of the rows, which must be on the host."""
     arena, size = block.sources[0].arena, len(block.taps) * _row_bytes(block)
     memory = {
         segment: arena.memory_of(segment).numpy().data
@@ -153,7 +156,9 @@ def _copied(block: RowBlock[ArenaRows], places: Places) -> bytes:
 
 
 def _places(block: RowBlock[ArenaRows]) -> Places:
-    """Where the rows are. Waits until they are there: whoever maps them could not tell."""
+    """Return the places of the rows. Blocks until the rows are on the host, as a reader that maps
+    them cannot wait for them.
+    """
     width = _row_bytes(block)
     places = []
     waited = None

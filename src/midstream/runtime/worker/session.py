@@ -1,4 +1,4 @@
-"""Midstream in one worker: what every step goes through, with either model runner."""
+"""Midstream in one worker: the parts that a step and a request pass, with either model runner."""
 
 from __future__ import annotations
 

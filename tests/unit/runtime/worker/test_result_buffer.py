@@ -221,7 +221,7 @@ def test_data_is_read_in_pieces_until_it_is_released():
     assert b"".join(pieces) == whole
     assert outbox.read("u", header.nbytes, 7) == b""
     outbox.release("u")
-    with pytest.raises(FetchError, match="nothing is held for u"):
+    with pytest.raises(FetchError, match="the worker has no data for u"):
         outbox.read("u", 0, 1)
     outbox.release("u")
     outbox.release("never heard of")

