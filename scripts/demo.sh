@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up on a machine with only Python and pip, then captures, steers and shows a real model.
-#   scripts/demo.sh [options of `python -m midstream.demo`]
+#   scripts/demo.sh [options of `midstream demo`]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh
-exec "${MIDSTREAM_VENV:-.venv}/bin/python" -m midstream.demo "$@"
+exec "${MIDSTREAM_VENV:-.venv}/bin/midstream" demo "$@"

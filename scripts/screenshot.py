@@ -42,7 +42,7 @@ def main() -> int:
         )
         return 1
     if not options.report.is_file():
-        sys.stderr.write(f"no report at {options.report}: python -m midstream.demo makes one\n")
+        sys.stderr.write(f"no report at {options.report}: midstream demo writes one\n")
         return 1
     options.image.parent.mkdir(parents=True, exist_ok=True)
     # Taken aside, then moved: a failure leaves no old picture that looks like a new one's.

@@ -10,7 +10,18 @@ from importlib import import_module
 
 import typer
 
-COMMANDS = ("doctor", "serve", "plan", "capture", "inspect", "export", "verify", "merge", "prune")
+COMMANDS = (
+    "demo",
+    "doctor",
+    "serve",
+    "plan",
+    "capture",
+    "inspect",
+    "export",
+    "verify",
+    "merge",
+    "prune",
+)
 
 
 def make() -> typer.Typer:

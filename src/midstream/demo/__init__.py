@@ -1,6 +1,6 @@
 """The demo: one command that captures, fits a direction, steers, and writes a report.
 
-python -m midstream.demo --help
+midstream demo --help
 """
 
 from __future__ import annotations
@@ -9,4 +9,4 @@ from midstream.errors import MidstreamError
 
 
 class DemoError(MidstreamError):
-    """The demo cannot do what it was asked; the message says what would be right."""
+    """The demo cannot do what was requested; the message says what would be right."""

@@ -1,4 +1,4 @@
-"""The report's pictures, as inline SVG: numbers in, markup out. Colours are the style sheet's."""
+"""Charts of the report as inline SVG; the style sheet has their colours."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from midstream.demo.html import escape, tag
 from midstream.demo.result import TokenMap, format_scale, format_signed
 
 NUM_BINS = 21
-"""Colours of the diverging scale: bin 0 is the negative end, 20 the positive, 10 neither."""
+"""Colours of the diverging scale: bin 0 is the negative end, 20 the positive end, 10 neutral."""
 
 
 def color_bin(value: float, limit: float) -> int:
-    """The bin of `value` on a scale from −limit to limit; what lies beyond is at its end."""
+    """Return the bin of `value` on a scale from −limit to limit; values beyond it are clipped."""
     place = (max(-1.0, min(1.0, value / limit)) + 1) / 2 if limit > 0 else 0.5
     return round(place * (NUM_BINS - 1))
 
@@ -30,7 +30,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Frame:
-    """The plotting area of one chart, and how values become places in it."""
+    """The plotting area of one chart, and its mapping from values to coordinates."""
 
     num_columns: int
     low: float
@@ -56,7 +56,7 @@ class Frame:
 
 
 def layer_chart(title: str, lines: Sequence[Line], frame: Frame, marked: int, guess: float) -> str:
-    """Values by layer, the marked layer upright, and the level of guessing dashed."""
+    """Draw values by layer, with a vertical line at `marked` and a dashed one at `guess`."""
     parts = [_grid(frame), _layer_axis(frame)]
     parts.append(_rule(frame, frame.x(marked), "marked"))
     label = _text(frame.x(marked), frame.top - 6, f"layer {marked}", "marked-label middle")
@@ -72,7 +72,7 @@ def layer_chart(title: str, lines: Sequence[Line], frame: Frame, marked: int, gu
 def strength_chart(
     title: str, scales: Sequence[float], rows: Sequence[Sequence[float | None]]
 ) -> str:
-    """Readings by strength: a faint line per question, and their mean."""
+    """Draw readings by strength: a faint line per question, and their mean."""
     known = [value for row in rows for value in row if value is not None]
     low, high = min([*known, 0.0]), max([*known, 0.0])
     margin = 0.08 * (high - low or 1.0)
@@ -98,13 +98,13 @@ MAP_LEFT, MAP_TOP = 34, 74
 
 
 def heatmap(token_map: TokenMap, limit: float, marked: int, weights: Sequence[float]) -> str:
-    """Layer × token: one cell per vector, its cosine as colour, the last layer on top.
+    """Draw one cell per layer and token: its cosine as colour, the last layer on top.
 
     Args:
-        token_map: what to show.
-        limit: the cosine at the ends of the colours.
+        token_map: the text and its cosines.
+        limit: the cosine at the ends of the colour scale.
         marked: the layer to outline.
-        weights: one per layer, 0 to 1: how much its colours can be believed. Less is fainter.
+        weights: opacity of each layer, 0 to 1: how well its direction separates the classes.
     """
     num_layers, num_tokens = len(token_map.cosine), len(token_map.tokens)
     parts = [
@@ -120,7 +120,7 @@ def heatmap(token_map: TokenMap, limit: float, marked: int, weights: Sequence[fl
     outline = {"x": MAP_LEFT, "y": MAP_TOP + CELL_HEIGHT * (num_layers - 1 - marked)}
     size = {"width": CELL_WIDTH * num_tokens, "height": CELL_HEIGHT}
     parts.append(tag("rect", cls="marked-row", **outline, **size))
-    width = MAP_LEFT + CELL_WIDTH * num_tokens + 46  # room for the last token's slanted label
+    width = MAP_LEFT + CELL_WIDTH * num_tokens + 46  # space for the last token's slanted label
     height = MAP_TOP + CELL_HEIGHT * num_layers + 6
     return _svg(width, height, token_map.title, "".join(parts), "heatmap", fixed=True)
 
@@ -136,7 +136,7 @@ def _cell(token_map: TokenMap, layer: int, column: int, y: float, limit: float) 
 
 
 def color_limit(token_maps: Sequence[TokenMap]) -> float:
-    """One scale for all maps: the size that 98 % of the cells stay below."""
+    """Return the limit of the colour scale of all maps: 98 % of the cells are below it."""
     sizes = sorted(abs(v) for m in token_maps for row in m.cosine for v in row)
     return sizes[int(0.98 * (len(sizes) - 1))] if sizes else 1.0
 
@@ -171,7 +171,7 @@ def _rule(frame: Frame, x: float, cls: str) -> str:
 
 
 def _grid(frame: Frame) -> str:
-    """Level lines at round values, with their labels."""
+    """Draw horizontal lines at round values, with their labels."""
     step = _round_step(frame.high - frame.low)
     parts, index = [], math.ceil(frame.low / step)
     while index * step <= frame.high + 1e-9:
@@ -187,7 +187,7 @@ def _grid(frame: Frame) -> str:
 
 
 def _round_step(span: float) -> float:
-    """A step of 1, 2 or 5 times a power of ten that makes four to ten steps of `span`."""
+    """Return 1, 2 or 5 times a power of ten that divides `span` into four to ten steps."""
     power = 10.0**-9
     while span / (power * 10) > 1:
         power *= 10

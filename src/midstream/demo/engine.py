@@ -1,4 +1,4 @@
-"""The demo's view of an engine: requests in, replies out. Only here is midstream.LLM used."""
+"""The demo's interface to an engine; the only module of the demo that uses `midstream.LLM`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SITE = "resid_post"
 
 @dataclass(frozen=True)
 class Push:
-    """Add `scale * vector` to the stream after `layer`, at every token, the prompt's included.
+    """Add `scale * vector` to the stream after `layer`, at every token of prompt and answer.
 
     Attributes:
         vector: float32 `[hidden]`.
@@ -27,14 +27,14 @@ class Push:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and what is wanted of it.
+    """One prompt, and what to capture and steer.
 
     Attributes:
-        name: for its receipt.
+        name: name for the receipt.
         token_ids: the prompt.
-        max_tokens: how many to generate, at temperature 0.
-        capture: positions to capture at all layers, as midstream names them; None for none.
-        push: how to steer it; None for not at all.
+        max_tokens: number of tokens to generate, at temperature 0.
+        capture: positions to capture at all layers, such as "last_prompt"; None for none.
+        push: the steering; None for none.
     """
 
     name: str
@@ -46,13 +46,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came of one request.
+    """The result of one request.
 
     Attributes:
-        text: what the model wrote.
-        rows: float32 `[layers, rows, hidden]`; None when nothing was captured.
-        token_ids: of the rows.
-        receipt: midstream's, as plain values; None for a request that asked nothing of it.
+        text: the generated text.
+        rows: float32 `[layers, rows, hidden]`; None if nothing was captured.
+        token_ids: the tokens of the rows.
+        receipt: midstream's receipt as plain values; None if the request neither captured nor
+            steered.
     """
 
     text: str
@@ -62,12 +63,12 @@ class Reply:
 
 
 class Engine(Protocol):
-    """What the demo's run needs."""
+    """The interface that the demo's run needs."""
 
     tokenizer: Any
 
     def run(self, requests: Sequence[Request]) -> list[Reply]:
-        """All requests in one batch; replies in their order."""
+        """Run all requests in one batch, and return the replies in the same order."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""A direction between two classes by difference of means, and how far it tells them apart.
+"""A direction between two classes by difference of means, and its scores.
 
-Nothing here knows of a model: activations come in as one tensor per class.
+This module is independent of the model: its input is one tensor of activations per class.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 
 @dataclass(frozen=True)
 class LayerScore:
-    """How well one layer's direction separates sentences that it was not fitted on.
+    """Scores of one layer's direction on sentences that it was not fitted on.
 
     Attributes:
-        auc: chance that a random positive lies further along it than a random negative; 0.5 is
-            guessing.
+        auc: probability that a random positive lies further along it than a random negative; 0.5
+            is guessing.
         accuracy: fraction on the right side of the midpoint between the two class means.
         d_prime: distance between the classes, in standard deviations within a class.
     """
@@ -35,7 +35,7 @@ class Fit:
             Not normalised: adding it once moves a vector from one class mean to the other.
         midpoint: float32 `[layers, hidden]`, halfway between the two class means.
         scores: one per layer, by cross-validation.
-        num_folds: how many folds that took.
+        num_folds: number of folds of the cross-validation.
     """
 
     direction: torch.Tensor
@@ -49,7 +49,7 @@ class Fit:
         return max(range(len(self.scores)), key=lambda layer: self.scores[layer].d_prime)
 
     def project(self, rows: torch.Tensor) -> torch.Tensor:
-        """Where rows lie between the class means: −1 is the negative mean, +1 the positive.
+        """Project rows onto the direction: −1 is the negative class mean, +1 the positive.
 
         Args:
             rows: `[layers, tokens, hidden]`.
@@ -60,9 +60,9 @@ class Fit:
         return _between(rows.float(), self.direction, self.midpoint)
 
     def cosine(self, rows: torch.Tensor) -> torch.Tensor:
-        """Cosine between the direction and rows seen from the midpoint, −1 to 1.
+        """Return the cosine between the direction and rows less the midpoint, −1 to 1.
 
-        Unlike `project` it is comparable between layers, whatever their norms.
+        Unlike `project`, it is comparable between layers with different norms.
 
         Args:
             rows: `[layers, tokens, hidden]`.
@@ -77,15 +77,18 @@ class Fit:
 def fit(positive: torch.Tensor, negative: torch.Tensor, num_folds: int = 6, seed: int = 0) -> Fit:
     """Fit one direction per layer, and score each on held-out pairs.
 
-    The scores come from cross-validation by pairs: for each fold the direction is fitted without
-    that fold's pairs and then asked about them. Both halves of a pair are held out together, for
-    one half would tell the direction the other's topic.
+    The scores are from cross-validation by pairs: for each fold, the direction is fitted without
+    the fold's pairs and then scored on them. Both halves of a pair are held out together, because
+    one half would reveal the other's topic.
 
     Args:
         positive: `[pairs, layers, hidden]`, any float dtype.
         negative: the same shape; row i is the other half of positive's row i.
         num_folds: 2 to the number of pairs.
-        seed: of the shuffle that deals the pairs into folds.
+        seed: seed of the shuffle that assigns pairs to folds.
+
+    Raises:
+        ValueError: the shapes differ or are not three-dimensional, or num_folds is out of range.
     """
     if positive.shape != negative.shape or positive.dim() != 3:
         raise ValueError(
@@ -105,7 +108,7 @@ def fit(positive: torch.Tensor, negative: torch.Tensor, num_folds: int = 6, seed
 def _cross_validate(
     positive: torch.Tensor, negative: torch.Tensor, num_folds: int, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every sentence's place along a direction fitted without it: two of `[pairs, layers]`."""
+    """Project each sentence onto a direction fitted without it: two tensors `[pairs, layers]`."""
     order = torch.randperm(len(positive), generator=torch.Generator().manual_seed(seed))
     places = [torch.empty(positive.shape[:2]) for _ in range(2)]
     for fold in order.tensor_split(num_folds):
@@ -118,22 +121,22 @@ def _cross_validate(
 
 
 def _means(positive: torch.Tensor, negative: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Direction and midpoint, `[layers, hidden]` each, of two of `[pairs, layers, hidden]`."""
+    """Return direction and midpoint, `[layers, hidden]`, of tensors `[pairs, layers, hidden]`."""
     upper, lower = positive.mean(0), negative.mean(0)
     return upper - lower, (upper + lower) / 2
 
 
 def _between(rows: torch.Tensor, direction: torch.Tensor, midpoint: torch.Tensor) -> torch.Tensor:
-    """`[layers, tokens, hidden]` -> `[layers, tokens]`, −1 and 1 at the class means."""
+    """Project `[layers, tokens, hidden]` to `[layers, tokens]`, −1 and 1 at the class means."""
     half_gap = direction.square().sum(-1) / 2
-    # A layer whose means coincide separates nothing: everything lies at its midpoint.
+    # If the class means are equal, the layer separates nothing: every projection is 0.
     half_gap = torch.where(half_gap > 0, half_gap, torch.inf)
     along = torch.einsum("lth,lh->lt", rows - midpoint[:, None], direction)
     return along / half_gap[:, None]
 
 
 def _score(positive: torch.Tensor, negative: torch.Tensor) -> LayerScore:
-    """The scores of two of `[pairs]`, places along one layer's held-out directions."""
+    """Return the scores of one layer from its held-out projections, two tensors `[pairs]`."""
     wins = positive[:, None] > negative[None]
     ties = positive[:, None] == negative[None]
     right = torch.cat([positive > 0, negative < 0])

@@ -1,4 +1,4 @@
-"""The few bricks of markup: everything that was not written here is escaped."""
+"""HTML elements as text; text content and attributes are escaped."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ VOID = frozenset({"meta", "br"})
 
 
 def escape(text: str) -> str:
-    """Text for an element or an attribute.
+    """Escape text for an element or an attribute.
 
-    Characters that no document may hold (controls, lone surrogates) become U+FFFD: tokens are
-    pieces of bytes, and a model may write anything.
+    Characters that are illegal in a document (controls, lone surrogates) become U+FFFD: tokens are
+    parts of byte strings, and a model may write anything.
     """
     legal = "".join(c if _is_legal(ord(c)) else "\ufffd" for c in text)
     return html.escape(legal, quote=True)
@@ -26,7 +26,7 @@ def _is_legal(code: int) -> bool:
 
 
 def tag(element: str, content: str = "", /, cls: str = "", **attributes: Any) -> str:
-    """One element around markup that is safe already; attributes are escaped here."""
+    """Return one element around content that must be escaped; attributes are escaped here."""
     pairs = {"class": cls, **attributes} if cls else attributes
     head = "".join(f' {name}="{escape(str(value))}"' for name, value in pairs.items())
     if element in VOID:
@@ -35,7 +35,7 @@ def tag(element: str, content: str = "", /, cls: str = "", **attributes: Any) ->
 
 
 def data_block(name: str, value: Any) -> str:
-    """A script element that holds JSON and runs nothing; no text in it can end it early."""
+    """Return a script element of JSON, which is not run; no text in it can end it early."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")

@@ -1,4 +1,4 @@
-"""One bar over all of the demo's stages; plain lines where there is no terminal."""
+"""Progress of the demo: one bar over all stages, or plain lines if there is no terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 
 class Stages:
-    """`with stages("words"): …` is one stage; `advance` moves within it."""
+    """Progress over all stages: `with stages("words"): …` is one; `advance` moves within it."""
 
     def __init__(self, console: Console, num_stages: int) -> None:
         self._console = console
@@ -41,7 +41,7 @@ class Stages:
 
     @contextmanager
     def __call__(self, words: str) -> Iterator[None]:
-        """One stage. Its line stays on screen when it is done, with the time it took."""
+        """Run the block as one stage; afterwards, its line stays on screen with its duration."""
         self._words, start = words, time.perf_counter()
         self._progress.update(self._task, description=words)
         yield
@@ -51,7 +51,7 @@ class Stages:
         self._console.print(f"{took:7.1f} s  {words}", markup=False, highlight=False)
 
     def advance(self, words: str, done: float) -> None:
-        """Within a stage: what is being done now, and the fraction of the stage behind it."""
+        """Show the current work within a stage, and the fraction of the stage that is done."""
         self._progress.update(
             self._task, description=f"{self._words}: {words}", completed=self._num_done + done
         )

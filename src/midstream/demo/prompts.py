@@ -1,8 +1,8 @@
-"""What the demo captures and what it asks the model to write.
+"""Sentences that the demo captures, and questions that it asks.
 
-Each pair is one small scene with two ends, one glad and one sad, in as nearly the same words as
-can be, so that what differs between the two activations is the feeling more than the topic. They
-are captured as bare text, at the last token, the full stop, which has seen the whole sentence.
+Each pair is one small scene with a glad and a sad end. Its two sentences have nearly the same
+words, so that their activations differ by the feeling more than by the topic. They are captured
+as plain text, at the last token: the full stop, whose vector depends on the whole sentence.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Pair(NamedTuple):
-    """One scene told twice; the direction points from `negative` to `positive`."""
+    """One scene with two ends; the direction points from `negative` to `positive`."""
 
     positive: str
     negative: str
@@ -99,7 +99,7 @@ QUESTIONS: tuple[str, ...] = (
     "What did you dream last night?",
     "Describe the sea in two sentences.",
 )
-"""Asked as a chat: nothing in them is glad or sad, so what the answers feel is the steering's."""
+"""Chat messages. They are neither glad nor sad, so the feeling of an answer is the steering's."""
 
 SHOWN_PAIR = 10
-"""The pair whose every token the report shows, by its place in `PAIRS`."""
+"""Index in `PAIRS` of the pair that the report shows token by token."""

@@ -1,4 +1,4 @@
-"""The report: one HTML file that stands alone. A pure function of the run's result."""
+"""The report: one self-contained HTML file, made from the run's result alone."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from midstream.demo.result import Question, Receipt, Result, format_scale, forma
 from midstream.demo.template import page
 
 DATA_ID = "midstream-demo"
-"""Of the element that holds the result as JSON."""
+"""Id of the element that contains the result as JSON."""
 
 
 def render(result: Result) -> str:
-    """The whole document."""
+    """Return the whole HTML document."""
     sections = [
         _header(result),
         _separability(result),
@@ -102,7 +102,7 @@ def _separability(result: Result) -> str:
 def _token_maps(result: Result) -> str:
     positive, negative = result.classes
     limit = charts.color_limit(result.token_maps)
-    # An AUC of one half is guessing: such a layer's colours say nothing.
+    # An AUC of one half is guessing: the colours of such a layer mean nothing.
     weights = [max(0.0, 2 * score.auc - 1) for score in result.scores]
     words = (
         "Every cell is one vector of the residual stream: a token, at one layer, layer 0 at the"
@@ -172,7 +172,7 @@ def _receipts(receipts: list[Receipt]) -> str:
     words = (
         f"{len(receipts)} requests captured or steered: {captured:,} vectors captured,"
         f" {edited:,} edits made. "
-        + (f"{bad} of them differ from what was asked." if bad else "All did what was asked.")
+        + (f"{bad} of them differ from the request." if bad else "All did what was requested.")
         + " A receipt counts what a request asked for against what the device did."
     )
     names = ["request", "status", "tokens", "vectors", "edits", "remarks"]
@@ -198,19 +198,19 @@ def _receipt_cells(receipt: Receipt) -> list[str]:
 
 
 def _count_rows(content: dict[str, Any]) -> tuple[int, int]:
-    """Rows captured, and rows asked for."""
+    """Return the numbers of captured rows and of requested rows."""
     captured = content.get("captured") or ()
     return sum(c["actual"] for c in captured), sum(c["expected"] for c in captured)
 
 
 def _count_edits(content: dict[str, Any]) -> tuple[int, int]:
-    """Edits made, and edits asked for."""
+    """Return the numbers of applied edits and of requested edits."""
     edited = content.get("edited") or {"applied": 0, "expected": 0}
     return edited["applied"], edited["expected"]
 
 
 def _scroll(content: str) -> str:
-    """What is wider than a phone scrolls within itself, by keyboard too."""
+    """Return content in a box that scrolls sideways, by keyboard too, on narrow screens."""
     return tag("div", content, "scroll", tabindex="0")
 
 

@@ -1,4 +1,4 @@
-"""What the demo's run hands to the table and the report: plain values, ready for JSON."""
+"""Result of the demo's run, for the table and the report: plain values, ready for JSON."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class TokenMap:
     """One text, token by token, against the direction at every layer.
 
     Attributes:
-        title: what it is.
-        tokens: as text, one per column.
+        title: description of the text.
+        tokens: the tokens as text, one per column.
         cosine: `[layers][tokens]`, see `Fit.cosine`.
         projection: `[layers][tokens]`, see `Fit.project`.
     """
@@ -30,10 +30,10 @@ class Answer:
     """One question answered at one strength.
 
     Attributes:
-        scale: multiples of the direction that were added to each token's vector; 0: none.
-        text: what the model wrote.
-        reading: mean projection of the text's tokens when the model, not steered, reads it;
-            None for a text too short to read.
+        scale: multiple of the direction that was added to each token's vector; 0 for none.
+        text: the generated text.
+        reading: mean projection of the text's tokens when the unsteered model reads them; None for
+            a text that is too short.
     """
 
     scale: float
@@ -51,7 +51,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What one request asked for and what was done, as midstream wrote it."""
+    """The receipt of one request: what was requested and what was done."""
 
     request: str
     content: dict[str, Any]
@@ -62,19 +62,19 @@ class Result:
     """Everything the report shows.
 
     Attributes:
-        model: its name or folder's name.
-        versions: of the packages that matter, by name.
-        settings: how the engine ran, in words, by name.
+        model: name of the model or its folder.
+        versions: versions of the relevant packages, by name.
+        settings: the engine's settings in words, by name.
         started: date and time, with the zone.
         seconds: wall time of each stage.
         classes: names of the positive and the negative class.
-        num_pairs, num_folds: of sentences, and of the cross-validation.
+        num_pairs, num_folds: number of pairs of sentences, and of folds of the cross-validation.
         scores: one per layer.
-        best_layer: the one that separates best.
-        layer: the one that was steered.
-        gap_norm: length of its direction.
-        stream_norm: mean length of the vectors it was fitted on.
-        token_maps, questions, receipts: what was read, written and done.
+        best_layer: the layer that separates best.
+        layer: the steered layer.
+        gap_norm: length of the steered layer's direction.
+        stream_norm: mean length of the vectors that the direction was fitted on.
+        token_maps, questions, receipts: texts token by token, answers, and receipts.
     """
 
     model: str
@@ -96,11 +96,11 @@ class Result:
 
     @property
     def scales(self) -> list[float]:
-        """The strengths, 0 included, rising."""
+        """The strengths in rising order, 0 included."""
         return [answer.scale for answer in self.questions[0].answers]
 
     def mean_readings(self) -> list[float | None]:
-        """Per strength, the mean reading over all questions that have one."""
+        """Return the mean reading of each strength; None if no answer has a reading."""
         means: list[float | None] = []
         for column in zip(*(question.answers for question in self.questions), strict=True):
             readings = [a.reading for a in column if a.reading is not None]
@@ -112,12 +112,12 @@ class Result:
 
 
 def format_scale(scale: float) -> str:
-    """`+2`, `−0.5`, or `plain` for none."""
+    """Format a strength: `+2`, `−0.5`, or `plain` for 0."""
     if scale == 0:
         return "plain"
     return f"{scale:+g}".replace("-", "−")
 
 
 def format_signed(value: float) -> str:
-    """`+0.25`, `−1.50`: two decimals, and a true minus."""
+    """Format a number with its sign, two decimals and a true minus: `+0.25`, `−1.50`."""
     return f"{value:+.2f}".replace("-", "−")

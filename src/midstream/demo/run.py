@@ -16,21 +16,22 @@ from midstream.demo.fit import Fit, fit
 from midstream.demo.result import Answer, Question, Receipt, Result, TokenMap, format_scale
 
 Stage = Callable[[str], AbstractContextManager[None]]
-"""Opens one stage of the work; the words say what is being done."""
+"""Called with a stage's description; returns the context in which the stage runs."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do, apart from the engine it is done on.
+    """What to do on an engine.
 
     Attributes:
-        model: its name, for the report.
+        model: name of the model, for the report.
         scales: strengths, in multiples of the distance between the two class means.
-        layer: where to steer; None for the layer that separates best.
-        max_tokens: of each answer.
-        seed: of the cross-validation's folds.
-        pairs, questions: what to capture and what to ask.
-        versions, settings: for the report.
+        layer: layer to steer; None for the layer that separates best.
+        max_tokens: tokens to generate for each answer.
+        seed: seed of the cross-validation's folds.
+        num_folds: number of the folds; at most one per pair.
+        pairs, questions: sentences to capture, and questions to answer.
+        versions, settings: descriptions for the report, by name.
     """
 
     model: str
@@ -46,7 +47,7 @@ class Plan:
 
 
 def run(engine: Engine, plan: Plan, stage: Stage) -> Result:
-    """The whole job on a started engine."""
+    """Run the whole job on a started engine, and return its result."""
     started = time.strftime("%Y-%m-%d %H:%M %Z")
     job = _Job(engine, plan, stage)
     with job.timed(f"capturing {2 * len(plan.pairs)} sentences at all layers", "capture"):
@@ -79,7 +80,7 @@ def run(engine: Engine, plan: Plan, stage: Stage) -> Result:
 
 
 class _Job:
-    """One run: its engine and plan, and the receipts and times that it gathers."""
+    """One run: its engine and plan, and the receipts and times that it collects."""
 
     def __init__(self, engine: Engine, plan: Plan, stage: Stage) -> None:
         self.engine = engine
@@ -96,9 +97,9 @@ class _Job:
         self.seconds[key] = time.perf_counter() - start
 
     def capture_pairs(self) -> list[Reply]:
-        """Replies for every pair's positive, then its negative: p0, n0, p1, n1, …
+        """Capture every pair, and return the replies in the order p0, n0, p1, n1, …
 
-        The pair that the report shows is captured whole, the others at their last token.
+        The pair that the report shows is captured at all tokens, the others at their last token.
         """
         requests = [
             Request(
@@ -112,7 +113,11 @@ class _Job:
         return self._run(requests)
 
     def write(self, fitted: Fit, layer: int) -> list[list[Reply]]:
-        """Per question, its answers by rising strength; all of them in one mixed batch."""
+        """Generate all answers in one mixed batch.
+
+        Returns:
+            For each question, its answers by rising strength.
+        """
         vector = fitted.direction[layer].contiguous()
         requests = [
             Request(
@@ -129,7 +134,11 @@ class _Job:
         return [replies[at : at + step] for at in range(0, len(replies), step)]
 
     def read_back(self, written: list[list[Reply]], fitted: Fit, layer: int) -> list[Question]:
-        """The questions with their answers, each read by the model that nobody steers."""
+        """Read each answer with the unsteered model.
+
+        Returns:
+            The questions, with their answers and readings.
+        """
         encoded = [self._encode(reply.text.strip()) for row in written for reply in row]
         requests = [
             Request(f"reading answer {index + 1}", token_ids, capture="prompt")
@@ -154,7 +163,7 @@ class _Job:
     def map_tokens(
         self, captured: list[Reply], written: list[list[Reply]], fitted: Fit
     ) -> list[TokenMap]:
-        """The shown pair, and the first question's answers at the ends of the scale and plain."""
+        """Map the shown pair, and the first question's answers: lowest scale, plain, highest."""
         shown = captured[2 * self._shown_pair : 2 * self._shown_pair + 2]
         maps = [
             self._map(f"A {name} sentence, read", reply, fitted)
@@ -192,7 +201,9 @@ class _Job:
             if reply.receipt is not None:
                 self.receipts.append(Receipt(request.name, reply.receipt))
             elif request.capture or request.push:
-                raise DemoError(f"{request.name}: asked for something and got no receipt")
+                raise DemoError(
+                    f"{request.name}: the request captures or steers, but has no receipt"
+                )
         return replies
 
     def _encode(self, text: str) -> list[int]:
@@ -204,7 +215,7 @@ class _Job:
             return self._encode(question)
         turns = [{"role": "user", "content": question}]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        # The template has written its own special tokens.
+        # The template already contains the special tokens.
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -214,7 +225,7 @@ def _rows(reply: Reply) -> torch.Tensor:
 
 
 def _rounded(values: torch.Tensor) -> list[list[float]]:
-    """Nested lists to four decimals, a quarter of the bytes of all of them."""
+    """Return nested lists with four decimals, which take a quarter of the bytes of all decimals."""
     return [[round(value, 4) for value in row] for row in values.tolist()]
 
 
@@ -233,9 +244,9 @@ def _choose_layer(fitted: Fit, wanted: int | None) -> int:
 
 
 def _mean_reading(reply: Reply, fitted: Fit, layer: int) -> float:
-    """Mean projection at `layer` of all tokens but the first.
+    """Return the mean projection at `layer` of all tokens but the first.
 
-    The first is an attention sink: its vector is huge, and the same whatever the text.
+    The first token is an attention sink: its vector is huge, and the same for every text.
     """
     return float(fitted.project(_rows(reply))[layer, 1:].mean())
 

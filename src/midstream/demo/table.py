@@ -11,11 +11,11 @@ from midstream.demo.result import Question, Result, format_scale, format_signed
 
 
 def answers(result: Result, width: int) -> Group:
-    """One table per question, a column per strength; a row per strength where that is too narrow.
+    """Return one table per question, with a column per strength, or a row if that is too narrow.
 
     Args:
-        result: the run's.
-        width: of the terminal, in characters.
+        result: the run's result.
+        width: width of the terminal, in characters.
     """
     wide = width // len(result.scales) >= 22
     tables = [_columns(q) if wide else _rows(q) for q in result.questions]
@@ -29,7 +29,7 @@ def _heading(answer_scale: float) -> Text:
 
 def _titled(question: Question, show_header: bool) -> Table:
     return Table(
-        title=Text(question.prompt, "bold"),  # as Text: a prompt is not rich's markup
+        title=Text(question.prompt, "bold"),  # as Text: brackets in a prompt are not markup
         title_justify="left",
         box=box.SIMPLE_HEAD,
         show_header=show_header,

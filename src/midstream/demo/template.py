@@ -13,7 +13,7 @@ LIGHT: tuple[Rgb, Rgb, Rgb] = ((33, 90, 168), (244, 242, 238), (201, 84, 12))
 DARK: tuple[Rgb, Rgb, Rgb] = ((98, 164, 255), (38, 40, 44), (255, 146, 64))
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""Told to the browser: a report never loads anything."""
+"""Content security policy: the report loads nothing."""
 
 CSS = """
 :root { color-scheme: light dark; --page: #fbfaf8; --card: #fff; --ink: #1d1c1a; --soft: #5f5b55;
@@ -92,7 +92,7 @@ DARK_CSS = """
 
 
 def page(title: str, body: str, data: str) -> str:
-    """The whole document around a body and a data block that are safe already."""
+    """Return the whole document around a body and a data block, which must be escaped."""
     head = "\n".join(
         [
             tag("meta", charset="utf-8"),
@@ -110,13 +110,13 @@ def page(title: str, body: str, data: str) -> str:
 
 
 def style_sheet() -> str:
-    """The rules, with the diverging colours in both modes."""
+    """Return the CSS rules, with the diverging colours for light and dark pages."""
     dark = DARK_CSS + _bins(*DARK)
     return f"{CSS}{_bins(*LIGHT)}\n@media (prefers-color-scheme: dark) {{{dark}\n}}\n"
 
 
 def _bins(low: Rgb, middle: Rgb, high: Rgb) -> str:
-    """A rule per bin: SVG cells are filled, HTML bricks have it as background or edge."""
+    """Return the rules of each bin: fill of SVG cells, background or edge of HTML elements."""
     half = NUM_BINS // 2
     rules = []
     for index in range(NUM_BINS):

@@ -1,4 +1,4 @@
-"""The command: help without vLLM, errors without tracebacks, noise kept away."""
+"""The command: help without vLLM, errors without tracebacks, quiet output."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from midstream.demo import cli
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 
@@ -49,7 +51,7 @@ def test_help_as_a_command_is_quick() -> None:
     start = time.perf_counter()
     done = run_python("-m", "midstream.demo", "--help")
     assert done.returncode == 0, done.stderr
-    assert "usage: python -m midstream.demo" in done.stdout
+    assert "Usage: python -m midstream.demo" in done.stdout
     assert time.perf_counter() - start < 10
 
 
@@ -57,9 +59,11 @@ def test_help_as_a_command_is_quick() -> None:
     ("arguments", "words"),
     [
         (["--scales", "nan"], "finite number, got nan"),
-        (["--scales", "much"], "invalid _scale value|finite number"),
-        (["--max-tokens", "0"], "2 to 384, got 0"),
-        (["--lay"], "expected one argument|unrecognized"),
+        (["--scales", "much"], "finite number, got much"),
+        (["--scales", "1", "--layer"], "--layer' requires an argument"),
+        (["--max-tokens", "0"], "'--max-tokens': .*2"),
+        (["--lay"], "No such option: --lay"),
+        (["model"], "unexpected extra argument"),
     ],
 )
 def test_wrong_options_are_refused(arguments: list[str], words: str) -> None:
@@ -79,6 +83,43 @@ def test_a_folder_without_a_model_is_refused_in_one_sentence(tmp_path: Path) -> 
     assert "expected a Hugging Face model folder, with a" in " ".join(done.stdout.split())
     assert "Traceback" not in done.stdout + done.stderr
     assert not (tmp_path / "x.html").exists()
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[cli.Options]:
+    """The options of each call; the demo itself does not run."""
+    options: list[cli.Options] = []
+
+    def record(given: cli.Options) -> int:
+        options.append(given)
+        return 0
+
+    monkeypatch.setattr(cli, "_show", record)
+    return options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scales"),
+    [
+        ([], cli.DEFAULT_SCALES),
+        (["--scales", "-2", "2"], (-2.0, 2.0)),
+        (["--scales", "1"], (1.0,)),
+        (["--scales", "-.5", "1e1", "--layer", "-1"], (-0.5, 10.0)),
+        (["--scales=-2"], (-2.0,)),
+    ],
+)
+def test_both_commands_take_several_scales_after_one_option(
+    called: list[cli.Options], arguments: list[str], scales: tuple[float, ...]
+) -> None:
+    from midstream.cli.app import app
+
+    for run in (cli.main, lambda given: app(["demo", *given])):
+        with pytest.raises(SystemExit) as end:
+            run([*arguments, "--seed", "3", "--compile"])
+        assert end.value.code == 0
+    assert called[0] == called[1]
+    assert (called[0].scales, called[0].seed, called[0].compiled) == (scales, 3, True)
+    assert called[0].layer == (-1 if "--layer" in arguments else None)
 
 
 @pytest.mark.parametrize("out", [".", "a-file/report.html"])

@@ -102,10 +102,8 @@ def test_every_text_and_fact_is_in_the_page() -> None:
 
 def test_the_receipts_are_counted_and_listed() -> None:
     text = "".join(parse(report.render(make_result())).text)
-    assert (
-        "1 requests captured or steered: 9 vectors captured, 9 edits made. All did what was asked."
-        in text
-    )
+    assert "1 requests captured or steered: 9 vectors captured, 9 edits made. All did" in text
+    assert "All did what was requested." in text
     assert "request oneok7 + 39 of 99 of 9" in text.replace("request one ", "request one")
     assert "1 of them differ" not in text
 
@@ -113,7 +111,7 @@ def test_the_receipts_are_counted_and_listed() -> None:
 def test_a_receipt_that_is_not_ok_is_not_hidden() -> None:
     result = make_result()
     result.receipts[0].content["status"] = "error"
-    assert "1 of them differ from what was asked" in report.render(result)
+    assert "1 of them differ from the request" in report.render(result)
 
 
 def test_the_data_block_is_the_result() -> None:

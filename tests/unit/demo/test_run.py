@@ -143,7 +143,9 @@ def test_a_missing_receipt_is_an_error(engine: FakeEngine) -> None:
         return [dataclasses.replace(reply, receipt=None) for reply in real(requests)]
 
     engine.run = silent  # type: ignore[method-assign]
-    with pytest.raises(DemoError, match="pair 1, glad: asked for something and got no receipt"):
+    with pytest.raises(
+        DemoError, match="pair 1, glad: the request captures or steers, but has no receipt"
+    ):
         run(engine, PLAN, no_stage)
 
 

@@ -1,6 +1,6 @@
-"""The files of a Hugging Face Llama folder, out of a GGUF: configs, tokenizer, weights.
+"""Writer of a Hugging Face Llama folder from a GGUF: configs, tokenizer, weights.
 
-Imports numpy, torch, safetensors and tokenizers, so only `smollm2` imports it, and late.
+It imports numpy, torch, safetensors and tokenizers, so `smollm2` imports it only when needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from midstream.errors import ModelError
 from midstream.steering.gguf import Floats, Gguf
 
 CONTROL = 3
-"""The token type that llama.cpp gives to tokens such as <|im_start|>."""
+"""llama.cpp's token type of tokens such as <|im_start|>."""
 
 HF_NAMES = {
     "token_embd": "embed_tokens",
@@ -37,7 +37,7 @@ HF_NAMES = {
 
 
 def write_configs(folder: Path, gguf: Gguf) -> None:
-    """config.json and generation_config.json."""
+    """Write config.json and generation_config.json."""
     special = {
         "bos_token_id": gguf["tokenizer.ggml.bos_token_id"],
         "eos_token_id": gguf["tokenizer.ggml.eos_token_id"],
@@ -71,7 +71,16 @@ def write_configs(folder: Path, gguf: Gguf) -> None:
 
 
 def write_weights(folder: Path, gguf: Gguf, report: Callable[[str, float], None]) -> None:
-    """model.safetensors, in bfloat16. `report` gets each tensor's name and the fraction done."""
+    """Write model.safetensors, in bfloat16.
+
+    Args:
+        folder: the model's folder.
+        gguf: the weights, as llama.cpp stores a Llama.
+        report: called with each tensor's name and the fraction done, 0 to 1.
+
+    Raises:
+        ModelError: a tensor is not part of a Llama.
+    """
     num_heads = {
         "attn_q": gguf["llama.attention.head_count"],
         "attn_k": gguf["llama.attention.head_count_kv"],
@@ -89,7 +98,7 @@ def write_weights(folder: Path, gguf: Gguf, report: Callable[[str, float], None]
 
 
 def split_rotary_pairs(array: Floats, num_heads: int) -> Floats:
-    """float32 `[heads * head_dim, hidden]`, from llama.cpp's order of rows to transformers'.
+    """Convert float32 `[heads * head_dim, hidden]` from llama.cpp's row order to transformers'.
 
     llama.cpp stores the two halves of each rotary pair side by side, transformers half a head
     apart.
@@ -99,18 +108,22 @@ def split_rotary_pairs(array: Floats, num_heads: int) -> Floats:
 
 
 def hf_name(name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+    """Translate a tensor's name: `blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`.
+
+    Raises:
+        ModelError: the tensor is not part of a Llama.
+    """
     part, prefix = name.removesuffix(".weight"), "model"
     if part.startswith("blk.") and part.count(".") == 2:
         _, layer, part = part.split(".")
         prefix = f"model.layers.{layer}"
     if part not in HF_NAMES:
-        raise ModelError(f"GGUF: tensor {name!r} has no place in a Llama model")
+        raise ModelError(f"GGUF: tensor {name!r} is not part of a Llama model")
     return f"{prefix}.{HF_NAMES[part]}.weight"
 
 
 def write_tokenizer(folder: Path, gguf: Gguf) -> None:
-    """tokenizer.json and tokenizer_config.json, chat template included."""
+    """Write tokenizer.json and tokenizer_config.json, including the chat template."""
     tokens = gguf["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in gguf["tokenizer.ggml.merges"]]
     vocab = {token: index for index, token in enumerate(tokens)}

