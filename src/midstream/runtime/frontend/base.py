@@ -18,7 +18,7 @@ from midstream.errors import SpecError
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.request.admission import Admission
-from midstream.runtime.frontend.request.budget import Budget, Need, check_rows, row_room
+from midstream.runtime.frontend.request.budget import Budget, Need, check_rows, row_limit
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver, PreparedPlan
 from midstream.runtime.frontend.request.sink_routes import routes_of
@@ -64,7 +64,7 @@ class BaseFrontEnd:
         self._resolver = PlanResolver(info, engine, self.sinks.captures)
         self._resolver.check_also()
         self._deltas = deltas
-        self._row_limits = [row_room(workers, found) for workers in self._workers]
+        self._row_limits = [row_limit(workers, found) for workers in self._workers]
         budgets = [Budget(info.room, rows) for rows in self._row_limits]
         self._admission = Admission(budgets, busy)
         self._needs: dict[str, Need] = {}
@@ -200,7 +200,7 @@ class BaseFrontEnd:
 
     def _release_rows(self, uid: str, nbytes: int) -> None:
         """Release the capacity for rows of a running request that were fetched."""
-        self._admission.give_back_rows(uid, nbytes)
+        self._admission.release_rows(uid, nbytes)
 
     def _release(self, uids: list[str]) -> None:
         """Release all capacity of requests whose rows were fetched, or are not needed."""

@@ -1,4 +1,4 @@
-"""What the front end knows of its engine's workers."""
+"""Description of an engine, from its workers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from midstream.spec import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the workers of one engine said of themselves.
+    """Description of one engine.
 
     Attributes:
-        shape: for resolving plans.
+        shape: shape of the model, for resolving plans.
         dtype: name of the model's dtype.
-        codec: how captured vectors leave the device where a request does not say.
-        return_: through which ranks.
-        room: how much the running requests can hold together.
-        workers: each worker's own description, with the number of its replica.
+        codec: codec of captures that do not name one.
+        return_: ranks through which rows are transferred if captures do not say.
+        room: capacity of a worker for running requests.
+        workers: description of each worker, with the number of its replica.
     """
 
     shape: ModelShape
@@ -36,10 +36,10 @@ class EngineInfo:
 
 
 def describe(answers: Sequence[Sequence[WorkerInfo]]) -> EngineInfo:
-    """The engine, from its workers' answers to `describe`.
+    """Return the description of an engine.
 
     Args:
-        answers: per replica, those of its workers.
+        answers: per replica, the descriptions of its workers.
 
     Raises:
         UnsupportedError: nothing is tapped.

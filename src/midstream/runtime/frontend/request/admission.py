@@ -98,7 +98,7 @@ class Admission:
         self._end(uids)
         self._admit_waiting()
 
-    def give_back_rows(self, uid: str, nbytes: int) -> None:
+    def release_rows(self, uid: str, nbytes: int) -> None:
         """Release the capacity for rows of a running request that were fetched.
 
         Args:
@@ -109,7 +109,7 @@ class Admission:
         if one is not None:
             need = one.need
             left = max(0, need.rows - nbytes)
-            self._budgets[one.replica].give_back_rows(replace(need, rows=need.rows - left))
+            self._budgets[one.replica].release_rows(replace(need, rows=need.rows - left))
             self._admitted[uid] = replace(one, need=replace(need, rows=left))
             self._admit_waiting()
 
@@ -119,7 +119,7 @@ class Admission:
         for uid in uids:
             one = self._ended.pop(uid, None)
             if one is not None:
-                self._budgets[one.replica].give_back_rows(one.need)
+                self._budgets[one.replica].release_rows(one.need)
             self._waiting.pop(uid, None)
         self._admit_waiting()
 
@@ -128,7 +128,7 @@ class Admission:
             one = self._admitted.pop(uid, None)
             if one is not None:
                 self._counts[one.replica] -= 1
-                self._budgets[one.replica].give_back(one.need)
+                self._budgets[one.replica].release_tables(one.need)
                 self._ended[uid] = one
 
     def is_waiting(self, uid: str) -> bool:
@@ -153,7 +153,7 @@ class Admission:
                 # The requests behind it must not wait for its capacity.
                 self._end([uid])
                 one_ended = self._ended.pop(uid)
-                self._budgets[replica].give_back_rows(one_ended.need)
+                self._budgets[replica].release_rows(one_ended.need)
                 self._admit_waiting()
                 raise
 

@@ -1,4 +1,8 @@
-"""What the running requests take of a worker's tables, as the front end reckons it."""
+"""Capacity of the workers that running requests take, as the front end counts it.
+
+With `overflow="block"` a request is sent to the engine only when there is memory for all rows that
+it may capture, so that no step ever waits for a reader.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from midstream.sites import Tap
 from midstream.spec import ResolvedPlan
 from midstream.spec.positions.range_set import overlay
 
-# Per kind of room: the setting, what it counts.
+# Per kind of capacity: its setting, and what it counts.
 _KINDS = {
     "bank_rows": "vectors",
     "programs": "combinations of edits",
@@ -30,11 +34,11 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one plan takes.
+    """Capacity that one plan takes.
 
     Attributes:
-        kinds: by kind of room, how much for each distinct thing.
-        rows: bytes of captured rows, at most, until they are fetched; where ranks share them, those
+        kinds: by kind of capacity, the amount for each distinct thing.
+        rows: bytes of captured rows, at most, until they are fetched; where ranks share rows, those
             of one rank.
     """
 
@@ -42,37 +46,39 @@ class Need:
     rows: int = 0
 
     def total(self, kind: str) -> int:
-        """How much of a kind the plan takes on its own."""
+        """Return the amount of a kind that the plan takes on its own."""
         return sum(self.kinds[kind].values())
 
 
 @dataclass(frozen=True, slots=True)
-class RowRoom:
-    """Room for captured rows, over all workers.
+class RowLimit:
+    """Memory for captured rows, over all workers.
 
     Attributes:
-        limit: bytes; None where requests need not wait for it.
-        held: how many of them readers hold.
+        limit: bytes; None: requests do not wait for memory.
+        held: returns the number of bytes that readers lease.
     """
 
     limit: int | None
     held: Callable[[], int]
 
 
-NO_LIMIT = RowRoom(None, lambda: 0)
+NO_LIMIT = RowLimit(None, lambda: 0)
 
 
 def need_of(plan: ResolvedPlan, taps: dict[Tap, int], room: Room, edits_per_site: int) -> Need:
-    """What a plan takes.
+    """Return the capacity that a plan takes.
+
+    It is counted by the code that cuts the plan on the worker.
 
     Args:
-        plan: what a request asks for.
-        taps: every tap of the engine, over all pipeline stages.
-        room: how much a worker has.
-        edits_per_site: most instructions for one token at one site.
+        plan: the resolved plan.
+        taps: indices of all taps of the engine, over all pipeline stages.
+        room: capacity of a worker.
+        edits_per_site: limit of instructions for one token at one site.
 
     Raises:
-        SpecError: the plan is beyond a limit even with nothing else running; with the figures.
+        SpecError: the plan exceeds a limit on its own.
     """
     pieces = cut(plan, taps, WHOLE)
     kinds: dict[str, dict[Hashable, int]] = {kind: {} for kind in _KINDS}
@@ -109,20 +115,20 @@ def need_of(plan: ResolvedPlan, taps: dict[Tap, int], room: Room, edits_per_site
 
 
 class Budget:
-    """Counts what admitted plans take together; what they share counts once."""
+    """Counts the capacity that admitted plans take together; things that they share count once."""
 
-    def __init__(self, room: Room, rows: RowRoom = NO_LIMIT) -> None:
+    def __init__(self, room: Room, rows: RowLimit = NO_LIMIT) -> None:
         self._limits = _limits(room)
-        self._row_room = rows
+        self._row_limit = rows
         self._rows = 0
         self._used = dict.fromkeys(_KINDS, 0)
         self._users: dict[str, Counter[Hashable]] = {kind: Counter() for kind in _KINDS}
 
     def fits(self, need: Need) -> bool:
-        """Whether there is room for it beside what is admitted."""
-        limit = self._row_room.limit
+        """Return whether a plan fits beside the admitted ones."""
+        limit = self._row_limit.limit
         rows = self._rows + need.rows
-        if need.rows and limit is not None and rows + self._row_room.held() > limit:
+        if need.rows and limit is not None and rows + self._row_limit.held() > limit:
             return False
         return all(
             self._used[kind] + self._new(kind, things) <= self._limits[kind]
@@ -130,14 +136,14 @@ class Budget:
         )
 
     def take(self, need: Need) -> None:
-        """Admits a plan that fits. Pair with `give_back` and `give_back_rows`."""
+        """Take the capacity of a plan that fits. Pair with `release_tables` and `release_rows`."""
         self._rows += need.rows
         for kind, things in need.kinds.items():
             self._used[kind] += self._new(kind, things)
             self._users[kind].update(things.keys())
 
-    def give_back(self, need: Need) -> None:
-        """Ends a plan; its rows may still wait to be fetched."""
+    def release_tables(self, need: Need) -> None:
+        """Release the capacity of a plan, except for its rows."""
         for kind, things in need.kinds.items():
             users = self._users[kind]
             for thing, size in things.items():
@@ -146,18 +152,18 @@ class Budget:
                     del users[thing]
                     self._used[kind] -= size
 
-    def give_back_rows(self, need: Need) -> None:
-        """A plan's rows, or as many of them, have been fetched."""
+    def release_rows(self, need: Need) -> None:
+        """Release the capacity for rows: `need.rows` bytes."""
         self._rows -= need.rows
 
     @property
     def rows(self) -> int:
-        """Bytes of rows that admitted plans may take."""
+        """Bytes of rows that admitted plans may capture."""
         return self._rows
 
     @property
     def used(self) -> dict[str, int]:
-        """How much of each kind is taken."""
+        """The amount of each kind that is taken."""
         return dict(self._used)
 
     def _new(self, kind: str, things: dict[Hashable, int]) -> int:
@@ -191,32 +197,35 @@ def _check_sites(piece: PlanSegment, taps: list[Tap], limit: int) -> None:
 
 
 def all_taps(taps: Iterable[Tap]) -> dict[Tap, int]:
-    """The engine's taps, numbered."""
+    """Return the index of each tap of an engine."""
     return {tap: index for index, tap in enumerate(taps)}
 
 
-def row_room(workers: Sequence[RemoteWorker], config: Config) -> RowRoom:
-    """The room of an engine, over all pipeline stages. Of the ranks of a stage the first counts: no
-    other moves more.
+def row_limit(workers: Sequence[RemoteWorker], config: Config) -> RowLimit:
+    """Return the memory for rows of an engine, over all pipeline stages.
+
+    The first rank of each stage counts: no other one transfers more rows.
     """
     capturing = [worker for worker in workers if worker.info.tensor_rank == 0]
     if config.overflow != "block":
-        return RowRoom(None, lambda: 0)
-    return RowRoom(
+        return RowLimit(None, lambda: 0)
+    return RowLimit(
         sum(worker.info.arena_bytes for worker in capturing),
         lambda: sum(worker.held for worker in capturing),
     )
 
 
-def most_rows(plan: ResolvedPlan, hidden: int, dtype: torch.dtype, length: int, ranks: int) -> int:
-    """Bytes of the rows that a plan can capture; where ranks share them, those of the first.
+def max_row_bytes(
+    plan: ResolvedPlan, hidden: int, dtype: torch.dtype, length: int, ranks: int
+) -> int:
+    """Return the bytes of the rows that a plan can capture; where ranks share rows, of the first.
 
     Args:
-        plan: what one completion asks for.
+        plan: the resolved plan of one completion.
         hidden: width of the model.
-        dtype: the dtype that it computes in.
-        length: how many tokens the request can have.
-        ranks: how many there are in a tensor-parallel group.
+        dtype: dtype of captured vectors.
+        length: largest number of tokens of the request.
+        ranks: number of ranks in a tensor-parallel group.
     """
     if not plan.captures:
         return 0
@@ -230,13 +239,13 @@ def most_rows(plan: ResolvedPlan, hidden: int, dtype: torch.dtype, length: int, 
     return rows * width
 
 
-def check_rows(need: Need, room: RowRoom) -> None:
-    """Whether a request ever has room.
+def check_rows(need: Need, room: RowLimit) -> None:
+    """Check that the rows of a request fit in an idle engine.
 
     Raises:
-        SpecError: it has not.
+        SpecError: they do not.
     """
-    # What readers hold on to may take the other part.
+    # Leases of readers may take the other part.
     limit = None if room.limit is None else int(room.limit * (1 - MOST_HELD))
     if limit is not None and need.rows > limit:
         raise SpecError(

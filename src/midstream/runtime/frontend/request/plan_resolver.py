@@ -13,7 +13,7 @@ from midstream.codecs import parse_codec
 from midstream.config.config import KEY
 from midstream.errors import ConfigError, SpecError
 from midstream.ops.layout import Op
-from midstream.runtime.frontend.request.budget import Need, all_taps, most_rows, need_of
+from midstream.runtime.frontend.request.budget import Need, all_taps, max_row_bytes, need_of
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.prompt.text_map import text_map
 from midstream.runtime.protocol.cache_keys import CacheKeys, cache_keys
@@ -153,18 +153,18 @@ class PlanResolver:
             )
         first = self._info.workers[0]
         need = need_of(resolved, self._taps, self._info.room, first.edits_per_site)
-        need = replace(need, rows=self._most_rows(resolved, prompt.length, max_tokens))
+        need = replace(need, rows=self._max_row_bytes(resolved, prompt.length, max_tokens))
         self._check_ring(resolved)
         self._check_gates(resolved)
         return PreparedPlan(resolved, need, to_bytes(resolved), cache_keys(resolved))
 
-    def _most_rows(self, plan: ResolvedPlan, prompt_len: int, max_tokens: int | None) -> int:
+    def _max_row_bytes(self, plan: ResolvedPlan, prompt_len: int, max_tokens: int | None) -> int:
         length = self._max_length
         if max_tokens is not None:
             length = min(length, prompt_len + max_tokens)
         dtype = getattr(torch, self._info.dtype)
         ranks = self._info.workers[0].tensor_ranks
-        return most_rows(plan, self._info.shape.hidden_size, dtype, length, ranks)
+        return max_row_bytes(plan, self._info.shape.hidden_size, dtype, length, ranks)
 
     def _codec(self, captures: tuple[Capture, ...]) -> str:
         """Return the codec that all of these captures have."""

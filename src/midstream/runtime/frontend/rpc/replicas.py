@@ -1,8 +1,7 @@
-"""The engines behind one front end: one, or with data parallelism several, each with workers of its
-own.
+"""The engines of one front end: one, or several with data parallelism.
 
-vLLM's own call of all workers goes to every engine and returns the first one's answer. Here each
-engine is called by itself.
+vLLM's own call of all workers goes to every engine and returns the answer of the first. Here each
+engine is called separately.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.frontend.rpc.rpc_batcher import RpcBatcher
 from midstream.runtime.protocol.rpc import RPC, A, RpcRequest, arguments_of, read_answers
 
-_BETWEEN_LOOKS = 0.5  # seconds
+_CHECK_SECONDS = 0.5  # interval of checks whether the engine is alive
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class Replica:
     """One engine.
 
     Attributes:
-        number: its place among the engines of this front end, by which vLLM sends it requests.
+        number: index among the engines of this front end, by which vLLM sends it requests.
         batcher: calls its workers.
     """
 
@@ -36,11 +35,11 @@ class Replica:
 
 
 def replicas_of(client: Any, workers: Sequence[Sequence[RemoteWorker]]) -> list[Replica]:
-    """The engines of a client.
+    """Return the engines of a client.
 
     Args:
         client: vLLM's client of its engine cores.
-        workers: those of each engine.
+        workers: workers of each engine.
     """
     return [
         Replica(number, RpcBatcher(partial(call, client, number), mine))
@@ -65,8 +64,8 @@ async def call(client: Any, number: int, request: RpcRequest[A]) -> list[A]:
         client._call_utility_async(*arguments, engine=engine)  # noqa: SLF001
     )
     try:
-        while not (await asyncio.wait([answer], timeout=_BETWEEN_LOOKS))[0]:
-            # vLLM tells those who wait for outputs, and not those who wait for such an answer.
+        while not (await asyncio.wait([answer], timeout=_CHECK_SECONDS))[0]:
+            # vLLM raises this for callers that wait for outputs, but not for those that wait here.
             if client.resources.engine_dead:
                 raise EngineDeadError
         return read_answers(request, answer.result())
@@ -81,12 +80,14 @@ async def call_all(client: Any, request: RpcRequest[A]) -> list[list[A]]:
 
 
 def busy(client: Any) -> list[int]:
-    """How many requests each engine has, as vLLM's load balancer was last told: ten times a second.
+    """Return the number of requests on each engine, as last reported to vLLM's load balancer.
+
+    Engines report ten times a second.
 
     Args:
         client: vLLM's client of its engine cores.
     """
     if len(client.core_engines) == 1:
         return [0]
-    # Waiting, running, and in later releases how full the KV cache is.
+    # Waiting, running, and in later releases the usage of the KV cache.
     return [int(waiting + running) for waiting, running, *_ in client.lb_engines]

@@ -1,7 +1,7 @@
-"""Carries what the requests of an async engine ask of the workers: one call at a time, in which all
-that has come together meanwhile goes along.
+"""RPCs of an asynchronous engine's requests, batched: one call at a time.
 
-So the number of calls follows the engine's steps and not the number of requests.
+Everything that is requested during a call goes into the next one. So the number of calls follows
+the engine's steps, not the number of requests.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from midstream.runtime.protocol.results import WorkerAnswers
 from midstream.runtime.protocol.rpc import A, ReadScores, ReleaseRequests, RpcRequest
 from midstream.runtime.protocol.scores import ScoreBlock, Span, score_blocks
 
+# Results that are collected together.
+_BATCH_REQUESTS = 64
+
 
 class AsyncCall(Protocol):
     """Sends a request to all workers of an engine and returns their answers."""
@@ -23,148 +26,158 @@ class AsyncCall(Protocol):
     def __call__(self, request: RpcRequest[A], /) -> Awaitable[list[A]]: ...
 
 
-_Waiting = dict[str, tuple[Any, "asyncio.Future[Any]"]]
+class _Queue:
+    """Requests for one operation, which are carried out together."""
 
-# Results that are collected together.
-_BATCH_REQUESTS = 64
-
-
-class RpcBatcher:
-    """One engine's. All methods are for the loop that the engine runs on."""
-
-    def __init__(self, call: AsyncCall, workers: Sequence[RemoteWorker]) -> None:
-        """Args:
-        call: sends a request to all workers.
-        workers: each worker.
-        """
-        self._call = call
-        self._workers = workers
-        self._peeks: _Waiting = {}
-        self._pieces: _Waiting = {}
-        self._collects: _Waiting = {}
-        self._releases: _Waiting = {}
-        self._task: asyncio.Task[None] | None = None
-
-    async def peek(self, uid: str, span: Span) -> list[ScoreBlock]:
-        """A request's scores at positions [start, stop) that have been computed.
-
-        A request may wait for one such answer at a time.
-        """
-        found: list[ScoreBlock] = await self._wait(self._peeks, uid, span)
-        return found
-
-    async def collect_partial(self, uid: str, stops: Mapping[str, int]) -> WorkerAnswers:
-        """Rows of a request that goes on, per vLLM's id those up to a position; the workers forget
-        them. A request may wait for one such answer at a time.
-        """
-        found: WorkerAnswers = await self._wait(self._pieces, uid, stops)
-        return found
-
-    async def collect(self, uid: str) -> WorkerAnswers:
-        """All results of a request that has ended; the workers forget it."""
-        found: WorkerAnswers = await self._wait(self._collects, uid, None)
-        return found
-
-    async def release(self, uid: str) -> None:
-        """Has the workers forget a request."""
-        await self._wait(self._releases, uid, None)
-
-    def close(self) -> None:
-        """Stops; who waits is cancelled. For any thread."""
-        task = self._task
-        if task is not None and not task.get_loop().is_closed():
-            task.get_loop().call_soon_threadsafe(task.cancel)
-
-    async def _wait(self, waiting: _Waiting, uid: str, argument: Any) -> Any:
-        future = asyncio.get_running_loop().create_future()
-        waiting[uid] = (argument, future)
-        if self._task is None:
-            # It starts after everybody whom this step's outputs have woken.
-            self._task = asyncio.create_task(self._run(), name="midstream courier")
-        return await future
-
-    async def _run(self) -> None:
-        try:
-            while self._peeks or self._pieces or self._collects or self._releases:
-                await self._do_peeks()
-                await self._do_pieces()
-                await self._do_releases()
-                await self._do_collects()
-        finally:
-            self._task = None
-            for waiting in (self._peeks, self._pieces, self._collects, self._releases):
-                # Only where this task was cancelled is anybody left.
-                for _, future in waiting.values():
-                    future.cancel()
-                waiting.clear()
-
-    async def _do_peeks(self) -> None:
-        async def work(asked: dict[str, Any]) -> dict[str, list[ScoreBlock]]:
-            found: dict[str, list[ScoreBlock]] = {uid: [] for uid in asked}
-            answers = await self._call(ReadScores(asked))
-            for worker, answer in zip(self._workers, answers, strict=True):
-                for uid, block in score_blocks(worker.info, answer.requests, answer.data):
-                    found[uid].append(block)
-            return found
-
-        await self._answer(self._peeks, work)
-
-    async def _do_releases(self) -> None:
-        async def work(asked: dict[str, Any]) -> dict[str, None]:
-            await self._call(ReleaseRequests(list(asked)))
-            return {}
-
-        await self._answer(self._releases, work)
-
-    async def _do_pieces(self) -> None:
-        async def work(asked: dict[str, Any]) -> dict[str, WorkerAnswers]:
-            return await self._carry_out(collect_partial(self._workers, asked))
-
-        await self._answer(self._pieces, work)
-
-    async def _do_collects(self) -> None:
-        async def work(asked: dict[str, Any]) -> dict[str, WorkerAnswers]:
-            return await self._carry_out(collect(self._workers, list(asked)))
-
-        await self._answer(self._collects, work, _BATCH_REQUESTS)
-
-    async def _carry_out(
-        self, exchange: Exchange[dict[str, WorkerAnswers]]
-    ) -> dict[str, WorkerAnswers]:
-        try:
-            wanted = next(exchange)
-            while True:
-                answers = await self._call(wanted)
-                wanted = exchange.send(answers)
-                # There is more to read: those who stream scores need not wait for all of it.
-                await self._do_peeks()
-        except StopIteration as end:
-            found: dict[str, WorkerAnswers] = end.value
-            return found
-
-    async def _answer(
+    def __init__(
         self,
-        waiting: _Waiting,
-        work: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]],
-        most: int | None = None,
+        run: Callable[[dict[str, Any]], Awaitable[Mapping[str, Any]]],
+        limit: int | None = None,
     ) -> None:
-        """Does the work for those who wait, at most so many together, and tells them."""
-        batch = {uid: waiting.pop(uid) for uid in list(waiting)[:most]}
-        asked = {uid: argument for uid, (argument, future) in batch.items() if not future.done()}
-        if not asked:
+        """Create it for an operation.
+
+        Args:
+            run: carries out the operation, given an argument for each uid; returns a result for
+                each.
+            limit: largest number of requests in one batch; None: unlimited.
+        """
+        self._run = run
+        self._limit = limit
+        self._waiting: dict[str, tuple[Any, asyncio.Future[Any]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, uid: str, argument: Any) -> asyncio.Future[Any]:
+        """Add a request; return the future of its result."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[uid] = (argument, future)
+        return future
+
+    def cancel(self) -> None:
+        """Cancel all requests."""
+        for _, future in self._waiting.values():
+            future.cancel()
+        self._waiting.clear()
+
+    async def run(self) -> None:
+        """Carry out one batch. An error of the operation is the result of each request in it."""
+        batch = {uid: self._waiting.pop(uid) for uid in list(self._waiting)[: self._limit]}
+        # A future is done already if its caller gave up.
+        batch = {uid: (argument, one) for uid, (argument, one) in batch.items() if not one.done()}
+        if not batch:
             return
-        futures = [(uid, batch[uid][1]) for uid in asked]
-        found: dict[str, Any] | BaseException
+        found: Mapping[str, Any] | BaseException
         try:
-            [found] = await asyncio.gather(work(asked), return_exceptions=True)
+            work = self._run({uid: argument for uid, (argument, _) in batch.items()})
+            [found] = await asyncio.gather(work, return_exceptions=True)
         except asyncio.CancelledError:
-            for _, future in futures:
+            for _, future in batch.values():
                 future.cancel()
             raise
-        for uid, future in futures:
+        for uid, (_, future) in batch.items():
             if future.done():
                 continue
             if isinstance(found, BaseException):
                 future.set_exception(found)
             else:
                 future.set_result(found.get(uid))
+
+
+class RpcBatcher:
+    """Batches RPCs to the workers of one engine. Not thread-safe, except for `close`: call on the
+    engine's event loop.
+
+    A request may wait for one result of each operation at a time.
+    """
+
+    def __init__(self, call: AsyncCall, workers: Sequence[RemoteWorker]) -> None:
+        """Create it for one engine.
+
+        Args:
+            call: sends a request to all workers.
+            workers: each worker.
+        """
+        self._call = call
+        self._workers = workers
+        self._scores = _Queue(self._read_scores)
+        self._partial = _Queue(lambda stops: self._run(collect_partial(self._workers, stops)))
+        self._releases = _Queue(self._release)
+        self._collects = _Queue(
+            lambda uids: self._run(collect(self._workers, list(uids))), _BATCH_REQUESTS
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def peek(self, uid: str, span: Span) -> list[ScoreBlock]:
+        """Return the scores of a running request at positions [start, stop), all computed."""
+        found: list[ScoreBlock] = await self._request(self._scores, uid, span)
+        return found
+
+    async def collect_partial(self, uid: str, stops: Mapping[str, int]) -> WorkerAnswers:
+        """Return rows of a running request; the workers forget these rows.
+
+        Args:
+            uid: midstream's id.
+            stops: by vLLM's id, the position below which rows are fetched.
+        """
+        found: WorkerAnswers = await self._request(self._partial, uid, stops)
+        return found
+
+    async def collect(self, uid: str) -> WorkerAnswers:
+        """Return all results of an ended request; the workers forget them."""
+        found: WorkerAnswers = await self._request(self._collects, uid, None)
+        return found
+
+    async def release(self, uid: str) -> None:
+        """Have the workers forget a request."""
+        await self._request(self._releases, uid, None)
+
+    def close(self) -> None:
+        """Stop, and cancel all requests. May be called from any thread."""
+        task = self._task
+        if task is not None and not task.get_loop().is_closed():
+            task.get_loop().call_soon_threadsafe(task.cancel)
+
+    async def _request(self, queue: _Queue, uid: str, argument: Any) -> Any:
+        future = queue.add(uid, argument)
+        if self._task is None:
+            # It starts after all tasks that were woken by the outputs of this step.
+            self._task = asyncio.create_task(self._work(), name="midstream RPC batcher")
+        return await future
+
+    async def _work(self) -> None:
+        queues = (self._scores, self._partial, self._releases, self._collects)
+        try:
+            while any(queues):
+                for queue in queues:
+                    await queue.run()
+        finally:
+            self._task = None
+            # Requests are left only if this task was cancelled.
+            for queue in queues:
+                queue.cancel()
+
+    async def _read_scores(self, spans: dict[str, Any]) -> dict[str, list[ScoreBlock]]:
+        found: dict[str, list[ScoreBlock]] = {uid: [] for uid in spans}
+        answers = await self._call(ReadScores(spans))
+        for worker, answer in zip(self._workers, answers, strict=True):
+            for uid, block in score_blocks(worker.info, answer.requests, answer.data):
+                found[uid].append(block)
+        return found
+
+    async def _release(self, uids: dict[str, Any]) -> dict[str, None]:
+        await self._call(ReleaseRequests(list(uids)))
+        return {}
+
+    async def _run(self, exchange: Exchange[dict[str, WorkerAnswers]]) -> dict[str, WorkerAnswers]:
+        """Return the result of an exchange."""
+        try:
+            request = next(exchange)
+            while True:
+                answers = await self._call(request)
+                request = exchange.send(answers)
+                # There is more to read: requests for scores need not wait for all of it.
+                await self._scores.run()
+        except StopIteration as end:
+            found: dict[str, WorkerAnswers] = end.value
+            return found

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.nightly import rounds
 
 from midstream.runtime.frontend.request.admission import Admission
-from midstream.runtime.frontend.request.budget import Budget, Need, RowRoom
+from midstream.runtime.frontend.request.budget import Budget, Need, RowLimit
 from midstream.runtime.protocol.segments import Room
 
 ROWS = 10
@@ -213,7 +213,7 @@ def test_a_request_that_cannot_be_sent_gives_its_room_to_those_behind_it():
 
 
 def test_rows_that_were_fetched_while_their_request_runs_make_room_for_others():
-    budget = Budget(Room(ROWS, 100, 100, 100, 1), RowRoom(100, lambda: 0))
+    budget = Budget(Room(ROWS, 100, 100, 100, 1), RowLimit(100, lambda: 0))
     admission, sent = Admission([budget]), []
 
     def submit(uid, nbytes):
@@ -221,14 +221,14 @@ def test_rows_that_were_fetched_while_their_request_runs_make_room_for_others():
 
     submit("a", 70)
     submit("b", 50)
-    admission.give_back_rows("a", 10)
+    admission.release_rows("a", 10)
     assert sent == ["a"]
-    admission.give_back_rows("a", 10)
+    admission.release_rows("a", 10)
     assert sent == ["a", "b"]
     assert budget.rows == 100
     # A row that is computed again is fetched again, and had no room of its own.
-    admission.give_back_rows("a", 90)
-    admission.give_back_rows("never heard of", 90)
+    admission.release_rows("a", 90)
+    admission.release_rows("never heard of", 90)
     assert budget.rows == 50
     admission.end(["a"])
     admission.finish(["a", "b"])

@@ -18,10 +18,10 @@ from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.budget import (
     Budget,
     Need,
-    RowRoom,
+    RowLimit,
     check_rows,
-    most_rows,
-    row_room,
+    max_row_bytes,
+    row_limit,
 )
 from midstream.runtime.protocol.segments import Room
 
@@ -42,26 +42,28 @@ def need(rows: int) -> Need:
 def test_the_most_that_a_plan_can_capture_is_counted_once_for_each_tap_and_position():
     plan = plan_of(captures=[([PRE, POST], ((0, 4),)), ([POST], ((2, None),))])
     # PRE: positions 0–3; POST: 0–9, although two captures name 2 and 3.
-    assert most_rows(plan, 8, torch.bfloat16, 10, 1) == (4 + 10) * 16
-    assert most_rows(plan, 8, torch.float32, 3, 1) == (3 + 3) * 32
-    assert most_rows(replace(plan, codec="full8"), 8, torch.float32, 10, 1) == 14 * (8 + 8)
-    assert most_rows(plan_of(), 8, torch.float32, 10, 1) == 0
+    assert max_row_bytes(plan, 8, torch.bfloat16, 10, 1) == (4 + 10) * 16
+    assert max_row_bytes(plan, 8, torch.float32, 3, 1) == (3 + 3) * 32
+    assert max_row_bytes(replace(plan, codec="full8"), 8, torch.float32, 10, 1) == 14 * (8 + 8)
+    assert max_row_bytes(plan_of(), 8, torch.float32, 10, 1) == 0
 
 
 def test_of_what_ranks_share_the_part_of_the_first_is_counted_and_of_the_rest_all():
     three = [("resid_pre", layer) for layer in range(3)]
     plan = plan_of(captures=[(three, ((0, 4),)), ([POST], ((2, None),))])
-    assert most_rows(plan, 8, torch.float32, 10, 2) == (3 * 4 + 8) * 32
+    assert max_row_bytes(plan, 8, torch.float32, 10, 2) == (3 * 4 + 8) * 32
     shared = replace(plan, sharded=True)
     # Of two ranks the first moves 2 of 3 vectors at positions 0 and 1, 2 of 4 at 2 and 3, then 1.
-    assert most_rows(shared, 8, torch.float32, 10, 2) == (2 * 2 + 2 * 2 + 6) * 32
-    assert most_rows(shared, 8, torch.float32, 10, 4) == (2 + 2 + 6) * 32
-    assert most_rows(shared, 8, torch.float32, 10, 1) == most_rows(plan, 8, torch.float32, 10, 1)
+    assert max_row_bytes(shared, 8, torch.float32, 10, 2) == (2 * 2 + 2 * 2 + 6) * 32
+    assert max_row_bytes(shared, 8, torch.float32, 10, 4) == (2 + 2 + 6) * 32
+    assert max_row_bytes(shared, 8, torch.float32, 10, 1) == max_row_bytes(
+        plan, 8, torch.float32, 10, 1
+    )
 
 
 def test_all_workers_that_capture_have_room_and_one_request_half_of_it():
     workers = [worker(0, 1000, 10), worker(1, 5000, 77), worker(0, 3000, 20)]
-    room = row_room(workers, Config())
+    room = row_limit(workers, Config())
     assert room.limit == 4000
     assert room.held() == 30
     check_rows(need(2000), room)
@@ -71,7 +73,7 @@ def test_all_workers_that_capture_have_room_and_one_request_half_of_it():
 
 @pytest.mark.parametrize("overflow", ["spill", "drop"])
 def test_where_rows_may_go_elsewhere_nobody_waits(overflow):
-    room = row_room([worker(0, 10)], Config(overflow=overflow))
+    room = row_limit([worker(0, 10)], Config(overflow=overflow))
     assert room.limit is None
     check_rows(need(10**12), room)
     assert Budget(ROOM, room).fits(need(10**12))
@@ -79,7 +81,7 @@ def test_where_rows_may_go_elsewhere_nobody_waits(overflow):
 
 def test_rows_are_in_the_way_until_they_are_fetched_and_what_readers_hold_until_they_let_go():
     held = [0]
-    admission = Admission([Budget(ROOM, RowRoom(100, lambda: held[0]))])
+    admission = Admission([Budget(ROOM, RowLimit(100, lambda: held[0]))])
     sent: list[str] = []
     for name in "abc":
         admission.submit(name, need(50), lambda name=name: sent.append(name))
@@ -98,7 +100,7 @@ def test_rows_are_in_the_way_until_they_are_fetched_and_what_readers_hold_until_
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60), st.booleans()), max_size=40))
 def test_no_more_than_there_is_room_for_is_ever_inside(steps):
-    budget = Budget(ROOM, RowRoom(100, lambda: 0))
+    budget = Budget(ROOM, RowLimit(100, lambda: 0))
     admission, inside = Admission([budget]), {}
     for name, rows, ends in steps:
         uid = str(name)

@@ -90,7 +90,7 @@ def test_each_replica_has_a_batcher_of_its_own_and_they_do_not_wait_for_each_oth
 
 
 def test_who_waits_for_an_engine_that_ends_is_told(monkeypatch):
-    monkeypatch.setattr(replicas, "_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(replicas, "_CHECK_SECONDS", 0.01)
     client, cancelled = Client(2), []
 
     async def never(method, *args, engine):
