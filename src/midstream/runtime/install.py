@@ -1,6 +1,7 @@
-"""Puts midstream into this process's vLLM. Nothing is touched until an engine is enabled.
+"""Installation of midstream's hooks in vLLM, in this process.
 
-Once in, every hook is idle for engines whose `additional_config` does not name midstream.
+The first engine that enables midstream installs them. They do nothing for engines whose
+`additional_config` does not name midstream.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from midstream.runtime.vllm.additional_config import Settings, check_sinks, sett
 from midstream.runtime.vllm.attributes import FRONT_END
 from midstream.runtime.vllm.engine_rules import check_offline, check_settings
 
-# Where vLLM's function for the extra keys of a block is looked up.
+# Modules that look up vLLM's function for the extra keys of a block.
 _KEY_MODULES = ("vllm.v1.core.kv_cache_utils", "vllm.v1.core.block_pool")
 _LOCK = threading.Lock()
 _active = False
 
 
 def activate() -> None:
-    """Installs the hooks in this process, once.
+    """Install the hooks in this process, once.
 
     Raises:
-        SeamError: this vLLM is not one that midstream fits; nothing is installed then.
+        SeamError: this vLLM differs from what midstream expects. No hook is installed.
     """
     global _active
     with _LOCK:
@@ -75,7 +76,7 @@ def activate() -> None:
 
 
 def is_active() -> bool:
-    """Whether the hooks are installed in this process."""
+    """Return whether the hooks are installed in this process."""
     return _active
 
 
@@ -85,7 +86,7 @@ def front_end(engine: Any) -> Any:
 
 
 def set_front_end(engine: Any, front: Any) -> None:
-    """Make a front end that of an engine: it validates every request from now on."""
+    """Attach a front end to an engine: from now on it validates every request."""
     FRONT_END.set(engine, front)
     FRONT_END.set(engine.input_processor, front)
 
@@ -113,25 +114,26 @@ def _wrap_function(module: str, name: str, hook: Callable[..., Any]) -> None:
 
 
 def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Fills in defaults and the version, so that all of it is in the hash of compiled graphs, and
-    refuses engine settings that cannot be served.
+    """Complete midstream's settings, and check the engine settings.
+
+    Defaults and the version are filled in first, so that the hash of compiled graphs includes them.
     """
     found = settings_of(args)
     is_marked = args.worker_cls == WORKER_CLASS
     kept = args.additional_config, args.worker_cls
     try:
         if is_marked:
-            args.worker_cls = "auto"  # the platform's own
+            args.worker_cls = "auto"  # the platform's worker class
         if found is not None:
             plain = Settings(found.to_dict())
             check_sinks(plain.sinks)
             args.additional_config = {**(args.additional_config or {}), KEY: plain}
         config = original(args, *rest, **kwargs)
     finally:
-        # Another config made of the same arguments is to be the same.
+        # The caller's arguments are unchanged, so a second config of them is equal.
         args.additional_config, args.worker_cls = kept
     if found is not None:
-        # Workers check as well; here the error reaches whoever starts the engine as it is.
+        # Workers check too, but only an error raised here reaches the caller unwrapped.
         check_settings(config)
         plain.replicas = config.parallel_config.data_parallel_size_local
     return config
@@ -141,9 +143,9 @@ def _init_device(original: Callable[..., Any], wrapper: Any, *args: Any, **kwarg
     found = from_additional_config(wrapper.vllm_config.additional_config)
     if found is not None and not is_complete(wrapper.vllm_config.additional_config):
         raise UnsupportedError(
-            "the process that made this engine's settings did not load midstream, so that no "
-            "request could reach it; set MIDSTREAM=1 there, or import midstream before the first "
-            "engine and call midstream.activate()"
+            "the process that created this engine's settings did not load midstream, so it cannot "
+            "process requests; set MIDSTREAM=1 there, or import midstream before the first engine "
+            "and call midstream.activate()"
         )
     out = original(wrapper, *args, **kwargs)
     if found is not None:
@@ -187,9 +189,9 @@ def _engine_abort(original: Callable[..., Any], engine: Any, *args: Any, **kwarg
 
 
 def _core_init(original: Callable[..., Any], engine: Any, vllm_config: Any) -> Any:
-    """The engine is being made: whether or not there is ever a request, it ends with its parent.
+    """End the engine core's process with its parent, even if it never receives a request.
 
-    Its constructor, which loads midstream in a process of its own, cannot be wrapped from within.
+    The engine core's constructor loads midstream, so it cannot be wrapped itself.
     """
     if is_enabled(vllm_config.additional_config):
         end_with_parent()
@@ -197,7 +199,7 @@ def _core_init(original: Callable[..., Any], engine: Any, vllm_config: Any) -> A
 
 
 def _core_add(original: Callable[..., Any], engine: Any, request: Any, *rest: Any) -> Any:
-    """Fail a request that bypassed request validation, and no other."""
+    """Reject a request that bypassed request validation."""
     if is_enabled(engine.vllm_config.additional_config):
         payload_of(request.sampling_params)
     return original(engine, request, *rest)
@@ -222,7 +224,7 @@ def _process(
         enabled = is_enabled(processor.vllm_config.additional_config)
         raise SpecError(
             f"extra_args[{KEY!r}]",
-            "this engine does not have midstream enabled: make it with midstream.LLM, or with "
+            "this engine does not have midstream enabled: create it with midstream.LLM, or with "
             f'additional_config={{"{KEY}": {{}}}}'
             if not enabled
             else "this front end cannot return results: use midstream.LLM, vllm.LLM or "

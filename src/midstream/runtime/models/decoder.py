@@ -70,7 +70,7 @@ def find_decoder(model: nn.Module, tensor_parallel_size: int, float16: bool) -> 
             )
         if convention.float16_scaled and float16:
             raise UnsupportedError(
-                f"{name} carries a scaled-down stream in float16, which is not what would be "
+                f"{name} has a scaled-down stream in float16, which is not what would be "
                 "read or edited; use dtype=bfloat16"
             )
         for site in NAMES:

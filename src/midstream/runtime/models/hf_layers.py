@@ -85,7 +85,7 @@ HF_MODELS: dict[str, Entry] = {
     "deepseek_v3.DeepseekV3DecoderLayer": S,
     "deepseek_v32.DeepseekV32DecoderLayer": S,
     "deepseek_v4.DeepseekV4DecoderLayer": Refusal(
-        "it carries several streams mixed by hyper-connections, not one"
+        "it has several streams mixed by hyper-connections, not one"
     ),
     "diffllama.DiffLlamaDecoderLayer": S,
     "doge.DogeDecoderLayer": S,
@@ -103,7 +103,7 @@ HF_MODELS: dict[str, Entry] = {
     "gemma.GemmaDecoderLayer": S,
     "gemma2.Gemma2DecoderLayer": S_SANDWICH,
     "gemma3.Gemma3DecoderLayer": S_SANDWICH,
-    "gemma3n.Gemma3nTextDecoderLayer": Refusal("it carries four streams (AltUp), not one"),
+    "gemma3n.Gemma3nTextDecoderLayer": Refusal("it has four streams (AltUp), not one"),
     "gemma4.Gemma4TextDecoderLayer": Choice(
         "enable_moe_block",
         replace(S_SANDWICH, mlp_in=Lack("its experts read the stream through another norm")),

@@ -11,7 +11,7 @@ Known, and harmless to taps:
   all `pair` layers overwrite both halves in place: capture at the entry, not later.
 - Qwen3-VL and its like add vision features to the stream between layers ("deepstack"), so
   `resid_pre[i + 1]` is not `resid_post[i]` in the first few layers.
-- Multimodal engines hand layer 0 a slice of the runner's own `inputs_embeds` buffer, which an
+- Multimodal engines call layer 0 with a slice of the runner's own `inputs_embeds` buffer, which an
   edit at `resid_pre[0]` overwrites; it is refilled before every step.
 """
 
@@ -86,11 +86,11 @@ NO_ATTENTION = Lack("this layer's attention was pruned away")
 ONLY_MAMBA = Lack("only Mamba's output is added to the stream")
 ONE_KERNEL = Lack("small batches run attention's sum, norm and experts in one kernel")
 BIASED = Lack("its bias is added outside the module")
-TWO_STREAMS = Lack("the MLP runs on a CUDA stream of its own")
+TWO_STREAMS = Lack("the MLP runs on a separate CUDA stream")
 
 SHARDED = Refusal("its stream is sharded by token over the ranks (sequence-parallel MoE)")
 LOOPED = Refusal("the same layer runs several times in one forward pass")
-HYPER = Refusal("it carries several streams mixed by hyper-connections, not one")
+HYPER = Refusal("it has several streams mixed by hyper-connections, not one")
 CROSS = Refusal("it is an encoder-decoder layer with cross-attention")
 BRANCH = Refusal("it is a branch inside another layer, not a decoder layer")
 
@@ -116,8 +116,8 @@ MODELS: dict[str, Entry] = {
         "attention_type", P, without_attention(P, LINEAR)
     ),
     "bailing_moe_v3.BailingMoeV3DecoderLayer": hybrid("is_kda_layer", P, LINEAR),
-    # With apply_residual_connection_post_layernorm the skip carries the norm's output; an
-    # edit before the norm reaches it all the same, and the MLP is given a copy.
+    # With apply_residual_connection_post_layernorm the skip connection has the norm's output. An
+    # edit before the norm still reaches it, and the MLP gets a copy.
     "bloom.BloomBlock": single(NORM, attn="self_attention", mlp=SHARED),
     "chameleon.ChameleonDecoderLayer": P,
     "chameleon.ChameleonSwinDecoderLayer": Refusal(
@@ -171,7 +171,7 @@ MODELS: dict[str, Entry] = {
     "gemma.GemmaDecoderLayer": P,
     "gemma2.Gemma2DecoderLayer": P_PRE_FF,
     "gemma3.Gemma3DecoderLayer": P_PRE_FF,
-    "gemma3n.Gemma3nDecoderLayer": Refusal("it carries four streams (AltUp), not one"),
+    "gemma3n.Gemma3nDecoderLayer": Refusal("it has four streams (AltUp), not one"),
     "gemma4.Gemma4DecoderLayer": Choice(
         "enable_moe_block",
         replace(GEMMA4, mlp_in=Lack("its experts read the stream through another norm")),
@@ -314,13 +314,13 @@ MODELS: dict[str, Entry] = {
     ),
 }
 
-# The norms of these are handed to a fused all-reduce, which with one rank calls them and with
-# more need not: hence tp_partial, even where the exit itself is reduced (minimax_m3, AMD).
+# A fused all-reduce takes the norms of these layers. With one rank it calls them, with more it may
+# not: hence tp_partial, even where the exit itself is reduced (minimax_m3, AMD).
 _P_PARTIAL = pair(NORM, tp_partial=True)
 _MINIMAX_M3 = Choice(
     "is_moe_layer", pair(NORM, tp_partial=True, mlp="block_sparse_moe"), _P_PARTIAL
 )
-# Attention is added before the norm is called, which gets one tensor.
+# The norm is called with one tensor, to which attention is already added.
 _P_SUMMED = pair(NORM, attn=Output("self_attn"))
 
 VENDOR: dict[str, Entry] = {
@@ -337,7 +337,7 @@ VENDOR: dict[str, Entry] = {
             pair(
                 NORM,
                 tp_partial=True,
-                no_pre="the first layer is handed its normalised input ready-made",
+                no_pre="the first layer is called with an already normalised input",
             ),
         ),
     ),
@@ -371,10 +371,10 @@ VENDOR: dict[str, Entry] = {
     "minimax_m3.amd.model.MiniMaxM3DecoderLayer": _MINIMAX_M3,
     "minimax_m3.nvidia.model.MiniMaxM3DecoderLayer": _MINIMAX_M3,
     "muse_spark.amd.model.MuseSpark1xDecoderLayer": Refusal(
-        "it returns an object that holds stream and branch unblended"
+        "it returns an object with stream and branch as separate tensors"
     ),
     "muse_spark.nvidia.model.MuseSpark1xDecoderLayer": Refusal(
-        "it returns an object that holds stream and branch unblended"
+        "it returns an object with stream and branch as separate tensors"
     ),
     "qwen4_exp.amd.model.Qwen4ExpDecoderLayer": HYPER,
     "qwen4_exp.nvidia.model.Qwen4ExpDecoderLayer": HYPER,

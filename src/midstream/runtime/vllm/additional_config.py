@@ -35,7 +35,9 @@ def with_midstream(
     """
     given = dict(additional_config or {})
     if midstream is not None and given.get(KEY) is not None:
-        raise ConfigError(f"{KEY}: settings are in `midstream` and in `additional_config`")
+        raise ConfigError(
+            f"{KEY}: settings in both `midstream` and `additional_config`; give one of them"
+        )
     settings = midstream if midstream is not None else given.get(KEY)
     if settings is None:
         settings = from_environment() or Config(
@@ -109,8 +111,8 @@ def settings_of(args: Any) -> Config | None:
     acts = from_act_environment()
     if acts is not None and (found is not None or is_named):
         raise ConfigError(
-            f"{KEY}: there are settings besides the variables VLLM_ACT_*, for which worker_cls "
-            f'names {WORKER_CLASS}; leave them out, or it, or set VLLM_ACT_CAPTURE="0"'
+            f"{KEY}: settings in both `{KEY}` and the environment variables VLLM_ACT_*, which "
+            f'worker_cls={WORKER_CLASS!r} enables; omit one of them, or set VLLM_ACT_CAPTURE="0"'
         )
     return found or acts
 

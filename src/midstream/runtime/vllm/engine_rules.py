@@ -68,42 +68,42 @@ RULES: tuple[Rule, ...] = (
             isinstance(c.additional_config, dict)
             and c.additional_config.get("decode_backend") == "latency_specialized"
         ),
-        "that decode path goes past the model's layers",
+        "that decode path bypasses the model's layers",
     ),
     Rule(
         f'speculative_config["method"] other than {", ".join(SPECULATION)}',
         lambda c: (
             c.speculative_config is not None and c.speculative_config.method not in SPECULATION
         ),
-        "it was not looked into what that method does to the model's own forward pass",
+        "the effect of that method on the model's own forward pass is not verified",
     ),
     Rule(
         'speculative_config["enable_adaptive_verification"]',
         lambda c: bool(getattr(c.speculative_config, "enable_adaptive_verification", False)),
-        "which rows are whose is then decided on the device",
+        "the device then decides which rows belong to which request",
     ),
     Rule(
         "kv_transfer_config",
         lambda c: getattr(c, "kv_transfer_config", None) is not None,
-        "KV that another engine or store wrote may have been computed under other edits",
+        "KV from another engine or store may have been computed with other edits",
     ),
     Rule(
         "enable_elastic_ep",
         lambda c: bool(getattr(c.parallel_config, "enable_elastic_ep", False)),
-        "workers and replicas come and go while requests run",
+        "workers and replicas start and stop while requests run",
     ),
     Rule(
         'distributed_executor_backend other than "uni", "mp", and "ray" as vLLM has it by default '
         "(VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1)",
         lambda c: _is_other_executor(c.parallel_config.distributed_executor_backend),
-        "results are fetched by calls that all workers answer between two steps; others answer "
-        "them during a step, or each rank hears of itself only",
+        "results are fetched by RPCs that all workers must answer between two steps; other "
+        "executors answer during a step, or return only one rank's answer",
     ),
     Rule(
         "--api-server-count > 1",
         lambda c: getattr(c.parallel_config, "_api_process_count", 1) > 1,
-        "each server process would have vectors and steering of its own; start with "
-        "--api-server-count 1 (with data parallelism vLLM starts several where that is not given)",
+        "each server process would have separate vectors and steering; start with "
+        "--api-server-count 1 (with data parallelism vLLM starts several by default)",
     ),
     Rule(
         "an encoder-decoder model",
@@ -113,7 +113,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "cpu_offload_gb with UVA switched off",
         lambda c: _offloads_without_uva(c),
-        "weights are swapped around each layer's call in a way that would fire its tap twice",
+        "weights are swapped around each layer's call, which would run its tap twice",
     ),
 )
 
@@ -127,8 +127,8 @@ def check_settings(vllm_config: Any) -> None:
     refused = [f"{rule.setting}: {rule.reason}" for rule in RULES if rule.found(vllm_config)]
     if refused:
         raise UnsupportedError(
-            "midstream is enabled, and cannot be right with these engine settings; change them, "
-            "or leave `midstream` out of additional_config.\n  " + "\n  ".join(refused)
+            "midstream is enabled, but does not support these engine settings; change them, or "
+            "remove `midstream` from additional_config.\n  " + "\n  ".join(refused)
         )
 
 
@@ -140,8 +140,8 @@ def check_offline(data_parallel_size: int) -> None:
     """
     if data_parallel_size > 1:
         raise UnsupportedError(
-            f"data_parallel_size={data_parallel_size}: an offline engine has no replicas; use "
-            "midstream.AsyncLLM, or a server, or an LLM without it in each of several processes"
+            f"data_parallel_size={data_parallel_size}: unsupported by an offline engine; use "
+            "midstream.AsyncLLM, a server, or several processes, each with its own LLM"
         )
 
 

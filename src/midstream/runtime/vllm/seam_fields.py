@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from midstream.runtime.vllm.seam_types import Fields
 
-_SETTINGS = "settings that taps cannot live with are refused"
-_BUFFERS = "buffers are made for the largest step"
-_REQUEST = "plans are resolved for a request's prompt and ride in its sampling params"
-_RUNNING = "rows of requests that run are fetched up to the tokens that are known"
-_BLOCKS = "who shares KV with a request that failed is found"
+_SETTINGS = "unsupported settings are rejected"
+_BUFFERS = "buffers are sized for the largest step"
+_REQUEST = "plans are resolved for a request's prompt and attached to its sampling params"
+_RUNNING = "rows of running requests are fetched up to the known tokens"
+_BLOCKS = "requests that share KV with a failed request are found"
 
 PROCESS_FIELDS: tuple[Fields, ...] = (
     Fields(
         "vllm",
         "",
         ("AsyncEngineArgs", "LLM", "RequestOutput", "SamplingParams"),
-        "midstream's own are made of them",
+        "base classes and return types of midstream's API",
     ),
     Fields(
         "vllm.config",
@@ -36,7 +36,7 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
             "scheduler_config",
             "speculative_config",
         ),
-        "midstream's settings are here, and those that it cannot live with",
+        "midstream's settings, and unsupported settings",
     ),
     Fields(
         "vllm.config",
@@ -102,7 +102,7 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         "vllm.v1.worker.worker_base",
         "WorkerWrapperBase",
         ("vllm_config", "worker"),
-        "the worker exists, its model is not loaded yet",
+        "the worker exists, and its model is not loaded yet",
     ),
     Fields(
         "vllm.v1.worker.worker_base",
@@ -117,7 +117,7 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         "vllm.v1.engine.llm_engine",
         "LLMEngine",
         ("engine_core", "input_processor", "output_processor", "renderer", "vllm_config"),
-        "each enabled engine gets its front end",
+        "a front end is attached to each enabled engine",
     ),
     Fields(
         "vllm.v1.engine.output_processor",
@@ -175,7 +175,7 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
         "vllm.v1.engine.core",
         "EngineCore",
         ("vllm_config",),
-        "requests that bypassed request validation",
+        "requests that bypassed request validation are rejected",
     ),
     Fields(
         "vllm.v1.engine",
@@ -239,7 +239,7 @@ OFFLINE_FIELDS: tuple[Fields, ...] = (
         "vllm.entrypoints.llm",
         "LLM",
         ("chat_template", "llm_engine", "request_counter"),
-        "an offline engine of midstream's own",
+        "the base class of midstream.LLM",
     ),
     Fields(
         "vllm.exceptions",
@@ -274,7 +274,7 @@ ASYNC_FIELDS: tuple[Fields, ...] = (
         "vllm.v1.engine.async_llm",
         "AsyncLLM",
         ("engine_core", "input_processor", "output_processor", "renderer", "vllm_config"),
-        "an async engine of midstream's own",
+        "the base class of midstream.AsyncLLM",
     ),
     Fields(
         "vllm.v1.engine.core_client",
@@ -292,7 +292,7 @@ ASYNC_FIELDS: tuple[Fields, ...] = (
         "vllm.v1.engine.core_client",
         "DPAsyncMPClient",
         ("lb_engines",),
-        "requests go to the replica that is least busy",
+        "requests go to the least busy replica",
     ),
     Fields(
         "vllm.v1.engine.output_processor",
@@ -305,13 +305,13 @@ ASYNC_FIELDS: tuple[Fields, ...] = (
         "vllm.engine.protocol",
         "StreamingInput",
         ("sampling_params",),
-        "the inputs of a session carry its plan",
+        "a session's plan is attached to its inputs",
     ),
-    Fields("vllm.usage.usage_lib", "UsageContext", ("ENGINE_CONTEXT",), "engines are made"),
+    Fields("vllm.usage.usage_lib", "UsageContext", ("ENGINE_CONTEXT",), "engines are created"),
     Fields(
         "vllm.engine.arg_utils",
         "AsyncEngineArgs",
         ("additional_config", "disable_log_stats", "enable_log_requests"),
-        "engines are made",
+        "engines are created",
     ),
 )

@@ -19,7 +19,7 @@ V1_SEAMS: tuple[Seam, ...] = (
         _V1,
         "GPUModelRunner._model_forward",
         ("input_ids", "positions", "intermediate_tensors", "inputs_embeds"),
-        "real forwards",
+        "forward passes of requests",
         at="_model_forward",
     ),
     Seam(
@@ -61,7 +61,7 @@ V2_SEAMS: tuple[Seam, ...] = (
         "vllm.v1.worker.gpu.model_states.interface",
         "ModelState.preprocess_state",
         ("input_batch",),
-        "real batches, before the forward",
+        "batches of requests, before the forward pass",
         at="model_state.preprocess_state",
     ),
 )
@@ -78,7 +78,7 @@ V1_FIELDS: tuple[Fields, ...] = (
             "positions",
             "query_start_loc",
         ),
-        "real forwards",
+        "forward passes of requests",
         at="",
     ),
     Fields(
@@ -88,7 +88,13 @@ V1_FIELDS: tuple[Fields, ...] = (
         "the requests of a step are read",
         at="input_batch",
     ),
-    Fields("vllm.v1.utils", "CpuGpuBuffer", ("np",), "where rows begin", at="query_start_loc"),
+    Fields(
+        "vllm.v1.utils",
+        "CpuGpuBuffer",
+        ("np",),
+        "the first row of each request",
+        at="query_start_loc",
+    ),
     Fields("vllm.v1.utils", "CpuGpuBuffer", ("gpu",), "the rows' tokens", at="input_ids"),
     Fields(_V1, "GPUModelRunner", ("drafter",), _DRAFTER),
     Fields("vllm.v1.spec_decode.llm_base_proposer", "SpecDecodeBaseProposer", ("model",), _DRAFTER),
@@ -105,7 +111,7 @@ V2_FIELDS: tuple[Fields, ...] = (
         _V2,
         "GPUModelRunner",
         ("device", "max_num_tokens", "model_state"),
-        "real forwards",
+        "forward passes of requests",
         at="",
     ),
     Fields(

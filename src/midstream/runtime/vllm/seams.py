@@ -34,7 +34,7 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "vllm.v1.worker.worker_base",
         "WorkerWrapperBase.init_device",
         (),
-        "the worker exists, its model is not loaded yet",
+        "the worker exists, and its model is not loaded yet",
     ),
     Seam(
         "vllm.v1.engine.input_processor",
@@ -46,7 +46,7 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "vllm.v1.engine.llm_engine",
         "LLMEngine.__init__",
         ("vllm_config",),
-        "each enabled engine gets its front end",
+        "a front end is attached to each enabled engine",
     ),
     Seam("vllm.v1.engine.llm_engine", "LLMEngine.step", (), "results are set on outputs"),
     Seam(
@@ -107,13 +107,13 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "vllm.v1.core.kv_cache_manager",
         "KVCacheManager.get_blocks",
         ("request_id",),
-        "requests that share KV with a failed one are found",
+        "requests that share KV with a failed request are found",
     ),
     Seam(
         "vllm.v1.core.block_pool",
         "BlockPool.evict_blocks",
         ("block_ids",),
-        "the cache is emptied after a failure",
+        "the prefix cache is cleared after a failure",
     ),
     Seam(
         "vllm.v1.core.sched.scheduler",
@@ -187,7 +187,7 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "vllm.v1.engine.async_llm",
         "AsyncLLM.from_vllm_config",
         ("vllm_config",),
-        "the server's engine is midstream's",
+        "the server's engine is a midstream.AsyncLLM",
     ),
     Seam("vllm.engine.arg_utils", "EngineArgs.__post_init__", (), "midstream is loaded from here"),
     Seam(
@@ -205,7 +205,7 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
 )
 
 OFFLINE_SEAMS: tuple[Seam, ...] = (
-    Seam("vllm.entrypoints.llm", "LLM.__init__", ("model",), "an engine of midstream's own"),
+    Seam("vllm.entrypoints.llm", "LLM.__init__", ("model",), "the base class of midstream.LLM"),
     Seam(
         "vllm.entrypoints.llm",
         "LLM.generate",
@@ -252,14 +252,14 @@ ASYNC_SEAMS: tuple[Seam, ...] = (
         "vllm.v1.engine.async_llm",
         "AsyncLLM.__init__",
         ("vllm_config", "executor_class", "log_stats"),
-        "an async engine of midstream's own",
+        "the base class of midstream.AsyncLLM",
         named=("usage_context", "log_requests", "start_engine_loop", "stat_loggers"),
     ),
     Seam(
         "vllm.v1.engine.async_llm",
         "AsyncLLM.from_engine_args",
         ("engine_args", "start_engine_loop", "usage_context", "stat_loggers"),
-        "an async engine of midstream's own",
+        "the base class of midstream.AsyncLLM",
     ),
     Seam(
         "vllm.v1.engine.async_llm",
@@ -271,7 +271,7 @@ ASYNC_SEAMS: tuple[Seam, ...] = (
         "vllm.v1.executor.abstract",
         "Executor.get_class",
         ("vllm_config",),
-        "an async engine of midstream's own",
+        "the base class of midstream.AsyncLLM",
     ),
     Seam(
         "vllm.v1.engine.async_llm",
@@ -348,7 +348,7 @@ def check_offline() -> None:
 
 
 def check_async() -> None:
-    """Checks the seams of async engines.
+    """Check the seams of async engines.
 
     Raises:
         SeamError: names each difference.
@@ -357,12 +357,12 @@ def check_async() -> None:
 
 
 def is_v2_runner(runner: Any) -> bool:
-    """Whether a model runner is vLLM's V2."""
+    """Return whether a model runner is vLLM's V2 runner."""
     return hasattr(runner, "model_state") and not hasattr(runner, "_model_forward")
 
 
 def check_runner(runner: Any, is_v2: bool) -> None:
-    """Checks the seams of a model runner whose model is loaded.
+    """Check the seams of a model runner whose model is loaded.
 
     Raises:
         SeamError: names each difference.
@@ -451,7 +451,7 @@ def _raise(problems: list[str]) -> None:
         import vllm
 
         raise SeamError(
-            f"vLLM {vllm.__version__} is not one that this midstream fits "
-            f"(run on {' and '.join(RUN)}, read on {' and '.join(READ)}):\n  "
+            f"vLLM {vllm.__version__} differs from what this midstream expects "
+            f"(engine tests: {', '.join(RUN)}; sources checked: {', '.join(READ)}):\n  "
             + "\n  ".join(problems)
         )

@@ -1,4 +1,4 @@
-"""Engine settings that cannot be served are refused by name; all others pass."""
+"""Unsupported engine settings are rejected by name; all others pass."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_each_rule_fires_alone_and_names_its_setting_and_reason(setting):
         check_settings(given)
     reason = next(rule.reason for rule in RULES if rule.setting == setting)
     assert f"\n  {setting}: {reason}" in str(caught.value)
-    assert "leave `midstream` out of additional_config" in str(caught.value)
+    assert "remove `midstream` from additional_config" in str(caught.value)
 
 
 def test_all_that_is_wrong_is_named_at_once():
