@@ -81,8 +81,8 @@ class Hooks:
 
     def on_output(self, output: Any) -> Any:
         """Return a step's output with the failures of single requests attached. An output that
-        does not reach the scheduler, as of a pipeline's earlier stages, is returned unchanged; the
-        receipts of those requests have the failures.
+        does not reach the scheduler, for example from an earlier stage of a pipeline, is returned
+        unchanged; the receipts of those requests have the failures.
         """
         requests = self._session.requests
         failures = requests.failures

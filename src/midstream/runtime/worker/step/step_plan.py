@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from midstream.runtime.protocol.runs import Ints
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as a frozen one takes three times as long to make
 class TokenRuns:
     """Runs of consecutive rows of one request within one segment; each array has one entry per run.
 
@@ -69,7 +69,7 @@ class CodecBatch:
     record: Ints
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # see `TokenRuns`
 class StepPlan:
     """What the device is to do in one step, and what it must have counted afterwards.
 
