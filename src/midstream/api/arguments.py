@@ -1,4 +1,4 @@
-"""What `LLM.generate` is asked for: one value for all prompts, or a list with one each."""
+"""Arguments of a call: one value for all prompts, or a list with one each. One plan per prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.spec import Plan
 
-# Fields whose flat list is several for every prompt; a list of captures is one for each prompt.
+# A flat list of these is for all prompts; a list of captures has one entry per prompt.
 _SEVERAL = ("steer", "edits", "probes")
 _WHAT = {"steer": "edits", "edits": "edits", "probes": "probes"}
 
@@ -26,14 +26,17 @@ class CallArguments:
 
     @property
     def nothing(self) -> bool:
-        """Whether nothing was given."""
+        """Whether all arguments are None."""
         return all(value is None for value in self._values().values())
 
     def per_prompt(self, count: int) -> list[PromptArguments]:
-        """What each prompt is asked.
+        """Return the arguments for each prompt.
+
+        Args:
+            count: number of prompts.
 
         Raises:
-            SpecError: a list that fits neither way.
+            SpecError: a list fits neither all prompts nor each prompt.
         """
         columns = {name: per_prompt(name, value, count) for name, value in self._values().items()}
         return [
@@ -42,13 +45,18 @@ class CallArguments:
         ]
 
     def alone(self) -> PromptArguments:
-        """What a call with one prompt asks, whose every list is for that prompt."""
+        """Return the arguments of a call with one prompt, for which every list is."""
         return PromptArguments(**self._values())
 
     def explain(self, error: SpecError, nth: int | None = None) -> SpecError:
-        """An error of prompt `nth`'s plan as the caller wrote the field: `steer[3][0].layer` where
-        there is one list per prompt; where one value is for all, the message says for which prompt
-        it is wrong. None: the call has one prompt.
+        """Return an error of a prompt's plan with the path of the caller's argument.
+
+        With one list per prompt the path has its index, as `steer[3][0].layer`; with one value for
+        all prompts the message names the prompt.
+
+        Args:
+            error: error of the plan.
+            nth: index of the prompt; None: the call has one prompt.
         """
         head, rest = re.match(r"([a-z_]*)(.*)", error.path, re.DOTALL).groups()  # type: ignore[union-attr]
         name, rest = self._origin(head, rest, nth)
@@ -60,7 +68,7 @@ class CallArguments:
             isinstance(value, (list, tuple)) and (name == "capture" or _is_per_prompt(value))
         ):
             mine, path = value[nth], f"{name}[{nth}]"
-        # A plan counts its parts even where the caller gave a single one.
+        # A plan numbers its parts even if the caller gave a single one.
         if not isinstance(mine, (list, tuple)):
             rest = rest.removeprefix("[0]")
         for_all = nth is not None and path == name
@@ -68,7 +76,7 @@ class CallArguments:
         return SpecError(path + rest, problem)
 
     def _origin(self, head: str, rest: str, nth: int | None) -> tuple[str, str]:
-        """A plan's edits are those of `steer`, then those of `edits`."""
+        """Return the argument and the rest of the path: a plan has the edits of `steer` first."""
         if head != "edits" or self.steer is None:
             return head, rest
         mine = self.steer
@@ -77,7 +85,7 @@ class CallArguments:
         count = len(_as_list(mine))
         index, tail = re.match(r"\[(\d+)\](.*)|", rest, re.DOTALL).groups()  # type: ignore[union-attr]
         if index is None:
-            # The whole of the list, or a single one, which is counted where others come before.
+            # The list itself, or a single edit, which is numbered if others precede it.
             return ("edits" if mine is None else "steer"), rest
         if int(index) < count:
             return "steer", rest
@@ -94,7 +102,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class PromptArguments:
-    """What one prompt is asked."""
+    """Arguments for one prompt."""
 
     capture: Any = None
     steer: Any = None
@@ -103,15 +111,15 @@ class PromptArguments:
     key: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        # Shared inputs give shared plans, so that a thousand prompts parse one plan once.
+        # Prompts with the same arguments share a plan, which is parsed once.
         parts = (self.capture, self.steer, self.edits, self.probes)
         object.__setattr__(self, "key", tuple(id(part) for part in parts))
 
     def plan(self) -> Plan | None:
-        """The plan; None if nothing is asked.
+        """Return the plan; None: all arguments are None.
 
         Raises:
-            SpecError: something is malformed; the path is that in the plan.
+            SpecError: an argument is malformed; the path is relative to the plan.
         """
         edits: Any = self.edits
         if self.steer is not None:
@@ -123,14 +131,18 @@ class PromptArguments:
 
 
 def per_prompt(name: str, value: Any, count: int) -> list[Any]:
-    """What each of `count` prompts is given, from one value for all or a list of one each.
+    """Return the value of an argument for each prompt.
 
-    `steer`, `edits` and `probes` may be a flat list, which is for all prompts; a list that holds
-    None or lists is one entry per prompt. A flat list as long as there are prompts is refused as
-    ambiguous.
+    A flat list for `steer`, `edits` or `probes` is for all prompts; a list that contains None or
+    lists has one entry per prompt. A flat list with one entry per prompt is rejected as ambiguous.
+
+    Args:
+        name: name of the argument.
+        value: one value for all prompts, or a list.
+        count: number of prompts.
 
     Raises:
-        SpecError: a list that is neither.
+        SpecError: the list is ambiguous, or its length is not the number of prompts.
     """
     if not isinstance(value, (list, tuple)):
         return [value] * count
@@ -148,9 +160,7 @@ def per_prompt(name: str, value: Any, count: int) -> list[Any]:
 
 
 def _named(steer: Any) -> Any:
-    """Dicts under `steer=` need not say that they steer; in a plan, which holds other edits too,
-    they do.
-    """
+    """Return an edit of `steer`, whose dicts need no `op`, as an edit of a plan."""
     return {"op": "steer", **steer} if isinstance(steer, Mapping) else steer
 
 
