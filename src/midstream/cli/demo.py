@@ -5,6 +5,7 @@ The command is defined in `midstream.demo.cli`, because `python -m midstream.dem
 
 from __future__ import annotations
 
-from midstream.demo.cli import CommandClass, demo
+from midstream.demo.cli import DemoCommand as CommandClass
+from midstream.demo.cli import demo
 
 __all__ = ["CommandClass", "demo"]

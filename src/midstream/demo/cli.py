@@ -31,7 +31,7 @@ NUM_STAGES = 7
 DEFAULT_SCALES = (-2.0, -1.0, 1.0, 2.0)
 
 
-class CommandClass(TyperCommand):
+class DemoCommand(TyperCommand):
     """The command, with `--scales` as an option that takes several values."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -39,7 +39,7 @@ class CommandClass(TyperCommand):
 
 
 @dataclass(frozen=True)
-class Options:
+class DemoOptions:
     """What the command was called with; `demo` describes each option."""
 
     model: str | None
@@ -120,7 +120,7 @@ def demo(
 
     Example: midstream demo --scales -2 2 --layer 16 --out report.html
     """
-    options = Options(
+    options = DemoOptions(
         model=model,
         models_dir=models_dir,
         layer=layer,
@@ -137,7 +137,7 @@ def demo(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command as `python -m midstream.demo`, and exit."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(cls=CommandClass)(demo)
+    app.command(cls=DemoCommand)(demo)
     app(arguments, prog_name="python -m midstream.demo")
 
 
@@ -163,7 +163,7 @@ def _is_value(argument: str) -> bool:
     return True
 
 
-def _show(options: Options) -> int:
+def _show(options: DemoOptions) -> int:
     """Run the demo, print the answers, and return the exit status."""
     from midstream.demo.progress import Stages
 
@@ -187,7 +187,7 @@ def _show(options: Options) -> int:
     return 0
 
 
-def _run(options: Options, stages: Stages) -> Result:
+def _run(options: DemoOptions, stages: Stages) -> Result:
     _check_out(options.out)
     folder = _find_model(options, stages)
     with stages("starting vLLM"):
@@ -218,7 +218,7 @@ def _check_out(out: Path) -> None:
         raise DemoError(f"--out {out}: the file cannot be written. Use another path")
 
 
-def _find_model(options: Options, stages: Stages) -> Path:
+def _find_model(options: DemoOptions, stages: Stages) -> Path:
     """Return the model's folder; make SmolLM2's if no folder was given."""
     from midstream.demo.model.smollm2 import NAME, make_smollm2
     from midstream.errors import ModelError

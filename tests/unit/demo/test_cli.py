@@ -86,11 +86,11 @@ def test_a_folder_without_a_model_is_refused_in_one_sentence(tmp_path: Path) -> 
 
 
 @pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch) -> list[cli.Options]:
+def called(monkeypatch: pytest.MonkeyPatch) -> list[cli.DemoOptions]:
     """The options of each call; the demo itself does not run."""
-    options: list[cli.Options] = []
+    options: list[cli.DemoOptions] = []
 
-    def record(given: cli.Options) -> int:
+    def record(given: cli.DemoOptions) -> int:
         options.append(given)
         return 0
 
@@ -109,7 +109,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[cli.Options]:
     ],
 )
 def test_both_commands_take_several_scales_after_one_option(
-    called: list[cli.Options], arguments: list[str], scales: tuple[float, ...]
+    called: list[cli.DemoOptions], arguments: list[str], scales: tuple[float, ...]
 ) -> None:
     from midstream.cli.app import app
 
