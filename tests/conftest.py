@@ -16,7 +16,8 @@ from support.nightly import NIGHTLY
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 # How long an example takes says nothing here: a first one imports what it needs.
-settings.register_profile("dev", deadline=None, max_examples=30)
+DEV_EXAMPLES = 30
+settings.register_profile("dev", deadline=None, max_examples=DEV_EXAMPLES)
 settings.register_profile(
     "nightly", deadline=None, max_examples=500, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -61,6 +62,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("xdist_group") is None:
             # A file's tests stay together: they share fixtures, and engines with them.
             item.add_marker(pytest.mark.xdist_group(name))
+        if not NIGHTLY:
+            _cap_examples(item)
     if not NIGHTLY and not _names_nightly(config):
         left = [item for item in items if item.get_closest_marker("nightly") is not None]
         config.hook.pytest_deselected(items=left)
@@ -75,6 +78,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     # The longest first: begun last, it would keep one process busy while the other has nothing.
     items.sort(key=when)
+
+
+def _cap_examples(item: pytest.Item) -> None:
+    """Have a property tried with few examples, though it asks for more: those are for the night."""
+    test = getattr(item, "obj", None)
+    given = getattr(test, "_hypothesis_internal_use_settings", None)
+    if given is not None and given.max_examples > DEV_EXAMPLES:
+        test._hypothesis_internal_use_settings = settings(given, max_examples=DEV_EXAMPLES)
 
 
 def _names_nightly(config: pytest.Config) -> bool:

@@ -111,7 +111,9 @@ def test_with_settings_of_midstreams_own_there_is_one_place_too_many(
 ) -> None:
     monkeypatch.setenv("VLLM_ACT_CAPTURE", "1")
     with (
-        pytest.raises(ValueError, match="settings in both `midstream` and the environment variables VLLM_ACT_"),
+        pytest.raises(
+            ValueError, match="settings in both `midstream` and the environment variables VLLM_ACT_"
+        ),
         engine(tiny_llama, midstream={}, worker_cls=WORKER),
     ):
         pass

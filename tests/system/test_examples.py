@@ -57,6 +57,7 @@ def test_every_example_is_run_here_and_listed_in_the_readme():
     assert [name for name in NAMES if f"]({name}.py)" not in readme] == []
 
 
+@pytest.mark.nightly
 def test_an_example_run_by_hand_prints_its_tables_and_nothing_else(smollm2: Path):
     script = EXAMPLES / "contrastive_steering.py"
     done = subprocess.run(
@@ -71,6 +72,7 @@ def test_an_example_run_by_hand_prints_its_tables_and_nothing_else(smollm2: Path
     assert [word for word in ("INFO", "WARNING", "Triton", "it/s") if word in done.stdout] == []
 
 
+@pytest.mark.nightly
 def test_ablating_the_direction_ends_the_refusals(run: Any):
     found = run("refusal_ablation")
     assert found["refusals_before"] >= 0.8
@@ -89,6 +91,7 @@ def test_the_mood_rises_with_the_scale(run: Any):
     assert found["by_params"] == pytest.approx(moods[-1], abs=1e-3)
 
 
+@pytest.mark.nightly
 def test_a_feature_of_cooking_is_found_and_held(run: Any):
     found = run("sae_feature")
     assert found["variance"] > 0.5
@@ -100,6 +103,7 @@ def test_a_feature_of_cooking_is_found_and_held(run: Any):
     assert found["preferences"][-1] > found["preferences"][0] + 1
 
 
+@pytest.mark.nightly
 def test_only_questions_about_money_are_steered(run: Any):
     found = run("conditional_steering")
     assert min(found["money_scores"]) > 0 > max(found["other_scores"])

@@ -46,7 +46,10 @@ def test_a_row_is_as_wide_as_the_codec_encodes_it(codec, dtype, hidden):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize(("layers", "length"), [([3], 8), ([0, 5, 9], 64), ("all", 200)])
+@pytest.mark.parametrize(
+    ("layers", "length"),
+    [([3], 8), ([0, 5, 9], 64), pytest.param("all", 200, marks=pytest.mark.nightly)],
+)
 def test_a_store_that_is_written_takes_what_was_reckoned(tmp_path, codec, layers, length):
     """Of many requests with the metadata that is reckoned with, in one shard: within 1 %."""
     config = {"hidden_size": 576, "num_hidden_layers": 12, "model_type": "other"}
