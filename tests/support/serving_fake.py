@@ -78,7 +78,7 @@ class FakeEngine:
         self.vectors = VectorRegistry(SHAPE)
         self.steering = Steering(self.vectors)
         self.info = SimpleNamespace(
-            shape=SHAPE, dtype="float32", codec="raw", workers=({"runner": "fake"},)
+            shape=SHAPE, dtype="float32", codec="raw", workers=(SimpleNamespace(runner="fake"),)
         )
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(model="fake", revision=None),
