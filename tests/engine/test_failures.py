@@ -8,7 +8,7 @@ from support.engines import engine, generated, greedy, tokens
 
 from midstream import Capture, ReceiptError, ReceiptWarning, Steer
 from midstream.ops import layout
-from midstream.runtime.worker import session
+from midstream.runtime.worker import request_table
 from midstream.runtime.worker.request_state import acquire_segments
 from midstream.runtime.worker.session import WorkerSession
 from midstream.testing import inspect
@@ -33,7 +33,7 @@ def broken(monkeypatch):
             raise ZeroDivisionError("a fault planted by the test")
         return acquire_segments(pieces, tables, ledger, codec)
 
-    monkeypatch.setattr(session, "acquire_segments", acquire)
+    monkeypatch.setattr(request_table, "acquire_segments", acquire)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def first_fails(monkeypatch):
             raise ZeroDivisionError("the first one fails")
         return acquire_segments(*args)
 
-    monkeypatch.setattr(session, "acquire_segments", acquire)
+    monkeypatch.setattr(request_table, "acquire_segments", acquire)
 
 
 def steer(scale, start=0):
@@ -126,10 +126,10 @@ def test_a_token_that_was_not_edited_ends_its_request(llm, monkeypatch):
         # The device is told nothing of the row at position 72, the third generated token.
         original(self, view)
         if 72 in view.computed:
-            self._buffers.tokens[:, layout.PROGRAM] = layout.IDLE_PROGRAM
+            self._recorder._buffers.tokens[:, layout.PROGRAM] = layout.IDLE_PROGRAM
 
     monkeypatch.setattr(WorkerSession, "before_forward", before_forward)
-    with pytest.raises(ReceiptError, match="position 72: asked for 1 edits") as caught:
+    with pytest.raises(ReceiptError, match="position 72: expected 1 edits") as caught:
         ask(llm, [[steer(1.5)], None], max_tokens=40, prompts=[prompt, fresh(llm, 34)])
     bad, plain = caught.value.outputs
     assert bad.outputs[0].finish_reason == "error"
