@@ -20,7 +20,7 @@ def color_bin(value: float, limit: float) -> int:
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """One line of a chart: its values by layer, its name, and its class in the style sheet."""
 
     name: str
@@ -55,7 +55,9 @@ class Frame:
         return self.height - self.bottom - span * (value - self.low) / (self.high - self.low)
 
 
-def layer_chart(title: str, lines: Sequence[Line], frame: Frame, marked: int, guess: float) -> str:
+def layer_chart(
+    title: str, lines: Sequence[ChartLine], frame: Frame, marked: int, guess: float
+) -> str:
     """Draw values by layer, with a vertical line at `marked` and a dashed one at `guess`."""
     parts = [_grid(frame), _layer_axis(frame)]
     parts.append(_rule(frame, frame.x(marked), "marked"))
@@ -202,7 +204,7 @@ def _layer_axis(frame: Frame) -> str:
     return "".join(parts) + _text(frame.middle, frame.height - 5, "layer", "axis middle")
 
 
-def _line(frame: Frame, line: Line) -> str:
+def _line(frame: Frame, line: ChartLine) -> str:
     dots = [
         _dot(frame, layer, value, f"dot-{line.style}", f"{line.name}, layer {layer}: {value:.3f}")
         for layer, value in enumerate(line.values)

@@ -192,10 +192,10 @@ def _run(options: DemoOptions, stages: Stages) -> Result:
     folder = _find_model(options, stages)
     with stages("starting vLLM"):
         from midstream.demo.engine import MidstreamEngine
-        from midstream.demo.run import Plan, run
+        from midstream.demo.run import DemoPlan, run
 
         engine = MidstreamEngine(folder, seed=options.seed, compiled=options.compiled)
-    plan = Plan(
+    plan = DemoPlan(
         model=folder.name,
         scales=options.scales,
         layer=options.layer,

@@ -45,7 +45,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Reply:
+class DemoReply:
     """The result of one request.
 
     Attributes:
@@ -62,12 +62,12 @@ class Reply:
     receipt: dict[str, Any] | None
 
 
-class Engine(Protocol):
+class DemoEngine(Protocol):
     """The interface that the demo's run needs."""
 
     tokenizer: Any
 
-    def run(self, requests: Sequence[Request]) -> list[Reply]:
+    def run(self, requests: Sequence[Request]) -> list[DemoReply]:
         """Run all requests in one batch, and return the replies in the same order."""
         ...
 
@@ -94,7 +94,7 @@ class MidstreamEngine:
         )
         self.tokenizer = self._llm.get_tokenizer()
 
-    def run(self, requests: Sequence[Request]) -> list[Reply]:
+    def run(self, requests: Sequence[Request]) -> list[DemoReply]:
         from midstream import Capture, SamplingParams, Steer
 
         outputs = self._llm.generate(
@@ -115,10 +115,10 @@ class MidstreamEngine:
         return [_reply(output) for output in outputs]
 
 
-def _reply(output: Any) -> Reply:
+def _reply(output: Any) -> DemoReply:
     acts, rows, token_ids = output.activations, None, []
     if acts is not None and acts.layers:
         rows = torch.stack([acts[SITE, layer].float() for layer in acts.layers])
         token_ids = [int(token) for token in acts.token_ids]
     receipt = output.receipt.to_dict() if output.receipt is not None else None
-    return Reply(output.outputs[0].text, rows, token_ids, receipt)
+    return DemoReply(output.outputs[0].text, rows, token_ids, receipt)

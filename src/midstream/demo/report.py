@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from midstream.demo import charts
-from midstream.demo.charts import Frame, Line
+from midstream.demo.charts import ChartLine, Frame
 from midstream.demo.html import data_block, escape, tag
-from midstream.demo.result import Question, Receipt, Result, format_scale, format_signed
+from midstream.demo.result import Question, RequestReceipt, Result, format_scale, format_signed
 from midstream.demo.template import page
 
 DATA_ID = "midstream-demo"
@@ -67,9 +67,9 @@ def _separability(result: Result) -> str:
         " numbers, they flatter it a little; the curve around it is the sounder evidence."
     )
     num_layers = len(result.scores)
-    accuracy = Line("accuracy", [score.accuracy for score in result.scores], "b")
-    auc = Line("AUC", [score.auc for score in result.scores], "a")
-    d_prime = Line("d′", [score.d_prime for score in result.scores], "a")
+    accuracy = ChartLine("accuracy", [score.accuracy for score in result.scores], "b")
+    auc = ChartLine("AUC", [score.auc for score in result.scores], "a")
+    d_prime = ChartLine("d′", [score.d_prime for score in result.scores], "a")
     lowest = min([0.5, *auc.values, *accuracy.values])
     first = charts.layer_chart(
         "AUC and accuracy by layer",
@@ -164,7 +164,7 @@ def _question(question: Question, largest: float) -> str:
     return tag("h3", escape(question.prompt)) + tag("div", "".join(cards), "answers")
 
 
-def _receipts(receipts: list[Receipt]) -> str:
+def _receipts(receipts: list[RequestReceipt]) -> str:
     rows = [_receipt_cells(receipt) for receipt in receipts]
     captured = sum(_count_rows(receipt.content)[0] for receipt in receipts)
     edited = sum(_count_edits(receipt.content)[0] for receipt in receipts)
@@ -183,7 +183,7 @@ def _receipts(receipts: list[Receipt]) -> str:
     return _section("receipts", "Receipts", words, tag("details", shown))
 
 
-def _receipt_cells(receipt: Receipt) -> list[str]:
+def _receipt_cells(receipt: RequestReceipt) -> list[str]:
     content = receipt.content
     rows, wanted_rows = _count_rows(content)
     edits, wanted_edits = _count_edits(content)

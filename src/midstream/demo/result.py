@@ -50,7 +50,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Receipt:
+class RequestReceipt:
     """The receipt of one request: what was requested and what was done."""
 
     request: str
@@ -92,7 +92,7 @@ class Result:
     stream_norm: float
     token_maps: list[TokenMap]
     questions: list[Question]
-    receipts: list[Receipt]
+    receipts: list[RequestReceipt]
 
     @property
     def scales(self) -> list[float]:

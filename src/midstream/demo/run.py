@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from midstream.demo import DemoError, prompts
-from midstream.demo.engine import Engine, Push, Reply, Request
+from midstream.demo.engine import DemoEngine, DemoReply, Push, Request
 from midstream.demo.fit import Fit, fit
-from midstream.demo.result import Answer, Question, Receipt, Result, TokenMap, format_scale
+from midstream.demo.result import Answer, Question, RequestReceipt, Result, TokenMap, format_scale
 
 Stage = Callable[[str], AbstractContextManager[None]]
 """Called with a stage's description; returns the context in which the stage runs."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class DemoPlan:
     """What to do on an engine.
 
     Attributes:
@@ -46,7 +46,7 @@ class Plan:
     settings: dict[str, str] = field(default_factory=dict)
 
 
-def run(engine: Engine, plan: Plan, stage: Stage) -> Result:
+def run(engine: DemoEngine, plan: DemoPlan, stage: Stage) -> Result:
     """Run the whole job on a started engine, and return its result."""
     started = time.strftime("%Y-%m-%d %H:%M %Z")
     job = _Job(engine, plan, stage)
@@ -82,11 +82,11 @@ def run(engine: Engine, plan: Plan, stage: Stage) -> Result:
 class _Job:
     """One run: its engine and plan, and the receipts and times that it collects."""
 
-    def __init__(self, engine: Engine, plan: Plan, stage: Stage) -> None:
+    def __init__(self, engine: DemoEngine, plan: DemoPlan, stage: Stage) -> None:
         self.engine = engine
         self.plan = plan
         self.stage = stage
-        self.receipts: list[Receipt] = []
+        self.receipts: list[RequestReceipt] = []
         self.seconds: dict[str, float] = {}
 
     @contextmanager
@@ -96,7 +96,7 @@ class _Job:
             yield
         self.seconds[key] = time.perf_counter() - start
 
-    def capture_pairs(self) -> list[Reply]:
+    def capture_pairs(self) -> list[DemoReply]:
         """Capture every pair, and return the replies in the order p0, n0, p1, n1, …
 
         The pair that the report shows is captured at all tokens, the others at their last token.
@@ -112,7 +112,7 @@ class _Job:
         ]
         return self._run(requests)
 
-    def write(self, fitted: Fit, layer: int) -> list[list[Reply]]:
+    def write(self, fitted: Fit, layer: int) -> list[list[DemoReply]]:
         """Generate all answers in one mixed batch.
 
         Returns:
@@ -133,7 +133,7 @@ class _Job:
         replies, step = self._run(requests), len(self._scales)
         return [replies[at : at + step] for at in range(0, len(replies), step)]
 
-    def read_back(self, written: list[list[Reply]], fitted: Fit, layer: int) -> list[Question]:
+    def read_back(self, written: list[list[DemoReply]], fitted: Fit, layer: int) -> list[Question]:
         """Read each answer with the unsteered model.
 
         Returns:
@@ -161,7 +161,7 @@ class _Job:
         ]
 
     def map_tokens(
-        self, captured: list[Reply], written: list[list[Reply]], fitted: Fit
+        self, captured: list[DemoReply], written: list[list[DemoReply]], fitted: Fit
     ) -> list[TokenMap]:
         """Map the shown pair, and the first question's answers: lowest scale, plain, highest."""
         shown = captured[2 * self._shown_pair : 2 * self._shown_pair + 2]
@@ -184,7 +184,7 @@ class _Job:
     def _shown_pair(self) -> int:
         return min(prompts.SHOWN_PAIR, len(self.plan.pairs) - 1)
 
-    def _map(self, title: str, reply: Reply, fitted: Fit) -> TokenMap:
+    def _map(self, title: str, reply: DemoReply, fitted: Fit) -> TokenMap:
         rows = _rows(reply)
         return TokenMap(
             title=title,
@@ -193,13 +193,13 @@ class _Job:
             projection=_rounded(fitted.project(rows)),
         )
 
-    def _run(self, requests: list[Request]) -> list[Reply]:
+    def _run(self, requests: list[Request]) -> list[DemoReply]:
         if not requests:
             return []
         replies = self.engine.run(requests)
         for request, reply in zip(requests, replies, strict=True):
             if reply.receipt is not None:
-                self.receipts.append(Receipt(request.name, reply.receipt))
+                self.receipts.append(RequestReceipt(request.name, reply.receipt))
             elif request.capture or request.push:
                 raise DemoError(
                     f"{request.name}: the request captures or steers, but has no receipt"
@@ -219,7 +219,7 @@ class _Job:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _rows(reply: Reply) -> torch.Tensor:
+def _rows(reply: DemoReply) -> torch.Tensor:
     assert reply.rows is not None, "the request asked for a capture"
     return reply.rows
 
@@ -229,7 +229,7 @@ def _rounded(values: torch.Tensor) -> list[list[float]]:
     return [[round(value, 4) for value in row] for row in values.tolist()]
 
 
-def _fit_last_rows(captured: list[Reply], plan: Plan) -> Fit:
+def _fit_last_rows(captured: list[DemoReply], plan: DemoPlan) -> Fit:
     last = torch.stack([_rows(reply)[:, -1] for reply in captured])
     return fit(last[0::2], last[1::2], min(plan.num_folds, len(plan.pairs)), plan.seed)
 
@@ -243,7 +243,7 @@ def _choose_layer(fitted: Fit, wanted: int | None) -> int:
     return wanted % num_layers
 
 
-def _mean_reading(reply: Reply, fitted: Fit, layer: int) -> float:
+def _mean_reading(reply: DemoReply, fitted: Fit, layer: int) -> float:
     """Return the mean projection at `layer` of all tokens but the first.
 
     The first token is an attention sink: its vector is huge, and the same for every text.
@@ -251,5 +251,5 @@ def _mean_reading(reply: Reply, fitted: Fit, layer: int) -> float:
     return float(fitted.project(_rows(reply))[layer, 1:].mean())
 
 
-def _mean_norm(captured: list[Reply], layer: int) -> float:
+def _mean_norm(captured: list[DemoReply], layer: int) -> float:
     return float(torch.stack([_rows(reply)[layer, -1] for reply in captured]).norm(dim=-1).mean())

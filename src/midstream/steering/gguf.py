@@ -34,7 +34,7 @@ MAX_DIMENSIONS = 4
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """Block layout of one GGML type.
 
     Attributes:
@@ -58,9 +58,9 @@ def _unpack_f16(blocks: Bytes) -> Floats:
     return np.ascontiguousarray(blocks).view("<f2").astype(np.float32)
 
 
-LAYOUTS: Mapping[int, Layout] = {
-    0: Layout("F32", 1, 4, _unpack_f32),
-    1: Layout("F16", 1, 2, _unpack_f16),
+LAYOUTS: Mapping[int, TensorLayout] = {
+    0: TensorLayout("F32", 1, 4, _unpack_f32),
+    1: TensorLayout("F16", 1, 2, _unpack_f16),
 }
 """Layouts by GGML type. Quantised types, which models have, are in `midstream.demo.model`."""
 
@@ -75,7 +75,7 @@ class Tensor:
         raw: uint8 `[bytes]`, its blocks, a view of the file's bytes.
     """
 
-    layout: Layout
+    layout: TensorLayout
     shape: tuple[int, ...]
     raw: Bytes
 
@@ -102,7 +102,9 @@ class Gguf:
             ) from None
 
 
-def read_gguf(data: bytes, layouts: Mapping[int, Layout] = LAYOUTS, architecture: str = "") -> Gguf:
+def read_gguf(
+    data: bytes, layouts: Mapping[int, TensorLayout] = LAYOUTS, architecture: str = ""
+) -> Gguf:
     """Parse the bytes of a file. Tensors are views of `data` and keep it in memory.
 
     Args:
@@ -210,7 +212,7 @@ def _check_architecture(metadata: Mapping[str, Any], wanted: str) -> None:
 
 
 def _view_tensor(
-    data: bytes, name: str, shape: tuple[int, ...], layout: Layout, start: int
+    data: bytes, name: str, shape: tuple[int, ...], layout: TensorLayout, start: int
 ) -> Tensor:
     """Return a tensor after checking its shape and place; `start` is its offset in `data`."""
     num_values = math.prod(shape)

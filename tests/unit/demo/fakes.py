@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
-from midstream.demo.engine import Reply, Request
+from midstream.demo.engine import DemoReply, Request
 from midstream.demo.fit import LayerScore
-from midstream.demo.result import Answer, Question, Receipt, Result, TokenMap
+from midstream.demo.result import Answer, Question, RequestReceipt, Result, TokenMap
 
 NUM_LAYERS, HIDDEN = 4, 24
 GLAD = frozenset(["glad", "won", "saved", "laughed"])
@@ -48,11 +48,11 @@ class FakeEngine:
             torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)), dim=0
         )
 
-    def run(self, requests: Sequence[Request]) -> list[Reply]:
+    def run(self, requests: Sequence[Request]) -> list[DemoReply]:
         self.batches.append(list(requests))
         return [self._one(index, request) for index, request in enumerate(requests)]
 
-    def _one(self, index: int, request: Request) -> Reply:
+    def _one(self, index: int, request: Request) -> DemoReply:
         text, generated = "", []
         if request.max_tokens > 1:
             push = request.push
@@ -85,7 +85,7 @@ class FakeEngine:
             else {"expected": len(tokens), "applied": len(tokens), "tokens": 0},
             "problems": [],
         }
-        return Reply(text, rows, [tokens[at] for at in chosen], receipt if asked else None)
+        return DemoReply(text, rows, [tokens[at] for at in chosen], receipt if asked else None)
 
     def _stream(self, seed: int, tokens: list[int]) -> torch.Tensor:
         """`[layers, tokens, hidden]`"""
@@ -136,5 +136,5 @@ def make_result(hostile: str = "") -> Result:
         stream_norm=80.0,
         token_maps=[TokenMap(f"a map {hostile}", ["One", f"two{hostile}", "\n"], cells, cells)],
         questions=[Question(f"A question {hostile}?", answers), Question("Another?", answers)],
-        receipts=[Receipt(f"request one {hostile}", content)],
+        receipts=[RequestReceipt(f"request one {hostile}", content)],
     )

@@ -14,7 +14,7 @@ from unit.demo.fakes import FakeEngine, no_stage
 from midstream.demo import DemoError, prompts, table
 from midstream.demo.prompts import Pair
 from midstream.demo.report import render
-from midstream.demo.run import Plan, run
+from midstream.demo.run import DemoPlan, run
 
 TOPICS = ["day", "night", "house", "river", "garden"]
 WORDS = [("glad", "sad"), ("won", "lost"), ("saved", "died"), ("laughed", "wept")]
@@ -24,7 +24,7 @@ PAIRS = [
     for glad, sad in WORDS
 ]
 QUESTIONS = ["Hm ?", "And ?"]
-PLAN = Plan(
+PLAN = DemoPlan(
     model="fake", scales=(1.0, -1.0), max_tokens=8, pairs=PAIRS, questions=["Hm ?", "And ?"]
 )
 

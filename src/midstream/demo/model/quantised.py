@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from midstream.steering.gguf import LAYOUTS as UNQUANTISED
-from midstream.steering.gguf import Bytes, Floats, Layout
+from midstream.steering.gguf import Bytes, Floats, TensorLayout
 
 
 def _half(blocks: Bytes, at: int) -> Floats:
@@ -59,11 +59,11 @@ def _unpack_q6_k(blocks: Bytes) -> Floats:
 
 
 QUANTISED = {
-    3: Layout("Q4_1", 32, 20, _unpack_q4_1),
-    6: Layout("Q5_0", 32, 22, _unpack_q5_0),
-    8: Layout("Q8_0", 32, 34, _unpack_q8_0),
-    12: Layout("Q4_K", 256, 144, _unpack_q4_k),
-    14: Layout("Q6_K", 256, 210, _unpack_q6_k),
+    3: TensorLayout("Q4_1", 32, 20, _unpack_q4_1),
+    6: TensorLayout("Q5_0", 32, 22, _unpack_q5_0),
+    8: TensorLayout("Q8_0", 32, 34, _unpack_q8_0),
+    12: TensorLayout("Q4_K", 256, 144, _unpack_q4_k),
+    14: TensorLayout("Q6_K", 256, 210, _unpack_q6_k),
 }
 LAYOUTS = {**UNQUANTISED, **QUANTISED}
 """Layouts of all types that SmolLM2's file may have, by GGML type."""
