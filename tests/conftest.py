@@ -1,4 +1,4 @@
-"""Fixtures of all tests; which tests are run by default, in which groups, and in which order."""
+"""Fixtures of all tests; which tests are run by default, and in which order."""
 
 from __future__ import annotations
 
@@ -59,9 +59,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.nightly)
         if name.startswith(("engine/", "system/", "nightly/")):
             item.add_marker(pytest.mark.engine)
-        if item.get_closest_marker("xdist_group") is None:
-            # A file's tests stay together: they share fixtures, and engines with them.
-            item.add_marker(pytest.mark.xdist_group(name))
         if not NIGHTLY:
             _cap_examples(item)
     if not NIGHTLY and not _names_nightly(config):
