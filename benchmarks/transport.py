@@ -1,11 +1,11 @@
-"""The transport alone: from the device's ring to tensors in another process, without an engine.
+"""Throughput of the transport alone: from the device's ring to tensors in another process.
 
     python benchmarks/transport.py [--step-mib 256] [--steps 40] [--json FILE]
 
-This process ships whole steps of rows into the arena, as a worker does; another maps them, looks
-at some of each step, and lets go: at a byte of every MiB, and in a second run at a byte of every
-page of 4 KiB, which is mostly the time of that reader. Beside it what the bus gives to a copy into
-pinned memory that nobody else sees. On a CPU both are copies in memory.
+This process transfers whole steps of rows to the arena, like a worker. Another process maps the
+arena, reads part of each step, and releases it: a byte of every MiB, and in a second run a byte of
+every page of 4 KiB, which measures mostly the reader. For comparison, a copy to pinned memory
+without a reader. On a CPU both are copies in memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MIB, PAGE = 1 << 20, 4096
 
 
 def main() -> None:
-    """Measures and writes the table and the JSON."""
+    """Measure, and write the table and the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--step-mib", type=int, default=256)
     parser.add_argument("--steps", type=int, default=40)
@@ -41,7 +41,7 @@ def main() -> None:
         one = results[codec] = measure(codec, args.step_mib << 20, args.steps)
         sys.stdout.write(
             f"{codec:18} {one['vectors_gb_s']:7.2f} GB/s of vectors, {one['moved_gb_s']:7.2f} GB/s "
-            f"moved, {one['pages_gb_s']:7.2f} GB/s if every page is looked at\n"
+            f"moved, {one['pages_gb_s']:7.2f} GB/s if every page is read\n"
         )
     sys.stdout.write(f"{'copy alone':18} {results['bus_gb_s']:7.2f} GB/s\n")
     if args.json:
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def bus(step: int, steps: int) -> float:
-    """GB/s of a plain copy to the host."""
+    """Return the GB/s of a plain copy to the host."""
     source, _ = make_ring(step)
     target = torch.empty_like(source, device="cpu", pin_memory=source.is_cuda)
     target.copy_(source)
@@ -62,7 +62,7 @@ def bus(step: int, steps: int) -> float:
 
 
 def measure(name: str, step: int, steps: int) -> dict[str, float]:
-    """GB/s from the ring until the reader has looked at the last page."""
+    """Return the GB/s from the ring until the reader has read the last page."""
     from midstream.codecs import parse_codec
     from midstream.transport.arena import Arena, ArenaSettings
     from midstream.transport.base import Parcel
@@ -72,7 +72,7 @@ def measure(name: str, step: int, steps: int) -> dict[str, float]:
     ring, rows = make_ring(2 * step)
     rows //= 2
     width = codec.row_bytes(HIDDEN, ring.dtype)
-    # A power of two, so that a segment is a step and no more.
+    # A power of two, so that each segment has exactly one step.
     settings = ArenaSettings(8 * step, 1 << 20, "block", Path("/tmp"))
     arena = Arena(settings, ring.is_cuda)
     transport = host_transport(ring, arena)
@@ -89,7 +89,7 @@ def measure(name: str, step: int, steps: int) -> dict[str, float]:
 
     waiting: list[Any] = []
 
-    def hand_over(shipment: Any) -> None:
+    def deliver(shipment: Any) -> None:
         shipment.wait()
         (extent,) = shipment.extents
         number = arena.lease([extent.segment])
@@ -97,16 +97,16 @@ def measure(name: str, step: int, steps: int) -> dict[str, float]:
         here.send((number, extent.segment, places, extent.offset, extent.memory.numel(), stride))
 
     took: dict[int, float] = {}
-    for stride in (PAGE, MIB, PAGE):  # the first only warms up
+    for stride in (PAGE, MIB, PAGE):  # the first is a warm-up
         start = time.perf_counter()
         for _ in range(steps):
             waiting.append(ship())
             if len(waiting) > 2:
-                hand_over(waiting.pop(0))
+                deliver(waiting.pop(0))
             while len(arena.leases) > 4:
                 arena.sweep()
         while waiting:
-            hand_over(waiting.pop(0))
+            deliver(waiting.pop(0))
         here.send("done?")
         here.recv()
         took[stride] = time.perf_counter() - start
@@ -120,17 +120,17 @@ def measure(name: str, step: int, steps: int) -> dict[str, float]:
     }
 
 
-def read(pipe: Any, address: dict[str, Any]) -> None:
-    """Maps what it is told of, and looks at bytes of it that lie so far apart."""
-    from midstream.transport.reader import Address, MappedArena
+def read(pipe: Any, address: Any) -> None:
+    """Map each message's extent of the arena, and read its bytes at the message's stride."""
+    from midstream.transport.reader import MappedArena
 
-    arena = MappedArena(Address(**address))
+    arena = MappedArena(address)
     pipe.send("ready")
-    while (told := pipe.recv()) is not None:
-        if told == "done?":
+    while (message := pipe.recv()) is not None:
+        if message == "done?":
             pipe.send("done")
             continue
-        number, segment, places, offset, nbytes, stride = told
+        number, segment, places, offset, nbytes, stride = message
         arena.update(places, [])
         rows = arena.lease(number, [segment])[segment][offset : offset + nbytes]
         rows[::stride].sum().item()
@@ -138,7 +138,7 @@ def read(pipe: Any, address: dict[str, Any]) -> None:
 
 
 def make_ring(nbytes: int) -> tuple[torch.Tensor, int]:
-    """A ring of random vectors, and how many."""
+    """Return a ring of random vectors, and their number."""
     on_device = torch.cuda.is_available()
     dtype = torch.bfloat16 if on_device else torch.float32
     rows = nbytes // (HIDDEN * dtype.itemsize)
