@@ -1,17 +1,17 @@
-"""Every layer's vectors of every prompt token, by midstream and by what one would use without it.
+"""Capture of every layer of every prompt token: midstream against its alternatives.
 
     python benchmarks/against.py [--shapes 0.6b 8b] [--rounds 3] [--json FILE]
 
-The same prompts, all of one length, in the same run; all variants take turns, figures are medians.
-A variant has ended when all vectors are tensors in this process and have been looked at.
+All variants have the same prompts, of one length, and take turns in one run; figures are medians.
+The time of a variant ends when all vectors are tensors in this process and were read.
 
-plain vLLM: nothing is captured; what the others cost is told from it.
-midstream: `LLM.generate(capture=…)`, with the engine in a process of its own, as vLLM's default is.
+plain vLLM: no captures; the baseline of the other variants.
+midstream: `LLM.generate(capture=…)`, with the engine in a separate process, vLLM's default.
 transformers: `output_hidden_states=True` without the language head, every batch full and without
 padding, in the fastest of several batch sizes, copied into pinned memory while the next batch is
 computed.
-extract_hidden_states: vLLM's own, which writes a file for each request; here into memory (tmpfs),
-and read from there by its own function. It needs a GPU.
+extract_hidden_states: vLLM's own connector, which writes a file for each request; here to memory
+(tmpfs), and read by vLLM's own function. It needs a GPU.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Run = Callable[[], Vectors]
 
 
 def main() -> None:
-    """Runs every shape and writes the table and the JSON."""
+    """Measure every shape, and write the table and the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=["0.6b", "8b"], choices=list(shapes.SHAPES))
     parser.add_argument("--rounds", type=int, default=3)
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Every variant's median; how far midstream's vectors are from vLLM's own."""
+    """Return the median of each variant, and the error of midstream against vLLM's connector."""
     layers = shapes.SHAPES[shape]["num_hidden_layers"]
     draw = random.Random(0)
     prompts = [[draw.randrange(3, 500) for _ in range(args.length)] for _ in range(args.prompts)]
@@ -98,7 +98,7 @@ def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]
             for name, run in runs.items():
                 start = time.perf_counter()
                 found = run()
-                nbytes[name] = sum(look_at(layer) for layers in found for layer in layers)
+                nbytes[name] = sum(read_pages(layer) for layers in found for layer in layers)
                 took = time.perf_counter() - start
                 if nth:
                     seconds[name].append(took)
@@ -128,14 +128,14 @@ def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]
     }
 
 
-def look_at(vectors: torch.Tensor) -> int:
-    """Reads something of each of its pages; how many bytes it is."""
+def read_pages(vectors: torch.Tensor) -> int:
+    """Read a number of each page of the vectors, and return their size in bytes."""
     vectors[:, :: 2048 // vectors.element_size()].sum().item()
     return vectors.numel() * vectors.element_size()
 
 
 def generate(llm: Any, prompts: list[list[int]]) -> Vectors:
-    """A prefill, and no tensors."""
+    """Run the prompts without a capture, and return no vectors."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
@@ -144,7 +144,7 @@ def generate(llm: Any, prompts: list[list[int]]) -> Vectors:
 
 
 def captured(llm: Any, prompts: list[list[int]], layers: int) -> Vectors:
-    """midstream's."""
+    """Return the vectors that midstream captures."""
     from vllm import SamplingParams
 
     from midstream import Capture
@@ -160,7 +160,7 @@ def captured(llm: Any, prompts: list[list[int]], layers: int) -> Vectors:
 
 
 def through_transformers(model: Path, prompts: list[list[int]]) -> dict[str, Run]:
-    """A variant for each batch size."""
+    """Return a variant of transformers for each batch size."""
     from transformers import AutoConfig, AutoModel
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -176,7 +176,7 @@ def through_transformers(model: Path, prompts: list[list[int]]) -> dict[str, Run
         found: Vectors = []
         for batch in tokens.split(size):
             states = network(batch, output_hidden_states=True, use_cache=False).hidden_states[1:]
-            # Into pinned memory, which PyTorch keeps for the next time.
+            # To pinned memory, which PyTorch caches for the next round.
             kept = [state.to("cpu", non_blocking=True) for state in states]
             found.extend([state[nth] for state in kept] for nth in range(len(batch)))
         if device == "cuda":
@@ -188,7 +188,9 @@ def through_transformers(model: Path, prompts: list[list[int]]) -> dict[str, Run
 
 
 def extractor(model: Path, layers: int, memory: float, folder: str) -> Any:
-    """An engine that writes every layer's vectors to files. Its layer n is what comes into ours."""
+    """Create an engine that writes every layer's vectors to files. Its layer n is the input of
+    midstream's layer n.
+    """
     from vllm import LLM
 
     return LLM(
@@ -218,7 +220,7 @@ def extractor(model: Path, layers: int, memory: float, folder: str) -> Any:
 
 
 def extracted(llm: Any, prompts: list[list[int]], folder: str) -> Vectors:
-    """vLLM's own; the files are gone afterwards."""
+    """Return the vectors that vLLM's connector writes, and delete its files."""
     from vllm import SamplingParams
     from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
         load_hidden_states,
@@ -236,7 +238,7 @@ def extracted(llm: Any, prompts: list[list[int]], folder: str) -> Vectors:
 
 
 def agreement(first: dict[str, torch.Tensor]) -> str:
-    """How far the first prompt's vectors are apart, of those two that have the same weights."""
+    """Describe the error between the two variants with equal weights, on the first prompt."""
     if "extract_hidden_states" not in first:
         return "not compared: extract_hidden_states needs a GPU"
     mine, theirs = first["midstream"].float(), first["extract_hidden_states"].float()

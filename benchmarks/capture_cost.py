@@ -1,14 +1,15 @@
-"""What capturing costs, and how fast rows reach their reader.
+"""Cost of captures, and throughput of rows to the caller.
 
     python benchmarks/capture_cost.py [--shapes 0.6b 8b] [--rounds 3] [--json FILE]
 
-For each shape an engine in a process of its own, as vLLM runs by default, beside plain vLLM, with
-the same work: prompts with some tokens generated after each. Plain, idle, the last prompt token of
-every layer, and every token of every layer, so with each codec. In each round all variants run
-once, one after the other; figures are medians. `median_s` is the call, which returns when all rows
-are in memory that the caller can reach, and `read_s` what it takes after that to make a tensor of
-every layer of every prompt and to look at it. `bytes_per_s` counts what was captured over both, in
-which the model runs as well.
+For each shape, an engine in a separate process (vLLM's default) and plain vLLM do the same work:
+prompts, with some tokens generated after each. Variants: plain vLLM; midstream without a capture
+(idle); the last prompt token of every layer; every token of every layer, with each codec. In each
+round all variants run once, one after the other; figures are medians.
+
+`median_s` is the time of the call, which returns when all rows are in the caller's memory. `read_s`
+is the additional time to create a tensor of every layer of every prompt and to read it.
+`bytes_per_s` is the captured bytes over the sum of both, which includes the model's run time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-# The rows cross from the engine's process to this one.
+# Rows are transferred from the engine's process to this one.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -32,13 +33,13 @@ import machine
 import overhead
 import shapes
 
-# So that the rows take some gigabytes, and less than half of the arena.
+# Number of prompts by shape: rows of some gigabytes, and less than half of the arena.
 PROMPTS = {"tiny": 16, "0.6b": 256, "8b": 64}
 CODECS = ("raw", "full8", "rp8:k=512,seed=0", "topk8:k=64")
 
 
 def main() -> None:
-    """Runs every shape and writes the table and the JSON."""
+    """Measure every shape, and write the table and the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=["0.6b", "8b"], choices=list(shapes.SHAPES))
     parser.add_argument("--rounds", type=int, default=3)
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Every workload and variant."""
+    """Return the figures of every workload and variant."""
     from midstream import Capture
 
     taps = {"sites": ["resid_post"], "layers": "all"}
@@ -99,7 +100,7 @@ def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]
 def compare(
     variants: dict[str, tuple[Any, Any]], args: argparse.Namespace, prompts: int, tokens: int
 ) -> dict[str, dict[str, float]]:
-    """Medians per variant; the first round only warms up."""
+    """Return the medians of each variant; the first round is a warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     reading: dict[str, list[float]] = {name: [] for name in variants}
     row_bytes = dict.fromkeys(variants, 0)
@@ -126,7 +127,7 @@ def compare(
 
 
 def run(llm: Any, capture: Any, length: int, count: int, tokens: int) -> tuple[float, float, int]:
-    """Seconds of one call, and of looking at all rows; how many bytes they are."""
+    """Return the seconds of one call, the seconds to read all rows, and the rows' size in bytes."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)

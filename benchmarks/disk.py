@@ -1,14 +1,14 @@
-"""How fast captured rows get to a disk, beside what `dd` writes to it.
+"""Throughput of captured rows to a disk, compared with `dd`.
 
     python benchmarks/disk.py [FOLDER] [--gib 2] [--rounds 3] [--shape 0.6b|none] [--json FILE]
 
-dd: as many bytes of random data, in files as large as a shard, each followed by fsync, as the store
-does it. store: a `midstream.store.Writer` that is given rows of an 8B model's layers as fast as it
-takes them. served: `LLM.generate` with the sink `store`, every layer of every prompt token, until
-all of it is durable; the model runs in that time as well. They take turns; figures are medians.
+dd: the same number of bytes of random data, in files as large as a shard, each followed by fsync,
+like the store's. store: a `midstream.store.Writer` that writes rows of an 8B model's layers at full
+speed. served: `LLM.generate` with the sink `store`, every layer of every prompt token, until all
+rows are durable; this includes the model's run time. The variants take turns; figures are medians.
 
-With `--shape none` there is no engine and nothing is served. A FOLDER in memory (/dev/shm) then
-tells what the writer itself takes: checksums, copies, calls of the system.
+`--shape none` measures without an engine. A FOLDER in memory (/dev/shm) then shows the time of the
+writer itself: checksums, copies, system calls.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NO_ENGINE = "none"
 
 
 def main() -> None:
-    """Measures and writes the table and the JSON."""
+    """Measure, and write the table and the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, help="on the disk to measure")
     parser.add_argument("--gib", type=int, default=2)
@@ -59,11 +59,11 @@ def main() -> None:
 
 
 def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Medians of all ways, in GB/s."""
+    """Return the medians of all variants, in GB/s."""
     from midstream.store.writer import SHARD_BYTES
 
     nbytes = args.gib << 30
-    # In memory, so that dd waits for the disk only.
+    # In memory, so that dd waits only for the disk it writes to.
     source = Path(tempfile.mkstemp(dir="/dev/shm")[1])
     source.write_bytes(torch.randint(256, (SHARD_BYTES,), dtype=torch.uint8).numpy().tobytes())
     ways: dict[str, Callable[[], int]] = {
@@ -106,7 +106,7 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def by_dd(source: Path, target: Path, files: int) -> int:
-    """Bytes written."""
+    """Write files with dd, and return the number of bytes."""
     target.mkdir(exist_ok=True)
     for nth in range(files):
         subprocess.run(
@@ -118,7 +118,7 @@ def by_dd(source: Path, target: Path, files: int) -> int:
 
 
 def by_store(target: Path, nbytes: int) -> int:
-    """Bytes of rows written."""
+    """Write rows to a store, and return their size in bytes."""
     from midstream.store import Entry, Header, TapRows, Writer
 
     rows = torch.randint(0, 256, (LAYERS, TOKENS, 2 * HIDDEN), dtype=torch.uint8)
@@ -141,7 +141,7 @@ def by_store(target: Path, nbytes: int) -> int:
 
 
 def make_engine(model: Path, root: Path, memory: float) -> Any:
-    """With the sink `store`."""
+    """Create an engine with the sink `store`."""
     from midstream import LLM
 
     return LLM(
@@ -163,7 +163,7 @@ def make_engine(model: Path, root: Path, memory: float) -> Any:
 
 
 def served(llm: Any, prompts: int, length: int) -> int:
-    """Bytes of rows that the engine's call made durable."""
+    """Capture prompts to the sink `store`, and return the size of the durable rows in bytes."""
     from midstream import Capture, SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
@@ -177,7 +177,7 @@ def served(llm: Any, prompts: int, length: int) -> int:
     )
     statuses = {one.capture_results["store"].status for one in outputs}
     if statuses != {"ok"}:
-        raise RuntimeError(f"not all is in the store: {statuses}")
+        raise RuntimeError(f"expected every capture result to be ok, got {statuses}")
     config = llm.llm_engine.model_config
     row = config.get_hidden_size() * config.dtype.itemsize
     return prompts * length * config.hf_config.num_hidden_layers * row

@@ -1,10 +1,10 @@
-"""Whether the cost of editing is flat: in how many distinct vectors, and in which operation.
+"""Cost of edits by the number of distinct vectors, and by operation.
 
     python benchmarks/flat_cost.py [--shapes 0.6b 8b] [--rounds 5] [--batch 256] [--json FILE]
 
-Decode steps of one batch, every token edited at `resid_post`: K requests' worth of distinct vectors
-spread over the batch, and each operation at every layer; beside them the idle engine at several
-batch sizes. Measured as `overhead.py` measures, against plain vLLM in the same rounds.
+Decode steps of one batch, with every token edited at `resid_post`: K distinct vectors for each
+layer, spread over the batch's requests; then each operation at every layer. Also the idle engine at
+several batch sizes. The method is that of `overhead.py`: against plain vLLM in the same rounds.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import machine
 import overhead
 import shapes
 
-# Edits are too small to change what is computed: random weights make a small stream, and what it
-# holds decides how much power the matrix products draw, and so how fast they run.
+# Edits are too small to change the values: with random weights the stream is small, and its values
+# decide how much power the matrix products draw, and so how fast they run.
 SMALL = 1e-6
 
 
 def main() -> None:
-    """Runs every shape and writes the table and the JSON."""
+    """Measure every shape, and write the table and the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=["0.6b", "8b"], choices=list(shapes.SHAPES))
     parser.add_argument("--rounds", type=int, default=5)
@@ -50,12 +50,12 @@ def main() -> None:
 
 
 def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Medians of every workload and variant, in seconds."""
+    """Return the medians of every workload and variant, in seconds."""
     config = shapes.SHAPES[shape]
     layers = config["num_hidden_layers"]
-    room = {"bank_rows": max(args.distinct) * layers + 1024, "max_edits": 1 << 17}
+    capacity = {"bank_rows": max(args.distinct) * layers + 1024, "max_edits": 1 << 17}
     plain, tapped = overhead.engines(
-        model, args.memory, {"sites": ["resid_post"], "layers": "all", **room}
+        model, args.memory, {"sites": ["resid_post"], "layers": "all", **capacity}
     )
     out: dict[str, Any] = {
         "graphs": overhead.graphs(tapped),
@@ -75,7 +75,7 @@ def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]
 
 
 def distinct_vectors(config: dict[str, Any], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Additions: at one layer, and at every layer with K distinct vectors for each layer."""
+    """Return additions at one layer, and at every layer with K distinct vectors for each layer."""
     from midstream import Steer
 
     layers = config["num_hidden_layers"]
@@ -94,7 +94,7 @@ def distinct_vectors(config: dict[str, Any], args: argparse.Namespace) -> dict[s
 
 
 def operations(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Each operation at every layer, the same for all, with amounts too small to matter."""
+    """Return each operation at every layer, with amounts too small to change values."""
     from midstream import Ablate, Affine, Clamp, Feature, Gate, LoReFT, Probe, Replace, Scale, Steer
 
     one, two = vector(config, 1), vector(config, 2)
@@ -124,13 +124,13 @@ def operations(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def vector(config: dict[str, Any], *seed: int) -> list[float]:
-    """Small random numbers, as wide as the model."""
+    """Return small random numbers, one per dimension of the model."""
     draw = random.Random(repr(seed))
     return [draw.gauss(0, SMALL) for _ in range(config["hidden_size"])]
 
 
 def orthonormal(config: dict[str, Any], count: int) -> Any:
-    """Random orthonormal rows, [count, hidden]."""
+    """Return random orthonormal rows, [count, hidden]."""
     import numpy as np
 
     wide = np.random.default_rng(0).normal(size=(config["hidden_size"], count))

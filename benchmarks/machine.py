@@ -1,4 +1,4 @@
-"""What a benchmark's JSON says of where it ran."""
+"""Description of machine, versions and commit for the JSON of a benchmark."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import platform
 import subprocess
 from typing import Any
 
-# The commit of the tree that was sent; with a "+" where something in it was not committed.
+# Commit of a copied tree; a trailing "+" means uncommitted changes.
 COMMIT = os.environ.get("COMMIT", "")
 
 
 def describe() -> dict[str, Any]:
-    """Machine, versions and commit."""
+    """Return machine, versions and commit as JSON values."""
     import torch
     import vllm
 
@@ -34,7 +34,7 @@ def describe() -> dict[str, Any]:
         "torch": torch.__version__,
         "vllm": vllm.__version__,
         "midstream": midstream.__version__,
-        # A copy of the tree on a GPU host may have no git, or an old one: whoever sends it says.
+        # A copy of the tree on a GPU host may have no git history: then COMMIT is set.
         "commit": COMMIT.removesuffix("+")
         or _output(["git", "rev-parse", "--short", "HEAD"])
         or "unknown",

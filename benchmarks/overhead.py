@@ -1,14 +1,14 @@
-"""What midstream costs: plain vLLM against the same engine tapped, idle and at work.
+"""Overhead of midstream: plain vLLM against the same engine with taps, idle and in use.
 
     python benchmarks/overhead.py [--shapes 0.6b 8b] [--rounds 5] [--tp 2] [--json FILE]
 
-Every figure is a median over rounds; in each round all variants run once, one after the other, so
-that drift of the machine falls on all alike. Plain vLLM runs with its own defaults: torch.compile
-and CUDA graphs on. Model weights are random; their values do not change the work.
+Every figure is a median over rounds. In each round all variants run once, one after the other, so
+drift of the machine affects all equally. Plain vLLM runs with its defaults: torch.compile and CUDA
+graphs enabled. Model weights are random; their values do not change the work.
 
-decode: seconds for one step of a batch that only generates, the mean over 96 steps in a row once
-every request is past its prompt.
-prefill: seconds for a batch of prompts with one token generated each.
+decode: seconds of one step of a batch that only generates: the mean over 96 consecutive steps after
+all prompts are processed.
+prefill: seconds of a batch of prompts with one generated token each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 import msgspec
 
-# Over several GPUs the engine and its workers are processes of their own, as vLLM has them.
+# With several GPUs the engine and its workers run in separate processes.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", str(int("--tp" in sys.argv)))
 os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -40,13 +40,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import machine
 import shapes
 
-# Steps that are not timed (prefill is among them), that are, and that come after.
+# Numbers of untimed steps (including prefill), of timed steps, and of steps after them.
 SKIPPED, STEPS, LAST = 16, 96, 4
 PROMPT = 32
 
 
 def main() -> None:
-    """Runs every shape and writes the table and the JSON."""
+    """Measure every shape, and write the table and the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=["0.6b", "8b"], choices=list(shapes.SHAPES))
     parser.add_argument("--rounds", type=int, default=5)
@@ -75,10 +75,10 @@ def over_shapes(
     args: argparse.Namespace,
     measure: Callable[[Path, str, argparse.Namespace], dict[str, Any]],
 ) -> None:
-    """Fills `results["shapes"]`, a process for each, and writes the JSON after each."""
+    """Measure each shape in its own process, add it to `results["shapes"]`, and write the JSON."""
     with tempfile.TemporaryDirectory() as folder:
         for name in args.shapes:
-            # A process for each shape: vLLM does not give back an engine's memory within one.
+            # One process per shape: vLLM does not release an engine's memory within a process.
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
                 model = shapes.write(name, Path(folder))
                 results["shapes"][name] = pool.submit(measure, model, name, args).result()
@@ -87,7 +87,7 @@ def over_shapes(
 
 
 def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Medians of every workload and variant, in seconds."""
+    """Return the medians of every workload and variant, in seconds."""
     from midstream import Capture, Steer
 
     tapping = {"sites": ["resid_post"], "layers": "all"}
@@ -108,9 +108,9 @@ def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]
         "capture every token, one layer": (tapped, {"capture": Capture(layers=[middle])}),
     }
     if args.tp > 1:
-        for way in ("gathered", "sharded"):
-            every_row = Capture(layers="all", return_=way)
-            variants[f"capture every token, every layer, {way}"] = tapped, {"capture": every_row}
+        for mode in ("gathered", "sharded"):
+            every_row = Capture(layers="all", return_=mode)
+            variants[f"capture every token, every layer, {mode}"] = tapped, {"capture": every_row}
     out: dict[str, Any] = {
         "graphs": graphs(tapped),
         "engine": msgspec.to_builtins(tapped.info.workers[0]),
@@ -130,7 +130,7 @@ def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]
 
 
 def engines(model: Path, memory: float, midstream: dict[str, Any], **more: Any) -> tuple[Any, Any]:
-    """Plain vLLM, and the same engine with midstream."""
+    """Create a plain vLLM engine, and the same engine with midstream."""
     import torch
     from vllm import LLM as Plain
 
@@ -144,7 +144,7 @@ def engines(model: Path, memory: float, midstream: dict[str, Any], **more: Any) 
         "max_num_batched_tokens": 8192,
         "max_num_seqs": 256,
         "gpu_memory_utilization": memory,
-        # Every run must compute its prompts: the cache would turn prefill into nothing.
+        # Every run must compute its prompts: with the cache there would be no prefill.
         "enable_prefix_caching": False,
         "seed": 0,
         **more,
@@ -153,7 +153,7 @@ def engines(model: Path, memory: float, midstream: dict[str, Any], **more: Any) 
 
 
 def shut_down(*llms: Any) -> None:
-    """Ends engines' processes: this one, which a pool started, waits for its own when it ends."""
+    """End the processes of engines: a pool's process waits at exit for its own child processes."""
     for llm in llms:
         llm.llm_engine.engine_core.shutdown()
 
@@ -163,7 +163,9 @@ def compare(
     rounds: int,
     run: Callable[[Any, dict[str, Any]], float],
 ) -> dict[str, Any]:
-    """Median and spread per variant, interleaved; the first round only warms up."""
+    """Return median, minimum and maximum of each variant. Variants alternate; the first round is a
+    warm-up.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for nth in range(rounds + 1):
         for name, (llm, asked) in variants.items():
@@ -181,7 +183,7 @@ def compare(
 
 
 def decode_step(llm: Any, asked: dict[str, Any], batch: int) -> float:
-    """Seconds of one decode step: the mean over the engine's steps once all requests generate."""
+    """Return the seconds of one decode step: the mean over steps in which all requests generate."""
     engine = llm.llm_engine
     step, ends = engine.step, []
 
@@ -199,7 +201,7 @@ def decode_step(llm: Any, asked: dict[str, Any], batch: int) -> float:
 
 
 def timed(llm: Any, asked: dict[str, Any], batch: int, length: int, tokens: int) -> float:
-    """Seconds of one `generate`."""
+    """Return the seconds of one `generate`."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -213,13 +215,13 @@ def timed(llm: Any, asked: dict[str, Any], batch: int, length: int, tokens: int)
 
 
 def graphs(llm: Any) -> str:
-    """How the engine runs its model."""
+    """Return the engine's modes of compilation and of CUDA graphs."""
     compilation = llm.llm_engine.vllm_config.compilation_config
     return f"mode {compilation.mode}, CUDA graphs {compilation.cudagraph_mode}"
 
 
 def write_table(results: dict[str, Any]) -> None:
-    """The table, against plain vLLM in the same rounds."""
+    """Print the table of added time against plain vLLM in the same rounds."""
     write = sys.stdout.write
     where = results["machine"]
     write(f"\n{where['device']}, vLLM {where['vllm']}, torch {where['torch']}, {where['date']}\n")

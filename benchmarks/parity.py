@@ -1,10 +1,10 @@
-"""How far captures are from transformers, at every site of every layer, and transformers itself.
+"""Error of captures against transformers, at every site of every layer.
 
     python benchmarks/parity.py [--json FILE]
 
 For some prompts of SmolLM2-135M-Instruct, 12 greedy tokens each: the relative error
 ‖found − reference‖ / ‖reference‖ over all rows of one site and layer, against transformers in
-float32 with hooks, and beside it that of transformers in bfloat16 against itself in float32.
+float32 with hooks. For comparison, the same error of transformers in bfloat16 against float32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROMPTS = (
 
 
 def main() -> None:
-    """Measures every dtype and writes the table and the JSON."""
+    """Measure every dtype, and write the table and the JSON."""
     import machine
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def measure(dtype: str) -> dict[str, Any]:
-    """Per prompt, the errors' median and worst over all places."""
+    """Return the median and the maximum error over all taps, for each prompt."""
     import torch
     from support.engines import ALL_SITES, engine, generated, greedy
     from support.oracle import Oracle, relative_error
@@ -84,7 +84,7 @@ def measure(dtype: str) -> dict[str, Any]:
 
 
 def summary(errors: list[float]) -> dict[str, float]:
-    """Median and worst, and the share of places within 2 %."""
+    """Return the median, the maximum, and the share of taps with an error within 2 %."""
     return {
         "median": round(statistics.median(errors), 6),
         "worst": round(max(errors), 6),

@@ -1,11 +1,12 @@
-"""How long requests that ask for nothing take on a server with midstream, and on one without.
+"""Latency of requests without a plan, on a server with midstream and on one without.
 
     python benchmarks/serving.py [--model FOLDER] [--clients 16] [--rounds 3] [--json FILE]
 
-Two servers on one machine, as `vllm serve` and `midstream serve` start them, asked in turns. One
-client asks for nothing, one request after the other; its latencies are what is told. Beside it are,
-in turn: nobody; others that ask for nothing either; and, on the server with midstream, others whose
-every request is steered, probed, and captured at a layer of its own, its rows in the answer.
+Two servers on one machine, started like `vllm serve` and `midstream serve`, are measured in turn.
+One client sends requests without a plan, one after the other; its latencies are the result. The
+load of other clients is, in turn: none; requests without a plan; and, on the server with midstream,
+requests that are steered, probed and captured, each client at a layer of its own, with the rows in
+the response.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from midstream import Capture, Probe, Steer, extra_body
 
 NAME = "served"
 START_SECONDS = 300
-# By name: (server, what the others ask for, None where there are none).
+# By name: (server, kind of the other clients' requests, None without other clients).
 VARIANTS: dict[str, tuple[str, str | None]] = {
     "without midstream, alone": ("plain", None),
     "with midstream, alone": ("midstream", None),
@@ -47,11 +48,11 @@ VARIANTS: dict[str, tuple[str, str | None]] = {
 
 
 def main() -> None:
-    """Runs it and writes the table and the JSON."""
+    """Measure, and write the table and the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=Path(".models/SmolLM2-135M-Instruct"))
-    parser.add_argument("--clients", type=int, default=16, help="how many others there are")
-    parser.add_argument("--requests", type=int, default=40, help="of the one, in each turn")
+    parser.add_argument("--clients", type=int, default=16, help="number of other clients")
+    parser.add_argument("--requests", type=int, default=40, help="measured requests in each turn")
     parser.add_argument("--words", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=32, help="generated tokens of a request")
     parser.add_argument("--rounds", type=int, default=3)
@@ -78,14 +79,14 @@ def main() -> None:
         args.json.write_text(json.dumps(result, indent=1))
     for name, one in variants.items():
         sys.stdout.write(
-            f"  {name:40} median {one['median_ms']:8.2f} ms, 95 of 100 {one['p95_ms']:8.2f} ms, "
+            f"  {name:40} median {one['median_ms']:8.2f} ms, p95 {one['p95_ms']:8.2f} ms, "
             f"others {one['others_per_s']:6.1f}/s\n"
         )
 
 
 @contextmanager
 def server(name: str, model: Path, options: list[str], folder: Path) -> Iterator[str]:
-    """The URL of a server until the block ends."""
+    """Start a server, yield its URL, and stop it."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -111,7 +112,7 @@ def server(name: str, model: Path, options: list[str], folder: Path) -> Iterator
 
 
 def is_up(url: str) -> bool:
-    """Whether it answers."""
+    """Return whether the server answers."""
     try:
         return httpx.get(f"{url}/health", timeout=5).status_code == 200
     except httpx.TransportError:
@@ -121,7 +122,7 @@ def is_up(url: str) -> bool:
 async def measure(
     urls: dict[str, str], shape: dict[str, Any], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Each variant's latencies over all rounds; a first round warms up."""
+    """Return the latencies of each variant over all rounds; the first round is a warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
     rates: dict[str, list[float]] = {name: [] for name in VARIANTS}
     limits = httpx.Limits(max_connections=None)
@@ -150,7 +151,7 @@ async def turn(
     shape: dict[str, Any],
     args: argparse.Namespace,
 ) -> tuple[list[float], float]:
-    """How long each of the one's requests took; how many of the others' ended in a second."""
+    """Return the seconds of each measured request, and the other clients' requests per second."""
     body = {
         "model": NAME, "prompt": " two" * args.words, "max_tokens": args.tokens, "temperature": 0,
         "ignore_eos": True,
@@ -176,17 +177,17 @@ async def turn(
         took.append(time.perf_counter() - start)
     rate = done / (time.perf_counter() - begun)
     for task in beside:
-        # One that failed says so here.
+        # A task that failed ends with its exception, not with CancelledError.
         task.cancel()
     ends = await asyncio.gather(*beside, return_exceptions=True)
     for end in ends:
         if not isinstance(end, asyncio.CancelledError):
-            raise RuntimeError("one of the others failed") from end
+            raise RuntimeError("one of the other clients failed") from end
     return took, rate
 
 
 def plan(layer: int, hidden: int) -> dict[str, Any]:
-    """What one of the others asks for."""
+    """Return the plan of another client's requests, as the midstream field of the body."""
     vector = torch.full((hidden,), 0.1)
     asked = extra_body(
         capture=Capture([layer], positions="prompt"),

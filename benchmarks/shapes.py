@@ -1,4 +1,4 @@
-"""Model shapes with random weights: a config.json is all that vLLM needs with load_format=dummy."""
+"""Model shapes for random weights: with load_format=dummy, vLLM needs only a config.json."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write(name: str, folder: Path) -> Path:
-    """A folder with the shape's config.json."""
+    """Write a folder with the shape's config.json, and return it."""
     target = folder / f"shape-{name}"
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(json.dumps(SHAPES[name], indent=2) + "\n")

@@ -1,11 +1,11 @@
-"""What capturing costs the host in each step: the Python around a forward, without the forward.
+"""Host time of captures and edits in each step: the Python around a forward pass, without the pass.
 
     python benchmarks/step_cost.py [--sequences 256] [--layers 32] [--hidden 4096] [--json FILE]
 
-A batch that generates, every sequence with a row captured at each layer; the median over steps, of
-the hook before the forward and the one after it. On a CUDA device the work is queued as in an
-engine, and rows leave while the next step is prepared. On a CPU the copy of the rows is part of it,
-so it is told as well what the step costs with vectors of one number.
+A batch that generates, with a row of every sequence captured (or edited) at each layer. Figures are
+medians over steps, of the hook before the forward pass and the hook after it. On a CUDA device the
+work is queued as in an engine, and rows are transferred while the next step is prepared. On a CPU
+the times include the copy of the rows, so they are also measured with vectors of one number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROMPT, STEPS = 8, 200
 
 
 def main() -> None:
-    """Measures and writes the table and the JSON."""
+    """Measure, and write the table and the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--layers", type=int, default=32)
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def measure(sequences: int, layers: int, hidden: int, what: str, device: str) -> dict[str, float]:
-    """Microseconds of both hooks."""
+    """Return the microseconds of both hooks."""
     from midstream.runtime.worker.step.step_batch import StepBatch
     from midstream.spec.resolve.wire import to_bytes
 
@@ -72,7 +72,7 @@ def measure(sequences: int, layers: int, hidden: int, what: str, device: str) ->
         session.after_forward()
         seconds.append((between - start, time.perf_counter() - queued))
         if step % 10 == 9:
-            # As a front end collects: nothing piles up.
+            # Fetch rows like a front end, so that they do not accumulate.
             reached = PROMPT + step
             with session.collection.collect_partial({name: {name: reached} for name in names}):
                 pass
@@ -86,7 +86,7 @@ def measure(sequences: int, layers: int, hidden: int, what: str, device: str) ->
 
 
 def make_session(sequences: int, layers: int, hidden: int, device: str) -> Any:
-    """A worker's session as in an engine of that shape."""
+    """Create a worker's session for an engine of that shape."""
     from midstream.runtime.protocol.segments import WHOLE, Room
     from midstream.runtime.worker.session import WorkerSession
     from midstream.runtime.worker.tables.device_buffers import Buffers
@@ -110,7 +110,7 @@ def make_session(sequences: int, layers: int, hidden: int, device: str) -> Any:
 
 
 def make_plan(layers: int, hidden: int, what: str) -> Any:
-    """Every layer of every generated token, captured or steered."""
+    """Return a resolved plan that captures or steers every layer of every generated token."""
     from midstream import Capture, Steer
     from midstream.spec import ModelShape, Plan, Prompt
     from midstream.spec.resolve.resolve import resolve
@@ -139,7 +139,7 @@ def _pretend(session: Any) -> None:
 
 
 def _no_ids() -> torch.Tensor:
-    raise AssertionError("nothing asks for token ids")
+    raise AssertionError("no plan needs token ids")
 
 
 if __name__ == "__main__":

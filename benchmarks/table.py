@@ -1,8 +1,8 @@
-"""Writes the tables of README.md and docs/benchmarks.md from benchmarks/results/*.json.
+"""Writer of the tables of README.md and docs/benchmarks.md from benchmarks/results/*.json.
 
     python benchmarks/table.py [--check]
 
-The README has the latest of some benchmarks on each GPU, the page has every result.
+The README has the latest result of some benchmarks on each GPU; the page has every result.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ IN_README = ("against", "capture_cost", "transport", "overhead")
 
 
 def pages(results: list[dict[str, Any]] | None = None) -> dict[str, dict[str, str]]:
-    """Every block, by page; of the committed results unless others are given."""
+    """Return every block, by page and name. Default: of the committed results."""
     found = read() if results is None else results
     latest = {(one["benchmark"], one["machine"]["device"]): one for one in found}
-    # What a CPU takes is on the page, for the record.
+    # Results on a CPU are on the page only.
     shown = [
         one
         for name in IN_README
@@ -39,16 +39,16 @@ def pages(results: list[dict[str, Any]] | None = None) -> dict[str, dict[str, st
 
 
 def read(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """The results in a folder, oldest first."""
+    """Return the results in a folder, oldest first."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     return sorted(found, key=lambda result: str(result["machine"]["date"]))
 
 
 def render(result: dict[str, Any]) -> str:
-    """One run as Markdown.
+    """Return one result as Markdown.
 
     Raises:
-        ValueError: there is no table for such a benchmark.
+        ValueError: an unknown benchmark.
     """
     name = result.get("benchmark")
     if name not in RENDERERS:
@@ -57,7 +57,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 def overhead(result: dict[str, Any]) -> str:
-    """What overhead.py and flat_cost.py write: added time against plain vLLM, by workload."""
+    """Render a result of overhead.py or flat_cost.py: time added to plain vLLM, by workload."""
     parts = [_where(result)]
     for shape, measured in result["shapes"].items():
         workloads = {
@@ -78,7 +78,7 @@ def overhead(result: dict[str, Any]) -> str:
 
 
 def against(result: dict[str, Any]) -> str:
-    """What against.py writes: every layer's vectors of every prompt token, by several means."""
+    """Render a result of against.py: captures of every layer of every prompt token, by variant."""
     parts = [_where(result)]
     for shape, measured in result["shapes"].items():
         variants = measured["variants"]
@@ -105,7 +105,7 @@ def against(result: dict[str, Any]) -> str:
 
 
 def serving(result: dict[str, Any]) -> str:
-    """What serving.py writes: latencies of requests that ask for nothing."""
+    """Render a result of serving.py: latencies of requests without a plan."""
     rows = [
         [
             name,
@@ -126,7 +126,7 @@ def serving(result: dict[str, Any]) -> str:
 
 
 def capture_cost(result: dict[str, Any]) -> str:
-    """What capture_cost.py writes: time added by captures, and how fast rows came."""
+    """Render a result of capture_cost.py: time added by captures, and throughput of rows."""
     parts = [_where(result)]
     for shape, measured in result["shapes"].items():
         works = list(measured["work"].items())
@@ -150,7 +150,7 @@ def _cost(variants: dict[str, dict[str, float]], name: str) -> tuple[str, str, s
 
 
 def transport(result: dict[str, Any]) -> str:
-    """What transport.py writes: GB/s between two processes, without an engine."""
+    """Render a result of transport.py: GB/s between two processes, without an engine."""
     codecs = {
         name: one for name, one in result.items() if isinstance(one, dict) and "moved_gb_s" in one
     }
@@ -169,7 +169,7 @@ def transport(result: dict[str, Any]) -> str:
 
 
 def step_cost(result: dict[str, Any]) -> str:
-    """What step_cost.py writes: the host's time around a forward."""
+    """Render a result of step_cost.py: host time before and after a forward pass."""
     rows = [
         [name, f"{one['before_us']:.0f} µs", f"{one['after_us']:.0f} µs"]
         for name, one in result.items()
@@ -184,7 +184,7 @@ def step_cost(result: dict[str, Any]) -> str:
 
 
 def disk(result: dict[str, Any]) -> str:
-    """What disk.py writes: GB/s to a disk."""
+    """Render a result of disk.py: GB/s to a disk."""
     plain = result["ways"]["dd"]["gb_s"]
     rows = [
         [way, f"{one['gb_s']:.2f}", f"{one['gb_s'] / plain:.0%}"]
@@ -198,7 +198,7 @@ def disk(result: dict[str, Any]) -> str:
 
 
 def _where(result: dict[str, Any]) -> str:
-    """Machine, versions, commit, and how often it was measured."""
+    """Return machine, versions, commit, and the number of rounds, as a line of text."""
     where = result["machine"]
     changed = ", with uncommitted changes" if where.get("changed") else ""
     rounds = f"; medians of {result['rounds']} rounds" if "rounds" in result else ""
@@ -218,7 +218,7 @@ def _cell(variants: dict[str, dict[str, float]], name: str) -> str:
 
 
 def parity(result: dict[str, Any]) -> str:
-    """What benchmarks/parity.py wrote: relative errors against transformers."""
+    """Render a result of parity.py: relative errors against transformers."""
     lines = [
         f"{_where(result)}; SmolLM2-135M-Instruct, every site of every layer, prompt and 12 "
         "generated tokens",
@@ -244,7 +244,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "serving": serving,
     "transport": transport,
     "step_cost": step_cost,
-    # Both are medians of variants by workload.
+    # These have the same form: medians of variants by workload.
     "overhead": overhead,
     "overhead_tp": overhead,
     "flat_cost": overhead,
