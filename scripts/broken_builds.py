@@ -1,8 +1,8 @@
-"""Breaks midstream on purpose, one fault at a time, and sees a test fail each time.
+"""Check that tests find faults: midstream is broken on purpose, one fault at a time.
 
-For each fault of `tests/support/faults.py` a copy of the package is made, broken, and put before
-the installed one; then the test that must find it is run. Prints a table; the exit status is the
-number of faults that were not found.
+For each fault of `tests/support/faults.py`, a copy of the package with the fault takes precedence
+over the installed package, and the test that must find it runs. Prints a table; the exit status is
+the number of faults that were not found.
 
     python scripts/broken_builds.py [words of the faults to try …]
 """
@@ -43,7 +43,7 @@ def main(words: list[str]) -> int:
 
 
 def _try(fault: Fault) -> str:
-    """`found`, or what happened instead."""
+    """Return `found`, `NOT FOUND`, `out of date`, or `not run`."""
     with tempfile.TemporaryDirectory() as folder:
         broken = Path(folder) / "midstream"
         shutil.copytree(ROOT / "src" / "midstream", broken)
@@ -65,7 +65,7 @@ def _try(fault: Fault) -> str:
         return "found"
     if done.returncode == 0:
         return "NOT FOUND"
-    # A test that could not be run tells nothing.
+    # The test could not run, so it neither passed nor failed.
     sys.stdout.write(done.stdout[-2000:])
     return "not run"
 

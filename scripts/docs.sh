@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes every table in the documents that is made from data; with --check, only compares.
+# Writes every generated table of the documents; with --check, only compares.
 #   scripts/docs.sh [--check]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

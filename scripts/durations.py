@@ -1,11 +1,11 @@
-"""How long each file of tests takes: recorded, and held against what was recorded.
+"""Record of the seconds that each file of tests takes, and a check of a run against it.
 
     python scripts/durations.py record RUN.xml     writes tests/durations.json
-    python scripts/durations.py check RUN.xml      exit status 1 where a file took far longer
+    python scripts/durations.py check RUN.xml      exit status 1 if a file exceeds its limit
 
 RUN.xml is what `pytest --junitxml=RUN.xml` writes. tests/conftest.py begins with the files that
-take longest. A file may take half as long again as recorded, and 15 seconds; where the whole run
-was slower than the recorded one, so much longer.
+take longest. The limit of a file is 1.5 times its recorded time plus 15 seconds. If the machine of
+the run is slower than that of the record, limits increase by the same factor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "durations.json"
 _SHARE, _SLACK_SECONDS = 1.5, 15.0
-# Shorter files say nothing of how fast a machine is.
+# Minimum seconds of files whose ratio measures the speed of the machine.
 _LONG_SECONDS = 5.0
 
 
@@ -73,7 +73,7 @@ def main(words: list[str]) -> int:
     for name, (seconds, limit) in slow.items():
         sys.stdout.write(
             f"tests/{name} took {seconds:.0f} s, more than its limit of {limit:.0f} s: make it "
-            "faster, mark what takes long `nightly`, or record it anew with scripts/durations.py\n"
+            "faster, mark slow tests `nightly`, or record it again with scripts/durations.py\n"
         )
     return int(bool(slow))
 

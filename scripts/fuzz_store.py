@@ -1,12 +1,11 @@
-"""Fuzzes the store's reader for some time, guided by coverage. Needs atheris: pip install atheris.
+"""Coverage-guided fuzzer of the store's reader. Needs atheris: pip install atheris.
 
 scripts/fuzz_store.py [--seconds 600] [--corpus DIR]
 
-A third of the inputs are files as they are; a third are given checksums that fit; and a third a
-header that fits as well, around requests, metadata and rows of any kind. A reader may refuse with
-StoreError or SpecError, and nothing else; it may take neither more than a minute nor 2 GiB. Exits
-with another status than 0 where it does, and leaves the input in a file `crash-…` in the current
-directory.
+A third of the inputs are unchanged files; a third get valid checksums; a third also get a valid
+header, with arbitrary requests, metadata and rows. The reader may raise only StoreError or
+SpecError, and use at most one minute and 2 GiB. Otherwise the exit status is not 0, and the input
+is in a file `crash-…` in the current directory.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Memory:
 
 
 def read_all(folder: Folder) -> None:
-    """Reads all that there is in a store."""
+    """Read everything in a store."""
     store = Store(folder)
     repr(store)
     for each in store.requests:
@@ -78,7 +77,7 @@ def read_all(folder: Folder) -> None:
 
 
 def shard_of(data: bytes) -> bytes:
-    """The file that an input stands for: its first byte says how."""
+    """Return the shard of an input, whose first byte selects the kind of input."""
     kind, data = data[:1], data[1:]
     if not kind or kind[0] % 3 == AS_IT_IS:
         return data
@@ -90,7 +89,7 @@ def shard_of(data: bytes) -> bytes:
 
 
 def laid_out(requests: bytes, rest: bytes) -> bytes:
-    """A shard of one group with these requests, then this metadata, index and rows."""
+    """Return a shard of one group with these requests, then this metadata, index and rows."""
     length = int.from_bytes(rest[:4], "little")
     metadata, rows = rest[4 : 4 + length], rest[4 + length :]
     head = header()
@@ -103,7 +102,7 @@ def laid_out(requests: bytes, rest: bytes) -> bytes:
 
 
 def look(data: bytes) -> None:
-    """One input."""
+    """Read one input as a shard; exceptions other than StoreError and SpecError propagate."""
     folder = Memory(shard_of(data))
     try:
         read_all(folder)
@@ -116,7 +115,7 @@ def look(data: bytes) -> None:
 
 
 def seeds() -> list[bytes]:
-    """Inputs that are whole shards, of every codec."""
+    """Return inputs that are whole shards, of every codec."""
     found = []
     for codec in ("raw", "full8", "rp8:k=64,seed=0", "topk8:k=4"):
         head = header(codec=codec)
@@ -139,8 +138,8 @@ def seeds() -> list[bytes]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=int, default=600, help="how long")
-    parser.add_argument("--corpus", type=Path, help="where inputs are kept from run to run")
+    parser.add_argument("--seconds", type=int, default=600, help="duration in seconds")
+    parser.add_argument("--corpus", type=Path, help="folder that keeps inputs between runs")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         corpus = options.corpus or Path(folder)

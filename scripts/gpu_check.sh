@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# All that is shown on a GPU: the kernel, both of vLLM's model runners, and what midstream costs.
+# Tests and benchmarks on a GPU: the kernel, both of vLLM's model runners, and midstream's overhead.
 #   scripts/gpu_check.sh [FOLDER]      results (JSON and logs) go to FOLDER, default gpu-results
-# Goes on past a failure, prints a short table last, and exits 1 if anything failed.
+# Continues after a failure, prints a short table last, and exits 1 if anything failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-gpu-results}
@@ -19,14 +19,14 @@ check() { # NAME COMMAND…
 }
 
 every="kernel transport v2 v1 spec mix serve serving stale parity flat overhead capture against disk"
-# With two GPUs (four for some) also what is over several of them.
+# With two GPUs (four for some checks), also the checks of several ranks.
 [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -gt 1 ] && every+=" ranks overhead-tp"
 wanted=" ${CHECKS:-$every} "
-# A process for each engine: vLLM does not give back an engine's memory within a process.
+# One process per engine: vLLM does not release an engine's memory within a process.
 runner() { # NAME USE_V2 DTYPE
   check "$1-$3" env VLLM_USE_V2_MODEL_RUNNER="$2" MIDSTREAM_GPU_DTYPE="$3" \
     "$python" -m pytest -q tests/gpu/test_smollm2.py
-  # The formulas are compared where nothing is rounded away.
+  # The formulas are compared in float32, without rounding to bfloat16.
   [ "$3" = bfloat16 ] || check "$1-operations" env VLLM_USE_V2_MODEL_RUNNER="$2" \
     "$python" -m pytest -q tests/gpu/test_operations.py
 }
@@ -41,16 +41,16 @@ for dtype in ${DTYPES:-float32 bfloat16}; do
   asked v2 && runner v2 1 $dtype
   asked v1 && runner v1 0 $dtype
 done
-# Engines of its own for each way of drafting, with and without asynchronous scheduling.
+# A separate engine for each speculation method, with and without asynchronous scheduling.
 asked spec && check spec "$python" -m pytest -q -s tests/gpu/test_speculative.py
 asked spec && grep -E '^spec ' "$out/spec.log"
-# Random mixes with preemption forced, each request held against itself alone.
+# Random mixes with forced preemption; each request is compared with the same request alone.
 asked mix && for runner in 1 0; do
   check "mix-v$((runner + 1))" env VLLM_USE_V2_MODEL_RUNNER=$runner \
     "$python" -m pytest -q -s tests/gpu/test_adversarial.py
   grep -aE -A14 '^v[12], seed' "$out/mix-v$((runner + 1)).log"
 done
-# A server with graphs on, end to end, and how it ends.
+# A server with CUDA graphs, end to end, and its shutdown.
 asked serve && check serve "$python" -m pytest -q --durations=8 tests/system/test_serving.py \
   tests/system/test_serving_ends.py
 models=${MIDSTREAM_MODELS:-.models}
@@ -68,7 +68,7 @@ asked flat && check flat "$python" benchmarks/flat_cost.py --json "$out/flat_cos
 asked flat && grep -v -i warning "$out/flat.log" | tail -n 60
 asked overhead && check overhead "$python" benchmarks/overhead.py --json "$out/overhead.json"
 asked overhead && cat "$out/overhead.log" | grep -v -i warning | tail -n 60
-# What captures cost, and how fast they are, in memory and on disk.
+# Cost and throughput of captures, in memory and on disk.
 for shape in ${SHAPES:-0.6b 8b}; do
   asked capture && check capture-$shape "$python" benchmarks/capture_cost.py --shapes $shape \
     --json "$out/capture_cost-$shape.json"

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/limits.md, guide.md and serving.md that state midstream's own data.
+"""Writer of the tables of docs/limits.md, guide.md and serving.md from midstream's own data.
 
 scripts/limits_table.py [--check]
 """
@@ -28,7 +28,7 @@ from midstream.steering import registry
 
 
 def pages() -> dict[str, dict[str, str]]:
-    """Every block, by page."""
+    """Return every block, by page and name."""
     return {
         "docs/limits.md": {"engine settings": engine_settings(), "sizes": sizes()},
         "docs/guide.md": {"sites": sites(), "settings": settings(Config)},
@@ -37,13 +37,13 @@ def pages() -> dict[str, dict[str, str]]:
 
 
 def engine_settings() -> str:
-    """The engine settings that are refused at start-up."""
+    """Return the table of engine settings that are rejected at start-up."""
     rows = [[f"`{rule.setting}`", rule.reason] for rule in RULES]
     return markers.table(["setting", "reason"], rows)
 
 
 def sizes() -> str:
-    """The most that one request may ask for."""
+    """Return the table of limits of one request."""
     limits = {
         "layers, positions, or rows of a `Replace`, in one list": spec_fields.MAX_ITEMS,
         "captures, edits, or probes of one request": spec_fields.MAX_PARTS,
@@ -59,13 +59,13 @@ def sizes() -> str:
 
 
 def sites() -> str:
-    """The sites and their other names."""
+    """Return the table of sites and their aliases."""
     rows = [[f"`{s.name}`", ", ".join(f"`{a}`" for a in s.aliases), s.meaning] for s in SITES]
     return markers.table(["site", "aliases", "meaning"], rows)
 
 
 def metrics() -> str:
-    """What `/metrics` has of midstream's."""
+    """Return the table of midstream's metrics at `/metrics`."""
     counters = [(f"{name}_total", text, labels) for name, text, labels in COUNTERS]
     rows = [
         [f"`midstream:{name}`", ", ".join(f"`{label}`" for label in labels), text]
@@ -75,7 +75,7 @@ def metrics() -> str:
 
 
 def settings(cls: type) -> str:
-    """Settings, their defaults, and what their class's docstring says of them."""
+    """Return the table of settings, their defaults, and their meanings from the docstring."""
     text = (inspect.getdoc(cls) or "").partition("Attributes:")[2]
     found = re.findall(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
     said = {name: " ".join(words.split()) for names, words in found for name in names.split(", ")}

@@ -1,4 +1,4 @@
-"""Blocks of Markdown that are made from data, between two comments that name them.
+"""Generated blocks of Markdown, between two comments that name them.
 
 <!-- made: NAME -->
 …
@@ -17,10 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def fill(text: str, blocks: Mapping[str, str]) -> str:
-    """The text with each named block's contents replaced.
+    """Return the text with the contents of each named block replaced.
 
     Raises:
-        ValueError: the text has not exactly one block of a name.
+        ValueError: the text does not have exactly one block of a name.
     """
     for name, body in blocks.items():
         start, end = f"<!-- made: {name} -->", f"<!-- end: {name} -->"
@@ -33,12 +33,12 @@ def fill(text: str, blocks: Mapping[str, str]) -> str:
 
 
 def stale(pages: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """The pages, by path from the repository's root, whose blocks differ from these."""
+    """Return the pages whose blocks differ from these, by path from the repository's root."""
     return [page for page, blocks in pages.items() if fill(_read(page), blocks) != _read(page)]
 
 
 def main(pages: Mapping[str, Mapping[str, str]], description: str | None) -> int:
-    """Writes the blocks into their pages, or only says which differ; the exit status."""
+    """Write the blocks to their pages, or only compare with --check. Return the exit status."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; 1 if a page differs")
     options = parser.parse_args()
@@ -51,7 +51,7 @@ def main(pages: Mapping[str, Mapping[str, str]], description: str | None) -> int
 
 
 def table(head: list[str], rows: list[list[str]], numbers: bool = False) -> str:
-    """A Markdown table; with `numbers` all columns but the first are set to the right."""
+    """Return a Markdown table; with `numbers` all columns but the first are right-aligned."""
     rule = ["---"] + ["---:" if numbers else "---"] * (len(head) - 1)
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *rows])
 

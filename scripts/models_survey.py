@@ -1,10 +1,10 @@
-"""Runs the doctor over every decoder-only architecture that vLLM has, into docs/data/models.json.
+"""Survey of all decoder-only architectures of vLLM by the doctor, into docs/data/models.json.
 
 scripts/models_survey.py [ARCHITECTURE …] [--out FILE] [--limit SECONDS] [--missing]
 
-vLLM and transformers are imported once; each architecture has a process of its own, forked from
-there, one at a time, and is ended at the limit. What was found is written after each, so that a
-survey that was stopped goes on with --missing. scripts/models_table.py makes the tables of
+vLLM and transformers are imported once. Each architecture runs in a process that is forked from
+there, one at a time, and is killed at the limit. The file is written after each architecture, so an
+interrupted survey can continue with --missing. scripts/models_table.py creates the tables of
 docs/models.md from the file.
 """
 
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import survey_settings
 from markers import ROOT
 
-# A forked process has none of its parent's threads, so the parent must not have started any.
+# A forked process does not have its parent's threads, so the parent must not start any.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -54,9 +54,9 @@ class Candidate:
     """One architecture.
 
     Attributes:
-        name: in vLLM's registry, or in transformers where vLLM has none of its own.
+        name: name in vLLM's registry, or in transformers if vLLM has no own model of it.
         runs: OWN or BACKEND.
-        model_type: of transformers' configuration; empty where transformers has none.
+        model_type: model type of transformers' configuration; empty if transformers has none.
     """
 
     name: str
@@ -65,12 +65,14 @@ class Candidate:
 
 
 def main() -> int:
-    """The exit status: 1 if anything is wrong."""
+    """Run the survey. Return the exit status: 1 if any outcome is "wrong"."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="ARCHITECTURE")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/data/models.json")
     parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS")
-    parser.add_argument("--missing", action="store_true", help="only what the file does not have")
+    parser.add_argument(
+        "--missing", action="store_true", help="only architectures missing in the file"
+    )
     options = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     _import_once()
@@ -83,7 +85,7 @@ def main() -> int:
         started = time.monotonic()
         said = _one(one, options.limit)
         if UNKNOWN in said["reason"]:
-            # A model of transformers that is none of vLLM's.
+            # A model of transformers that vLLM does not support.
             found["models"].pop(one.name, None)
             continue
         found["models"][one.name] = said
@@ -97,14 +99,14 @@ def main() -> int:
 
 
 def candidates() -> list[Candidate]:
-    """Every architecture, vLLM's own first."""
+    """Return every architecture, vLLM's own first."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from vllm.model_executor.models import registry
 
     types: dict[str, str] = {}
     for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         for name in [names] if isinstance(names, str) else names:
-            # Of several, the last is the text model of the first.
+            # If several types have the name, the last one is the text model.
             types[name] = model_type
     types |= survey_settings.SAME_AS
     own = registry._TEXT_GENERATION_MODELS  # noqa: SLF001
@@ -143,7 +145,7 @@ def _import_once() -> None:
 
 
 def _one(candidate: Candidate, limit: float) -> dict[str, Any]:
-    """What the doctor says of one architecture, by way of a process of its own."""
+    """Return the doctor's findings for one architecture, from a separate process."""
     if not candidate.model_type:
         return _entry(candidate, {"outcome": "cannot be built", "reason": NO_MODEL})
     reading, writing = os.pipe()
@@ -161,7 +163,7 @@ def _one(candidate: Candidate, limit: float) -> dict[str, Any]:
     if text is None:
         reason = f"no answer within {limit:.0f} s"
     else:
-        reason = f"vLLM's process dies of it, by {signal.Signals(os.WTERMSIG(status)).name}"
+        reason = f"vLLM's process was killed by {signal.Signals(os.WTERMSIG(status)).name}"
     return _entry(candidate, {"outcome": "cannot be built", "reason": reason})
 
 
@@ -173,7 +175,7 @@ def _in_child(candidate: Candidate, writing: int) -> None:
     try:
         text = json.dumps(_examine(candidate))
     except BaseException:  # noqa: BLE001
-        # The doctor itself failed: that is for its author, not a finding about the model.
+        # The doctor itself failed: a bug in midstream, not a finding about the model.
         text = json.dumps({"outcome": "wrong", "reason": traceback.format_exc(limit=-3)})
     with os.fdopen(writing, "w", encoding="utf-8") as pipe:
         pipe.write(text)
@@ -200,24 +202,24 @@ def _examine(candidate: Candidate) -> dict[str, Any]:
     said = examine_config(options, config).to_dict()
     if UNREAD in said["reason"]:
         said["reason"] = f"vLLM cannot load it here: {_why_unread(candidate.name)}"
-    # What pydantic adds are the arguments.
+    # Remove the arguments that pydantic appends.
     said["reason"] = said["reason"].split(" [type=")[0]
     return said
 
 
 def _why_unread(name: str) -> str:
-    """Why vLLM cannot import the module of a model, of which its error says nothing."""
+    """Return why vLLM cannot import a model's module; vLLM's own error omits the reason."""
     from vllm.model_executor.models import registry
 
     try:
         registry.ModelRegistry.models[name].load_model_cls()
     except ImportError as error:
         return f"{type(error).__name__}: {error}"
-    return "it says not why"
+    return "no reason given"
 
 
 def _until(reading: int, limit: float) -> str | None:
-    """What comes through a pipe until it is closed; None if it takes too long."""
+    """Return the text from a pipe until it is closed; None if that takes longer than the limit."""
     end = time.monotonic() + limit
     parts: list[bytes] = []
     with os.fdopen(reading, "rb", buffering=0) as pipe:
@@ -230,7 +232,7 @@ def _until(reading: int, limit: float) -> str | None:
 
 
 def _entry(candidate: Candidate, said: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of a report."""
+    """Return the entry of the file for a report."""
     sites = said.get("sites", [])
     entry: dict[str, Any] = {
         "runs": candidate.runs,

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/models.md: the survey's, and midstream's table of layer conventions.
+"""Writer of the tables of docs/models.md: the survey's results, and the layer conventions.
 
 scripts/models_table.py [--check]
 """
@@ -30,7 +30,7 @@ OUTCOMES = ("all sites", "not all sites", "depends on the layer's settings", "re
 
 
 def outcome(entry: Entry) -> str:
-    """Which of OUTCOMES a class has."""
+    """Return the outcome of a class, one of OUTCOMES."""
     if isinstance(entry, Refusal):
         return OUTCOMES[3]
     if isinstance(entry, Choice):
@@ -39,7 +39,7 @@ def outcome(entry: Entry) -> str:
 
 
 def pages() -> dict[str, dict[str, str]]:
-    """Every block, by page."""
+    """Return every block, by page and name."""
     return {
         "docs/models.md": {
             **survey_tables.blocks(),
@@ -54,7 +54,7 @@ def pages() -> dict[str, dict[str, str]]:
 
 
 def counts() -> str:
-    """How many classes have each outcome."""
+    """Return the table of the number of classes by outcome."""
     rows = []
     for word in OUTCOMES:
         found = [
@@ -68,7 +68,7 @@ def counts() -> str:
 
 
 def all_sites() -> str:
-    """The classes that have every site."""
+    """Return the table of classes that have every site."""
     rows = []
     for source, entries in SOURCES.items():
         names = [f"`{name}`" for name, entry in entries.items() if outcome(entry) == OUTCOMES[0]]
@@ -77,7 +77,7 @@ def all_sites() -> str:
 
 
 def lacking() -> str:
-    """The classes that lack some sites whatever their settings, gathered by what and why."""
+    """Return the table of classes that lack sites with all settings, by sites and reason."""
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for source, name, entry in _all():
         if isinstance(entry, LayerConvention):
@@ -88,7 +88,7 @@ def lacking() -> str:
 
 
 def refused() -> str:
-    """The classes that are refused, gathered by the reason."""
+    """Return the table of rejected classes, by reason."""
     found: dict[str, list[str]] = defaultdict(list)
     for source, name, entry in _all():
         if isinstance(entry, Refusal):
@@ -98,7 +98,7 @@ def refused() -> str:
 
 
 def choices() -> str:
-    """What decides, for classes of which not all layers are alike."""
+    """Return the table of settings that decide the convention of a class's layers."""
     rows = [
         [_label(source, name), *_choice(entry)]
         for source, name, entry in _all()
@@ -108,7 +108,7 @@ def choices() -> str:
 
 
 def conditions() -> str:
-    """Classes that are refused, or lack a site, in some engines."""
+    """Return the table of classes that are rejected, or lack a site, in some engines."""
     found: dict[str, list[str]] = defaultdict(list)
     for source, name, entry in _all():
         for leaf in _leaves(entry):
@@ -135,7 +135,7 @@ def _label(source: str, name: str) -> str:
 
 
 def _lacking(entry: LayerConvention) -> dict[str, list[str]]:
-    """The sites that a layer lacks, by reason."""
+    """Return the sites that a layer lacks, by reason."""
     found: dict[str, list[str]] = defaultdict(list)
     for site in NAMES:
         reason = entry.lack(site)

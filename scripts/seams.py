@@ -1,9 +1,9 @@
-"""Says of any vLLM release which of midstream's seams are as they should be, and what differs.
+"""Check of midstream's seams against the sources of any vLLM release.
 
 scripts/seams.py 0.34.0 [0.33.0 …] [--differs]
 scripts/seams.py --installed
 
-The release is fetched by name, see vllm_releases.py; nothing of it is installed.
+The release's sources are fetched, see vllm_releases.py; nothing is installed.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from midstream.runtime.vllm.seams import FIELDS, SEAMS
 
 
 def check(root: Path) -> list[Finding]:
-    """Every seam in the sources of one release.
+    """Check every seam against the sources of one release.
 
     Args:
-        root: its `vllm` folder.
+        root: the release's `vllm` folder.
     """
     release = Release(root)
     return [*map(release.check, SEAMS), *map(release.check_fields, FIELDS)]
 
 
 def table(findings: list[Finding]) -> str:
-    """One line a seam, with what differs, and what it is for."""
+    """Return one line per seam, with its difference and its use."""
     width = max((len(finding.name) for finding in findings), default=0)
     lines = []
     for finding in findings:
@@ -44,11 +44,11 @@ def table(findings: list[Finding]) -> str:
 
 
 def main() -> int:
-    """The exit status: 1 if a seam of any release differs."""
+    """Check the releases. Return the exit status: 1 if a seam of any release differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("versions", nargs="*", help="releases, in full, such as 0.33.0")
-    parser.add_argument("--installed", action="store_true", help="the one that is installed")
-    parser.add_argument("--differs", action="store_true", help="show only what differs")
+    parser.add_argument("--installed", action="store_true", help="check the installed release")
+    parser.add_argument("--differs", action="store_true", help="show only differences")
     options = parser.parse_args()
     roots = [vllm_releases.fetch(version) for version in options.versions]
     if options.installed:
@@ -67,10 +67,10 @@ def main() -> int:
 
 
 def installed() -> Path:
-    """The `vllm` folder of the installed package.
+    """Return the `vllm` folder of the installed package.
 
     Raises:
-        ModuleNotFoundError: there is none.
+        ModuleNotFoundError: vLLM is not installed.
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv with midstream (editable), vLLM and the tools for tests; in seconds when it is there.
+# Creates .venv with midstream (editable), vLLM and the extras; takes seconds if it is up to date.
 #   scripts/setup.sh [extra ...]      extras besides the one for this machine's vLLM, e.g. dev
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

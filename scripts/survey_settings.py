@@ -1,7 +1,7 @@
-"""What scripts/models_survey.py must know of architectures that their configurations do not say.
+"""Settings of architectures for scripts/models_survey.py that their configurations lack.
 
-A configuration class's own defaults are not always a model: some leave fields empty that every
-published model fills, and some leave out what vLLM reads.
+The defaults of a configuration class do not always describe a model: some leave fields empty that
+every published model sets, and some lack fields that vLLM reads.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "phimoe": {"attention_bias": True, "lm_head_bias": True},
     "nemotron": {"num_key_value_heads": 8},
-    # vLLM's CPU build has no kernel for this model's experts; there are such without.
+    # vLLM's CPU build has no kernel for this model's experts, so these layers have none.
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
 }
 
-# Engines of these run in bfloat16: vLLM's CPU build has their linear attention in nothing else.
+# Engines of these run in bfloat16, the only dtype of their linear attention in vLLM's CPU build.
 BFLOAT16 = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
-# Architectures of vLLM's registry whose published models come with code of their own, but are
-# laid out as a model of transformers is: its weights are loaded under the other name.
+# Architectures of vLLM's registry whose published models include their own code, but have the same
+# layout as a model type of transformers: its weights are loaded under the architecture's name.
 SAME_AS: dict[str, str] = {
     "ExaoneMoEForCausalLM": "exaone_moe",
     "IQuestCoderForCausalLM": "llama",
@@ -92,7 +92,7 @@ SAME_AS: dict[str, str] = {
     "TeleChat3ForCausalLM": "llama",
 }
 
-# Architectures that vLLM had a model of its own for and now leaves to the Transformers backend.
+# Architectures that vLLM once had its own model of, and now runs with the Transformers backend.
 LEFT_TO_THE_BACKEND = (
     "BambaForCausalLM",
     "Dots1ForCausalLM",
@@ -100,7 +100,7 @@ LEFT_TO_THE_BACKEND = (
     "PersimmonForCausalLM",
 )
 
-# Causal language models of transformers that are no decoder-only text models: encoders with a
+# Causal language models of transformers that are not decoder-only text models: encoders with a
 # language-modelling head, decoders of encoder-decoder models, assistants.
 NO_DECODERS = (
     "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot",

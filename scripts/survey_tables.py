@@ -1,4 +1,4 @@
-"""The tables of docs/models.md that tell what scripts/models_survey.py found."""
+"""Tables of docs/models.md from the results of scripts/models_survey.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OUTCOMES = ("ok", "refused", "not compared", "cannot be built", "wrong")
 
 
 def blocks() -> dict[str, str]:
-    """Every block, by name."""
+    """Return every block, by name."""
     found = json.loads(DATA.read_text(encoding="utf-8"))
     models: dict[str, dict[str, Any]] = found["models"]
     by_outcome: dict[str, dict[str, dict[str, Any]]] = {
@@ -31,7 +31,7 @@ def blocks() -> dict[str, str]:
 
 
 def counts(found: dict[str, Any]) -> str:
-    """How many architectures have each outcome, and with which versions."""
+    """Return the table of the number of architectures by outcome, with date and versions."""
     models = list(found["models"].values())
     kinds = ("vLLM", "Transformers backend")
     rows = []
@@ -47,7 +47,7 @@ def counts(found: dict[str, Any]) -> str:
 
 
 def right(models: dict[str, dict[str, Any]]) -> str:
-    """Those that are ok: what was compared, and what was not."""
+    """Return the table of architectures that are ok: missing and uncompared sites, error."""
     rows = [
         [
             f"`{name}`",
@@ -65,7 +65,7 @@ def right(models: dict[str, dict[str, Any]]) -> str:
 
 
 def by_reason(models: dict[str, dict[str, Any]]) -> str:
-    """The others, gathered by the reason."""
+    """Return the table of other architectures, by reason."""
     if not models:
         return "None."
     found: dict[str, list[str]] = defaultdict(list)
@@ -81,7 +81,7 @@ def _sites(reasons: dict[str, list[str]]) -> str:
 
 
 def _short(name: str) -> str:
-    """The class as the table of layer classes names it."""
+    """Return the name of a layer class in the other tables of the page."""
     if name.startswith("transformers.models."):
         _, _, folder, _, cls = name.split(".")
         return f"{folder}.{cls}"

@@ -17,7 +17,7 @@ lint=$!
 # 3.8 does not group with pytest 9.2.)
 status=0
 "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --junitxml="$run" "$@" || status=$?
-# Of a run of everything: has a file become much slower than recorded?
+# After a run of all tests, check that no file is much slower than recorded.
 if [ $# -eq 0 ] && [ $status -eq 0 ]; then
   "$bin/python" scripts/durations.py check "$run" || status=1
 fi

