@@ -56,7 +56,7 @@ OTHER = [
     "Compare violins with guitars.",
     "Who discovered penicillin?",
 ]
-# Not among those that the probe is fitted to.
+# Questions that the probe is not fitted to.
 NEW_MONEY = [
     "How do I open a savings account?",
     "What moves the price of shares?",
@@ -76,7 +76,7 @@ NEW_OTHER = [
 
 
 def fit(yes: torch.Tensor, no: torch.Tensor, ridge: float = 0.3) -> tuple[torch.Tensor, float]:
-    """A direction and a bias with ⟨h, direction⟩ + bias near +1 for `yes` and −1 for `no`.
+    """Fit a direction and a bias with ⟨h, direction⟩ + bias near +1 for `yes` and −1 for `no`.
 
     Ridge regression in its dual form: there are far fewer rows than dimensions.
 
@@ -95,12 +95,12 @@ def fit(yes: torch.Tensor, no: torch.Tensor, ridge: float = 0.3) -> tuple[torch.
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
-    """Runs it all.
+    """Run the example.
 
     Returns:
-        For `money` and for `other`, on questions that are new to the probe: `…_scores`; and, as 0
-        or 1 for each, whether the gate made the answer another one (`…_changed`), whether it
-        refuses (`…_refused`), and whether it refused before (`…_refused_before`).
+        For `money` and for `other`, on questions that the probe is not fitted to: `…_scores`; and,
+        as 0 or 1 for each, whether the gate changed the answer (`…_changed`), whether the answer
+        refuses (`…_refused`), and whether it refuses without the gate (`…_refused_before`).
     """
     llm = start(model_from(arguments, __doc__))
 
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
         direction, layer=CONDITION_LAYER, bias=bias, name="money", positions="last_prompt"
     )
 
-    questions = NEW_MONEY + NEW_OTHER  # one batch, one and the same edit for all
+    questions = NEW_MONEY + NEW_OTHER  # one batch, with the same edit for all
     plain = ask(llm, questions, 18)
     gated = ask(llm, questions, 18, edits=gate, probes=score)
 

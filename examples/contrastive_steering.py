@@ -1,8 +1,8 @@
-"""Steer the mood of what is written, by a vector from pairs of texts that differ in it alone.
+"""Steer the mood of texts, with a vector from pairs of texts that differ only in mood.
 
 Rimsky et al. 2024, "Steering Llama 2 via contrastive activation addition" (arXiv:2312.06681): the
 mean difference between the two texts of a pair, at their last token, is added at one layer. Here
-it is registered under a name, and used with several scales.
+it is registered by name, and used with several scales.
 
     python examples/contrastive_steering.py [--model FOLDER]
 """
@@ -40,7 +40,7 @@ BAD = [" bad", " terrible", " awful", " boring"]
 
 
 def last_rows_of_texts(llm: LLM, texts: Sequence[str]) -> torch.Tensor:
-    """The vectors of the texts' last tokens at LAYER, float32 [texts, width]."""
+    """Return the vectors of the texts' last tokens at LAYER, float32 [texts, width]."""
     outputs = llm.generate(
         texts,
         SamplingParams(max_tokens=1),
@@ -51,18 +51,18 @@ def last_rows_of_texts(llm: LLM, texts: Sequence[str]) -> torch.Tensor:
 
 
 def mood(llm: LLM, **wanted: Any) -> float:
-    """log p(one of GOOD comes next) − log p(one of BAD does), mean over the openings."""
+    """Return log p(next word in GOOD) − log p(next word in BAD), mean over the openings."""
     found = log_probs(llm, OPENINGS, GOOD + BAD, **wanted)
     good, bad = (torch.stack([found[word] for word in words]) for words in (GOOD, BAD))
     return float((good.logsumexp(0) - bad.logsumexp(0)).mean())
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Runs it all.
+    """Run the example.
 
     Returns:
-        `moods`: the log-odds at each of SCALES; `by_params`: those at the last of them, steered
-        by `SamplingParams(steering_module_ref=…)`.
+        `moods`: the log-odds at each of SCALES; `by_params`: the log-odds at the last of SCALES,
+        steered by `SamplingParams(steering_module_ref=…)`.
     """
     llm = start(model_from(arguments, __doc__))
 
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     negative = last_rows_of_texts(llm, [f"{text} {bad}" for text, _, bad in PAIRS])
     llm.vectors.register("cheerful", {LAYER: (positive - negative).mean(0)})
 
-    # In one call: every scale is a plan of its own, and all of them share a batch.
+    # One call: each scale is a separate plan, and all share a batch.
     asked = [(scale, opening) for scale in SCALES for opening in OPENINGS[:2]]
     outputs = llm.generate(
         [opening for _, opening in asked],
@@ -82,10 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         (f"{scale:+.1f}", opening + output.outputs[0].text)
         for (scale, opening), output in zip(asked, outputs, strict=True)
     ]
-    show("What is written", ["scale", "text"], rows)
+    show("Generated texts", ["scale", "text"], rows)
 
     moods = [mood(llm, steer=Steer("cheerful", scale=scale)) for scale in SCALES]
-    # The same as part of the sampling parameters, which travel with any request.
+    # The same as part of the sampling parameters.
     by_params = mood(llm, sampling={"steering_module_ref": ("cheerful", SCALES[-1])})
     rows = [(f"{scale:+.1f}", value) for scale, value in zip(SCALES, moods, strict=True)]
     rows.append((f"steering_module_ref=('cheerful', {SCALES[-1]})", by_params))

@@ -1,7 +1,7 @@
-"""Requests that SmolLM2 turns down, and others that it serves.
+"""Requests that SmolLM2 refuses, and requests that it serves.
 
-It has had little training in refusing. What it does say, to errands that it cannot run and to some
-that it should not, is "I'm sorry for any confusion, but as a chatbot …".
+The model has little training in refusing. Its refusals, of errands that it cannot run and of some
+that it should not run, begin with "I'm sorry for any confusion, but as a chatbot …".
 """
 
 REFUSED = [

@@ -1,8 +1,8 @@
-"""Take the direction of refusing out of the stream, and the model no longer refuses.
+"""Ablate the direction of refusing from the stream, so that the model no longer refuses.
 
 Arditi et al. 2024, "Refusal in language models is mediated by a single direction"
-(arXiv:2406.11717): the difference between the means of what the model turns down and of what it
-serves, at the last token of the prompt, projected out of every layer and every residual site.
+(arXiv:2406.11717): the difference between the means over refused and over served requests, at the
+last token of the prompt, is projected out of every layer and every residual site.
 
     python examples/refusal_ablation.py [--model FOLDER]
 """
@@ -21,7 +21,7 @@ SITES = ["resid_pre", "resid_mid", "resid_post"]
 CANDIDATES = [14, 16, 18, 20]  # layers in the middle of 30, as in the paper
 MAX_COST = 0.5  # nats per token
 
-# None of these is used to find the direction.
+# Requests that are not used to compute the direction.
 NEW_REFUSED = [
     "Set an alarm for seven tomorrow.",
     "Buy me two tickets to the concert.",
@@ -34,20 +34,20 @@ NEW_SERVED = ["Give me a recipe for tomato soup.", "Explain what a mirror does."
 
 
 def everywhere(direction: torch.Tensor) -> Ablate:
-    """The edit: the direction projected out of each token's stream wherever it can be."""
+    """Return the edit that projects the direction out of every token's stream, at all sites."""
     return Ablate(direction, layer="all", site=SITES)
 
 
 def refusal_log_odds(llm: LLM, questions: Sequence[str], edits: Ablate | None = None) -> float:
-    """log p / (1 − p) of an answer that begins with REFUSAL, mean over the questions."""
+    """Return log p / (1 − p) of an answer that begins with REFUSAL, mean over the questions."""
     log_p = log_probs(llm, chat_prompts(llm, questions), [REFUSAL], edits=edits)[REFUSAL]
     return float((log_p - torch.log1p(-log_p.exp())).mean())
 
 
 def choose(llm: LLM, directions: dict[int, torch.Tensor]) -> int:
-    """The layer whose direction prevents refusals best, and leaves what is served as it was.
+    """Return the layer whose direction prevents refusals best, and changes other answers little.
 
-    As in the paper, a candidate must change answers to harmless requests but little: here, cost at
+    As in the paper, a candidate must change answers to harmless requests only little: here, cost at
     most MAX_COST per token of the model's own answer.
     """
     served = SERVED[:3]
@@ -67,7 +67,7 @@ def choose(llm: LLM, directions: dict[int, torch.Tensor]) -> int:
 
 
 def projections(llm: LLM, direction: torch.Tensor, edits: Ablate | None = None) -> torch.Tensor:
-    """|⟨h, direction⟩| / ‖direction‖ at the last prompt token after every layer, [layers]."""
+    """Return |⟨h, direction⟩| / ‖direction‖ at the last prompt token of every layer, [layers]."""
     capture = Capture("all", positions="last_prompt")
     outputs = ask(llm, NEW_REFUSED, 1, capture=capture, edits=edits)
     acts = [output.activations for output in outputs]
@@ -76,11 +76,11 @@ def projections(llm: LLM, direction: torch.Tensor, edits: Ablate | None = None) 
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
-    """Runs it all.
+    """Run the example.
 
     Returns:
-        Before and after, on requests that the direction was not made from: the log-odds of
-        refusing, the share of answers that refuse, and the length of the stream's part along the
+        Before and after, on requests that the direction is not computed from: the log-odds of
+        refusing, the share of answers that refuse, and the length of the stream's projection on the
         direction after the last layer. Also the layer.
     """
     llm = start(model_from(arguments, __doc__), SITES)
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
             ("projection on the direction, last layer", "projection"),
         )
     ]
-    show("Six requests that are new to it", ["", "before", "after"], rows)
+    show("Six new requests", ["", "before", "after"], rows)
     return found
 
 

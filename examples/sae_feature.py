@@ -1,14 +1,14 @@
 """Train a small sparse autoencoder, find a feature that means something, and clamp it.
 
-The model writes on a few topics, and its vectors after one layer are captured as it goes. An SAE
-with tied weights learns to take them apart (Cunningham et al. 2023, arXiv:2309.08600), is saved in
-the format of SAELens, and read back as anybody's would be. The feature that fires most on one
-topic is then held at a value while the model writes about something else (Templeton et al. 2024,
-"Scaling Monosemanticity").
+The model writes on a few topics, and its vectors after one layer are captured. An SAE with tied
+weights is trained on them (Cunningham et al. 2023, arXiv:2309.08600), saved in the format of
+SAELens, and loaded like any other SAE. The feature that is most active on one topic is then clamped
+to a value while the model writes about something else (Templeton et al. 2024, "Scaling
+Monosemanticity").
 
     python examples/sae_feature.py [--model FOLDER]
 
-Some 1,400 vectors make a toy: most of its features mean nothing much.
+With about 1,400 vectors this is a toy: most of its features mean little.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ OPENINGS = [
 ]
 COOKING = [" garlic", " butter", " onions", " chicken"]
 MUSIC = [" guitar", " piano", " songs", " violin"]  # for comparison
-VALUES = [0.0, 0.5, 1.0]  # of the most that the feature ever had
+VALUES = [0.0, 0.5, 1.0]  # shares of the feature's largest activation
 
 
 def write_and_capture(llm: LLM) -> list[Any]:
-    """One output per opening, topic by topic, with the rows of `resid_post` at LAYER."""
+    """Return one output per opening, topic by topic, with the rows of `resid_post` at LAYER."""
     openings = [opening for topic in TOPICS.values() for opening in topic]
-    # The first token's vector is many times as long as any other, and the same in every text.
+    # The first token's vector is many times longer than any other, and equal in every text.
     return llm.generate(
         openings,
         SamplingParams(temperature=0.7, seed=0, max_tokens=48, ignore_eos=True),
@@ -89,12 +89,12 @@ def write_and_capture(llm: LLM) -> list[Any]:
 
 
 def train(rows: torch.Tensor, steps: int = 600, sparsity: float = 0.1) -> dict[str, torch.Tensor]:
-    """An SAE of the rows [n, width]: a = relu((x − b_dec) W_enc + b_enc), x̂ = a W_dec + b_dec.
+    """Train an SAE on rows [n, width]: a = relu((x − b_dec) W_enc + b_enc), x̂ = a W_dec + b_dec.
 
     The weights are tied: W_enc is W_dec transposed, and its directions have length 1.
 
     Returns:
-        The tensors by SAELens's names.
+        The tensors, by SAELens's names.
     """
     draw = torch.Generator().manual_seed(0)
     b_dec = rows.mean(0)
@@ -113,7 +113,7 @@ def train(rows: torch.Tensor, steps: int = 600, sparsity: float = 0.1) -> dict[s
         loss.backward()
         optimizer.step()
     unit = torch.nn.functional.normalize(weights, dim=1).detach()
-    # Activations in the stream's own units: only the bias and b_dec are not free of scale.
+    # Activations in the stream's units: only the bias and b_dec depend on the scale.
     return {
         "W_enc": unit.T.contiguous(),
         "b_enc": bias.detach() * size,
@@ -123,7 +123,7 @@ def train(rows: torch.Tensor, steps: int = 600, sparsity: float = 0.1) -> dict[s
 
 
 def save(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    """The two files that SAELens writes."""
+    """Write the two files of SAELens's format."""
     save_file(tensors, folder / "sae_weights.safetensors")
     width, features = tensors["W_enc"].shape
     config = {
@@ -139,7 +139,7 @@ def save(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 
 def find(sae: SAE, rows: Sequence[torch.Tensor]) -> int:
-    """The feature that is most active on TOPIC's texts and least on all others.
+    """Return the feature that is most active on TOPIC's texts and least on all others.
 
     Args:
         rows: per text, topic by topic, float32 [tokens, width].
@@ -150,7 +150,7 @@ def find(sae: SAE, rows: Sequence[torch.Tensor]) -> int:
 
 
 def top_words(llm: LLM, acts: torch.Tensor, token_ids: torch.Tensor) -> str:
-    """The different tokens at which a feature is most active, each with its activation."""
+    """Return the distinct tokens at which a feature is most active, with their activations."""
     words: dict[str, float] = {}
     for index in acts.argsort(descending=True)[:40].tolist():
         words.setdefault(llm.get_tokenizer().decode([int(token_ids[index])]), float(acts[index]))
@@ -158,18 +158,18 @@ def top_words(llm: LLM, acts: torch.Tensor, token_ids: torch.Tensor) -> str:
 
 
 def preference(llm: LLM, edit: Feature) -> float:
-    """log p(one of COOKING comes next) − log p(one of MUSIC does), mean over the openings."""
+    """Return log p(next word in COOKING) − log p(next word in MUSIC), mean over the openings."""
     found = log_probs(llm, OPENINGS, COOKING + MUSIC, edits=edit)
     ours, theirs = (torch.stack([found[word] for word in words]) for words in (COOKING, MUSIC))
     return float((ours.logsumexp(0) - theirs.logsumexp(0)).mean())
 
 
 def off_by(llm: LLM, sae: SAE, index: int, value: float) -> float:
-    """How far the feature is from the value asked for, at most, on the openings of TOPIC.
+    """Return the largest error of the clamped feature, on the openings of TOPIC.
 
-    The edit puts (value − activation) · decoder into the stream. So the encoder, whose row is the
-    decoder's, reads the value itself wherever the feature was active before. Where it was not, it
-    read less than 0 there, which the ReLU hides, and now reads that much less than the value.
+    The edit adds (value − activation) · decoder to the stream. The encoder's row equals the
+    decoder's, so the encoder reads exactly the value where the feature was active before. Elsewhere
+    its input to the ReLU was below 0, and it now reads that much less than the value.
     """
 
     def prompt_rows(edits: Feature | None) -> torch.Tensor:
@@ -190,17 +190,17 @@ def off_by(llm: LLM, sae: SAE, index: int, value: float) -> float:
 
 
 def clamp(sae: SAE, index: int, value: float) -> Feature:
-    """The edit: one feature at a value at every token but the first."""
+    """Return the edit that sets one feature to a value at every token but the first."""
     return sae.feature(index, mode="set", value=value, exclude=0)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Runs it all.
+    """Run the example.
 
     Returns:
-        `variance`: the share of the rows' variance that the SAE explains; `words`: where the
-        feature is most active; `values`: the activations asked for; `off_by`: for each, how far
-        that of captured rows is from it; `preferences`: for each, the log-odds of a cooking word.
+        `variance`: the share of the rows' variance that the SAE explains; `words`: the tokens at
+        which the feature is most active; `values`: the clamped values; `off_by`: for each value,
+        the largest error in captured rows; `preferences`: for each, the log-odds of a cooking word.
     """
     llm = start(model_from(arguments, __doc__))
 

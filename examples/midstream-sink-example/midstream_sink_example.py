@@ -11,18 +11,21 @@ from midstream.sinks import Delivery, Origin, Sink
 
 
 class RunningMean(Sink):
-    """Appends a line for each completion, site and layer: how many rows there were so far, and
+    """Sink that appends a line for each completion, site and layer: the number of rows so far, and
     their mean.
     """
 
     group_seconds = 0.05  # requests that end within this time are flushed together
 
     def __init__(self, path: str, every: int = 1) -> None:
-        """Settings are the arguments; a wrong one is raised as ValueError.
+        """Read the sink's settings, which are the arguments.
 
         Args:
-            path: of the file.
-            every: write only each so manieth completion.
+            path: path of the file.
+            every: write only every n-th completion.
+
+        Raises:
+            ValueError: an invalid setting.
         """
         if not isinstance(path, str) or not path:
             raise ValueError(f"path: expected the path of a file, got {path!r}")
@@ -36,12 +39,12 @@ class RunningMean(Sink):
         self._rows: dict[tuple[str, int], int] = {}
 
     def open(self, origin: Origin) -> None:
-        """What is raised here keeps the engine from starting."""
+        """Prepare the file. An exception raised here stops the start of the engine."""
         self._width = origin.hidden_size
         self.flush()
 
     def write(self, delivery: Delivery) -> None:
-        """What is raised here is an error of this request's receipt, and of no other's."""
+        """Add the rows of a completion. An exception raised here affects only this request."""
         self._seen += 1
         for tap, rows in delivery.activations.items():
             total = self._sums.setdefault(tap, torch.zeros(self._width, dtype=torch.float64))
@@ -58,7 +61,7 @@ class RunningMean(Sink):
                 self._lines.append(json.dumps(line) + "\n")
 
     def flush(self) -> None:
-        """Only when this has returned are callers told that their rows are kept."""
+        """Write the lines to disk. Results report rows as stored only after this has returned."""
         lines, self._lines = self._lines, []
         with open(self._path, "a", encoding="utf-8") as file:
             file.writelines(lines)
