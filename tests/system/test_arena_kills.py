@@ -14,6 +14,7 @@ import psutil
 import pytest
 from support import own_process
 from support.own_process import python
+from support.shared_memory import mapped
 
 WAITED = """
 import sys
@@ -76,12 +77,6 @@ if __name__ == "__main__":
 """
 
 
-def shared() -> int:
-    """MiB of shared memory that the machine has in use."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Shmem:")) >> 10
-
-
 @contextmanager
 def script(folder: Path, text: str) -> Iterator[Path]:
     path = folder / "program.py"
@@ -97,7 +92,6 @@ def test_requests_wait_for_room_in_an_engine_process_of_its_own(tiny_llama, tmp_
 
 @pytest.mark.parametrize("victim", ["engine", "front end"])
 def test_after_a_kill_nothing_is_left_in_shared_memory(tiny_llama, tmp_path, victim):
-    at_first = shared()
     with script(tmp_path, HOLDING) as program:
         process = own_process.start(
             program, tiny_llama, victim, stdout=subprocess.PIPE, text=True,
@@ -107,13 +101,14 @@ def test_after_a_kill_nothing_is_left_in_shared_memory(tiny_llama, tmp_path, vic
         said = iter(process.stdout.readline, "")
         [_, pid, leases] = next(line for line in said if line.startswith("READY")).split()
         assert int(leases) == 100
-        assert shared() - at_first > 60, "the rows are not in shared memory"
+        memory = mapped([process.pid, int(pid)])
+        assert memory, "the rows are not in shared memory"
         if victim == "front end":
             os.kill(process.pid, signal.SIGKILL)
         else:
             assert "HELD\n" in said
     end = time.monotonic() + 60
-    while psutil.pid_exists(int(pid)) or shared() - at_first > 20:
-        assert time.monotonic() < end, f"{shared() - at_first} MiB are left"
+    while psutil.pid_exists(int(pid)) or memory & mapped():
+        assert time.monotonic() < end, f"shared memory is left: {memory & mapped()}"
         time.sleep(0.1)
     assert not [name for name in os.listdir("/dev/shm") if "midstream" in name]

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from support import own_process, serving
 from support.serving import NAME, Running
+from support.shared_memory import mapped
 
 from midstream import Capture, Client, extra_body
 from midstream.store import open_store
@@ -36,25 +37,26 @@ main()
 LONG = {"model": NAME, "prompt": "abcdefgh", "max_tokens": 400, "ignore_eos": True}
 
 
-def shared() -> int:
-    """MiB of shared memory that the machine has in use."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Shmem:")) >> 10
-
-
 @contextmanager
 def nothing_left() -> Iterator[Callable[[Running], None]]:
     """Whatever becomes of the servers that are noted in the block, it all goes with them."""
-    names, before = set(os.listdir("/dev/shm")), shared()
+    names = set(os.listdir("/dev/shm"))
     processes: list[psutil.Process] = []
-    yield lambda server: processes.extend(server.tree)
+    memory: set[tuple[str, str, str]] = set()
+
+    def note(server: Running) -> None:
+        processes.extend(server.tree)
+        memory.update(mapped(one.pid for one in server.tree))
+
+    yield note
     assert processes
+    assert memory, "the server had no shared memory"
     end = time.monotonic() + 60
     while left := [one for one in processes if one.is_running() and one.status() != "zombie"]:
         assert time.monotonic() < end, f"processes are left: {left}"
         time.sleep(0.2)
-    while shared() - before > 30:
-        assert time.monotonic() < end, f"{shared() - before} MiB are left in shared memory"
+    while kept := memory & mapped():
+        assert time.monotonic() < end, f"shared memory is left: {kept}"
         time.sleep(0.2)
     assert not [name for name in set(os.listdir("/dev/shm")) - names if "midstream" in name]
 
