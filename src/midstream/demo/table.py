@@ -60,6 +60,6 @@ def _summary(result: Result) -> Text:
     known = [(scale, reading) for scale, reading in readings if reading is not None]
     listed = ", ".join(f"{format_scale(scale)}: {format_signed(value)}" for scale, value in known)
     return Text(
-        f"Layer {result.layer} tells {result.classes[0]} from {result.classes[1]} in held-out"
+        f"Layer {result.layer} separates {result.classes[0]} from {result.classes[1]} in held-out"
         f" sentences with AUC {best.auc:.3f}. Mean reading by strength: {listed}."
     )

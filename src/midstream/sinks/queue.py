@@ -19,7 +19,7 @@ from midstream.sinks.byte_budget import ByteBudget
 
 _LOGGER = logging.getLogger(__name__)
 
-# How long a caller who goes on with other work is left without an answer.
+# Maximum seconds until a caller that does other work meanwhile gets an answer.
 PATIENCE = 2.0
 
 T = TypeVar("T")

@@ -126,7 +126,7 @@ class AsyncFrontEnd(BaseFrontEnd):
                     admitted, request.request_id, num_completions, self.sinks, self._vectors
                 )
             self._admitted[admitted.uid] = call
-            # vLLM prepares requests in a thread, which goes on when the call is cancelled. `leave`
+            # vLLM prepares requests in a thread, which runs on after a cancelled call. `leave`
             # reads `admitted` after it has set `is_over`: at least one of the two cleans up.
             if call.is_over:
                 self._forget(call)

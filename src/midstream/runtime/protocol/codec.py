@@ -1,4 +1,4 @@
-"""Messages as plain values, which vLLM's own transport carries between processes."""
+"""Messages as plain values, which vLLM's own transport sends between processes."""
 
 from __future__ import annotations
 

@@ -139,8 +139,8 @@ class AsyncCompletion:
         assert call.replica is not None
         plan = call.admitted.plan
         if any(isinstance(one.stop_reason, str) for one in output.outputs):
-            # Stop strings are found here, and the engine goes on until it is told. It must be
-            # told before other requests get the capacity.
+            # Stop strings are found in this process, and the engine generates until the request is
+            # aborted. The abort must precede the release of its capacity to other requests.
             await self._abort(call.ids)
         self._ended(call)
         await self._streamer.stop(call)

@@ -109,10 +109,10 @@ class PendingDelivery:
         Args:
             output: vLLM's RequestOutput, possibly without tokens that earlier outputs had.
         """
-        told = [
+        results = [
             (share, _joined([one.result() for one in futures])) for share, futures in self._shares
         ]
-        _set_results(output, self._finished, told)
+        _set_results(output, self._finished, results)
 
 
 def deliver(sinks: Queues, finished: FinishedRequest) -> PendingDelivery:
@@ -188,14 +188,14 @@ def shares_of(finished: FinishedRequest) -> list[SinkShare]:
 
 
 def _set_results(
-    output: Any, finished: FinishedRequest, told: Sequence[tuple[SinkShare, CaptureResult]]
+    output: Any, finished: FinishedRequest, results: Sequence[tuple[SinkShare, CaptureResult]]
 ) -> None:
     """Set the results on an output and its completions; problems of sinks go into the receipts.
 
     Args:
         output: vLLM's RequestOutput.
         finished: the request.
-        told: the result of each share.
+        results: the result of each share.
     """
     plan = finished.admitted.plan
     every: dict[str, list[CaptureResult]] = {}
@@ -205,7 +205,7 @@ def _set_results(
         activations: Activations | None = None
         found: dict[str, list[CaptureResult]] = {}
         problems = []
-        for share, result in told:
+        for share, result in results:
             if share.completion != completion.index:
                 continue
             sink = share.route.sink

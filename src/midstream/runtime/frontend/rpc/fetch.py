@@ -154,11 +154,11 @@ def check_traces(workers: Sequence[WorkerInfo], checksums: Sequence[list[StepChe
         other = first_of_stage.setdefault(worker.stage, nth)
         mine = trace[last]
         for what, against, is_same in (
-            ("was told", 0, mine.received == traces[0][last].received),
-            ("did", other, mine.executed == traces[other][last].executed),
+            ("received other requests or batches", 0, mine.received == traces[0][last].received),
+            ("executed other operations", other, mine.executed == traces[other][last].executed),
         ):
             if not is_same:
                 raise RankError(
-                    f"by step {last} worker {worker.place} {what} something else than worker "
+                    f"by step {last} worker {worker.place} {what} than worker "
                     f"{workers[against].place}"
                 )
