@@ -1,4 +1,4 @@
-"""The faults that `scripts/broken_builds.py` plants fit the code, and their tests are there."""
+"""The faults of `scripts/broken_builds.py` match the code, and their tests exist."""
 
 from __future__ import annotations
 

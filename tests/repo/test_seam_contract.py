@@ -1,4 +1,4 @@
-"""midstream's seams against the sources of each release of vLLM that it is for."""
+"""midstream's seams against the sources of each supported release of vLLM."""
 
 from __future__ import annotations
 

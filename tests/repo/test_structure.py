@@ -1,4 +1,4 @@
-"""The repository keeps the shape that it says it has."""
+"""The structure of the repository: layers, names, sizes, and language."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was run on which release is recorded as it was, and shown."""
+"""The record of test runs by release, and its tables."""
 
 from __future__ import annotations
 

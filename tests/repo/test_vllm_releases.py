@@ -1,4 +1,4 @@
-"""Releases' sources are fetched whole or not at all, and offline runs say so."""
+"""Releases' sources are fetched completely or not at all; offline runs report it."""
 
 from __future__ import annotations
 

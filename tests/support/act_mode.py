@@ -1,4 +1,4 @@
-"""Plain vLLM with midstream's worker class by name, in a process of its own:
+"""Plain vLLM with midstream's worker class by name, in a separate process:
 
     python -m support.act_mode MODEL FOLDER
 

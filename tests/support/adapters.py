@@ -1,4 +1,4 @@
-"""LoRA adapters for the tiny models, and the models that they come to when they are merged."""
+"""LoRA adapters for the tiny models, and the merged models."""
 
 from __future__ import annotations
 

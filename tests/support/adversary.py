@@ -1,4 +1,4 @@
-"""Random mixes of requests on one engine, each held against the same request alone.
+"""Random mixes of requests on one engine; each is compared with the same request alone.
 
 A mix is drawn from a seed (`adversary_mix`), driven through an engine by its step loop
 (`adversary_run`) and judged (`adversary_judge`). When a request differs, the mix is made smaller as

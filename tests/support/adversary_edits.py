@@ -1,4 +1,4 @@
-"""Edits and probes of one model, of every operation at many taps, for requests to choose from."""
+"""Edits and probes of one model for random requests: every operation, at many taps."""
 
 from __future__ import annotations
 

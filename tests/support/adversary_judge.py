@@ -1,4 +1,4 @@
-"""In what a request's results differ from those of the same request alone, or from hooks."""
+"""Comparison of a request's results with the same request alone, or with hooks."""
 
 from __future__ import annotations
 

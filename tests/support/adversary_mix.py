@@ -1,4 +1,4 @@
-"""Random requests: what each one asks for, drawn from a seed and from what came out before."""
+"""Random requests with random plans, drawn from a seed and from earlier outputs."""
 
 from __future__ import annotations
 

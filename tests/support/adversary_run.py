@@ -1,4 +1,4 @@
-"""Drives requests through one engine by its step loop, and asks one engine for them one by one."""
+"""Runs of requests on one engine, by its step loop or one by one."""
 
 from __future__ import annotations
 

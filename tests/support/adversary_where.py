@@ -1,4 +1,4 @@
-"""Positions of every form, as a request writes them and, by hand, as they are meant."""
+"""Position selections of every form, and independent lists of the selected positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers answer of a finished request, and what the front end makes of it."""
+"""Workers' answers for a finished request, and the front end's results from them."""
 
 from __future__ import annotations
 

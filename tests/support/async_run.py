@@ -1,4 +1,4 @@
-"""An async engine and an offline one asked the same, in a process of its own:
+"""The same requests on an async and on an offline engine, in a separate process:
 
     python -m support.async_run MODEL OUT
 

@@ -1,4 +1,4 @@
-"""docs/codecs.md read a second time, in numpy and plain Python: nothing here is the package's."""
+"""Codecs implemented from docs/codecs.md in numpy and plain Python, without the package's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between two engines' results for the same requests."""
+"""Differences between two engines' results for the same requests."""
 
 from __future__ import annotations
 

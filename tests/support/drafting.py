@@ -1,4 +1,4 @@
-"""Steps with drafted tokens, some of which are rejected, and what is true in the end.
+"""Steps with drafted tokens, some of them rejected, and checks of the accepted ones.
 
 The truth is noted from accepted rows alone. What the host is told may be exact, or as with
 asynchronous scheduling: as if all of the last step's drafts had been accepted.

@@ -1,4 +1,4 @@
-"""One request for each operation at each site, and what must come of it."""
+"""One request for each operation at each site, with the expected results."""
 
 from __future__ import annotations
 

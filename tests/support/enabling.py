@@ -1,4 +1,4 @@
-"""What being installed does to a vLLM process, and what being enabled does; prints it as JSON.
+"""Changes of a vLLM process by an installed and by an enabled midstream, printed as JSON.
 
     python -m support.enabling
 

@@ -1,4 +1,4 @@
-"""Faults of what keeps captured rows: codecs, arena, store, dataset capture. See `faults`."""
+"""Faults of the storage of captured rows: codecs, arena, store, dataset capture. See `faults`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans that arrive as junk on the workers."""
+"""Plans that the workers receive as invalid bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What edits and instructions mean, in float64 NumPy, straight from their formulas.
+"""Reference results of edits and instructions, in float64 NumPy, from their formulas.
 
 `apply` follows the docstring of each operation, `run` the table of `midstream.ops.layout`: two
 independent readings of one intention.

@@ -1,4 +1,4 @@
-"""Writes GGUF files for tests."""
+"""Writer of GGUF files for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans that must be refused, made from good ones: each has one defect of a known kind."""
+"""Plans that must be rejected: valid plans, each with one defect of a known kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the Triton kernel on the CPU, in Triton's interpreter, against the reference op.
+"""The Triton kernel on the CPU, in Triton's interpreter, compared with the reference op.
 
 A program of its own: the interpreter is chosen by `TRITON_INTERPRET=1` before Triton is imported.
 """

@@ -1,4 +1,4 @@
-"""How much of a test that has no end is run: some in the suite, more with `scripts/nightly.sh`."""
+"""Number of rounds of open-ended tests: few in the suite, more with `scripts/nightly.sh`."""
 
 from __future__ import annotations
 

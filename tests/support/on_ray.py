@@ -1,4 +1,4 @@
-"""Engines that compute nothing, for jobs on Ray: they are imported in the processes of actors."""
+"""Fake engines for jobs on Ray, imported by the processes of actors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python in a process of its own, with the tests' support and the package in its path.
+"""Python in a separate process, with the tests' support and the package in its path.
 
 Such a process is forked from one that has imported vLLM (`zygote`), which saves it eight seconds.
 Where a GPU is, and where how a process starts is what is tested, it is a fresh interpreter.

@@ -1,4 +1,4 @@
-"""Blocks of code of the documents."""
+"""Code blocks of the documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that many tests share: each is started when it is first wanted, and cleared after a test.
+"""Engines that tests share: each is started on first use, and cleared after each test.
 
 A test that changes a setting of an engine or of the process has an engine of its own
 (`engines.engine`), and so has one whose engine differs from these profiles.

@@ -1,4 +1,4 @@
-"""What a process that forks others has imported before it does; importing this module imports it.
+"""Imports of a process before it forks others; importing this module runs them.
 
 A fresh interpreter takes eight seconds of a core for it. No thread may exist when it is done: a
 process with threads must not fork.

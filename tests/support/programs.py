@@ -1,4 +1,4 @@
-"""What stands in the device's tables, read back as the `site` op reads it."""
+"""Programs of the device's tables, read back like the `site` op reads them."""
 
 from __future__ import annotations
 

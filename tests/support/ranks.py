@@ -1,4 +1,4 @@
-"""Engines over several ranks, on two cores or as many GPUs, and what counts as the same there."""
+"""Engines over several ranks, on two cores or GPUs, and their tolerances."""
 
 from __future__ import annotations
 

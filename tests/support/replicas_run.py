@@ -1,4 +1,4 @@
-"""An async engine of two replicas, and a single engine asked the same, in a process of its own:
+"""The same requests on two replicas and on a single engine, in a separate process:
 
     python -m support.replicas_run MODEL OUT
 

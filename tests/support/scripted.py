@@ -1,4 +1,4 @@
-"""Drafts that are as right as is wanted, and a host that learns of it a step too late."""
+"""Drafts with a chosen number of right tokens, and a host that gets the counts a step late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server in processes of its own, started by `midstream serve`, and ended by its id."""
+"""A server in separate processes, started by `midstream serve`, and ended by its id."""
 
 from __future__ import annotations
 

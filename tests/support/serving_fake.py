@@ -1,4 +1,4 @@
-"""An engine that computes nothing, and an app like vLLM's around it, with midstream's endpoints."""
+"""A fake engine, and an app like vLLM's around it, with midstream's endpoints."""
 
 from __future__ import annotations
 

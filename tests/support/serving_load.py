@@ -1,4 +1,4 @@
-"""Many clients at once, each with plans of its own, and what each of them got."""
+"""Load of many clients, each with its own plans, and checks of their responses."""
 
 from __future__ import annotations
 

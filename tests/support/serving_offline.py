@@ -1,4 +1,4 @@
-"""What the offline engine gives for the requests that tests put to a server.
+"""The offline engine's results for the requests that tests send to a server.
 
 `python -m support.serving_offline MODEL OUT` writes it.
 """

@@ -1,4 +1,4 @@
-"""Requests that ask nothing of midstream, and all that a server answers them."""
+"""Requests without a plan, and a server's complete responses to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deliveries to sinks, made up, and sinks that note what becomes of them."""
+"""Made-up deliveries to sinks, and sinks that record their calls."""
 
 from __future__ import annotations
 

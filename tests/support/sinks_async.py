@@ -1,4 +1,4 @@
-"""An async engine whose rows go to sinks, in a process of its own:
+"""An async engine whose rows go to sinks, in a separate process:
 
     python -m support.sinks_async MODEL FOLDER
 

@@ -1,4 +1,4 @@
-"""Inputs for the `site` op, and what it must do, row by row, in plain Python."""
+"""Inputs of the `site` op, and its expected results, row by row, in plain Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that add up to nothing, of which not one bit may stay behind."""
+"""Programs without a net effect, which must leave every bit unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a server under test sends its spans."""
+"""Receiver of the spans of a server under test."""
 
 from __future__ import annotations
 

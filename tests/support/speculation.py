@@ -1,4 +1,4 @@
-"""The same requests with and without speculative decoding; engines in processes of their own.
+"""The same requests with and without speculative decoding; engines in separate processes.
 
     python -m support.speculation MODEL OUT KIND [SETTINGS]
 

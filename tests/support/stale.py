@@ -1,4 +1,4 @@
-"""One engine on a shared compile cache, in a process of its own; prints what it did as JSON.
+"""One engine on a shared compile cache, in a separate process; prints its results as JSON.
 
 python -m support.stale MODEL plain|SETTINGS
 """

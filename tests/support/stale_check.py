@@ -1,4 +1,4 @@
-"""A stale graph is impossible: the check itself, for the CPU's tests and the GPU's."""
+"""Check that no stale graph is loaded, for tests on the CPU and on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Captured rows in an arena, as a ledger hands them out."""
+"""Captured rows in an arena, as the captured row index returns them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny random Llama with a tokenizer: for what vLLM does with text, like grammars and stops."""
+"""A tiny random Llama with a tokenizer, for vLLM's features of text, such as grammars and stops."""
 
 from __future__ import annotations
 

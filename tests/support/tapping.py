@@ -1,4 +1,4 @@
-"""Tapped layers without an engine: buffers, what a step would put in them, what came of it."""
+"""Tapped layers without an engine: buffers, the contents that a step writes, and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers made on the spot, without a download."""
+"""Tokenizers created in the test, without a download."""
 
 from __future__ import annotations
 

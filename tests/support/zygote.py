@@ -1,4 +1,4 @@
-"""A process that has imported torch and vLLM, and forks: a child of it starts in no time.
+"""A process that has imported torch and vLLM; its forked children start at once.
 
 `start` runs a program of Python in such a child, with arguments, environment, folder and streams of
 its own, as `subprocess.Popen` would run `python ARGUMENTS`. A fresh interpreter takes eight seconds
