@@ -25,7 +25,7 @@ SHRINKING_S = 90.0
 
 @dataclass
 class Totals:
-    """What mixes came to, so that a test can say that they showed something."""
+    """Totals over mixes, with which a test checks that the mixes had all features."""
 
     requests: int = 0
     completions: int = 0

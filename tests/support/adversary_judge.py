@@ -242,7 +242,7 @@ def _scores(found: Any, expected: Any, rows: int, measure: Measure) -> list[str]
 
 
 def _rows_apart(tap: Any, found: Any, expected: Any, measure: Measure) -> list[str]:
-    # A selection may come to nothing, as when no generated token has one of some ids.
+    # A selection may be empty, for example if no generated token has one of its ids.
     error = measure.error(found, expected) if len(expected) else 0.0
     return [] if error <= measure.rows else [f"{tap} is {error:.2e} off"]
 

@@ -205,7 +205,7 @@ class Mix:
         one = draw.choice(past[-5:]) if past else None
         if one and kind < 0.2:  # the very same
             return list(one.prompt)
-        if one and kind < 0.4:  # a conversation goes on
+        if one and kind < 0.4:  # the next turn of a conversation
             more = [self._token(draw) for _ in range(draw.randint(0, 9))]
             return [*one.prompt, *one.generated, *more][:most]
         family = draw.choice(self.shape.families)

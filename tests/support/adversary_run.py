@@ -16,7 +16,7 @@ Coming = Callable[[int, Sequence[Past], int], list[Ask]]
 
 @dataclass
 class Ran:
-    """What came of a mix.
+    """Results of a mix.
 
     Attributes:
         asks: the requests that came, in the order in which they did.
@@ -34,7 +34,7 @@ class Ran:
 
 
 class Driver:
-    """One engine, and what is in force there. Only with an engine that is idle otherwise."""
+    """One engine and its server-wide edits and vectors. The engine must have no other requests."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm

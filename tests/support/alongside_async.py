@@ -144,7 +144,7 @@ def _sampled(max_tokens: int, **more: Any) -> Any:
 
 
 async def aborts(llm: Any, found: dict[str, Any]) -> None:
-    """In the middle of prompt and answer, with others beside that go on."""
+    """Abort requests in the middle of prompt and answer, while other requests continue."""
     others = [
         asyncio.create_task(
             ask(llm, f"beside {n}", tokens(prompt(20 + n, 12)), params(30), **ASKED)
@@ -333,7 +333,7 @@ async def session_room(llm: Any, found: dict[str, Any]) -> None:
 
 
 def _slight(count: int, first: int) -> list[Steer]:
-    """Vectors that nobody else has, and that change next to nothing."""
+    """Return distinct vectors that change values very little."""
     return [
         Steer(torch.randn(64, generator=torch.Generator().manual_seed(first + n)), 0, 1e-9)
         for n in range(count)

@@ -49,7 +49,7 @@ def rows(taps, positions, version=0, dtype=torch.float32):
 
 
 def answer(*requests, stage=0, tensor_rank=0, tensor_ranks=1, taps=(), scores=(), dtype="float32"):
-    """One worker's answer for (id, done, [rows(…)], problem?), through its ledger and outbox.
+    """One worker's answer for (id, done, [rows(…)], problem?), through its row index and outbox.
 
     Args:
         taps: more taps than those of the rows.

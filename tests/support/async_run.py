@@ -193,7 +193,7 @@ async def errors(llm: Any, found: dict[str, Any]) -> None:
 
 
 async def cancel_at_the_door(llm: Any) -> str:
-    """A call that is cancelled while a thread of vLLM's is preparing it, which then goes on."""
+    """Cancel a call while vLLM prepares it in a thread, which then continues."""
     front = llm._front_end
     admit, entered, leave, left = front.admit, *(threading.Event() for _ in range(3))
 
@@ -226,7 +226,7 @@ def taken(activations: Any) -> Any:
 
 
 async def streams(llm: Any, found: dict[str, Any]) -> None:
-    """Rows on the outputs of requests that go on."""
+    """Return the rows on the outputs of running requests."""
     from vllm.engine.protocol import StreamingInput
 
     from midstream import Capture, Probe

@@ -117,7 +117,7 @@ class DraftingEngine(FakeEngine):
             fake.accept(first, fake.computed)
 
     def peeked(self, fake: Drafted, start: int) -> dict[int, Any]:
-        """The scores of a request that goes on, from a position to the last that is certain."""
+        """Return the scores of a running request, from a position to the last certain one."""
         uid = fake.uid or fake.id
         found = self.session.collection.read_scores({uid: (start, fake.computed)})
         if uid not in found:

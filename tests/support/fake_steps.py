@@ -56,7 +56,7 @@ def make_buffers(taps: Sequence[Tap] = tuple(TAPS), **changes) -> Buffers:
 
 
 def view_of(ids: Sequence[str], scheduled, computed, tokens: Sequence[int] = ()) -> StepBatch:
-    """A batch; without `tokens` nobody may ask for their ids."""
+    """Return a batch; without `tokens`, reading the token ids fails."""
 
     def token_ids() -> Tensor:
         assert len(tokens) == sum(scheduled), "token ids were asked for"
@@ -192,7 +192,7 @@ class FakeEngine:
             return taken
 
     def view(self, batch: list[tuple[Fake, int]]) -> StepBatch:
-        """What the session is told of a step."""
+        """Return the step as the session receives it."""
         return view_of(
             [fake.id for fake, _ in batch],
             [count for _, count in batch],
@@ -275,7 +275,7 @@ def check_row(fake: Fake, position: int, row: int, before, after, scores) -> boo
             assert error < 1e-4, f"{place} is off by {error}"
         else:
             assert (found == hidden[row]).all(), f"{place} was edited"
-        # What is captured is the very stream that goes on.
+        # The captured vector is the stream that the next layer reads.
         if captures_at(plan, tap, position):
             fake.rows[tap, position] = found if residual is None else found + residual[row]
     for slot, score in read.items():
@@ -322,7 +322,7 @@ def applied(
 
 
 def applies(where: Where, position: int, token: int) -> bool:
-    """Whether an edit is carried out for a token."""
+    """Return whether an edit applies to a token."""
     return covers(where.ranges, position) or any(
         covers(match.ranges, position) and (token in match.ids) != match.others
         for match in where.matches

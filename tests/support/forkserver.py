@@ -24,7 +24,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 class _Process(ForkServerProcess):
-    """A process with the environment of whoever starts it, not with that of the server."""
+    """A process with the environment of the process that starts it, not of the server."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

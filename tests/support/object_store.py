@@ -75,7 +75,7 @@ def s3(object_server: str, object_client: Any, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def bucket(s3: Any) -> str:
-    """A bucket that nobody has used."""
+    """A new bucket."""
     name = f"bucket-{uuid.uuid4().hex}"
     s3.create_bucket(Bucket=name)
     return name

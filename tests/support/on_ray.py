@@ -20,7 +20,7 @@ RAY = {
 
 
 class Slow(FakeEngine):
-    """Takes its time, and notes in the file `pids` beside the data which process it is in."""
+    """A slow engine, which appends its process id to the file `pids` in the folder of the data."""
 
     def __init__(self, job) -> None:
         super().__init__(job, seed=os.getpid())
@@ -33,7 +33,7 @@ class Slow(FakeEngine):
 
 
 class Deadly(Slow):
-    """Its process is killed by a prompt that says so, when the engine would have ended it."""
+    """An engine whose process is killed when a prompt with the word "kills" ends."""
 
     def _end(self, record):
         if "kills" in json.dumps(record.prompt):
@@ -42,11 +42,11 @@ class Deadly(Slow):
 
 
 class Elsewhere(Slow):
-    """Its process sees another directory of the job's name."""
+    """An engine whose process sees another directory of the job's name."""
 
 
 class Refused(FakeEngine):
-    """Cannot start for what is asked."""
+    """An engine that rejects the job when it starts."""
 
     def __init__(self, job) -> None:
         from midstream import SpecError
@@ -55,7 +55,7 @@ class Refused(FakeEngine):
 
 
 class Hopeless(FakeEngine):
-    """Its process is killed whatever it runs."""
+    """An engine whose process is killed in its first step."""
 
     def step(self):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -63,12 +63,12 @@ class Hopeless(FakeEngine):
 
 
 def pids(folder: Path) -> list[int]:
-    """Of the processes that had a `Slow`, in the order in which these were started."""
+    """Return the ids of the processes that had a `Slow`, in the order of their starts."""
     path = folder / "pids"
     return [int(line) for line in path.read_text().split()] if path.exists() else []
 
 
 def start_ray() -> None:
-    """A cluster of two cores of this machine, which this process is connected to."""
+    """Start a cluster with two cores on this machine, and connect this process to it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init("local", **RAY)

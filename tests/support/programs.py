@@ -40,7 +40,7 @@ def _assert_instruction(
 
 
 def assert_free(tables: ProgramTable) -> None:
-    """Nobody holds anything."""
+    """Check that no program is in use."""
     tables.check_integrity()
     assert tables.instructions.bank.used == tables.instructions.lists.used == 0
     assert tables.instructions.ranges.free == tables.instructions.ranges.size
@@ -93,5 +93,5 @@ def edits(draw: st.DrawFn, num_taps: int) -> TapProgramStep:
 
 
 def programs(num_taps: int) -> st.SearchStrategy[tuple[TapProgramStep, ...]]:
-    """What one token may be asked for."""
+    """Strategy for the programs of one token."""
     return st.lists(edits(num_taps), min_size=1, max_size=4).map(tuple)

@@ -30,7 +30,7 @@ PIPELINE = {"pipeline_parallel_size": 2} | (
 
 @contextmanager
 def ranks(model: Path, **args: Any) -> Iterator[Any]:
-    """An engine whose core and workers are processes of their own."""
+    """Start an engine whose core and workers are separate processes."""
     from vllm import envs
 
     # The first engine of a process has them remembered.
@@ -43,12 +43,12 @@ def ranks(model: Path, **args: Any) -> Iterator[Any]:
             try:
                 yield llm
             finally:
-                # Others of this process go on, and only with the last one would it be shut down.
+                # Other engines of this process keep running; the last one would shut it down.
                 llm.llm_engine.engine_core.shutdown()
 
 
 def usage(llm: Any) -> list[dict[str, Any]]:
-    """What each worker says of itself, in their order."""
+    """Return the usage of each worker, in their order."""
     from midstream.runtime.protocol.rpc import RPC, ReadUsage, arguments_of
 
     found: list[dict[str, Any]] = llm.llm_engine.collective_rpc(RPC, args=arguments_of(ReadUsage()))

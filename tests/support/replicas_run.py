@@ -114,7 +114,7 @@ def sampled(nth: int) -> Any:
 
 
 class Spy:
-    """Notes to which engine vLLM sends each request, and lets nobody use its call of all."""
+    """Recorder of the engine to which vLLM sends each request; its call of all engines fails."""
 
     def __init__(self, client: Any) -> None:
         self.sent: dict[str, int] = {}
@@ -184,7 +184,7 @@ async def rooms(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
     tasks.append(asyncio.create_task(run("behind", 3, 200, data_parallel_rank=1)))
     await begun(2)
     found["pinned waits"] = view.waiting()
-    # The other replica is free, and nobody waits for it.
+    # The other replica is free, and no request waits for it.
     tasks.append(asyncio.create_task(run("any", 40, 300)))
     await begun(3)
     tasks.append(asyncio.create_task(run("late", 3, 400)))
@@ -197,7 +197,7 @@ async def rooms(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
 
 
 async def streams(llm: Any, found: dict[str, Any]) -> None:
-    """Rows and scores on outputs of requests that go on, and rows for a sink on the way."""
+    """Return rows and scores on outputs of running requests, and early rows of a sink."""
     from midstream import Capture, Probe
 
     async def watch(nth: int) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Running:
 
     @property
     def log(self) -> str:
-        """All that its processes have said."""
+        """Return the log of all processes."""
         return self._log.read_text(errors="replace")
 
     @property

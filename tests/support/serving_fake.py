@@ -180,7 +180,7 @@ class Site:
         return server
 
     def client(self, address: str = "127.0.0.1", **more: Any) -> httpx.AsyncClient:
-        """Who asks from an address."""
+        """A client with an address."""
         transport = httpx.ASGITransport(
             self.app, raise_app_exceptions=False, client=(address, 5000)
         )

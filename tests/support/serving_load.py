@@ -23,7 +23,7 @@ CODECS = ("raw", "raw", "full8", "topk8:k=16")
 
 @dataclass(slots=True)
 class Report:
-    """What came of it.
+    """Results of a load.
 
     Attributes:
         completions: that asked for something, and were what they should be.

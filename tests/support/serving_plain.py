@@ -47,7 +47,7 @@ def joined(events: list[dict[str, Any]]) -> list[Any]:
 
 
 def add(one: Any, other: Any, name: str = "") -> Any:
-    """What two values of a field come to, of an event and of the one after it."""
+    """Return the joined value of a field, from an event and the one after it."""
     if isinstance(one, dict) and isinstance(other, dict):
         return {key: add(one.get(key), other.get(key), key) for key in {**one, **other}}
     if name == "choices":

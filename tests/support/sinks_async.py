@@ -128,7 +128,7 @@ async def problems(llm: Any, found: dict[str, Any]) -> None:
 
 
 def wait_for_end(sink: Any, name: str) -> None:
-    """Until a sink has the last piece of a request: of one that was given up nobody is told."""
+    """Wait until a sink has the last delivery of a request, also of an aborted one."""
     until = time.monotonic() + 30
     while not any(one.request_id == name and one.is_last for one in sink.given):
         assert time.monotonic() < until, f"{name} has no end"
