@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeGuard, TypeVar
 
-import msgspec
-
 from midstream.errors import SpecError
 
 # Limits on the memory that one request can take; far above practical use.
@@ -180,6 +178,8 @@ def read_message(read: Callable[[D], T], data: D) -> T:
     Raises:
         SpecError: `data` is malformed; the path leads to the wrong field.
     """
+    import msgspec  # here, as `import midstream` loads the standard library alone
+
     try:
         return read(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
