@@ -17,9 +17,9 @@ lint=$!
 # 3.8 does not group with pytest 9.2.)
 status=0
 "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --junitxml="$run" "$@" || status=$?
-# After a run of all tests, check that no file is much slower than recorded.
+# After a run of all tests, name the files that are much slower than recorded. Timings fail no run.
 if [ $# -eq 0 ] && [ $status -eq 0 ]; then
-  "$bin/python" scripts/durations.py check "$run" || status=1
+  "$bin/python" scripts/durations.py check "$run" || true
 fi
 wait $lint || { status=1; printf 'ruff or mypy failed:\n'; }
 cat "$checks"

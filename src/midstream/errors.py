@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from http import HTTPStatus
 from typing import Any
 
 
@@ -186,6 +185,8 @@ class HttpError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The error as JSON values, in the form of vLLM's errors."""
+        from http import HTTPStatus
+
         return {
             "error": {
                 "message": self.message,
