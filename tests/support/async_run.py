@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from midstream.testing import inspect
@@ -150,6 +151,9 @@ async def mix(llm: Any, found: dict[str, Any]) -> None:
     batcher._call = call
     several = params(0, n=2, kind="FINAL_ONLY")
     found["several"] = await ask(llm, "several", prompt(3), several, **plan(3))
+    # A call that vLLM rejects before it begins leaves nothing behind: see `check_integrity`.
+    with pytest.raises(TypeError, match="typo"):
+        await ask(llm, "typo", prompt(3), params(3), **plan(3), typo=1)
     await inspect(llm).check_integrity()
 
 

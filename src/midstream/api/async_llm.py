@@ -220,10 +220,11 @@ class AsyncLLM(VllmAsyncLLM):
         arguments, front = CallArguments(capture, steer, edits, probes), self._front
         try:
             call, params = self._begin(prompt, sampling_params, arguments)
-            if call.session is not None:
-                prompt = with_call_plan(prompt, call.call_plan, params)
-            stream = super().generate(prompt, params, request_id, **vllm_args)
+            stream: Any = None
             try:
+                if call.session is not None:
+                    prompt = with_call_plan(prompt, call.call_plan, params)
+                stream = super().generate(prompt, params, request_id, **vllm_args)
                 async for output in stream:
                     await front.completion.complete(call, output)
                     yield output
@@ -233,7 +234,8 @@ class AsyncLLM(VllmAsyncLLM):
             finally:
                 # If the caller closed this generator early, vLLM aborts the request.
                 try:
-                    await stream.aclose()
+                    if stream is not None:
+                        await stream.aclose()
                 finally:
                     front.leave(call)
         except Exception as error:

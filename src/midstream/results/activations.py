@@ -175,13 +175,15 @@ class Activations:
         It has the tensors `{site}.{layer}`, `{site}.{layer}.positions` and
         `{site}.{layer}.token_ids` for each captured site and layer.
         """
-        tensors: dict[str, Any] = {}
+        rows: dict[str, Any] = {}
+        indices: dict[str, Any] = {}
         for (site, layer), value in self.items():
-            tensors[f"{site}.{layer}"] = value
-            tensors[f"{site}.{layer}.positions"] = self.positions_of(site, layer)
-            tensors[f"{site}.{layer}.token_ids"] = self.token_ids_of(site, layer)
+            rows[f"{site}.{layer}"] = value
+            indices[f"{site}.{layer}.positions"] = self.positions_of(site, layer)
+            indices[f"{site}.{layer}.token_ids"] = self.token_ids_of(site, layer)
         target = Path(path)
-        save_tensors(tensors, target, metadata={"format": "midstream.activations", "version": "1"})
+        metadata = {"format": "midstream.activations", "version": "1"}
+        save_tensors(rows, indices, target, metadata)
         return target
 
     def __repr__(self) -> str:

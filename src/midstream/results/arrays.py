@@ -19,7 +19,7 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def array_of(values: Sequence[Any], dtype: str) -> Tensor:
+def array_of(values: Sequence[Any] | NDArray[Any], dtype: str) -> Tensor:
     """Return numbers as a tensor [len(values)] of a dtype such as "int64" or "float32".
 
     Without torch it is a NumPy array, which has the same operators.
@@ -28,6 +28,8 @@ def array_of(values: Sequence[Any], dtype: str) -> Tensor:
         import torch
     except ModuleNotFoundError:
         return np.array(values, dtype=dtype)  # type: ignore[return-value]
+    if isinstance(values, np.ndarray):
+        return torch.from_numpy(values)
     return torch.tensor(values, dtype=getattr(torch, dtype))
 
 
@@ -48,17 +50,29 @@ def load_tensors(data: bytes) -> Mapping[str, Tensor]:
     return found
 
 
-def save_tensors(tensors: Mapping[str, Any], target: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file of tensors or arrays, which may share memory."""
-    if any(isinstance(each, np.ndarray) for each in tensors.values()):
+def save_tensors(
+    rows: Mapping[str, Any], indices: Mapping[str, Any], target: Path, metadata: dict[str, str]
+) -> None:
+    """Write a safetensors file.
+
+    Args:
+        rows: tensors or arrays, none of which overlaps another.
+        indices: small ones, which may share memory.
+        target: the file.
+        metadata: the file's metadata.
+    """
+    if any(isinstance(each, np.ndarray) for each in rows.values()):
         from safetensors.numpy import save_file
 
-        save_file({name: np.array(each) for name, each in tensors.items()}, target, metadata)
+        every = {name: np.array(each) for name, each in {**rows, **indices}.items()}
+        save_file(every, target, metadata)
         return
     from safetensors.torch import save_file
 
+    tensors = {name: each.contiguous() for name, each in rows.items()}
     # safetensors rejects tensors that share memory: copy them.
-    save_file({name: each.clone().contiguous() for name, each in tensors.items()}, target, metadata)
+    tensors |= {name: each.clone() for name, each in indices.items()}
+    save_file(tensors, target, metadata)
 
 
 def to_numpy(values: Any) -> NDArray[np.generic]:

@@ -103,7 +103,7 @@ def unpack(data: bytes) -> Activations:
         if length > len(found):
             found = np.concatenate([found, np.zeros(length - len(found), np.int64)])
         found[np.asarray(positions[tap])] = np.asarray(ids)
-    return Activations(values, positions, array_of(found.tolist(), "int64"))
+    return Activations(values, positions, array_of(found, "int64"))
 
 
 def _checker(metadata: Mapping[str, Any]) -> Callable[[str, Any], Tensor | Rows]:

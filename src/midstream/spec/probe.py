@@ -123,4 +123,4 @@ def _read_name(value: object) -> str:
         raise SpecError(
             "", f"expected 1 to 64 of the characters A-Z a-z 0-9 _ . : -, got {show(value)}"
         )
-    return value
+    return str(value)  # of a subclass, such as NumPy's, which messages cannot have

@@ -76,3 +76,8 @@ def test_a_malformed_field_is_refused_by_its_path(change, path, problem):
 def test_a_direction_of_another_width_is_refused_when_lowered():
     with pytest.raises(SpecError, match="direction: expected 3 numbers, the model's hidden size"):
         Probe([1, 2], 0).instructions(3)
+
+
+def test_a_name_of_numpy_becomes_a_plain_string():
+    probe = Probe([1.0, 0.0], layer=0, name=np.array(["refusal", "x"])[0])
+    assert type(probe.name) is str

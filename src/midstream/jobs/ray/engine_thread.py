@@ -93,7 +93,9 @@ class EngineThread:
         try:
             loop: EngineLoop[_Call] = EngineLoop(engine)
             while True:
-                for _, reply in (*loop.fill(self._receive(loop)), *loop.step()):
+                for _, failed in loop.fill(self._receive(loop)):
+                    self._finish(failed.line, failed)
+                for _, reply in loop.step():
                     self._finish(reply.line, reply)
         except BaseException as error:
             _LOGGER.debug("an engine broke", exc_info=True)

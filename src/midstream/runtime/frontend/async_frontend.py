@@ -254,6 +254,7 @@ class AsyncFrontEnd(BaseFrontEnd):
     async def check_integrity(self) -> None:
         """Check the invariants of an idle engine, here and on the workers."""
         await self._tasks.wait()
+        assert not self._calls
         assert not self._admitted
         assert not self._sessions
         assert not self._needs

@@ -253,11 +253,11 @@ class FrontEnd(BaseFrontEnd):
         batch = self._waiting_for(_Stage.FETCH)[:_BATCH_REQUESTS]
         if self._fetch is not None or not batch:
             return
-        for one in batch:
-            one.stage = _Stage.ANSWERS
         exchange = collect(self._workers[0], [one.admitted.uid for one in batch])
         request = next(exchange)
         self._fetch = _Fetch(exchange, request, self._start(request))
+        for one in batch:
+            one.stage = _Stage.ANSWERS
 
     def _fetch_all(self) -> None:
         """Fetch the results of all finished requests."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from midstream.runtime.protocol.codec import ProtocolMessage
 from midstream.runtime.protocol.segments import Room
 from midstream.sites import Tap
@@ -98,11 +100,14 @@ class WorkerInfo(ProtocolMessage, frozen=True, kw_only=True):
         return place_of(self.replica, self.stage, self.tensor_rank)
 
     def __getitem__(self, name: str) -> Any:
-        """Return a field by its name, as before fields were attributes.
+        """Return a field as plain JSON values, by its name without a final underscore.
+
+        Descriptions of workers were dicts once, and documents showed `workers[0]["codec"]`.
 
         Raises:
             KeyError: there is no such field.
         """
-        if name not in self.__struct_fields__:
+        found = self.__struct_fields__
+        if name not in found and f"{name}_" not in found:
             raise KeyError(name)
-        return getattr(self, name)
+        return msgspec.to_builtins(getattr(self, name if name in found else f"{name}_"))

@@ -145,6 +145,8 @@ def test_a_message_with_changed_bytes_is_read_or_refused(call, at, noise):
 def test_fields_of_a_description_are_found_by_name_as_before_they_were_attributes():
     info = worker_info(capture_limit=5)
     assert info["capture_limit"] == info.capture_limit == 5
+    assert info["return"] == info.return_
+    assert isinstance(info["room"], dict)
     assert info.place == "0.0.0"
     with pytest.raises(KeyError):
         info["place"]
