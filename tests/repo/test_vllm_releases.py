@@ -132,5 +132,8 @@ def test_the_releases_are_in_order_and_may_be_named(monkeypatch) -> None:
     monkeypatch.setenv("MIDSTREAM_TEST_RELEASES", "0.34.0 0.10.2")
     assert releases.names() == ["0.9.0", "0.10.2", "0.34.0"]
     monkeypatch.delenv("MIDSTREAM_TEST_RELEASES")
+    monkeypatch.setattr(releases, "NIGHTLY", False)
+    assert len(releases.names()) == 3  # the installed, the oldest and the newest
+    monkeypatch.setattr(releases, "NIGHTLY", True)
     assert releases.names()[0] == "0.9.0"
     assert len(releases.names()) > 4

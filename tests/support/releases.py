@@ -1,8 +1,9 @@
-"""The releases of vLLM whose sources are checked: those of docs/versions.json, and the installed.
+"""The releases of vLLM whose sources are checked.
 
-MIDSTREAM_TEST_RELEASES="0.34.0 …" names others instead. What is not in the cache is fetched by name
-(scripts/vllm_releases.py), and a fetch that fails is a failure. MIDSTREAM_OFFLINE=1 skips what is
-not there; the installed release always is.
+These are the installed one and the oldest and newest of docs/versions.json; the nightly tests check
+all of docs/versions.json. MIDSTREAM_TEST_RELEASES="0.34.0 …" names others instead. A release that
+is not in the cache is fetched by name (scripts/vllm_releases.py), and a fetch that fails is a
+failure. MIDSTREAM_OFFLINE=1 skips a release that is not in the cache; the installed one always is.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -22,16 +24,22 @@ sys.path.append(str(ROOT / "scripts"))
 
 import vllm_releases  # noqa: E402
 
+from support.nightly import NIGHTLY  # noqa: E402
+
 
 def names() -> list[str]:
     """Versions in full, oldest first."""
     given = os.environ.get("MIDSTREAM_TEST_RELEASES")
     recorded = json.loads((ROOT / "docs" / "versions.json").read_text(encoding="utf-8"))
-    found = set(given.split() if given else recorded["releases"])
+    found = _in_order(given.split() if given else recorded["releases"])
+    if not given and not NIGHTLY:
+        found = [found[0], found[-1]]
     installed = installed_release()
-    if installed is not None:
-        found.add(installed[0])
-    return sorted(found, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
+    return _in_order({*found, installed[0]} if installed is not None else found)
+
+
+def _in_order(versions: Iterable[str]) -> list[str]:
+    return sorted(versions, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
 
 
 @functools.cache

@@ -67,7 +67,7 @@ def test_an_example_run_by_hand_prints_its_tables_and_nothing_else(smollm2: Path
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("What is written")
+    assert done.stdout.startswith("Generated texts")
     assert "steering_module_ref=('cheerful', 1.0)" in done.stdout
     assert [word for word in ("INFO", "WARNING", "Triton", "it/s") if word in done.stdout] == []
 

@@ -90,7 +90,8 @@ def test_what_a_killed_engine_had_is_done_by_another_and_nothing_twice(tmp_path)
     asked = job(tmp_path, engine_args=FEW, flush_seconds=0.05)
     summary = spread(asked, Slow, watch)
     assert watch.killed
-    assert len(set(pids(tmp_path))) >= 3
+    # A third engine starts in place of the killed one, unless the other is done before.
+    assert len(set(pids(tmp_path))) >= 2
     assert (summary.status, summary.counts.captured, summary.counts.stored) == (0, 400, 400)
     assert summary.counts.rows == 800
     check_rows(tmp_path / "acts", texts(400))

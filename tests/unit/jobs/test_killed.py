@@ -10,9 +10,10 @@ from unit.jobs.killing import LINES, Killed
 
 def test_jobs_that_are_killed_at_random_are_resumed_without_a_lost_or_doubled_row(tmp_path):
     chance = random.Random(11)
-    kills = 0
+    kills = jobs = 0
     while kills < rounds(suite=5, nightly=200):
-        folder = tmp_path / str(kills)
+        jobs += 1
+        folder = tmp_path / str(jobs)
         folder.mkdir()
         killed = Killed(folder)
         while not killed.start_and_kill(chance.expovariate(1 / 0.08)):
