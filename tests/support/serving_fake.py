@@ -338,6 +338,9 @@ async def _answer(site: Site, body: dict[str, Any], what: str) -> Any:
             {"index": nth * count + index, "text": text, "finish_reason": "length"}
             for index, text in enumerate(texts)
         ]
+    if body.get("gone"):
+        # As vLLM answers a client that has gone away.
+        return JSONResponse(None)
     return JSONResponse({"id": "cmpl", "object": "text_completion", "choices": choices})
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +17,7 @@ from midstream.errors import ConfigError
 
 # vLLM's group of plugin entry points, and the variable that restricts which ones it loads.
 GROUP, PLUGINS = "vllm.general_plugins", "VLLM_PLUGINS"
+ADDITIONAL = "--additional-config"
 CONTEXT = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
@@ -39,6 +41,7 @@ def serve(
     """Serve a model with vLLM and midstream.
 
     All other options are passed to `vllm serve`: --port, --api-key, --dtype, …
+    midstream's settings may also be in its --config FILE; options of this command take precedence.
     """
     given = read_json_option("--settings", settings) if settings is not None else {}
     if not isinstance(given, dict):
@@ -47,12 +50,22 @@ def serve(
         given["sites"] = [name.strip() for name in sites.split(",")]
     if layers is not None:
         given["layers"] = layers if layers == "all" else _indices(layers)
+    words, in_file = _read_config_file(context.args)
+    words, additional = _take_additional_config(words, in_file)
+    in_additional = additional.pop(KEY, {})
+    if not isinstance(in_additional, dict):
+        raise typer.BadParameter(
+            f"{ADDITIONAL} in --config: expected an object of settings as {KEY!r}, "
+            f"got {in_additional!r}"
+        )
+    given = _merged(in_additional, given)
     try:
         Config.parse(given)
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
-    rest = [*_with_config(list(context.args), given), *_one_front_end(context.args)]
+    words += [ADDITIONAL, json.dumps({**additional, KEY: given})]
+    rest = [*words, *_one_front_end([*words, *(f"--{name}" for name in in_file)])]
     _enable_plugin()
     # Replace this process, so that signals and the exit status are the server's.
     os.execv(sys.executable, [sys.executable, "-m", *_server(model), *rest])
@@ -96,24 +109,95 @@ def _server(model: str) -> list[str]:
     return ["vllm.entrypoints.cli.main", "serve", model]
 
 
-def _with_config(rest: list[str], given: dict[str, object]) -> list[str]:
-    """Return vLLM's arguments with midstream's settings in `--additional-config`."""
-    name = "--additional-config"
-    for place, word in enumerate(rest):
+def _read_config_file(words: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return vLLM's arguments, with `--config FILE` as two words, and the options in that file.
+
+    vLLM gives options of the command line precedence over the file's, and this command always gives
+    `--additional-config`: the file's must be read here.
+    """
+    split = [part for word in words for part in _split(word, "--config")]
+    if "--config" not in split:
+        return split, {}
+    path = "".join(split[split.index("--config") + 1 :][:1])
+    yaml: Any = importlib.import_module("yaml")  # vLLM brings it
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = yaml.safe_load(file)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise typer.BadParameter(f"--config {path}: cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"--config {path}: expected options and their values")
+    return split, {str(name).replace("_", "-"): value for name, value in found.items()}
+
+
+def _split(word: str, option: str) -> list[str]:
+    name, is_one_word, value = word.partition("=")
+    return [name, value] if is_one_word and name == option else [word]
+
+
+def _take_additional_config(
+    words: list[str], in_file: dict[str, Any]
+) -> tuple[list[str], dict[str, Any]]:
+    """Return vLLM's arguments without `--additional-config`, and its value joined with the one of
+    the file.
+
+    Raises:
+        typer.BadParameter: a value is malformed; or midstream's settings are among the arguments.
+    """
+    found: dict[str, Any] = {}
+    for name, value in in_file.items():
+        if _is_additional(f"--{name}"):
+            _check_whole(name)
+            # vLLM takes a mapping, or JSON as text.
+            found = _merged(found, _object(value))
+    left: list[str] = []
+    rest = iter(words)
+    for word in rest:
         option, is_one_word, value = word.partition("=")
-        if option.replace("_", "-") != name:
+        if not _is_additional(option):
+            left.append(word)
             continue
-        if not is_one_word:
-            value = rest[place + 1] if place + 1 < len(rest) else ""
-        there = read_json_option(name, value)
-        if not isinstance(there, dict) or KEY in there:
+        _check_whole(option)
+        there = _object(value if is_one_word else next(rest, ""))
+        if KEY in there:
             raise typer.BadParameter(
-                f"{name}: expected a JSON object without {KEY!r}; use this command's options for "
-                "midstream's settings"
+                f"{ADDITIONAL}: expected a JSON object without {KEY!r}; use this command's options "
+                "for midstream's settings"
             )
-        before, after = rest[:place], rest[place + (1 if is_one_word else 2) :]
-        return [*before, name, json.dumps({**there, KEY: given}), *after]
-    return [*rest, name, json.dumps({KEY: given})]
+        found = _merged(found, there)
+    return left, found
+
+
+def _is_additional(option: str) -> bool:
+    """Return whether an option is `--additional-config`, a part of it, or short for it."""
+    return option.replace("_", "-").startswith("--additional")
+
+
+def _check_whole(option: str) -> None:
+    if "." in option:
+        raise typer.BadParameter(
+            f"{option}: expected {ADDITIONAL} with a whole JSON object; use this command's options "
+            "for midstream's settings"
+        )
+
+
+def _object(value: object) -> dict[str, Any]:
+    found = read_json_option(ADDITIONAL, value) if isinstance(value, str) else value
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"{ADDITIONAL}: expected a JSON object, got {found!r}")
+    return found
+
+
+def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of both; those of the second take precedence, field by field."""
+    found = dict(first)
+    for name, value in second.items():
+        before = found.get(name)
+        if isinstance(before, dict) and isinstance(value, dict):
+            value = _merged(before, value)
+        found[name] = value
+    return found
 
 
 def _indices(text: str) -> list[int]:

@@ -88,6 +88,9 @@ class ResponseWriter:
 
     async def _with_results(self, body: bytes) -> bytes:
         value = json.loads(body)
+        if not isinstance(value, dict):
+            # vLLM answers a request that its client aborted with `null`.
+            return body
         encoded = {
             choice: await self._server.answers.encode(self._context, choice, update)
             for choice, update in sorted(self._context.take_updates().items())

@@ -67,10 +67,78 @@ def test_what_is_not_midstreams_is_passed_on_with_the_settings_among_it(started)
     assert result.exit_code == 0
     [(words, _)] = started
     assert words[1:6] == ["-m", "server", "m", "--port", "8001"]
-    at = words.index("--additional-config")
     settings = {"sites": ["resid_post", "mlp_out"], "layers": [1, 2]}
-    assert json.loads(words[at + 1]) == {"other": 1, "midstream": settings}
-    assert words[at + 2 :] == ["--dtype=float32"]
+    assert words[6:8] == ["--dtype=float32", "--additional-config"]
+    assert json.loads(words[8]) == {"other": 1, "midstream": settings}
+    assert len(words) == 9
+
+
+def config_of(started):
+    """The one additional config of the command that was started."""
+    [(words, _)] = started
+    assert words.count("--additional-config") == 1
+    return json.loads(words[words.index("--additional-config") + 1])
+
+
+@pytest.mark.parametrize("form", ["--config {}", "--config={}"])
+@pytest.mark.parametrize("key", ["additional-config", "additional_config"])
+def test_settings_of_a_config_file_are_kept_and_options_take_precedence_field_by_field(
+    started, tmp_path, form, key
+):
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        f"port: 8001\n{key}:\n  other: 1\n  midstream:\n    probes: 2\n"
+        "    http: {admin: false, held_seconds: 9}\n"
+    )
+    settings = '{"probes": 3, "http": {"held_seconds": 5}}'
+    words = form.format(file).split()
+    result = run("m", *words, "--layers", "1", "--settings", settings)
+    assert result.exit_code == 0, result.output
+    http = {"admin": False, "held_seconds": 5}
+    assert config_of(started) == {
+        "other": 1,
+        "midstream": {"probes": 3, "http": http, "layers": [1]},
+    }
+    # vLLM reads the file only where it is a word of its own.
+    [(given, _)] = started
+    assert given[given.index("--config") + 1] == str(file)
+
+
+def test_a_config_file_may_have_the_settings_as_text_beside_those_of_the_command_line(
+    started, tmp_path
+):
+    file = tmp_path / "server.yaml"
+    file.write_text('additional-config: \'{"a": 1, "midstream": {"http": false}}\'\n')
+    assert run("m", "--config", str(file), "--additional-conf", '{"b": 2}').exit_code == 0
+    assert config_of(started) == {"a": 1, "b": 2, "midstream": {"http": False}}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("additional-config: [1]", "expected a JSON object"),
+        ("additional-config: {midstream: 1}", "an object of settings as 'midstream'"),
+        ("additional-config: {midstream: {htttp: 1}}", "htttp"),
+        ("additional-config.midstream.http.admin: false", "additional-config.midstream"),
+        ("- 1", "expected options and their values"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_a_config_file_that_is_wrong_is_named_and_nothing_starts(started, tmp_path, text, said):
+    file = tmp_path / "server.yaml"
+    file.write_text(text)
+    result = run("m", "--config", str(file))
+    assert result.exit_code == 2
+    assert said in " ".join((result.output + result.stderr).replace("│", " ").split())
+    assert not started
+
+
+def test_replicas_in_a_config_file_get_one_server_too(started, tmp_path):
+    file = tmp_path / "server.yaml"
+    file.write_text("data-parallel-size: 2\n")
+    assert run("m", "--config", str(file)).exit_code == 0
+    [(words, _)] = started
+    assert words[-2:] == ["--api-server-count", "1"]
 
 
 @pytest.mark.parametrize(
@@ -101,6 +169,9 @@ def test_with_replicas_one_server_is_started_unless_another_number_is_asked_for(
         (["--layers", "a"], "--layers"),
         (["--additional-config", '{"midstream": {}}'], "--additional-config"),
         (["--additional-config"], "--additional-config"),
+        (["--additional-config.midstream.http.admin=true"], "--additional-config"),
+        (["--config", "/no/such.yaml"], "/no/such.yaml"),
+        (["--config"], "--config"),
     ],
 )
 def test_a_wrong_option_is_named_and_nothing_starts(started, words, said):

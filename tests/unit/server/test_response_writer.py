@@ -186,6 +186,14 @@ async def test_an_answer_that_is_none_stays_as_it_is():
     assert int(answer.headers["content-length"]) == len(answer.content)
 
 
+async def test_vllms_answer_null_to_a_client_that_has_gone_stays_and_leaves_nothing():
+    async with serving() as (site, client):
+        before = descriptors()
+        answer = await ask(client, HANDLE, gone=True)
+        assert (answer.status_code, answer.content) == (200, b"null")
+        assert (len(site.server.captures), descriptors()) == (0, before)
+
+
 # ------------------------------------------------------------------ events
 
 
