@@ -40,6 +40,12 @@ collect_ignore = [] if HAS_GPU else ["gpu"]
 pytest_plugins = ["support.engine_fixtures"]
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import the tests of engines where the options leave all of them out."""
+    without = config.option.markexpr.strip() == "not engine"
+    return True if without and collection_path in (TESTS / name for name in SLOW) else None
+
+
 def durations() -> dict[str, float]:
     """Seconds that each file of tests took when that was recorded; see scripts/durations.py."""
     found: dict[str, float] = json.loads((TESTS / "durations.json").read_text())["files"]

@@ -286,7 +286,7 @@ async def ends(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
     llm.vectors.register("named", vector(9))
     llm.steering.set(base=Steer("named", 1, 2.0))
     found["steered"] = await asyncio.gather(
-        *(ask(llm, f"steered{n}", prompt(n), params(n)) for n in range(4))
+        *(ask(llm, f"steered{n}", prompt(n), params(n), data_parallel_rank=n % 2) for n in range(4))
     )
     found["steered sent"] = [spy.of(f"steered{n}") for n in range(4)]
     llm.steering.clear()
