@@ -15,6 +15,7 @@ from midstream.errors import (
     EngineError,
     FetchError,
     MidstreamError,
+    MissingExtraError,
     NoRoomError,
     NothingSelectedError,
     RankError,
@@ -85,6 +86,7 @@ __all__ = [
     "Gate",
     "LoReFT",
     "MidstreamError",
+    "MissingExtraError",
     "Named",
     "NoRoomError",
     "NothingSelectedError",
@@ -138,7 +140,10 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         import importlib
 
-        return getattr(importlib.import_module(_LAZY[name]), name)
+        try:
+            return getattr(importlib.import_module(_LAZY[name]), name)
+        except ModuleNotFoundError as error:
+            raise MissingExtraError.of(error, f"midstream.{name}") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

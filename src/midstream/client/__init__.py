@@ -1,6 +1,6 @@
 """Clients of a midstream server: `Client`, `AsyncClient`, and `extra_body` for OpenAI clients.
 
-Needs httpx, but neither vLLM nor torch: without torch, rows are NumPy arrays.
+Needs neither vLLM nor torch: without torch, rows are NumPy arrays.
 """
 
 from midstream.client.async_client import AsyncClient

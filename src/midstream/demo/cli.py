@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 
 from midstream.console import ALWAYS, defaults, quiet
 from midstream.demo import DemoError
-from midstream.errors import MidstreamError
+from midstream.errors import MidstreamError, MissingExtraError
 
 if TYPE_CHECKING:
     from midstream.demo.engine import MidstreamEngine
@@ -131,6 +131,7 @@ def demo(
         compiled=compiled,
         verbose=verbose,
     )
+    MissingExtraError.require("vllm", "midstream demo")
     raise typer.Exit(_show(options))
 
 
