@@ -15,9 +15,25 @@ KEPT: tuple[Fault, ...] = (
     Fault(
         "A lease ends while its tensors exist",
         "transport/reader.py",
-        "            if not left:\n",
-        "            if True:\n",
+        "                    if not lease.users:\n",
+        "                    if True:\n",
         "tests/unit/transport/test_arena.py::test_a_lease_over_several_segments_ends_with_the_last",
+    ),
+    Fault(
+        "A forked child ends its parent's leases",
+        "transport/reader.py",
+        "        if os.getpid() == self._owner:\n",
+        "        if True:\n",
+        "tests/unit/transport/test_forks.py"
+        "::test_a_lease_stays_when_a_forked_child_frees_its_tensors",
+    ),
+    Fault(
+        "A forked child reads rows of others where its own were",
+        "transport/reader.py",
+        "                    if lease.taken <= newest:\n",
+        "                    if False:\n",
+        "tests/unit/transport/test_forks.py"
+        "::test_a_child_reads_its_rows_after_the_parent_has_freed_them",
     ),
     Fault(
         "Memory of another process is read as the worker's",

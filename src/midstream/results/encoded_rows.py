@@ -32,15 +32,15 @@ class Scattered:
         ValueError: a record lies outside of the buffer.
     """
 
-    memory: Tensor
+    memory: NDArray[np.uint8]
     offsets: NDArray[np.int64]
     taps: int
     width: int
 
     def __post_init__(self) -> None:
-        last = self.memory.numel() - self.taps * self.width
+        last = self.memory.size - self.taps * self.width
         if self.offsets.size and not 0 <= self.offsets.min() <= self.offsets.max() <= last:
-            raise ValueError(f"records lie outside of a memory of {self.memory.numel()} bytes")
+            raise ValueError(f"records lie outside of a memory of {self.memory.size} bytes")
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -60,7 +60,7 @@ class Scattered:
 
     def _gather(self, start: int, size: int) -> Tensor:
         """Return `size` bytes of each record from byte `start` on, uint8 [records, size]."""
-        memory = self.memory.numpy()
+        memory = self.memory
         # A view with a row starting at every byte: indexing it gathers all records in one call,
         # and copies only their bytes.
         every: NDArray[np.uint8] = np.ndarray(

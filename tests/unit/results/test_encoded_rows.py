@@ -97,7 +97,7 @@ def test_rows_of_a_tensor_are_its_bytes():
 @given(st.lists(st.integers(0, 60), max_size=8), st.integers(1, 3), st.integers(1, 5), st.data())
 def test_scattered_records_are_read_from_where_they_lie(offsets, taps, width, data):
     memory = torch.randint(256, (80,), dtype=torch.uint8)
-    records = Scattered(memory, np.array(offsets, np.int64), taps, width)
+    records = Scattered(memory.numpy(), np.array(offsets, np.int64), taps, width)
     expected = [memory[start : start + taps * width].view(taps, width) for start in offsets]
     nothing = torch.zeros(0, taps, width, dtype=torch.uint8)
     whole = torch.stack(expected) if expected else nothing
@@ -114,14 +114,14 @@ def test_scattered_records_are_read_from_where_they_lie(offsets, taps, width, da
 def test_records_that_would_lie_outside_of_their_memory_are_refused(offset):
     memory = torch.zeros(80, dtype=torch.uint8)
     with pytest.raises(ValueError, match="outside of a memory of 80 bytes"):
-        Scattered(memory, np.array([0, offset]), 2, 3)
+        Scattered(memory.numpy(), np.array([0, offset]), 2, 3)
 
 
 def test_scattered_rows_and_those_in_one_piece_are_rows_in_order():
     values = torch.randn(5, 2, HIDDEN)
     encoded = Raw().encode(values.reshape(-1, HIDDEN)).view(5, 2, -1)
     memory, size = encoded.flatten(), encoded[0].numel()
-    chunks = (encoded[:2], Scattered(memory, np.array([4, 2, 3]) * size, 2, size // 2))
+    chunks = (encoded[:2], Scattered(memory.numpy(), np.array([4, 2, 3]) * size, 2, size // 2))
     rows = Rows(Raw(), HIDDEN, torch.float32, chunks, (1, 1))
     assert len(rows) == 5
     assert torch.equal(rows.decoded(), values[[0, 1, 4, 2, 3], 1])

@@ -26,6 +26,12 @@ def mapped(arena: Arena) -> MappedArena:
     return MappedArena(arena.leases.address)
 
 
+def leased(arena: Arena, reader: MappedArena, segments: list[int]) -> dict[int, torch.Tensor]:
+    """Tensors over segments that the reader has learnt of."""
+    arrays = reader.lease(arena.lease(segments), segments)
+    return {segment: torch.from_numpy(array) for segment, array in arrays.items()}
+
+
 def test_what_is_taken_follows_what_was_taken_before_and_never_overlaps():
     arena = make_arena()
     extents = [take(arena, 100) for _ in range(30)]
@@ -123,11 +129,11 @@ def test_whatever_is_held_keeps_its_bytes(seed, overflow):
             if not isinstance(one, torch.Tensor):
                 assert bool((one.memory == value).all())
                 if draw.random() < 0.5:
-                    number = arena.lease([one.segment])  # its user is the reader from here on
                     places = arena.describe([one.segment])
                     reader.update(places, arena.take_retired())
                     size = one.memory.numel()
-                    tensors = reader.lease(number, [one.segment])
+                    # Its user is the reader from here on.
+                    tensors = leased(arena, reader, [one.segment])
                     held.append((value, tensors[one.segment][one.offset :][:size]))
                 else:
                     arena.release([one.segment])
@@ -152,10 +158,9 @@ def test_a_lease_ends_once_when_the_last_tensor_that_shares_its_memory_is_gone()
     arena = make_arena()
     extent = take(arena, 400)
     extent.memory.copy_(torch.arange(400) % 251)
-    number = arena.lease([extent.segment])
     reader = mapped(arena)
     reader.update(arena.describe([extent.segment]), [])
-    tensors = reader.lease(number, [extent.segment])
+    tensors = leased(arena, reader, [extent.segment])
     whole = tensors[extent.segment]
     assert whole.data_ptr() != extent.memory.data_ptr(), "it is mapped a second time"
     part = whole[extent.offset :][:400].view(torch.float32)[3:]
@@ -179,7 +184,7 @@ def test_a_lease_over_several_segments_ends_with_the_last():
     segments = [extent.segment for extent in extents]
     reader = mapped(arena)
     reader.update(arena.describe(segments), [])
-    tensors = reader.lease(arena.lease(segments), segments)
+    tensors = leased(arena, reader, segments)
     for segment in segments:
         arena.sweep()
         assert arena.used["leases"] == 1
@@ -192,7 +197,7 @@ def test_what_a_reader_writes_is_its_own_and_later_rows_are_not_touched():
     extent = take(arena, 100)
     reader = mapped(arena)
     reader.update(arena.describe([extent.segment]), [])
-    tensors = reader.lease(arena.lease([extent.segment]), [extent.segment])
+    tensors = leased(arena, reader, [extent.segment])
     tensors[extent.segment][:100].fill_(9)
     tensors.clear()
     arena.sweep()
@@ -200,7 +205,7 @@ def test_what_a_reader_writes_is_its_own_and_later_rows_are_not_touched():
     assert again.segment == extent.segment
     again.memory.fill_(3)
     reader.update(arena.describe([again.segment]), [])
-    tensors = reader.lease(arena.lease([again.segment]), [again.segment])
+    tensors = leased(arena, reader, [again.segment])
     assert tensors[again.segment][:100].tolist() == [3] * 100
 
 
@@ -211,7 +216,7 @@ def test_memory_of_a_segment_that_is_gone_stays_until_its_last_tensor():
     spilled.memory.fill_(5)
     reader = mapped(arena)
     reader.update(arena.describe([spilled.segment]), [])
-    tensors = reader.lease(arena.lease([spilled.segment]), [spilled.segment])
+    tensors = leased(arena, reader, [spilled.segment])
     copy = tensors[spilled.segment][:]
     del tensors
     reader.update({}, [spilled.segment])

@@ -163,7 +163,7 @@ class Leased:
         keep: whether they may stay there; otherwise they are copied.
     """
 
-    segments: dict[int, Tensor]
+    segments: dict[int, NDArray[np.uint8]]
     keep: bool
 
 
@@ -351,7 +351,8 @@ def _leased_chunks(places: Ints, leased: Leased, taps: int, width: int) -> list[
         begins, lengths = runs[:, 1], runs[:, 2]
         if len(runs) == 1 and leased.keep:
             start, records = int(begins[0]), int(lengths[0])
-            whole = memory[start : start + records * taps * width]
+            # A tensor over these bytes alone: whatever is saved of it has no rows of others.
+            whole = torch.from_numpy(memory[start : start + records * taps * width])
             chunks.append(whole.view(records, taps, width))
             continue
         offsets = np.repeat(begins, lengths) + within_runs(lengths) * (taps * width)
