@@ -6,27 +6,27 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import uuid
 import weakref
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM as VllmAsyncLLM
 from vllm.v1.executor.abstract import Executor
 
 from midstream.api.arguments import CallArguments
+from midstream.api.async_call import AsyncEngineCall
+from midstream.api.default_capture import DefaultCapture
 from midstream.config.config import KEY, Config, from_additional_config
-from midstream.errors import ConfigError, MidstreamError, SpecError
+from midstream.errors import ConfigError
 from midstream.results.site_table import SiteTable
 from midstream.runtime import install
 from midstream.runtime.frontend import tracing
 from midstream.runtime.frontend.async_frontend import AsyncFrontEnd
 from midstream.runtime.frontend.engine_info import EngineInfo
-from midstream.runtime.frontend.input_session import InputSession, with_call_plan
-from midstream.runtime.frontend.request.call_plan import CallPlan, merged_plan, with_plan
-from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
 from midstream.steering import VectorRegistry
@@ -45,6 +45,12 @@ class AsyncLLM(VllmAsyncLLM):
         model: str | None = None,
         *,
         midstream: Config | dict[str, Any] | None = None,
+        layers: Sequence[int] | Sequence[str] | str | None = None,
+        include_prefill: bool = False,
+        include_decode: bool = True,
+        last_prefill_token: bool = False,
+        last_decode_token: bool = False,
+        last_token_row: bool = False,
         enable_steering: bool = False,
         **engine_args: Any,
     ) -> None:
@@ -54,6 +60,14 @@ class AsyncLLM(VllmAsyncLLM):
             model: name or path of the model.
             midstream: settings, a `Config` or a dict of its fields. Default: `resid_post` at every
                 layer, and the settings in the environment variable `MIDSTREAM`.
+            layers: layers to capture by default. Every output then has `hidden_states` and
+                `prefill_hidden_states`, which grow with its tokens; this and the next five are as
+                for `midstream.LLM`.
+            include_prefill: fill `prefill_hidden_states` with the prompt's rows.
+            include_decode: fill `hidden_states` with the generated tokens' rows.
+            last_prefill_token: only the prompt's last row.
+            last_decode_token: only the last row of the generated tokens.
+            last_token_row: add the row of the last generated token, on the last output.
             enable_steering: tap all three residual sites. Settings in `midstream` take precedence.
             **engine_args: arguments of `vllm.AsyncEngineArgs`. Or, instead of all of these, those
                 of vLLM's class: `vllm_config`, `executor_class`, `log_stats`, …
@@ -62,6 +76,12 @@ class AsyncLLM(VllmAsyncLLM):
             ConfigError: a setting is invalid.
             UnsupportedError: this vLLM, the model or an engine setting is unsupported.
         """
+        self._default_capture: DefaultCapture | None = None
+        if layers is not None:
+            self._default_capture = DefaultCapture.parse(
+                layers, include_prefill, include_decode, last_prefill_token, last_decode_token,
+                last_token_row,
+            )  # fmt: skip
         install.activate()
         seams.check_async()
         if "vllm_config" in engine_args:
@@ -174,7 +194,7 @@ class AsyncLLM(VllmAsyncLLM):
         self,
         prompt: Any,
         sampling_params: SamplingParams,
-        request_id: str,
+        request_id: str | None = None,
         *,
         capture: Any = None,
         steer: Any = None,
@@ -189,7 +209,7 @@ class AsyncLLM(VllmAsyncLLM):
                 whose positions count on over all its inputs and what is generated between them.
             sampling_params: never changed. With n > 1 and a plan, `output_kind` must be
                 FINAL_ONLY.
-            request_id: the caller's id of the request.
+            request_id: the caller's id of the request; None: a random one.
             capture: a `Capture` or its dict, or a list of them; or by sink, as
                 `{"filesystem": FilesystemCaptureRequest(…)}`.
             steer: a `Steer` or its dict, or a list of them.
@@ -209,7 +229,8 @@ class AsyncLLM(VllmAsyncLLM):
             has all `activations`, `capture_results` and `receipt`, as `LLM.generate` returns them,
             once the sinks have their rows; on the others these are None. The last output of an
             aborted request has the known scores, the rows as an output before the last, and
-            nothing else.
+            nothing else. With `AsyncLLM(layers=…)` each output also has `hidden_states` and
+            `prefill_hidden_states`: the rows of `activations` of the default capture, by layer.
 
         Raises:
             SpecError: an argument is malformed, or the plan cannot be carried out. Nothing was
@@ -217,34 +238,22 @@ class AsyncLLM(VllmAsyncLLM):
             ReceiptError: results differ from the plan.
         """
         await self.ready()
-        arguments, front = CallArguments(capture, steer, edits, probes), self._front
-        try:
-            call, params = self._begin(prompt, sampling_params, arguments)
-            stream: Any = None
-            try:
-                if call.session is not None:
-                    prompt = with_call_plan(prompt, call.call_plan, params)
-                stream = super().generate(prompt, params, request_id, **vllm_args)
-                async for output in stream:
-                    await front.completion.complete(call, output)
-                    yield output
-                last = await front.completion.close_session(call)
-                if last is not None:
-                    yield last
-            finally:
-                # If the caller closed this generator early, vLLM aborts the request.
-                try:
-                    if stream is not None:
-                        await stream.aclose()
-                finally:
-                    front.leave(call)
-        except Exception as error:
-            found = _own(error)
-            if isinstance(found, SpecError):
-                raise arguments.explain(found) from None
-            if found is not None and found is not error:
-                raise found from None
-            raise
+        call = AsyncEngineCall(
+            self, self._front, self._default_capture, CallArguments(capture, steer, edits, probes)
+        )
+        if request_id is None:
+            request_id = uuid.uuid4().hex
+        outputs = call.outputs(prompt, sampling_params, request_id, vllm_args)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    def remove_hooks(self) -> None:
+        """End the capture of `AsyncLLM(layers=…)`: outputs of later calls have no `hidden_states`.
+
+        The taps stay in the model, and calls can capture as before. Does nothing without `layers`.
+        """
+        self._default_capture = None
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Shut the engine down; see vLLM's `AsyncLLM.shutdown`."""
@@ -259,24 +268,6 @@ class AsyncLLM(VllmAsyncLLM):
             raise RuntimeError("the engine is not ready: call `await llm.ready()` first")
         return self._front_end
 
-    def _begin(
-        self, prompt: Any, sampling_params: SamplingParams, arguments: CallArguments
-    ) -> tuple[GenerateCall, SamplingParams]:
-        """Begin a call, and return its sampling parameters; the caller's are not changed."""
-        plan = merged_plan(arguments.alone().plan(), sampling_params)
-        if isinstance(prompt, EngineCoreRequest):
-            if plan is not None or self._front.concerns(sampling_params):
-                raise SpecError(
-                    "prompt", "an EngineCoreRequest bypasses request validation; give the prompt"
-                )
-            return GenerateCall(CallPlan(None)), sampling_params
-        session = InputSession() if isinstance(prompt, AsyncGenerator) else None
-        if isinstance(plan, CallPlan):
-            # The server attached it to a copy of its own.
-            return self._front.begin(plan, session), sampling_params
-        call_plan = CallPlan(plan)
-        return self._front.begin(call_plan, session), with_plan(sampling_params, call_plan)
-
 
 def _of_engine_args(
     args: AsyncEngineArgs, usage_context: UsageContext = UsageContext.ENGINE_CONTEXT
@@ -290,12 +281,3 @@ def _of_engine_args(
         "log_stats": not args.disable_log_stats,
         "usage_context": usage_context,
     }
-
-
-def _own(error: BaseException | None) -> MidstreamError | None:
-    """Return the error of midstream that vLLM wrapped into its own; None: there is none."""
-    while error is not None:
-        if isinstance(error, MidstreamError):
-            return error
-        error = error.__cause__
-    return None

@@ -1,4 +1,6 @@
-"""`LLM(layers=…)`: one capture for every request, returned as plain dicts of tensors."""
+"""`LLM(layers=…)` and `AsyncLLM(layers=…)`: one capture for every request, returned as plain dicts
+of tensors.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from midstream.errors import ConfigError
-from midstream.spec import Capture, Layers, Plan, Positions
+from midstream.spec import Capture, Edit, Layers, Plan, Positions
 
 _SITE = "resid_post"
 
@@ -21,12 +25,14 @@ class DefaultCapture:
         prefill: positions for `prefill_hidden_states`: "prompt", "last_prompt" or None.
         decode: whether to fill `hidden_states`.
         last_decode: whether `hidden_states` has the last row only.
+        last_token: whether `hidden_states` has the row of the last token; see `last_token.py`.
     """
 
     layers: Layers
     prefill: str | None
     decode: bool
     last_decode: bool
+    last_token: bool = False
 
     @staticmethod
     def parse(
@@ -35,12 +41,13 @@ class DefaultCapture:
         include_decode: bool,
         last_prefill_token: bool,
         last_decode_token: bool,
+        last_token_row: bool = False,
     ) -> DefaultCapture:
-        """Create from the arguments of `LLM`.
+        """Create from the arguments of `LLM` or `AsyncLLM`.
 
         Raises:
             SpecError: the layers are malformed.
-            ConfigError: the arguments select no positions.
+            ConfigError: the arguments select no positions, or contradict each other.
         """
         prefill = "last_prompt" if last_prefill_token else "prompt" if include_prefill else None
         decode = include_decode or last_decode_token
@@ -49,41 +56,87 @@ class DefaultCapture:
                 "layers: these settings capture no positions; set include_decode, include_prefill "
                 "or last_prefill_token"
             )
-        return DefaultCapture(Layers.parse(layers), prefill, decode, last_decode_token)
+        if last_token_row and not decode:
+            raise ConfigError("last_token_row: hidden_states has no rows with include_decode=False")
+        parsed = Layers.parse(layers)
+        return DefaultCapture(parsed, prefill, decode, last_decode_token, last_token_row)
 
-    def join(self, plan: Plan | None, max_tokens: int | None) -> Plan | None:
-        """Return a request's own plan with this capture added."""
+    def join(self, plan: Plan | None, max_tokens: int | None, stream: bool = False) -> Plan | None:
+        """Return a request's own plan with this capture added.
+
+        Args:
+            plan: the request's own plan; None: it has none.
+            max_tokens: the request's limit of generated tokens; None: the model's.
+            stream: whether outputs before the last have the rows so far.
+        """
         positions = [self.prefill] if self.prefill else []
         # With one token to generate there is no generated row, and requesting it is an error.
         if self.decode and max_tokens != 1:
             positions.append("generated")
         if not positions:
             return plan
-        capture = Capture(layers=self.layers, sites=_SITE, positions=Positions.parse(positions))
+        capture = self._capture(Positions.parse(positions), stream)
         if plan is None:
             return Plan(captures=(capture,))
         if capture in plan.captures:
             return plan
         return replace(plan, captures=(*plan.captures, capture))
 
-    def attach(self, output: Any, num_layers: int) -> None:
+    def plan_of_last(self, edits: Sequence[Edit]) -> Plan:
+        """Return the plan of a request that computes the row of its prompt's last token."""
+        capture = self._capture(Positions("last_prompt"), stream=False)
+        return Plan(captures=(capture,), edits=tuple(edits))
+
+    def _capture(self, positions: Positions, stream: bool) -> Capture:
+        return Capture(layers=self.layers, sites=_SITE, positions=positions, stream=stream)
+
+    def attach(self, output: Any, num_layers: int, prompt_len: int = 0) -> None:
         """Set `hidden_states` and `prefill_hidden_states`, {layer: [rows, hidden]}, on each
-        completion, and on the output if it has only one.
+        completion, and on the output if it has only one. `hidden` and `prefill_hidden` are the same
+        dicts.
 
         Layers that only the request's own capture has are excluded.
+
+        Args:
+            output: vLLM's RequestOutput with its activations.
+            num_layers: number of layers of the model.
+            prompt_len: number of prompt tokens, for an output before the last, which has no
+                receipt.
         """
-        given = self.layers.indices
-        layers = None if given == "all" else {int(layer) % num_layers for layer in given}
         for completion in output.outputs:
-            completion.hidden_states, completion.prefill_hidden_states = self._split(
-                completion, layers
-            )
-        if len(output.outputs) == 1:
-            output.hidden_states = output.outputs[0].hidden_states
-            output.prefill_hidden_states = output.outputs[0].prefill_hidden_states
+            receipt = getattr(completion, "receipt", None)
+            length = prompt_len if receipt is None else receipt.prompt_tokens
+            decode, prefill = self._split(completion, self._indices(num_layers), length)
+            holders = (output, completion) if len(output.outputs) == 1 else (completion,)
+            for holder in holders:
+                holder.hidden_states = holder.hidden = decode
+                holder.prefill_hidden_states = holder.prefill_hidden = prefill
+
+    def add_last(self, completion: Any, activations: Any, num_layers: int) -> None:
+        """Add the row of the last token to a completion's `hidden_states`.
+
+        Args:
+            completion: a completion with the dicts of `attach`.
+            activations: one row per layer, of the request with the plan of `plan_of_last`.
+            num_layers: number of layers of the model.
+        """
+        layers = self._indices(num_layers)
+        for layer in activations.layers:
+            if layers and layer not in layers:
+                continue
+            row = activations[_SITE, layer]
+            before = completion.hidden_states.get(layer)
+            if before is not None and not self.last_decode:
+                row = torch.cat([before, row])
+            completion.hidden_states[layer] = row
+
+    def _indices(self, num_layers: int) -> set[int] | None:
+        """Return the layers counted from 0; None: all of them."""
+        given = self.layers.indices
+        return None if given == "all" else {int(layer) % num_layers for layer in given}
 
     def _split(
-        self, completion: Any, layers: set[int] | None
+        self, completion: Any, layers: set[int] | None, prompt_len: int
     ) -> tuple[dict[int, Any], dict[int, Any]]:
         decode: dict[int, Any] = {}
         prefill: dict[int, Any] = {}
@@ -91,8 +144,6 @@ class DefaultCapture:
         activations = getattr(completion, "activations", None)
         if activations is None:
             return decode, prefill
-        # The output's prompt_token_ids are None for prompts given as embeddings.
-        prompt_len = completion.receipt.prompt_tokens
         for layer in activations.layers:
             if (_SITE, layer) not in activations or (layers and layer not in layers):
                 continue

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 from vllm import LLM as VllmLLM
 from vllm import RequestOutput, SamplingParams
 
-from midstream.api.arguments import CallArguments, PromptArguments
+from midstream.api.arguments import CallArguments
 from midstream.api.default_capture import DefaultCapture
+from midstream.api.offline_call import OfflineCall
 from midstream.config.config import Config
-from midstream.errors import ReceiptError, SpecError, UnsupportedError
+from midstream.errors import UnsupportedError
 from midstream.results.site_table import SiteTable
 from midstream.runtime import install
 from midstream.runtime.frontend.engine_info import EngineInfo
-from midstream.runtime.frontend.request.call_plan import CallPlan, merged_plan, with_plan
-from midstream.runtime.frontend.request.prompt.inputs import conversations, count_prompts
+from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.runtime.frontend.request.prompt.inputs import conversations, list_prompts
 from midstream.runtime.frontend.request.prompt.message_spans import template_arguments
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
@@ -43,6 +44,9 @@ class LLM(VllmLLM):
             last generated token is never computed on, so there is one row fewer than tokens.
         last_prefill_token: only the prompt's last row (implies `include_prefill`).
         last_decode_token: only the last row of the generated tokens.
+        last_token_row: with `layers`: `hidden_states` also has the row of the last generated token,
+            so there are as many rows as tokens. It takes a second request per completion, of one
+            step; see `docs/guide.md` for what it excludes.
         enable_steering: tap all three residual sites, so that
             `SamplingParams(steering_vectors=…)` can use any of its hook points. Settings in
             `midstream` take precedence.
@@ -62,6 +66,7 @@ class LLM(VllmLLM):
         include_decode: bool = True,
         last_prefill_token: bool = False,
         last_decode_token: bool = False,
+        last_token_row: bool = False,
         enable_steering: bool = False,
         **vllm_args: Any,
     ) -> None:
@@ -69,8 +74,9 @@ class LLM(VllmLLM):
         self._default_capture: DefaultCapture | None = None
         if layers is not None:
             self._default_capture = DefaultCapture.parse(
-                layers, include_prefill, include_decode, last_prefill_token, last_decode_token
-            )
+                layers, include_prefill, include_decode, last_prefill_token, last_decode_token,
+                last_token_row,
+            )  # fmt: skip
         install.activate()
         seams.check_offline()
         check_offline(vllm_args.get("data_parallel_size", 1))
@@ -136,10 +142,10 @@ class LLM(VllmLLM):
                 the setting `on_mismatch="warn"` it is a warning.
         """
         arguments = CallArguments(capture, steer, edits, probes)
-        params = self._with_plans(count_prompts(prompts), sampling_params, arguments)
-        return self._run(
-            lambda: super(LLM, self).generate(prompts, sampling_params=params, **vllm_args),
-            arguments,
+        call = self._call(arguments, list_prompts(prompts))
+        params = call.with_plans(sampling_params)
+        return call.run(
+            lambda: super(LLM, self).generate(prompts, sampling_params=params, **vllm_args), params
         )
 
     def chat(
@@ -167,10 +173,9 @@ class LLM(VllmLLM):
         def call_plan(nth: int, plan: Plan) -> Plan | CallPlan:
             return CallPlan(plan, talks[nth], template) if plan.needs_prompt else plan
 
-        params = self._with_plans(len(talks), sampling_params, arguments, call_plan)
-        return self._run(
-            lambda: super(LLM, self).chat(messages, params, *args, **vllm_args), arguments
-        )
+        call = self._call(arguments, talks)
+        params = call.with_plans(sampling_params, call_plan)
+        return call.run(lambda: super(LLM, self).chat(messages, params, *args, **vllm_args), params)
 
     def beam_search(self, *args: Any, **vllm_args: Any) -> Any:
         """Run beam search; see `vllm.LLM.beam_search`.
@@ -197,6 +202,13 @@ class LLM(VllmLLM):
         self._check_no_default("enqueue_chat")
         return super().enqueue_chat(*args, **vllm_args)
 
+    def remove_hooks(self) -> None:
+        """End the capture of `LLM(layers=…)`: later outputs have no `hidden_states`.
+
+        The taps stay in the model, and calls can capture as before. Does nothing without `layers`.
+        """
+        self._default_capture = None
+
     def _check_no_default(self, name: str) -> None:
         if self._default_capture is not None:
             raise UnsupportedError(
@@ -204,73 +216,5 @@ class LLM(VllmLLM):
                 "request a plan"
             )
 
-    def _run(
-        self, work: Callable[[], list[RequestOutput]], arguments: CallArguments
-    ) -> list[RequestOutput]:
-        """Run a call of vLLM; on an error, abort the call's requests."""
-        before = self.request_counter.counter
-        try:
-            with self._front_end.report_at_end() as ended:
-                outputs = work()
-                ended += outputs
-                if self._default_capture is not None:
-                    for output in outputs:
-                        self._default_capture.attach(output, self.info.shape.num_layers)
-        except ReceiptError:
-            raise
-        except BaseException as error:
-            # Otherwise the next call would return the outputs of this call's requests.
-            mine = [str(nth) for nth in range(before, self.request_counter.counter)]
-            self.llm_engine.abort_request(mine)
-            self._front_end.drop(set(mine))
-            if isinstance(error, SpecError):
-                nth = self.request_counter.counter - before - 1
-                raise arguments.explain(error, nth) from None
-            raise
-        return outputs
-
-    def _with_plans(
-        self,
-        count: int,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        arguments: CallArguments,
-        call_plan: Callable[[int, Plan], Plan | CallPlan] = lambda _, plan: plan,
-    ) -> list[SamplingParams]:
-        """Return a copy of the sampling parameters for each prompt, with its plan attached.
-
-        Args:
-            count: number of prompts.
-            sampling_params: for all, or one per prompt; None: the default ones.
-            arguments: arguments of the call.
-            call_plan: what to attach for a plan, given the index of its prompt.
-        """
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        if isinstance(sampling_params, SamplingParams):
-            given = [sampling_params] * count
-        else:
-            given = list(sampling_params)
-            if len(given) != count:
-                raise SpecError(
-                    "sampling_params", f"{len(given)} for {count} prompts; give one, or one each"
-                )
-        plans: dict[tuple[int, ...], Plan | None] = {}
-        out = []
-        for nth, (params, one) in enumerate(zip(given, arguments.per_prompt(count), strict=True)):
-            key = (id(params), *one.key)
-            if key not in plans:
-                try:
-                    plans[key] = self._plan(params, one)
-                except SpecError as error:
-                    raise arguments.explain(error, nth) from None
-            plan = plans[key]
-            # A copy in any case: vLLM's offline engine sets fields of its parameters.
-            out.append(with_plan(params, None if plan is None else call_plan(nth, plan)))
-        return out
-
-    def _plan(self, params: SamplingParams, one: PromptArguments) -> Plan | None:
-        plan = merged_plan(one.plan(), params)
-        assert not isinstance(plan, CallPlan), "no caller attaches one to parameters of its own"
-        if self._default_capture is not None:
-            plan = self._default_capture.join(plan, params.max_tokens)
-        return plan
+    def _call(self, arguments: CallArguments, prompts: Sequence[Any]) -> OfflineCall:
+        return OfflineCall(self, self._front_end, self._default_capture, arguments, prompts)

@@ -10,9 +10,10 @@ import torch
 from vllm import SamplingParams
 from vllm.outputs import CompletionOutput
 
-from midstream import LLM, Ablate, Activations, Capture, Plan, Positions, Probe, Steer
+from midstream import Ablate, Activations, Capture, Plan, Positions, Probe, Steer
 from midstream.api.arguments import CallArguments, PromptArguments, per_prompt
 from midstream.api.default_capture import DefaultCapture
+from midstream.api.offline_call import OfflineCall
 from midstream.errors import ConfigError, SpecError
 from midstream.results.receipt import Receipt
 
@@ -206,17 +207,12 @@ def test_a_malformed_field_is_refused_by_the_path_to_it(asked, message):
 # ---------------------------------------------------------------- plans ride in SamplingParams
 
 
-def bare(default=None):
-    """An LLM without an engine."""
-    llm = LLM.__new__(LLM)
-    llm._default_capture = default
-    llm.get_default_sampling_params = SamplingParams
-    return llm
-
-
 def plans(count, params, capture=None, steer=None, edits=None, probes=None, default=None):
+    """The plans of a call of an LLM without an engine."""
+    llm = SimpleNamespace(get_default_sampling_params=SamplingParams)
+    front = SimpleNamespace(steering=SimpleNamespace(epoch=0))
     asked = CallArguments(capture, steer, edits, probes)
-    made = bare(default)._with_plans(count, params, asked)
+    made = OfflineCall(llm, front, default, asked, [None] * count).with_plans(params)
     return made, [(one.extra_args or {}).get("midstream") for one in made]
 
 

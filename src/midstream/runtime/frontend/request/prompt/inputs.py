@@ -11,9 +11,9 @@ from vllm.renderers.inputs.preprocess import conversation_to_seq, prompt_to_seq
 from midstream.errors import SpecError
 
 
-def count_prompts(prompts: Any) -> int:
-    """Return the number of prompts in `LLM.generate`'s first argument: a list of ints is one."""
-    return len(prompt_to_seq(prompts))
+def list_prompts(prompts: Any) -> list[Any]:
+    """Return the prompts in `LLM.generate`'s first argument: a list of ints is one."""
+    return list(prompt_to_seq(prompts))
 
 
 def conversations(messages: Any) -> list[Any]:

@@ -1,0 +1,185 @@
+"""One call of `AsyncLLM.generate`: its plan on the way in, its results on the way out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from vllm import RequestOutput, SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM as VllmAsyncLLM
+
+from midstream.api.arguments import CallArguments
+from midstream.api.default_capture import DefaultCapture
+from midstream.api.last_token import (
+    LastTokenRequest,
+    check,
+    check_epoch,
+    check_prompts,
+    requests_of,
+)
+from midstream.errors import MidstreamError, SpecError
+from midstream.runtime.frontend.async_frontend import AsyncFrontEnd
+from midstream.runtime.frontend.input_session import InputSession, with_call_plan
+from midstream.runtime.frontend.request.call_plan import CallPlan, merged_plan, with_plan
+from midstream.runtime.frontend.results.call import GenerateCall
+from midstream.spec import Plan
+
+
+class AsyncEngineCall:
+    """One call of an asynchronous engine."""
+
+    def __init__(
+        self,
+        llm: VllmAsyncLLM,
+        front: AsyncFrontEnd,
+        default: DefaultCapture | None,
+        arguments: CallArguments,
+    ) -> None:
+        """Create it.
+
+        Args:
+            llm: the engine.
+            front: its front end.
+            default: the capture of every request; None: there is none.
+            arguments: arguments of the call.
+        """
+        self._llm = llm
+        self._front = front
+        self._default = default
+        self._arguments = arguments
+
+    async def outputs(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str,
+        vllm_args: Mapping[str, Any],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the outputs of the call with their results; see `AsyncLLM.generate`."""
+        epoch = self._front.steering.epoch
+        try:
+            call, params = self._begin(prompt, sampling_params)
+            stream = self._run(call, prompt, params, request_id, vllm_args)
+            async with aclosing(stream):
+                async for output in stream:
+                    if self._default is not None:
+                        await self._attach_default(call, output, prompt, params, epoch)
+                    yield output
+        except Exception as error:
+            found = _own(error)
+            if isinstance(found, SpecError):
+                raise self._arguments.explain(found) from None
+            if found is not None and found is not error:
+                raise found from None
+            raise
+
+    async def _run(
+        self,
+        call: GenerateCall,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str,
+        vllm_args: Mapping[str, Any],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield vLLM's outputs with the results of the call, which ends here."""
+        front = self._front
+        stream: Any = None
+        try:
+            if call.session is not None:
+                prompt = with_call_plan(prompt, call.call_plan, params)
+            stream = VllmAsyncLLM.generate(self._llm, prompt, params, request_id, **vllm_args)
+            async for output in stream:
+                await front.completion.complete(call, output)
+                yield output
+            last = await front.completion.close_session(call)
+            if last is not None:
+                yield last
+        finally:
+            # If the caller closed this generator early, vLLM aborts the request.
+            try:
+                if stream is not None:
+                    await stream.aclose()
+            finally:
+                front.leave(call)
+
+    def _begin(
+        self, prompt: Any, sampling_params: SamplingParams
+    ) -> tuple[GenerateCall, SamplingParams]:
+        """Begin a call, and return its sampling parameters; the caller's are not changed."""
+        session = InputSession() if isinstance(prompt, AsyncGenerator) else None
+        plan = merged_plan(self._arguments.alone().plan(), sampling_params)
+        if self._default is not None:
+            plan = self._with_default(self._default, plan, prompt, sampling_params)
+        if isinstance(prompt, EngineCoreRequest):
+            if plan is not None or self._front.concerns(sampling_params):
+                raise SpecError(
+                    "prompt", "an EngineCoreRequest bypasses request validation; give the prompt"
+                )
+            return GenerateCall(CallPlan(None)), sampling_params
+        if isinstance(plan, CallPlan):
+            # The server attached it to a copy of its own.
+            return self._front.begin(plan, session), sampling_params
+        call_plan = CallPlan(plan)
+        return self._front.begin(call_plan, session), with_plan(sampling_params, call_plan)
+
+    def _with_default(
+        self,
+        default: DefaultCapture,
+        plan: Plan | CallPlan | None,
+        prompt: Any,
+        params: SamplingParams,
+    ) -> Plan | CallPlan | None:
+        """Return the plan with the default capture added."""
+        if isinstance(prompt, AsyncGenerator):
+            raise SpecError(
+                "prompt",
+                "a session of streaming input cannot capture for AsyncLLM(layers=…); call "
+                "remove_hooks() first, and give the session a capture of its own",
+            )
+        check_prompts(default, [prompt])
+        own = plan.plan if isinstance(plan, CallPlan) else plan
+        check(default, own, self._front)
+        # Only calls with one completion, and with outputs before the last, may stream.
+        stream = params.n == 1 and params.output_kind.name != "FINAL_ONLY"
+        joined = default.join(own, params.max_tokens, stream)
+        return replace(plan, plan=joined) if isinstance(plan, CallPlan) else joined
+
+    async def _attach_default(
+        self, call: GenerateCall, output: Any, prompt: Any, params: SamplingParams, epoch: int
+    ) -> None:
+        """Set `hidden_states` on an output; on the last one also the last tokens' rows."""
+        assert self._default is not None
+        layers = self._front.info.shape.num_layers
+        prompt_len = 0 if call.admitted is None else call.admitted.plan.prompt_len
+        self._default.attach(output, layers, prompt_len)
+        if not output.finished:
+            return
+        length = self._llm.model_config.max_model_len
+        generated = call.stream.generated if call.is_delta and call.stream else None
+        wanted = requests_of(self._default, output, prompt, params, layers, length, generated)
+        if wanted:
+            ids = [f"{output.request_id}-last-{nth}" for nth in range(len(wanted))]
+            found = await asyncio.gather(*map(self._compute, wanted, ids))
+            check_epoch(epoch, self._front)
+            for one, last in zip(wanted, found, strict=True):
+                one.add(last)
+
+    async def _compute(self, wanted: LastTokenRequest, request_id: str) -> RequestOutput:
+        """Return the output of a request that computes a last token's row."""
+        alone = AsyncEngineCall(self._llm, self._front, None, CallArguments())
+        given = {"lora_request": wanted.lora_request}
+        outputs = alone.outputs(wanted.prompt, wanted.params, request_id, given)
+        return [output async for output in outputs][-1]
+
+
+def _own(error: BaseException | None) -> MidstreamError | None:
+    """Return the error of midstream that vLLM wrapped into its own; None: there is none."""
+    while error is not None:
+        if isinstance(error, MidstreamError):
+            return error
+        error = error.__cause__
+    return None

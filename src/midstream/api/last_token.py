@@ -1,0 +1,184 @@
+"""The row of a completion's last token, which is sampled and never computed on.
+
+One more request computes it: the prompt and the generated tokens are its prompt, and the edits are
+those of the first request. So the completion itself is what it is without this.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from midstream.api.default_capture import DefaultCapture
+from midstream.errors import SpecError, UnsupportedError
+from midstream.runtime.frontend.request.call_plan import CallPlan, plan_of, with_plan
+from midstream.spec import Plan, Positions
+
+# Fields of a prompt that its token ids stand for, and those that belong to any request.
+_TEXT_FIELDS = {"prompt", "prompt_token_ids", "cache_salt", "type", "arrival_time"}
+_ONE_TOKEN = SamplingParams(
+    max_tokens=1, temperature=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LastTokenRequest:
+    """The request that computes the last row of one completion.
+
+    Attributes:
+        prompt: the tokens of the first request, prompt and generated.
+        params: its sampling parameters, with its plan.
+        lora_request: adapter of the first request.
+        completion: the completion that gets the row.
+        default: the capture of every request.
+        num_layers: number of layers of the model.
+    """
+
+    prompt: dict[str, Any]
+    params: SamplingParams
+    lora_request: Any
+    completion: Any
+    default: DefaultCapture
+    num_layers: int
+
+    def add(self, output: Any) -> None:
+        """Add the row to the completion's `hidden_states`.
+
+        Args:
+            output: vLLM's RequestOutput of this request.
+        """
+        self.default.add_last(self.completion, output.outputs[0].activations, self.num_layers)
+
+
+def check(default: DefaultCapture, plan: Plan | None, front_end: Any) -> None:
+    """Check that the second request would apply the same edits as the first.
+
+    Args:
+        default: the capture of every request.
+        plan: the request's own plan; None: it has none.
+        front_end: the engine's front end.
+
+    Raises:
+        SpecError: an edit of the request selects positions or a phase.
+        UnsupportedError: a server-wide edit does, or a sink captures every request.
+    """
+    if not default.last_token:
+        return
+    problem = (
+        "with last_token_row, the last token is computed in a second request, in which generated "
+        "tokens are part of the prompt; use edits of all positions"
+    )
+    for nth, edit in enumerate(() if plan is None else plan.edits):
+        if edit.positions != Positions():
+            raise SpecError(f"edits[{nth}].positions", problem)
+    if any(edit.positions != Positions() for edit in front_end.steering.plan_edits()):
+        raise UnsupportedError(f"a server-wide edit selects positions or phases: {problem}")
+    if front_end.sinks.captures:
+        raise UnsupportedError(
+            "last_token_row needs a second request for each completion, and the sinks that capture "
+            "every request would capture it too; use captures by request"
+        )
+
+
+def check_epoch(epoch: int, front_end: Any) -> None:
+    """Check that the server-wide edits are those of the first request.
+
+    Args:
+        epoch: `steering.epoch` before the first request.
+        front_end: the engine's front end.
+
+    Raises:
+        UnsupportedError: they were changed.
+    """
+    if front_end.steering.epoch != epoch:
+        raise UnsupportedError(
+            "last_token_row: the server-wide edits were changed while the request ran, so the last "
+            "token's row would not have the same edits as the others"
+        )
+
+
+def check_prompts(default: DefaultCapture | None, prompts: Sequence[Any]) -> None:
+    """Check that each prompt is text or token ids, so that its token ids are the whole of it.
+
+    Args:
+        default: the capture of every request; None: there is none.
+        prompts: prompts or conversations.
+
+    Raises:
+        SpecError: a prompt has other parts: images, embeddings.
+    """
+    if default is None or not default.last_token:
+        return
+    for nth, prompt in enumerate(prompts):
+        for field in sorted(_other_parts(prompt)):
+            raise SpecError(
+                f"prompts[{nth}]",
+                f"with last_token_row, a prompt must be text or token ids; got {field!r}",
+            )
+
+
+def _other_parts(prompt: Any) -> Iterator[str]:
+    if isinstance(prompt, Mapping) and "role" not in prompt:
+        yield from (str(field) for field in prompt if field not in _TEXT_FIELDS)
+    elif isinstance(prompt, (list, tuple)):
+        for message in prompt:
+            parts = message.get("content") if isinstance(message, Mapping) else None
+            for part in parts if isinstance(parts, (list, tuple)) else ():
+                kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+                if kind != "text":
+                    yield str(kind)
+
+
+def requests_of(
+    default: DefaultCapture,
+    output: Any,
+    prompt: Any,
+    params: SamplingParams,
+    num_layers: int,
+    max_model_len: int,
+    generated: Sequence[int] | None = None,
+) -> list[LastTokenRequest]:
+    """Return the requests for the last rows of a finished output, one per completion.
+
+    A completion without tokens has none, and neither has one that was aborted or failed. One that
+    fills `max_model_len` has none either, with a warning: no further request has room for it.
+
+    Args:
+        default: the capture of every request.
+        output: vLLM's last RequestOutput of the request.
+        prompt: its prompt, as given.
+        params: its sampling parameters, with its plan.
+        num_layers: number of layers of the model.
+        max_model_len: limit of prompt and generated tokens.
+        generated: its generated tokens; None: each completion has them.
+    """
+    if not default.last_token:
+        return []
+    plan = plan_of(params)
+    own = plan.plan if isinstance(plan, CallPlan) else plan
+    again = default.plan_of_last(() if own is None else own.edits)
+    found = []
+    for completion in output.outputs:
+        tokens = list(completion.token_ids if generated is None else generated)
+        if not tokens or completion.finish_reason in ("abort", "error"):
+            continue
+        whole = [*output.prompt_token_ids, *tokens]
+        if len(whole) >= max_model_len:
+            warnings.warn(
+                f"request {output.request_id}: last_token_row has no row for its last token, as it "
+                f"fills max_model_len={max_model_len}; give a smaller max_tokens",
+                stacklevel=2,
+            )
+            continue
+        given = {"prompt_token_ids": whole}
+        if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
+            given["cache_salt"] = prompt["cache_salt"]
+        one = with_plan(_ONE_TOKEN, again)
+        lora = output.lora_request
+        found.append(LastTokenRequest(given, one, lora, completion, default, num_layers))
+    return found

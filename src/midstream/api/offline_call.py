@@ -1,0 +1,147 @@
+"""One call of `LLM.generate` or `LLM.chat`: its plans on the way in, its results on the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vllm import LLM as VllmLLM
+from vllm import RequestOutput, SamplingParams
+
+from midstream.api.arguments import CallArguments, PromptArguments
+from midstream.api.default_capture import DefaultCapture
+from midstream.api.last_token import check, check_epoch, check_prompts, requests_of
+from midstream.errors import ReceiptError, SpecError
+from midstream.runtime.frontend.request.call_plan import CallPlan, merged_plan, with_plan
+from midstream.spec import Plan
+
+
+class OfflineCall:
+    """One call of an offline engine."""
+
+    def __init__(
+        self,
+        llm: VllmLLM,
+        front_end: Any,
+        default: DefaultCapture | None,
+        arguments: CallArguments,
+        prompts: Sequence[Any],
+    ) -> None:
+        """Create it.
+
+        Args:
+            llm: the engine.
+            front_end: its front end.
+            default: the capture of every request; None: there is none.
+            arguments: arguments of the call.
+            prompts: its prompts or conversations.
+
+        Raises:
+            SpecError: the default capture does not support a prompt.
+        """
+        check_prompts(default, prompts)
+        self._llm = llm
+        self._front_end = front_end
+        self._default = default
+        self._arguments = arguments
+        self._prompts = prompts
+        self._epoch = front_end.steering.epoch
+
+    def with_plans(
+        self,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        call_plan: Callable[[int, Plan], Plan | CallPlan] = lambda _, plan: plan,
+    ) -> list[SamplingParams]:
+        """Return a copy of the sampling parameters for each prompt, with its plan attached.
+
+        Args:
+            sampling_params: for all, or one per prompt; None: the default ones.
+            call_plan: what to attach for a plan, given the index of its prompt.
+        """
+        arguments, count = self._arguments, len(self._prompts)
+        if sampling_params is None:
+            sampling_params = self._llm.get_default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            given = [sampling_params] * count
+        else:
+            given = list(sampling_params)
+            if len(given) != count:
+                raise SpecError(
+                    "sampling_params", f"{len(given)} for {count} prompts; give one, or one each"
+                )
+        plans: dict[tuple[int, ...], Plan | None] = {}
+        out = []
+        for nth, (params, one) in enumerate(zip(given, arguments.per_prompt(count), strict=True)):
+            key = (id(params), *one.key)
+            if key not in plans:
+                try:
+                    plans[key] = self._plan(params, one)
+                except SpecError as error:
+                    raise arguments.explain(error, nth) from None
+            plan = plans[key]
+            # A copy in any case: vLLM's offline engine sets fields of its parameters.
+            out.append(with_plan(params, None if plan is None else call_plan(nth, plan)))
+        return out
+
+    def run(
+        self, work: Callable[[], list[RequestOutput]], params: Sequence[SamplingParams]
+    ) -> list[RequestOutput]:
+        """Run a call of vLLM; on an error, abort the call's requests.
+
+        Args:
+            work: calls vLLM.
+            params: what `with_plans` returned.
+        """
+        llm, front = self._llm, self._front_end
+        before = llm.request_counter.counter
+        try:
+            with front.report_at_end() as ended:
+                outputs = work()
+                ended += outputs
+                self._attach_default(outputs, params)
+        except ReceiptError:
+            raise
+        except BaseException as error:
+            # Otherwise the next call would return the outputs of this call's requests.
+            mine = [str(nth) for nth in range(before, llm.request_counter.counter)]
+            llm.llm_engine.abort_request(mine)
+            front.drop(set(mine))
+            if isinstance(error, SpecError):
+                nth = llm.request_counter.counter - before - 1
+                raise self._arguments.explain(error, nth) from None
+            raise
+        return outputs
+
+    def _attach_default(
+        self, outputs: Sequence[RequestOutput], params: Sequence[SamplingParams]
+    ) -> None:
+        """Set `hidden_states` on outputs, with the last tokens' rows if wanted."""
+        if self._default is None:
+            return
+        layers = self._front_end.info.shape.num_layers
+        length = self._llm.model_config.max_model_len
+        wanted = []
+        for output, prompt, given in zip(outputs, self._prompts, params, strict=True):
+            self._default.attach(output, layers)
+            wanted += requests_of(self._default, output, prompt, given, layers, length)
+        if not wanted:
+            return
+        adapters = [one.lora_request for one in wanted]
+        found = VllmLLM.generate(
+            self._llm,
+            [one.prompt for one in wanted],
+            [one.params for one in wanted],
+            use_tqdm=False,
+            lora_request=adapters if any(adapters) else None,
+        )
+        check_epoch(self._epoch, self._front_end)
+        for one, output in zip(wanted, found, strict=True):
+            one.add(output)
+
+    def _plan(self, params: SamplingParams, one: PromptArguments) -> Plan | None:
+        plan = merged_plan(one.plan(), params)
+        assert not isinstance(plan, CallPlan), "no caller attaches one to parameters of its own"
+        if self._default is not None:
+            check(self._default, plan, self._front_end)
+            plan = self._default.join(plan, params.max_tokens)
+        return plan

@@ -1,0 +1,134 @@
+"""`AsyncLLM(layers=…)` in a separate process:
+
+    python -m support.default_async MODEL OUT
+
+What its outputs had is saved to OUT, for tests to look at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import warnings
+from typing import Any
+
+import torch
+
+from support.engines import ENVIRONMENT as ENVIRONMENT
+
+LAYERS = [1, -1]
+PROMPT = "The capital of France is"
+LENGTH = 64
+VECTOR = torch.randn(64, generator=torch.Generator().manual_seed(3))
+
+
+def shown(output: Any) -> dict[str, Any]:
+    """What one output has: tokens, and rows by layer."""
+    completion = output.outputs[0]
+    return {
+        "id": output.request_id,
+        "prompt": list(output.prompt_token_ids),
+        "tokens": list(completion.token_ids),
+        "text": completion.text,
+        "finished": output.finished,
+        "reason": completion.finish_reason,
+        "hidden": {layer: rows.clone() for layer, rows in output.hidden_states.items()},
+        "prefill": {layer: rows.clone() for layer, rows in output.prefill_hidden_states.items()},
+        "aliases": output.hidden is output.hidden_states is completion.hidden
+        and output.prefill_hidden is output.prefill_hidden_states is completion.prefill_hidden,
+    }
+
+
+async def ask(llm: Any, *given: Any, prompt: Any = PROMPT, **more: Any) -> list[dict[str, Any]]:
+    return [shown(output) async for output in llm.generate(prompt, *given, **more)]
+
+
+async def refusal(call: Any) -> tuple[str, str]:
+    [found] = await asyncio.gather(call, return_exceptions=True)
+    return type(found).__name__, str(found)
+
+
+async def main(model: str, found: dict[str, Any]) -> None:
+    from vllm.engine.protocol import StreamingInput
+    from vllm.sampling_params import RequestOutputKind
+
+    from midstream import AsyncLLM, SamplingParams, Steer
+    from midstream.api.default_capture import DefaultCapture
+    from midstream.testing import inspect
+
+    llm = AsyncLLM(
+        model=model,
+        layers=LAYERS,
+        include_prefill=True,
+        max_model_len=LENGTH,
+        dtype="float32",
+        enforce_eager=True,
+        disable_log_stats=True,
+        num_gpu_blocks_override=512,
+    )
+
+    def default(**flags: Any) -> None:
+        given = {"include_prefill": False, "include_decode": True, "last_prefill_token": False}
+        flags = {**given, "last_decode_token": False, **flags}
+        llm._default_capture = DefaultCapture.parse(LAYERS, **flags)
+
+    def sampling(max_tokens: int = 12, **more: Any) -> Any:
+        return SamplingParams(n=1, temperature=0, ignore_eos=True, max_tokens=max_tokens, **more)
+
+    try:
+        # The seed's own words; the first two run at once.
+        params = SamplingParams(n=1, temperature=0.7, top_p=0.95, max_tokens=12, ignore_eos=True)
+        found["plain"], found["at once"] = await asyncio.gather(ask(llm, params), ask(llm, params))
+        found["delta"] = await ask(llm, sampling(output_kind=RequestOutputKind.DELTA))
+        found["final"] = await ask(llm, sampling(output_kind=RequestOutputKind.FINAL_ONLY))
+        default(last_prefill_token=True, last_decode_token=True)
+        found["last rows"] = await ask(llm, sampling())
+        default(last_token_row=True)
+        found["with last"] = await ask(llm, sampling())
+        found["one token"] = await ask(llm, sampling(1))
+        stopping = sampling(40, stop=[found["final"][-1]["text"][2:4]])
+        found["stopped"] = await ask(llm, stopping)
+        delta = sampling(output_kind=RequestOutputKind.DELTA)
+        found["with last delta"] = await ask(llm, delta)
+        found["steered"] = await ask(llm, sampling(), steer=Steer(VECTOR, 1, 0.5))
+        several = sampling(output_kind=RequestOutputKind.FINAL_ONLY)
+        several.n, several.temperature, several.seed = 2, 1.0, 7
+        async for output in llm.generate(PROMPT, several):
+            prompt = list(output.prompt_token_ids)
+            found["several"] = [
+                {"prompt": prompt, "tokens": list(one.token_ids), "hidden": one.hidden_states}
+                for one in output.outputs
+            ]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found["full"] = await ask(llm, sampling(None))
+        found["warned"] = [
+            str(one.message) for one in caught if "last_token_row" in str(one.message)
+        ]
+
+        async def inputs() -> Any:
+            yield StreamingInput(PROMPT)
+
+        early = Steer(VECTOR, 1, 0.5, positions=[0])
+        found["refused"] = {
+            "edit": await refusal(ask(llm, sampling(), edits=early)),
+            "prompt": await refusal(
+                ask(llm, sampling(), prompt={"prompt": "a", "multi_modal_data": {"image": 1}})
+            ),
+            "session": await refusal(ask(llm, sampling(), prompt=inputs())),
+        }
+        llm.steering.set(generated=Steer(VECTOR, 1, 0.5))
+        found["refused"]["tier"] = await refusal(ask(llm, sampling()))
+        llm.steering.clear()
+        llm.remove_hooks()
+        last = [output async for output in llm.generate(PROMPT, sampling(4), "mine")][-1]
+        found["removed"] = (last.request_id, last.activations, hasattr(last, "hidden"))
+        await inspect(llm).check_integrity()
+    finally:
+        llm.shutdown()
+
+
+if __name__ == "__main__":
+    results: dict[str, Any] = {}
+    asyncio.run(main(sys.argv[1], results))
+    torch.save(results, sys.argv[2])

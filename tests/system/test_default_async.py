@@ -1,0 +1,138 @@
+"""`AsyncLLM(layers=…)`: hidden states that grow with the tokens, compared with transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.default_async import VECTOR
+from support.oracle import HookEdit, Oracle
+from support.own_process import python
+
+LAYERS = (1, 2)
+
+
+@pytest.fixture(scope="module")
+def found(talking_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("default") / "found.pt"
+    python("-m", "support.default_async", talking_llama, out, timeout=300)
+    loaded: dict[str, Any] = torch.load(out)
+    return loaded
+
+
+def generated(outputs: list[dict[str, Any]], is_delta: bool) -> list[int]:
+    if is_delta:
+        return [token for one in outputs for token in one["tokens"]]
+    return outputs[-1]["tokens"]
+
+
+def assert_rows(
+    oracle: Oracle, rows: Any, tokens: list[int], positions: slice, *edits: HookEdit
+) -> None:
+    """The rows of each layer are transformers' at these positions."""
+    _, theirs = oracle.run(tokens, edits)
+    assert set(rows) == set(LAYERS)
+    for layer in LAYERS:
+        expected = theirs["resid_post", layer][positions]
+        torch.testing.assert_close(rows[layer], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["plain", "at once", "delta", "final"])
+def test_each_output_has_the_rows_of_the_tokens_so_far(found, talking_oracle, name):
+    outputs, is_delta = found[name], name == "delta"
+    prompt = outputs[0]["prompt"]
+    every = [*prompt, *generated(outputs, is_delta)]
+    assert len(every) == len(prompt) + 12
+    count = shown = 0
+    for one in outputs:
+        assert one["aliases"]
+        count = count + len(one["tokens"]) if is_delta else len(one["tokens"])
+        stop = len(prompt) + count - 1
+        if is_delta and not one["finished"]:
+            has_prompt = shown == 0
+            assert_rows(talking_oracle, one["hidden"], every, slice(max(shown, len(prompt)), stop))
+            prefill = slice(0, len(prompt) if has_prompt else 0)
+            assert_rows(talking_oracle, one["prefill"], every, prefill)
+            shown = stop
+        else:
+            assert_rows(talking_oracle, one["hidden"], every, slice(len(prompt), stop))
+            assert_rows(talking_oracle, one["prefill"], every, slice(0, len(prompt)))
+    assert outputs[-1]["finished"]
+    assert len(outputs) == 1 if name == "final" else len(outputs) > 1
+
+
+def test_calls_without_a_request_id_have_different_ones(found):
+    assert found["plain"][0]["id"] != found["at once"][0]["id"]
+    assert {one["id"] for one in found["plain"]} == {found["plain"][0]["id"]}
+
+
+def test_last_rows_are_one_row_each(found, talking_oracle):
+    prompt = found["last rows"][0]["prompt"]
+    every = [*prompt, *found["last rows"][-1]["tokens"]]
+    for one in found["last rows"]:
+        stop = len(prompt) + len(one["tokens"]) - 1
+        assert_rows(talking_oracle, one["hidden"], every, slice(max(stop - 1, len(prompt)), stop))
+        assert_rows(talking_oracle, one["prefill"], every, slice(len(prompt) - 1, len(prompt)))
+
+
+@pytest.mark.parametrize("name", ["with last", "one token", "stopped", "with last delta"])
+def test_the_last_output_has_as_many_rows_as_tokens_on_wish(found, talking_oracle, name):
+    outputs = found[name]
+    prompt, tokens = outputs[0]["prompt"], generated(outputs, "delta" in name)
+    assert_rows(talking_oracle, outputs[-1]["hidden"], [*prompt, *tokens], slice(len(prompt), None))
+    for one in outputs[:-1]:
+        assert all(len(rows) < len(tokens) for rows in one["hidden"].values())
+
+
+def test_the_last_tokens_row_changes_nothing_of_the_completion(found):
+    [mine], [last] = found["final"], found["with last"][-1:]
+    for field in ("tokens", "text", "reason"):
+        assert mine[field] == last[field]
+    assert found["stopped"][-1]["reason"] == "stop"
+    assert len(found["one token"][-1]["tokens"]) == 1
+
+
+def test_the_last_tokens_row_has_the_edits_of_its_request(found, talking_oracle):
+    last = found["steered"][-1]
+    every = [*last["prompt"], *last["tokens"]]
+    edit = HookEdit("resid_post", 1, VECTOR, 0.5, lambda _: True)
+    assert_rows(talking_oracle, last["hidden"], every, slice(len(last["prompt"]), None), edit)
+
+
+def test_each_completion_has_the_row_of_its_own_last_token(found, talking_oracle):
+    first, second = found["several"]
+    assert first["tokens"] != second["tokens"]
+    for one in found["several"]:
+        every = [*one["prompt"], *one["tokens"]]
+        assert_rows(talking_oracle, one["hidden"], every, slice(len(one["prompt"]), None))
+
+
+def test_a_request_that_fills_the_context_has_one_row_less_and_a_warning(found):
+    last = found["full"][-1]
+    assert {len(rows) for rows in last["hidden"].values()} == {len(last["tokens"]) - 1}
+    assert len(found["warned"]) == 1
+    assert "give a smaller max_tokens" in found["warned"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("edit", ("SpecError", "edits.positions: with last_token_row, the last token is computed")),
+        (
+            "prompt",
+            ("SpecError", "prompts[0]: with last_token_row, a prompt must be text or token"),
+        ),
+        ("session", ("SpecError", "prompt: a session of streaming input cannot capture for")),
+        ("tier", ("UnsupportedError", "a server-wide edit selects positions or phases: with last")),
+    ],
+)
+def test_what_would_not_be_exact_is_rejected_by_name(found, name, error):
+    kind, message = found["refused"][name]
+    assert kind == error[0]
+    assert message.startswith(error[1])
+
+
+def test_remove_hooks_ends_the_default_capture(found):
+    assert found["removed"] == ("mine", None, False)
