@@ -396,6 +396,15 @@ def test_a_name_that_is_registered_anew_stands_for_its_new_vector(
     pair.ask(prompt, 0)
 
 
+def test_whole_edits_of_a_name_share_kv_by_their_content(pair: Pair, prompt: list[int]) -> None:
+    for seed, hit in ((1, 0), (1, WHOLE), (2, 0), (2, WHOLE), (1, WHOLE)):
+        pair.cached.vectors.register("calm", {"prompt": steer(seed)})
+        alone = steer(seed, phase="prompt")
+        pair.ask(prompt, hit, alone={"edits": alone}, edits=Steer("calm"))
+    pair.ask(prompt, WHOLE, edits=steer(2))  # the prompt has the same edits
+    pair.ask(prompt, 0)
+
+
 def test_the_callers_own_salt_still_keeps_apart(pair: Pair, prompt: list[int]) -> None:
     for edits in (None, steer()):
         for salt in ("a", "b", None):

@@ -10,7 +10,7 @@ from support import tiny
 from support.engines import ALL_SITES, generated, greedy, tokens
 from torch import Tensor
 
-from midstream import Ablate, Capture, SamplingParams, Scale, SpecError, Steer
+from midstream import Ablate, Capture, Clamp, SamplingParams, Scale, SpecError, Steer
 
 PROMPT = [9, 41, 7, 150, 66, 12]
 EVERYTHING = Capture("all", ALL_SITES)
@@ -182,6 +182,37 @@ def test_a_request_keeps_the_vectors_that_its_name_had_when_it_came(llm: Any) ->
         for tap, value in expected.activations.items():
             torch.testing.assert_close(found[name].activations[tap], value, rtol=1e-4, atol=1e-4)
     assert differ(found["old"], found["new"])
+
+
+def test_a_name_of_whole_edits_is_its_edits_and_keeps_them_while_a_request_runs(llm: Any) -> None:
+    clamp = Clamp(W, 2, high=1.0, phase="generated")
+    llm.vectors.register(
+        "calm",
+        {"base": {0: U}, "prompt": {"post_attn": {1: V}}, "generated": Steer(W, 1), "edits": clamp},
+    )
+    whole = [
+        Steer(U, 0, scale=0.5),
+        Steer(V, 1, scale=0.5, site="resid_mid", phase="prompt"),
+        Steer(W, 1, scale=0.5, phase="generated"),
+        clamp,
+    ]
+    assert_same(ask(llm, steer=Steer("calm", scale=0.5)), ask(llm, edits=whole))
+    assert_same(ask(llm, said(steering_module_ref=("calm", 0.5))), ask(llm, edits=whole))
+    by_hand(llm, "old", said(steering_module_ref=("calm", 0.5)))
+    llm.llm_engine.step()
+    llm.llm_engine.step()
+    llm.vectors.register("calm", {"base": {0: V}})
+    by_hand(llm, "new", said(steering_module_ref="calm"))
+    llm.llm_engine.step()
+    llm.vectors.remove("calm")
+    found = finish(llm)
+    for name, edits in (("old", whole), ("new", [Steer(V, 0)])):
+        expected = ask(llm, edits=edits)
+        assert generated(found[name]) == generated(expected)
+        for tap, value in expected.activations.items():
+            torch.testing.assert_close(found[name].activations[tap], value, rtol=1e-4, atol=1e-4)
+    with pytest.raises(SpecError, match="'calm'"):
+        ask(llm, steer=Steer("calm"))
 
 
 def test_a_request_keeps_the_tiers_that_were_in_force_when_it_came(llm: Any) -> None:

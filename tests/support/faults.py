@@ -177,20 +177,27 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A named and an inline vector at one site: one of them is dropped",
         "spec/plan.py",
-        "                edits.extend(edit.bind(lookup, num_layers))\n",
-        "                edits[:] = list(edit.bind(lookup, num_layers))\n",
+        "                edits.extend(bind_edit(edit, lookup, num_layers))\n",
+        "                edits[:] = list(bind_edit(edit, lookup, num_layers))\n",
         ENGINE + "test_tiers.py::test_named_and_inline_and_server_wide_vectors_add_up_at_one_site",
     ),
     Fault(
         "A name that is registered again still has its old vector",
         "steering/registry.py",
         "        entry = self._entries.get(name)\n        if entry is None:\n"
-        "            raise self._unknown(name)\n        return entry.description, entry.vectors\n",
+        "            raise self._unknown(name)\n        return entry.description, entry.found\n",
         "        entry = self.__dict__.setdefault('_old', {}).setdefault(\n"
         "            name, self._entries.get(name)\n        )\n"
         "        if entry is None:\n            raise self._unknown(name)\n"
-        "        return entry.description, entry.vectors\n",
+        "        return entry.description, entry.found\n",
         ENGINE + "test_poisoning.py::test_a_name_that_is_registered_anew_stands_for_its_new_vector",
+    ),
+    Fault(
+        "A name of whole edits that is registered again still stands for its old edits",
+        "steering/registry.py",
+        "            self._entries[name] = entry\n",
+        "            self._entries.setdefault(name, entry)\n",
+        ENGINE + "test_poisoning.py::test_whole_edits_of_a_name_share_kv_by_their_content",
     ),
     Fault(
         "A plan for an engine that is not enabled is ignored",

@@ -9,7 +9,7 @@ from midstream.config.config import KEY
 from midstream.errors import SpecError
 from midstream.spec.operations import Edit, Steer
 from midstream.spec.plan import Plan
-from midstream.steering.tiers import read_hooks, read_reference
+from midstream.steering.edit_forms import read_hooks, read_reference
 from midstream.validation import at, listed
 
 if TYPE_CHECKING:

@@ -234,7 +234,7 @@ def path_of(name: str) -> str:
 
 
 def upload_of(vectors: Any) -> Any:
-    """Return vectors in the JSON form of the server.
+    """Return vectors or whole edits in the JSON form of the server.
 
     Args:
         vectors: as for `VectorRegistry.register`, except a path.
@@ -243,7 +243,10 @@ def upload_of(vectors: Any) -> Any:
         SpecError: the vectors are malformed.
     """
     from midstream.spec import Vector
+    from midstream.steering.edit_forms import names_edits, read_named_edits
 
+    if names_edits(vectors):
+        return {"edits": [part.edit.to_dict() for part in read_named_edits(vectors)]}
     if isinstance(vectors, Mapping) and "f32" not in vectors:
         return {_key(key): _part(value) for key, value in vectors.items()}
     return Vector.parse(vectors).emit()

@@ -22,7 +22,8 @@ from midstream.server.capture_cache import CaptureCache
 from midstream.server.http_request import CURRENT, RequestContext
 from midstream.server.request_field import MidstreamField
 from midstream.server.results_json import ResultEncoder
-from midstream.steering.tiers import TIERS, SteeringState
+from midstream.steering.edit_forms import TIERS
+from midstream.steering.tiers import SteeringState
 from midstream.version import __version__
 
 # vLLM's endpoints whose responses can include results.

@@ -1,12 +1,14 @@
-"""Lookup of the taps and vectors of registered names.
+"""Lookup of registered names, and of the taps and vectors of those that have vectors.
 
-A registered name has either one vector per tap, for one or more taps, or a single vector without
-a tap.
+A registered name has one vector per tap, for one or more taps; or a single vector without a tap; or
+whole edits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from midstream.errors import SpecError
 from midstream.sites import BY_NAME, Tap
@@ -14,9 +16,38 @@ from midstream.spec.selection import Layers, Sites
 from midstream.spec.vector import Vector
 
 Registered = Mapping[Tap | None, Vector]  # one vector per tap, or a single one under None
-Lookup = Callable[[str], Registered]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedEdits:
+    """Whole edits registered under a name, for a `Steer` that has the name as its vector.
+
+    Attributes:
+        edits: the edits, with vectors by value; see `midstream.spec.operations.bind_edit`.
+    """
+
+    edits: tuple[Any, ...]
+
+
+Lookup = Callable[[str], Registered | NamedEdits]
 
 _SHOWN = 8
+
+
+def vectors_of(name: str, lookup: Lookup) -> Registered:
+    """Return the vectors of a name.
+
+    Raises:
+        SpecError: the name is not registered, or has whole edits instead of vectors.
+    """
+    found = lookup(name)
+    if isinstance(found, NamedEdits):
+        raise SpecError(
+            "",
+            f"`{name}` is registered with whole edits, not with vectors; use it as "
+            f'Steer("{name}"), without a gate',
+        )
+    return found
 
 
 def from_start(layers: Layers, num_layers: int | None) -> Layers:

@@ -12,7 +12,7 @@ from midstream.errors import SpecError
 from midstream.ops.layout import Flags
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import emit_rows
-from midstream.spec.named_lookup import Lookup, find_taps, from_start, pick
+from midstream.spec.named_lookup import Lookup, find_taps, from_start, pick, vectors_of
 from midstream.spec.named_vector import Named
 from midstream.spec.positions.positions import Positions
 from midstream.spec.selection import Layers, Sites
@@ -118,7 +118,7 @@ class Operation(ABC):
         """
         if not self.names():
             return (self,)
-        found = {name: lookup(name) for name in self.names()}
+        found = {name: vectors_of(name, lookup) for name in self.names()}
         layers = from_start(self.layers, num_layers)
         taps = find_taps(found, layers, self.sites, self.left)
         if taps is None:

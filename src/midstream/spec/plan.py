@@ -11,7 +11,7 @@ from midstream.errors import SpecError
 from midstream.spec.capture import Capture
 from midstream.spec.consumers import names_consumers, read_consumers
 from midstream.spec.named_lookup import Lookup
-from midstream.spec.operations import Edit, parse_edit
+from midstream.spec.operations import Edit, bind_edit, parse_edit
 from midstream.spec.probe import Probe
 from midstream.validation import MAX_PARTS, at, kind, read_fields, read_json
 
@@ -169,11 +169,11 @@ class Plan:
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> Plan:
         """Return the plan with names replaced by their registered vectors.
 
-        An edit whose name has several taps becomes several consecutive edits.
+        An edit whose name has several taps or whole edits becomes several consecutive edits.
 
         Args:
             lookup: returns the vectors of a name by (site, layer from 0), or a single one under
-                None; raises SpecError for an unknown name.
+                None; or its whole edits. Raises SpecError for an unknown name.
             num_layers: number of layers of the model; None: negative layers match no name.
 
         Raises:
@@ -186,7 +186,7 @@ class Plan:
         origins: list[int] = []
         for index, edit in enumerate(self.edits):
             with at(f"edits[{index}]"):
-                edits.extend(edit.bind(lookup, num_layers))
+                edits.extend(bind_edit(edit, lookup, num_layers))
             origins += [self.origin(index)] * (len(edits) - len(origins))
         probes: list[Probe] = []
         for index, probe in enumerate(self.probes):

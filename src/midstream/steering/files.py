@@ -14,18 +14,20 @@ layer 0 and rejects `direction.0`, and so does this reader.
 from __future__ import annotations
 
 import io
+import json
 import os
 import stat
+import uuid
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
 from midstream.spec.vector import MAX_SIZE, Vector
 from midstream.steering.parse import Placed, check_distinct, read_key
-from midstream.validation import MAX_ITEMS, show
+from midstream.validation import MAX_ITEMS, kind, read_json, show
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,7 +37,8 @@ MAX_FILE_BYTES = 256 << 20
 LONE_KEY = "vector"
 
 _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".joblib")
-_KNOWN = ".safetensors, .npz or .gguf"
+_KNOWN = ".safetensors, .npz, .gguf or .json"
+_JSON = ".json"
 _MAX_PREAMBLE = 12  # bytes of an .npy file before its header: magic, version and length
 _MAX_HEADER = 10_000  # numpy's own default
 _MAX_DIMENSIONS = 32
@@ -67,6 +70,52 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Placed, ...] | Vector:
         raise SpecError("", f"{where}: {error.problem}") from None
     except OSError as error:
         raise SpecError("", f"{name}: {error.strerror or error}") from None
+
+
+def is_json_file(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path has the suffix `.json`."""
+    return os.path.splitext(os.fspath(path))[1].lower() == _JSON
+
+
+def read_json_file(path: str | os.PathLike[str]) -> dict[Any, Any]:
+    """Return the object in a `.json` file; its values are not checked.
+
+    Raises:
+        SpecError: the file cannot be read, or holds no JSON object. The path is empty.
+    """
+    name = os.fspath(path)
+    try:
+        _check_size(name)
+        with open(name, "rb") as file:
+            found = read_json(file.read())
+        if not isinstance(found, dict):
+            raise SpecError("", f"expected a JSON object, got {kind(found)}")
+    except SpecError as error:
+        raise SpecError("", f"{name}: {error}") from None
+    except OSError as error:
+        raise SpecError("", f"{name}: {error.strerror or error}") from None
+    return found
+
+
+def write_json_file(path: str | os.PathLike[str], value: dict[str, object]) -> None:
+    """Write JSON values to a `.json` file, which appears by a rename.
+
+    Raises:
+        SpecError: the path has another suffix.
+        OSError: the file cannot be written.
+    """
+    name = os.fspath(path)
+    if not is_json_file(name):
+        raise SpecError("path", f"expected a name that ends in {_JSON}, got {show(name)}")
+    part = f"{name}.{uuid.uuid4().hex}.part"
+    try:
+        with open(part, "x", encoding="utf-8") as file:
+            json.dump(value, file, allow_nan=False)
+        os.replace(part, name)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(part)
+        raise
 
 
 def _check_kind(suffix: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,11 +17,13 @@ class Description:
     Attributes:
         name: the name.
         taps: (site, layer from 0) of each vector, sorted by layer; (None,) for a single vector
-            without a tap.
-        norms: Euclidean norm of each vector, in the order of `taps`.
+            without a tap. For whole edits the taps of all of them.
+        norms: Euclidean norm of each vector, in the order of `taps`; empty for whole edits.
         width: size of each vector.
-        digest: SHA-256 over all taps and vectors, in hex: equal if and only if these are equal.
+        digest: SHA-256 over all taps and vectors or edits, in hex: equal if and only if these are
+            equal.
         registered: how often the name was registered: 1 if it was never replaced.
+        edits: operation of each whole edit, in order; empty for vectors.
     """
 
     name: str
@@ -29,9 +32,10 @@ class Description:
     width: int
     digest: str
     registered: int
+    edits: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
-        """Return the JSON form."""
+        """Return the JSON form; `edits` only for whole edits."""
         return {
             "name": self.name,
             "taps": [None if tap is None else list(tap) for tap in self.taps],
@@ -39,6 +43,7 @@ class Description:
             "width": self.width,
             "digest": self.digest,
             "registered": self.registered,
+            **({"edits": list(self.edits)} if self.edits else {}),
         }
 
     def cells(self) -> tuple[str, ...]:
@@ -50,6 +55,7 @@ class Description:
             str(self.width),
             self.digest[:8],
             str(self.registered),
+            ", ".join(f"{count} {op}" for op, count in Counter(self.edits).items()),
         )
 
     def __str__(self) -> str:
@@ -59,7 +65,7 @@ class Description:
         return Listing((self,))._repr_html_()
 
 
-HEADINGS = ("name", "taps", "norms", "width", "digest", "registered")
+HEADINGS = ("name", "taps", "norms", "width", "digest", "registered", "edits")
 
 
 class Listing(tuple[Description, ...]):

@@ -1,9 +1,10 @@
-"""Registry of named steering vectors, checked against one engine's model."""
+"""Registry of names for steering vectors and whole edits, checked against one engine's model."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import os
 import threading
 from collections.abc import Mapping
@@ -12,12 +13,14 @@ from types import MappingProxyType
 
 from midstream.errors import NoRoomError, SpecError
 from midstream.sites import Tap, order
-from midstream.spec.named_lookup import Registered
+from midstream.spec.named_lookup import NamedEdits, Registered
 from midstream.spec.named_vector import read_name
-from midstream.spec.resolve.tap_lookup import check_tapped, find_layer
+from midstream.spec.operations import Edit
+from midstream.spec.resolve.tap_lookup import check_tapped, find_layer, find_taps
 from midstream.spec.shape import ModelShape
 from midstream.spec.vector import Vector
-from midstream.steering.files import read_file
+from midstream.steering.edit_forms import bind_part, names_edits, read_named_edits
+from midstream.steering.files import is_json_file, read_file, read_json_file, write_json_file
 from midstream.steering.listing import Description, Listing
 from midstream.steering.parse import Placed, read_placed
 from midstream.validation import at, kind, listed, show
@@ -30,21 +33,24 @@ _NAMES_SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """The vectors of one name. Immutable; registration replaces the whole entry."""
+    """What one name stands for. Immutable; registration replaces the whole entry."""
 
-    vectors: Registered
+    found: Registered | NamedEdits
     description: Description
 
     @property
     def nbytes(self) -> int:
-        return 4 * self.description.width * len(self.description.taps)
+        width = self.description.width
+        if isinstance(self.found, NamedEdits):
+            return sum(_nbytes(edit, width) for edit in self.found.edits)
+        return 4 * width * len(self.found)
 
 
 class VectorRegistry:
-    """Named vectors of one engine's front end. Thread-safe.
+    """Named vectors and named whole edits of one engine's front end. Thread-safe.
 
-    A name is replaced atomically: a lookup returns either the old or the new vectors. Requests get
-    vectors by value at admission, so running requests keep theirs.
+    A name is replaced atomically: a lookup returns either what it stood for or what it stands for
+    now. Requests get vectors and edits by value at admission, so running requests keep theirs.
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -63,7 +69,7 @@ class VectorRegistry:
         return self._shape
 
     def register(self, name: str, vectors: object, room: int | None = None) -> Description:
-        """Register vectors under a name, replacing any earlier ones.
+        """Register vectors or whole edits under a name, replacing what it stood for.
 
         Args:
             name: a valid name, see `midstream.spec.named_vector.read_name`.
@@ -71,15 +77,19 @@ class VectorRegistry:
                 {(site, layer): vector}; one vector (a value of Vector.parse) without a tap, whose
                 layer is given where it is used; or the path of a `.safetensors`, `.npz` or `.gguf`
                 file (`midstream.steering.files`). Scales are multiplied into their vectors.
+                Or whole edits, `{"base": …, "prompt": …, "generated": …, "edits": [Clamp…]}`, see
+                `midstream.steering.edit_forms.read_named_edits`; names in it are resolved now.
+                Or the path of a `.json` file with the JSON form of any of these dicts.
             room: limit for the vectors of all names together, in bytes; None for no limit.
 
         Returns:
-            The description of the registered vectors.
+            The description of what is registered.
 
         Raises:
             NoRoomError: the limit of bytes or of names would be exceeded.
-            SpecError: the name or the vectors are malformed, a vector's size is not the model's
-                hidden size, a layer does not exist, or a site is not tapped. Nothing is changed.
+            SpecError: the name, the vectors or the edits are malformed, a vector's size is not the
+                model's hidden size, a layer does not exist, or a site is not tapped. Nothing is
+                changed.
         """
         with at("name"):
             read_name(name)
@@ -92,7 +102,7 @@ class VectorRegistry:
                     "name", f"the limit of {MAX_NAMES} names is reached; remove one first"
                 )
             count = 1 if before is None else before.description.registered + 1
-            entry = _Entry(found, _describe(name, found, count))
+            entry = _Entry(found, _describe(name, found, self._shape, count))
             if room is not None:
                 self._check_limit(name, entry, room)
             self._entries[name] = entry
@@ -115,8 +125,8 @@ class VectorRegistry:
                 raise self._unknown(name)
             del self._entries[name]
 
-    def lookup(self, name: str) -> Registered:
-        """Return the vectors of a name, read-only, by (canonical site, layer from 0).
+    def lookup(self, name: str) -> Registered | NamedEdits:
+        """Return the vectors of a name, read-only, by (canonical site, layer from 0), or its edits.
 
         The only key is None for a vector without a tap.
 
@@ -125,8 +135,8 @@ class VectorRegistry:
         """
         return self.show(name)[1]
 
-    def show(self, name: str) -> tuple[Description, Registered]:
-        """Return a name's description and vectors as one consistent pair.
+    def show(self, name: str) -> tuple[Description, Registered | NamedEdits]:
+        """Return a name's description, and its vectors or edits, as one consistent pair.
 
         Raises:
             SpecError: the name is not registered; the path is empty.
@@ -134,7 +144,31 @@ class VectorRegistry:
         entry = self._entries.get(name)
         if entry is None:
             raise self._unknown(name)
-        return entry.description, entry.vectors
+        return entry.description, entry.found
+
+    def form(self, name: str) -> dict[str, object]:
+        """Return what a name stands for as JSON values, which `register` reads.
+
+        Raises:
+            SpecError: the name is not registered; the path is empty.
+        """
+        found = self.show(name)[1]
+        if isinstance(found, NamedEdits):
+            return {"edits": [edit.to_dict() for edit in found.edits]}
+        if None in found:
+            return dict(found[None].emit())
+        return {f"{tap[0]}.{tap[1]}": vector.emit() for tap, vector in found.items() if tap}
+
+    def save(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Write what a name stands for to a `.json` file, which `register` reads.
+
+        The file appears, or replaces another one, by a rename.
+
+        Raises:
+            SpecError: the name is not registered, or the path has another suffix.
+            OSError: the file cannot be written.
+        """
+        write_json_file(path, self.form(name))
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -172,7 +206,14 @@ class VectorRegistry:
             "", f"no vectors are registered as {show(name)}{more}; registered: {names}"
         )
 
-    def _read(self, vectors: object) -> Registered:
+    def _read(self, vectors: object) -> Registered | NamedEdits:
+        if isinstance(vectors, (str, os.PathLike)) and is_json_file(vectors):
+            vectors = read_json_file(vectors)
+        if names_edits(vectors):
+            parts = read_named_edits(vectors)
+            return NamedEdits(
+                tuple(edit for one in parts for edit in bind_part(one, self.lookup, self._shape))
+            )
         if isinstance(vectors, (str, os.PathLike)):
             read = read_file(vectors)
         elif isinstance(vectors, Mapping) and "f32" not in vectors:
@@ -223,16 +264,35 @@ def _in_order(item: tuple[Tap | None, Vector]) -> tuple[int, int]:
     return order(item[0])
 
 
-def _describe(name: str, vectors: Registered, registered: int) -> Description:
+def _describe(
+    name: str, found: Registered | NamedEdits, shape: ModelShape, registered: int
+) -> Description:
     content = hashlib.sha256()
-    for tap, vector in vectors.items():
+    if isinstance(found, NamedEdits):
+        taps: set[Tap] = {tap for edit in found.edits for tap in _taps_of(edit, shape)}
+        content.update(json.dumps([edit.to_dict() for edit in found.edits]).encode())
+        return Description(
+            name,
+            (*sorted(taps, key=order),),
+            (),
+            shape.hidden_size,
+            content.hexdigest(),
+            registered,
+            tuple(edit.op for edit in found.edits),
+        )
+    for tap, vector in found.items():
         content.update(f"{tap}:{vector.digest};".encode())
-    first = next(iter(vectors.values()))
+    norms = tuple(vector.norm for vector in found.values())
     return Description(
-        name,
-        tuple(vectors),
-        tuple(vector.norm for vector in vectors.values()),
-        first.size,
-        content.hexdigest(),
-        registered,
+        name, tuple(found), norms, shape.hidden_size, content.hexdigest(), registered
     )
+
+
+def _taps_of(edit: Edit, shape: ModelShape) -> tuple[Tap, ...]:
+    return find_taps(edit.layers, edit.sites, shape, "layer", "site")
+
+
+def _nbytes(edit: Edit, width: int) -> int:
+    """Return the size of the vectors that an edit holds, in bytes."""
+    steps = edit.instructions(width)
+    return 4 * width * sum(len(step.write) + (step.read is not None) for step in steps)

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
-import numbers
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import NamedTuple
 
 from midstream.errors import SpecError
-from midstream.spec.named_vector import Named
-from midstream.spec.operations import Edit, Gate, Steer, parse_edit
-from midstream.spec.plan import Plan
+from midstream.spec.operations import Edit, Gate
 from midstream.spec.positions.positions import Positions
-from midstream.spec.positions.prompt import Prompt
-from midstream.spec.resolve.resolve import resolve
-from midstream.spec.resolve.tap_lookup import find_taps
-from midstream.spec.shape import ModelShape
+from midstream.steering.edit_forms import TIERS, bind_part, read_tier
 from midstream.steering.listing import html_table, text_table
-from midstream.steering.parse import read_placed
 from midstream.steering.registry import VectorRegistry
-from midstream.validation import MAX_PARTS, at, kind
-
-# Tiers, and the phase of the tokens that each applies to.
-TIERS: Mapping[str, str | None] = MappingProxyType(
-    {"base": None, "prompt": "prompt", "generated": "generated"}
-)
+from midstream.validation import at
 
 _HEADINGS = ("tier", "op", "taps", "scale", "norm", "positions")
 _SHOWN_TAPS = 3
@@ -123,7 +107,11 @@ class Steering:
         for tier, value in given.items():
             with at(tier):
                 parts = read_tier(value, TIERS[tier])
-                read[tier] = tuple(edit for part in parts for edit in self._bind(part))
+                read[tier] = tuple(
+                    edit
+                    for part in parts
+                    for edit in bind_part(part, self._registry.lookup, self._registry.shape)
+                )
         return self._change(read)
 
     def clear(self) -> SteeringState:
@@ -175,27 +163,6 @@ class Steering:
             self._state = SteeringState(**new, epoch=before.epoch + 1, digest=_digest(new))
             return self._state
 
-    def _bind(self, part: Part) -> Iterator[Edit]:
-        """Yield the edit with names resolved, checked against the model."""
-        shape = self._registry.shape
-        with at(part.path) if part.path else nullcontext():
-            for edit in part.edit.bind(self._registry.lookup, shape.num_layers):
-                _check(edit, shape)
-                yield edit
-
-
-def _check(edit: Edit, shape: ModelShape) -> None:
-    """Raise SpecError if the edit cannot be applied to any request of this model."""
-    find_taps(edit.layers, edit.sites, shape, "layer", "site")
-    steps = edit.instructions(shape.hidden_size)
-    # Positions depend on the request. Edits with a row per position are checked at admission.
-    if all(len(step.write) <= 1 for step in steps):
-        try:
-            resolve(Plan(edits=(changed(edit, positions="all"),)), shape, Prompt(1), None)
-        except SpecError as error:
-            path = error.path.removeprefix("edits[0]").removeprefix(".")
-            raise SpecError(path, error.problem) from None
-
 
 def _only_generated(edit: Edit) -> bool:
     positions = edit.positions
@@ -234,123 +201,3 @@ def _show_positions(positions: Positions) -> str:
     if positions.exclude:
         found += f", but {', '.join(map(str, positions.exclude))}"
     return found if positions.phase == "all" else f"{positions.phase}: {found}"
-
-
-_FORMS = (
-    "an edit, a registered name, (name, scale), {hook point: {layer: vector}}, or a list of these"
-)
-_REFERENCE = 'a registered name, (name, scale) or {"name": …, "scale": …}'
-
-
-class Part(NamedTuple):
-    """One edit of a tier.
-
-    Attributes:
-        path: path of the edit in the input, for messages: `[2]`, `["post_block"][15]`; empty if
-            the edit is the whole input.
-        edit: the edit, with unresolved names.
-    """
-
-    path: str
-    edit: Edit
-
-
-def read_tier(value: object, phase: str | None) -> tuple[Part, ...]:
-    """Parse the edits of one tier in any of its forms.
-
-    Args:
-        value: an edit or its dict; a registered name; `(name, scale)`; a value of `read_hooks`;
-            or a list of these, which may be empty.
-        phase: "prompt" or "generated", to which the edits are restricted; None for every token.
-
-    Raises:
-        SpecError: the value has another form, or an edit's phase contradicts the tier's.
-    """
-    if not isinstance(value, (list, tuple)) or _is_pair(value):
-        return _read_one(value, phase)
-    found: list[Part] = []
-    for index, one in enumerate(value):
-        with at(f"[{index}]"):
-            parts = _read_one(one, phase)
-        found.extend(Part(f"[{index}]{part.path}", part.edit) for part in parts)
-    if len(found) > MAX_PARTS:
-        raise SpecError("", f"expected at most {MAX_PARTS} edits per tier, got {len(found)}")
-    return tuple(found)
-
-
-def read_hooks(value: object, phase: str | None) -> tuple[Part, ...]:
-    """Return one Steer for each vector of `{hook point: {layer: vector}}` or `{layer: vector}`.
-
-    Args:
-        value: a dict in any form of `read_placed`. Hook points are `pre_attn`, `post_attn`,
-            `post_block`, or any site's name; a vector may be `{"vector": …, "scale": …}`.
-        phase: as `read_tier`.
-
-    Raises:
-        SpecError: as `read_placed`.
-    """
-    return tuple(
-        Part(one.path, Steer(one.vector, one.layer, one.scale, one.site, phase=phase))
-        for one in read_placed(value)
-    )
-
-
-def read_reference(value: object) -> Named:
-    """Parse a registered name: a Named, `name`, `(name, scale)` or `{"name": …, "scale": …}`.
-
-    Raises:
-        SpecError: the value has another form, or the name is invalid.
-    """
-    if _is_pair(value):
-        return Named(*value)  # type: ignore[misc]
-    if not isinstance(value, (str, Named, Mapping)):
-        raise SpecError("", f"expected {_REFERENCE}, got {kind(value)}")
-    return Named.parse(value)
-
-
-def narrowed(edit: Edit, phase: str | None) -> Edit:
-    """Return the edit restricted to the tokens of one phase; None for every token.
-
-    Raises:
-        SpecError: the edit has another phase, or its positions have no token of this phase.
-    """
-    own = edit.positions.phase
-    if own not in ("all", phase):
-        tokens = "every token" if phase is None else f'"{phase}" tokens'
-        raise SpecError(
-            "phase", f'"{own}" contradicts the tier, which is for {tokens}; use `{own}`'
-        )
-    return edit if phase is None else changed(edit, phase=phase)
-
-
-def changed(edit: Edit, **place: object) -> Edit:
-    """Return the edit with other `positions` or `phase`; for a Gate, those of its inner edit."""
-    if isinstance(edit, Gate):
-        return dataclasses.replace(edit, edit=edit.edit.replace(**place))
-    return edit.replace(**place)
-
-
-def _is_pair(value: object) -> bool:
-    """Whether `value` is `(name, scale)`, which is a list in JSON."""
-    return (
-        isinstance(value, (tuple, list))
-        and len(value) == 2
-        and isinstance(value[0], str)
-        and isinstance(value[1], numbers.Real)
-    )
-
-
-def _read_one(value: object, phase: str | None) -> tuple[Part, ...]:
-    if isinstance(value, Edit):
-        return (Part("", narrowed(value, phase)),)
-    if isinstance(value, (str, Named)) or _is_pair(value):
-        return (Part("", Steer(read_reference(value), phase=phase)),)
-    if not isinstance(value, Mapping):
-        raise SpecError("", f"expected {_FORMS}, got {kind(value)}")
-    if "op" in value:
-        return (Part("", narrowed(parse_edit(value), phase)),)
-    if "vector" in value:
-        return (Part("", narrowed(Steer.parse(value), phase)),)
-    if "name" in value:
-        return (Part("", Steer(read_reference(value), phase=phase)),)
-    return read_hooks(value, phase)

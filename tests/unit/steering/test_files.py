@@ -97,7 +97,7 @@ def test_pickles_are_refused_by_name_and_not_opened(tmp_path, ending):
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("v.json", r"expected \.safetensors, \.npz or \.gguf, got the suffix '\.json'"),
+        ("v.yaml", r"expected \.safetensors, \.npz, \.gguf or \.json, got the suffix '\.yaml'"),
         ("v", "a name without a suffix"),
         ("v.npy", "names no layer"),
         ("v.npz", "No such file"),

@@ -8,7 +8,7 @@ from midstream.errors import SpecError
 from midstream.spec import Steer
 from midstream.spec.named_vector import Named
 from midstream.spec.operations import Ablate, Gate
-from midstream.steering.tiers import changed, read_hooks, read_reference, read_tier
+from midstream.steering.edit_forms import changed, read_hooks, read_reference, read_tier
 
 V, W = [1.0, 2.0], [3.0, -4.0]
 GATE = Gate(Steer(V, 1), W, threshold=0.5)

@@ -27,7 +27,7 @@ from midstream.sites import order
 from midstream.spec.operations import Edit, Steer
 from midstream.spec.resolve.tap_lookup import find_taps
 from midstream.spec.vector import Vector
-from midstream.steering.tiers import read_hooks
+from midstream.steering.edit_forms import read_hooks
 
 router = APIRouter(route_class=MidstreamRoute, tags=["midstream: as elsewhere"])
 

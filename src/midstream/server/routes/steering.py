@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from midstream.server.routes.common import AdminDep, MidstreamRoute, ServerDep, error_responses
-from midstream.steering.tiers import TIERS
+from midstream.steering.edit_forms import TIERS
 
 router = APIRouter(route_class=MidstreamRoute, tags=["midstream: steering"])
 

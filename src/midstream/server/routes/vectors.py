@@ -18,6 +18,7 @@ from midstream.server.routes.common import (
 )
 from midstream.server.routes.uploads import read_upload
 from midstream.server.server import Server
+from midstream.spec.named_lookup import NamedEdits
 
 router = APIRouter(route_class=MidstreamRoute, tags=["midstream: vectors"])
 Name = Annotated[
@@ -47,7 +48,7 @@ def listing(server: ServerDep) -> dict[str, Any]:
 
 @router.get(
     "/v1/midstream/vectors/{name:path}",
-    summary="Show one name with its vectors",
+    summary="Show one name with its vectors or edits",
     responses={
         **ok_response({**ABOUT, "vectors": [{"f32": "AACAPw=="}]}),
         **error_responses(400, 401, 404, 503),
@@ -58,15 +59,18 @@ def show(name: Name, server: ServerDep) -> dict[str, Any]:
         about, found = server.llm.vectors.show(name)
     except SpecError as error:
         raise HttpError(404, error.problem, "name") from None
+    if isinstance(found, NamedEdits):
+        return {**about.to_dict(), "edits": [edit.to_dict() for edit in found.edits]}
     return {**about.to_dict(), "vectors": [vector.emit() for vector in found.values()]}
 
 
 @router.put(
     "/v1/midstream/vectors/{name:path}",
-    summary="Register vectors under a name, replacing earlier ones",
+    summary="Register vectors or whole edits under a name, replacing earlier ones",
     description="JSON: `{layer: vector}`, `{site: {layer: vector}}`, or one vector without a "
     'layer; a vector is a list of numbers, `{"f32": base64}` or '
-    '`{"vector": …, "scale": …}`. '
+    '`{"vector": …, "scale": …}`. Or whole edits: `{"base": …, "prompt": …, "generated": …, '
+    '"edits": […]}`, tiers as in `/v1/midstream/steering`. '
     "Or a safetensors file (`application/octet-stream`) with tensors named `{site}.{layer}` or "
     "`{layer}`. Running requests continue with the vectors that they started with.",
     responses={**ok_response(ABOUT), **error_responses(400, 401, 403, 413, 415, 503, 507)},

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from midstream.spec.named_lookup import Lookup, Registered
+from midstream.spec.named_lookup import Lookup, NamedEdits, Registered
 from midstream.spec.operations.ablate import Ablate
 from midstream.spec.operations.affine import Affine, LoReFT
 from midstream.spec.operations.clamp import Clamp
 from midstream.spec.operations.feature import Feature
 from midstream.spec.operations.gate import Gate, Reading
+from midstream.spec.operations.named_edits import bind_edit
 from midstream.spec.operations.plain import PLAIN, PlainEdit, bad_edit, missing_op
 from midstream.spec.operations.replace import Replace
 from midstream.spec.operations.scale import Scale
@@ -35,12 +36,14 @@ __all__ = [
     "Gate",
     "LoReFT",
     "Lookup",
+    "NamedEdits",
     "PlainEdit",
     "Reading",
     "Registered",
     "Replace",
     "Scale",
     "Steer",
+    "bind_edit",
     "parse_edit",
 ]
 

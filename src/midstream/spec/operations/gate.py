@@ -19,6 +19,7 @@ from midstream.spec.named_lookup import (
     is_plain,
     pick,
     taps_of,
+    vectors_of,
 )
 from midstream.spec.named_vector import Named, read_direction
 from midstream.spec.operation import SITE, by_value, read_scalar
@@ -262,7 +263,7 @@ class Gate:
             return tuple(self._wrap(edit, self.probe) for edit in edits)
         with at("probe"):
             with at("direction"):
-                registered = lookup(direction.name)
+                registered = vectors_of(direction.name, lookup)
             return tuple(
                 gate
                 for edit in edits

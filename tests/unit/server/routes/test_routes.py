@@ -159,6 +159,23 @@ async def test_vectors_are_registered_shown_listed_and_removed(vectors):
         await refused(client.get(f"{VECTORS}/x"), 404)
 
 
+async def test_whole_edits_are_registered_shown_listed_and_removed():
+    clamp = {"op": "clamp", "direction": V, "layer": 2, "high": 1.0}
+    whole = {"base": {"2": V}, "generated": [{"op": "scale", "factor": 0.5, "layer": 1}],
+             "edits": [clamp]}  # fmt: skip
+    async with serving() as (site, client):
+        answer = (await client.put(f"{VECTORS}/calm", json=whole)).json()
+        assert answer["edits"] == ["steer", "scale", "clamp"]
+        shown = (await client.get(f"{VECTORS}/calm")).json()
+        assert [one["op"] for one in shown["edits"]] == ["steer", "scale", "clamp"]
+        assert "vectors" not in shown
+        again = (await client.put(f"{VECTORS}/again", json={"edits": shown["edits"]})).json()
+        assert again["digest"] == answer["digest"]
+        await refused(client.put(f"{VECTORS}/x", json={"base": "nowhere.json"}), 400)
+        await refused(client.put(f"{VECTORS}/x", json={"base": [], "edits": 5}), 400)
+        assert len((await client.get(VECTORS)).json()["vectors"]) == 2
+
+
 async def test_a_safetensors_file_is_registered_in_any_real_dtype():
     async with serving() as (site, client):
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8):

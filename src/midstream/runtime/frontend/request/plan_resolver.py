@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,9 @@ from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.prompt.text_map import text_map
 from midstream.runtime.protocol.cache_keys import CacheKeys, cache_keys
 from midstream.sites import order
-from midstream.spec import Capture, Plan, Prompt, ResolvedPlan, Vector
+from midstream.spec import Capture, Plan, Prompt, ResolvedPlan
 from midstream.spec.capture import SHARDED
+from midstream.spec.named_lookup import Lookup
 from midstream.spec.operations import Edit
 from midstream.spec.resolve.resolve import resolve
 from midstream.spec.resolve.session_rules import check_growing
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 # Many requests share a plan: it is resolved and packed once for each length of prompt.
 _CACHED_PLANS = 256
-
-Lookup = Callable[[str], Mapping[Any, Vector]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class PlanResolver:
         Args:
             call_plan: the request's own plan.
             before: edits that come before its own.
-            lookup: returns the vectors of a registered name.
+            lookup: returns what is registered under a name.
             request: vLLM's EngineCoreRequest.
 
         Raises:
@@ -112,7 +111,7 @@ class PlanResolver:
         Args:
             plan: the session's own plan.
             before: edits that come before its own.
-            lookup: returns the vectors of a registered name.
+            lookup: returns what is registered under a name.
             first: id of the first token. All others count as generated: a session allows only
                 positions that do not depend on the length of the prompt.
 

@@ -1,0 +1,79 @@
+"""Expansion of names: an edit with registered names becomes edits with vectors by value."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+from midstream.errors import SpecError
+from midstream.spec.named_lookup import Lookup, NamedEdits
+from midstream.spec.named_vector import Named
+from midstream.spec.operations.gate import Gate
+from midstream.spec.operations.plain import PlainEdit
+from midstream.spec.operations.steer import Steer
+from midstream.spec.positions.positions import Positions
+
+E = TypeVar("E", bound=PlainEdit | Gate)
+
+
+def bind_edit(
+    edit: PlainEdit | Gate, lookup: Lookup, num_layers: int | None = None
+) -> tuple[PlainEdit | Gate, ...]:
+    """Return the edits that an edit stands for, with names replaced by what is registered.
+
+    A Steer whose vector is a name of whole edits stands for these edits, in their order. Its scale
+    multiplies the scale of each of them that is a Steer, also within a gate. Edits of other kinds
+    do not scale: bounds of a clamp, a replaced value or an affine map are absolute.
+
+    Args:
+        edit: the edit.
+        lookup, num_layers: see Operation.bind.
+
+    Raises:
+        SpecError: a name is unknown or has no vector for a requested tap; or the name has whole
+            edits, and the Steer has more than a scale or scales edits that do not scale by 0.
+    """
+    if isinstance(edit, Steer) and isinstance(edit.vector, Named):
+        found = lookup(edit.vector.name)
+        if isinstance(found, NamedEdits):
+            _check_bare(edit, edit.vector.name)
+            return _scaled_edits(edit.vector, edit.scale, found)
+    return edit.bind(lookup, num_layers)
+
+
+def _check_bare(edit: Steer, name: str) -> None:
+    """Check that a Steer for whole edits has nothing but a scale."""
+    problems = {
+        "layer": "layer" not in edit.left,
+        "site": "site" not in edit.left,
+        "norm": edit.norm is not None,
+        "phase": edit.positions.phase != "all",
+        "positions": edit.positions != Positions("all"),
+    }
+    for field, is_given in problems.items():
+        if is_given:
+            raise SpecError(
+                field,
+                f"must be omitted: `{name}` is registered with whole edits, which have their own",
+            )
+
+
+def _scaled_edits(named: Named, scale: float, found: NamedEdits) -> tuple[PlainEdit | Gate, ...]:
+    factor = named.scale * scale
+    if factor == 0.0:
+        for edit in found.edits:
+            if not isinstance(edit.edit if isinstance(edit, Gate) else edit, Steer):
+                raise SpecError(
+                    "scale",
+                    f"0 would leave the {edit.op} of `{named.name}`, which does not scale; omit "
+                    "the name to apply none of its edits",
+                )
+    return tuple(_scaled_edit(edit, factor) for edit in found.edits)
+
+
+def _scaled_edit(edit: E, factor: float) -> E:
+    if isinstance(edit, Gate):
+        return dataclasses.replace(edit, edit=_scaled_edit(edit.edit, factor))
+    if isinstance(edit, Steer) and factor != 1.0:
+        return edit.replace(scale=edit.scale * factor)
+    return edit

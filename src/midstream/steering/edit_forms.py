@@ -1,0 +1,227 @@
+"""Parser of edits in the forms of tiers, and their check against a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from types import MappingProxyType
+from typing import NamedTuple, TypeGuard
+
+from midstream.errors import SpecError
+from midstream.spec.named_lookup import Lookup
+from midstream.spec.named_vector import Named
+from midstream.spec.operations import Edit, Gate, Steer, bind_edit, parse_edit
+from midstream.spec.plan import Plan
+from midstream.spec.positions.prompt import Prompt
+from midstream.spec.resolve.resolve import resolve
+from midstream.spec.resolve.tap_lookup import find_taps
+from midstream.spec.shape import ModelShape
+from midstream.steering.parse import read_placed
+from midstream.validation import MAX_PARTS, at, kind, read_fields
+
+# Tiers, and the phase of the tokens that each applies to.
+TIERS: Mapping[str, str | None] = MappingProxyType(
+    {"base": None, "prompt": "prompt", "generated": "generated"}
+)
+
+# Keys of a name's whole edits, and the tier or the list that each stands for.
+_NAMED_KEYS = {**{tier: tier for tier in TIERS}, "prefill": "prompt", "decode": "generated"}
+_EDITS = "edits"
+
+_FORMS = (
+    "an edit, a registered name, (name, scale), {hook point: {layer: vector}}, or a list of these"
+)
+_REFERENCE = 'a registered name, (name, scale) or {"name": …, "scale": …}'
+
+
+class Part(NamedTuple):
+    """One edit of a tier.
+
+    Attributes:
+        path: path of the edit in the input, for messages: `[2]`, `["post_block"][15]`; empty if
+            the edit is the whole input.
+        edit: the edit, with unresolved names.
+    """
+
+    path: str
+    edit: Edit
+
+
+def read_tier(value: object, phase: str | None) -> tuple[Part, ...]:
+    """Parse the edits of one tier in any of its forms.
+
+    Args:
+        value: an edit or its dict; a registered name; `(name, scale)`; a value of `read_hooks`;
+            or a list of these, which may be empty.
+        phase: "prompt" or "generated", to which the edits are restricted; None for every token.
+
+    Raises:
+        SpecError: the value has another form, or an edit's phase contradicts the tier's.
+    """
+    if not isinstance(value, (list, tuple)) or _is_pair(value):
+        return _read_one(value, phase)
+    found: list[Part] = []
+    for index, one in enumerate(value):
+        with at(f"[{index}]"):
+            parts = _read_one(one, phase)
+        found.extend(Part(f"[{index}]{part.path}", part.edit) for part in parts)
+    if len(found) > MAX_PARTS:
+        raise SpecError("", f"expected at most {MAX_PARTS} edits per tier, got {len(found)}")
+    return tuple(found)
+
+
+def names_edits(value: object) -> TypeGuard[Mapping[object, object]]:
+    """Return whether `value` is a dict of whole edits, as `read_named_edits` reads it."""
+    return isinstance(value, Mapping) and any(
+        key == _EDITS or key in _NAMED_KEYS for key in value if isinstance(key, str)
+    )
+
+
+def read_named_edits(value: Mapping[object, object]) -> tuple[Part, ...]:
+    """Parse the whole edits of a name, in the order in which they are applied.
+
+    Args:
+        value: `{"base": …, "prompt": …, "generated": …, "edits": …}`, each optional. The tiers have
+            the forms of `read_tier`; `prefill` and `decode` are other words for `prompt` and
+            `generated`. `edits` is an edit or its dict, or a list of these, with phases of their
+            own; they come last.
+
+    Raises:
+        SpecError: a key is unknown, a tier is given twice, a value is malformed, or there is no
+            edit.
+    """
+    given = read_fields(value, required=(), optional=(*_NAMED_KEYS, _EDITS))
+    tiers: dict[str, str] = {}
+    for key in given:
+        if key != _EDITS and tiers.setdefault(_NAMED_KEYS[key], key) != key:
+            raise SpecError(key, f"the same tier as `{tiers[_NAMED_KEYS[key]]}`; give one of them")
+    found: list[Part] = []
+    for tier, phase in TIERS.items():
+        if tier in tiers:
+            key = tiers[tier]
+            with at(key):
+                parts = read_tier(given[key], phase)
+            found.extend(Part(key + part.path, part.edit) for part in parts)
+    if _EDITS in given:
+        one_or_more = given[_EDITS]
+        several = one_or_more if isinstance(one_or_more, (list, tuple)) else [one_or_more]
+        for index, one in enumerate(several):
+            path = f"{_EDITS}[{index}]"
+            with at(path):
+                found.append(Part(path, parse_edit(one)))
+    if not found:
+        raise SpecError("", "there is no edit")
+    if len(found) > MAX_PARTS:
+        raise SpecError("", f"expected at most {MAX_PARTS} edits, got {len(found)}")
+    return tuple(found)
+
+
+def read_hooks(value: object, phase: str | None) -> tuple[Part, ...]:
+    """Return one Steer for each vector of `{hook point: {layer: vector}}` or `{layer: vector}`.
+
+    Args:
+        value: a dict in any form of `read_placed`. Hook points are `pre_attn`, `post_attn`,
+            `post_block`, or any site's name; a vector may be `{"vector": …, "scale": …}`.
+        phase: as `read_tier`.
+
+    Raises:
+        SpecError: as `read_placed`.
+    """
+    return tuple(
+        Part(one.path, Steer(one.vector, one.layer, one.scale, one.site, phase=phase))
+        for one in read_placed(value)
+    )
+
+
+def read_reference(value: object) -> Named:
+    """Parse a registered name: a Named, `name`, `(name, scale)` or `{"name": …, "scale": …}`.
+
+    Raises:
+        SpecError: the value has another form, or the name is invalid.
+    """
+    if _is_pair(value):
+        return Named(*value)  # type: ignore[misc]
+    if not isinstance(value, (str, Named, Mapping)):
+        raise SpecError("", f"expected {_REFERENCE}, got {kind(value)}")
+    return Named.parse(value)
+
+
+def narrowed(edit: Edit, phase: str | None) -> Edit:
+    """Return the edit restricted to the tokens of one phase; None for every token.
+
+    Raises:
+        SpecError: the edit has another phase, or its positions have no token of this phase.
+    """
+    own = edit.positions.phase
+    if own not in ("all", phase):
+        tokens = "every token" if phase is None else f'"{phase}" tokens'
+        raise SpecError(
+            "phase", f'"{own}" contradicts the tier, which is for {tokens}; use `{own}`'
+        )
+    return edit if phase is None else changed(edit, phase=phase)
+
+
+def changed(edit: Edit, **place: object) -> Edit:
+    """Return the edit with other `positions` or `phase`; for a Gate, those of its inner edit."""
+    if isinstance(edit, Gate):
+        return dataclasses.replace(edit, edit=edit.edit.replace(**place))
+    return edit.replace(**place)
+
+
+def bind_part(part: Part, lookup: Lookup, shape: ModelShape) -> Iterator[Edit]:
+    """Yield the edit with names replaced by what is registered, checked against the model.
+
+    Args:
+        part: the edit.
+        lookup: returns what is registered under a name.
+        shape: the model and its taps.
+
+    Raises:
+        SpecError: a name is not registered, or the edit cannot be applied to any request of this
+            model. The path starts with that of the part.
+    """
+    with at(part.path) if part.path else nullcontext():
+        for edit in bind_edit(part.edit, lookup, shape.num_layers):
+            _check(edit, shape)
+            yield edit
+
+
+def _check(edit: Edit, shape: ModelShape) -> None:
+    """Raise SpecError if the edit cannot be applied to any request of this model."""
+    find_taps(edit.layers, edit.sites, shape, "layer", "site")
+    steps = edit.instructions(shape.hidden_size)
+    # Positions depend on the request. Edits with a row per position are checked at admission.
+    if all(len(step.write) <= 1 for step in steps):
+        try:
+            resolve(Plan(edits=(changed(edit, positions="all"),)), shape, Prompt(1), None)
+        except SpecError as error:
+            path = error.path.removeprefix("edits[0]").removeprefix(".")
+            raise SpecError(path, error.problem) from None
+
+
+def _is_pair(value: object) -> bool:
+    """Whether `value` is `(name, scale)`, which is a list in JSON."""
+    return (
+        isinstance(value, (tuple, list))
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and isinstance(value[1], numbers.Real)
+    )
+
+
+def _read_one(value: object, phase: str | None) -> tuple[Part, ...]:
+    if isinstance(value, Edit):
+        return (Part("", narrowed(value, phase)),)
+    if isinstance(value, (str, Named)) or _is_pair(value):
+        return (Part("", Steer(read_reference(value), phase=phase)),)
+    if not isinstance(value, Mapping):
+        raise SpecError("", f"expected {_FORMS}, got {kind(value)}")
+    if "op" in value:
+        return (Part("", narrowed(parse_edit(value), phase)),)
+    if "vector" in value:
+        return (Part("", narrowed(Steer.parse(value), phase)),)
+    if "name" in value:
+        return (Part("", Steer(read_reference(value), phase=phase)),)
+    return read_hooks(value, phase)
