@@ -202,10 +202,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A plan for an engine that is not enabled is ignored",
         "runtime/install.py",
-        "    if front is None:\n        enabled = is_enabled",
-        "    if front is None:\n"
-        "        return original(processor, request_id, prompt, params, *args, **kwargs)\n"
-        "        enabled = is_enabled",
+        "        if has_plan(params):\n            raise _no_front_end(processor)\n",
+        "",
         ENGINE + "test_front_door.py"
         "::test_an_engine_that_is_not_enabled_refuses_plans_once_midstream_is_loaded",
     ),

@@ -18,7 +18,7 @@ from midstream.errors import SpecError, UnsupportedError
 from midstream.runtime.core import failed_requests, prefix_cache
 from midstream.runtime.core.parent_watch import end_with_parent
 from midstream.runtime.frontend import tracing
-from midstream.runtime.frontend.request.call_plan import plan_of
+from midstream.runtime.frontend.request.call_plan import has_plan, plan_of
 from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import Settings, check_sinks, settings_of
@@ -214,22 +214,29 @@ def _process(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    plan = plan_of(params)
     front = front_end(processor)
-    if plan is None and (front is None or not front.concerns(params)):
-        if front is not None:
-            front.check_id(request_id)
-        return original(processor, request_id, prompt, params, *args, **kwargs)
     if front is None:
-        enabled = is_enabled(processor.vllm_config.additional_config)
-        raise SpecError(
-            f"extra_args[{KEY!r}]",
-            "this engine does not have midstream enabled: create it with midstream.LLM, or with "
-            f'additional_config={{"{KEY}": {{}}}}'
-            if not enabled
-            else "this front end cannot return results: use midstream.LLM, vllm.LLM or "
-            "midstream.AsyncLLM",
-        )
+        if has_plan(params):
+            raise _no_front_end(processor)
+        if is_enabled(processor.vllm_config.additional_config):
+            plan_of(params)  # another key may ask for something
+        return original(processor, request_id, prompt, params, *args, **kwargs)
+    plan = plan_of(params)
+    if plan is None and not front.concerns(params):
+        front.check_id(request_id)
+        return original(processor, request_id, prompt, params, *args, **kwargs)
     request = original(processor, request_id, prompt, params, *args, **kwargs)
     front.admit(request, plan)
     return request
+
+
+def _no_front_end(processor: Any) -> SpecError:
+    enabled = is_enabled(processor.vllm_config.additional_config)
+    return SpecError(
+        f"extra_args[{KEY!r}]",
+        "this engine does not have midstream enabled: create it with midstream.LLM, or with "
+        f'additional_config={{"{KEY}": {{}}}}'
+        if not enabled
+        else "this front end cannot return results: use midstream.LLM, vllm.LLM or "
+        "midstream.AsyncLLM",
+    )

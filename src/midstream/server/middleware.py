@@ -14,16 +14,17 @@ from typing import Any, TypeGuard
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from midstream.compat.foreign_fields import check_body, names_in
 from midstream.config.config import KEY
 from midstream.errors import HttpError, MidstreamError, SpecError
 from midstream.server.http_request import CURRENT, RequestContext
 from midstream.server.refusal_logger import RefusalLogger
 from midstream.server.request_field import take_field
+from midstream.server.request_models import body_fields
 from midstream.server.response_writer import ResponseWriter
 from midstream.server.server import PATHS, Server
 from midstream.validation import read_json
 
-_MARK = f'"{KEY}"'.encode()
 _ESCAPE = b"\\u00"
 _WIDE = b"\0"  # occurs in UTF-16 and UTF-32, which JSON parsers accept as well
 _DIGITS = 18  # most digits of a plausible content length
@@ -37,6 +38,7 @@ class Middleware:
     def __init__(self, app: ASGIApp, server: Server) -> None:
         self._app = app
         self._server = server
+        self._fields: dict[str, frozenset[str]] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -98,17 +100,22 @@ class Middleware:
         None and the unchanged body if the field is absent.
         """
         path = path_of(scope)
-        # Most bodies do not contain the field's name, not even escaped: they are not parsed.
-        if path.startswith(_OWN) or not any(each in body for each in (_MARK, _ESCAPE, _WIDE)):
+        if path.startswith(_OWN):
             return None, body
-        value = _parse_with_field(body)
+        fields = self._fields_of(scope, path)
+        # Most bodies have no key that concerns midstream, not even escaped: they are not parsed.
+        if not (names_in(body, fields or ()) or _ESCAPE in body or _WIDE in body):
+            return None, body
+        value = _parse_if_asked(body, fields)
         if value is None:
             return None, body
-        if path not in PATHS:
+        if _has_field(value) and path not in PATHS:
             raise HttpError(
                 400, f"midstream: {path} cannot return results; use {', '.join(PATHS)}", KEY
             )
         request_field = take_field(value)
+        if fields is not None:
+            check_body(value, fields)
         if request_field is None:
             return None, body
         if value.get("use_beam_search"):
@@ -122,6 +129,12 @@ class Middleware:
             return context, json.dumps(value).encode()
         except RecursionError:
             raise HttpError(400, "the JSON is nested too deeply") from None
+
+    def _fields_of(self, scope: Scope, path: str) -> frozenset[str] | None:
+        """Return the fields that vLLM defines for a body; None: the body is not vLLM's."""
+        if self._fields is None:
+            self._fields = dict.fromkeys(PATHS, frozenset()) | body_fields(scope.get("app"))
+        return self._fields.get(path)
 
 
 def path_of(scope: Scope) -> str:
@@ -142,20 +155,27 @@ class _Replay:
         return await self._receive() if message is None else message
 
 
-def _parse_with_field(body: bytes) -> dict[str, Any] | None:
-    """Parse a body that has the field `midstream`; None if it has not, or is not JSON, which vLLM
+def _parse_if_asked(body: bytes, fields: frozenset[str] | None) -> dict[str, Any] | None:
+    """Parse a body that concerns midstream; None if it does not, or is not JSON, which vLLM
     reports.
 
+    Args:
+        body: the body.
+        fields: fields that vLLM defines for the endpoint; None: other fields are not checked.
+
     Raises:
-        SpecError: the body has the field, and contains a duplicate key or a non-JSON number.
+        SpecError: the body has the field `midstream`, and contains a duplicate key or a non-JSON
+            number.
     """
     try:
         value = read_json(body)
     except SpecError:
-        if _has_field(_parse_leniently(body)):
+        value = _parse_leniently(body)
+        if _has_field(value):
             raise
+    if not isinstance(value, dict):
         return None
-    return value if _has_field(value) else None
+    return value if fields is not None or _has_field(value) else None
 
 
 def _has_field(value: object) -> TypeGuard[dict[str, Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from midstream.compat.foreign_fields import check_extra_args
 from midstream.config.config import KEY
 from midstream.errors import SpecError
 from midstream.runtime.frontend.request.prompt.message_spans import chat_renderer, message_spans
@@ -50,6 +51,11 @@ class CallPlan:
         return message_spans(tokenizer, self.messages, tokens, render=render)
 
 
+def has_plan(params: Any) -> bool:
+    """Return whether a request's parameters, of any kind, have a plan in `extra_args`."""
+    return (getattr(params, "extra_args", None) or {}).get(KEY) is not None
+
+
 def plan_of(params: Any) -> Plan | CallPlan | None:
     """Return the plan in the `extra_args` of a request's parameters; None if there is none.
 
@@ -57,10 +63,14 @@ def plan_of(params: Any) -> Plan | CallPlan | None:
         params: vLLM's SamplingParams or PoolingParams.
 
     Raises:
-        SpecError: the plan is malformed.
+        SpecError: the plan is malformed, or another key of `extra_args` asks for something that
+            would be ignored.
     """
     extra_args = getattr(params, "extra_args", None)
-    value = extra_args.get(KEY) if extra_args else None
+    if not extra_args:
+        return None
+    check_extra_args(extra_args)
+    value = extra_args.get(KEY)
     if value is None or isinstance(value, CallPlan):
         return value
     try:

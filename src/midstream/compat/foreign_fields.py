@@ -1,0 +1,218 @@
+"""Fields of other tools, and misspelt or misplaced names of midstream's own fields, in requests.
+
+vLLM accepts unknown fields of a body and unknown `extra_args`, and ignores them. A request that
+asks for something in such a field must not be answered as if it had asked for nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Container, Mapping
+from typing import NamedTuple
+
+from midstream.config.config import KEY
+from midstream.errors import SpecError
+
+VLLM_LENS, EASYSTEER, FORK = "vllm-lens", "EasySteer", "the vLLM fork with steering"
+
+# Fields inside `midstream`, which are misplaced anywhere else.
+OWN = ("capture", "edits", "steer", "probes")
+# Dicts in a body that vLLM ignores; clients put fields there that belong to the body itself.
+_IGNORED = ("extra_body", "extra_args", "sampling_params")
+_NEAR = 2  # edits between a name and its misspelling
+# Words within that distance of `midstream` that are names of their own.
+_ENGLISH = ("mainstream",)
+_FORM = ("layer", "layers", "site", "sites", "op", "vector", "positions", "hooks")
+_MAX_FIELDS = 4096
+
+# A JSON key. One with a space is no field: text between quotes is skipped at its first space.
+_KEYS = re.compile(rb'"([^"\\ ]{3,40})"\s*:')
+_MAX_KEYS = 1024
+
+
+class ForeignField(NamedTuple):
+    """A field of another tool.
+
+    Attributes:
+        tool: the tool.
+        instead: what to write instead.
+    """
+
+    tool: str
+    instead: str
+
+
+_VECTORS = "give the vectors as `edits`: Steer(vector, layer=…, scale=…)"
+_CLAMPS = "give them as `edits`: Clamp(vector, low, high, layer=…)"
+_PATCH = "give the rows as `edits`: Replace(row, layer=…, positions=[…])"
+_SAE = "give each feature as an edit: Feature(…)"
+_STATES = "ask for rows with `capture`: Capture(layers=[…])"
+_HOOKS = (
+    "midstream runs no code of a client; read with `capture` or `probes`, change with `edits` "
+    "(steer, ablate, clamp, scale, affine, replace)"
+)
+
+FOREIGN: Mapping[str, ForeignField] = {
+    "output_residual_stream": ForeignField(VLLM_LENS, _STATES),
+    "apply_steering_vectors": ForeignField(VLLM_LENS, _VECTORS),
+    "apply_hooks": ForeignField(VLLM_LENS, _HOOKS),
+    "output_qk": ForeignField(VLLM_LENS, "queries and keys are no sites of midstream"),
+    "activations_transport": ForeignField(
+        VLLM_LENS, "choose with the field `activations` of `midstream`: handle, inline or none"
+    ),
+    "steering": ForeignField(EASYSTEER, _VECTORS),
+    "steer_vector_request": ForeignField(EASYSTEER, _VECTORS),
+    "steering_vectors": ForeignField(FORK, _VECTORS),
+    "prefill_steering_vectors": ForeignField(FORK, f'{_VECTORS} with phase="prompt"'),
+    "decode_steering_vectors": ForeignField(FORK, f'{_VECTORS} with phase="generated"'),
+    "steering_clamps": ForeignField(FORK, _CLAMPS),
+    "prefill_steering_clamps": ForeignField(FORK, f'{_CLAMPS} with phase="prompt"'),
+    "decode_steering_clamps": ForeignField(FORK, f'{_CLAMPS} with phase="generated"'),
+    "steering_name": ForeignField(FORK, 'register the vectors, and give `edits`: Steer("name")'),
+    "steering_module_ref": ForeignField(
+        FORK, 'register the vectors, and give `edits`: Steer("name", scale=…)'
+    ),
+    "steering_gates": ForeignField(FORK, "give `edits`: Gate(…)"),
+    "capture_wait": ForeignField(
+        FORK, "leave it out: results always come once the sinks have the rows"
+    ),
+    "patch": ForeignField(FORK, _PATCH),
+    "patch_vectors": ForeignField(FORK, _PATCH),
+    "sae_clamp_specs": ForeignField(FORK, _SAE),
+    "sae_full_reconstruction_specs": ForeignField(FORK, _SAE),
+    "return_hidden_states": ForeignField("SGLang", _STATES),
+    "output_hidden_states": ForeignField("transformers", _STATES),
+    "output_attentions": ForeignField("transformers", "attention weights are no site of midstream"),
+}
+
+
+def names_in(body: bytes, known: Container[str]) -> bool:
+    """Return whether a JSON body may have a field that `check_body` looks at.
+
+    This reads the body's keys alone, at any depth, and does not parse it. Keys with escapes or
+    spaces are not recognized.
+
+    Args:
+        body: JSON as UTF-8.
+        known: fields that vLLM defines for the endpoint.
+    """
+    keys = set(_KEYS.findall(body))
+    if len(keys) > _MAX_KEYS:
+        return True
+    return any(_is_suspect(key) and key.decode("utf-8", "replace") not in known for key in keys)
+
+
+def check_body(body: Mapping[str, object], known: Container[str]) -> None:
+    """Check that a body asks nothing of midstream in a field that midstream does not read.
+
+    Args:
+        body: the body, without the fields that were read.
+        known: fields that vLLM defines for the endpoint.
+
+    Raises:
+        SpecError: a field is another tool's, or one of midstream's, misspelt or misplaced.
+    """
+    _check(body, str, known, _place_in_body)
+    for outer in _IGNORED:
+        if outer not in known:
+            _check(body.get(outer), f"{outer}.{{}}".format, (), _place_in_body)
+    _check(body.get("vllm_xargs"), "vllm_xargs.{}".format, (KEY,), _place_in_body)
+
+
+def check_extra_args(extra_args: Mapping[str, object]) -> None:
+    """Check that `SamplingParams.extra_args` ask nothing of midstream but in its own field.
+
+    Raises:
+        SpecError: as `check_body`; the path is like `extra_args['edits']`.
+    """
+    _check(extra_args, "extra_args[{!r}]".format, (KEY,), _place_in_python)
+
+
+def _place_in_body(name: str) -> str:
+    return f'the body\'s field `{KEY}`: {{"{KEY}": {{"{name}": …}}}}'
+
+
+def _place_in_python(name: str) -> str:
+    return (
+        f"the call's argument `{name}`, in midstream.SamplingParams({name}=…), or in "
+        f'extra_args={{"{KEY}": {{"{name}": …}}}}'
+    )
+
+
+def _check(
+    fields: object,
+    path_of: Callable[[str], str],
+    known: Container[str],
+    place_of: Callable[[str], str],
+) -> None:
+    if not isinstance(fields, Mapping):
+        return
+    if len(fields) > _MAX_FIELDS:
+        raise SpecError("", f"expected at most {_MAX_FIELDS} fields, got {len(fields)}")
+    for name, value in fields.items():
+        if isinstance(name, str) and value is not None and name not in known:
+            problem = _problem(name, value, place_of)
+            if problem:
+                raise SpecError(path_of(name), problem)
+
+
+def _problem(name: str, value: object, place_of: Callable[[str], str]) -> str:
+    """Return what is wrong with a field that vLLM does not define; empty: it is not midstream's."""
+    if name in OWN:
+        return f"the field belongs in {place_of(name)}"
+    if name == KEY:
+        return "the field belongs at the top level of the body"
+    if name in FOREIGN:
+        field = FOREIGN[name]
+        return f"a field of {field.tool}, which midstream does not read here; {field.instead}"
+    near = _nearest(name.casefold())
+    if near == KEY and (name not in _ENGLISH or isinstance(value, Mapping)):
+        return f"unknown field; did you mean `{KEY}`?"
+    if near in OWN and _has_form(value):
+        return f"unknown field; did you mean `{near}`? It belongs in {place_of(near)}"
+    return ""
+
+
+def _has_form(value: object) -> bool:
+    """Return whether a value looks like a capture, edit or probe, or a list of these."""
+    if isinstance(value, (list, tuple)):
+        return any(_has_form(each) for each in value[:8])
+    if isinstance(value, Mapping):
+        return any(name in value for name in _FORM)
+    return type(value).__module__.startswith("midstream.spec.")
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_suspect(key: bytes) -> bool:
+    name = key.decode("utf-8", "replace")
+    return name in FOREIGN or _nearest(name.casefold()) != ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _nearest(name: str) -> str:
+    """Return the name of midstream that is at most two edits away; empty: none."""
+    found = [(_distance(name, own), own) for own in (KEY, *OWN) if _may_be(name, own)]
+    distance, nearest = min(found, default=(_NEAR + 1, ""))
+    return nearest if distance <= _NEAR else ""
+
+
+def _may_be(name: str, own: str) -> bool:
+    """Return False if the names are certainly more than two edits apart: of three parts of a name,
+    one survives two edits.
+    """
+    if abs(len(name) - len(own)) > _NEAR:
+        return False
+    third = len(own) // 3
+    parts = (own[:third], own[third : 2 * third], own[2 * third :])
+    return any(part in name for part in parts)
+
+
+def _distance(first: str, second: str) -> int:
+    """Return the number of letters to insert, delete or replace between two names."""
+    row = list(range(len(second) + 1))
+    for i, one in enumerate(first, 1):
+        before, row[0] = row[0], i
+        for j, other in enumerate(second, 1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (one != other))
+    return row[-1]

@@ -1,0 +1,48 @@
+"""The fields that this vLLM defines for the bodies of its endpoints."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+
+def body_fields(app: Any) -> dict[str, frozenset[str]]:
+    """Return the fields of the models that vLLM's endpoints read their bodies as, by path.
+
+    Args:
+        app: the Starlette application; None: unknown.
+    """
+    found = {}
+    for route in getattr(app, "routes", ()):
+        endpoint = getattr(route, "endpoint", None)
+        if (getattr(endpoint, "__module__", None) or "").startswith("vllm."):
+            names = frozenset(name for model in _models_of(endpoint) for name in _names(model))
+            if names:
+                found[route.path] = names
+    return found
+
+
+def _models_of(endpoint: Any) -> list[type[BaseModel]]:
+    try:
+        hints = typing.get_type_hints(endpoint)
+    except (NameError, TypeError):
+        return []
+    return [model for hint in hints.values() for model in _models(hint)]
+
+
+def _models(hint: Any) -> Iterator[type[BaseModel]]:
+    """Yield the models in a type, such as those of a union."""
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        yield hint
+    for part in typing.get_args(hint):
+        yield from _models(part)
+
+
+def _names(model: type[BaseModel]) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield name
+        if field.alias:
+            yield field.alias
