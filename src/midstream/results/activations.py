@@ -27,7 +27,8 @@ class Activations:
     `activations["resid_post", 10]` is a tensor [rows, hidden] in the model's dtype, with rows in
     the order of their positions. Rows of a lossy codec are decoded by `Codec.decode`. Tensors are
     created on first access. They are views without a copy if the rows are contiguous in the
-    worker's shared memory; that memory is freed when the tensor is. A client without torch has
+    worker's shared memory; that memory is freed when the tensor is. `torch.save`, pickles, deep
+    copies and queues of processes take a tensor's own bytes alone. A client without torch has
     arrays of NumPy in place of tensors, with bfloat16 widened to float32.
 
     `positions` and `token_ids` describe all sites and layers if these were captured at the same
@@ -78,7 +79,9 @@ class Activations:
         Raises:
             KeyError: the site and layer were not captured.
         """
-        return self._rows(self._find((site, layer))).encoded()
+        from midstream.results.interleaved_rows import interleaved
+
+        return interleaved(self._rows(self._find((site, layer))).encoded())
 
     def __contains__(self, key: object) -> bool:
         if not isinstance(key, tuple) or len(key) != 2 or not isinstance(key[0], str):
@@ -186,6 +189,14 @@ class Activations:
         save_tensors(rows, indices, target, metadata)
         return target
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what pickles and copies have: these rows, encoded, and no other memory."""
+        given = {
+            tap: rows.alone() if isinstance(rows, Rows) else rows
+            for tap, rows in self._given.items()
+        }
+        return {**self.__dict__, "_given": given, "_values": {}}
+
     def __repr__(self) -> str:
         if not self._given:
             return "Activations(nothing captured)"
@@ -220,7 +231,7 @@ class Activations:
     def _value(self, tap: Tap) -> Tensor:
         if tap not in self._values:
             given = self._given[tap]
-            self._values[tap] = given.decoded() if isinstance(given, Rows) else given
+            self._values[tap] = _decoded(given) if isinstance(given, Rows) else given
         return self._values[tap]
 
     def _find(self, key: Any) -> Tap:
@@ -231,3 +242,9 @@ class Activations:
         name = sites.canonical(key[0])
         assert name is not None
         return name, key[1]
+
+
+def _decoded(rows: Rows) -> Tensor:
+    from midstream.results.interleaved_rows import interleaved
+
+    return interleaved(rows.decoded())

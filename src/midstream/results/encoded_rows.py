@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Union
 
 import numpy as np
@@ -98,6 +98,13 @@ class Rows:
         if self.chosen is not None:
             return len(self.chosen)
         return sum(len(chunk) for chunk in self.chunks)
+
+    def alone(self) -> Rows:
+        """Return the rows in one chunk, in memory without other rows."""
+        encoded = self.encoded()
+        if encoded.untyped_storage().nbytes() != encoded.nbytes:
+            encoded = encoded.clone()
+        return replace(self, chunks=(encoded[:, None],), places=(0,), chosen=None)
 
     def encoded(self) -> Tensor:
         """Return the encoded rows, uint8 [n, bytes of a row]; a view if they are contiguous."""

@@ -1,0 +1,45 @@
+"""Rows of one site and layer that lie in memory between those of others of the same request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class InterleavedRows(Tensor):
+    """A view of some rows that leaves the process as a copy of these rows alone.
+
+    torch saves and shares the whole storage of a view, which has the rows of all sites and layers
+    that were captured together. Operations return plain tensors.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001
+
+    def alone(self) -> Tensor:
+        """Return a copy with a storage of its own."""
+        found = self.detach().clone(memory_format=torch.contiguous_format)
+        return found.requires_grad_(self.requires_grad)
+
+    def share_memory_(self) -> InterleavedRows:
+        """Move these rows, without the others of the storage, to shared memory."""
+        self.data = self.alone().data.share_memory_()
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.alone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = found = self.alone()
+        return found
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.as_subclass(Tensor))
+
+
+def interleaved(rows: Tensor) -> Tensor:
+    """Return rows as a tensor that leaves the process without others of its storage."""
+    if rows.untyped_storage().nbytes() == rows.nbytes:
+        return rows
+    return rows.as_subclass(InterleavedRows)
