@@ -142,4 +142,28 @@ KEPT: tuple[Fault, ...] = (
         "tests/unit/jobs/ray/test_chunk_coordinator.py"
         "::test_a_line_with_which_an_engine_ended_that_had_nothing_else_is_given_up",
     ),
+    Fault(
+        "An edit that overflows writes a value that is not finite",
+        "ops/site_ref.py",
+        "        changed.copy_(torch.where(beyond, ",
+        "        changed.copy_(torch.where(beyond & False, ",
+        "tests/unit/ops/test_site_algebra.py"
+        "::test_an_edit_that_overflows_saturates_and_flags_its_rows_alone",
+    ),
+    Fault(
+        "A request with values that are not finite is reported as ok",
+        "runtime/worker/step_recorder.py",
+        "tally[:, layout.NONFINITE] != 0",
+        "tally[:, layout.NONFINITE] > 1",
+        "tests/engine/test_nonfinite.py"
+        "::test_captured_rows_and_scores_that_are_not_finite_are_in_the_receipt",
+    ),
+    Fault(
+        "NaN in reused blocks of KV reaches another request",
+        "runtime/worker/model_runner/v1.py",
+        '        if nonfinite and runner.device.type == "cpu":\n',
+        "        if False:\n",
+        "tests/engine/test_nonfinite.py"
+        "::test_kv_that_is_not_finite_reaches_no_request_that_gets_its_blocks",
+    ),
 )

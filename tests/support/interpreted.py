@@ -14,6 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from midstream.ops import layout
 from midstream.ops.site_ref import site_ref
 from midstream.ops.site_triton import site_triton
 from support.site_cases import Case, assert_same, random_case, same_bits
@@ -44,6 +45,16 @@ def main() -> None:
         assert_same(made, wanted, exact=False)
         edited += int((made.hidden != before).any(1).sum())
     assert edited > 40, edited
+    for nth, dtype in enumerate(DTYPES):
+        made = random_case(rows=7, width=20, dtype=dtype, residual=nth > 0, max_steps=6, seed=nth)
+        made.params *= 1e30
+        made.hidden[2, 3] = float("nan")
+        wanted = made.copy()
+        site_ref(*wanted.arguments())
+        run(made)
+        assert bool(made.hidden[:2].isfinite().all())
+        assert torch.equal(made.tally, wanted.tally)
+        assert int(made.tally[:, layout.NONFINITE].sum()) > 1
     for nth, name in enumerate(NOOPS):
         made = noop_case(name, rows=2, width=20, dtype=DTYPES[nth % 3], residual=nth % 2 == 0)
         before = made.hidden.clone()

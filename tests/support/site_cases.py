@@ -109,12 +109,14 @@ def case(
     else:
         tokens[:rows, layout.PROGRAM] = 2 + torch.arange(rows, dtype=torch.int32) % len(programs)
     tokens[:rows, layout.POSITION] = below(3, rows) + 100
+    tally = below(100, rows + spare_rows, layout.TALLY_COLUMNS)
+    tally[:, layout.NONFINITE] = 0
     return Case(
         hidden=(normal(rows, width) * magnitude).to(dtype),
         residual=(normal(rows, width) * magnitude).to(dtype) if residual else None,
         tokens=tokens,
         ids=below(VOCABULARY, rows + spare_rows),
-        tally=below(100, rows + spare_rows, layout.TALLY_COLUMNS),
+        tally=tally,
         table=table,
         instructions=instructions,
         params=params,
@@ -221,18 +223,29 @@ def expected(case: Case) -> Case:
         run = _Run(out, row, out.hidden[row].float() + rest.float())
         for number in range(start, start + count):
             run.step(out.instructions[number].tolist(), out.params[number].tolist())
-        changed = (out.hidden[row].float() + run.delta).to(dtype)
+        limit = layout.limit_of(str(dtype).removeprefix("torch."))
+        changed = out.hidden[row].float() + run.delta
+        beyond = (run.delta != 0) & ~(changed.abs() <= limit)
+        changed = changed.nan_to_num(0.0).clamp(-limit, limit).to(dtype)
         out.hidden[row] = torch.where(run.delta == 0, out.hidden[row], changed)
+        spoiled = run.spoiled or bool(count and (beyond.any() or _nonfinite(out.hidden[row])))
         place = int(out.table[group, layout.PLACE])
         captured = record > 0 and place > 0
         if captured:
             stream = out.hidden[row].float() + rest.float()
             out.ring[record - 1 + place - 1] = stream.to(out.ring.dtype)
+            spoiled = spoiled or _nonfinite(out.ring[record - 1 + place - 1])
         summed = int(out.tally[row, layout.SIGNATURE]) + int(out.table[0, layout.CODE])
         out.tally[row, layout.SIGNATURE] = (summed + 2**31) % 2**32 - 2**31
         out.tally[row, layout.EDITS] += run.done
         out.tally[row, layout.CAPTURES] += int(captured)
+        if spoiled:
+            out.tally[row, layout.NONFINITE] = 1
     return out
+
+
+def _nonfinite(row: Tensor) -> bool:
+    return not bool(row.isfinite().all())
 
 
 class _Run:
@@ -244,6 +257,7 @@ class _Run:
         self.delta = torch.zeros_like(entered)
         self.gate = 1.0
         self.done = 0
+        self.spoiled = False
 
     def step(self, word: list[int], params: list[float]) -> None:
         op, read, write, slot, bits, ids_start, ids_count, _ = word
@@ -268,6 +282,7 @@ class _Run:
             return
         if op == Op.PROBE:
             self.case.scores[self.row, slot - 1] = x + a
+            self.spoiled |= not math.isfinite(self.case.scores[self.row, slot - 1])
             return
         active = x + a if x + a > b else 0.0
         factor = {
@@ -298,7 +313,7 @@ class _Run:
         if torch.equal(stream, self.base) or not stream.any():
             return
         ratio = float(self.base.double().norm() / stream.double().norm())
-        self.delta = self.delta + (stream * ratio - stream)
+        self.delta = stream * ratio - self.entered
 
 
 _READERS = (Op.CLIP, Op.LINEAR, Op.FEATURE, Op.GATE, Op.PROBE)

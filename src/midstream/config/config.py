@@ -25,7 +25,7 @@ from midstream.version import __version__
 KEY = "midstream"
 ENVIRONMENT_VARIABLE = "MIDSTREAM"
 # Increase when the op's arguments or buffers change meaning: it separates cached compiled graphs.
-OP_SCHEMA = 2
+OP_SCHEMA = 3
 # Capacity settings and their minimum values.
 _LEAST = {
     "bank_rows": 1,
@@ -39,6 +39,7 @@ _CHOICES = {
     "overflow": ("block", "spill", "drop"),
     "return": RETURNS,
     "on_mismatch": ("raise", "warn"),
+    "on_nonfinite": ("raise", "report"),
 }
 STAMP = {"version": __version__, "op_schema": OP_SCHEMA}
 
@@ -80,6 +81,10 @@ class Config:
         on_mismatch: what happens if a request's receipt has problems. "raise": raise
             `ReceiptError`, which has the outputs of the call. "warn": issue a `ReceiptWarning` and
             return the outputs; the receipts concerned have the status `error`.
+        on_nonfinite: what happens to a request with an infinite or NaN value in an edited or
+            captured row or in a score, or with an edit that saturated. "raise": it ends, and its
+            receipt has a problem. "report": it runs on, and the receipt, with status `partial`,
+            reports the positions. Its KV is never served to other requests.
         sinks: sinks for captured rows besides the request's output: settings by name, such as
             `{"store": {"root": "acts"}}`, or one string `"filesystem:root=acts"`.
         http: settings of `vllm serve` for HTTP clients, see `midstream.config.http`; False:
@@ -96,6 +101,7 @@ class Config:
     token_ids: int = 16384
     staging_bytes: int | None = None
     on_mismatch: str = "raise"
+    on_nonfinite: str = "raise"
     arena_bytes: int | None = None
     overflow: str = "block"
     spill_dir: str | None = None

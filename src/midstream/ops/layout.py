@@ -38,6 +38,7 @@ TOKEN_COLUMNS = 4
 SIGNATURE = 0  # sum (wrapping) of the codes of the sites that ran
 EDITS = 1  # instructions with COUNTED that were executed
 CAPTURES = 2  # vectors written to the ring
+NONFINITE = 3  # 1 if the row had a value that is not finite, or an edit went beyond `limit_of`
 TALLY_COLUMNS = 4
 
 # table: int32 [sites, rows, TABLE_COLUMNS]; a tap holds its own [rows, TABLE_COLUMNS].
@@ -68,6 +69,12 @@ INSTRUCTION_COLUMNS = 8
 # params: float32 [E, PARAM_COLUMNS]: a, b, c, d of the table above.
 A, B, C, D = range(4)
 PARAM_COLUMNS = 4
+
+# Largest magnitude that an edit writes. The squares of a row of such values can be summed in
+# float32, so the norms of the layers that follow do not overflow.
+LIMIT = 2.0**53
+# float16 ends at 65504: half of it, so that the layers' additions to the stream do not overflow.
+FLOAT16_LIMIT = 32752.0
 
 # lists: int32 [L]: token ids of the instructions that have such a list.
 # scores: float32 [max tokens, slots]: probe scores, for gates at later sites and for the host.
@@ -108,3 +115,8 @@ class Flags(IntFlag):
     ROW_BY_POSITION = 16
     STEP = 32
     OTHER_IDS = 64
+
+
+def limit_of(dtype: str) -> float:
+    """Return the largest magnitude that an edit writes into a stream of this dtype."""
+    return FLOAT16_LIMIT if dtype == "float16" else LIMIT

@@ -40,11 +40,14 @@ def site(
     1. Run the program's instructions at this site in order; see `midstream.ops.layout`.
        The stream is hidden + residual + delta, where delta starts at zero and accumulates the
        instructions' contributions; it is rounded once, into `hidden[t] = hidden[t] + delta`.
+       A changed value saturates at `layout.limit_of` the dtype, and NaN becomes 0, so an edit
+       never writes a value that is not finite.
        Instructions without an effect (a scale of zero, a clip out of reach, a closed gate, +v then
        −v) therefore leave every bit of `hidden[t]` unchanged.
     2. If the token has a record and its group captures this site, `ring[...] = hidden[t] +
        residual[t]`: captures include the edits at the same site.
-    3. Add the counts of this site to `tally[t]`.
+    3. Add the counts of this site to `tally[t]`. `NONFINITE` is set to 1 if a changed value
+       saturated, or if an edited row, a captured row or a probe's score is not finite.
 
     The h that instructions read is the stream at the last instruction with `Flags.FRESH`; before
     the first of these, the stream on entry. A factor of exactly zero contributes exactly nothing.

@@ -6,6 +6,7 @@ Rows of vectors are addressed by slices where they are evenly spaced, which avoi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ from midstream.ops.layout import Flags, Op
 Ints = NDArray[np.int32]
 Rows = NDArray[np.int64]
 Index = slice | Tensor
+Flagged = NDArray[np.bool_] | bool
 
 # Flags of instructions that can be computed once for all rows of a program, because they do not
 # depend on the row.
@@ -59,12 +61,13 @@ def site_ref(
     programs = site[words[:, layout.PROGRAM]]
 
     counted: Ints | int = 0
+    spoiled = np.zeros(active.size, np.bool_)
     edited = programs[:, layout.EDIT_COUNT].nonzero()[0]
     if edited.size:
         device = _Device(instructions.numpy(), params, lists.numpy(), bank, scores, ids.numpy())
-        done = _edit(
+        done, spoiled[edited] = _edit(
             hidden, residual, device, active[edited], words[edited], programs[edited]
-        )  # fmt: skip
+        )
         counted = np.zeros(active.size, np.int32)
         counted[edited] = done
 
@@ -72,13 +75,16 @@ def site_ref(
     captured = (words[:, layout.RECORD] > 0) & (places > 0)
     if captured.any():
         targets = words[captured, layout.RECORD] + places[captured] - 2
-        _capture(hidden, residual, ring, _index(active[captured]), _spaced(targets))
+        spoiled[captured] |= _capture(
+            hidden, residual, ring, _index(active[captured]), _spaced(targets)
+        )
 
     totals: Ints = tally.numpy()
     rows = slice(None, len(words)) if active.size == active[-1] + 1 else active
     totals[rows, layout.SIGNATURE] += site[0, layout.CODE]
     totals[rows, layout.EDITS] += counted
     totals[rows, layout.CAPTURES] += captured
+    totals[rows, layout.NONFINITE] |= spoiled
 
 
 def _index(rows: NDArray[np.integer]) -> Index:
@@ -102,17 +108,28 @@ def _spaced(rows: NDArray[np.integer]) -> Index:
 
 def _capture(
     hidden: Tensor, residual: Tensor | None, ring: Tensor, rows: Index, targets: Index
-) -> None:
-    """Copy rows of the stream into the ring, rounded once."""
+) -> Flagged:
+    """Copy rows of the stream into the ring, rounded once; return which are not finite."""
     stream = hidden[rows]
     if residual is not None:
         rest = residual[rows]
         if isinstance(targets, slice) and stream.dtype == rest.dtype == ring.dtype:
             # PyTorch adds two half-precision values in float32 and rounds the sum once.
-            torch.add(stream, rest, out=ring[targets])
-            return
+            copied = ring[targets]
+            torch.add(stream, rest, out=copied)
+            return _nonfinite(copied)
         stream = stream.float() + rest.float()
-    ring[targets] = stream.to(ring.dtype)
+    copied = stream.to(ring.dtype)
+    ring[targets] = copied
+    return _nonfinite(copied)
+
+
+def _nonfinite(rows: Tensor) -> Flagged:
+    """Return which rows have a value that is not finite; False: none."""
+    low, high = torch.aminmax(rows)  # both are NaN if any value is
+    if -math.inf < float(low) and float(high) < math.inf:
+        return False
+    return (~rows.isfinite().all(1)).numpy()
 
 
 def _edit(
@@ -122,11 +139,12 @@ def _edit(
     rows: Rows,
     words: Ints,
     programs: Ints,
-) -> Ints | int:
+) -> tuple[Ints | int, Flagged]:
     """Run the programs of the rows of `hidden` that have one at this site.
 
     Returns:
         int32 [n], or one number for all rows: COUNTED instructions executed per row.
+        bool [n], or one for all rows: whether `NONFINITE` is set.
     """
     where = _index(rows)
     starts, counts = programs[:, layout.EDIT_START], programs[:, layout.EDIT_COUNT]
@@ -134,23 +152,36 @@ def _edit(
     if not reads and (starts == starts[0]).all() and (counts == counts[0]).all():
         uniform = device.sum_uniform(int(starts[0]), int(starts[0] + counts[0]))
         if uniform is not None:
-            _change(hidden, where, uniform[0])
-            return uniform[1]
+            return uniform[1], _change(hidden, where, uniform[0])
     work = _Work(device, hidden, residual, where, rows, words, reads)
     for nth in range(int(counts.max())):
         here = (counts > nth).nonzero()[0]
         work.step(here, starts[here] + nth)
-    _change(hidden, where, work.delta)
-    return work.done
+    return work.done, work.spoiled | _change(hidden, where, work.delta)
 
 
-def _change(hidden: Tensor, rows: Index, delta: Tensor) -> None:
-    """Add in float32 and round once; a `delta` of 0 changes no bit, not even a zero's sign."""
+def _change(hidden: Tensor, rows: Index, delta: Tensor) -> Flagged:
+    """Add in float32, saturate, and round once; a `delta` of 0 changes no bit, not even a zero's
+    sign.
+
+    Returns:
+        Which rows have a value that saturated or is not finite; False: none.
+    """
+    limit = layout.FLOAT16_LIMIT if hidden.dtype == torch.float16 else layout.LIMIT
     delta = delta.masked_fill_(delta == 0, -0.0)
     if isinstance(rows, slice):
-        hidden[rows].add_(delta)
+        changed = hidden[rows].add_(delta)
     else:
-        hidden[rows] = (hidden[rows] + delta).to(hidden.dtype)
+        changed = (hidden[rows] + delta).to(hidden.dtype)
+    low, high = torch.aminmax(changed)
+    flagged: Flagged = False
+    if not (-limit <= float(low) and float(high) <= limit):
+        beyond = (delta != 0) & ~(changed.abs() <= limit)
+        flagged = (beyond | ~changed.isfinite()).any(1).numpy()
+        changed.copy_(torch.where(beyond, changed.nan_to_num(0.0).clamp(-limit, limit), changed))
+    if not isinstance(rows, slice):
+        hidden[rows] = changed
+    return flagged
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +231,7 @@ class _Work:
         base: float32 [n, W], h: the stream at the last FRESH.
         gate: float32 [n].
         done: int32 [n], COUNTED instructions executed.
+        spoiled: bool [n], whether a probe's score is not finite.
     """
 
     def __init__(
@@ -216,6 +248,7 @@ class _Work:
         self.delta = torch.zeros(rows.size, hidden.shape[1])
         self.gate = torch.ones(rows.size)
         self.done = np.zeros(rows.size, np.int32)
+        self.spoiled = np.zeros(rows.size, np.bool_)
         self.entered: Tensor | None = None
         self._moved = False
         if reads:
@@ -282,6 +315,7 @@ class _Work:
                 rows = torch.from_numpy(self._rows[at[stored]])
                 slots = torch.from_numpy(words[stored, layout.SLOT].astype(np.int64) - 1)
                 self._device.scores[rows, slots] = score[torch.from_numpy(stored)]
+                self.spoiled[at] |= stored & ~np.isfinite(score.numpy())
         else:
             self._add(op, at, words, self._factor(op, _index(at), words, (a, b, c, d)))
             kept = (words[:, layout.FLAGS] & _KEEP) != 0
@@ -350,8 +384,9 @@ class _Work:
         stream = self.entered[rows] + self.delta[rows]
         wanted, norm = _norm(self.base[rows]), _norm(stream)
         ratio = torch.where((norm == 0) | (norm == wanted), 1.0, wanted / norm)
-        change = stream * ratio[:, None] - stream
-        self.delta[rows] += torch.where(ratio[:, None] == 1, 0.0, change)
+        # Not an addition to delta: where delta is large, its last digit may be larger than h.
+        change = stream * ratio[:, None] - self.entered[rows]
+        self.delta[rows] = torch.where(ratio[:, None] == 1, self.delta[rows], change)
 
     def _set_gates(self, at: Rows, words: Ints, a: Tensor, b: Tensor, c: Tensor) -> None:
         slots = words[:, layout.SLOT]

@@ -22,6 +22,7 @@ _RECORD = tl.constexpr(layout.RECORD)
 _POSITION = tl.constexpr(layout.POSITION)
 _EDITS = tl.constexpr(layout.EDITS)
 _CAPTURES = tl.constexpr(layout.CAPTURES)
+_NONFINITE = tl.constexpr(layout.NONFINITE)
 _EDIT_START = tl.constexpr(layout.EDIT_START)
 _EDIT_COUNT = tl.constexpr(layout.EDIT_COUNT)
 _PLACE = tl.constexpr(layout.PLACE)
@@ -123,6 +124,12 @@ def _factor(op, x, param):
 
 
 @triton.jit
+def _is_infinite(x):
+    """Return whether x is infinite or NaN."""
+    return (tl.abs(x.to(tl.float32)) < float("inf")) == 0
+
+
+@triton.jit
 def _sigmoid(x):
     small = tl.exp(-tl.abs(x))
     return tl.div_rn(tl.where(x >= 0.0, 1.0, small), 1.0 + small)
@@ -149,6 +156,7 @@ def _site_kernel(
     width: tl.constexpr,
     has_residual: tl.constexpr,
     block: tl.constexpr,
+    limit: tl.constexpr,
     dependent: tl.constexpr,
 ):
     if dependent:
@@ -169,6 +177,7 @@ def _site_kernel(
     code = tl.load(table + _CODE)
     captured = (record > 0) & (place > 0)
     target = (record - 1 + place - 1).to(tl.int64)
+    totals = tally + row * _TALLY
     done = tl.full((), 0, tl.int32)
 
     if (count > 0) | captured:
@@ -236,7 +245,10 @@ def _site_kernel(
                             old = tl.sqrt_rn(old)
                             new = tl.sqrt_rn(new)
                             if (new != 0.0) & (old != new):
-                                delta = delta + (stream * tl.div_rn(old, new) - stream)
+                                # Not an addition to delta: where delta is large, its last digit
+                                # may be larger than h.
+                                entered = _stream(value, rest, inside, has_residual)
+                                delta = stream * tl.div_rn(old, new) - entered
                     elif op == _GATE:
                         x += a
                         if slot > 0:
@@ -247,17 +259,27 @@ def _site_kernel(
                         if (flags & _STEP) != 0:
                             gate = tl.where(x > b, 1.0, 0.0)
                     elif slot > 0:
-                        tl.store(scores + row * slots + slot - 1, x + a)
+                        x += a
+                        tl.store(scores + row * slots + slot - 1, x)
+                        tl.store(totals + _NONFINITE, 1, mask=_is_infinite(x))
                     done += ((flags & _COUNTED) != 0).to(tl.int32)
-            changed = (value.to(tl.float32) + delta).to(value.dtype)
-            value = tl.where(delta == 0.0, value, changed)
+            changed = value.to(tl.float32) + delta
+            beyond = (delta != 0.0) & ((tl.abs(changed) <= limit) == 0)
+            held = tl.where(changed < 0.0, -limit, tl.where(changed > 0.0, limit, 0.0))
+            changed = tl.where(beyond, held, changed)
+            value = tl.where(delta == 0.0, value, changed.to(value.dtype))
             tl.store(hidden + row * hidden_stride + columns, value, mask=inside)
+            # Each lane that finds one stores the same 1, so no reduction is needed.
+            spoiled = inside & (beyond | _is_infinite(value))
+            tl.store(totals + _NONFINITE + columns * 0, columns * 0 + 1, mask=spoiled)
         if captured:
             stream = _stream(value, rest, inside, has_residual)
-            tl.store(ring + target * width + columns, stream.to(ring.dtype.element_ty), mask=inside)
+            row_out = stream.to(ring.dtype.element_ty)
+            tl.store(ring + target * width + columns, row_out, mask=inside)
+            spoiled = inside & _is_infinite(row_out)
+            tl.store(totals + _NONFINITE + columns * 0, columns * 0 + 1, mask=spoiled)
 
     # Plain stores suffice: one program owns a token, and sites run in stream order.
-    totals = tally + row * _TALLY
     tl.store(totals, tl.load(totals) + code)
     tl.store(totals + _EDITS, tl.load(totals + _EDITS) + done)
     tl.store(totals + _CAPTURES, tl.load(totals + _CAPTURES) + captured.to(tl.int32))
@@ -309,6 +331,7 @@ def site_triton(
             width=width,
             has_residual=residual is not None,
             block=block,
+            limit=layout.limit_of(str(hidden.dtype).removeprefix("torch.")),
             dependent=dependent,
             num_warps=min(max(block // 512, 4), 32),
             enable_fp_fusion=False,

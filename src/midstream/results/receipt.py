@@ -74,6 +74,19 @@ class Selected:
 
 
 @dataclass(frozen=True, slots=True)
+class Nonfinite:
+    """Positions with an infinite or NaN value, or with an edit that saturated.
+
+    Attributes:
+        positions: number of positions.
+        first: the first of them.
+    """
+
+    positions: int
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
 class CaptureResult:
     """Result of storing captured rows in a sink.
 
@@ -133,6 +146,8 @@ class Receipt:
         selected: positions that each capture, edit and probe resolved to.
         dropped: number of captured vectors dropped because the arena was full; only with the
             setting `overflow="drop"`.
+        nonfinite: positions at which an edited or captured row or a score is not finite, or an
+            edit saturated; None: there are none.
         problems: all other differences from the plan; empty if there are none.
         kept: (sink, result) for every sink except `memory`.
     """
@@ -147,13 +162,16 @@ class Receipt:
     dropped: int = 0
     problems: tuple[str, ...] = ()
     kept: tuple[tuple[str, CaptureResult], ...] = ()
+    nonfinite: Nonfinite | None = None
 
     @property
     def status(self) -> str:
-        """`ok`; `partial` if captured vectors were dropped, as the settings allow; `error` if there
-        are problems.
+        """`ok`; `partial` if captured vectors were dropped or values are not finite, as the
+        settings allow; `error` if there are problems.
         """
-        return "error" if self.problems else "partial" if self.dropped else "ok"
+        if self.problems:
+            return "error"
+        return "partial" if self.dropped or self.nonfinite else "ok"
 
     def check(self) -> None:
         """Check that there are no problems.
@@ -203,6 +221,7 @@ class Receipt:
                 for one in plain["selected"]
             ),
             dropped=plain["dropped"],
+            nonfinite=None if not plain.get("nonfinite") else Nonfinite(**plain["nonfinite"]),
             problems=tuple(plain["problems"]),
             kept=tuple(
                 (one["sink"], CaptureResult(one["status"], one["reason"], tuple(one["paths"])))
@@ -223,6 +242,11 @@ class Receipt:
             )
         if self.dropped:
             lines.append(f"  dropped {self.dropped} vectors: the arena was full")
+        if self.nonfinite:
+            lines.append(
+                f"  {self.nonfinite.positions} positions are not finite; the first is "
+                f"{self.nonfinite.first}"
+            )
         if self.edited is not None:
             edited = self.edited
             reused = f", {edited.cached} from the prefix cache" if edited.cached else ""

@@ -51,6 +51,24 @@ class Instruction:
         """Whether the device counts the instruction in its tally of edits."""
         return Flags.COUNTED in self.flags
 
+    @property
+    def reach(self) -> float:
+        """Bound of the length of what the instruction adds to a vector of length 0 or 1.
+
+        The limits of a `CLIP` and the threshold of a `FEATURE` are not counted.
+        """
+        longest = max((vector.norm for vector in self.write), default=1.0)
+        if self.op in (Op.ADD, Op.ADD_MATCHED, Op.REPLACE):
+            return abs(self.a) * longest
+        if self.op is Op.SCALE:
+            return abs(self.a - 1)
+        if self.op not in (Op.CLIP, Op.LINEAR, Op.FEATURE):
+            return 0.0
+        assert self.read is not None
+        factor = abs(self.a if self.op is Op.LINEAR else self.c) * self.read.norm
+        fixed = self.a * self.b if self.op is Op.LINEAR else self.d
+        return max(factor, abs(fixed)) * longest
+
     def with_flags(self, flags: Flags) -> Instruction:
         """Return a copy with additional flags."""
         return replace(self, flags=self.flags | flags)

@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
-from support.site_cases import Case, Step, case, same_bits
+from support.site_cases import Case, Step, assert_same, case, expected, same_bits
 from support.site_noops import NOOPS, noop_case
 
 import midstream.ops.site  # noqa: F401  (defines the op)
 from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
+from midstream.ops.site_triton import MAX_WIDTH
 
 FRESH, COUNTED = Flags.FRESH, Flags.COUNTED
 BOTH = FRESH | COUNTED
@@ -191,3 +192,85 @@ def test_a_factor_of_zero_is_nothing_even_times_infinity(step):
     before = made.hidden.clone()
     run(made)
     assert same_bits(made.hidden, before)
+
+
+def overflowing(dtype, *steps):
+    """Two rows with these steps between two rows without edits, all captured, and a probe."""
+    made = case([list(steps), []], rows=4, width=24, dtype=dtype, residual=False, captures=False)
+    made.tokens[:4, layout.PROGRAM] = torch.tensor([3, 2, 2, 3])
+    made.tokens[:4, layout.GROUP] = 2
+    made.tokens[:4, layout.RECORD] = torch.arange(4) + 1
+    made.table[2, layout.PLACE] = 1
+    return made
+
+
+HUGE = {
+    "a sum": [Step(Op.ADD, write=1, a=3e38), Step(Op.ADD, write=1, a=3e38)],
+    "opposite infinities": [
+        Step(Op.ADD, write=1, a=3e38),
+        Step(Op.ADD, write=1, a=3e38),
+        Step(Op.ADD, write=2, a=-3e38),
+        Step(Op.ADD, write=2, a=-3e38),
+    ],
+    "a product": [Step(Op.SCALE, a=3e38), Step(Op.SCALE, a=3e38)],
+    "a projection": [Step(Op.LINEAR, read=1, write=1, a=3e38)],
+    "a norm": [Step(Op.ADD_MATCHED, write=1, a=3e38), Step(Op.ADD_MATCHED, write=2, a=3e38)],
+    "a norm that is kept": [Step(Op.ADD, write=1, a=3e38, flags=BOTH | Flags.KEEP)],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", HUGE)
+def test_an_edit_that_overflows_saturates_and_flags_its_rows_alone(name, dtype):
+    made = overflowing(dtype, *HUGE[name])
+    made.bank[1:3] *= 10
+    wanted = expected(made)
+    run(made)
+    assert made.hidden.isfinite().all()
+    assert float(made.hidden.abs().max()) <= layout.limit_of(str(dtype).removeprefix("torch."))
+    assert made.tally[:4, layout.NONFINITE].tolist() == [0, 1, 1, 0]
+    assert_same(made, wanted, exact=False)
+
+
+def test_the_largest_values_of_an_edit_have_a_norm_in_float32():
+    row = torch.full((MAX_WIDTH,), layout.LIMIT)
+    assert math.isfinite(float((row * row).sum()))
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("residual", [True, False])
+def test_values_of_the_model_that_are_not_finite_are_flagged_where_they_are_captured(bad, residual):
+    made = overflowing(torch.bfloat16, Step(Op.ADD, write=1, a=0.0))
+    made.hidden[3, 5] = bad
+    if residual:
+        made.residual = torch.zeros_like(made.hidden)
+    before = made.hidden.clone()
+    run(made)
+    assert made.tally[:4, layout.NONFINITE].tolist() == [0, 0, 0, 1]
+    assert same_bits(made.hidden, before)
+
+
+def test_a_score_that_is_not_finite_is_flagged():
+    made = overflowing(torch.float32, Step(Op.PROBE, read=1, slot=1))
+    made.table[2, layout.PLACE] = 0
+    made.bank[1] = 3e38
+    made.hidden[1] = 10.0
+    made.hidden[2] = 0.0
+    run(made)
+    assert made.tally[:4, layout.NONFINITE].tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4, 1e12, -1e12])
+@pytest.mark.parametrize("residual", [True, False])
+def test_a_norm_is_kept_at_any_scale(scale, residual):
+    flags = BOTH | Flags.KEEP
+    made = case(
+        [[Step(Op.ADD, write=1, a=scale, flags=flags)]],
+        rows=3, width=576, residual=residual, captures=False,
+    )  # fmt: skip
+    stream = made.hidden.double() + (0 if made.residual is None else made.residual.double())
+    wanted = stream + scale * made.bank[1].double()
+    wanted *= stream.norm(dim=1, keepdim=True) / wanted.norm(dim=1, keepdim=True)
+    run(made)
+    found = made.hidden.double() + (0 if made.residual is None else made.residual.double())
+    torch.testing.assert_close(found, wanted, atol=5e-6, rtol=0)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 
 from midstream.errors import ReceiptError
-from midstream.results.receipt import Captured, Edited, Probed, Receipt, Selected
+from midstream.results.receipt import Captured, Edited, Nonfinite, Probed, Receipt, Selected
 
 RECEIPT = Receipt(
     request_id="7",
@@ -113,6 +114,7 @@ def test_its_plain_form_is_json_with_every_field():
         "dropped": 0,
         "problems": [],
         "kept": [],
+        "nonfinite": None,
     }
     full = json.loads(json.dumps(FULL.to_dict()))
     assert full["probed"][0] == {
@@ -126,6 +128,17 @@ def test_its_plain_form_is_json_with_every_field():
     assert full == FULL.to_dict()
     assert BROKEN.to_dict()["edited"] is None
     assert BROKEN.to_dict()["problems"] == ["first <problem>", "second"]
+
+
+def test_values_that_are_not_finite_make_it_partial_and_are_read_back():
+    found = replace(RECEIPT, nonfinite=Nonfinite(positions=3, first=4))
+    assert found.status == "partial"
+    assert "3 positions are not finite; the first is 4" in str(found)
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert plain["nonfinite"] == {"positions": 3, "first": 4}
+    assert Receipt.from_dict(plain) == found
+    del plain["nonfinite"]  # from an older server
+    assert Receipt.from_dict(plain).nonfinite is None
 
 
 def test_receipts_are_values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,8 @@ def update_from_output(
 def end_failed(scheduler: Any, failed: dict[str, Failure]) -> list[tuple[Any, str]]:
     """End failed requests, and requests that were served KV which a failed request computed after
     it had failed: that KV is cached under the key of edits that were not applied. The prefix cache
-    is emptied, so that no other request is served such KV.
+    is emptied, so that no other request is served such KV. Failed requests that do not end keep
+    their KV for themselves.
 
     Args:
         scheduler: vLLM's scheduler.
@@ -49,7 +51,9 @@ def end_failed(scheduler: Any, failed: dict[str, Failure]) -> list[tuple[Any, st
     from vllm.v1.request import RequestStatus
 
     manager = scheduler.kv_cache_manager
-    failures = dict(failed)
+    failures = {name: failure for name, failure in failed.items() if failure.ends}
+    for name in failed.keys() - failures.keys():
+        _stop_sharing(scheduler.requests.get(name))
     reasons: dict[str, str] = {}
     while failures:
         name, failure = failures.popitem()
@@ -65,6 +69,15 @@ def end_failed(scheduler: Any, failed: dict[str, Failure]) -> list[tuple[Any, st
     pool.evict_blocks({one.block_id for one in pool.blocks if one.block_hash is not None})
     ended = scheduler.finish_requests(list(reasons), RequestStatus.FINISHED_ERROR)
     return [(request, reasons[request.request_id]) for request in ended]
+
+
+def _stop_sharing(request: Any) -> None:
+    """Let vLLM find no block of a running request by its hash; None: it has ended.
+
+    vLLM chains the hashes of later blocks to the last one, so these are the request's own too.
+    """
+    if request is not None:
+        request.block_hashes[:] = [os.urandom(32) for _ in request.block_hashes]
 
 
 def _wrong_blocks(scheduler: Any, name: str, position: int) -> set[int]:

@@ -59,5 +59,6 @@ def describe(answers: Sequence[Sequence[WorkerInfo]]) -> EngineInfo:
         hidden_size=first.hidden_size,
         taps=taps,
         reasons=MappingProxyType(lacking),
+        dtype=first.dtype,
     )
     return EngineInfo(shape, first.dtype, first.codec, first.return_, first.room, workers)

@@ -9,15 +9,18 @@ from midstream.runtime.vllm.attributes import FAILURES
 
 
 class Failure(ProtocolMessage, frozen=True):
-    """Why a request cannot continue.
+    """What went wrong with a request.
 
     Attributes:
-        position: first position that was, or may have been, computed without its edits.
+        position: first position that was, or may have been, computed without its edits, or with
+            values that are not finite.
         reason: what went wrong.
+        ends: whether the request ends. If not, its KV is shared with no other request.
     """
 
     position: Natural
     reason: str
+    ends: bool = True
 
 
 def failures_of(output: Any) -> dict[str, Failure]:

@@ -89,7 +89,9 @@ FOREVER = np.iinfo(np.int64).max // 2
 UNSEEN = 0
 CACHED = 1
 APPLIED_0 = 2
-MOST_APPLIED = 0xFFFF
+MOST_APPLIED = 0x7FFF
+# Bit of a state: the position had a value that is not finite, see `layout.NONFINITE`.
+NONFINITE = 0x8000
 
 
 class RankShare(NamedTuple):

@@ -192,7 +192,7 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
     Fields(
         "vllm.v1.request",
         "Request",
-        ("client_index", "get_finished_reason", "request_id", "sampling_params"),
+        ("block_hashes", "client_index", "get_finished_reason", "request_id", "sampling_params"),
         "request payloads are read in the engine core",
     ),
     Fields(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from midstream.runtime.vllm.seam_types import Fields, Seam
 
 _DRAFTER = "a drafter that shares tapped modules is rejected"
+_NONFINITE = "values that are not finite are cleared from reused KV"
 
 _V1 = "vllm.v1.worker.gpu_model_runner"
 V1_SEAMS: tuple[Seam, ...] = (
@@ -81,6 +82,9 @@ V1_FIELDS: tuple[Fields, ...] = (
         "forward passes of requests",
         at="",
     ),
+    Fields(_V1, "GPUModelRunner", ("kv_cache_config", "kv_caches", "requests"), _NONFINITE),
+    Fields("vllm.v1.worker.gpu_input_batch", "CachedRequestState", ("block_ids",), _NONFINITE),
+    Fields("vllm.v1.kv_cache_interface", "KVCacheConfig", ("num_blocks",), _NONFINITE),
     Fields(
         "vllm.v1.worker.gpu_input_batch",
         "InputBatch",

@@ -111,6 +111,7 @@ class WorkerEndpoint:
             vllm_config.model_config.max_model_len,
             RankShare(self._tensor_rank, self._tensor_ranks),
             self._checksum,
+            config.on_nonfinite,
         )
         self._results = ResultBuffer(self._arena, self._session.codec)
         hooks = Hooks(self._session, _ahead(vllm_config))

@@ -63,6 +63,7 @@ class RequestState:
         scores: scores of its probes; likewise.
         problem: the first problem; empty if there was none.
         dropped: number of captured vectors that did not fit into the arena.
+        nonfinite: whether one of its rows had a value that is not finite.
         prompt: token ids of the prompt as it has grown, if the request was scheduled as new more
             than once: the inputs of a session and the tokens generated between them.
         turns: length of the prompt each time that it had grown.
@@ -81,6 +82,7 @@ class RequestState:
     scores: list[RowBlock[Scores]] = field(default_factory=list)
     problem: str = ""
     dropped: int = 0
+    nonfinite: bool = False
     prompt: list[int] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
     streamed: int = 0

@@ -173,6 +173,15 @@ class RequestTable:
         """Clear the failures, which were reported."""
         self._slots.failures.clear()
 
+    def pop_nonfinite(self, request_ids: Iterable[str]) -> set[str]:
+        """Return those of some ended requests that had a value that is not finite, by vLLM's ids;
+        once.
+        """
+        known = self._slots.nonfinite
+        found = known.intersection(request_ids) if known else set()
+        known -= found
+        return found
+
     @property
     def is_empty(self) -> bool:
         """Whether there are no requests, neither running nor finished."""

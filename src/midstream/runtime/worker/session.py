@@ -41,6 +41,7 @@ class WorkerSession:
         max_model_len: int,
         share: RankShare,
         checksum: RankChecksum | None = None,
+        on_nonfinite: str = "raise",
     ) -> None:
         """Args:
         buffers: the rank's buffers.
@@ -50,11 +51,12 @@ class WorkerSession:
         max_model_len: most positions of a request.
         share: the part of the captured vectors that this rank transfers.
         checksum: receives every plan and step; None if ranks are not compared.
+        on_nonfinite: the setting of that name.
         """
         self._checksum = checksum
         self._codecs = CodecTable(buffers.ring)
         self._tables = ProgramTable(buffers)
-        slots = SlotTable(max_model_len)
+        slots = SlotTable(max_model_len, on_nonfinite)
         self._planner = StepPlanner(slots, self._tables)
         self._recorder = StepRecorder(buffers, transport, arena, slots, self._codecs, taps)
         self.requests = RequestTable(

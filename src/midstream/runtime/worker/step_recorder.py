@@ -250,7 +250,7 @@ class StepRecorder:
             plan = replace(plan, positions=positions.astype(np.int64))
         tally = step.shipment.tally().numpy()[plan.active]
         edits = tally[:, layout.EDITS].astype(np.int64)
-        self._slots.record(plan, edits)
+        self._slots.record(plan, edits, tally[:, layout.NONFINITE] != 0)
         wrong = (
             (tally[:, layout.SIGNATURE] != self._signature.signature)
             | (edits < plan.fewest)

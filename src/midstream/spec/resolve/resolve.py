@@ -6,11 +6,11 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
 from midstream.errors import NothingSelectedError, SpecError
-from midstream.ops.layout import Flags, Op
+from midstream.ops.layout import Flags, Op, limit_of
 from midstream.sites import Tap, order
 from midstream.spec.capture import Capture
 from midstream.spec.instructions import Instruction
-from midstream.spec.operations import Edit, Gate
+from midstream.spec.operations import Edit, Gate, Steer
 from midstream.spec.plan import Plan
 from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.positions import Positions
@@ -140,6 +140,7 @@ class _Resolver:
         self, edit: Edit, source: int, where: Where | None = None
     ) -> list[ResolvedEdit]:
         instructions = edit.instructions(self._shape.hidden_size)
+        self._check_reach(edit, instructions)
         # A gate's location is in the inner edit.
         with at("edit") if isinstance(edit, Gate) else nullcontext():
             taps = find_taps(edit.layers, edit.sites, self._shape, "layer", "site")
@@ -158,6 +159,18 @@ class _Resolver:
                 ResolvedEdit(*tap, own, part, source) for tap, own in zip(taps, shared, strict=True)
             ]
         return found
+
+    def _check_reach(self, edit: Edit, instructions: tuple[Instruction, ...]) -> None:
+        """Check that the edit of a vector of usual length stays within the stream's range."""
+        limit = limit_of(self._shape.dtype)
+        reach = max(step.reach for step in instructions)
+        if reach > limit:
+            raise SpecError(
+                "scale" if isinstance(edit, Steer) else "",
+                f"the edit adds a vector of length {reach:.3g}; the limit for "
+                f"{self._shape.dtype} is {limit:.3g}, beyond which the model's layers overflow: "
+                "use a smaller scale or shorter vectors",
+            )
 
     def _gate_slot(
         self, edit: Gate, taps: tuple[Tap, ...], gate: Instruction, where: Where

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.spec import (
     Ablate,
+    Affine,
     Capture,
+    Clamp,
+    Gate,
     Match,
     ModelShape,
     Plan,
     Probe,
     Prompt,
+    Replace,
     Scale,
     Steer,
     Text,
@@ -304,3 +310,45 @@ def test_a_plan_of_very_many_separate_positions_is_refused():
     with pytest.raises(SpecError, match="more than 65536 separate ranges") as caught:
         _resolve(edits=edits, prompt=60_000)
     assert caught.value.path == "edits[2].positions"
+
+
+V = [0.0, 3.0, 0.0, 4.0]
+MOST = 2.0**53
+
+
+@pytest.mark.parametrize(
+    ("edit", "path"),
+    [
+        (Steer(V, 3, scale=MOST / 5 * 1.01), "edits[0].scale"),
+        (Steer([3e38, 0, 0, 0], 3, scale=1e-22), "edits[0].scale"),
+        (Steer(V, 3, scale=1e16, norm="match"), "edits[0].scale"),
+        (Gate(Steer(V, 3, scale=-1e16), {"direction": V}), "edits[0]"),
+        (Scale(1e16, 3), "edits[0]"),
+        (Replace([V, [1e16] * 4], 3, positions=[0, 1]), "edits[0]"),
+        (Affine(V, V, 3, bias=1e16), "edits[0]"),
+        (Clamp(V, 3, strength=1e17, low=0.0), "edits[0]"),
+    ],
+)
+def test_an_edit_beyond_the_range_of_the_stream_is_rejected(edit, path):
+    with pytest.raises(SpecError, match="the limit for bfloat16 is 9.01e") as caught:
+        resolve(Plan(edits=(edit,)), of_dtype(SHAPE, "bfloat16"), Prompt(5), None)
+    assert caught.value.path == path
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "fits"),
+    [
+        ("float32", MOST / 5 * 0.999, True),
+        ("float16", 6550.0, True),
+        ("float16", 6551.0, False),
+        ("bfloat16", 6551.0, True),
+    ],
+)
+def test_the_range_is_that_of_the_streams_dtype(dtype, scale, fits):
+    plan = Plan(edits=(Steer(V, 3, scale=scale),))
+    with nullcontext() if fits else pytest.raises(SpecError, match="for float16 is 3.28e"):
+        resolve(plan, of_dtype(SHAPE, dtype), Prompt(5), None)
+
+
+def of_dtype(shape, dtype):
+    return ModelShape(shape.num_layers, shape.hidden_size, shape.taps, shape.reasons, dtype)

@@ -13,10 +13,10 @@ from midstream.config.config import Config
 from midstream.errors import ReceiptError, ReceiptWarning
 from midstream.results.activations import Activations
 from midstream.results.probe_scores import Probes
-from midstream.results.receipt import Captured, Edited, Probed, Receipt, Selected
+from midstream.results.receipt import Captured, Edited, Nonfinite, Probed, Receipt, Selected
 from midstream.runtime.protocol.results import WorkerResult
 from midstream.runtime.protocol.runs import Ints
-from midstream.runtime.protocol.segments import APPLIED_0, CACHED, UNSEEN
+from midstream.runtime.protocol.segments import APPLIED_0, CACHED, MOST_APPLIED, NONFINITE, UNSEEN
 from midstream.runtime.protocol.worker_info import place_of
 from midstream.sites import Tap
 from midstream.spec import ResolvedPlan
@@ -91,7 +91,17 @@ def make_receipt(
         selected=_selected(plan, length, tokens),
         dropped=min(lost, dropped),
         problems=tuple(problems),
+        nonfinite=_nonfinite(parts, length),
     )
+
+
+def _nonfinite(parts: list[WorkerResult], length: int) -> Nonfinite | None:
+    found = np.zeros(length, np.bool_)
+    for part in parts:
+        states = part.states[:length]
+        found[: states.size] |= states >= NONFINITE
+    where = np.flatnonzero(found)
+    return Nonfinite(int(where.size), int(where[0])) if where.size else None
 
 
 # Many requests have the same counts.
@@ -124,7 +134,7 @@ def _edited(
         stage = part.worker.stage
         states = np.full(length, UNSEEN, np.int64)
         known = part.states[:length]
-        states[: known.size] = known
+        states[: known.size] = known & MOST_APPLIED
         edited = np.maximum(states - APPLIED_0, 0)
         if stage not in first_ranks:
             first_ranks[stage] = part, edited

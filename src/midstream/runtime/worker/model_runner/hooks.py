@@ -34,13 +34,18 @@ class Hooks:
         self._drafted: dict[str, int] = {}
         self._unknown: deque[dict[str, int]] = deque(maxlen=ahead)
 
-    def on_schedule(self, scheduler_output: Any) -> None:
-        """Finish and add requests, as the scheduler decided for a step."""
+    def on_schedule(self, scheduler_output: Any) -> set[str]:
+        """Finish and add requests, as the scheduler decided for a step.
+
+        Returns:
+            vLLM's ids of the finished requests that had a value that is not finite.
+        """
         if self._unknown.maxlen:
             drafted = scheduler_output.scheduled_spec_decode_tokens
             self._unknown.append(self._drafted)
             self._drafted = {name: len(tokens) for name, tokens in drafted.items()}
         requests = self._session.requests
+        nonfinite = requests.pop_nonfinite(scheduler_output.finished_req_ids)
         for request_id in scheduler_output.finished_req_ids:
             requests.finish(request_id)
         for new in scheduler_output.scheduled_new_reqs:
@@ -48,6 +53,7 @@ class Hooks:
             if payload is not None:
                 requests.grow(new.req_id, payload.uid, new.prompt_token_ids)
                 requests.add(new.req_id, payload.uid, payload.plan, new.num_computed_tokens)
+        return nonfinite
 
     def unknown_positions(
         self, request_ids: Sequence[str], positions: Callable[[], Tensor]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+import torch
 
 from midstream.runtime.worker.model_runner.hooks import Hooks, report_failures
 from midstream.runtime.worker.step.step_batch import StepBatch
@@ -21,7 +22,9 @@ def attach(runner: Any, hooks: Hooks) -> None:
     model_forward: Callable[..., Any] = runner._model_forward
 
     def update_states_hooked(scheduler_output: Any) -> Any:
-        hooks.on_schedule(scheduler_output)
+        nonfinite = hooks.on_schedule(scheduler_output)
+        if nonfinite and runner.device.type == "cpu":
+            _clear_nonfinite(runner, nonfinite)
         return update_states(scheduler_output)
 
     def model_forward_hooked(*args: Any, **kwargs: Any) -> Any:
@@ -33,6 +36,24 @@ def attach(runner: Any, hooks: Hooks) -> None:
     runner._update_states = update_states_hooked
     runner._model_forward = model_forward_hooked
     report_failures(runner, hooks)
+
+
+def _clear_nonfinite(runner: Any, request_ids: Iterable[str]) -> None:
+    """Replace values that are not finite in the KV blocks of ended requests.
+
+    vLLM's attention on a CPU multiplies what a reused block still holds beyond a request's last
+    token by a weight of zero: NaN there would reach that request. Finite values, which blocks
+    shared with other requests have, are left as they are.
+    """
+    for name in request_ids:
+        ended = runner.requests.get(name)
+        if ended is None:
+            continue
+        blocks = torch.tensor(sorted({block for group in ended.block_ids for block in group}))
+        for cache in runner.kv_caches:
+            if isinstance(cache, torch.Tensor) and cache.dtype.is_floating_point:
+                parts = cache.unflatten(0, (runner.kv_cache_config.num_blocks, -1))
+                parts[blocks] = parts[blocks].nan_to_num(0.0, 0.0, 0.0)
 
 
 def _batch(runner: Any, hooks: Hooks) -> StepBatch:

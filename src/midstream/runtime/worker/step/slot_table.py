@@ -10,7 +10,13 @@ from numpy.typing import NDArray
 
 from midstream.runtime.protocol.failures import Failure
 from midstream.runtime.protocol.runs import Ints
-from midstream.runtime.protocol.segments import APPLIED_0, CACHED, MOST_APPLIED, UNSEEN
+from midstream.runtime.protocol.segments import (
+    APPLIED_0,
+    CACHED,
+    MOST_APPLIED,
+    NONFINITE,
+    UNSEEN,
+)
 from midstream.runtime.worker.request_state import RequestState, Segment
 from midstream.runtime.worker.step import columns
 from midstream.runtime.worker.step.step_plan import StepPlan
@@ -25,14 +31,18 @@ class SlotTable:
     Attributes:
         segments: int64 [slots, SEGMENT_COLUMNS], the segment of each request's latest rows.
         failures: failures of running requests that are not reported yet, by vLLM's request id.
+        nonfinite: vLLM's ids of running requests that had a value that is not finite.
     """
 
-    def __init__(self, max_model_len: int) -> None:
+    def __init__(self, max_model_len: int, on_nonfinite: str = "raise") -> None:
         """Args:
         max_model_len: most positions of a request.
+        on_nonfinite: the setting of that name.
         """
+        self._ends_nonfinite = on_nonfinite == "raise"
         self.segments = np.zeros((0, columns.SEGMENT_COLUMNS), np.int64)
         self.failures: dict[str, Failure] = {}
+        self.nonfinite: set[str] = set()
         self._requests: dict[str, RequestState] = {}
         self._slot_of: dict[str, int] = {}
         self._by_slot: list[RequestState | None] = []
@@ -163,11 +173,39 @@ class SlotTable:
                 states[states == UNSEEN] = CACHED
         self._reached[slot] = np.maximum(reached, stop)
 
-    def record(self, plan: StepPlan, edits: Ints) -> None:
-        """Record the number of edits that the device counted for each active row of a step."""
+    def record(self, plan: StepPlan, edits: Ints, nonfinite: NDArray[np.bool_]) -> None:
+        """Record what the device counted for each active row of a step.
+
+        Args:
+            plan: the step's plan.
+            edits: number of edits.
+            nonfinite: whether the row had a value that is not finite. Its request fails, or is
+                reported, by the setting `on_nonfinite`.
+        """
         mine = plan.slots >= 0
         states = np.minimum(APPLIED_0 + edits[mine], MOST_APPLIED)
+        if nonfinite.any():
+            states |= np.where(nonfinite[mine], NONFINITE, 0)
+            for nth in np.flatnonzero(nonfinite & mine).tolist():
+                request = self._by_slot[int(plan.slots[nth])]
+                if request is not None:
+                    self._add_nonfinite(request, int(plan.positions[nth]))
         self._states[plan.slots[mine], plan.positions[mine]] = states
+
+    def _add_nonfinite(self, request: RequestState, position: int) -> None:
+        if request.problem or request.nonfinite:
+            return
+        request.nonfinite = True
+        if self.runs(request):
+            self.nonfinite.add(request.id)
+        problem = (
+            f"position {position}: a value is not finite, or an edit went beyond the largest that "
+            "is written; use a smaller scale"
+        )
+        if self._ends_nonfinite:
+            self.fail(request, position, problem)
+        elif self.runs(request):
+            self.failures[request.id] = Failure(position, problem, ends=False)
 
 
 def _grow(array: NDArray[T], rows: int) -> NDArray[T]:

@@ -17,6 +17,9 @@ class NoRequests:
     def finish(self, request_id):
         raise AssertionError(request_id)
 
+    def pop_nonfinite(self, request_ids):
+        return set(request_ids)
+
 
 NO_SESSION = SimpleNamespace(requests=NoRequests())
 

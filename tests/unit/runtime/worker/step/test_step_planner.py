@@ -16,6 +16,7 @@ from midstream.ops.layout import Flags
 from midstream.runtime.protocol.segments import (
     APPLIED_0,
     CACHED,
+    MOST_APPLIED,
     UNSEEN,
     WHOLE,
     TapProgramStep,
@@ -154,7 +155,7 @@ def test_positions_that_no_step_computed_are_known_to_come_from_the_cache():
     planner, slots = planner_of(tables)
     request = request_of("a", STEER, tables, slots)
     step = planner.plan(view_of(["a"], [4], [16]), watch=False)
-    slots.record(step, np.full(4, 1))
+    slots.record(step, np.full(4, 1), np.zeros(4, bool))
     slots.remove(request)
     assert request.done.tolist() == [CACHED] * 16 + [APPLIED_0 + 1] * 4
 
@@ -167,7 +168,8 @@ def test_a_cache_hit_after_preemption_marks_only_what_was_never_computed():
     # Rows that ask for nothing are computed all the same.
     for computed, scheduled in [(0, 6), (16, 4), (10, 12)]:
         step = planner.plan(view_of(["b", "a"], [1, scheduled], [computed] * 2), watch=False)
-        slots.record(step, np.ones(len(step.slots), np.int64))
+        count = len(step.slots)
+        slots.record(step, np.ones(count, np.int64), np.zeros(count, bool))
     slots.remove(request)
     slots.remove(other)
     once = APPLIED_0 + 1
@@ -182,7 +184,7 @@ def test_a_decode_step_like_the_last_notes_what_was_skipped():
     request = request_of("a", STEER, tables, slots)
     for position in (5, 6, 9):
         step = planner.plan(view_of(["a"], [1], [position]), watch=False)
-        slots.record(step, np.ones(1, np.int64))
+        slots.record(step, np.ones(1, np.int64), np.zeros(1, bool))
     slots.remove(request)
     once = APPLIED_0 + 1
     assert request.done.tolist() == [CACHED] * 5 + [once] * 2 + [CACHED] * 2 + [once]
@@ -193,7 +195,7 @@ def test_a_slot_that_is_used_again_remembers_nothing():
     planner, slots = planner_of(tables)
     first = request_of("a", STEER, tables, slots)
     step = planner.plan(view_of(["a"], [8], [0]), watch=False)
-    slots.record(step, np.full(8, 1))
+    slots.record(step, np.full(8, 1), np.zeros(8, bool))
     slots.remove(first)
     second = request_of("b", STEER, tables, slots)
     assert second.slot == first.slot
@@ -206,9 +208,9 @@ def test_a_count_too_large_to_be_told_stays_the_largest():
     planner, slots = planner_of(tables)
     request = request_of("a", STEER, tables, slots)
     step = planner.plan(view_of(["a"], [2], [0]), watch=False)
-    slots.record(step, np.array([2**20, 3]))
+    slots.record(step, np.array([2**20, 3]), np.zeros(2, bool))
     slots.remove(request)
-    assert request.done.tolist() == [0xFFFF, APPLIED_0 + 3]
+    assert request.done.tolist() == [MOST_APPLIED, APPLIED_0 + 3]
 
 
 def test_a_request_that_comes_under_an_id_of_an_unchanged_batch_is_seen():
