@@ -115,9 +115,8 @@ def _capture(
         rest = residual[rows]
         if isinstance(targets, slice) and stream.dtype == rest.dtype == ring.dtype:
             # PyTorch adds two half-precision values in float32 and rounds the sum once.
-            copied = ring[targets]
-            torch.add(stream, rest, out=copied)
-            return _nonfinite(copied)
+            torch.add(stream, rest, out=ring[targets])
+            return _nonfinite(ring[targets])
         stream = stream.float() + rest.float()
     copied = stream.to(ring.dtype)
     ring[targets] = copied
