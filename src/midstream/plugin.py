@@ -63,10 +63,17 @@ def _caller_enables() -> bool:
 
 
 def _enables(value: Any) -> bool:
-    if getattr(value, "__dict__", {}).get("worker_cls") == _WORKER:
+    if _is_worker(getattr(value, "__dict__", {}).get("worker_cls")):
         return True
     for holder in (value, getattr(value, "__dict__", {}).get("vllm_config")):
         found = getattr(holder, "__dict__", {}).get("additional_config")
         if isinstance(found, dict) and found.get(_KEY) not in (None, False):
             return True
     return False
+
+
+def _is_worker(value: Any) -> bool:
+    """Return whether this is midstream's worker class: its name, or the class pickled by vLLM."""
+    if isinstance(value, bytes):
+        return all(name.encode() in value for name in _WORKER.rsplit(".", 1))
+    return bool(value == _WORKER)

@@ -1,5 +1,5 @@
-"""Worker class for `vllm.LLM(model, worker_cls="midstream.worker.CaptureWorker")`, which is
-configured by the environment variables of `midstream.compat.act_environment`.
+"""Worker class for `vllm.LLM(model, worker_cls="midstream.worker.CaptureWorker")`, by its name or
+as the class itself, configured by the environment variables of `midstream.compat.act_environment`.
 """
 
 from __future__ import annotations

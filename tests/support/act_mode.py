@@ -18,17 +18,29 @@ PROMPTS = [list(range(3 + n, 8 + 3 * n)) for n in range(5)]
 MAX_TOKENS = 6
 
 
-def run(model: str, **variables: str) -> dict[str, Any]:
-    """What an engine with these variables does with the prompts."""
+def run(model: str, *, stats: bool = False, **variables: str) -> dict[str, Any]:
+    """What an engine with these variables does with the prompts.
+
+    Args:
+        model: the folder of a model.
+        stats: whether outputs have metrics; then the worker class is given as a class.
+        variables: the variables, without their prefix.
+    """
     for name in [name for name in os.environ if name.startswith("VLLM_ACT_")]:
         del os.environ[name]
     os.environ.update({f"VLLM_ACT_{name}": value for name, value in variables.items()})
     from vllm import LLM, SamplingParams
 
     found: dict[str, Any] = {"imported": "midstream" in sys.modules}
+    worker: Any = WORKER
+    if stats:
+        from midstream.worker import CaptureWorker
+
+        worker = CaptureWorker
     llm = LLM(
         model,
-        worker_cls=WORKER,
+        worker_cls=worker,
+        disable_log_stats=not stats,
         dtype="float32",
         enforce_eager=True,
         skip_tokenizer_init=True,
@@ -41,6 +53,10 @@ def run(model: str, **variables: str) -> dict[str, Any]:
     outputs = llm.generate(prompts, params, use_tqdm=False)
     found["generated"] = [list(output.outputs[0].token_ids) for output in outputs]
     found["manifests"] = [getattr(output, "activation_manifest", None) for output in outputs]
+    metrics = [output.metrics for output in outputs]
+    found["extras"] = [
+        None if one is None else one.extras["activation_manifest"] for one in metrics
+    ]
     found["worker"] = llm.llm_engine.vllm_config.parallel_config.worker_cls
     found["enabled"] = "midstream" in llm.llm_engine.vllm_config.additional_config
     return found
@@ -58,7 +74,14 @@ def main(model: str, folder: Path) -> None:
     found = {
         "raw": run(model, CAPTURE="1", MODE="raw", OUTDIR=str(folder / "raw")),
         "rp8": run(model, CAPTURE="1", RP_K="32", OUTDIR=str(folder / "rp8")),
-        "full8": run(model, CAPTURE="1", MODE="full8", OUTDIR=str(folder / "full8")),
+        "full8": run(
+            model,
+            stats=True,
+            CAPTURE="1",
+            MODE="full8",
+            RETURN="gathered",
+            OUTDIR=str(folder / "full8"),
+        ),
         "off": run(model, CAPTURE="0", OUTDIR=str(folder / "off")),
         "refused": refused(model, CAPTURE="1", MODE="rp9"),
     }

@@ -53,7 +53,8 @@ def test_every_request_has_a_file_for_each_layer_and_a_manifest(found, expected,
             "manifest.json", "resid_post.0.npz", "resid_post.1.npz", "resid_post.2.npz",
         ]  # fmt: skip
         assert manifest["codec"] == {"raw": "raw", "rp8": "rp8:k=32,seed=0", "full8": "full8"}[mode]
-        assert manifest["return"] == "gathered"
+        assert manifest["return"] == ("gathered" if mode == "full8" else "sharded")
+        assert [one["ranks"] for one in manifest["files"]] == [[0], [0], [0]]
         assert manifest["prompt_tokens"] == len(prompt)
         assert manifest["generated_tokens"] == MAX_TOKENS
         length = len(prompt) + MAX_TOKENS - 1
@@ -66,6 +67,11 @@ def test_every_request_has_a_file_for_each_layer_and_a_manifest(found, expected,
                 assert file["positions"].tolist() == list(range(length))
                 assert file["token_ids"].tolist() == output.activations.token_ids.tolist()
         assert json.loads((own / "manifest.json").read_text())["request_id"] == output.request_id
+
+
+def test_the_manifest_is_in_the_metrics_extras_where_there_are_metrics(found):
+    assert found["full8"]["extras"] == found["full8"]["manifests"]
+    assert found["raw"]["extras"] == [None] * len(PROMPTS), "no statistics, no metrics"
 
 
 def test_what_is_computed_is_what_it_is_without(found, expected):

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import tiny
@@ -132,8 +133,9 @@ def run_the_mix(model: Model, llm: Any, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def tensor(model: Model) -> Iterator[Any]:
-    with ranks(model.path, **mixed(**TENSOR, midstream=settings())) as llm:
+def tensor(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    sinks = {"npz": {"root": str(tmp_path_factory.mktemp("npz"))}}
+    with ranks(model.path, **mixed(**TENSOR, midstream=settings(sinks=sinks))) as llm:
         yield llm
 
 
@@ -177,6 +179,22 @@ def test_shards_make_up_what_the_first_rank_gathers(model: Model, tensor: Any, c
             assert MEASURE.error(mine, theirs) < MEASURE.rows
         else:
             assert torch.equal(mine, theirs)
+
+
+def test_each_file_of_sharded_rows_is_of_one_rank(model: Model, tensor: Any) -> None:
+    written = {}
+    for way in ("gathered", "sharded"):
+        assert tensor.reset_prefix_cache()
+        capture = Capture("all", codec="full8", return_=way, sink="npz")
+        manifest = one(tensor, model, 5, capture=capture).activation_manifest
+        assert manifest["return"] == way
+        ranks_of = [each["ranks"] for each in manifest["files"]]
+        assert ranks_of == ([[0], [0], [0]] if way == "gathered" else [[0], [1], [0]])
+        written[way] = [np.load(each["path"]) for each in manifest["files"]]
+    for gathered, sharded in zip(written["gathered"], written["sharded"], strict=True):
+        assert set(gathered) == set(sharded)
+        for name in gathered:
+            np.testing.assert_array_equal(gathered[name], sharded[name])
 
 
 def test_shards_of_captures_that_differ_by_position_come_together(

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import os
+import pickletools
 import re
 from collections.abc import Mapping
 
@@ -50,6 +51,24 @@ def from_act_environment(environment: Mapping[str, str] = os.environ) -> Config 
             "sinks": {SINK: {"root": folder, "capture": CAPTURE}},
         }
     )
+
+
+def is_capture_worker(worker_cls: object) -> bool:
+    """Return whether an engine's `worker_cls` is midstream's worker class.
+
+    Args:
+        worker_cls: the name of a class, a class, or a class as `vllm.LLM` pickles it. Nothing is
+            unpickled.
+    """
+    if isinstance(worker_cls, type):
+        return f"{worker_cls.__module__}.{worker_cls.__qualname__}" == WORKER_CLASS
+    if isinstance(worker_cls, bytes):
+        try:
+            names = [value for _, value, _ in pickletools.genops(worker_cls) if type(value) is str]
+        except ValueError:
+            return False
+        return ".".join(names) == WORKER_CLASS
+    return worker_cls == WORKER_CLASS
 
 
 def _word(environment: Mapping[str, str], name: str, known: tuple[str, ...]) -> str:

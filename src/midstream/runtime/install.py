@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from midstream.compat.act_environment import WORKER_CLASS
+from midstream.compat.act_environment import is_capture_worker
 from midstream.config.config import KEY, from_additional_config, is_complete, is_enabled
 from midstream.errors import SpecError, UnsupportedError
 from midstream.runtime.core import failed_requests, prefix_cache
@@ -119,7 +119,7 @@ def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwar
     Defaults and the version are filled in first, so that the hash of compiled graphs includes them.
     """
     found = settings_of(args)
-    is_marked = args.worker_cls == WORKER_CLASS
+    is_marked = is_capture_worker(args.worker_cls)
     kept = args.additional_config, args.worker_cls
     try:
         if is_marked:

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from midstream.results.activations import Activations
 from midstream.results.receipt import CaptureResult, Receipt
+from midstream.sites import Tap
 from midstream.spec import Plan
 
 Wants = Literal["rows", "requests"]
@@ -66,6 +67,9 @@ class Delivery:
             layer without rows is present and empty.
         piece: index of the piece, from 0, for a sink with `wants = "rows"`.
         is_last: whether this is the last piece; its receipt covers the whole completion.
+        return_: "sharded" or "gathered", as the captures have it; see `Capture`.
+        ranks: per tap with rows, the tensor-parallel ranks that transferred them; empty before
+            the last piece.
     """
 
     name: str
@@ -85,6 +89,8 @@ class Delivery:
     activations: Activations = field(repr=False)
     piece: int = 0
     is_last: bool = True
+    return_: str = "gathered"
+    ranks: Mapping[Tap, tuple[int, ...]] = field(default_factory=dict)
 
 
 class Sink(ABC):

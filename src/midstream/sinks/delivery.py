@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from midstream.results.activations import Activations
 from midstream.results.receipt import CaptureResult, Receipt
 from midstream.sinks.base import Delivery
 from midstream.sinks.queue import SinkQueue
+from midstream.sites import Tap
 from midstream.spec import Plan
 
 T = TypeVar("T")
@@ -51,6 +53,8 @@ class DeliverySource:
         activations: Activations,
         piece: int = 0,
         is_last: bool = True,
+        return_: str = "gathered",
+        ranks: Mapping[Tap, tuple[int, ...]] = MappingProxyType({}),
     ) -> Delivery:
         """Return a delivery of rows of this completion; see `Delivery` for the arguments."""
         return Delivery(
@@ -71,6 +75,8 @@ class DeliverySource:
             activations=activations,
             piece=piece,
             is_last=is_last,
+            return_=return_,
+            ranks=ranks,
         )
 
 

@@ -142,8 +142,16 @@ class FileSink(Sink):
             with _new_file(name, folder) as file:
                 np.savez(file, **cast("dict[str, Any]", arrays))
             rows = len(arrays["positions"])
+            ranks = list(delivery.ranks.get((site, layer), ()))
             files.append(
-                {"path": name, "site": site, "layer": layer, "rows": rows, **described(arrays)}
+                {
+                    "path": name,
+                    "site": site,
+                    "layer": layer,
+                    "rows": rows,
+                    "ranks": ranks,
+                    **described(arrays),
+                }
             )
         manifest: dict[str, Any] = {
             "format": FORMAT,
@@ -164,8 +172,9 @@ class FileSink(Sink):
             "hidden_size": origin.hidden_size,
             "dtype": origin.dtype,
             "codec": activations.codec.spec,
-            # The residual stream is identical on all ranks; rank 0 returns all of it.
-            "return": "gathered",
+            # The residual stream is identical on all ranks: the files are the same in both cases,
+            # and differ by the ranks that transferred their rows.
+            "return": delivery.return_,
             "vllm": origin.vllm,
             "midstream": origin.midstream,
             "files": files,

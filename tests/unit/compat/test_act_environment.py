@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import cloudpickle
 import pytest
 
-from midstream.compat.act_environment import WORKER_CLASS, from_act_environment
+from midstream.compat.act_environment import WORKER_CLASS, from_act_environment, is_capture_worker
 from midstream.config.sinks import read_sinks
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.spec import Capture
@@ -88,3 +89,11 @@ def test_the_worker_class_is_a_name_that_the_front_end_replaces():
     assert f"{CaptureWorker.__module__}.{CaptureWorker.__qualname__}" == WORKER_CLASS
     with pytest.raises(UnsupportedError, match="did not load midstream"):
         CaptureWorker(None, 0, local_rank=0)
+
+
+def test_the_worker_class_is_known_by_name_as_a_class_and_as_vllm_pickles_it():
+    assert is_capture_worker(WORKER_CLASS)
+    assert is_capture_worker(CaptureWorker)
+    assert is_capture_worker(cloudpickle.dumps(CaptureWorker))
+    for other in ("auto", None, dict, cloudpickle.dumps(dict), b"", b"no pickle"):
+        assert not is_capture_worker(other)

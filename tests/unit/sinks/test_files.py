@@ -79,13 +79,18 @@ def test_a_request_has_a_file_for_each_site_and_layer_and_a_manifest(sink, root)
 
 
 def test_the_manifest_has_shapes_paths_codec_and_whose_they_are(sink, root):
-    result = written(sink, name="r1", metadata={"a": [1]}, activations=activations(TAPS))
+    ranks = {("resid_pre", 0): (1,)}
+    result = written(
+        sink, name="r1", metadata={"a": [1]}, activations=activations(TAPS), return_="sharded",
+        ranks=ranks,
+    )  # fmt: skip
     on_disk = json.loads((root / "r1" / "manifest.json").read_text())
     assert on_disk["files"][0] == {
         "path": "resid_pre.0.npz",
         "site": "resid_pre",
         "layer": 0,
         "rows": 2,
+        "ranks": [1],
         "arrays": {
             "rows": {"shape": [2, WIDTH], "dtype": "float32"},
             "positions": {"shape": [2], "dtype": "int64"},
@@ -93,9 +98,9 @@ def test_the_manifest_has_shapes_paths_codec_and_whose_they_are(sink, root):
         },
         "scales": None,
     }
-    wanted = {"codec": "raw", "request_id": "7", "metadata": {"a": [1]}, "model": "a/model",
-              "hidden_size": WIDTH, "prompt_tokens": 3, "generated_tokens": 2, "completion": 0,
-              "status": "ok", "problems": []}  # fmt: skip
+    wanted = {"codec": "raw", "return": "sharded", "request_id": "7", "metadata": {"a": [1]},
+              "model": "a/model", "hidden_size": WIDTH, "prompt_tokens": 3, "generated_tokens": 2,
+              "completion": 0, "status": "ok", "problems": []}  # fmt: skip
     assert {name: on_disk[name] for name in wanted} == wanted
     # To the caller it is the same, with paths that need no folder.
     for one in on_disk["files"]:

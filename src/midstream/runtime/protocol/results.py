@@ -196,12 +196,14 @@ class ResultBlock:
         codec: how the rows are encoded.
         positions: int64 [n], ascending.
         chunks: [positions, taps, bytes of a row] each, one after the other.
+        rank: tensor-parallel rank that transferred them.
     """
 
     taps: list[Tap]
     codec: Codec
     positions: Ints
     chunks: list[Chunk]
+    rank: int = 0
 
     @property
     def is_bare(self) -> bool:
@@ -298,7 +300,7 @@ class WorkerResult:
             if int(places[:, 2].sum()) != count:
                 raise self._malformed(f"{places[:, 2].sum()} records at {count} positions")
             chunks = _leased_chunks(places, self._leased, len(taps), width)
-        return ResultBlock(taps, codec, expand_runs(header.runs), chunks)
+        return ResultBlock(taps, codec, expand_runs(header.runs), chunks, self.worker.tensor_rank)
 
     def _malformed(self, what: str) -> MessageError:
         return MessageError(f"worker {self.worker.place} sent malformed results: {what}")

@@ -6,7 +6,11 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from midstream.compat.act_environment import WORKER_CLASS, from_act_environment
+from midstream.compat.act_environment import (
+    WORKER_CLASS,
+    from_act_environment,
+    is_capture_worker,
+)
 from midstream.config.config import KEY, Config, from_additional_config, from_environment
 from midstream.config.sinks import read_sinks
 from midstream.errors import ConfigError
@@ -106,7 +110,7 @@ def settings_of(args: Any) -> Config | None:
     is_named = isinstance(given, dict) and KEY in given
     if found is None and not is_named:
         found = from_environment()
-    if args.worker_cls != WORKER_CLASS:
+    if not is_capture_worker(args.worker_cls):
         return found
     acts = from_act_environment()
     if acts is not None and (found is not None or is_named):

@@ -22,9 +22,11 @@ from midstream.runtime.frontend.results.assembly import (
     tokens_of,
 )
 from midstream.runtime.frontend.results.partial_rows import PartialRows
+from midstream.runtime.protocol.results import ResultBlock
 from midstream.sinks.delivery import DeliverySource, Puts, Queues, SinkPut, run_puts, run_puts_soon
 from midstream.sites import Tap
 from midstream.spec import ResolvedPlan
+from midstream.spec.capture import GATHERED, SHARDED
 from midstream.spec.sink_target import MEMORY
 
 Vectors = tuple[int, torch.dtype]
@@ -181,6 +183,8 @@ def shares_of(finished: FinishedRequest) -> list[SinkShare]:
                 receipt=mine.receipt,
                 activations=rows,
                 piece=len(earlier),
+                return_=SHARDED if admitted.plan.sharded else GATHERED,
+                ranks=_ranks_of(mine.blocks),
             )
             put = SinkPut(route.sink, delivery, size)
             shares.append(SinkShare(index, route, put, earlier=earlier))
@@ -234,9 +238,23 @@ def _set_results(
         (only,) = output.outputs
         for name in RESULTS:
             setattr(output, name, getattr(only, name))
-        extras = getattr(getattr(output, "metrics", None), "extras", None)
-        if isinstance(extras, dict) and only.activation_manifest is not None:
-            extras["activation_manifest"] = only.activation_manifest
+        metrics = getattr(output, "metrics", None)
+        if metrics is not None and only.activation_manifest is not None:
+            # vLLM's metrics have no such field; there are none with `disable_log_stats`.
+            metrics.extras = {
+                **(getattr(metrics, "extras", None) or {}),
+                "activation_manifest": only.activation_manifest,
+            }
+
+
+def _ranks_of(blocks: Sequence[ResultBlock]) -> dict[Tap, tuple[int, ...]]:
+    """Return the ranks that transferred the rows of each tap."""
+    found: dict[Tap, set[int]] = {}
+    for block in blocks:
+        if block.positions.size:
+            for tap in block.taps:
+                found.setdefault(tap, set()).add(block.rank)
+    return {tap: tuple(sorted(ranks)) for tap, ranks in found.items()}
 
 
 def _rows_of(
