@@ -19,7 +19,7 @@ from midstream import validation as spec_fields
 from midstream.config.config import Config
 from midstream.config.http import HttpSettings
 from midstream.runtime.vllm.engine_rules import RULES
-from midstream.server.metrics import COUNTERS, GAUGES
+from midstream.server.metrics import COUNTERS, GAUGES, HISTOGRAMS
 from midstream.sites import SITES
 from midstream.spec import matrix, vector
 from midstream.spec.positions import items
@@ -69,7 +69,7 @@ def metrics() -> str:
     counters = [(f"{name}_total", text, labels) for name, text, labels in COUNTERS]
     rows = [
         [f"`midstream:{name}`", ", ".join(f"`{label}`" for label in labels), text]
-        for name, text, labels in (*counters, *GAUGES)
+        for name, text, labels in (*counters, *GAUGES, *HISTOGRAMS)
     ]
     return markers.table(["metric", "labels", "meaning"], rows)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from midstream.config.config import Config
 from midstream.errors import (
+    BusyError,
     CodecError,
     ConfigError,
     EngineError,
@@ -77,6 +78,7 @@ __all__ = [
     "Capture",
     "Clamp",
     "Client",
+    "BusyError",
     "CodecError",
     "Config",
     "ConfigError",

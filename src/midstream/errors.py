@@ -12,6 +12,7 @@ MidstreamError
 ├── TapError (RuntimeError)         a tap did not run exactly once per forward pass
 ├── ReceiptError (RuntimeError)     a request's results differ from its plan
 ├── RankError (RuntimeError)        two workers received or did different things
+├── BusyError (RuntimeError)        the engine has no capacity for a request now
 ├── FetchError (RuntimeError)       the workers do not have a request's captured rows
 ├── MessageError (RuntimeError)     a message between midstream's processes is malformed
 ├── ServerError (ValueError)        a server rejected a client's request, or failed to serve it
@@ -110,6 +111,21 @@ class ReceiptError(MidstreamError, RuntimeError):
     def __init__(self, message: str, outputs: Sequence[Any] = ()) -> None:
         super().__init__(message)
         self.outputs = list(outputs)
+
+
+class BusyError(MidstreamError, RuntimeError):
+    """The engine has no capacity for a request now, and may not let it wait, or not longer.
+
+    Attributes:
+        retry_after: seconds after which another attempt may succeed.
+    """
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+    def __reduce__(self) -> tuple[type[BusyError], tuple[str, int]]:
+        return (type(self), (str(self), self.retry_after))
 
 
 class ReceiptWarning(UserWarning):
@@ -218,10 +234,18 @@ class HttpError(Exception):
         status: HTTP status.
         message: what is wrong, and what would be right.
         param: path of the invalid field; None if no field is invalid.
+        retry_after: seconds after which another attempt may succeed; None: not known.
     """
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
         super().__init__(message)
+        self.retry_after = retry_after
         self.status = status
         self.message = message
         self.param = param
@@ -235,6 +259,8 @@ class HttpError(Exception):
             return HttpError(400, str(error), error.path or None)
         if isinstance(error, ReceiptError):
             return HttpError(500, str(error))
+        if isinstance(error, BusyError):
+            return HttpError(503, str(error), retry_after=error.retry_after)
         raise error
 
     @property
@@ -250,6 +276,11 @@ class HttpError(Exception):
                 "code": self.status,
             }
         }
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response besides those of its body."""
+        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
 
     @property
     def content(self) -> bytes:

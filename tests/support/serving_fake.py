@@ -23,6 +23,7 @@ from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Captured, Receipt
 from midstream.results.site_table import SiteTable
 from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.runtime.frontend.request.intake import Intake
 from midstream.server import endpoint_plugin as plugin
 from midstream.server.endpoint_plugin import Endpoints
 from midstream.server.server import Server
@@ -85,6 +86,7 @@ class FakeEngine:
             parallel_config=SimpleNamespace(tensor_parallel_size=1),
         )
         self.errored = False
+        self.intake = Intake()
         self.calls: list[tuple[Any, Params, str]] = []
         self.running = 0
         self.script: Callable[..., list[Any]] | None = None
@@ -96,8 +98,9 @@ class FakeEngine:
     def sites(self) -> SiteTable:
         return SiteTable.of(SHAPE)
 
-    async def usage(self) -> dict[str, Any]:
-        return {"requests": self.running, "waiting": 0, "workers": []}
+    async def usage(self, timeout: float | None = None) -> dict[str, Any]:
+        found = {"requests": self.running, "waiting": 0, "workers": []}
+        return {**found, "workers_age_seconds": 0.0}
 
     async def generate(
         self, prompt: str, params: Params, request_id: str

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -132,6 +133,43 @@ def test_a_server_that_is_told_to_end_has_written_all_and_leaves_nothing(talking
     found = open_store(store)
     assert [one.request for one in found.requests] == ["r0", "r1", "r2"]
     assert len(found.get("r0")["resid_post", 1]) == 8 + 3 - 1
+
+
+def test_a_server_that_drains_lets_those_who_asked_end_and_a_long_wait_is_503(
+    talking_llama, tmp_path
+):
+    command = serving.command(
+        talking_llama,
+        "--sites=resid_post",
+        serving.settings(bank_rows=1, http={"wait_seconds": 1}),
+        "--shutdown-timeout=60",
+    )
+
+    def ask(url: str, scale: float) -> httpx.Response:
+        width = httpx.get(f"{url}/v1/midstream/sites").json()["hidden_size"]
+        steered = {"vector": [scale] * width, "layer": 1}
+        asked = {"steer": steered, "capture": {"layers": [1]}, "activations": "inline"}
+        body = {**LONG, "midstream": asked}
+        return httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+
+    with serving.running(command, tmp_path) as server, ThreadPoolExecutor(2) as threads:
+        first = threads.submit(ask, server.url, 1.0)
+        end = time.monotonic() + 60
+        while server.status()["requests"] == 0:
+            assert time.monotonic() < end
+        os.kill(server.engine, signal.SIGSTOP)
+        second = ask(server.url, 2.0)
+        assert second.status_code == 503, second.text
+        assert int(second.headers["retry-after"]) >= 1
+        assert "http.wait_seconds" in second.json()["error"]["message"]
+        assert not first.done()
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(1)
+        os.kill(server.engine, signal.SIGCONT)
+        answer = first.result(90)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["midstream"]["receipt"]["status"] == "ok"
+        assert server.stop() == 0, server.log[-3000:]
 
 
 def test_several_api_servers_are_refused(talking_llama, tmp_path):

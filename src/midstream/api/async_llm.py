@@ -27,6 +27,7 @@ from midstream.runtime import install
 from midstream.runtime.frontend import tracing
 from midstream.runtime.frontend.async_frontend import AsyncFrontEnd
 from midstream.runtime.frontend.engine_info import EngineInfo
+from midstream.runtime.frontend.request.intake import Intake
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
 from midstream.steering import VectorRegistry
@@ -170,17 +171,18 @@ class AsyncLLM(VllmAsyncLLM):
         """Server-wide edits: set, clear, show. Raises RuntimeError before `ready()`."""
         return self._front.steering
 
-    async def usage(self) -> dict[str, Any]:
+    async def usage(self, timeout: float | None = None) -> dict[str, Any]:
         """Return what is in use, and totals over all ended requests.
 
         Of each worker: its place, the usage of its arena, and counts of its steps. Of the front
         end: requests with a plan, requests that wait for capacity, bytes that sinks have not
-        written yet.
+        written yet. If the workers do not answer within `timeout` seconds, their last answers;
+        `workers_age_seconds` is their age, and None if there are none.
 
         Raises:
             RuntimeError: before `await llm.ready()`.
         """
-        return await self._front.usage()
+        return await self._front.usage(timeout)
 
     def sites(self) -> SiteTable:
         """Return every site of every layer: tapped, or the reason why not.
@@ -256,11 +258,14 @@ class AsyncLLM(VllmAsyncLLM):
         self._default_capture = None
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Shut the engine down; see vLLM's `AsyncLLM.shutdown`."""
-        front = getattr(self, "_front_end", None)
-        if front is not None:
-            front.close()
+        """Shut the engine down; see vLLM's `AsyncLLM.shutdown`. New plans raise `BusyError`."""
+        timeout = _close(getattr(self, "_front_end", None), timeout)
         super().shutdown(timeout=timeout)
+
+    @property
+    def intake(self) -> Intake:
+        """Limits on waiting requests with a plan. Raises RuntimeError before `ready()`."""
+        return self._front.intake
 
     @property
     def _front(self) -> AsyncFrontEnd:
@@ -281,3 +286,20 @@ def _of_engine_args(
         "log_stats": not args.disable_log_stats,
         "usage_context": usage_context,
     }
+
+
+def _close(front: AsyncFrontEnd | None, timeout: float | None) -> float | None:
+    """Close a front end, and return what is left of the timeout.
+
+    Calls with a plan may end within the timeout, as vLLM lets those without one: the engine rejects
+    RPCs once it shuts down itself, so their results are fetched before. On the event loop's own
+    thread nothing can end while this waits, so this does not.
+    """
+    if front is None:
+        return timeout
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        timeout = front.intake.drain(timeout, front.has_calls) if timeout else timeout
+    front.close()
+    return timeout

@@ -27,6 +27,10 @@ class HttpSettings:
         client_captures: maximum number of captures cached for one client.
         held_seconds: lifetime of a cached capture in seconds.
         vector_bytes: maximum bytes of registered vectors.
+        waiting_requests: maximum number of requests with a plan that wait for capacity.
+        wait_seconds: longest time in seconds that such a request waits.
+        stall_seconds: longest time in seconds that a stream of a request with a plan waits for a
+            client that reads nothing of it; then the request ends.
     """
 
     admin: bool | None = None
@@ -38,6 +42,9 @@ class HttpSettings:
     client_captures: int = 1024
     held_seconds: int = 600
     vector_bytes: int = 1 << 30
+    waiting_requests: int = 1024
+    wait_seconds: int = 120
+    stall_seconds: int = 30
 
 
 def read_http(value: object) -> HttpSettings | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import AsyncGeneratorType
 from typing import Any
 
-from midstream.errors import SpecError
+from midstream.errors import BusyError, HttpError, SpecError
 from midstream.server.capture_cache import CaptureCache
 from midstream.server.request_field import MidstreamField
 
@@ -52,6 +52,8 @@ class RequestContext:
         streams: output streams of the engine calls, which are closed with the request.
         undelivered: ids of cached rows that no sent response refers to yet.
         invalid_field: path of the field that the engine rejected; empty if none.
+        refusal: the answer in place of vLLM's, if the engine had no capacity or ended the request;
+            else None.
     """
 
     request_field: MidstreamField
@@ -65,6 +67,7 @@ class RequestContext:
     streams: list[AsyncGeneratorType[Any, None]] = field(default_factory=list)
     undelivered: list[str] = field(default_factory=list)
     invalid_field: str = ""
+    refusal: HttpError | None = None
 
     def track(self, stream: AsyncGenerator[Any, None], per_call: int) -> AsyncGenerator[Any, None]:
         """Return a call's output stream, recording its results as they pass.
@@ -117,10 +120,16 @@ class RequestContext:
             explained = self.request_field.explain(error)
             self.invalid_field = explained.path
             raise explained from None
+        except BusyError as error:
+            self.refusal = HttpError.of(error)
+            raise
         finally:
             await stream.aclose()
 
     def _record(self, choice: int, output: Any, completion: Any) -> None:
+        if completion.finish_reason == "abort" and self.request_field.plan is not None:
+            self.refusal = HttpError(503, "the server ended the request before its end")
+            return
         update = self.updates.setdefault(choice, ChoiceUpdate())
         update.request_id = output.request_id
         if completion.probes is not None:

@@ -1,6 +1,7 @@
 """Prometheus metrics, in the same registry as vLLM's, so that `/metrics` has both.
 
-Nothing is counted here while requests run: a scrape of `/metrics` fetches the engine's counts.
+Only refusals and waits are counted here while requests run: a scrape of `/metrics` fetches the
+engine's counts.
 """
 
 from __future__ import annotations
@@ -51,8 +52,13 @@ GAUGES = (
     ("held_captures", "Captures cached for clients to fetch.", ()),
     ("held_bytes", "Bytes of cached captures.", ()),
     ("vectors", "Registered names of vectors.", ()),
+    ("workers_age_seconds", "Age of the workers' values; 0 if they answered this query.", ()),
     ("steering_epoch", "Number of changes of server-wide steering.", ()),
 )
+HISTOGRAMS = (
+    ("waiting_seconds", "Time that calls with a plan waited for capacity, if they did.", ()),
+)
+_WAIT_BUCKETS = (0.01, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300)
 
 
 class Metrics:
@@ -65,7 +71,7 @@ class Metrics:
             registry: a prometheus_client registry; None: the process-wide one that vLLM uses.
                 Multiprocess mode is supported.
         """
-        from prometheus_client import REGISTRY, Counter, Gauge
+        from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
         registry = REGISTRY if registry is None else registry
         self._counters = {
@@ -78,6 +84,12 @@ class Metrics:
             )
             for name, text, labels in GAUGES
         }
+        self._histograms = {
+            name: Histogram(
+                f"midstream:{name}", text, labels, registry=registry, buckets=_WAIT_BUCKETS
+            )
+            for name, text, labels in HISTOGRAMS
+        }
         self._totals: dict[tuple[str, ...], float] = {}
         self._lock = asyncio.Lock()
         self._refreshed_at = -_EVERY_SECONDS
@@ -85,6 +97,10 @@ class Metrics:
     def count_refusal(self, status: int) -> None:
         """Count a rejected request."""
         self._counters["refusals"].labels(str(status)).inc()
+
+    def observe_wait(self, seconds: float) -> None:
+        """Count the time that a call waited for capacity."""
+        self._histograms["waiting_seconds"].observe(seconds)
 
     async def refresh(
         self, state: Callable[[], Any], clock: Callable[[], float] = time.monotonic
@@ -124,6 +140,8 @@ class Metrics:
         self._set("held_bytes", state["held"]["bytes"])
         self._set("vectors", state["vectors"])
         self._set("steering_epoch", state["steering"]["epoch"])
+        if state["workers_age_seconds"] is not None:
+            self._set("workers_age_seconds", state["workers_age_seconds"])
         for worker in state["workers"]:
             place = place_of(worker["replica"], worker["stage"], worker["tensor_rank"])
             self._update_worker(worker, place)

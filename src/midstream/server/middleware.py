@@ -7,6 +7,7 @@ once, and so is its response. Other requests pass unchanged.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 from typing import Any, TypeGuard
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from midstream.compat.foreign_fields import check_body, names_in
 from midstream.config.config import KEY
 from midstream.errors import HttpError, MidstreamError, SpecError
+from midstream.server.http_errors import send_error
 from midstream.server.http_request import CURRENT, RequestContext
 from midstream.server.refusal_logger import RefusalLogger
 from midstream.server.request_field import take_field
@@ -73,6 +75,15 @@ class Middleware:
         token = CURRENT.set(context)
         try:
             await self._app(_with_length(scope, body), replayed, outgoing)
+        except asyncio.CancelledError:
+            # A disconnected client does not cancel: the server is being stopped.
+            await outgoing.refuse(HttpError(503, "the server shuts down; try again later"))
+            raise
+        except Exception:
+            if outgoing.is_stalled:
+                on_error(408, None)
+            elif context.refusal is None or not await outgoing.refuse(context.refusal):
+                raise
         finally:
             CURRENT.reset(token)
             await context.close(self._server.captures)
@@ -193,17 +204,6 @@ def _parse_leniently(body: bytes) -> object:
     except (ValueError, RecursionError):
         return None
     return found
-
-
-async def send_error(refusal: HttpError, send: Send) -> None:
-    """Send an error response."""
-    content = refusal.content
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(content)).encode()),
-    ]
-    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})
 
 
 def _with_length(scope: Scope, body: bytes) -> Scope:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from starlette.types import Message, Send
 from midstream.config.config import KEY
 from midstream.errors import HttpError, MidstreamError
 from midstream.http.sse import DONE, Event, Events
-from midstream.server.http_errors import read_error
+from midstream.server.http_errors import read_error, send_error
 from midstream.server.http_request import RequestContext
 
 if TYPE_CHECKING:
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
 
 
 class ResponseWriter:
-    """ASGI `send` that adds results to a response."""
+    """ASGI `send` that adds results to a response.
+
+    Attributes:
+        is_stalled: whether the response ended because its client read nothing of it.
+    """
 
     def __init__(
         self,
@@ -43,11 +48,26 @@ class ResponseWriter:
         self._server = server
         self._send = send
         self._start: Message | None = None  # delayed until the status is final
+        self.is_stalled = False
+        self._has_begun = False  # whether a part of the response was sent
         self._is_stream = False
         self._is_first = True  # no event except comments has been received
         self._events = Events()
         self._parts: list[bytes] = []
         self._is_done = False
+
+    async def refuse(self, refusal: HttpError) -> bool:
+        """End the response with an error, as a response or as an event; return whether it could."""
+        if self._is_done or (self._has_begun and not self._is_stream):
+            return False
+        self._is_done = True
+        if not self._has_begun:
+            await send_error(refusal, self._send)
+        else:
+            self._on_error(refusal.status, refusal.param)
+            last = Event(b"", refusal.content).encoded + Event(b"", DONE).encoded
+            await self._send({"type": "http.response.body", "body": last, "more_body": False})
+        return True
 
     async def __call__(self, message: Message) -> None:
         if self._is_done:
@@ -70,6 +90,10 @@ class ResponseWriter:
     async def _whole(self, body: bytes) -> None:
         start = self._start
         assert start is not None
+        self._has_begun = True
+        if self._context.refusal is not None:
+            await send_error(self._context.refusal, self._send)
+            return
         if start["status"] == 200:
             try:
                 body = await self._with_results(body)
@@ -119,31 +143,45 @@ class ResponseWriter:
     async def _stream(self, message: Message) -> None:
         out = []
         for event in self._events.feed(message.get("body", b"")):
-            if self._start and self._is_first and await self._convert_first_error(event):
-                return
-            self._is_first = self._is_first and not event.data
-            try:
-                out += await self._with_updates(event)
-            except (HttpError, MidstreamError) as error:
-                refusal = HttpError.of(error)
-                self._on_error(refusal.status, refusal.param)
-                out += [Event(b"", refusal.content), Event(b"", DONE)]
-                self._is_done = True
-                break
-        more = message.get("more_body", False) and not self._is_done
-        if not more and not self._is_done and self._events.rest:
+            refusal = self._context.refusal
+            if refusal is None or not _is_last(event):
+                if self._start and self._is_first and await self._convert_first_error(event):
+                    return
+                self._is_first = self._is_first and not event.data
+                try:
+                    out += await self._with_updates(event)
+                    continue
+                except (HttpError, MidstreamError) as error:
+                    refusal = HttpError.of(error)
+            await self._send_events(out, more=True)
+            await self.refuse(refusal)
+            return
+        more = message.get("more_body", False)
+        if not more and self._events.rest:
             out.append(Event(b"", b"", self._events.rest))
-        if out or not more:
-            await self._begin()
-            body = b"".join(event.encoded for event in out)
-            await self._send({"type": "http.response.body", "body": body, "more_body": more})
-            if not self._is_done:
-                self._context.undelivered.clear()
+        await self._send_events(out, more)
+        self._context.undelivered.clear()
 
-    async def _begin(self) -> None:
+    async def _send_events(self, events: list[Event], more: bool) -> None:
+        """Send events, within the time that a client may take to read the ones before.
+
+        Raises:
+            TimeoutError: it took longer. It ends vLLM's handler.
+        """
+        if more and not events:
+            return
         start, self._start = self._start, None
-        if start is not None:
-            await self._send(start)
+        self._has_begun = True
+        seconds = self._server.settings.stall_seconds
+        body = b"".join(event.encoded for event in events)
+        try:
+            if start is not None:
+                await self._send(start)
+            message = {"type": "http.response.body", "body": body, "more_body": more}
+            await asyncio.wait_for(self._send(message), seconds)
+        except asyncio.TimeoutError:
+            self._is_done = self.is_stalled = True
+            raise
 
     async def _convert_first_error(self, event: Event) -> bool:
         """Answer a stream that begins with an error by an error response of its status; return
@@ -209,6 +247,13 @@ class ResponseWriter:
         return [
             await self._server.answers.encode(self._context, nth, update) for nth, update in taken
         ]
+
+
+def _is_last(event: Event) -> bool:
+    """Return whether an event ends a stream, or is an error that does."""
+    value = event.value
+    is_final = isinstance(value, dict) and ("error" in value or value.get("type") in _FINAL_EVENTS)
+    return event.data == DONE or is_final
 
 
 def _responses_field(encoded: list[dict[str, Any]]) -> dict[str, Any]:

@@ -31,6 +31,8 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 # Fields of a chat request that are arguments of its template.
 _TEMPLATE = ("chat_template", "chat_template_kwargs", "add_generation_prompt",
              "continue_final_message", "tools")  # fmt: skip
+# Time that the workers have to report their usage; else their last reports are shown.
+_USAGE_SECONDS = 2.0
 
 
 class Server:
@@ -66,6 +68,8 @@ class Server:
         dtype: torch.dtype = getattr(torch, info.dtype)
         self._answers = ResultEncoder(self.settings, self.captures, info.shape.hidden_size, dtype)
         self._template = {name: value for name, value in template.items() if value is not None}
+        limits = self.settings
+        llm.intake.limit(limits.waiting_requests, limits.wait_seconds, self.metrics.observe_wait)
         self._llm = llm
         audit_log.attach_handlers()
         audit_log.log_event("ready", version=__version__, taps=len(info.shape.taps))
@@ -143,7 +147,7 @@ class Server:
             "vectors": len(llm.vectors),
             "held": {"captures": len(self.captures), "bytes": self.captures.nbytes},
             "limits": asdict(self.settings),
-            **await llm.usage(),
+            **await llm.usage(_USAGE_SECONDS),
         }
 
     async def refresh_metrics(self) -> None:

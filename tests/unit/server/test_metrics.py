@@ -29,6 +29,7 @@ STATE: dict[str, Any] = {
     "held": {"captures": 2, "bytes": 300},
     "vectors": 4,
     "steering": {"epoch": 11, "digest": "d"},
+    "workers_age_seconds": 1.5,
     "workers": [
         {
             "replica": 3,

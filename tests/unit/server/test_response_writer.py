@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.serving_fake import completion, rows, scope_of, scores, serving
+from support.serving_fake import completion, outputs_of, rows, scope_of, scores, serving
 
-from midstream.errors import SpecError
+from midstream.errors import BusyError, SpecError
 from midstream.http.sse import DONE, Events
 from midstream.results.receipt import CaptureResult, Receipt
 from midstream.results.serialization import unpack
@@ -320,6 +320,101 @@ async def test_a_request_that_is_cancelled_while_its_rows_are_packed_leaves_noth
         with pytest.raises(asyncio.CancelledError):
             await task
         await until(lambda: (len(site.server.captures), descriptors()) == (0, before))
+
+
+# ------------------------------------------------------------------ no capacity, shutdown
+
+
+def busy(*_):
+    return [BusyError("3 requests wait", retry_after=7)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_without_capacity_is_503_with_the_time_to_try_again(stream):
+    async with serving() as (site, client):
+        site.engine.script = busy
+        answer = await ask(client, HANDLE, stream=stream)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
+        assert answer.json()["error"]["message"] == "3 requests wait"
+        site.engine.script = None
+        assert (await ask(client, HANDLE, stream=stream)).status_code == 200
+
+
+async def test_a_stream_whose_engine_ends_in_the_middle_ends_with_an_error_event():
+    def script(*given):
+        first, *_ = outputs_of(*given)
+        return [first, *busy()]
+
+    async with serving() as (site, client):
+        site.engine.script = script
+        *tokens, error, done = await stream(client, HANDLE)
+    assert (len(tokens), error["error"]["code"], done) == (1, 503, DONE)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_request_that_the_server_aborts_is_an_error_and_no_answer_without_receipt(
+    is_stream,
+):
+    def script(*given):
+        first, *_ = outputs_of(*given)
+        first.outputs[0].finish_reason = "abort"
+        return [first]
+
+    async with serving() as (site, client):
+        site.engine.script = script
+        if is_stream:
+            *_, error, done = await stream(client, HANDLE)
+            assert (error["error"]["code"], done) == (503, DONE)
+        else:
+            assert (await ask(client, HANDLE)).status_code == 503
+
+
+async def test_a_server_that_is_stopped_ends_a_stream_with_an_error_event():
+    async with serving() as (site, _):
+        sent, begun = [], asyncio.Event()
+
+        async def send(message):
+            sent.append(message)
+            if len(sent) == 2:
+                begun.set()
+                site.engine.pause = lambda: asyncio.sleep(60)
+
+        task = asyncio.ensure_future(site.app(scope_of(), once(HANDLE), send))
+        await begun.wait()
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    found = Events().feed(b"".join(one.get("body", b"") for one in sent))
+    assert found[-2].value["error"]["code"] == 503
+    assert (found[-1].data, sent[-1]["more_body"]) == (DONE, False)
+
+
+async def test_a_client_that_reads_nothing_of_its_stream_loses_its_request():
+    async with serving(stall_seconds=1) as (site, _):
+        before, sent = descriptors(), []
+
+        async def send(message):
+            sent.append(message)
+            if len(sent) == 2:
+                await asyncio.sleep(60)
+
+        await asyncio.wait_for(site.app(scope_of(), once(HANDLE), send), 20)
+        assert len(sent) == 2
+        await until(lambda: site.engine.running == 0)
+        assert (len(site.server.captures), descriptors()) == (0, before)
+
+
+def once(midstream):
+    """Receives a body once, and then waits."""
+    messages = [body_of({"prompt": "abc", "stream": True, "midstream": midstream})]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        return await asyncio.Event().wait()
+
+    return receive
 
 
 def output(*completions):

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
-import msgspec
-
 from midstream.config.config import KEY
-from midstream.errors import SpecError
+from midstream.errors import BusyError, SpecError
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.base import BaseFrontEnd, set_payload
 from midstream.runtime.frontend.engine_info import describe
 from midstream.runtime.frontend.input_session import InputSession, check_session
 from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.runtime.frontend.request.intake import Intake
 from midstream.runtime.frontend.results.async_completion import AsyncCompletion
 from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.row_streamer import RowStreamer
 from midstream.runtime.frontend.rpc.background_tasks import BackgroundTasks
 from midstream.runtime.frontend.rpc.replicas import busy, call_all, replicas_of
+from midstream.runtime.frontend.rpc.workers_usage import WorkersUsage
 from midstream.runtime.frontend.tracing import DelayedSpan
 from midstream.runtime.protocol.request_payload import uid_of
-from midstream.runtime.protocol.rpc import CheckIntegrity, DescribeWorker, ReadUsage
+from midstream.runtime.protocol.rpc import CheckIntegrity, DescribeWorker
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.spec import Plan
 
@@ -35,14 +36,7 @@ class AsyncFrontEnd(BaseFrontEnd):
 
     @classmethod
     async def start(cls, engine: Any, client: Any) -> AsyncFrontEnd:
-        """Create the front end, after asking the workers for their descriptions.
-
-        Args:
-            engine: gives the settings, the tokenizer and the renderer, and aborts requests. A
-                reference that does not keep the engine alive: the client's tasks keep this front
-                end alive.
-            client: the engine's client of its engine core, or of several.
-        """
+        """Create the front end, after asking the workers for their descriptions; see `__init__`."""
         return cls(await call_all(client, DescribeWorker()), engine, client)
 
     def __init__(self, answers: list[list[WorkerInfo]], engine: Any, client: Any) -> None:
@@ -50,16 +44,20 @@ class AsyncFrontEnd(BaseFrontEnd):
 
         Args:
             answers: per replica, its workers' descriptions.
-            engine: see `start`.
-            client: see `start`.
+            engine: gives the settings, the tokenizer and the renderer, and aborts requests. A
+                reference that does not keep the engine alive: the client's tasks keep this front
+                end alive.
+            client: the engine's client of its engine core, or of several.
         """
         super().__init__(describe(answers), engine, deltas=True, busy=lambda: busy(client))
         self._engine = engine
         self._client = client
+        self._usage = WorkersUsage(client)
         self._replicas = replicas_of(client, self._workers)
         self._calls: dict[CallPlan, GenerateCall] = {}
         self._admitted: dict[str, GenerateCall] = {}  # by uid
         self._sessions: dict[str, GenerateCall] = {}  # of streaming input, by vLLM's id
+        self.intake = Intake()
         self._tasks = BackgroundTasks()
         self._streamer = RowStreamer(self.sinks, self._release_rows, self._tasks)
         self.completion = AsyncCompletion(
@@ -68,9 +66,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         )  # fmt: skip
 
     def begin(self, plan: CallPlan, session: InputSession | None) -> GenerateCall:
-        """Begin a call, whose request is to be admitted with this very plan.
-
-        Pair with `leave`.
+        """Begin a call, whose request is to be admitted with this very plan; pair with `leave`.
 
         Args:
             plan: the call's plan.
@@ -85,6 +81,8 @@ class AsyncFrontEnd(BaseFrontEnd):
             raise SpecError(
                 "", "this engine returns results from generate() only; call that of AsyncLLM"
             )
+        if call.plan is not None or self.concerns(request.sampling_params):
+            self.intake.check(self._admission.waiting)
         if call.session is not None:
             return self._admit_input(request, call, call.session)
         return self._register(request, call, super().admit(request, plan))
@@ -158,6 +156,7 @@ class AsyncFrontEnd(BaseFrontEnd):
             if call is not None:
                 self._set_replica(call, request)
             if is_late and call is not None:
+                _end_wait(call)
                 call.sends.append(self._tasks.start(self._send_late(call, deliver, request)))
             else:
                 is_sent_here = True
@@ -169,6 +168,13 @@ class AsyncFrontEnd(BaseFrontEnd):
         is_late = True
         if is_sent_here:
             await deliver(request)
+        elif call is not None and call.wait is None:
+            call.wait = self.intake.begin_wait(partial(self._give_up, call))
+
+    def _give_up(self, call: GenerateCall, error: BusyError) -> None:
+        """End a call that waited too long: `complete` raises the error for its reader."""
+        call.failure = error
+        self._tasks.start(self._engine.abort(call.ids, internal=True))
 
     def _set_replica(self, call: GenerateCall, request: Any) -> None:
         """Set the replica of a request to the one that has capacity for its call."""
@@ -191,6 +197,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         """End a call, and release in the background what is left of it."""
         self._calls.pop(call.call_plan, None)
         call.is_over = True
+        _end_wait(call)
         for span in call.spans:
             span.finish(None)
         call.spans.clear()
@@ -237,29 +244,28 @@ class AsyncFrontEnd(BaseFrontEnd):
         calls = self._admitted.values()
         return next((call.spans for call in calls if request_id in call.ids), None)
 
-    async def usage(self) -> dict[str, Any]:
+    async def usage(self, timeout: float | None = None) -> dict[str, Any]:
         """Return what is in use, here and on the workers, and the totals of ended requests."""
         return {
             "requests": len(self._admitted),
             "waiting": self._admission.waiting,
             "sinks": self.sinks.unwritten,
             "totals": self.completion.totals.to_dict(),
-            "workers": [
-                {"replica": number, **msgspec.structs.asdict(one)}
-                for number, answers in enumerate(await call_all(self._client, ReadUsage()))
-                for one in answers
-            ],
+            **await self._usage.read(timeout),
         }
 
     async def check_integrity(self) -> None:
         """Check the invariants of an idle engine, here and on the workers."""
         await self._tasks.wait()
-        assert not self._calls
-        assert not self._admitted
-        assert not self._sessions
-        assert not self._needs
+        for things in (self._calls, self._admitted, self._sessions, self._needs):
+            assert not things
         assert not self._admission.waiting
         await call_all(self._client, CheckIntegrity())
+
+    def has_calls(self) -> bool:
+        """Return whether a call with a plan has not ended. May be called from any thread."""
+        calls = list(self._calls.values())
+        return any(call.plan is not None or call.admitted is not None for call in calls)
 
     def close(self) -> None:
         """Cancel all work, except for what the sinks were given. May be called from any thread."""
@@ -272,3 +278,8 @@ class AsyncFrontEnd(BaseFrontEnd):
         """Return vLLM's states of running requests, by its ids."""
         found: Mapping[str, Any] = self._engine.output_processor.request_states
         return found
+
+
+def _end_wait(call: GenerateCall) -> None:
+    if call.wait is not None:
+        call.wait.end()

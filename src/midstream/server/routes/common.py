@@ -88,7 +88,9 @@ class MidstreamRoute(APIRoute):
                 found = _invalid(error)
             except HTTPException as error:
                 found = HttpError(error.status_code, str(error.detail))
-            return Response(found.content, found.status, media_type="application/json")
+            return Response(
+                found.content, found.status, found.headers, media_type="application/json"
+            )
 
         return guarded
 

@@ -29,6 +29,7 @@ _STATUS = {
     "held": {"captures": 0, "bytes": 0},
     "requests": 0,
     "waiting": 0,
+    "workers_age_seconds": 0.0,
 }
 
 

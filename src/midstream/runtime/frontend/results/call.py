@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.input_session import InputSession
 from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.runtime.frontend.request.intake import Wait
 from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.partial_scores import StreamState
 from midstream.runtime.frontend.rpc.replicas import Replica
@@ -26,6 +27,7 @@ class GenerateCall:
         is_delta: whether each output has only the tokens since the previous one.
         ids: vLLM's ids of its requests; several with n > 1.
         replica: the engine that its requests run on; None: none was sent yet.
+        wait: its wait for capacity; None: it never waited.
         sends: tasks that send requests which waited for capacity.
         stream: tokens and scores so far; None before the first output.
         is_collected: whether the workers hold no results of it any more.
@@ -42,6 +44,7 @@ class GenerateCall:
     is_delta: bool = False
     ids: list[str] = field(default_factory=list)
     replica: Replica | None = None
+    wait: Wait | None = None
     sends: list[asyncio.Task[None]] = field(default_factory=list)
     stream: StreamState | None = None
     is_collected: bool = False

@@ -7,9 +7,10 @@ the engine's steps, not the number of requests.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from midstream.errors import BusyError
 from midstream.runtime.frontend.rpc.fetch import Exchange, collect, collect_partial
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.protocol.results import WorkerAnswers
@@ -54,10 +55,9 @@ class _Queue:
         self._waiting[uid] = (argument, future)
         return future
 
-    def cancel(self) -> None:
-        """Cancel all requests."""
-        for _, future in self._waiting.values():
-            future.cancel()
+    def close(self) -> None:
+        """End all requests with an error."""
+        _end(future for _, future in self._waiting.values())
         self._waiting.clear()
 
     async def run(self) -> None:
@@ -72,8 +72,7 @@ class _Queue:
             work = self._run({uid: argument for uid, (argument, _) in batch.items()})
             [found] = await asyncio.gather(work, return_exceptions=True)
         except asyncio.CancelledError:
-            for _, future in batch.values():
-                future.cancel()
+            _end(future for _, future in batch.values())
             raise
         for uid, (_, future) in batch.items():
             if future.done():
@@ -82,6 +81,14 @@ class _Queue:
                 future.set_exception(found)
             else:
                 future.set_result(found.get(uid))
+
+
+def _end(futures: Iterable[asyncio.Future[Any]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_exception(
+                BusyError("the engine shut down before it had sent the request's results", 5)
+            )
 
 
 class RpcBatcher:
@@ -155,7 +162,7 @@ class RpcBatcher:
             self._task = None
             # Requests are left only if this task was cancelled.
             for queue in queues:
-                queue.cancel()
+                queue.close()
 
     async def _read_scores(self, spans: dict[str, Any]) -> dict[str, list[ScoreBlock]]:
         found: dict[str, list[ScoreBlock]] = {uid: [] for uid in spans}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.stored import unmapped
 
-from midstream.errors import FetchError
+from midstream.errors import BusyError, FetchError
 from midstream.runtime.frontend.rpc.rpc_batcher import RpcBatcher
 from midstream.runtime.protocol.results import ResultHeader, partial_name
 from midstream.runtime.protocol.rpc import (
@@ -166,12 +166,12 @@ def test_who_gave_up_before_the_call_is_not_asked_for():
     assert run(work) == [ReadScores({"stays": (0, 1)})]
 
 
-def test_closing_cancels_those_who_wait():
+def test_closing_ends_those_who_wait_with_an_error():
     async def work(workers, batcher):
         waits = asyncio.create_task(batcher.collect("a"))
         await asyncio.sleep(0)
         batcher.close()
-        with pytest.raises(asyncio.CancelledError):
+        with pytest.raises(BusyError, match="shut down"):
             await waits
         return await batcher.peek("b", (0, 1))
 

@@ -1,0 +1,59 @@
+"""Usage of the workers, also while one of them does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from midstream.runtime.frontend.rpc.replicas import call_all
+from midstream.runtime.protocol.rpc import ReadUsage
+
+
+class WorkersUsage:
+    """Reader of the workers' usage, with their last answers. Call on the engine's event loop."""
+
+    def __init__(self, client: Any) -> None:
+        """Create it for a client of one or several engine cores."""
+        self._client = client
+        self._last: list[dict[str, Any]] = []
+        self._read_at: float | None = None
+        self._query: asyncio.Task[None] | None = None
+
+    async def read(self, timeout: float | None) -> dict[str, Any]:
+        """Return `workers`, each worker's usage over all replicas, and `workers_age_seconds`.
+
+        Args:
+            timeout: longest time in seconds to wait for the answers; None: any. Queries that were
+                not answered in time are not repeated before they are.
+
+        Returns:
+            The last answers; an empty list if there are none yet. Their age is 0 if the workers
+            answered now, and None if they never did.
+        """
+        if self._query is None or self._query.done():
+            self._query = asyncio.create_task(self._update())
+        else:
+            # It was not answered in an earlier call's time, or another call waits for it as well.
+            timeout = timeout if timeout is None else min(timeout, 0.5)
+        done, _ = await asyncio.wait([self._query], timeout=timeout)
+        if done and not self._query.cancelled():
+            error = self._query.exception()
+            if error is None:
+                return {"workers": self._last, "workers_age_seconds": 0.0}
+            if not isinstance(error, EngineDeadError):
+                raise error
+        age = None if self._read_at is None else time.monotonic() - self._read_at
+        return {"workers": self._last, "workers_age_seconds": age}
+
+    async def _update(self) -> None:
+        answers = await call_all(self._client, ReadUsage())
+        self._last = [
+            {"replica": number, **msgspec.structs.asdict(one)}
+            for number, found in enumerate(answers)
+            for one in found
+        ]
+        self._read_at = time.monotonic()
