@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import sys
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -261,6 +262,12 @@ class AsyncLLM(VllmAsyncLLM):
         """Shut the engine down; see vLLM's `AsyncLLM.shutdown`. New plans raise `BusyError`."""
         timeout = _close(getattr(self, "_front_end", None), timeout)
         super().shutdown(timeout=timeout)
+
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At the interpreter's end the functions that vLLM's method calls may be gone. The processes
+        # and the sinks have been closed by their own handlers then.
+        if not is_ending():
+            super().__del__()
 
     @property
     def intake(self) -> Intake:
