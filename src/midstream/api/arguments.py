@@ -12,6 +12,7 @@ from midstream.spec import Plan
 
 # A flat list of these is for all prompts; a list of captures has one entry per prompt.
 _SEVERAL = ("steer", "edits", "probes")
+_PART = re.compile(r"\b(?:capture|edits|probes)\[\d+\]")
 _WHAT = {"steer": "edits", "edits": "edits", "probes": "probes"}
 
 
@@ -58,22 +59,32 @@ class CallArguments:
             error: error of the plan.
             nth: index of the prompt; None: the call has one prompt.
         """
-        head, rest = re.match(r"([a-z_]*)(.*)", error.path, re.DOTALL).groups()  # type: ignore[union-attr]
+        found = self._path(error.path, nth)
+        if found is None:
+            return error
+        path, is_for_all = found
+        # The problem may name other parts of the plan.
+        problem = _PART.sub(lambda part: (self._path(part[0], nth) or part)[0], error.problem)
+        return SpecError(path, f"{problem} (prompt {nth})" if is_for_all else problem)
+
+    def _path(self, path: str, nth: int | None) -> tuple[str, bool] | None:
+        """Return a plan's path as one of the caller's arguments, and whether that argument is for
+        all prompts of a list; None: no argument has it.
+        """
+        head, rest = re.match(r"([a-z_]*)(.*)", path, re.DOTALL).groups()  # type: ignore[union-attr]
         name, rest = self._origin(head, rest, nth)
         value = self._values().get(name)
         if value is None:
-            return error
-        mine, path = value, name
+            return None
+        mine, begin = value, name
         if nth is not None and (
             isinstance(value, (list, tuple)) and (name == "capture" or _is_per_prompt(value))
         ):
-            mine, path = value[nth], f"{name}[{nth}]"
+            mine, begin = value[nth], f"{name}[{nth}]"
         # A plan numbers its parts even if the caller gave a single one.
         if not isinstance(mine, (list, tuple)):
             rest = rest.removeprefix("[0]")
-        for_all = nth is not None and path == name
-        problem = f"{error.problem} (prompt {nth})" if for_all else error.problem
-        return SpecError(path + rest, problem)
+        return begin + rest, nth is not None and begin == name
 
     def _origin(self, head: str, rest: str, nth: int | None) -> tuple[str, str]:
         """Return the argument and the rest of the path: a plan has the edits of `steer` first."""

@@ -185,7 +185,11 @@ def test_what_is_wrong_with_a_value_that_is_for_all_says_for_which_prompt():
         ({"steer": [[], None]}, r"^steer\[0\]: the list is empty"),
         ({"steer": []}, r"^steer: the list is empty"),
         ({"capture": [None, {"layers": [0, 0]}]}, r"^capture\[1\]\.layers\[1\]: "),
-        ({"capture": [None, [READ, READ]]}, r"^capture\[1\]\[1\]: duplicate of"),
+        (
+            {"capture": [None, [READ, READ]]},
+            r"^capture\[1\]\[1\]: duplicate of capture\[1\]\[0\]$",
+        ),
+        ({"probes": [None, [ASK, ASK]]}, r"^probes\[1\]\[1\]\.name: .* of probes\[1\]\[0\]; use"),
         ({"capture": {"layers": "some"}}, r"^capture\.layers: "),
         ({"capture": {"layer": 1}}, r"^capture.*layer"),
         ({"edits": [None, {"op": "scale", "factor": "x", "layer": 0}]}, r"^edits\[1\]\.factor: "),

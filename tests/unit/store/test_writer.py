@@ -152,9 +152,15 @@ WRONG = [
     ({"metadata": [1]}, "metadata: expected a dict, got `list`"),
     ({"metadata": {"x": float("nan")}}, "metadata: Out of range float values"),
     ({"metadata": {"x": {1}}}, "metadata: .*not JSON serializable"),
-    ({"metadata": {1: 0, "1": 0}}, "metadata: .*duplicate JSON field '1'"),
+    (
+        {"metadata": {1: 0, "1": 0}},
+        "(?<!metadata: )metadata: (?!metadata).*duplicate JSON field '1'",
+    ),
     ({"metadata": {"x": "\ud800"}}, "metadata: .*surrogates not allowed"),
-    ({"metadata": {"x": "y" * (17 << 20)}}, "metadata of 17825801 bytes; the limit is"),
+    (
+        {"metadata": {"x": "y" * (17 << 20)}},
+        "(?<!metadata: )metadata of 17825801 bytes; the limit is",
+    ),
     ({"taps": [GOOD]}, "taps: expected a dict, got `list`"),
     ({"taps": {"resid_post": GOOD}}, r"expected \(site, layer\) as keys, got \"'resid_post'\""),
     ({"taps": {("resid_pots", 1): GOOD}}, "unknown site 'resid_pots'.*did you mean `resid_post`"),

@@ -91,6 +91,8 @@ def emit_metadata(value: object) -> bytes:
     try:
         text = dump(dict(value))
         read_metadata(text)
+    except StoreError:
+        raise
     except (TypeError, ValueError, RecursionError) as error:
         raise StoreError(f"metadata: {error}") from None
     return text
