@@ -9,7 +9,7 @@ from typing import Any
 import markers
 
 DATA = markers.ROOT / "docs/data/models.json"
-OUTCOMES = ("ok", "refused", "not compared", "cannot be built", "wrong")
+OUTCOMES = ("ok", "not comparable", "refused", "not compared", "cannot be built", "wrong")
 
 
 def blocks() -> dict[str, str]:
@@ -25,7 +25,7 @@ def blocks() -> dict[str, str]:
         "survey ok": right(by_outcome["ok"]),
         **{
             f"survey {outcome}": by_reason(by_outcome[outcome])
-            for outcome in ("refused", "not compared", "cannot be built")
+            for outcome in ("not comparable", "refused", "not compared", "cannot be built")
         },
     }
 
@@ -56,7 +56,7 @@ def right(models: dict[str, dict[str, Any]]) -> str:
             _sites(one["lacking"]),
             _sites(one["not compared"]),
             f"{one['worst']:.0e}",
-            next((word for word in ("neighbours", "less") if word in one["reason"]), ""),
+            "wider" if one["reason"] else "",
         ]
         for name, one in models.items()
     ]

@@ -13,7 +13,15 @@ from midstream.tools.doctor import compare, local
 from midstream.tools.doctor.cases import EDITED, Case
 from midstream.tools.doctor.compare import ErrorLimits
 from midstream.tools.doctor.reference import Reference
-from midstream.tools.doctor.report import LACKING, OK, UNCOMPARED, WRONG, OperationFound, SiteFound
+from midstream.tools.doctor.report import (
+    INCOMPARABLE,
+    LACKING,
+    OK,
+    UNCOMPARED,
+    WRONG,
+    OperationFound,
+    SiteFound,
+)
 
 UNPROVEN = "vLLM's model differs from transformers' and neighbouring sites are not conclusive"
 
@@ -55,7 +63,9 @@ def judge(
     """Compare every site and operation with transformers.
 
     Values are compared with those of the whole model. Where vLLM's own logits differ from
-    transformers', each site is compared with its neighbouring sites instead.
+    transformers' and sites do too, each site is compared with its neighbouring sites instead. That
+    finds faults, but it does not show that there are none: the outcome is then `INCOMPARABLE` or
+    `WRONG`.
     """
     tie = compare.TIES[dtype]
     difference = compare.logit_error(plain.cases, plain.outputs, tie)
@@ -67,7 +77,7 @@ def judge(
         compare.judge_operation(case, output, limits, differing)
         for case, output in zip(edited.cases, edited.outputs, strict=True)
     ]
-    note = ""
+    note, is_local = "", False
     if difference > tie:
         note = f"vLLM's own logits of plain requests differ from transformers' by {difference:.1e}"
         outcomes = [one.outcome for one in sites] + [one.outcome for one in operations]
@@ -77,14 +87,24 @@ def judge(
             except Exception as error:  # noqa: BLE001 - vLLM may have patched its classes
                 note += f", and transformers' model fails after vLLM's ({type(error).__name__})"
                 return Judgement(tuple(sites), (), UNCOMPARED, note, limits.tolerance)
-            note += ", so each site was compared with its neighbours"
+            is_local = True
         else:
             note += ", so the tolerance was increased"
     outcome, reason = _verdict(sites, operations, note)
+    if is_local and outcome != WRONG:
+        outcome, reason = INCOMPARABLE, _not_comparable(difference, reason if outcome != OK else "")
     if outcome == WRONG and not math.isfinite(difference):
         # For example because vLLM did not load some weights.
         outcome, reason = UNCOMPARED, "vLLM's own logits of plain requests are not finite"
     return Judgement(tuple(sites), tuple(operations), outcome, reason, limits.tolerance)
+
+
+def _not_comparable(difference: float, more: str) -> str:
+    reason = (
+        f"vLLM itself differs from transformers by {difference:.1e} in the logits of plain requests; "
+        "the sites fit their neighbours, which does not show that each is in its place"
+    )
+    return f"{reason} ({more})" if more else reason
 
 
 def _compare_locally(

@@ -11,7 +11,8 @@ LACKING = "lacking"
 REFUSED = "refused"
 UNBUILT = "cannot be built"
 UNCOMPARED = "not compared"
-STATUS = {OK: 0, WRONG: 1, REFUSED: 2, UNBUILT: 2, UNCOMPARED: 2}
+INCOMPARABLE = "not comparable"
+STATUS = {OK: 0, WRONG: 1, REFUSED: 2, UNBUILT: 2, UNCOMPARED: 2, INCOMPARABLE: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Report:
         architecture: vLLM's name of the architecture.
         layer_classes: classes of vLLM's decoder layers, each once.
         copy: description of the examined model: the model itself, or a copy with its width.
-        outcome: one of OK, WRONG, REFUSED, UNBUILT, UNCOMPARED.
+        outcome: one of OK, WRONG, REFUSED, UNBUILT, UNCOMPARED, INCOMPARABLE.
         reason: reason of the outcome; for OK a note, or empty.
         sites: one result for every site of every layer.
         operations: one result for each tested operation.

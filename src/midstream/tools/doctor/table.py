@@ -11,6 +11,7 @@ from rich.text import Text
 from midstream.console import format_ranges
 from midstream.sites import NAMES
 from midstream.tools.doctor.report import (
+    INCOMPARABLE,
     OK,
     REFUSED,
     UNBUILT,
@@ -26,6 +27,7 @@ _VERDICTS = {
     REFUSED: "not supported",
     UNBUILT: "cannot be built here",
     UNCOMPARED: "not compared",
+    INCOMPARABLE: "not comparable",
     WRONG: "wrong",
 }
 

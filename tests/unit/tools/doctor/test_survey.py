@@ -12,7 +12,7 @@ from support.sources import package_path
 ROOT = Path(__file__).resolve().parents[4]
 FOUND = json.loads((ROOT / "docs/data/models.json").read_text())
 MODELS = FOUND["models"]
-OUTCOMES = {"ok", "refused", "not compared", "cannot be built"}
+OUTCOMES = {"ok", "not comparable", "refused", "not compared", "cannot be built"}
 
 
 def registry(name: str) -> list[str]:
