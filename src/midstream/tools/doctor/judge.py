@@ -101,8 +101,8 @@ def judge(
 
 def _not_comparable(difference: float, more: str) -> str:
     reason = (
-        f"vLLM itself differs from transformers by {difference:.1e} in the logits of plain requests; "
-        "the sites fit their neighbours, which does not show that each is in its place"
+        f"vLLM itself differs from transformers by {difference:.1e} in the logits of plain "
+        "requests; the sites fit their neighbours, which does not show that each is in its place"
     )
     return f"{reason} ({more})" if more else reason
 
