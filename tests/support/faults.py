@@ -200,6 +200,14 @@ FAULTS: tuple[Fault, ...] = (
         ENGINE + "test_poisoning.py::test_whole_edits_of_a_name_share_kv_by_their_content",
     ),
     Fault(
+        "A server-wide capture that was replaced is still taken for new requests",
+        "sinks/server_captures.py",
+        "            self._by_name = new\n",
+        "            self._by_name = {**new, **self._by_name}\n",
+        ENGINE + "test_server_captures.py::"
+        "test_requests_have_the_captures_that_were_set_when_they_came",
+    ),
+    Fault(
         "A plan for an engine that is not enabled is ignored",
         "runtime/install.py",
         "        if has_plan(params):\n            raise _no_front_end(processor)\n",

@@ -80,6 +80,7 @@ def clear(llm: Any) -> None:
         AssertionError: something is.
     """
     llm.steering.clear()
+    llm.captures.clear()
     for one in llm.vectors.list():
         llm.vectors.remove(one.name)
     view = inspect(llm)

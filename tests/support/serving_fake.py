@@ -27,9 +27,12 @@ from midstream.runtime.frontend.request.intake import Intake
 from midstream.server import endpoint_plugin as plugin
 from midstream.server.endpoint_plugin import Endpoints
 from midstream.server.server import Server
+from midstream.sinks.server_captures import ServerCaptures
+from midstream.sinks.sink_set import SinkSet
 from midstream.spec import ModelShape, Plan
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
+from support.sinking import ORIGIN
 
 WIDTH = 3
 SHAPE = ModelShape(4, WIDTH, [("resid_post", n) for n in range(4)] + [("resid_mid", 2)])
@@ -78,6 +81,8 @@ class FakeEngine:
     def __init__(self) -> None:
         self.vectors = VectorRegistry(SHAPE)
         self.steering = Steering(self.vectors)
+        self.sinks = SinkSet((), ORIGIN)
+        self.captures = ServerCaptures(self.sinks, SHAPE)
         self.info = SimpleNamespace(
             shape=SHAPE, dtype="float32", codec="raw", workers=(SimpleNamespace(runner="fake"),)
         )

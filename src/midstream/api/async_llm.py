@@ -31,6 +31,7 @@ from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.request.intake import Intake
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
+from midstream.sinks.server_captures import ServerCaptures
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
 
@@ -184,6 +185,11 @@ class AsyncLLM(VllmAsyncLLM):
             RuntimeError: before `await llm.ready()`.
         """
         return await self._front.usage(timeout)
+
+    @property
+    def captures(self) -> ServerCaptures:
+        """Server-wide captures: set, clear, list, collect."""
+        return self._front.captures
 
     def sites(self) -> SiteTable:
         """Return every site of every layer: tapped, or the reason why not.

@@ -22,6 +22,7 @@ from midstream.runtime.frontend.request.prompt.message_spans import template_arg
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
 from midstream.runtime.vllm.engine_rules import check_offline
+from midstream.sinks.server_captures import ServerCaptures
 from midstream.spec import Plan, Positions
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
@@ -97,6 +98,11 @@ class LLM(VllmLLM):
     def steering(self) -> Steering:
         """Server-wide edits: set, clear, show."""
         return cast(Steering, self._front_end.steering)
+
+    @property
+    def captures(self) -> ServerCaptures:
+        """Server-wide captures: set, clear, list, collect."""
+        return cast(ServerCaptures, self._front_end.captures)
 
     def sites(self) -> SiteTable:
         """Return every site of every layer: tapped, or the reason why not."""

@@ -83,6 +83,12 @@ class Activations:
 
         return interleaved(self._rows(self._find((site, layer))).encoded())
 
+    def copy(self) -> Activations:
+        """Return the rows in memory of their own, so that the worker's memory can be freed."""
+        rows = {tap: self._rows(tap).copy() for tap in self._given}
+        positions = {tap: self._positions[tap].clone() for tap in self._given}
+        return Activations(rows, positions, self._tokens.clone())
+
     def __contains__(self, key: object) -> bool:
         if not isinstance(key, tuple) or len(key) != 2 or not isinstance(key[0], str):
             return False

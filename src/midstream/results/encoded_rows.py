@@ -119,6 +119,11 @@ class Rows:
         every = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return every if self.chosen is None else every[self.chosen]
 
+    def copy(self) -> Rows:
+        """Return the rows in memory of their own."""
+        encoded = self.encoded().clone()
+        return replace(self, chunks=(encoded[:, None],), places=(0,), chosen=None)
+
     def decoded(self) -> Tensor:
         """Return the decoded rows, [n, hidden]; a view if the codec is raw and the rows are
         contiguous.

@@ -12,10 +12,17 @@ from midstream.runtime.vllm.additional_config import key_of_environment, setting
 from midstream.server.admin_auth import Guard
 from midstream.server.middleware import Middleware
 from midstream.server.openapi import add_fields
-from midstream.server.routes import activations, compat_steering, status, steering, vectors
+from midstream.server.routes import (
+    activations,
+    captures,
+    compat_steering,
+    status,
+    steering,
+    vectors,
+)
 from midstream.server.server import Server
 
-_ROUTERS = (activations, vectors, steering, status, compat_steering)
+_ROUTERS = (activations, captures, vectors, steering, status, compat_steering)
 
 
 class Endpoints:

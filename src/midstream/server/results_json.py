@@ -91,7 +91,7 @@ class ResultEncoder:
 
     def _cache(self, client: str, request_id: str, rows: Activations) -> CachedCapture:
         packed = pack(rows, *self._vectors)
-        return self._captures.store(packed, client, request_id, _describe(rows))
+        return self._captures.store(packed, client, request_id, describe(rows))
 
     def _discard(self, work: asyncio.Future[CachedCapture]) -> None:
         if not work.cancelled() and work.exception() is None:
@@ -109,7 +109,7 @@ class ResultEncoder:
                 '"handle" and fetch them, or capture less',
                 "midstream.activations",
             )
-        return {**_describe(rows), "base64": await asyncio.to_thread(self._encoded, rows)}
+        return {**describe(rows), "base64": await asyncio.to_thread(self._encoded, rows)}
 
     def _encoded(self, rows: Activations) -> str:
         return base64.b64encode(pack(rows, *self._vectors)).decode("ascii")
@@ -126,7 +126,8 @@ def handle_of(cached: CachedCapture) -> dict[str, Any]:
     }
 
 
-def _describe(rows: Activations) -> dict[str, Any]:
+def describe(rows: Activations) -> dict[str, Any]:
+    """Return format, codec and number of rows by tap as JSON values."""
     return {
         "format": _FORMAT,
         "codec": rows.codec.spec,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from midstream.config.sinks import SinkSettings
+from midstream.config.sinks import QUEUE_BYTES, SinkSettings
 from midstream.errors import SpecError
 from midstream.sinks.base import Origin, Sink
+from midstream.sinks.kept_rows import KEPT, KeptRows
 from midstream.sinks.queue import SinkQueue
 from midstream.sinks.registry import make_sink
 from midstream.spec import Capture, Plan
@@ -39,9 +40,12 @@ class SinkSet:
         """
         self._sinks: dict[str, Sink] = {}
         self._queues: dict[str, SinkQueue] = {}
+        # Those of the settings; `ServerCaptures` has those that are set now.
         self.captures: tuple[Capture, ...] = tuple(
             capture for one in settings for capture in one.captures
         )
+        self._kept: KeptRows | None = None
+        self._origin = origin
         made = [(one, make_sink(one)) for one in settings if one.name != MEMORY]
         try:
             for one, sink in made:
@@ -76,6 +80,20 @@ class SinkSet:
                     )
                 self._sinks[sink].check(tag, request_id)
 
+    def kept(self) -> KeptRows:
+        """Return the sink that keeps rows of server-wide captures; opened with the first call.
+
+        Raises:
+            SpecError: the engine was started with another sink of its name.
+        """
+        if self._kept is None:
+            if KEPT in self._sinks:
+                raise SpecError("sink", f"missing; this engine has a sink of its own named {KEPT}")
+            self._kept = KeptRows()
+            self._kept.open(self._origin)
+            self._queues[KEPT] = SinkQueue(KEPT, self._kept, QUEUE_BYTES)
+        return self._kept
+
     def queue(self, name: str) -> SinkQueue:
         """Return the queue of a sink other than `memory`."""
         return self._queues[name]
@@ -90,14 +108,14 @@ class SinkSet:
     @property
     def unwritten(self) -> dict[str, int]:
         """Bytes by sink that were delivered and are not durable yet."""
-        return {name: queue.unwritten for name, queue in self._queues.items()}
+        return {name: queue.unwritten for name, queue in list(self._queues.items())}
 
     def drain(self) -> None:
         """Write and flush all pending deliveries without waiting for more. Does not block."""
-        for queue in self._queues.values():
+        for queue in list(self._queues.values()):
             queue.drain()
 
     def close(self) -> None:
         """Write and flush all pending deliveries and close the sinks. Blocks until done."""
-        for queue in self._queues.values():
+        for queue in list(self._queues.values()):
             queue.close()

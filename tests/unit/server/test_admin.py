@@ -20,6 +20,8 @@ CHANGES = [
     ("DELETE", f"{VECTORS}/x", None),
     ("PUT", STEERING, {"base": []}),
     ("DELETE", STEERING, None),
+    ("PUT", f"{CAPTURES}/x", {"capture": {"layers": [1]}}),
+    ("DELETE", CAPTURES, None),
     ("POST", "/v1/steering/set", {"vectors": {"post_block": {"1": V}}}),
     ("POST", "/v1/steering/clear", None),
     ("POST", "/v1/steering/modules/register", {"name": "x", "vectors": V}),

@@ -102,10 +102,11 @@ class AsyncFrontEnd(BaseFrontEnd):
             return call.admitted
         if call.plan is not None:
             self.sinks.check(call.plan)
-        prepared = self._resolver.resolve_session(
-            call.plan, self.steering.plan_edits(), self.vectors.lookup, session.inputs[0][0]
-        )
-        admitted = self._register(request, call, self._attach_payload(request, prepared, call.plan))
+        also, lookup, first = self.captures.current, self.vectors.lookup, session.inputs[0][0]
+        before = self.steering.plan_edits()
+        prepared = self._resolver.resolve_session(call.plan, before, also, lookup, first)
+        made = self._attach_payload(request, prepared, call.plan, also)
+        admitted = self._register(request, call, made)
         if admitted is not None:
             session.payload = request.sampling_params.extra_args[KEY]
             self._sessions[request.request_id] = call

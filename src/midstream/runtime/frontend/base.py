@@ -25,7 +25,8 @@ from midstream.runtime.frontend.request.sink_routes import routes_of
 from midstream.runtime.frontend.results.sink_setup import open_sinks
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.protocol.request_payload import RequestPayload, uid_of
-from midstream.spec import Plan
+from midstream.sinks.server_captures import ServerCaptures
+from midstream.spec import Capture, Plan
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
 
@@ -61,8 +62,8 @@ class BaseFrontEnd:
         self.steering = Steering(self.vectors)
         self.sinks = open_sinks(engine.vllm_config, info)
         weakref.finalize(self, self.sinks.close)
-        self._resolver = PlanResolver(info, engine, self.sinks.captures)
-        self._resolver.check_also()
+        self._resolver = PlanResolver(info, engine)
+        self.captures = ServerCaptures(self.sinks, info.shape, self._resolver.check_captures)
         self._deltas = deltas
         self._row_limits = [row_limit(workers, found) for workers in self._workers]
         budgets = [Budget(info.room, rows) for rows in self._row_limits]
@@ -74,7 +75,7 @@ class BaseFrontEnd:
 
         They apply to every request that generates.
         """
-        is_for_all = bool(self.steering.plan_edits()) or bool(self.sinks.captures)
+        is_for_all = bool(self.steering.plan_edits()) or bool(self.captures)
         # Pooling requests have an output_kind as well, but no tokens to generate.
         return is_for_all and hasattr(params, "max_tokens")
 
@@ -104,8 +105,9 @@ class BaseFrontEnd:
         own = call_plan.plan
         if own is not None:
             self.sinks.check(own)
+        also = self.captures.current
         prepared = self._resolver.resolve(
-            call_plan, self.steering.plan_edits(), self.vectors.lookup, request
+            call_plan, self.steering.plan_edits(), also, self.vectors.lookup, request
         )
         if getattr(request, "resumable", False) and not prepared.is_empty:
             raise SpecError(
@@ -113,10 +115,10 @@ class BaseFrontEnd:
                 "a session of streaming input can be captured or edited with generate() of "
                 "midstream.AsyncLLM only",
             )
-        return self._attach_payload(request, prepared, own)
+        return self._attach_payload(request, prepared, own, also)
 
     def _attach_payload(
-        self, request: Any, prepared: PreparedPlan, own: Plan | None
+        self, request: Any, prepared: PreparedPlan, own: Plan | None, also: tuple[Capture, ...]
     ) -> AdmittedRequest | None:
         """Attach the request payload of a prepared plan to its request; see `admit`.
 
@@ -142,7 +144,7 @@ class BaseFrontEnd:
         limits = self._row_limits if chosen is None else [self._row_limits[chosen]]
         check_rows(need, max(limits, key=lambda one: one.limit or 0))
         uid = uuid.uuid4().hex
-        routes = routes_of(prepared.plan, own, self.sinks.captures, request.request_id, uid)
+        routes = routes_of(prepared.plan, own, also, request.request_id, uid)
         set_payload(request, RequestPayload(uid, prepared.packed, prepared.keys))
         self._needs[uid] = need
         return AdmittedRequest(uid, prepared.plan, own, routes)

@@ -78,16 +78,20 @@ def delete(name: Name, server: ServerDep) -> Response:
 
 @router.get(
     "/v1/midstream/captures",
-    summary="List this client's cached captures, oldest first",
+    summary="List this client's cached captures, oldest first, and the server-wide captures",
     description="All callers that share an API key count as one client; on a server without keys, "
     "all callers that share an address.",
-    responses={**ok_response({"captures": [_HANDLE], "bytes": 11768}), **error_responses(401, 503)},
+    responses={
+        **ok_response({"captures": [_HANDLE], "bytes": 11768, "server_wide": []}),
+        **error_responses(401, 503),
+    },
 )
 def captures(request: Request, server: ServerDep) -> dict[str, Any]:
     mine = server.captures.of_client(server.client_of(request.scope))
     return {
         "captures": [{"request_id": cached.request_id, **handle_of(cached)} for cached in mine],
         "bytes": sum(cached.nbytes for cached in mine),
+        "server_wide": [one.to_dict() for one in server.llm.captures.list()],
     }
 
 

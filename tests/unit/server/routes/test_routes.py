@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 from support.serving_fake import SHAPE, refused, rows, serving
+from support.sinking import delivery
 
 from midstream.errors import HttpError, SpecError
-from midstream.results.serialization import pack
+from midstream.results.serialization import pack, unpack
 from midstream.server.routes.uploads import read_upload
 from midstream.spec.vector import Vector
 
@@ -48,7 +49,37 @@ async def test_rows_are_fetched_listed_and_deleted():
         assert (await client.delete(f"{ROWS}/{held.id}")).status_code == 204
         await refused(client.get(f"{ROWS}/{held.id}"), 404)
         await refused(client.delete(f"{ROWS}/{held.id}"), 404)
-        assert (await client.get(CAPTURES)).json() == {"captures": [], "bytes": 0}
+        left = (await client.get(CAPTURES)).json()
+        assert left == {"captures": [], "bytes": 0, "server_wide": []}
+
+
+async def test_server_wide_captures_are_set_shown_collected_and_cleared():
+    async with serving() as (site, client):
+        body = {"capture": {"layers": [1], "positions": "last_prompt"}}
+        about = (await client.put(f"{CAPTURES}/watch", json=body)).json()
+        assert about["kept"] == {"completions": 0, "bytes": 0, "dropped": 0}
+        assert (await client.get(CAPTURES)).json()["server_wide"] == [about]
+        assert (await client.get(f"{CAPTURES}/watch")).json() == about
+        for name in ("a", "b"):
+            one = delivery(tag="watch", request_id=name, activations=rows((1,), 5))
+            site.engine.sinks.queue("kept").put(one, 60).result(10)
+        answer = (await client.post(f"{CAPTURES}/watch/collect")).json()
+        assert [one["request_id"] for one in answer["completions"]] == ["a", "b"]
+        assert (answer["dropped"], answer["kept"]) == (0, 0)
+        sent = answer["completions"][0]["activations"]
+        sent_rows = unpack(base64.b64decode(sent["base64"]))
+        assert sent_rows["resid_post", 1].equal(rows((1,), 5)["resid_post", 1])
+        assert sent["rows"] == {"resid_post.1": 5}
+        assert (await client.delete(f"{CAPTURES}/watch")).status_code == 204
+        assert site.engine.captures.current == ()
+        for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/collect")):
+            await refused(client.request(method, f"{CAPTURES}/watch{path}"), 404)
+        await refused(client.put(f"{CAPTURES}/watch", json={"capture": {"layers": [9]}}), 400)
+        await refused(client.put(f"{CAPTURES}/watch", json={**body, "sink": "x"}), 400)
+        await refused(client.put(f"{CAPTURES}/watch", json={**body, "class": "os:system"}), 400)
+        assert (await client.put(f"{CAPTURES}/watch", json=body)).status_code == 200
+        assert (await client.delete(CAPTURES)).status_code == 204
+        assert site.engine.captures.current == ()
 
 
 RANGES = {

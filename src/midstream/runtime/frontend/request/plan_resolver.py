@@ -10,21 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from midstream.codecs import parse_codec
-from midstream.config.config import KEY
-from midstream.errors import ConfigError, SpecError
+from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.runtime.frontend.request.budget import Need, all_taps, max_row_bytes, need_of
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.prompt.text_map import text_map
 from midstream.runtime.protocol.cache_keys import CacheKeys, cache_keys
 from midstream.sites import order
-from midstream.spec import Capture, Plan, Prompt, ResolvedPlan
+from midstream.spec import Capture, Plan, Positions, Prompt, ResolvedPlan
 from midstream.spec.capture import SHARDED
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.operations import Edit
 from midstream.spec.resolve.resolve import resolve
 from midstream.spec.resolve.session_rules import check_growing
-from midstream.spec.resolve.tap_lookup import find_taps
 from midstream.spec.resolve.wire import to_bytes
 from midstream.validation import at
 
@@ -60,16 +58,14 @@ class PreparedPlan:
 class PlanResolver:
     """Resolves plans for one engine."""
 
-    def __init__(self, info: EngineInfo, engine: Any, also: tuple[Capture, ...] = ()) -> None:
+    def __init__(self, info: EngineInfo, engine: Any) -> None:
         """Create the resolver.
 
         Args:
             info: description of the engine.
             engine: vLLM's engine, for its tokenizer and renderer.
-            also: captures of every request, which come after its own.
         """
         self._info = info
-        self._also = also
         self._engine = engine
         self._max_length: int = engine.vllm_config.model_config.max_model_len
         self._taps = all_taps(sorted(info.shape.taps, key=order))
@@ -79,6 +75,7 @@ class PlanResolver:
         self,
         call_plan: CallPlan,
         before: tuple[Edit, ...],
+        also: tuple[Capture, ...],
         lookup: Lookup,
         request: Any,
     ) -> PreparedPlan:
@@ -87,6 +84,7 @@ class PlanResolver:
         Args:
             call_plan: the request's own plan.
             before: edits that come before its own.
+            also: captures of every request, which come after its own.
             lookup: returns what is registered under a name.
             request: vLLM's EngineCoreRequest.
 
@@ -96,21 +94,28 @@ class PlanResolver:
         own = call_plan.plan
         plan = None if own is None else own.bind(lookup, self._info.shape.num_layers)
         max_tokens = request.sampling_params.max_tokens
-        needs_prompt = any(part.positions.needs_prompt for part in (*before, *self._also))
+        needs_prompt = any(part.positions.needs_prompt for part in (*before, *also))
         if needs_prompt or (plan is not None and plan.needs_prompt):
-            return self._finish(plan, before, self._prompt(request, call_plan), max_tokens)
+            prompt = self._prompt(request, call_plan)
+            return self._finish(plan, before, also, prompt, max_tokens)
         # Destinations of rows make no difference here, and may differ for each request.
         shared = None if plan is None else plan.without_places()
-        return self._by_length(shared, before, _prompt_len(request), max_tokens)
+        return self._by_length(shared, before, also, _prompt_len(request), max_tokens)
 
     def resolve_session(
-        self, plan: Plan | None, before: tuple[Edit, ...], lookup: Lookup, first: int
+        self,
+        plan: Plan | None,
+        before: tuple[Edit, ...],
+        also: tuple[Capture, ...],
+        lookup: Lookup,
+        first: int,
     ) -> PreparedPlan:
         """Prepare the plan of a session of streaming input.
 
         Args:
             plan: the session's own plan.
             before: edits that come before its own.
+            also: captures of every request, which come after its own.
             lookup: returns what is registered under a name.
             first: id of the first token. All others count as generated: a session allows only
                 positions that do not depend on the length of the prompt.
@@ -118,35 +123,43 @@ class PlanResolver:
         Raises:
             SpecError: the plan cannot be carried out for a session.
         """
-        check_growing(plan, before, self._also)
+        check_growing(plan, before, also)
         own = None if plan is None else plan.bind(lookup, self._info.shape.num_layers)
-        return self._finish(own, before, Prompt(1, token_ids=(first,)), None)
+        return self._finish(own, before, also, Prompt(1, token_ids=(first,)), None)
 
-    def check_also(self) -> None:
-        """Check that the captures of every request are at tapped sites.
+    def check_captures(self, also: tuple[Capture, ...]) -> None:
+        """Check that requests can have these server-wide captures together.
 
         Raises:
-            ConfigError: one is not.
+            SpecError: they differ in codec or ranks, or exceed the staging ring or a table.
         """
-        for capture in self._also:
-            try:
-                find_taps(capture.layers, capture.sites, self._info.shape, "layers", "sites")
-            except SpecError as error:
-                raise ConfigError(f"{KEY}.sinks.{capture.sink}.capture.{error}") from None
+        everywhere = tuple(replace(one, positions=Positions("all")) for one in also)
+        if everywhere:
+            self._finish(None, (), everywhere, Prompt(1), None)
 
     def _resolve_by_length(
-        self, plan: Plan | None, before: tuple[Edit, ...], length: int, max_tokens: int | None
+        self,
+        plan: Plan | None,
+        before: tuple[Edit, ...],
+        also: tuple[Capture, ...],
+        length: int,
+        max_tokens: int | None,
     ) -> PreparedPlan:
-        return self._finish(plan, before, Prompt(length), max_tokens)
+        return self._finish(plan, before, also, Prompt(length), max_tokens)
 
     def _finish(
-        self, plan: Plan | None, before: tuple[Edit, ...], prompt: Prompt, max_tokens: int | None
+        self,
+        plan: Plan | None,
+        before: tuple[Edit, ...],
+        also: tuple[Capture, ...],
+        prompt: Prompt,
+        max_tokens: int | None,
     ) -> PreparedPlan:
-        resolved = resolve(plan, self._info.shape, prompt, max_tokens, before, self._also)
+        resolved = resolve(plan, self._info.shape, prompt, max_tokens, before, also)
         if resolved.captures:
             # Captures of every request use codec and ranks of the request's own, if it has any.
             own = () if plan is None else plan.captures
-            decisive = own or self._also
+            decisive = own or also
             resolved = replace(
                 resolved, codec=self._codec(decisive), sharded=self._return(decisive) == SHARDED
             )

@@ -1,0 +1,162 @@
+"""Endpoints for server-wide captures, which every request has in addition to its own."""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, Any
+
+import torch
+from fastapi import APIRouter, Path, Response
+from fastapi.concurrency import run_in_threadpool
+from pydantic import BaseModel, ConfigDict, Field
+
+from midstream.errors import HttpError, SpecError
+from midstream.results.serialization import pack
+from midstream.server import audit_log
+from midstream.server.results_json import describe
+from midstream.server.routes.common import (
+    AdminDep,
+    MidstreamRoute,
+    ServerDep,
+    error_responses,
+    ok_response,
+)
+from midstream.server.server import Server
+from midstream.sinks.base import Delivery
+
+router = APIRouter(route_class=MidstreamRoute, tags=["midstream: captures of every request"])
+Name = Annotated[str, Path(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$", examples=["watch"])]
+
+_CAPTURE = {"layers": [12], "sites": ["resid_post"], "positions": ["last_prompt"]}
+_ABOUT = {
+    "name": "watch",
+    "capture": [{**_CAPTURE, "sink": "kept", "tag": "watch"}],
+    "kept": {"completions": 2, "bytes": 4608, "dropped": 0},
+}
+_ROWS = {
+    "request_id": "cmpl-8f4c",
+    "completion": 0,
+    "prompt_tokens": 5,
+    "generated_tokens": 3,
+    "finish_reason": "length",
+    "status": "ok",
+    "activations": {
+        "format": "safetensors",
+        "codec": "raw",
+        "rows": {"resid_post.12": 1},
+        "base64": "…",
+    },
+}
+
+
+class ServerCaptureBody(BaseModel):
+    """What to capture for every request, and where the rows go."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    capture: Any = Field(
+        description="A capture or a list of captures, without `stream` and `request_id`.",
+        examples=[_CAPTURE],
+    )
+    sink: str | None = Field(
+        default=None,
+        description="A sink that the server was started with, or `memory`. Left out: the sink of "
+        "the captures; if they have none, rows are kept until they are collected.",
+    )
+
+
+@router.get(
+    "/v1/midstream/captures/{name}",
+    summary="Show one server-wide capture",
+    responses={**ok_response(_ABOUT), **error_responses(400, 401, 404, 503)},
+)
+def show(name: Name, server: ServerDep) -> dict[str, Any]:
+    return _known(server, name)
+
+
+@router.put(
+    "/v1/midstream/captures/{name}",
+    summary="Capture for every request from now on",
+    description="Replaces what the name stood for. Running requests are unchanged.",
+    responses={**ok_response(_ABOUT), **error_responses(400, 401, 403, 413, 503)},
+)
+def change(name: Name, given: ServerCaptureBody, server: AdminDep) -> dict[str, Any]:
+    found = server.llm.captures.set(name, given.capture, given.sink)
+    sinks = sorted({one.sink for one in found.captures})
+    audit_log.log_event("captures.set", name=name, captures=len(found.captures), sinks=sinks)
+    about: dict[str, Any] = found.to_dict()
+    return about
+
+
+@router.delete(
+    "/v1/midstream/captures/{name}",
+    status_code=204,
+    summary="Capture no longer for new requests, and discard kept rows",
+    responses=error_responses(400, 401, 403, 404, 503),
+)
+def remove(name: Name, server: AdminDep) -> Response:
+    _known(server, name)
+    server.llm.captures.clear(name)
+    audit_log.log_event("captures.cleared", name=name)
+    return Response(status_code=204)
+
+
+@router.delete(
+    "/v1/midstream/captures",
+    status_code=204,
+    summary="Clear all server-wide captures",
+    responses=error_responses(401, 403, 503),
+)
+def clear(server: AdminDep) -> Response:
+    server.llm.captures.clear()
+    audit_log.log_event("captures.cleared")
+    return Response(status_code=204)
+
+
+@router.post(
+    "/v1/midstream/captures/{name}/collect",
+    summary="Return kept rows of ended requests, oldest first, and keep them no longer",
+    description="One answer has at most `http.inline_bytes` of rows, or one completion; collect "
+    "again while `kept` is above 0. `dropped` completions did not fit into the memory.",
+    responses={
+        **ok_response({"completions": [_ROWS], "dropped": 0, "kept": 0}),
+        **error_responses(400, 401, 403, 404, 503),
+    },
+)
+async def collect(name: Name, server: AdminDep) -> dict[str, Any]:
+    _known(server, name)
+    found = server.llm.captures.collect(name, server.settings.inline_bytes)
+    info = server.llm.info
+    vectors = info.shape.hidden_size, getattr(torch, info.dtype)
+    return {
+        "completions": [await run_in_threadpool(_encoded, one, *vectors) for one in found],
+        "dropped": found.dropped,
+        "kept": server.llm.captures.show(name).kept["completions"],
+    }
+
+
+def _known(server: Server, name: str) -> dict[str, Any]:
+    """Return the description of a name.
+
+    Raises:
+        HttpError: 404, the name is not set.
+    """
+    try:
+        about: dict[str, Any] = server.llm.captures.show(name).to_dict()
+    except SpecError as error:
+        raise HttpError(404, error.problem, "name") from None
+    return about
+
+
+def _encoded(delivery: Delivery, hidden: int, dtype: torch.dtype) -> dict[str, Any]:
+    rows = delivery.activations
+    packed = base64.b64encode(pack(rows, hidden, dtype)).decode("ascii")
+    return {
+        "request_id": delivery.request_id,
+        "completion": delivery.completion,
+        "prompt_tokens": delivery.prompt_tokens,
+        "generated_tokens": len(delivery.generated_token_ids),
+        "finish_reason": delivery.finish_reason,
+        "status": delivery.receipt.status,
+        "activations": {**describe(rows), "base64": packed},
+    }

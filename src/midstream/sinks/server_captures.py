@@ -1,0 +1,232 @@
+"""Server-wide captures: those of every request, by name, changed while the engine runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from midstream.errors import ConfigError, SpecError
+from midstream.sinks.kept_rows import KEPT, Collected
+from midstream.sinks.sink_set import SinkSet
+from midstream.spec.capture import Capture
+from midstream.spec.plan import Plan
+from midstream.spec.resolve.tap_lookup import find_taps
+from midstream.spec.shape import ModelShape
+from midstream.spec.sink_target import MEMORY, read_name
+from midstream.validation import at, hint, kind, listed, show
+
+MAX_NAMES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCapture:
+    """A name and its captures.
+
+    Attributes:
+        name: the name.
+        captures: the captures, each with its sink.
+        kept: what is kept for `collect`: number of `completions`, their `bytes`, and how many
+            completions were `dropped`; None if the rows go to another sink.
+    """
+
+    name: str
+    captures: tuple[Capture, ...]
+    kept: Mapping[str, int] | None
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the JSON form."""
+        found: dict[str, object] = {
+            "name": self.name,
+            "capture": [capture.to_dict() for capture in self.captures],
+        }
+        return found if self.kept is None else {**found, "kept": dict(self.kept)}
+
+
+class ServerCaptures:
+    """`llm.captures`: captures of every request, added to its own. Thread-safe.
+
+    A request has the captures that are set when it is admitted, and keeps them.
+    """
+
+    def __init__(
+        self,
+        sinks: SinkSet,
+        shape: ModelShape,
+        check: Callable[[tuple[Capture, ...]], None] = lambda _: None,
+    ) -> None:
+        """Begin with the captures in the sinks' settings, under the sinks' names.
+
+        Args:
+            sinks: sinks of the engine.
+            shape: the model and its taps.
+            check: raises SpecError if no request could have these captures together.
+
+        Raises:
+            ConfigError: a capture in the settings is not at tapped sites.
+        """
+        self._sinks = sinks
+        self._shape = shape
+        self._check = check
+        self._lock = threading.Lock()
+        found: dict[str, tuple[Capture, ...]] = {}
+        for capture in sinks.captures:
+            try:
+                find_taps(capture.layers, capture.sites, shape, "layers", "sites")
+            except SpecError as error:
+                where = f"midstream.sinks.{capture.sink}.capture"
+                raise ConfigError(f"{where}.{error}") from None
+            found[capture.sink] = (*found.get(capture.sink, ()), capture)
+        self._by_name: Mapping[str, tuple[Capture, ...]] = found
+
+    @property
+    def current(self) -> tuple[Capture, ...]:
+        """The captures that a request admitted now has after its own."""
+        return tuple(capture for captures in self._by_name.values() for capture in captures)
+
+    def set(self, name: str, capture: object, sink: str | None = None) -> ServerCapture:
+        """Capture for every request from now on, replacing what the name stood for.
+
+        Args:
+            name: 1 to 128 of A-Z a-z 0-9 _ . -
+            capture: a Capture or its dict, or a list of these, without `stream` and `request_id`.
+                All server-wide captures have one `codec` and one `return`.
+            sink: destination of the rows: "memory", the output of each request; a sink that the
+                engine was started with; None: that of the captures if they name one, else the rows
+                are kept in memory until `collect`.
+
+        Raises:
+            SpecError: the name or a capture is malformed, a site is not tapped, the sink is
+                unknown, or codecs differ. Nothing is changed.
+        """
+        with at("name"):
+            name = read_name(name, may_be_empty=False)
+        captures = self._read(name, capture, sink)
+        with self._lock:
+            new = {**self._by_name, name: captures}
+            if len(new) > MAX_NAMES:
+                raise SpecError("name", f"the limit of {MAX_NAMES} names is reached; clear one")
+            self._check(tuple(one for several in new.values() for one in several))
+            if _keeps(captures):
+                self._sinks.kept().begin(name)
+            elif _keeps(self._by_name.get(name, ())):
+                self._sinks.kept().end(name)
+            self._by_name = new
+        return self.show(name)
+
+    def clear(self, name: str | None = None) -> None:
+        """Capture no longer for requests that come from now on, and discard kept rows.
+
+        Args:
+            name: the name; None: every name.
+
+        Raises:
+            SpecError: the name is not set.
+        """
+        with self._lock:
+            names = tuple(self._by_name) if name is None else (self._known(name),)
+            before = self._by_name
+            self._by_name = {one: each for one, each in before.items() if one not in names}
+            for one in names:
+                if _keeps(before[one]):
+                    self._sinks.kept().end(one)
+
+    def list(self) -> tuple[ServerCapture, ...]:
+        """Return all names with their captures, sorted."""
+        with self._lock:
+            return tuple(self._describe(name) for name in sorted(self._by_name))
+
+    def show(self, name: str) -> ServerCapture:
+        """Return one name with its captures.
+
+        Raises:
+            SpecError: the name is not set.
+        """
+        with self._lock:
+            return self._describe(self._known(name))
+
+    def collect(self, name: str, most_bytes: int | None = None) -> Collected:
+        """Return the kept rows of the requests that ended since the last call, oldest first.
+
+        Each is a `midstream.sinks.base.Delivery`, with `activations`, `request_id` and tokens. They
+        are not kept any longer. At most 1 GiB is kept for a name: beyond that the oldest are
+        dropped, and `dropped` of the result is their number.
+
+        Args:
+            name: the name.
+            most_bytes: limit for the rows of one call, in bytes; None: no limit.
+
+        Raises:
+            SpecError: the name is not set, or its rows go to another sink.
+        """
+        with self._lock:
+            captures = self._by_name[self._known(name)]
+            if not _keeps(captures):
+                raise SpecError(
+                    "",
+                    f"the rows of `{name}` go to {listed({one.sink for one in captures})}; only "
+                    "captures that are set without a sink are collected here",
+                )
+            return self._sinks.kept().take(name, most_bytes)
+
+    def __bool__(self) -> bool:
+        return bool(self._by_name)
+
+    def __repr__(self) -> str:
+        return f"ServerCaptures({', '.join(self._by_name)})"
+
+    def _describe(self, name: str) -> ServerCapture:
+        captures = self._by_name[name]
+        kept = self._sinks.kept().usage(name) if _keeps(captures) else None
+        return ServerCapture(name, captures, kept)
+
+    def _known(self, name: object) -> str:
+        if not isinstance(name, str):
+            raise SpecError("", f"expected `str`, got {kind(name)}")
+        if name not in self._by_name:
+            names = tuple(self._by_name)
+            raise SpecError(
+                "",
+                f"no capture is set as {show(name)}{hint(name, names)}; set: "
+                f"{listed(names) if names else 'none'}",
+            )
+        return name
+
+    def _read(self, name: str, value: object, sink: str | None) -> tuple[Capture, ...]:
+        """Return the captures with their sinks, checked against the model and the sinks."""
+        several = isinstance(value, (list, tuple))
+        given: Sequence[object] = value if isinstance(value, (list, tuple)) else [value]
+        if not given:
+            raise SpecError("capture", "the list is empty; expected a capture")
+        found = []
+        for index, part in enumerate(given):
+            with at(f"capture[{index}]" if several else "capture"):
+                found.append(self._read_one(name, part, sink))
+        stored = tuple(one for one in found if one.sink != KEPT)
+        if stored:
+            self._sinks.check(Plan(captures=stored))
+        return Plan(captures=tuple(found)).captures  # checks that they differ
+
+    def _read_one(self, name: str, part: object, sink: str | None) -> Capture:
+        capture = Capture.parse(part)
+        for field, value in (("stream", capture.stream), ("request_id", capture.request_id)):
+            if value:
+                raise SpecError(field, "must be omitted in a capture of every request")
+        find_taps(capture.layers, capture.sites, self._shape, "layers", "sites")
+        if capture.sink == KEPT and capture.tag in ("", name):  # as `list` shows it
+            capture = replace(capture, sink=MEMORY, tag="")
+        sink = None if sink == KEPT else sink
+        # "memory" is the default of a capture.
+        if sink is not None and capture.sink not in (MEMORY, sink):
+            raise SpecError("sink", f"{show(capture.sink)}, and `sink` is {show(sink)}")
+        if sink is not None:
+            return replace(capture, sink=sink)
+        if capture.sink != MEMORY:
+            return capture
+        if capture.tag:
+            raise SpecError("tag", "must be omitted without a sink; rows are collected by name")
+        return replace(capture, sink=KEPT, tag=name)
+
+
+def _keeps(captures: Sequence[Capture]) -> bool:
+    return any(one.sink == KEPT for one in captures)
