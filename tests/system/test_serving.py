@@ -249,6 +249,13 @@ def test_a_named_vector_does_what_the_vector_itself_does(client, offline):
     assert refused.value.param == "midstream.edits[0]"
 
 
+def fingerprint(client: Client) -> str:
+    """What the answer to a request that knows nothing of midstream says of the server."""
+    body = {"model": NAME, "prompt": "a", "max_tokens": 1}
+    found: str = client.call("POST", "/v1/completions", body)["system_fingerprint"]
+    return found
+
+
 @pytest.mark.parametrize("tier", ["base", "prompt", "generated"])
 def test_server_wide_steering_is_that_tier_of_every_request_until_it_is_cleared(client, tier):
     phase = None if tier == "base" else tier
@@ -260,11 +267,13 @@ def test_server_wide_steering_is_that_tier_of_every_request_until_it_is_cleared(
     state = client.steering.set(**{tier: Steer(VECTOR, 3, 0.5)})
     assert state["epoch"] == epoch + 1
     assert len(state[tier]) == 1
+    assert fingerprint(client).endswith(f"-midstream-{state['digest'][:8]}")
     steered = ask(client, Case(PROMPT, {"capture": capture}))
     assert steered.text == own.text
     assert torch.equal(steered.activations["resid_post", 20], own.activations["resid_post", 20])
     assert steered.receipt.edited.applied == own.receipt.edited.applied > 0
     assert client.steering.clear()["epoch"] == epoch + 2
+    assert "midstream" not in fingerprint(client)
     after = ask(client, Case(PROMPT, {"capture": capture}))
     assert after.receipt.edited is None
     assert torch.equal(after.activations["resid_post", 20], before.activations["resid_post", 20])

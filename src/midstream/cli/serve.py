@@ -34,6 +34,17 @@ def serve(
     layers: Annotated[
         str | None, typer.Option(help="Layers to tap: all, or comma-separated indices. [all]")
     ] = None,
+    vectors: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=FILE", help="Register the vectors of a file; repeatable."),
+    ] = None,
+    steering: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help='Edits of every request, by tier: \'{"base": ["happy", 2.0]}\'.',
+        ),
+    ] = None,
     settings: Annotated[
         str | None, typer.Option(help="Other settings of midstream, as a JSON object.")
     ] = None,
@@ -50,6 +61,10 @@ def serve(
         given["sites"] = [name.strip() for name in sites.split(",")]
     if layers is not None:
         given["layers"] = layers if layers == "all" else _indices(layers)
+    if vectors:
+        given["vectors"] = dict(_named_file(word) for word in vectors)
+    if steering is not None:
+        given["steering"] = read_json_option("--steering", steering)
     words, in_file = _read_config_file(context.args)
     words, additional = _take_additional_config(words, in_file)
     in_additional = additional.pop(KEY, {})
@@ -196,9 +211,17 @@ def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     for name, value in second.items():
         before = found.get(name)
         if isinstance(before, dict) and isinstance(value, dict):
-            value = _merged(before, value)
+            # A tier is one value: a mixture of two would be neither's.
+            value = {**before, **value} if name == "steering" else _merged(before, value)
         found[name] = value
     return found
+
+
+def _named_file(word: str) -> tuple[str, str]:
+    name, equals, file = word.partition("=")
+    if not equals or not name or not file:
+        raise typer.BadParameter(f"--vectors: expected NAME=FILE, got {word!r}")
+    return name, file
 
 
 def _indices(text: str) -> list[int]:

@@ -18,6 +18,7 @@ from midstream import sites
 from midstream.config.http import plain_http, read_http
 from midstream.config.reader import check_mapping, check_names, read_bool, read_choice, read_count
 from midstream.config.sinks import plain_sinks
+from midstream.config.steering import plain_steering, plain_vectors
 from midstream.errors import ConfigError
 from midstream.spec.capture import RETURNS, SHARDED
 from midstream.version import __version__
@@ -87,6 +88,10 @@ class Config:
             reports the positions. Its KV is never served to other requests.
         sinks: sinks for captured rows besides the request's output: settings by name, such as
             `{"store": {"root": "acts"}}`, or one string `"filesystem:root=acts"`.
+        vectors: named vectors from the start: paths of `.safetensors`, `.npz`, `.gguf` or `.json`
+            files by name, such as `{"happy": "happy.safetensors"}`.
+        steering: server-wide edits from the start, by tier (`base`, `prompt`, `generated`), in the
+            forms of `llm.steering.set`, such as `{"base": ["happy", 2.0]}`.
         http: settings of `vllm serve` for HTTP clients, see `midstream.config.http`; False:
             midstream is disabled over HTTP.
     """
@@ -109,6 +114,8 @@ class Config:
     return_: str = SHARDED
     check_ranks: bool = False
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    vectors: Mapping[str, str] = field(default_factory=dict)
+    steering: Mapping[str, Any] = field(default_factory=dict)
     http: bool | Mapping[str, Any] = True
 
     @staticmethod
@@ -147,6 +154,10 @@ class Config:
         read_bool(f"{KEY}.check_ranks", given.get("check_ranks", False))
         if given.get("sinks", {}) != {}:
             given["sinks"] = plain_sinks(given["sinks"])
+        if "vectors" in given:
+            given["vectors"] = plain_vectors(given["vectors"])
+        if "steering" in given:
+            given["steering"] = plain_steering(given["steering"])
         if given.get("http", True) is not True:
             given["http"] = plain_http(read_http(given["http"]))
         if "sites" in given:

@@ -21,7 +21,13 @@ from midstream.runtime.frontend import tracing
 from midstream.runtime.frontend.request.call_plan import has_plan, plan_of
 from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.vllm import seams
-from midstream.runtime.vllm.additional_config import Settings, check_sinks, settings_of
+from midstream.runtime.vllm.additional_config import (
+    Settings,
+    check_sinks,
+    check_steering,
+    settings_of,
+    steers,
+)
 from midstream.runtime.vllm.attributes import FRONT_END
 from midstream.runtime.vllm.engine_rules import check_offline, check_settings
 
@@ -127,6 +133,7 @@ def _complete_config(original: Callable[..., Any], args: Any, *rest: Any, **kwar
         if found is not None:
             plain = Settings(found.to_dict())
             check_sinks(plain.sinks)
+            check_steering(plain)
             args.additional_config = {**(args.additional_config or {}), KEY: plain}
         config = original(args, *rest, **kwargs)
     finally:
@@ -218,6 +225,12 @@ def _process(
     if front is None:
         if has_plan(params):
             raise _no_front_end(processor)
+        if steers(processor.vllm_config.additional_config):
+            raise SpecError(
+                f"{KEY}.steering",
+                "this front end cannot apply the steering of its settings: use midstream.LLM, "
+                "vllm.LLM, midstream.AsyncLLM or a server",
+            )
         if is_enabled(processor.vllm_config.additional_config):
             plan_of(params)  # another key may ask for something
         return original(processor, request_id, prompt, params, *args, **kwargs)

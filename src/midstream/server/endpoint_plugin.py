@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from midstream.config.http import HttpSettings, admin_key, read_http
 from midstream.runtime.vllm.additional_config import key_of_environment, settings_of
+from midstream.server import fingerprint
 from midstream.server.admin_auth import Guard
 from midstream.server.middleware import Middleware
 from midstream.server.openapi import add_fields
@@ -48,6 +49,7 @@ class Endpoints:
         settings = _settings(args)
         if settings is None:
             return
+        fingerprint.install()
         has_key = _has_key(args)
         guard = app.state.midstream_guard = Guard(
             allowed=settings.admin,

@@ -143,8 +143,9 @@ class Server:
             "runner": info.workers[0].runner,
             "uptime_seconds": time.time() - self.started,
             "admin": self._admin,
-            "steering": {"epoch": llm.steering.epoch, "digest": llm.steering.digest},
+            "steering": _count(llm.steering.show()),
             "vectors": len(llm.vectors),
+            "vector_names": [one.name for one in llm.vectors.list()],
             "held": {"captures": len(self.captures), "bytes": self.captures.nbytes},
             "limits": asdict(self.settings),
             **await llm.usage(_USAGE_SECONDS),
@@ -169,8 +170,7 @@ class Server:
 
     def record_steering(self, state: SteeringState) -> None:
         """Log a change of server-wide steering."""
-        edits = {tier: len(getattr(state, tier)) for tier in TIERS}
-        audit_log.log_event("steering.changed", epoch=state.epoch, digest=state.digest, **edits)
+        audit_log.log_event("steering.changed", **_count(state))
 
     def close(self) -> None:
         """Free all cached captures. The engine closes its sinks itself."""
@@ -194,3 +194,9 @@ class Server:
         if plan is not None:
             params = with_plan(params, CallPlan(plan, context.messages, context.template))
         return context.track(generate(prompt, params, request_id, **named), params.n)
+
+
+def _count(state: SteeringState) -> dict[str, Any]:
+    """Return epoch, digest and the number of edits of each tier."""
+    edits = {tier: len(getattr(state, tier)) for tier in TIERS}
+    return {"epoch": state.epoch, "digest": state.digest, **edits}

@@ -179,3 +179,42 @@ def test_a_wrong_option_is_named_and_nothing_starts(started, words, said):
     assert result.exit_code == 2
     assert said in result.output + result.stderr
     assert not started
+
+
+def test_vectors_and_steering_are_settings_too(started):
+    words = ("--vectors", "a=x=1.npz", "--vectors", "b/c=y.gguf")
+    assert run("m", *words, "--steering", '{"base": ["a", 2.0]}').exit_code == 0
+    assert config_of(started)["midstream"] == {
+        "vectors": {"a": "x=1.npz", "b/c": "y.gguf"},
+        "steering": {"base": ["a", 2.0]},
+    }
+
+
+def test_a_tier_of_an_option_replaces_that_of_a_config_file_whole(started, tmp_path):
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        "additional-config:\n  midstream:\n    vectors: {a: a.npz}\n"
+        "    steering: {base: {op: scale, factor: 2, layer: 1}, prompt: a}\n"
+    )
+    words = ("--vectors", "b=b.npz", "--steering", '{"base": {"1": [1.0, 2.0]}}')
+    assert run("m", "--config", str(file), *words).exit_code == 0
+    assert config_of(started)["midstream"] == {
+        "vectors": {"a": "a.npz", "b": "b.npz"},
+        "steering": {"base": {"1": [1.0, 2.0]}, "prompt": "a"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--vectors", "x.npz"), "expected NAME=FILE, got 'x.npz'"),
+        (("--vectors", "a b=x.npz"), "midstream.vectors: name 'a b'"),
+        (("--steering", '{"all": "a"}'), "midstream.steering.all: no such setting"),
+        (("--steering", "base"), "--steering: expected JSON"),
+    ],
+)
+def test_wrong_vectors_and_steering_are_named_and_nothing_starts(started, words, said):
+    result = run("m", *words)
+    assert result.exit_code == 2
+    assert said in " ".join((result.output + result.stderr).replace("│", " ").split())
+    assert not started

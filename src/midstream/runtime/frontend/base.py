@@ -24,6 +24,7 @@ from midstream.runtime.frontend.request.plan_resolver import PlanResolver, Prepa
 from midstream.runtime.frontend.request.sink_routes import routes_of
 from midstream.runtime.frontend.results.sink_setup import open_sinks
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
+from midstream.runtime.frontend.start_steering import set_steering
 from midstream.runtime.protocol.request_payload import RequestPayload, uid_of
 from midstream.sinks.server_captures import ServerCaptures
 from midstream.spec import Capture, Plan
@@ -60,6 +61,7 @@ class BaseFrontEnd:
             self._workers[worker.replica].append(RemoteWorker(worker))
         self.vectors = VectorRegistry(info.shape)
         self.steering = Steering(self.vectors)
+        set_steering(engine.vllm_config, self.vectors, self.steering)
         self.sinks = open_sinks(engine.vllm_config, info)
         weakref.finalize(self, self.sinks.close)
         self._resolver = PlanResolver(info, engine)

@@ -13,9 +13,11 @@ from midstream.compat.act_environment import (
 )
 from midstream.config.config import KEY, Config, from_additional_config, from_environment
 from midstream.config.sinks import read_sinks
-from midstream.errors import ConfigError
+from midstream.errors import ConfigError, SpecError
 from midstream.sinks.registry import make_sink
 from midstream.spec.sink_target import MEMORY
+from midstream.steering.edit_forms import TIERS, read_tier
+from midstream.steering.files import is_json_file, read_file, read_json_file
 
 # Sites that `steering_vectors` of another project name: pre_attn, post_attn, post_block.
 STEERING_SITES = ("resid_pre", "resid_mid", "resid_post")
@@ -51,15 +53,21 @@ def with_midstream(
     return given
 
 
+# Settings that do not change what is compiled.
+_UNHASHED = ("sinks", "steering", "vectors")
+
+
 class Settings(dict[str, Any]):
-    """midstream's settings for vLLM's `additional_config`, with sinks as an attribute.
+    """midstream's settings for vLLM's `additional_config`, with some as attributes.
 
     vLLM hashes `additional_config` with compiled graphs: with the sinks among the items, a new
-    folder for each run would compile the model again. vLLM copies an engine's config for draft
-    models by its fields, so the sinks are not an attribute of the config.
+    folder for each run would compile the model again, and so would other steering. vLLM copies an
+    engine's config for draft models by its fields, so these are not attributes of the config.
 
     Attributes:
         sinks: the sinks' settings, as `plain_sinks` returns them.
+        vectors: files of named vectors, as `plain_vectors` returns them.
+        steering: server-wide edits by tier, as `plain_steering` returns them.
         replicas: number of engines of this front end on this machine, known once vLLM has completed
             its settings. vLLM does not tell its engines.
     """
@@ -68,15 +76,44 @@ class Settings(dict[str, Any]):
         """Create from plain settings.
 
         Args:
-            plain: all settings, with the sinks.
+            plain: all settings.
             replicas: number of engines on this machine.
         """
-        super().__init__({name: value for name, value in plain.items() if name != "sinks"})
+        super().__init__({name: value for name, value in plain.items() if name not in _UNHASHED})
         self.sinks: Mapping[str, Mapping[str, Any]] = plain["sinks"]
+        self.vectors: Mapping[str, str] = plain["vectors"]
+        self.steering: Mapping[str, Any] = plain["steering"]
         self.replicas = replicas
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Settings, ({**self, "sinks": self.sinks}, self.replicas)
+        apart = {name: getattr(self, name) for name in _UNHASHED}
+        return Settings, ({**self, **apart}, self.replicas)
+
+
+def check_steering(settings: Settings) -> None:
+    """Check vector files and server-wide edits before the engine starts, which takes a while.
+
+    Names, layers and sizes are checked when the model is known.
+
+    Raises:
+        ConfigError: a file cannot be read, or a tier is malformed; the message names the setting.
+    """
+    for name, path in settings.vectors.items():
+        try:
+            read_json_file(path) if is_json_file(path) else read_file(path)
+        except SpecError as error:
+            raise ConfigError(f"{KEY}.vectors.{name}: {error}") from None
+    for tier, value in settings.steering.items():
+        try:
+            read_tier(value, TIERS[tier])
+        except SpecError as error:
+            raise ConfigError(f"{KEY}.steering.{error.under(tier)}") from None
+
+
+def steers(additional_config: object) -> bool:
+    """Return whether vLLM's `additional_config` has server-wide edits for an engine's start."""
+    found = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+    return isinstance(found, Settings) and any(found.steering.values())
 
 
 def check_sinks(plain: Mapping[str, Mapping[str, Any]]) -> None:

@@ -315,3 +315,12 @@ ASYNC_FIELDS: tuple[Fields, ...] = (
         "engines are created",
     ),
 )
+
+SERVER_FIELDS: tuple[Fields, ...] = (
+    Fields(
+        "vllm.entrypoints.generate.base.serving",
+        "GenerateBaseServing",
+        ("engine_client", "system_fingerprint"),
+        "responses name the active server-wide steering",
+    ),
+)

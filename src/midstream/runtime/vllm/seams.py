@@ -13,7 +13,12 @@ import inspect
 from typing import Any
 
 from midstream.errors import SeamError
-from midstream.runtime.vllm.seam_fields import ASYNC_FIELDS, OFFLINE_FIELDS, PROCESS_FIELDS
+from midstream.runtime.vllm.seam_fields import (
+    ASYNC_FIELDS,
+    OFFLINE_FIELDS,
+    PROCESS_FIELDS,
+    SERVER_FIELDS,
+)
 from midstream.runtime.vllm.seam_runners import V1_FIELDS, V1_SEAMS, V2_FIELDS, V2_SEAMS
 from midstream.runtime.vllm.seam_types import Fields, Seam
 
@@ -326,7 +331,14 @@ ASYNC_SEAMS: tuple[Seam, ...] = (
 
 # All seams, for checks of a release's sources.
 SEAMS = (*PROCESS_SEAMS, *OFFLINE_SEAMS, *ASYNC_SEAMS, *V1_SEAMS, *V2_SEAMS)
-FIELDS = (*PROCESS_FIELDS, *OFFLINE_FIELDS, *ASYNC_FIELDS, *V1_FIELDS, *V2_FIELDS)
+FIELDS = (
+    *PROCESS_FIELDS,
+    *OFFLINE_FIELDS,
+    *ASYNC_FIELDS,
+    *SERVER_FIELDS,
+    *V1_FIELDS,
+    *V2_FIELDS,
+)
 
 
 def check_process() -> None:
@@ -354,6 +366,15 @@ def check_async() -> None:
         SeamError: names each difference.
     """
     _check(ASYNC_SEAMS, ASYNC_FIELDS)
+
+
+def check_server() -> None:
+    """Check the seams of servers.
+
+    Raises:
+        SeamError: names each difference.
+    """
+    _check((), SERVER_FIELDS)
 
 
 def is_v2_runner(runner: Any) -> bool:

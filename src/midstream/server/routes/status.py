@@ -24,8 +24,12 @@ _STATUS = {
     "steering": {
         "epoch": 0,
         "digest": "4f53cda18c2baa0c0354bb5f9a3ecbe5ed12ab4d8e11ba873c2f11161202b945",
+        "base": 0,
+        "prompt": 0,
+        "generated": 0,
     },
     "vectors": 0,
+    "vector_names": [],
     "held": {"captures": 0, "bytes": 0},
     "requests": 0,
     "waiting": 0,

@@ -15,7 +15,12 @@ from midstream.runtime.frontend.results import sink_setup as own_sinks
 from midstream.runtime.frontend.results.sink_setup import open_sinks
 from midstream.runtime.vllm.additional_config import Settings
 
-PLAIN = Config.parse({"sinks": {"log": {"level": "debug"}}}).to_dict()
+APART = {
+    "sinks": {"log": {"level": "debug"}},
+    "vectors": {"a": "a.npz"},
+    "steering": {"base": "a"},
+}
+PLAIN = Config.parse(APART).to_dict()
 
 
 @pytest.mark.parametrize(
@@ -25,7 +30,8 @@ PLAIN = Config.parse({"sinks": {"log": {"level": "debug"}}}).to_dict()
 def test_the_sinks_are_there_and_in_no_text_of_the_settings(monkeypatch, copied):
     monkeypatch.setattr(own_sinks, "origin_of", lambda *_: ORIGIN)
     found = copied(Settings(PLAIN))
-    assert json.loads(json.dumps(found)) == {k: v for k, v in PLAIN.items() if k != "sinks"}
+    assert json.loads(json.dumps(found)) == {k: v for k, v in PLAIN.items() if k not in APART}
+    assert (found.vectors, found.steering) == (APART["vectors"], APART["steering"])
     config = SimpleNamespace(additional_config={"midstream": found})
     sinks = open_sinks(config, None)
     assert sinks.names == ("memory", "log")

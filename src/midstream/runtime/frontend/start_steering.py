@@ -1,0 +1,39 @@
+"""Named vectors and server-wide edits of the settings, set when an engine's front end starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from midstream.config.config import KEY
+from midstream.errors import ConfigError, SpecError
+from midstream.runtime.vllm.additional_config import Settings
+from midstream.steering import VectorRegistry
+from midstream.steering.tiers import Steering
+
+
+def set_steering(vllm_config: Any, vectors: VectorRegistry, steering: Steering) -> None:
+    """Register the vectors of the settings, then set the tiers.
+
+    Args:
+        vllm_config: settings of the engine.
+        vectors: the engine's registry, which is empty.
+        steering: the engine's tiers, which are empty.
+
+    Raises:
+        ConfigError: the model lacks a layer or a tap, a size differs from its hidden size, or a
+            name is not registered. The message names the setting.
+    """
+    settings = vllm_config.additional_config[KEY]
+    if not isinstance(settings, Settings):
+        return
+    for name, path in settings.vectors.items():
+        try:
+            vectors.register(name, path)
+        except SpecError as error:
+            problem = str(error).removeprefix("vectors").lstrip(".: ")
+            raise ConfigError(f"{KEY}.vectors.{name}: {problem}") from None
+    if settings.steering:
+        try:
+            steering.set(**settings.steering)
+        except SpecError as error:
+            raise ConfigError(f"{KEY}.{error.under('steering')}") from None

@@ -1,0 +1,43 @@
+"""Server-wide steering in `system_fingerprint`, which tells states of a server apart."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from midstream.runtime.install import front_end
+from midstream.runtime.vllm import seams
+
+_NAME = "system_fingerprint"
+_DIGITS = 8
+
+
+def install() -> None:
+    """Make the attribute of vLLM's handlers a property, in this process.
+
+    Raises:
+        SeamError: this vLLM's handlers have no such attribute.
+    """
+    seams.check_server()
+    module = importlib.import_module("vllm.entrypoints.generate.base.serving")
+    setattr(module.GenerateBaseServing, _NAME, property(_get, _set))
+
+
+def with_steering(fingerprint: str | None, front: Any) -> str | None:
+    """Return vLLM's fingerprint, followed by `-midstream-DIGEST` while a tier is set.
+
+    Args:
+        fingerprint: vLLM's; None: the server has none.
+        front: the engine's front end; None: it has none.
+    """
+    if fingerprint is None or front is None or not front.steering:
+        return fingerprint
+    return f"{fingerprint}-midstream-{front.steering.digest[:_DIGITS]}"
+
+
+def _get(handler: Any) -> str | None:
+    return with_steering(vars(handler)[_NAME], front_end(handler.engine_client))
+
+
+def _set(handler: Any, value: str | None) -> None:
+    vars(handler)[_NAME] = value
