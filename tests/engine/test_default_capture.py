@@ -107,6 +107,9 @@ def test_edits_of_some_positions_are_rejected_with_the_last_tokens_row(default):
     early = Steer(VECTOR, 0, phase="prompt")
     with pytest.raises(SpecError, match=r"^steer\.positions: with last_token_row"):
         llm.generate(tokens(PROMPT), greedy(5, detokenize=False), steer=early, use_tqdm=False)
+    llm.vectors.register("early", VECTOR)
+    with pytest.raises(SpecError, match=r"^steer: with last_token_row, vectors must be given by"):
+        llm.generate(tokens(PROMPT), greedy(5, detokenize=False), steer=Steer("early", 0))
     llm.steering.set(generated=Steer(VECTOR, 0))
     with pytest.raises(UnsupportedError, match="a server-wide edit selects positions or phases"):
         llm.generate(tokens(PROMPT), greedy(5, detokenize=False), use_tqdm=False)

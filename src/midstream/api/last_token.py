@@ -64,7 +64,7 @@ def check(default: DefaultCapture, plan: Plan | None, front_end: Any) -> None:
         front_end: the engine's front end.
 
     Raises:
-        SpecError: an edit of the request selects positions or a phase.
+        SpecError: an edit of the request selects positions or a phase, or has a name.
         UnsupportedError: a server-wide edit does, or a sink captures every request.
     """
     if not default.last_token:
@@ -76,6 +76,12 @@ def check(default: DefaultCapture, plan: Plan | None, front_end: Any) -> None:
     for nth, edit in enumerate(() if plan is None else plan.edits):
         if edit.positions != Positions():
             raise SpecError(f"edits[{nth}].positions", problem)
+        for name in edit.names():
+            raise SpecError(
+                f"edits[{nth}]",
+                f"with last_token_row, vectors must be given by value: {name!r} may stand for edits "
+                "of some positions, or be registered anew before the second request",
+            )
     if any(edit.positions != Positions() for edit in front_end.steering.plan_edits()):
         raise UnsupportedError(f"a server-wide edit selects positions or phases: {problem}")
     if front_end.sinks.captures:
