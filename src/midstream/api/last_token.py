@@ -79,8 +79,8 @@ def check(default: DefaultCapture, plan: Plan | None, front_end: Any) -> None:
         for name in edit.names():
             raise SpecError(
                 f"edits[{nth}]",
-                f"with last_token_row, vectors must be given by value: {name!r} may stand for edits "
-                "of some positions, or be registered anew before the second request",
+                f"with last_token_row, vectors must be given by value: {name!r} may stand for "
+                "edits of some positions, or be registered anew before the second request",
             )
     if any(edit.positions != Positions() for edit in front_end.steering.plan_edits()):
         raise UnsupportedError(f"a server-wide edit selects positions or phases: {problem}")

@@ -1,0 +1,301 @@
+"""Each promise of the projects that midstream started from is shown by a test, or is named as open.
+
+The table is `support/seed_rows.py`. What other tests show is named there; the rest is run here, on
+engines that tests share.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+from support.engines import generated, greedy, tokens
+from support.oracle import Branches, HookEdit, Oracle
+from support.seed_rows import COUNTS, DESIGN, HERE, OPEN, ROWS
+
+import midstream
+from midstream import Capture, Gate, Probe, SamplingParams, Steer
+from midstream.codecs import Full8, Rp8
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = [9, 41, 7, 150, 66, 12]
+COUNT = 5
+LONG = list(range(3, 103))  # 100 tokens: three blocks of 32 and a part of one
+_DRAW = torch.Generator().manual_seed(5)
+U, V, W = (torch.randn(tiny.HIDDEN, generator=_DRAW) * 2 for _ in range(3))
+_SHOWN: dict[str, str] = {}
+
+
+def shows(*rows: str) -> Callable[[Any], Any]:
+    """Note the rows that a test of this file shows."""
+
+    def note(function: Any) -> Any:
+        _SHOWN.update(dict.fromkeys(rows, function.__name__))
+        return function
+
+    return note
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_llama: Path) -> Oracle:
+    return Oracle(tiny_llama, "model.layers", "post_attention_layernorm", branches=Branches())
+
+
+def ask(llm: Any, prompt: list[int] = PROMPT, params: Any = None, **asked: Any) -> Any:
+    params = params or greedy(COUNT, detokenize=False)
+    return llm.generate(tokens(prompt), params, use_tqdm=False, **asked)[0]
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------- the table
+
+
+def test_every_promise_has_a_row() -> None:
+    expected = [f"{seed}.{nth}" for seed, count in COUNTS.items() for nth in range(1, count + 1)]
+    assert list(ROWS) == expected
+    assert len({says for says, _ in ROWS.values()}) > 100, "rows say what they are about"
+
+
+def test_every_promise_is_shown_by_a_test_or_named_as_open() -> None:
+    here = {row for row, (_, shown) in ROWS.items() if shown == HERE}
+    assert here == set(_SHOWN)
+    for row, (_, shown) in ROWS.items():
+        if shown in (HERE, DESIGN):
+            continue
+        if shown.startswith("open: "):
+            assert shown.removeprefix("open: ") in OPEN, row
+            continue
+        path, _, name = shown.partition("::")
+        assert f"test_{name}" in _tests_of(ROOT / path), f"{row}: {shown} does not exist"
+
+
+@functools.cache
+def _tests_of(path: Path) -> set[str]:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return {
+        node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+
+
+# ---------------------------------------------------------------- the repository
+
+
+@shows("S1.1", "S1.3", "S1.11", "S1.12", "S1.19", "S1.21", "S1.22")
+def test_the_repository_has_what_the_readmes_name() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'requires-python = ">=3.10"' in project
+    assert 'license = "Apache-2.0"' in project
+    for name in (
+        "tests/unit", "tests/engine", "tests/system", "benchmarks/layer_scaling.py",
+        "docs/benchmarks.md", "CONTRIBUTING.md", "CITATION.cff", "LICENSE",
+    ):  # fmt: skip
+        assert (ROOT / name).exists(), name
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"version: {midstream.__version__}\n" in citation
+
+
+@shows("S3.3", "S3.8", "S3.11")
+def test_the_engines_are_vllms_with_arguments_added() -> None:
+    import vllm
+
+    assert issubclass(midstream.LLM, vllm.LLM)
+    assert isinstance(SamplingParams(n=1, temperature=0.7, top_p=0.95), vllm.SamplingParams)
+    for name in ("generate", "chat"):
+        theirs = inspect.signature(getattr(vllm.LLM, name)).parameters
+        ours = inspect.signature(getattr(midstream.LLM, name)).parameters
+        positional = [one for one in theirs.values() if one.kind is one.POSITIONAL_OR_KEYWORD][:3]
+        assert [one.name for one in positional] == list(ours)[: len(positional)]
+
+
+# ---------------------------------------------------------------- captures
+
+
+@shows("S0.1", "S0.3", "S1.4", "S1.5", "S1.13", "S2.6", "S2.35", "S4.21", "S4.9")
+def test_rows_of_all_tokens_are_those_of_one_forward_pass(wide: Any, oracle: Oracle) -> None:
+    engine = wide.llm_engine
+    step, steps = engine.step, 0
+
+    def counted() -> Any:
+        nonlocal steps
+        steps += 1
+        return step()
+
+    engine.step = counted
+    try:
+        plain = ask(wide)
+        without, steps = steps, 0
+        hooks = ["pre_attn", "post_attn", "post_block"]
+        captures = [
+            Capture("all", hooks),
+            Capture(0, "mlp_in", "last_prompt"),
+            Capture(1, "mlp_in", "generated"),
+            Capture(2, "mlp_in", [0, 3]),
+        ]
+        found = ask(wide, capture=[captures])
+        assert steps == without, "no token is computed twice"
+    finally:
+        engine.step = step
+    assert generated(found) == generated(plain)
+    every = [*PROMPT, *generated(found)][:-1]
+    _, theirs = oracle.run(every)
+    for layer in range(tiny.LAYERS):
+        for site in ("resid_pre", "resid_mid", "resid_post"):
+            rows = found.activations[site, layer]
+            assert rows.shape == (len(PROMPT) + COUNT - 1, tiny.HIDDEN)
+            assert_close(rows, theirs[site, layer])
+    for layer, positions in enumerate(([len(PROMPT) - 1], range(len(PROMPT), len(every)), [0, 3])):
+        assert found.activations.positions_of("mlp_in", layer).tolist() == list(positions)
+        expected = theirs["mlp_in", layer][list(positions)]
+        assert_close(found.activations["mlp_in", layer], expected)
+    assert found.capture_results["memory"].status == "ok"
+    modules = wide.apply_model(
+        lambda model: [
+            name
+            for name, module in model.named_modules()
+            if module._forward_hooks or module._forward_pre_hooks
+        ]
+    )
+    assert modules == [[]], "PyTorch's hooks"
+
+
+@shows("S0.7", "S1.7", "S1.16")
+def test_an_mlps_output_comes_as_its_largest_values(wide: Any) -> None:
+    every = ask(wide, capture=Capture(1, "mlp_out"))
+    top = ask(wide, capture=Capture(1, "mlp_out", codec="topk8:k=8"))
+    rows, found = every.activations["mlp_out", 1], top.activations["mlp_out", 1]
+    kept = rows.abs().topk(8).indices.sort().values
+    mine = torch.stack([row.nonzero().flatten()[:8] for row in found])
+    assert torch.equal(mine, kept)
+    picked, exact = found.gather(1, kept), rows.gather(1, kept)
+    step = (exact.max(1).values - exact.min(1).values) / 255
+    assert ((picked - exact).abs() <= step[:, None] * 0.51 + 1e-5).all()
+    for width in (256, 512):
+        assert Rp8(width).row_bytes(4096, torch.bfloat16) < 4096 / 4
+
+
+@shows("S1.15")
+def test_full8_has_a_scale_for_each_row() -> None:
+    draw = torch.Generator().manual_seed(1)
+    rows = torch.randn(6, 64, generator=draw) * torch.logspace(-2, 2, 64)
+    decoded = Full8().decode(Full8().encode(rows), 64, torch.float32)
+    span = rows.max(1).values - rows.min(1).values
+    assert ((decoded - rows).abs() <= span[:, None] / 510 * 1.01).all()
+
+
+# ---------------------------------------------------------------- steering
+
+
+@shows("S2.1", "S2.24", "S4.12", "S4.13", "S4.6", "S4.15")
+def test_vectors_of_a_request_are_added_where_they_should_be(wide: Any, oracle: Oracle) -> None:
+    def params(**asked: Any) -> Any:
+        return SamplingParams(
+            temperature=0, max_tokens=COUNT, ignore_eos=True, detokenize=False,
+            capture=Capture("all"), **asked,
+        )  # fmt: skip
+
+    def is_prompt(position: int) -> bool:
+        return position < len(PROMPT)
+
+    first = HookEdit("resid_post", 1, U, 2.0, lambda _: True)
+    before = HookEdit("resid_post", 0, V, 1.0, is_prompt)
+    after = HookEdit("resid_pre", 2, W, 1.0, lambda position: not is_prompt(position))
+    vectors = {"post_block": {1: {"vector": U, "scale": 2.0}}}
+    cases: list[tuple[dict[str, Any], tuple[HookEdit, ...]]] = [
+        ({}, ()),
+        ({"steering_vectors": vectors}, (first,)),
+        ({"prefill_steering_vectors": {"post_block": {0: V}}}, (before,)),
+        ({"decode_steering_vectors": {"pre_attn": {2: W}}}, (after,)),
+        (
+            {
+                "steering_vectors": vectors,
+                "prefill_steering_vectors": {"post_block": {0: V}},
+                "decode_steering_vectors": {"pre_attn": {2: W}},
+            },
+            (first, before, after),
+        ),
+        ({"steering_vectors": {"post_block": {1: {"vector": U, "scale": 0.0}}}}, ()),
+    ]
+    # One batch: each request gets its own.
+    outputs = wide.generate(
+        [tokens(PROMPT)] * len(cases), [params(**asked) for asked, _ in cases], use_tqdm=False
+    )
+    for output, (_, edits) in zip(outputs, cases, strict=True):
+        every = [*PROMPT, *generated(output)][:-1]
+        _, theirs = oracle.run(every, edits)
+        for layer in range(tiny.LAYERS):
+            assert_close(output.activations["resid_post", layer], theirs["resid_post", layer])
+    plain, steered = outputs[0], outputs[1]
+    assert not torch.equal(plain.activations["resid_post", 2], steered.activations["resid_post", 2])
+
+
+@shows("S2.23")
+def test_enable_steering_taps_the_three_sites_of_the_stream() -> None:
+    from midstream.runtime.vllm.additional_config import with_midstream
+
+    enabled = with_midstream(None, None, True)["midstream"]
+    assert list(enabled["sites"]) == ["resid_pre", "resid_mid", "resid_post"]
+
+
+@shows("S4.8")
+def test_server_wide_vectors_shift_the_output_until_they_are_cleared(wide: Any) -> None:
+    capture = Capture("all")
+    before = ask(wide, capture=capture)
+    wide.steering.set(base={"post_block": {1: U}})
+    steered = ask(wide, capture=capture)
+    wide.steering.clear()
+    after = ask(wide, capture=capture)
+    assert not torch.equal(
+        steered.activations["resid_post", 2], before.activations["resid_post", 2]
+    )
+    assert generated(after) == generated(before)
+    for tap, rows in before.activations.items():
+        assert torch.equal(after.activations[tap], rows)
+
+
+@shows("S2.42", "S2.43", "S3.28")
+def test_a_monitor_scores_tokens_and_opens_a_tier_in_the_same_forward_pass(
+    wide: Any, oracle: Oracle
+) -> None:
+    every = [*PROMPT, *generated(ask(wide))]
+    _, theirs = oracle.run(every[:-1])
+    scores = theirs["resid_post", 0] @ V
+    threshold, sharpness = float(scores[: len(PROMPT)].median()), 0.7
+    gate = Gate(
+        Steer(U, 1, 1.5), {"direction": V, "layer": 0}, threshold=threshold, sharpness=sharpness
+    )
+    wide.steering.set(base=gate)
+    found = ask(
+        wide, params=greedy(1, detokenize=False), capture=Capture(1), probes=Probe(V, 0, name="p")
+    )
+    assert_close(found.probes["p"], scores[: len(PROMPT)])
+    opened = torch.sigmoid(sharpness * (scores - threshold))[: len(PROMPT), None]
+    expected = theirs["resid_post", 1][: len(PROMPT)] + 1.5 * opened * U
+    assert_close(found.activations["resid_post", 1], expected)
+
+
+# ---------------------------------------------------------------- the prefix cache
+
+
+@shows("S2.16", "S2.17", "S4.24")
+def test_the_prefix_cache_serves_what_neither_is_edited_nor_read(llm: Any) -> None:
+    def cached(**asked: Any) -> int:
+        return int(ask(llm, LONG, greedy(3, detokenize=False), **asked).num_cached_tokens)
+
+    assert cached() == 0
+    assert cached(steer=Steer(U, 1, phase="generated")) == 96
+    assert cached(steer=Steer(U, 1, positions=slice(64, None))) == 64
+    assert cached(steer=Steer(U, 1)) == 0
+    assert cached(capture=Capture(1, positions="generated")) == 96
+    assert cached(capture=Capture(1, positions=[70])) == 64
+    assert cached(capture=Capture(1, positions="last_prompt")) == 96
+    assert cached(capture=Capture(1, positions="prompt")) == 0
