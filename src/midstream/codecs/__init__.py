@@ -8,6 +8,7 @@ each byte layout and error.
 from midstream.codecs.base import Codec
 from midstream.codecs.full8 import Full8
 from midstream.codecs.parse import parse_codec
+from midstream.codecs.per_dim import Full8PerDim
 from midstream.codecs.raw import Raw
 from midstream.codecs.rp8 import Rp8
 from midstream.codecs.sketches import cosine_similarities, inner_products, norms
@@ -16,6 +17,7 @@ from midstream.codecs.topk8 import Topk8
 __all__ = [
     "Codec",
     "Full8",
+    "Full8PerDim",
     "Raw",
     "Rp8",
     "Topk8",

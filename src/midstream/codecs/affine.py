@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from midstream.codecs.base import Codec, reject_rows, view_as
+from midstream.codecs.base import reject_rows, view_as
 
 HEADER_BYTES = 8
 STEPS = 255
@@ -72,7 +72,7 @@ def scales_and_zeros(data: Tensor) -> tuple[Tensor, Tensor]:
     return header[:, :1], header[:, 1:]
 
 
-def check_affine(codec: Codec, data: Tensor) -> None:
+def check_affine(spec: str, data: Tensor) -> None:
     """Check that uint8 [n, 8 + width] is a possible output of `encode_affine`.
 
     Raises:
@@ -81,15 +81,15 @@ def check_affine(codec: Codec, data: Tensor) -> None:
     """
     scale, zero = (part.squeeze(1) for part in scales_and_zeros(data))
     marked = (zero.contiguous().view(torch.int32) == NAN_BITS) & (scale == 0)
-    reject_rows(codec, ~torch.isfinite(scale), "the scale is not a finite number")
-    reject_rows(codec, torch.signbit(scale), "the scale is negative")
-    reject_rows(codec, ~torch.isfinite(zero) & ~marked, "the zero is not a finite number")
+    reject_rows(spec, ~torch.isfinite(scale), "the scale is not a finite number")
+    reject_rows(spec, torch.signbit(scale), "the scale is negative")
+    reject_rows(spec, ~torch.isfinite(zero) & ~marked, "the zero is not a finite number")
     highest = zero.double() + scale.double() * STEPS
-    reject_rows(codec, highest > FLOAT32_MAX * _SLACK, "the values exceed float32's range")
+    reject_rows(spec, highest > FLOAT32_MAX * _SLACK, "the values exceed float32's range")
     flat = scale == 0
     stepped = torch.zeros_like(flat)
     stepped[flat] = (data[flat, HEADER_BYTES:] > 0).any(dim=1)
-    reject_rows(codec, stepped, "the scale is 0, but the quantised values are not")
+    reject_rows(spec, stepped, "the scale is 0, but the quantised values are not")
 
 
 def _mark(header: Tensor) -> Tensor:

@@ -110,11 +110,11 @@ def check_shape(codec: Codec, data: Tensor, hidden: int, dtype: torch.dtype) -> 
         )
 
 
-def reject_rows(codec: Codec, wrong: Tensor, problem: str) -> None:
+def reject_rows(spec: str, wrong: Tensor, problem: str) -> None:
     """Raise an error if any row is malformed.
 
     Args:
-        codec: the codec, for the message.
+        spec: text of the codec, for the message.
         wrong: bool [n], whether each row is malformed.
         problem: description for the message, which follows `row 3:`.
 
@@ -122,7 +122,7 @@ def reject_rows(codec: Codec, wrong: Tensor, problem: str) -> None:
         CodecError: a row is malformed; the message has the index of the first.
     """
     if bool(wrong.any()):
-        raise CodecError(f"{codec.spec}: row {int(wrong.nonzero()[0])}: {problem}")
+        raise CodecError(f"{spec}: row {int(wrong.nonzero()[0])}: {problem}")
 
 
 def check_parameter(name: str, value: object, least: int, most: int) -> None:

@@ -37,4 +37,4 @@ class Full8:
 
     def check(self, data: Tensor, hidden: int, dtype: torch.dtype) -> None:
         check_shape(self, data, hidden, dtype)
-        check_affine(self, data)
+        check_affine(self.spec, data)

@@ -8,6 +8,7 @@ from dataclasses import fields
 
 from midstream.codecs.base import Codec
 from midstream.codecs.full8 import Full8
+from midstream.codecs.per_dim import Full8PerDim
 from midstream.codecs.raw import Raw
 from midstream.codecs.rp8 import Rp8
 from midstream.codecs.topk8 import Topk8
@@ -27,7 +28,7 @@ _NUMBER = re.compile(r"0|[1-9][0-9]{0,19}")
 def parse_codec(text: object) -> Codec:
     """Return the codec of a text; a codec object is returned unchanged.
 
-    Omitted parameters have their defaults: `rp8` is `rp8:k=512,seed=0`.
+    Omitted parameters have their defaults: `rp8` is `rp8:k=512,seed=0`. `full8:per=row` is `full8`.
 
     Args:
         text: a name, optionally with a colon and parameters: `topk8:k=64`.
@@ -44,6 +45,14 @@ def parse_codec(text: object) -> Codec:
     with at("codec"):
         if not isinstance(text, str):
             raise SpecError("", f"expected one of {_FORMS}, got {kind(text)}")
+        if text == Full8PerDim().spec:
+            raise SpecError(
+                "",
+                f"{text} needs all rows of a completion, and rows are encoded as they are "
+                f'captured; use full8, or capture raw and `Activations.save(path, codec="{text}")`',
+            )
+        if text == "full8:per=row":
+            return Full8()
         name, colon, parameters = text.partition(":")
         if name not in _CLASSES:
             raise SpecError("", f"expected one of {_FORMS}, got {show(text)}{hint(name, _CLASSES)}")

@@ -74,10 +74,10 @@ class Topk8:
 
     def check(self, data: Tensor, hidden: int, dtype: torch.dtype) -> None:
         check_shape(self, data, hidden, dtype)
-        check_affine(self, self._values(data))
+        check_affine(self.spec, self._values(data))
         indices = self.indices(data, hidden)
-        reject_rows(self, (indices >= hidden).any(dim=1), f"an index is not below {hidden}")
-        reject_rows(self, (indices.diff(dim=1) <= 0).any(dim=1), "the indices do not ascend")
+        reject_rows(self.spec, (indices >= hidden).any(dim=1), f"an index is not below {hidden}")
+        reject_rows(self.spec, (indices.diff(dim=1) <= 0).any(dim=1), "the indices do not ascend")
 
     def _values(self, data: Tensor) -> Tensor:
         """Return the quantised values with their headers, uint8 [n, 8 + k]; see `affine`."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from midstream import sites
 from midstream.console import format_ranges
-from midstream.results.arrays import array_of, save_tensors, to_numpy
+from midstream.results.arrays import array_of, encode_blocks, save_tensors, to_numpy
 from midstream.results.encoded_rows import Rows, rows_of
 from midstream.sites import Tap
 
@@ -178,11 +178,21 @@ class Activations:
         """
         return {key: to_numpy(value) for key, value in self.items()}
 
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: str | Path, codec: str | None = None) -> Path:
         """Write a safetensors file, and return its path.
 
         It has the tensors `{site}.{layer}`, `{site}.{layer}.positions` and
         `{site}.{layer}.token_ids` for each captured site and layer.
+
+        Args:
+            path: the file.
+            codec: "full8:per=dim": rows are written as uint8 [hidden, 8 + rows], with a scale per
+                dimension over the rows of their site and layer; see `midstream.codecs.Full8PerDim`.
+                None: decoded rows are written as they are.
+
+        Raises:
+            SpecError: another codec.
+            UnsupportedError: a codec is given, and torch is not installed.
         """
         rows: dict[str, Any] = {}
         indices: dict[str, Any] = {}
@@ -192,6 +202,9 @@ class Activations:
             indices[f"{site}.{layer}.token_ids"] = self.token_ids_of(site, layer)
         target = Path(path)
         metadata = {"format": "midstream.activations", "version": "1"}
+        if codec is not None:
+            rows, encoding = encode_blocks(rows, codec)
+            metadata |= encoding
         save_tensors(rows, indices, target, metadata)
         return target
 

@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from midstream.errors import SpecError, UnsupportedError
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+PER_DIM = "full8:per=dim"  # `Full8PerDim.spec`, without importing torch
 
 # dtypes of safetensors; BF16, which NumPy lacks, is widened to float32.
 _DTYPES = {
@@ -73,6 +77,34 @@ def save_tensors(
     # safetensors rejects tensors that share memory: copy them.
     tensors |= {name: each.clone() for name, each in indices.items()}
     save_file(tensors, target, metadata)
+
+
+def encode_blocks(rows: Mapping[str, Any], codec: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Encode the rows of a file with a scale per dimension.
+
+    Args:
+        rows: tensors [n, hidden].
+        codec: "full8:per=dim".
+
+    Returns:
+        The encoded rows uint8 [hidden, 8 + n], and the file's metadata that decoding needs.
+
+    Raises:
+        SpecError: another codec.
+        UnsupportedError: torch is not installed.
+    """
+    if codec != PER_DIM:
+        raise SpecError("codec", f'expected None or "{PER_DIM}", got {codec!r}')
+    if any(isinstance(each, np.ndarray) for each in rows.values()):
+        raise UnsupportedError(f"{PER_DIM} requires torch, which is not installed")
+    from midstream.codecs import Full8PerDim
+
+    encoded = {name: Full8PerDim().encode(each) for name, each in rows.items()}
+    metadata = {"codec": PER_DIM}
+    for each in rows.values():
+        dtype = str(each.dtype).removeprefix("torch.")
+        metadata |= {"hidden": str(each.shape[1]), "dtype": dtype}
+    return encoded, metadata
 
 
 def to_numpy(values: Any) -> NDArray[np.generic]:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from midstream import sites
-from midstream.errors import SpecError, UnsupportedError
+from midstream.errors import CodecError, SpecError, UnsupportedError
 from midstream.results.activations import Activations
-from midstream.results.arrays import array_of, load_tensors
+from midstream.results.arrays import PER_DIM, array_of, load_tensors
 from midstream.results.encoded_rows import Rows
 from midstream.sites import Tap, order
 from midstream.validation import INT_LIMIT, show
@@ -71,7 +71,8 @@ def pack(activations: Activations, hidden: int, dtype: torch.dtype) -> bytes:
 
 
 def unpack(data: bytes) -> Activations:
-    """Return the rows of a file from `pack`, bit for bit.
+    """Return the rows of a file from `pack`, bit for bit; also those of a file that
+    `Activations.save` encoded.
 
     Where torch is not installed the rows are NumPy arrays, with bfloat16 widened to float32.
 
@@ -97,8 +98,8 @@ def unpack(data: bytes) -> Activations:
     for tap in sorted(_taps(tensors), key=order):
         name = f"{tap[0]}.{tap[1]}"
         values[tap] = check(name, tensors[name])
-        positions[tap] = _indices(tensors, name, _POSITIONS, len(tensors[name]), MAX_POSITION)
-        ids = _indices(tensors, name, _TOKENS, len(tensors[name]), INT_LIMIT)
+        positions[tap] = _indices(tensors, name, _POSITIONS, len(values[tap]), MAX_POSITION)
+        ids = _indices(tensors, name, _TOKENS, len(values[tap]), INT_LIMIT)
         length = int(positions[tap].max()) + 1 if len(ids) else 0
         if length > len(found):
             found = np.concatenate([found, np.zeros(length - len(found), np.int64)])
@@ -129,6 +130,8 @@ def _checker(metadata: Mapping[str, Any]) -> Callable[[str, Any], Tensor | Rows]
                 "installed; install torch, or capture with the codec `raw`"
             ) from None
         return lambda name, found: _sized(name, found, None, width)
+    if metadata.get("codec") == PER_DIM:
+        return lambda name, found: _decoded_block(name, found, width)
     codec = parse_codec(metadata.get("codec", "raw"))
     dtype = getattr(torch, metadata.get("dtype", ""), None)
     if not isinstance(dtype, torch.dtype):
@@ -142,6 +145,19 @@ def _checker(metadata: Mapping[str, Any]) -> Callable[[str, Any], Tensor | Rows]
         return Rows(codec, width, dtype, (rows[:, None],), (0,))
 
     return encoded
+
+
+def _decoded_block(name: str, found: Any, width: int) -> Tensor:
+    """Return rows of `Activations.save(codec="full8:per=dim")`, decoded."""
+    from midstream.codecs import Full8PerDim
+
+    try:
+        rows = Full8PerDim().decode(found)
+    except CodecError as error:
+        raise SpecError("", f"{name}: {error}") from None
+    if rows.shape[1] != width:
+        raise SpecError("", f"{name}: expected uint8 [{width}, 8 + rows]")
+    return rows
 
 
 def _sized(name: str, found: Any, dtype: torch.dtype | None, width: int) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 from support.codec_rows import CODECS, DTYPES, finite_rows
 
-from midstream.codecs import Raw, parse_codec
+from midstream.codecs import Full8PerDim, Raw, parse_codec
 from midstream.errors import SpecError
 from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
@@ -198,3 +200,41 @@ def test_the_file_is_plain_safetensors():
     assert set(load(WHOLE)) == set(tensors())
     (size,) = struct.unpack_from("<Q", WHOLE)
     assert json.loads(WHOLE[8 : 8 + size])["__metadata__"] == METADATA
+
+
+@given(finite_rows(), st.integers(0, 3))
+def test_rows_saved_with_a_scale_per_dimension_are_read_to_half_a_step(values, dropped):
+    values = values[: max(0, len(values) - dropped)]
+    at = torch.arange(len(values)) * 2
+    taps = [("resid_mid", 2), ("resid_post", 11)]
+    given_ = Activations(
+        {taps[0]: values.flip(0), taps[1]: values}, dict.fromkeys(taps, at), torch.arange(7, 5007)
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = given_.save(Path(folder) / "rows.safetensors", codec="full8:per=dim")
+        stored = load(path.read_bytes())["resid_post.11"]
+        found = unpack(path.read_bytes())
+    assert (stored.dtype, stored.shape) == (torch.uint8, (values.shape[1], 8 + len(values)))
+    for tap in taps:
+        assert torch.equal(found[tap], Full8PerDim().decode(Full8PerDim().encode(given_[tap])))
+        assert torch.equal(found.positions_of(*tap), at)
+        assert torch.equal(found.token_ids_of(*tap), given_.token_ids_of(*tap))
+
+
+def test_a_scale_per_dimension_is_rejected_with_another_name_or_malformed(tmp_path):
+    rows = Activations(
+        {("resid_post", 0): torch.ones(2, 3)}, {("resid_post", 0): AT}, torch.arange(9)
+    )
+    with pytest.raises(SpecError, match="codec: expected None or \"full8:per=dim\", got 'full8'"):
+        rows.save(tmp_path / "x", codec="full8")
+    metadata = {**METADATA, "codec": "full8:per=dim", "hidden": "3"}
+    indices = {"resid_post.0.positions": AT, "resid_post.0.token_ids": AT.clone()}
+    for block, problem in (
+        (torch.zeros(3, 7, dtype=torch.uint8), "expected uint8"),
+        (torch.zeros(3, 10), "expected uint8"),
+        (torch.full((3, 10), 255, dtype=torch.uint8), "scale"),
+        (torch.zeros(4, 10, dtype=torch.uint8), r"expected uint8 \[3, 8"),
+        (torch.zeros(3, 11, dtype=torch.uint8), r"expected int64 \[3\]"),
+    ):
+        with pytest.raises(SpecError, match=problem):
+            unpack(save({"resid_post.0": block, **indices}, metadata))

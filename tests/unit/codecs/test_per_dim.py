@@ -1,0 +1,63 @@
+"""`full8:per=dim` keeps every value of a block to half a step of its dimension."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from support.codec_rows import finite_rows
+
+from midstream.codecs import Full8, Full8PerDim, parse_codec
+from midstream.errors import CodecError, SpecError
+
+
+@given(finite_rows())
+def test_a_block_is_the_transpose_encoded_by_full8(rows):
+    block = Full8PerDim().encode(rows)
+    assert torch.equal(block, Full8().encode(rows.T.contiguous()))
+    found = Full8PerDim().decode(block)
+    assert torch.equal(found, Full8().decode(block, len(rows), rows.dtype).T)
+    low, high = rows.double().aminmax(dim=0)
+    bound = (high - low) / 255 * (0.5 + 2**-13) + found.double().abs() * 2**-24 + 2.0**-149
+    assert ((rows.double() - found.double()).abs() <= bound).all()
+
+
+def test_an_outlier_dimension_makes_no_other_coarse():
+    rows = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    rows[:, 7] += 3000.0
+    others = torch.arange(64) != 7
+    per_dim = (Full8PerDim().decode(Full8PerDim().encode(rows)) - rows)[:, others].abs().max()
+    per_row = Full8().decode(Full8().encode(rows), 64, rows.dtype) - rows
+    assert float(per_dim) < 0.02
+    assert float(per_row[:, others].abs().max()) > 1
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_dimension_that_is_not_finite_decodes_to_nan_and_no_other_does(bad):
+    rows = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    rows[3, 2] = bad
+    found = Full8PerDim().decode(Full8PerDim().encode(rows))
+    assert found.isnan().any(0).tolist() == [False, False, True, False]
+    assert found[:, 2].isnan().all()
+
+
+def test_a_block_without_rows_has_none():
+    block = Full8PerDim().encode(torch.zeros(0, 5))
+    assert Full8PerDim().decode(block).shape == (0, 5)
+
+
+def test_what_is_not_a_block_is_rejected():
+    for block in (torch.zeros(3), torch.zeros(3, 9), torch.zeros(3, 7, dtype=torch.uint8)):
+        with pytest.raises(
+            CodecError, match=r"full8:per=dim: expected uint8 \[hidden, 8 \+ rows\]"
+        ):
+            Full8PerDim().decode(block)
+    with pytest.raises(CodecError, match="full8:per=dim: row 0: the scale"):
+        Full8PerDim().decode(torch.full((2, 9), 255, dtype=torch.uint8))
+
+
+def test_captures_take_a_scale_per_row_and_say_what_to_do_for_one_per_dimension():
+    assert parse_codec("full8:per=row") == Full8()
+    with pytest.raises(SpecError, match="needs all rows of a completion.*save") as caught:
+        parse_codec("full8:per=dim")
+    assert caught.value.path == "codec"
