@@ -160,7 +160,9 @@ def outputs_of(prompt: str, params: Params, request_id: str) -> list[Any]:
                 made.activations = rows(layers, count, 0 if nth == 1 else count - 1)
             if plan is not None and is_last:
                 captured = tuple(Captured("resid_post", each, count, count) for each in layers)
-                made.receipt = Receipt(request_id, len(prompt), nth, captured, None)
+                made.receipt = Receipt(
+                    request_id, len(prompt), nth, captured, None, coming_from=plan.coming_from
+                )
             if is_last:
                 made.finish_reason = "length"
             each.append(made)

@@ -5,23 +5,17 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from midstream.compat.vllm_fork import ARGUMENTS, read_edits
 from midstream.config.config import KEY
 from midstream.errors import SpecError
-from midstream.spec.operations import Edit, Steer
 from midstream.spec.plan import Plan
-from midstream.steering.edit_forms import read_hooks, read_reference
-from midstream.validation import at, listed
+from midstream.validation import listed
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams
 
-# Arguments with vectors by hook point, and the phase of the tokens that they apply to.
-TIERS: dict[str, str | None] = {
-    "steering_vectors": None,
-    "prefill_steering_vectors": "prompt",
-    "decode_steering_vectors": "generated",
-}
-OWN = (*TIERS, "steering_module_ref", "capture", "edits", "probes")
+_PLAN = ("capture", "edits", "probes")
+OWN = (*ARGUMENTS, *_PLAN)
 
 
 class PlanForm(dict[str, Any]):
@@ -35,27 +29,9 @@ class PlanForm(dict[str, Any]):
 class _Factory(type):
     """Metaclass whose call creates vLLM's object; every `vllm.SamplingParams` is an instance."""
 
-    def __call__(
-        cls,
-        *args: Any,
-        steering_vectors: object = None,
-        prefill_steering_vectors: object = None,
-        decode_steering_vectors: object = None,
-        steering_module_ref: object = None,
-        capture: object = None,
-        edits: object = None,
-        probes: object = None,
-        **vllm_args: Any,
-    ) -> VllmSamplingParams:
-        plan = read_plan(
-            steering_vectors=steering_vectors,
-            prefill_steering_vectors=prefill_steering_vectors,
-            decode_steering_vectors=decode_steering_vectors,
-            steering_module_ref=steering_module_ref,
-            capture=capture,
-            edits=edits,
-            probes=probes,
-        )
+    def __call__(cls, *args: Any, **given: Any) -> VllmSamplingParams:
+        vllm_args = {name: value for name, value in given.items() if name not in OWN}
+        plan = read_plan({name: given[name] for name in OWN if given.get(name) is not None})
         made = _vllm()(*args, **vllm_args)
         if plan is not None:
             given = made.extra_args or {}
@@ -100,6 +76,14 @@ class SamplingParams(metaclass=_Factory):
         decode_steering_vectors: vectors to add at generated tokens only, in the same form.
         steering_module_ref: registered vectors to add at every token: `name`, `(name, scale)` or
             `{"name": …, "scale": …}`. All four arguments add up.
+        steering_clamps: clamps of every token: `{hook point: {layer: [clamp, …]}}`. A clamp is
+            `{"vector": …, "min": …, "max": …, "value": …, "strength": …}`; see `Clamp`. They apply
+            after the vectors.
+        prefill_steering_clamps: clamps of prompt tokens only.
+        decode_steering_clamps: clamps of generated tokens only.
+        patch: rows to replace, before all other edits: `[{"layer": …, "hook": hook point,
+            "dest_position": position, "source_inline": index of the row, "alpha": …}, …]`.
+        patch_vectors: the rows, packed: `{"dtype": …, "shape": [rows, width], "data": base64}`.
         capture: what to capture: a Capture or its dict, a list of these, or `{sink: {"hooks": {hook
             point: [layer, …]}, "positions": …, "tag": …, "request_id": …}}` (or a
             `FilesystemCaptureRequest`). Rows for the sink `memory` are returned on the output as
@@ -122,33 +106,16 @@ class SamplingParams(metaclass=_Factory):
         def __init__(self, *args: Any, **arguments: Any) -> None: ...
 
 
-def read_plan(
-    *,
-    steering_vectors: object = None,
-    prefill_steering_vectors: object = None,
-    decode_steering_vectors: object = None,
-    steering_module_ref: object = None,
-    capture: object = None,
-    edits: object = None,
-    probes: object = None,
-) -> Plan | None:
-    """Return the plan of these arguments of SamplingParams; None if none is given.
+def read_plan(given: dict[str, Any]) -> Plan | None:
+    """Return the plan of some arguments of SamplingParams, by name; None if none is given.
 
     Raises:
         SpecError: as for SamplingParams.
     """
-    found: list[Edit] = []
-    if steering_module_ref is not None:
-        with at("steering_module_ref"):
-            found.append(Steer(read_reference(steering_module_ref)))
-    tiers = (steering_vectors, prefill_steering_vectors, decode_steering_vectors)
-    for (name, phase), value in zip(TIERS.items(), tiers, strict=True):
-        if value is not None:
-            with at(name):
-                found.extend(part.edit for part in read_hooks(value, phase))
-    own = Plan.make(capture=capture, edits=edits, probes=probes)
+    own = Plan.make(**{name: given[name] for name in _PLAN if name in given})
+    found = tuple(read_edits(given))
     if own is None:
-        return Plan(edits=tuple(found)) if found else None
+        return Plan(edits=found) if found else None
     return Plan(own.captures, (*found, *own.edits), own.probes)
 
 

@@ -150,6 +150,7 @@ class Receipt:
             edit saturated; None: there are none.
         problems: all other differences from the plan; empty if there are none.
         kept: (sink, result) for every sink except `memory`.
+        coming_from: (field, tool) of each field of another tool that the request was given in.
     """
 
     request_id: str
@@ -163,6 +164,7 @@ class Receipt:
     problems: tuple[str, ...] = ()
     kept: tuple[tuple[str, CaptureResult], ...] = ()
     nonfinite: Nonfinite | None = None
+    coming_from: tuple[tuple[str, str], ...] = ()
 
     @property
     def status(self) -> str:
@@ -204,6 +206,7 @@ class Receipt:
                 {"sink": sink, "status": one.status, "reason": one.reason, "paths": [*one.paths]}
                 for sink, one in self.kept
             ],
+            "coming_from": dict(self.coming_from),
         }
 
     @staticmethod
@@ -227,6 +230,8 @@ class Receipt:
                 (one["sink"], CaptureResult(one["status"], one["reason"], tuple(one["paths"])))
                 for one in plain["kept"]
             ),
+            # Servers of earlier versions do not send it.
+            coming_from=tuple(plain.get("coming_from", {}).items()),
         )
 
     def __str__(self) -> str:
@@ -258,6 +263,7 @@ class Receipt:
             f"  probe {one.name}: {one.actual} of {one.expected} scores" for one in self.probed
         ]
         lines += [f"  {one}" for one in self.selected]
+        lines += [f"  {name}: a field of {tool}" for name, tool in self.coming_from]
         for sink, kept in self.kept:
             where = f", {kept.paths[0]}" if len(kept.paths) == 1 else ""
             lines.append(f"  sink {sink}: {kept.status}{where}")

@@ -121,20 +121,18 @@ class Middleware:
         if value is None:
             return None, body
         if _has_field(value) and path not in PATHS:
-            raise HttpError(
-                400, f"midstream: {path} cannot return results; use {', '.join(PATHS)}", KEY
-            )
-        request_field = take_field(value)
-        if fields is not None:
-            check_body(value, fields)
+            raise _rejected(f"{path} cannot return results; use {', '.join(PATHS)}", KEY)
+        request_field = take_field(value, fields or ())
+        check_body(value, fields or ())
         if request_field is None:
             return None, body
+        name = request_field.name
+        if path not in PATHS:
+            raise _rejected(f"{path} cannot return results; use {', '.join(PATHS)}", name)
         if value.get("use_beam_search"):
-            raise HttpError(400, "midstream: unsupported together with use_beam_search", KEY)
+            raise _rejected("unsupported together with use_beam_search", name)
         if value.get("background"):
-            raise HttpError(
-                400, "midstream: unsupported together with background, which returns no result", KEY
-            )
+            raise _rejected("unsupported together with background, which returns no result", name)
         context = self._server.begin(scope, value, request_field)
         try:
             return context, json.dumps(value).encode()
@@ -146,6 +144,10 @@ class Middleware:
         if self._fields is None:
             self._fields = dict.fromkeys(PATHS, frozenset()) | body_fields(scope.get("app"))
         return self._fields.get(path)
+
+
+def _rejected(problem: str, name: str) -> HttpError:
+    return HttpError(400, f"midstream: {problem}", name)
 
 
 def path_of(scope: Scope) -> str:

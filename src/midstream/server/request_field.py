@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from midstream.api.arguments import CallArguments
+from midstream.compat.translation import translate, without_translated
 from midstream.config.config import KEY
 from midstream.errors import SpecError
 from midstream.spec import Plan
@@ -32,8 +33,17 @@ class MidstreamField:
     activations: Return
     arguments: CallArguments = CallArguments()
 
+    @property
+    def name(self) -> str:
+        """The field of the body that the plan comes from."""
+        translated = () if self.plan is None else self.plan.coming_from
+        return translated[0][0] if translated else KEY
+
     def explain(self, error: SpecError) -> SpecError:
         """Return an error of the plan with the path of the invalid field in the body."""
+        if self.name != KEY:
+            where = f" (`{error.path}` of the plan made of it)" if error.path else ""
+            return SpecError(self.name, error.problem + where)
         return self.arguments.explain(error).under(KEY)
 
 
@@ -64,14 +74,30 @@ def read_field(value: object) -> MidstreamField:
             raise arguments.explain(error) from None
 
 
-def take_field(body: dict[str, Any]) -> MidstreamField | None:
-    """Remove the field from a body and parse it; None if it is absent.
+def take_field(body: dict[str, Any], known: Container[str] = ()) -> MidstreamField | None:
+    """Remove the field, and fields of other tools that have an equal here, from a body and parse
+    them; None if there are none.
 
-    Clients that cannot add fields may send it as JSON text in `vllm_xargs` instead.
+    Clients that cannot add fields may send the field as JSON text in `vllm_xargs` instead.
+
+    Args:
+        body: the body.
+        known: fields that vLLM defines for it.
 
     Raises:
-        SpecError: as for `read_field`; or the field is in both places.
+        SpecError: as for `read_field` and `translate`; or a plan is in several places.
     """
+    found = _take_own(body)
+    plan = _take_translated(body, known)
+    if plan is None:
+        return found
+    if found is not None and found.plan is not None:
+        name, _ = plan.coming_from[0]
+        raise SpecError(name, f"the field `{KEY}` has a plan too; give one of them")
+    return MidstreamField(plan, "handle" if found is None else found.activations)
+
+
+def _take_own(body: dict[str, Any]) -> MidstreamField | None:
     xargs = body.get("vllm_xargs")
     inner = xargs.get(KEY) if isinstance(xargs, Mapping) else None
     if inner is None:
@@ -85,3 +111,24 @@ def take_field(body: dict[str, Any]) -> MidstreamField | None:
         value = read_json(inner)
     body["vllm_xargs"] = {name: each for name, each in xargs.items() if name != KEY}
     return read_field(value)
+
+
+def _take_translated(body: dict[str, Any], known: Container[str]) -> Plan | None:
+    plan = translate(body, known)
+    xargs = body.get("vllm_xargs")
+    inner = None
+    if isinstance(xargs, Mapping):
+        with at("vllm_xargs"):
+            inner = translate(xargs)
+    if plan is not None and inner is not None:
+        name, _ = inner.coming_from[0]
+        raise SpecError(
+            f"vllm_xargs.{name}", "there are such fields in the body too; use one place"
+        )
+    if plan is not None:
+        for name, _ in plan.coming_from:
+            del body[name]
+    if inner is not None:
+        assert isinstance(xargs, Mapping)
+        body["vllm_xargs"] = without_translated(xargs)
+    return inner if plan is None else plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from midstream.errors import SpecError
@@ -29,6 +29,7 @@ class Plan:
         edits: interventions; edits of one token at one site apply in this order.
         probes: scores to compute after the edits at the same site; names are unique.
         origins: after `bind`, each edit's index before binding; empty: unchanged.
+        coming_from: (field, tool) of each field of another tool that was translated into the plan.
 
     Raises:
         SpecError: all are empty, a capture is given twice, two captures with the same destination
@@ -39,6 +40,7 @@ class Plan:
     edits: tuple[Edit, ...] = ()
     probes: tuple[Probe, ...] = ()
     origins: tuple[int, ...] = ()
+    coming_from: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         for name, parts, form, shown in (
@@ -192,7 +194,7 @@ class Plan:
         for index, probe in enumerate(self.probes):
             with at(f"probes[{index}]"):
                 probes.extend(probe.bind(lookup, num_layers))
-        return Plan(self.captures, tuple(edits), tuple(probes), tuple(origins))
+        return Plan(self.captures, tuple(edits), tuple(probes), tuple(origins), self.coming_from)
 
 
 def _read_parts(name: str, value: object, read: Callable[[object], T]) -> tuple[T, ...]:

@@ -115,6 +115,7 @@ def test_its_plain_form_is_json_with_every_field():
         "problems": [],
         "kept": [],
         "nonfinite": None,
+        "coming_from": {},
     }
     full = json.loads(json.dumps(FULL.to_dict()))
     assert full["probed"][0] == {

@@ -19,7 +19,7 @@ from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.request.admission import Admission
 from midstream.runtime.frontend.request.budget import Budget, Need, check_rows, row_limit
-from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.runtime.frontend.request.call_plan import CallPlan, other_args
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver, PreparedPlan
 from midstream.runtime.frontend.request.sink_routes import routes_of
 from midstream.runtime.frontend.results.sink_setup import open_sinks
@@ -223,5 +223,5 @@ def set_payload(request: Any, payload: RequestPayload | None) -> None:
         payload: the payload.
     """
     params = request.sampling_params
-    rest = {name: value for name, value in (params.extra_args or {}).items() if name != KEY}
+    rest = other_args(params)
     params.extra_args = (rest or None) if payload is None else {**rest, KEY: payload}

@@ -294,7 +294,8 @@ class FrontEnd(BaseFrontEnd):
         partial = self._streamer.get(uid)
         before = {} if partial is None else partial.received()
         try:
-            results = assemble(one.output, plan, answers, self.info.dtype, before)
+            own = one.admitted.own
+            results = assemble(one.output, plan, answers, self.info.dtype, before, own)
             finished = FinishedRequest(one.admitted, one.output, self._vectors, results, partial)
             return deliver(self.sinks, finished)
         finally:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from midstream.compat.foreign_fields import check_extra_args
+from midstream.compat.translation import rename_path, translate, without_translated
 from midstream.config.config import KEY
 from midstream.errors import SpecError
 from midstream.runtime.frontend.request.prompt.message_spans import chat_renderer, message_spans
@@ -59,6 +60,8 @@ def has_plan(params: Any) -> bool:
 def plan_of(params: Any) -> Plan | CallPlan | None:
     """Return the plan in the `extra_args` of a request's parameters; None if there is none.
 
+    Fields of other tools that have an equal here are translated into a plan.
+
     Args:
         params: vLLM's SamplingParams or PoolingParams.
 
@@ -69,14 +72,30 @@ def plan_of(params: Any) -> Plan | CallPlan | None:
     extra_args = getattr(params, "extra_args", None)
     if not extra_args:
         return None
-    check_extra_args(extra_args)
+    try:
+        translated = translate(extra_args)
+    except SpecError as error:
+        raise rename_path(error, "extra_args[{!r}]".format) from None
+    check_extra_args(extra_args if translated is None else without_translated(extra_args))
     value = extra_args.get(KEY)
+    if translated is not None:
+        if value is not None:
+            name = translated.coming_from[0][0]
+            raise SpecError(f"extra_args[{name!r}]", f"there is a plan in {KEY!r} too; give one")
+        return translated
     if value is None or isinstance(value, CallPlan):
         return value
     try:
         return Plan.parse(value)
     except SpecError as error:
         raise error.under(f"extra_args[{KEY!r}]") from None
+
+
+def other_args(params: Any) -> dict[str, Any]:
+    """Return the `extra_args` of a request's parameters that midstream does not read."""
+    rest = without_translated(params.extra_args or {})
+    rest.pop(KEY, None)
+    return rest
 
 
 def merged_plan(plan: Plan | None, params: Any) -> Plan | CallPlan | None:
@@ -96,8 +115,10 @@ def merged_plan(plan: Plan | None, params: Any) -> Plan | CallPlan | None:
     if attached is None:
         return plan
     if plan is not None:
+        translated = isinstance(attached, Plan) and attached.coming_from
+        name = translated[0][0] if translated else KEY
         raise SpecError(
-            f"sampling_params.extra_args[{KEY!r}]",
+            f"sampling_params.extra_args[{name!r}]",
             "there is a plan here and in the call's own arguments; give it in one place",
         )
     return attached
@@ -108,9 +129,10 @@ def with_plan(params: Any, plan: Plan | CallPlan | None) -> Any:
 
     Args:
         params: vLLM's SamplingParams; unchanged.
-        plan: the plan to attach; None: none, the copy has the `extra_args` of `params`.
+        plan: the plan to attach, in place of any in `params`; None: none, the copy has the
+            `extra_args` of `params`.
     """
     own = copy.copy(params)
     if plan is not None:
-        own.extra_args = {**(params.extra_args or {}), KEY: plan}
+        own.extra_args = {**other_args(params), KEY: plan}
     return own

@@ -26,7 +26,7 @@ from midstream.runtime.protocol.results import (
 )
 from midstream.runtime.protocol.runs import Ints, expand
 from midstream.sites import Tap
-from midstream.spec import ResolvedPlan
+from midstream.spec import Plan, ResolvedPlan
 
 # Positions, ascending, that captures select, by the indices of the captures.
 Select = Callable[[tuple[int, ...]], Ints]
@@ -56,6 +56,7 @@ def assemble(
     answers: WorkerAnswers,
     dtype: str,
     before: Mapping[int, Sequence[ResultBlock]] = MappingProxyType({}),
+    own: Plan | None = None,
 ) -> dict[int, CompletionResults]:
     """Assemble the workers' results of a finished request.
 
@@ -65,6 +66,7 @@ def assemble(
         answers: the answer of each worker.
         dtype: name of the dtype of captured vectors.
         before: per completion, rows that arrived while it ran; without their data if not kept.
+        own: the request's own plan, as given; None: it has none.
 
     Returns:
         The results of each completion, by its index.
@@ -72,6 +74,7 @@ def assemble(
     children = split(answers, len(output.outputs))
     hidden = answers[0].worker.hidden_size
     nothing = Rows(parse_codec(plan.codec), hidden, getattr(torch, dtype), (), ())
+    coming_from = () if own is None else own.coming_from
     found = {}
     for completion in output.outputs:
         tokens = tokens_of(output, completion, plan)
@@ -82,7 +85,9 @@ def assemble(
         is_bare = any(block.is_bare for block in earlier)
         activations = _activations(plan, blocks, tokens, nothing) if is_bare else every
         probes = _probes(plan, parts, tokens)
-        receipt = make_receipt(output.request_id, plan, parts, completion, tokens, every, probes)
+        receipt = make_receipt(
+            output.request_id, plan, parts, completion, tokens, every, probes, coming_from
+        )
         found[completion.index] = CompletionResults(activations, probes, receipt, blocks)
     return found
 

@@ -33,6 +33,7 @@ def make_receipt(
     tokens: Sequence[int],
     activations: Activations | None,
     probes: Probes | None,
+    coming_from: tuple[tuple[str, str], ...] = (),
 ) -> Receipt:
     """Return the receipt of one completion.
 
@@ -44,6 +45,7 @@ def make_receipt(
         tokens: token id of each row, prompt first.
         activations: captured rows of the completion; None: the plan has no captures.
         probes: scores of the completion; None: the plan has no named probes.
+        coming_from: fields of other tools that the plan was made of, see Plan.
     """
     length = len(tokens)
     problems = []
@@ -92,6 +94,7 @@ def make_receipt(
         dropped=min(lost, dropped),
         problems=tuple(problems),
         nonfinite=_nonfinite(parts, length),
+        coming_from=coming_from,
     )
 
 

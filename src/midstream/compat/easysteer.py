@@ -1,0 +1,242 @@
+"""EasySteer's `SteeringSpec`, as JSON, translated into a plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from midstream.compat.packed_arrays import read_array
+from midstream.errors import SpecError
+from midstream.spec import Ablate, Edit, Plan, Replace, Steer, TokenIds, Window
+from midstream.spec.positions.items import Item, Span
+from midstream.spec.vector import Vector
+from midstream.validation import (
+    MAX_PARTS,
+    at,
+    is_int,
+    kind,
+    listed,
+    read_fields,
+    read_float32,
+    read_word,
+    show,
+)
+
+FIELDS = ("steering",)
+_OPTIONAL = ("source", "data", "algorithm", "scale", "layers", "normalize", "params", "name")
+_ALGORITHMS = ("direct", "erase", "replace")
+_CONFLICTS = ("priority", "sequential", "error")
+_PHASES = {"prompt": "prompt", "generation": "generated"}
+_SELECTORS = tuple(
+    f"{exclude}{phase}_{what}"
+    for exclude in ("", "exclude_")
+    for phase in _PHASES
+    for what in ("tokens", "positions", "window")
+)
+
+
+def read_plan(given: Mapping[str, object]) -> Plan:
+    """Return the plan of `steering`.
+
+    Args:
+        given: `{"steering": {"vectors": [{"data": {…}, "apply": {…}, …}], "conflict": …}}`.
+
+    Raises:
+        SpecError: the value is malformed, or has no equal here. The path starts with `steering`.
+    """
+    with at("steering"):
+        value = given["steering"]
+        if not isinstance(value, Mapping) and hasattr(value, "model_dump"):
+            value = value.model_dump()
+        if isinstance(value, bool):
+            raise SpecError(
+                "",
+                "a request cannot switch server-wide steering off; leave the field out, and clear "
+                "the steering of the server",
+            )
+        if isinstance(value, list):
+            raise SpecError("", "a list of gates has no equal here; give `edits`: Gate(…)")
+        spec = read_fields(value, required=("vectors",), optional=("conflict", "debug"))
+        vectors = spec["vectors"]
+        if not isinstance(vectors, list) or not vectors:
+            raise SpecError("vectors", f"expected a list of vectors, got {kind(vectors)}")
+        edits: list[Edit] = []
+        layers: list[int] = []
+        for index, vector in enumerate(vectors):
+            with at(f"vectors[{index}]"):
+                found = list(_read_vector(vector))
+            edits += [edit for _, edit in found]
+            layers += sorted({layer for layer, _ in found})
+            if len(edits) > MAX_PARTS:
+                raise SpecError("vectors", f"expected at most {MAX_PARTS} edits")
+        with at("conflict"):
+            conflict = read_word(spec.get("conflict", "priority"), _CONFLICTS)
+            if conflict != "sequential" and len(set(layers)) < len(layers):
+                raise SpecError(
+                    "",
+                    f'"{conflict}" has no equal here where several vectors have a layer in common: '
+                    'edits add up in order, as with "sequential"',
+                )
+        return Plan(edits=tuple(edits))
+
+
+def _read_vector(value: object) -> Iterator[tuple[int, Edit]]:
+    """Yield the edits of one vector, each with its layer."""
+    given = read_fields(value, required=("apply",), optional=_OPTIONAL)
+    with at("algorithm"):
+        algorithm = read_word(given.get("algorithm", "direct"), _ALGORITHMS)
+    if given.get("params"):
+        raise SpecError("params", f"`{algorithm}` has no parameters")
+    if given.get("source") is not None:
+        raise SpecError(
+            "source",
+            "no file of the server is read for a request: register it as a name, and give "
+            '`edits`: Steer("name"); or send the vectors in `data`',
+        )
+    with at("scale"):
+        scale = read_float32(given.get("scale", 1.0))
+    normalize = given.get("normalize", False)
+    if not isinstance(normalize, bool):
+        raise SpecError("normalize", f"expected `bool`, got {kind(normalize)}")
+    if normalize and algorithm != "direct":
+        raise SpecError("normalize", f"has no equal here for `{algorithm}`")
+    with at("data"):
+        rows = _read_payload(given.get("data"))
+    layers = given.get("layers")
+    with at("layers"):
+        rows = rows if layers is None else _only(rows, layers)
+    with at("apply"):
+        places = _read_clause(given["apply"])
+    for layer, row in rows.items():
+        for place in places:
+            yield layer, _edit(algorithm, row, layer, scale, normalize, place)
+
+
+def _edit(
+    algorithm: str, row: Any, layer: int, scale: float, normalize: bool, place: dict[str, Any]
+) -> Edit:
+    if algorithm == "direct":
+        return Steer(row, layer, scale, norm="keep" if normalize else None, **place)
+    if algorithm == "replace":
+        return Replace(row * row.dtype.type(scale), layer, **place)
+    if scale == 0:
+        raise SpecError("scale", "`erase` with a scale of 0 erases nothing")
+    return Ablate(row, layer, **place)
+
+
+def _read_payload(value: object) -> dict[int, Any]:
+    """Return the vectors of a direction payload, by layer."""
+    if value is None:
+        raise SpecError("", "missing: send the vectors")
+    if not isinstance(value, Mapping) and hasattr(value, "to_wire"):
+        value = value.to_wire()
+    given = read_fields(
+        value, required=("kind", "tensors"), optional=("version", "extra", "sha256")
+    )
+    if given.get("version", 1) != 1:
+        raise SpecError("version", "expected 1")
+    with at("kind"):
+        read_word(given["kind"], ("direction",))
+    tensors = given["tensors"]
+    if not isinstance(tensors, Mapping) or not tensors:
+        raise SpecError("tensors", f"expected a dict of tensors, got {kind(tensors)}")
+    found = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"layer\.(0|[1-9][0-9]{0,5})", name) if isinstance(name, str) else None
+        with at(f"tensors[{show(str(name))}]"):
+            if match is None:
+                raise SpecError("", "expected a name like `layer.15`")
+            packed = read_fields(tensor, required=("shape", "data"))
+            row = read_array(packed["data"], packed["shape"])
+            Vector.parse(row)
+            found[int(match[1])] = row
+    return found
+
+
+def _only(rows: dict[int, Any], layers: object) -> dict[int, Any]:
+    if not isinstance(layers, (list, tuple)) or not all(is_int(layer) for layer in layers):
+        raise SpecError("", "expected a list of layers")
+    missing = [layer for layer in layers if layer not in rows]
+    if missing:
+        raise SpecError("", f"`data` has no vector for layer {missing[0]}")
+    return {layer: row for layer, row in rows.items() if layer in layers}
+
+
+def _read_clause(value: object) -> list[dict[str, Any]]:
+    """Return the positions, phase and exclusions of each phase that a clause covers."""
+    if not isinstance(value, Mapping) and hasattr(value, "model_dump"):
+        value = value.model_dump()
+    given = read_fields(value, required=(), optional=("phases", *_PHASES, *_SELECTORS))
+    given = {name: part for name, part in given.items() if part is not None}
+    phases = given.pop("phases", None)
+    if phases is not None:
+        given = {**given, **_whole(phases, given)}
+    places = []
+    for phase, word in _PHASES.items():
+        is_whole = phase in given
+        if is_whole:
+            with at(phase):
+                read_word(given[phase], ("all",))
+        include = _items(given, phase, "")
+        exclude = _items(given, phase, "exclude_")
+        if exclude and not (is_whole or include):
+            raise SpecError("", f"excludes {phase} tokens, but selects none")
+        if is_whole or include:
+            place: dict[str, Any] = {"phase": word}
+            if not is_whole:
+                place["positions"] = include
+            if exclude:
+                place["exclude"] = exclude
+            places.append(place)
+    if not places:
+        raise SpecError("", f"selects nothing; expected some of {listed(_PHASES)}")
+    if places == [{"phase": word} for word in _PHASES.values()]:
+        return [{}]
+    return places
+
+
+def _whole(phases: object, given: Mapping[str, object]) -> dict[str, str]:
+    """Return the form without `phases`, which an earlier EasySteer had."""
+    if not isinstance(phases, list) or not set(phases) <= set(_PHASES):
+        raise SpecError("phases", f"expected some of {listed(_PHASES)}")
+    if given:
+        raise SpecError("phases", "give `prompt` and `generation`, or selectors, without it")
+    return dict.fromkeys(phases, "all")
+
+
+def _items(given: Mapping[str, object], phase: str, exclude: str) -> list[Item]:
+    """Return the items of a phase's selectors."""
+    found: list[Item] = []
+    generated = phase == "generation"
+    name = f"{exclude}{phase}_tokens"
+    if name in given:
+        with at(name):
+            found.append(TokenIds(given[name]))
+    name = f"{exclude}{phase}_positions"
+    if name in given:
+        with at(name):
+            for index in _ints(given[name], generated):
+                found.append(Window(index, index + 1) if generated else index)
+    name = f"{exclude}{phase}_window"
+    if name in given:
+        with at(name):
+            start, stop = _bounds(given[name], generated)
+            found.append(Window(start, stop) if generated else Span(start, stop))
+    return found
+
+
+def _ints(value: object, generated: bool) -> list[int]:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise SpecError("", f"expected a list of positions, got {kind(value)}")
+    for index, one in enumerate(value):
+        if not is_int(one) or (generated and one < 0):
+            raise SpecError(f"[{index}]", "expected an `int`" + " from 0" * generated)
+    return [int(one) for one in value]
+
+
+def _bounds(value: object, generated: bool) -> tuple[int, int | None]:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise SpecError("", f"expected [start, stop], got {kind(value)}")
+    start, stop = value
+    return _ints([start], generated)[0], None if stop is None else _ints([stop], generated)[0]

@@ -1,0 +1,263 @@
+"""Arguments of the vLLM fork with steering, translated into a plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from midstream.compat.packed_arrays import read_array
+from midstream.errors import SpecError
+from midstream.spec import Capture, Clamp, Edit, Plan, Replace, Steer
+from midstream.spec.consumers import names_consumers
+from midstream.spec.selection import read_site
+from midstream.steering.edit_forms import read_hooks, read_reference
+from midstream.validation import MAX_PARTS, at, is_int, kind, read_fields, read_float32, read_int
+
+# Arguments with vectors by hook point, and the phase of the tokens that they apply to.
+TIERS: dict[str, str | None] = {
+    "steering_vectors": None,
+    "prefill_steering_vectors": "prompt",
+    "decode_steering_vectors": "generated",
+}
+CLAMPS: dict[str, str | None] = {
+    "steering_clamps": None,
+    "prefill_steering_clamps": "prompt",
+    "decode_steering_clamps": "generated",
+}
+NAMES = ("steering_name", "steering_module_ref")
+# Arguments of the fork's SamplingParams that midstream's has too.
+ARGUMENTS = (*TIERS, *CLAMPS, "steering_module_ref", "patch", "patch_vectors")
+FIELDS = (*ARGUMENTS, "steering_name", "capture", "capture_wait")
+
+
+def read_edits(given: Mapping[str, object]) -> list[Edit]:
+    """Return the edits of some of the fork's arguments, in the fork's order.
+
+    Args:
+        given: values by name:
+            `patch`: [{"layer", "hook", "dest_position", "source_inline", "alpha"}], and
+            `patch_vectors`, the rows that `source_inline` counts;
+            `steering_name` or `steering_module_ref`: a registered name, possibly with a scale;
+            those of TIERS: {hook point: {layer: vector}}, or per hook point the packed form
+            {"dtype", "shape", "layer_indices", "data", "scales"};
+            those of CLAMPS: {hook point: {layer: [{"vector", "min", "max", "value", "strength"}]}},
+            or per hook point packed, with "bounds" and "strengths".
+
+    Raises:
+        SpecError: a value is malformed, or has no equal here; the path starts with the name.
+    """
+    edits: list[Edit] = list(_read_patch(given))
+    for name in NAMES:
+        if name in given:
+            with at(name):
+                edits.append(Steer(read_reference(given[name])))
+    for name, phase in TIERS.items():
+        if name in given:
+            with at(name):
+                edits += [part.edit for part in read_hooks(_unpacked(given[name]), phase)]
+    for name, phase in CLAMPS.items():
+        if name in given:
+            with at(name):
+                edits += _read_clamps(given[name], phase)
+    if len(edits) > MAX_PARTS:
+        raise SpecError("", f"expected at most {MAX_PARTS} edits, got {len(edits)}")
+    return edits
+
+
+def read_plan(given: Mapping[str, object]) -> Plan:
+    """Return the plan of the fork's fields of a body.
+
+    Args:
+        given: as `read_edits`; and `capture`, by consumer, with or without `capture_wait`.
+
+    Raises:
+        SpecError: as `read_edits`; or rows are captured where the request edits them: the fork
+            takes them before the edit.
+    """
+    wait = given.get("capture_wait")
+    if wait is not None and (not isinstance(wait, bool) or "capture" not in given):
+        raise SpecError("capture_wait", "expected a bool, beside `capture`")
+    edits = read_edits(given)
+    if "capture" not in given:
+        return Plan(edits=tuple(edits))
+    capture = given["capture"]
+    if not names_consumers(capture):
+        raise SpecError("capture", 'expected {consumer: {"hooks": {hook point: [layer, …]}}}')
+    made = Plan.make(capture=capture)
+    assert made is not None
+    if any(_meet(each, edit) for each in made.captures for edit in edits):
+        raise SpecError(
+            "capture",
+            "the fork records rows before the edits of their hook point, midstream after them; "
+            "capture elsewhere, or give both in the field `midstream`",
+        )
+    return Plan(made.captures, tuple(edits))
+
+
+def _meet(capture: Capture, edit: Edit) -> bool:
+    """Return whether an edit may apply where a capture reads."""
+    if getattr(edit, "names", tuple)():
+        return True  # a name may have any site and layer
+    first, second = capture.layers.indices, edit.layers.indices
+    layers = (
+        first == "all" or second == "all" or min(first) < 0 or not set(first).isdisjoint(second)
+    )
+    return layers and bool(set(capture.sites) & set(edit.sites))
+
+
+def _unpacked(value: object) -> object:
+    """Return vectors by hook point with packed parts as {layer: {"vector": …, "scale": …}}."""
+    if not isinstance(value, Mapping):
+        return value
+    found = {}
+    for hook, part in value.items():
+        if _is_packed(part):
+            with at(_key(hook)):
+                given = read_fields(part, required=_PACKED, optional=("scales",))
+                layers, rows = _read_rows(given)
+                scales = _per_row(given, "scales", len(rows))
+                if len(set(layers)) < len(layers):
+                    raise SpecError("layer_indices", "a layer is listed twice")
+                part = {
+                    layer: {"vector": row, "scale": 1.0 if scale is None else scale}
+                    for layer, row, scale in zip(layers, rows, scales, strict=True)
+                }
+        found[hook] = part
+    return found
+
+
+_PACKED = ("dtype", "shape", "layer_indices", "data")
+
+
+def _is_packed(part: object) -> bool:
+    return isinstance(part, Mapping) and "layer_indices" in part and "data" in part
+
+
+def _read_rows(given: Mapping[str, object]) -> tuple[list[int], Any]:
+    rows = read_array(given["data"], given["shape"], given["dtype"])
+    if rows.ndim != 2:
+        raise SpecError("shape", "expected [layers, width]")
+    layers = given["layer_indices"]
+    if not isinstance(layers, (list, tuple)) or len(layers) != len(rows):
+        raise SpecError("layer_indices", f"expected a list of {len(rows)} layers")
+    for index, layer in enumerate(layers):
+        if not is_int(layer) or layer < 0:
+            raise SpecError(f"layer_indices[{index}]", "expected an `int` from 0")
+    return [int(layer) for layer in layers], rows
+
+
+def _per_row(given: Mapping[str, object], name: str, count: int) -> list[Any]:
+    value = given.get(name)
+    if value is None:
+        return [None] * count
+    if not isinstance(value, (list, tuple)) or len(value) != count:
+        raise SpecError(name, f"expected a list of {count} values")
+    return list(value)
+
+
+def _read_clamps(value: object, phase: str | None) -> Iterator[Clamp]:
+    if not isinstance(value, Mapping) or not value:
+        raise SpecError("", f"expected {{hook point: {{layer: [clamp, …]}}}}, got {kind(value)}")
+    for hook, part in value.items():
+        with at(_key(hook)):
+            site = read_site(hook)
+            for path, layer, entry in _clamp_entries(part):
+                with at(path):
+                    yield _read_clamp(entry, layer, site, phase)
+
+
+def _clamp_entries(part: object) -> Iterator[tuple[str, int, object]]:
+    """Yield the clamps of one hook point, each with its path and layer."""
+    if _is_packed(part):
+        given = read_fields(part, required=(*_PACKED, "bounds"), optional=("strengths",))
+        layers, rows = _read_rows(given)
+        bounds = _per_row(given, "bounds", len(rows))
+        strengths = _per_row(given, "strengths", len(rows))
+        for index, layer in enumerate(layers):
+            pair = bounds[index]
+            if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+                raise SpecError(f"bounds[{index}]", "expected [low, high], null for no bound")
+            entry = {"vector": rows[index], "min": pair[0], "max": pair[1]}
+            if strengths[index] is not None:
+                entry["strength"] = strengths[index]
+            yield f"bounds[{index}]", layer, entry
+        return
+    if not isinstance(part, Mapping) or not part:
+        raise SpecError("", f"expected {{layer: [clamp, …]}}, got {kind(part)}")
+    for key, entries in part.items():
+        with at(_key(key)):
+            layer = int(key) if isinstance(key, str) and key.isdecimal() else read_int(key)
+            if layer < 0 or not isinstance(entries, (list, tuple)) or not entries:
+                raise SpecError("", "expected a layer from 0, and a list of clamps")
+        for index, entry in enumerate(entries):
+            yield f"{_key(key)}[{index}]", layer, entry
+
+
+def _read_clamp(value: object, layer: int, site: str, phase: str | None) -> Clamp:
+    optional = ("min", "max", "value", "strength")
+    given = read_fields(value, required=("vector",), optional=optional)
+    strength = given.get("strength", 1.0)
+    with at("strength"):
+        if not 0 <= read_float32(strength) <= 1:
+            raise SpecError("", f"expected 0 to 1, got {strength!r}")
+    try:
+        return Clamp(
+            given["vector"], layer, given.get("value"), given.get("min"), given.get("max"),
+            strength, site=site, phase=phase,
+        )  # fmt: skip
+    except SpecError as error:
+        names = {"direction": "vector", "low": "min", "high": "max"}
+        head = error.path.split("[")[0]
+        path = names.get(head, head) + error.path.removeprefix(head)
+        raise SpecError(path, error.problem) from None
+
+
+def _read_patch(given: Mapping[str, object]) -> Iterator[Replace]:
+    if "patch" not in given:
+        if "patch_vectors" in given:
+            raise SpecError("patch_vectors", "expected `patch` with it")
+        return
+    rows = None
+    if "patch_vectors" in given:
+        with at("patch_vectors"):
+            packed = read_fields(given["patch_vectors"], required=("dtype", "shape", "data"))
+            rows = read_array(packed["data"], packed["shape"], packed["dtype"])
+            if rows.ndim != 2:
+                raise SpecError("shape", "expected [rows, width]")
+    entries = given["patch"]
+    if not isinstance(entries, (list, tuple)) or not entries:
+        raise SpecError("patch", f"expected a list of sites, got {kind(entries)}")
+    for index, entry in enumerate(entries):
+        with at(f"patch[{index}]"):
+            yield _read_site_patch(entry, rows)
+
+
+def _read_site_patch(value: object, rows: Any) -> Replace:
+    optional = (
+        "source_inline", "alpha", "source_run", "source_position", "source_module", "mask",
+    )  # fmt: skip
+    given = read_fields(value, required=("layer", "hook", "dest_position"), optional=optional)
+    for name in optional[2:]:
+        if given.get(name) is not None:
+            raise SpecError(
+                name,
+                "has no equal here: capture the rows of the other run, and give them as "
+                "`edits`: Replace(row, layer=…, positions=[…])",
+            )
+    row, position = given.get("source_inline"), given["dest_position"]
+    if rows is None or row not in range(len(rows)):
+        raise SpecError("source_inline", "expected the index of a row of `patch_vectors`")
+    if not is_int(position) or position < 0:
+        raise SpecError("dest_position", "expected an `int` from 0")
+    with at("layer"):
+        layer = read_int(given["layer"])
+        if layer < 0:
+            raise SpecError("", "expected an `int` from 0")
+    with at("hook"):
+        site = read_site(given["hook"])
+    return Replace(rows[row], layer, given.get("alpha", 1.0), site=site, positions=[int(position)])
+
+
+def _key(key: object) -> str:
+    return f"[{json.dumps(key) if isinstance(key, (str, int)) else kind(key)}]"
