@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -341,13 +342,8 @@ VALUES = st.recursive(
 def test_any_value_is_translated_or_rejected(name, value, data):
     if data.draw(st.booleans()):
         value = changed(TRANSLATED[name], value, data.draw)
-    try:
-        found = translate(
-            {name: value, "patch_vectors": ROWS} if name == "patch" else {name: value}
-        )
-    except SpecError as error:
-        problem = error.path
-    else:
+    with suppress(SpecError):
+        found = translate({name: value} | ({"patch_vectors": ROWS} if name == "patch" else {}))
         assert found is None or found.captures or found.edits
 
 
