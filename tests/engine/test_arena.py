@@ -139,7 +139,7 @@ def test_requests_of_different_codecs_share_a_batch(llm, alone):
 def test_a_request_has_one_codec_and_one_that_fits_the_model(llm):
     mixed = [Capture(layers=0, codec="full8"), Capture(layers=1)]
     with pytest.raises(
-        SpecError, match=r"capture.*\[1\]\.codec: raw, and that of capture\[0\] is full8"
+        SpecError, match=r"capture\[0\]\[1\]\.codec: raw, and that of capture\[0\]\[0\] is full8"
     ):
         run(llm, [PROMPTS[0]], [mixed])
     with pytest.raises(SpecError, match=r"codec\.k: expected at most 64"):
@@ -200,6 +200,7 @@ def test_what_has_no_room_is_dropped_counted_and_nothing_else_is_wrong(tiny_llam
             assert (receipt.status == "partial") == (missing > 0)
             for (site, layer), wanted in rows.items():
                 kept = output.activations.positions_of(site, layer)
+                assert kept.tolist() == list(range(len(kept))), "later rows of a dropped request"
                 found = output.activations[site, layer]
                 torch.testing.assert_close(found, wanted[kept], rtol=1e-4, atol=1e-4)
         del outputs, output, found

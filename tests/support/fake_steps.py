@@ -165,9 +165,16 @@ class Fake:
 class FakeEngine:
     """Runs steps through a session and holds every row of them against the naive reader."""
 
-    def __init__(self, seed: int = 0, lag: int | None = None, max_model_len: int = 64, **sizes):
+    def __init__(
+        self,
+        seed: int = 0,
+        lag: int | None = None,
+        max_model_len: int = 64,
+        arena: Arena | None = None,
+        **sizes,
+    ):
         self.buffers = make_buffers(**sizes)
-        self.arena = make_arena()
+        self.arena = arena or make_arena()
         self.transport: Transport | SlowTransport = (
             host_transport(self.buffers.ring, self.arena)
             if lag is None

@@ -69,8 +69,9 @@ class Config:
         arena_bytes: maximum host memory for captured rows, per worker, until they are read or
             freed. None: a quarter of the free memory, at most 64 GiB, over all workers.
         overflow: what happens to captured rows beyond `arena_bytes`. "block": requests wait in the
-            front end for capacity; "spill": rows go to unnamed files in `spill_dir`; "drop": rows
-            are dropped, and the receipt, with status `partial`, reports how many.
+            front end for capacity; "spill": rows go to unnamed files in `spill_dir`; "drop": the
+            newest requests lose their rows, so that the others keep all of theirs, and their
+            receipts, with status `partial`, report how many.
         spill_dir: folder for spilled rows; None: the system's folder for temporary files.
         codec: default encoding of captured vectors on the device: "raw", or a lossy codec, see
             `midstream.codecs`.

@@ -28,7 +28,7 @@ class ArenaSettings:
         segment: minimum size of a segment, in bytes.
         overflow: "block": the front end admits only requests that fit, so rows always get
             memory, beyond the budget if needed; "spill": segments beyond the budget are files;
-            "drop": rows beyond the budget are dropped.
+            "drop": rows beyond the budget are dropped, by request; see `StepRecorder`.
         spill_folder: folder of these files, which have no name.
     """
 
@@ -106,10 +106,13 @@ class Arena:
             self._filled = 0  # only the arena itself uses the segment
         start = -(-self._filled // _ALIGNMENT) * _ALIGNMENT
         if self._current is None or start + nbytes > self._current.memory.nbytes:
-            self._leave_current()
+            self.sweep()
+            if self._current is not None and self._current.users == 1:
+                self._leave_current()
             found = self._find(nbytes)
             if found is None:
-                return None
+                return None  # fewer bytes may fit behind those of the current segment
+            self._leave_current()
             self._current, start = found, 0
             found.users += 1
         segment = self._current
@@ -202,7 +205,6 @@ class Arena:
 
     def _find(self, nbytes: int) -> _Segment | None:
         """Return an unused segment of at least `nbytes`; None if rows are dropped."""
-        self.sweep()
         large = [segment for segment in self._free if segment.memory.nbytes >= nbytes]
         if large:
             found = min(large, key=lambda segment: segment.memory.nbytes)

@@ -103,6 +103,15 @@ def test_beyond_the_budget_what_comes_is_dropped_until_there_is_room():
     assert take(arena, SEGMENT).segment == first.segment
 
 
+def test_what_is_too_large_leaves_room_for_less():
+    arena = make_arena(SEGMENT, "drop")
+    first = take(arena, SEGMENT // 2)
+    assert arena.take(SEGMENT) is None
+    assert take(arena, SEGMENT // 2).segment == first.segment
+    arena.release([first.segment, first.segment])
+    assert take(arena, SEGMENT).segment == first.segment
+
+
 def test_free_segments_that_are_too_small_make_room_for_a_large_one():
     arena = make_arena(4 * SEGMENT, "drop")
     small = [take(arena, SEGMENT) for _ in range(3)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from midstream.ops import layout
 from midstream.runtime.worker.request_state import RequestState
@@ -27,7 +28,7 @@ from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.device_buffers import Buffers, upload
 from midstream.runtime.worker.taps.tap_check import TapSignature
 from midstream.sites import Tap
-from midstream.transport.arena import Arena, Extent
+from midstream.transport.arena import Arena
 from midstream.transport.base import Copy, Parcel, Shipment, Transport
 
 _NO_TOKENS = np.zeros((0, layout.TOKEN_COLUMNS), np.int32)
@@ -60,6 +61,10 @@ class StepCounts:
 
 class StepRecorder:
     """Owner of the armed tokens, the steps in flight, and the index of captured rows.
+
+    Where the rows of a step do not fit into the arena together, each request's rows are stored by
+    themselves, those of the oldest request first. Of a request whose rows do not fit then, no later
+    rows are stored either.
 
     Attributes:
         counts: totals over all steps.
@@ -156,49 +161,57 @@ class StepRecorder:
         plan = prepared.plan
         rows = plan.tokens.shape[0]
         scored = rows if plan.scored else 0
-        shipment = self._transport.ship(
-            [
-                Parcel(
-                    prepared.first + batch.first, batch.num_rows, self._codecs.codec(batch.codec)
-                )
-                for batch in plan.batches
-            ],
-            self._buffers.tally[:rows],
-            self._buffers.scores[:scored],
-        )
+        batches: Sequence[CodecBatch] = plan.batches
+        incomplete = self._slots.incomplete[plan.runs.slot]
+        if incomplete.any():
+            self._slots.drop(plan.runs, np.flatnonzero(incomplete))
+            batches = plan.batches_of(~incomplete)
+        tally, scores = self._buffers.tally[:rows], self._buffers.scores[:scored]
+        shipment = self._ship(prepared, batches, tally, scores)
         if plan.num_records:
             # No forward pass before the next step may overwrite rows that are being copied.
             self.disarm()
         self._in_flight.append(InFlightStep(self.counts.steps, prepared, shipment))
-        for batch, extent in zip(plan.batches, shipment.extents, strict=True):
-            self._record_rows(prepared, batch, extent, shipment)
+        for batch in self._record_rows(prepared, batches, shipment):
+            alone = batch.alone()
+            again = self._ship(prepared, alone, tally[:0], scores[:0])
+            for lost in self._record_rows(prepared, alone, again):
+                self._slots.drop(plan.runs, lost.runs)
         if plan.scored:
             self._record_scores(prepared, shipment)
         if not self.checked:
             self.checked = True
-            tally = shipment.tally().numpy()[plan.active]
-            self._signature.check(tally[:, layout.SIGNATURE])
+            counted = shipment.tally().numpy()[plan.active]
+            self._signature.check(counted[:, layout.SIGNATURE])
+
+    def _ship(
+        self, prepared: PreparedStep, batches: Sequence[CodecBatch], tally: Tensor, scores: Tensor
+    ) -> Shipment:
+        parcels = [
+            Parcel(prepared.first + batch.first, batch.num_rows, self._codecs.codec(batch.codec))
+            for batch in batches
+        ]
+        return self._transport.ship(parcels, tally, scores)
 
     def _record_rows(
-        self, prepared: PreparedStep, batch: CodecBatch, extent: Extent | None, shipment: Shipment
-    ) -> None:
-        runs = prepared.plan.runs
-        if extent is None:
-            lost = runs.length[batch.runs] * runs.width[batch.runs]
-            for slot, count in zip(runs.slot[batch.runs].tolist(), lost.tolist(), strict=True):
-                request = self._slots.by_slot(slot)
-                assert request is not None
-                request.dropped += count
-            return
-        ring, codec = self._buffers.ring, self._codecs.codec(batch.codec)
-        self.rows.record(
-            ArenaRows(shipment, extent, codec.row_bytes(ring.shape[1], ring.dtype), self._arena),
-            batch.serial,
-            positions_of(prepared, batch.runs),
-            batch.length,
-            batch.record,
-            batch.kind,
-        )
+        self, prepared: PreparedStep, batches: Sequence[CodecBatch], shipment: Shipment
+    ) -> list[CodecBatch]:
+        """Add the rows of a shipment to the index; return those that did not fit."""
+        ring, missing = self._buffers.ring, []
+        for batch, extent in zip(batches, shipment.extents, strict=True):
+            if extent is None:
+                missing.append(batch)
+                continue
+            width = self._codecs.codec(batch.codec).row_bytes(ring.shape[1], ring.dtype)
+            self.rows.record(
+                ArenaRows(shipment, extent, width, self._arena),
+                batch.serial,
+                positions_of(prepared, batch.runs),
+                batch.length,
+                batch.record,
+                batch.kind,
+            )
+        return missing
 
     def _record_scores(self, prepared: PreparedStep, shipment: Shipment) -> None:
         runs = prepared.plan.runs

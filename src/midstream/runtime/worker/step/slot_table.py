@@ -19,7 +19,7 @@ from midstream.runtime.protocol.segments import (
 )
 from midstream.runtime.worker.request_state import RequestState, Segment
 from midstream.runtime.worker.step import columns
-from midstream.runtime.worker.step.step_plan import StepPlan
+from midstream.runtime.worker.step.step_plan import StepPlan, TokenRuns
 
 T = TypeVar("T", bound=np.generic)
 _FIRST_SIZE = 64
@@ -42,6 +42,7 @@ class SlotTable:
         self._ends_nonfinite = on_nonfinite == "raise"
         self.segments = np.zeros((0, columns.SEGMENT_COLUMNS), np.int64)
         self.failures: dict[str, Failure] = {}
+        self.incomplete = np.zeros(0, np.bool_)
         self.nonfinite: set[str] = set()
         self._requests: dict[str, RequestState] = {}
         self._slot_of: dict[str, int] = {}
@@ -78,6 +79,7 @@ class SlotTable:
             size = len(self._by_slot)
             grown = max(_FIRST_SIZE, 2 * size)
             self.segments = _grow(self.segments, grown)
+            self.incomplete = _grow(self.incomplete, grown)
             self._reached = _grow(self._reached, grown)
             self._serials = _grow(self._serials, grown)
             self._states = _grow(self._states, grown)
@@ -93,6 +95,7 @@ class SlotTable:
         self._slot_of[request.id] = slot
         self._by_slot[slot] = request
         self.enter(slot, request.segments[0])
+        self.incomplete[slot] = False
         self._reached[slot] = 0
         self._serials[slot] = request.serial
 
@@ -132,6 +135,15 @@ class SlotTable:
         request.problem = problem
         if self.runs(request):
             self.failures[request.id] = Failure(position, problem)
+
+    def drop(self, runs: TokenRuns, chosen: Ints) -> None:
+        """Count the captured rows of some runs of a step as dropped."""
+        slots, counts = runs.slot[chosen], runs.length[chosen] * runs.width[chosen]
+        self.incomplete[slots] = True
+        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+            request = self._by_slot[slot]
+            assert request is not None
+            request.dropped += count
 
     def slots_of(self, request_ids: Sequence[str]) -> Ints:
         """Return the slot of each request, −1 for requests without a plan. The array is the same

@@ -68,6 +68,31 @@ class CodecBatch:
     kind: Ints
     record: Ints
 
+    def between(self, begin: int, stop: int) -> CodecBatch:
+        """Return the rows of the runs [begin, stop) of `runs`, which are contiguous as well."""
+        first = int(self.record[begin])
+        end = int(self.record[stop]) if stop < self.record.size else self.num_rows
+        return CodecBatch(
+            self.codec,
+            self.first + first,
+            end - first,
+            self.runs[begin:stop],
+            self.serial[begin:stop],
+            self.length[begin:stop],
+            self.kind[begin:stop],
+            self.record[begin:stop] - first,
+        )
+
+    def alone(self) -> list[CodecBatch]:
+        """Return the rows of each run, those of the oldest request first."""
+        parts = [self.between(nth, nth + 1) for nth in range(self.runs.size)]
+        return sorted(parts, key=lambda part: int(part.serial[0]))
+
+    def stretches(self, chosen: NDArray[np.bool_]) -> list[CodecBatch]:
+        """Return the rows of some runs, each stretch of neighbours together."""
+        edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False))
+        return [self.between(*ends) for ends in edges.reshape(-1, 2).tolist()]
+
 
 @dataclass(slots=True)  # see `TokenRuns`
 class StepPlan:
@@ -105,6 +130,10 @@ class StepPlan:
     device_positions: bool
     runs: TokenRuns
     batches: tuple[CodecBatch, ...]
+
+    def batches_of(self, chosen: NDArray[np.bool_]) -> list[CodecBatch]:
+        """Return the captured rows of some runs only."""
+        return [part for batch in self.batches for part in batch.stretches(chosen[batch.runs])]
 
     def at(self, position: Ints) -> StepPlan:
         """Return the same step at other positions, one for each run; each run has one row.
