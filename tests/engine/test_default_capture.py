@@ -115,6 +115,16 @@ def test_edits_of_some_positions_are_rejected_with_the_last_tokens_row(default):
         llm.generate(tokens(PROMPT), greedy(5, detokenize=False), use_tqdm=False)
 
 
+def test_captures_of_every_request_are_rejected_with_the_last_tokens_row(default):
+    llm = default(last_token_row=True)
+    llm.captures.set("every", Capture(0))
+    try:
+        with pytest.raises(UnsupportedError, match="use captures by request"):
+            llm.generate(tokens(PROMPT), greedy(5, detokenize=False), use_tqdm=False)
+    finally:
+        llm.captures.clear("every")
+
+
 def test_a_prompt_that_is_more_than_its_tokens_is_rejected_with_the_last_tokens_row(default):
     llm = default(last_token_row=True)
     prompt = {"prompt_embeds": torch.zeros(3, 64)}

@@ -1,13 +1,10 @@
-"""Each promise of the projects that midstream started from is shown by a test, or is named as open.
+"""Promises of the projects that midstream started from, on engines that tests share.
 
-The table is `support/seed_rows.py`. What other tests show is named there; the rest is run here, on
-engines that tests share.
+The table of all promises is `support/seed_rows.py`, which names the tests that show the others.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +15,11 @@ import torch
 from support import tiny
 from support.engines import generated, greedy, tokens
 from support.oracle import Branches, HookEdit, Oracle
-from support.seed_rows import COUNTS, DESIGN, HERE, OPEN, ROWS
+from support.seed_rows import HERE, ROWS
 
 import midstream
 from midstream import Capture, Gate, Probe, SamplingParams, Steer
-from midstream.codecs import Full8, Rp8
+from midstream.codecs import Rp8
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [9, 41, 7, 150, 66, 12]
@@ -30,17 +27,12 @@ COUNT = 5
 LONG = list(range(3, 103))  # 100 tokens: three blocks of 32 and a part of one
 _DRAW = torch.Generator().manual_seed(5)
 U, V, W = (torch.randn(tiny.HIDDEN, generator=_DRAW) * 2 for _ in range(3))
-_SHOWN: dict[str, str] = {}
 
 
 def shows(*rows: str) -> Callable[[Any], Any]:
-    """Note the rows that a test of this file shows."""
-
-    def note(function: Any) -> Any:
-        _SHOWN.update(dict.fromkeys(rows, function.__name__))
-        return function
-
-    return note
+    """Name the rows that a test shows; `tests/repo/test_seed_rows.py` reads them."""
+    assert all(ROWS[row][1] == HERE for row in rows)
+    return lambda function: function
 
 
 @pytest.fixture(scope="module")
@@ -55,36 +47,6 @@ def ask(llm: Any, prompt: list[int] = PROMPT, params: Any = None, **asked: Any) 
 
 def assert_close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-# ---------------------------------------------------------------- the table
-
-
-def test_every_promise_has_a_row() -> None:
-    expected = [f"{seed}.{nth}" for seed, count in COUNTS.items() for nth in range(1, count + 1)]
-    assert list(ROWS) == expected
-    assert len({says for says, _ in ROWS.values()}) > 100, "rows say what they are about"
-
-
-def test_every_promise_is_shown_by_a_test_or_named_as_open() -> None:
-    here = {row for row, (_, shown) in ROWS.items() if shown == HERE}
-    assert here == set(_SHOWN)
-    for row, (_, shown) in ROWS.items():
-        if shown in (HERE, DESIGN):
-            continue
-        if shown.startswith("open: "):
-            assert shown.removeprefix("open: ") in OPEN, row
-            continue
-        path, _, name = shown.partition("::")
-        assert f"test_{name}" in _tests_of(ROOT / path), f"{row}: {shown} does not exist"
-
-
-@functools.cache
-def _tests_of(path: Path) -> set[str]:
-    nodes = ast.walk(ast.parse(path.read_text()))
-    return {
-        node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    }
 
 
 # ---------------------------------------------------------------- the repository
@@ -181,15 +143,6 @@ def test_an_mlps_output_comes_as_its_largest_values(wide: Any) -> None:
     assert ((picked - exact).abs() <= step[:, None] * 0.51 + 1e-5).all()
     for width in (256, 512):
         assert Rp8(width).row_bytes(4096, torch.bfloat16) < 4096 / 4
-
-
-@shows("S1.15")
-def test_full8_has_a_scale_for_each_row() -> None:
-    draw = torch.Generator().manual_seed(1)
-    rows = torch.randn(6, 64, generator=draw) * torch.logspace(-2, 2, 64)
-    decoded = Full8().decode(Full8().encode(rows), 64, torch.float32)
-    span = rows.max(1).values - rows.min(1).values
-    assert ((decoded - rows).abs() <= span[:, None] / 510 * 1.01).all()
 
 
 # ---------------------------------------------------------------- steering

@@ -21,7 +21,6 @@ OPEN = {
     "gpu": "the second model runner of vLLM needs a GPU",
     "pages": "notebooks and a reference page of the API are work of their own",
     "names": "post_mlp comes with the other spellings of sites; shown for post_block",
-    "neurons": "the neurons of an MLP are no site yet; shown for its output",
 }
 _PARITY = (
     _ENGINE + "test_parity.py::every_site_of_every_layer_reads_and_edits_as_hooks_in_transformers"
@@ -101,7 +100,11 @@ ROWS: dict[str, tuple[str, str]] = {
     "S1.12": ("a benchmark over the number of layers", HERE),
     "S1.13": ("bytes are tokens times layers times width", HERE),
     "S1.14": ("rows are compressed on the device, then written", _ACT_ROWS),
-    "S1.15": ("full8 with a scale per row or per dimension", HERE),
+    "S1.15": (
+        "full8 with a scale per row or per dimension",
+        _UNIT
+        + "results/test_serialization.py::rows_saved_with_a_scale_per_dimension_are_read_to_half_a_step",
+    ),
     "S1.16": ("topk8 of an MLP", HERE),
     "S1.17": ("rp8 of the residual stream", _ACT_ROWS),
     "S1.18": ("notebooks", "open: pages"),

@@ -65,7 +65,7 @@ def check(default: DefaultCapture, plan: Plan | None, front_end: Any) -> None:
 
     Raises:
         SpecError: an edit of the request selects positions or a phase, or has a name.
-        UnsupportedError: a server-wide edit does, or a sink captures every request.
+        UnsupportedError: a server-wide edit does, or there are server-wide captures.
     """
     if not default.last_token:
         return
@@ -84,23 +84,28 @@ def check(default: DefaultCapture, plan: Plan | None, front_end: Any) -> None:
             )
     if any(edit.positions != Positions() for edit in front_end.steering.plan_edits()):
         raise UnsupportedError(f"a server-wide edit selects positions or phases: {problem}")
-    if front_end.sinks.captures:
+    _check_captures(front_end)
+
+
+def _check_captures(front_end: Any) -> None:
+    if front_end.captures.current:
         raise UnsupportedError(
-            "last_token_row needs a second request for each completion, and the sinks that capture "
-            "every request would capture it too; use captures by request"
+            "last_token_row needs a second request for each completion, which captures of every "
+            "request would include; use captures by request"
         )
 
 
 def check_epoch(epoch: int, front_end: Any) -> None:
-    """Check that the server-wide edits are those of the first request.
+    """Check, after the second request, that it had the server-wide edits of the first.
 
     Args:
         epoch: `steering.epoch` before the first request.
         front_end: the engine's front end.
 
     Raises:
-        UnsupportedError: they were changed.
+        UnsupportedError: they were changed, or captures of every request were set.
     """
+    _check_captures(front_end)
     if front_end.steering.epoch != epoch:
         raise UnsupportedError(
             "last_token_row: the server-wide edits were changed while the request ran, so the last "

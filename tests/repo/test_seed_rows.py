@@ -1,0 +1,52 @@
+"""The table of promises: each is shown by a test that exists, or named as open with its reason."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+from support.seed_rows import COUNTS, DESIGN, HERE, OPEN, ROWS
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = "tests/engine/test_seed_sentences.py"
+
+
+@functools.cache
+def functions(path: str) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    nodes = ast.walk(ast.parse((ROOT / path).read_text()))
+    return {
+        node.name: node
+        for node in nodes
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+
+
+def test_every_promise_has_a_row():
+    expected = [f"{seed}.{nth}" for seed, count in COUNTS.items() for nth in range(1, count + 1)]
+    assert list(ROWS) == expected
+
+
+def test_every_promise_is_shown_by_a_test_or_named_as_open():
+    reasons = set()
+    for row, (_, shown) in ROWS.items():
+        if shown.startswith("open: "):
+            reasons.add(shown.removeprefix("open: "))
+        elif shown not in (HERE, DESIGN):
+            path, _, name = shown.partition("::")
+            assert f"test_{name}" in functions(path), f"{row}: {shown} does not exist"
+    assert reasons == set(OPEN), "each reason has a row"
+
+
+def test_the_rows_that_are_run_are_those_that_tests_name():
+    named = [
+        argument.value
+        for function in functions(RUN).values()
+        for call in function.decorator_list
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Name)
+        and call.func.id == "shows"
+        for argument in call.args
+        if isinstance(argument, ast.Constant)
+    ]
+    assert sorted(named) == sorted(row for row, (_, shown) in ROWS.items() if shown == HERE)
