@@ -29,6 +29,7 @@ PARAMS = greedy(5, detokenize=False)
 EVERY = Capture("all", ALL_SITES)
 # More than one of them is more than what this may hold.
 QUEUE_BYTES = 20_000
+HERE = Keeping()  # given to the engine as an object
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,8 @@ def llm(tiny_llama: Path, folder: Path) -> Iterator[Any]:
         "filesystem": f"root={folder / 'filesystem'}",
         "log": {"level": "debug"},
         "keeping": {"queue_bytes": QUEUE_BYTES},
+        "here": HERE,
+        "path": "support.sinking:Keeping",
         "failing": {},
         "probe": {"capture": {"layers": [-1], "positions": "last_prompt", "tag": "probe"}},
     }
@@ -189,6 +192,15 @@ def test_two_sinks_at_once_get_their_own_captures(llm: Any) -> None:
     assert len(rows.positions) == 7
     assert torch.equal(rows["resid_post", 0], given.activations["resid_post", 0][:7])
     assert set(output.capture_results) == {"store", "keeping", "probe"}
+
+
+def test_sinks_given_as_an_object_and_by_class_path_have_the_rows(llm: Any) -> None:
+    captures = [Capture(1), Capture(1, sink="here"), Capture(1, sink="path")]
+    (output,) = run(llm, [PROMPTS[1]], [captures])
+    assert sink_of(llm, "here") is HERE
+    for sink in (HERE, sink_of(llm, "path")):
+        (given,) = sink.given
+        assert_same(given.activations, output.activations)
 
 
 def test_each_of_several_completions_is_kept(llm: Any) -> None:

@@ -13,6 +13,7 @@ import typer
 
 from midstream.cli.output import read_json_option
 from midstream.config.config import KEY, Config
+from midstream.config.sinks import plain_sinks
 from midstream.errors import ConfigError, MissingExtraError
 
 # vLLM's group of plugin entry points, and the variable that restricts which ones it loads.
@@ -45,6 +46,14 @@ def serve(
             help='Edits of every request, by tier: \'{"base": ["happy", 2.0]}\'.',
         ),
     ] = None,
+    sinks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sinks",
+            "--capture-consumers",
+            help="A sink, as name or name:setting=value,setting=value. Give it once per sink.",
+        ),
+    ] = None,
     settings: Annotated[
         str | None, typer.Option(help="Other settings of midstream, as a JSON object.")
     ] = None,
@@ -75,6 +84,8 @@ def serve(
         )
     given = _merged(in_additional, given)
     try:
+        if sinks:
+            given["sinks"] = {**plain_sinks(given.get("sinks", {})), **plain_sinks(sinks)}
         Config.parse(given)
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)

@@ -2,6 +2,9 @@
 
 - `{"store": {"root": "acts"}, "log": {}}`: settings by sink name;
 - `"filesystem:root=/srv/acts"` or a list of such strings, for a command line;
+- `{"mine": "package.module:Class"}` or `{"mine": {"class": "package.module:Class", …}}` for a sink
+  class by its path, and `{"mine": MySink(…)}` or `{"mine": {"instance": MySink(…), …}}` for a sink
+  of the caller's process;
 - besides the sink's own settings, `capture`, a capture or list of captures for every request, and
   `queue_bytes`, the limit of bytes that wait for the sink.
 """
@@ -25,6 +28,9 @@ QUEUE_BYTES = 480 << 20
 _PATH = "midstream.sinks"
 # A comma separates settings only if another `name=` follows.
 _BETWEEN = re.compile(r",(?=[a-z_]+=)")
+_CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+# Sinks that were given as objects, by their token in plain settings. They stay in this process.
+_INSTANCES: dict[str, object] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +42,16 @@ class SinkSettings:
         own: keyword arguments of its constructor.
         captures: captures of every request for this sink.
         queue_bytes: limit for rows that wait to be written or flushed, in bytes.
+        class_path: `package.module:Class`; empty: the class is found by the name.
+        instance: the sink itself; None: it is made from its class.
     """
 
     name: str
     own: Mapping[str, Any]
     captures: tuple[Capture, ...]
     queue_bytes: int = QUEUE_BYTES
+    class_path: str = ""
+    instance: object = None
 
 
 def plain_sinks(value: object) -> dict[str, dict[str, Any]]:
@@ -101,11 +111,17 @@ def _plain(name: object, settings: object) -> dict[str, Any]:
         read_name(name, may_be_empty=False)
     except SpecError as error:
         raise ConfigError(f"{_PATH}: sink name: {error}") from None
-    if isinstance(settings, str):
+    if isinstance(settings, str) and _CLASS_PATH.fullmatch(settings):
+        settings = {"class": settings}
+    elif isinstance(settings, str):
         _, settings = _read_word(f"{name}:{settings}")
-    if settings is None:
+    elif settings is None:
         settings = {}
+    elif hasattr(settings, "write"):
+        settings = {"instance": settings}
     settings = check_mapping(f"{_PATH}.{name}", settings, "a dict of settings")
+    if not isinstance(settings.get("instance", ""), str):
+        settings = {**settings, "instance": _token(settings["instance"])}
     try:
         found: dict[str, Any] = json.loads(json.dumps(dict(settings), default=_from_value))
     except (TypeError, ValueError) as error:
@@ -114,6 +130,13 @@ def _plain(name: object, settings: object) -> dict[str, Any]:
     if read.captures:
         found["capture"] = [capture.to_dict() for capture in read.captures]
     return found
+
+
+def _token(instance: object) -> str:
+    """Return the token of an object, which is kept for this process."""
+    token = f"{type(instance).__name__}-{id(instance):x}"
+    _INSTANCES[token] = instance
+    return token
 
 
 def _from_value(value: object) -> object:
@@ -137,7 +160,21 @@ def _read(name: str, settings: Mapping[str, Any]) -> SinkSettings:
         captures.append(_read_capture(name, place, part))
     if name == MEMORY and own:
         raise ConfigError(f"{_PATH}.{name}: the only setting is `capture`, got {sorted(own)}")
-    return SinkSettings(name, own, tuple(captures), queue_bytes)
+    class_path, token = own.pop("class", ""), own.pop("instance", "")
+    if class_path and not (isinstance(class_path, str) and _CLASS_PATH.fullmatch(class_path)):
+        raise ConfigError(
+            f"{_PATH}.{name}.class: expected `package.module:Class`, got {class_path!r}"
+        )
+    if token and (own or class_path):
+        raise ConfigError(
+            f"{_PATH}.{name}.instance: a sink that exists takes no {', '.join(own) or 'class'}"
+        )
+    if token and token not in _INSTANCES:
+        raise ConfigError(
+            f"{_PATH}.{name}.instance: expected a sink that was made in this process, got {token!r}"
+        )
+    instance = _INSTANCES.get(token)
+    return SinkSettings(name, own, tuple(captures), queue_bytes, class_path, instance)
 
 
 def _read_capture(name: str, place: str, value: object) -> Capture:

@@ -1,6 +1,7 @@
 """Registry of sinks by name: built-in sinks and those of other packages.
 
 A package registers a sink with an entry point of the group `midstream.sinks`, a subclass of Sink.
+The settings of an engine may also have the path of a class, or a sink itself. Requests never have.
 """
 
 from __future__ import annotations
@@ -30,8 +31,14 @@ def make_sink(settings: SinkSettings) -> Sink:
     Raises:
         ConfigError: the sink is unknown, or a setting is invalid.
     """
-    cls = _find(settings.name)
     path = f"midstream.sinks.{settings.name}"
+    if (settings.class_path or settings.instance is not None) and settings.name in BUILTIN:
+        raise ConfigError(f"{path}: the name of a built-in sink; use another name")
+    if settings.instance is not None:
+        if not isinstance(settings.instance, Sink):
+            raise ConfigError(f"{path}: {settings.instance!r} is not a midstream.sinks.Sink")
+        return settings.instance
+    cls = _import(path, settings.class_path) if settings.class_path else _find(settings.name)
     signature = inspect.signature(cls)
     try:
         signature.bind(**settings.own)
@@ -42,6 +49,15 @@ def make_sink(settings: SinkSettings) -> Sink:
         return cls(**settings.own)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def _import(path: str, class_path: str) -> type[Sink]:
+    module, _, name = class_path.partition(":")
+    try:
+        cls: Any = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{path}.class: {class_path} cannot be imported: {error}") from error
+    return _checked(path, cls)
 
 
 def _find(name: str) -> type[Sink]:
@@ -59,8 +75,10 @@ def _find(name: str) -> type[Sink]:
     else:
         known = ", ".join(sorted({MEMORY, *BUILTIN, *found}))
         raise ConfigError(f"midstream.sinks.{name}: unknown sink; known: {known}")
+    return _checked(f"midstream.sinks.{name}", cls)
+
+
+def _checked(path: str, cls: Any) -> type[Sink]:
     if not (isinstance(cls, type) and issubclass(cls, Sink)):
-        raise ConfigError(
-            f"midstream.sinks.{name}: {cls!r} is not a subclass of midstream.sinks.Sink"
-        )
+        raise ConfigError(f"{path}: {cls!r} is not a subclass of midstream.sinks.Sink")
     return cls

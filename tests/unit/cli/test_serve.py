@@ -218,3 +218,19 @@ def test_wrong_vectors_and_steering_are_named_and_nothing_starts(started, words,
     assert result.exit_code == 2
     assert said in " ".join((result.output + result.stderr).replace("│", " ").split())
     assert not started
+
+
+@pytest.mark.parametrize("flag", ["--sinks", "--capture-consumers"])
+def test_sinks_are_options_beside_those_of_the_settings(started, flag):
+    settings = json.dumps({"sinks": {"log": {}, "npz": {"root": "old"}}})
+    words = (flag, "filesystem:root=/srv/acts", flag, "npz:root=new", flag, "mine:class=a.b:C,k=3")
+    assert run("m", "--settings", settings, *words).exit_code == 0
+    [(words, _)] = started
+    given = json.loads(words[words.index("--additional-config") + 1])["midstream"]
+    assert given["sinks"] == {
+        "log": {},
+        "npz": {"root": "new"},
+        "filesystem": {"root": "/srv/acts"},
+        "mine": {"class": "a.b:C", "k": 3},
+    }
+    assert run("m", flag, "filesystem:root").exit_code == 2

@@ -169,3 +169,63 @@ def test_a_package_cannot_take_the_name_of_a_builtin_sink(monkeypatch):
     offer(monkeypatch, "log", "support.sinking:Noting")
     with pytest.raises(ConfigError, match="support.sinking:Noting has the name of a built-in sink"):
         made("log")
+
+
+class Own(Noting):
+    """A sink that no entry point names."""
+
+    def __init__(self, level: int = 1) -> None:
+        super().__init__()
+        self.level = level
+
+
+PATH = f"{__name__}:Own"
+
+
+@pytest.mark.parametrize(
+    ("given", "level"),
+    [
+        (PATH, 1),
+        ({"class": PATH}, 1),
+        ({"class": PATH, "level": 3}, 3),
+        (f"class={PATH},level=3", 3),
+    ],
+)
+def test_a_class_by_its_path_is_a_sink(given, level):
+    plain = plain_sinks({"mine": given})
+    assert json.loads(json.dumps(plain)) == plain
+    sink = make_sink(read_sinks(plain)[0])
+    assert (type(sink).__name__, sink.level) == ("Own", level)
+    (same,) = read_sinks(plain_sinks(f"mine:class={PATH}"))
+    assert type(make_sink(same)) is type(sink)
+
+
+def test_an_object_is_a_sink_with_captures_and_limits_like_any_other():
+    own = Own()
+    for given in (own, {"instance": own, "capture": Capture(1), "queue_bytes": 7}):
+        plain = plain_sinks({"mine": given})
+        again = plain_sinks(json.loads(json.dumps(plain)))
+        (read,) = read_sinks(again)
+        assert make_sink(read) is own
+    assert (read.captures, read.queue_bytes) == ((Capture(1, sink="mine"),), 7)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"mine": {"class": "os"}}, "sinks.mine.class: expected `package.module:Class`, got 'os'"),
+        ({"mine": {"class": 5}}, "sinks.mine.class: expected"),
+        ({"mine": {"instance": Own(), "level": 3}}, "sinks.mine.instance: .* takes no level"),
+        ({"mine": {"instance": "Own-1"}}, "made in this process, got 'Own-1'"),
+        ({"mine": "nowhere_at_all:Class"}, "sinks.mine.class: .*No module named"),
+        ({"mine": "os:Class"}, "os:Class cannot be imported"),
+        ({"mine": "os:system"}, "not a subclass of midstream.sinks.Sink"),
+        ({"mine": open}, "midstream.sinks.mine: expected a dict of settings"),
+        ({"mine": Path}, "sinks.mine: expected a dict of settings"),
+        ({"log": PATH}, "sinks.log: the name of a built-in sink"),
+        ({"store": Own()}, "sinks.store: the name of a built-in sink"),
+    ],
+)
+def test_other_classes_and_objects_are_rejected(given, problem):
+    with pytest.raises(ConfigError, match=problem):
+        make_sink(read_sinks(plain_sinks(given))[0])
