@@ -105,7 +105,7 @@ def operations(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "add, norm matched": Steer(one, norm="match", scale=SMALL, **every),
         "add, norm kept": Steer(one, norm="keep", **every),
         "ablate a direction": Ablate(one, **every),
-        "ablate a subspace of 4": Ablate(rows, **every),
+        "ablate a subspace of 4": Ablate(rows, subspace=True, **every),
         "clamp": Clamp(one, value=1.0, strength=SMALL, **every),
         "gated addition, own probe": Gate(steer, {"direction": two}, sharpness=1.0),
         "gated addition, one earlier probe": Gate(

@@ -22,6 +22,7 @@ MidstreamError
 
 HttpError                           an HTTP error response; never leaves the server
 ReceiptWarning (UserWarning)        instead of ReceiptError, if `on_mismatch` is "warn"
+ScaleWarning (UserWarning)          an edit adds a vector far larger than the residual stream
 """
 
 from __future__ import annotations
@@ -130,6 +131,10 @@ class BusyError(MidstreamError, RuntimeError):
 
 class ReceiptWarning(UserWarning):
     """Results of a request differ from its plan; its receipt has the status `error`."""
+
+
+class ScaleWarning(UserWarning):
+    """An edit adds a vector that is far larger than the residual stream of most models."""
 
 
 class FetchError(MidstreamError, RuntimeError):

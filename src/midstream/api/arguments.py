@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.spec import Plan
+from midstream.spec import Capture, Plan
+from midstream.spec.capture import bad_capture
+from midstream.validation import is_int
 
-# A flat list of these is for all prompts; a list of captures has one entry per prompt.
+# A list of these may be the parts of one prompt; a list of captures has one entry per prompt.
 _SEVERAL = ("steer", "edits", "probes")
 _PART = re.compile(r"\b(?:capture|edits|probes)\[\d+\]")
 _WHAT = {"steer": "edits", "edits": "edits", "probes": "probes"}
@@ -141,11 +145,60 @@ class PromptArguments:
         return Plan.make(capture=self.capture, edits=edits, probes=self.probes)
 
 
+# Arguments of other tools and near misses, and what to write instead.
+_INSTEAD = {
+    "activations": "capture=Capture(layers=…)",
+    "cache": "capture=Capture(layers=…)",
+    "capture_layers": "capture=Capture(layers=…)",
+    "captures": "capture=…",
+    "edit": "edits=…",
+    "fwd_hooks": "edits=… to change activations, capture=… to read them",
+    "hooks": "edits=… to change activations, capture=… to read them",
+    "interventions": "edits=…",
+    "layers": "capture=Capture(layers=…)",
+    "names_filter": "capture=Capture(layers=…, sites=…)",
+    "output_hidden_states": "capture=Capture(layers=…)",
+    "output_residual_stream": "capture=Capture(layers=…)",
+    "patch": "edits=Replace(…)",
+    "plan": "capture=…, edits=…, probes=…, or SamplingParams(capture=…, edits=…, probes=…)",
+    "probe": "probes=…",
+    "return_hidden_states": "capture=Capture(layers=…)",
+    "sites": "capture=Capture(layers=…, sites=…)",
+    "steer_vector": "steer=Steer(vector, layer=…)",
+    "steer_vector_request": "steer=Steer(vector, layer=…)",
+    "steering": "steer=Steer(vector, layer=…)",
+    "steering_vectors": "steer=Steer(vector, layer=…), or SamplingParams(steering_vectors=…)",
+}
+_OWN = ("capture", "steer", "edits", "probes")
+
+
+def check_names(function: str, others: Iterable[str], theirs: Callable[..., Any]) -> None:
+    """Check that no argument for vLLM is a misspelt one of midstream, or one of another tool.
+
+    Args:
+        function: name of the called function, for the message.
+        others: names of the arguments that midstream does not have.
+        theirs: vLLM's function.
+
+    Raises:
+        SpecError: one is; the message has what to write instead.
+    """
+    for name in others:
+        if name in inspect.signature(theirs).parameters:
+            continue
+        instead = _INSTEAD.get(name)
+        close = difflib.get_close_matches(name, _OWN, 1)
+        if instead or close:
+            shown = instead or f"{close[0]}=…"
+            raise SpecError(name, f"{function}() has no such argument; did you mean {shown}?")
+
+
 def per_prompt(name: str, value: Any, count: int) -> list[Any]:
     """Return the value of an argument for each prompt.
 
-    A flat list for `steer`, `edits` or `probes` is for all prompts; a list that contains None or
-    lists has one entry per prompt. A flat list with one entry per prompt is rejected as ambiguous.
+    For several prompts, a list has one entry per prompt. A flat list of several `steer`, `edits`
+    or `probes` (no entry of it is None or a list) can mean one each or all of them each, and is
+    rejected; one of a single entry is for all prompts. For one prompt a flat list is that prompt's.
 
     Args:
         name: name of the argument.
@@ -153,20 +206,30 @@ def per_prompt(name: str, value: Any, count: int) -> list[Any]:
         count: number of prompts.
 
     Raises:
-        SpecError: the list is ambiguous, or its length is not the number of prompts.
+        SpecError: the list is flat, its length is not the number of prompts, or an entry of
+            `capture` is not a capture.
     """
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if name in _SEVERAL and not _is_per_prompt(value):
-        if len(value) == count > 1:
+        if count > 1 and len(value) > 1:
+            what = _WHAT[name]
             raise SpecError(
                 name,
-                f"{count} {_WHAT[name]} for {count} prompts can be read two ways; give one list "
-                "per prompt: [[a], [b]] for one each, [[a, b], [a, b]] for all of them each",
+                f"a flat list of {len(value)} {what} for {count} prompts can be read two ways; "
+                "give one list per prompt: [[a], [b]] for one each, [[a, b], [a, b]] for all of "
+                "them each; a single value without a list is for all prompts",
             )
         return [value] * count
+    if name == "capture":
+        for nth, entry in enumerate(value):
+            if not (entry is None or isinstance(entry, (Capture, Mapping, list, tuple))):
+                raise bad_capture(value if is_int(entry) else entry).under(
+                    name if is_int(entry) else f"{name}[{nth}]"
+                )
     if len(value) != count:
-        raise SpecError(name, f"{len(value)} entries for {count} prompts; give one, or one each")
+        prompts = "1 prompt" if count == 1 else f"{count} prompts"
+        raise SpecError(name, f"{len(value)} entries for {prompts}; give one, or one each")
     return list(value)
 
 

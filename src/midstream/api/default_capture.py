@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from midstream.errors import ConfigError
-from midstream.spec import Capture, Edit, Layers, Plan, Positions
+from midstream.spec import Capture, Edit, Layers, Plan, Positions, Sites
+from midstream.spec.resolve.tap_lookup import find_taps
+from midstream.spec.shape import ModelShape
 
 _SITE = "resid_post"
 
@@ -60,6 +62,14 @@ class DefaultCapture:
             raise ConfigError("last_token_row: hidden_states has no rows with include_decode=False")
         parsed = Layers.parse(layers)
         return DefaultCapture(parsed, prefill, decode, last_decode_token, last_token_row)
+
+    def check(self, shape: ModelShape) -> None:
+        """Check that the layers exist and are tapped.
+
+        Raises:
+            SpecError: one does not, or is not.
+        """
+        find_taps(self.layers, Sites(_SITE), shape, "layers", "midstream.sites")
 
     def join(self, plan: Plan | None, max_tokens: int | None, stream: bool = False) -> Plan | None:
         """Return a request's own plan with this capture added.

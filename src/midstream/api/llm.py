@@ -8,11 +8,11 @@ from typing import Any, cast
 from vllm import LLM as VllmLLM
 from vllm import RequestOutput, SamplingParams
 
-from midstream.api.arguments import CallArguments
+from midstream.api.arguments import CallArguments, check_names
 from midstream.api.default_capture import DefaultCapture
 from midstream.api.offline_call import OfflineCall
 from midstream.config.config import Config
-from midstream.errors import UnsupportedError
+from midstream.errors import SpecError, UnsupportedError
 from midstream.results.site_table import SiteTable
 from midstream.runtime import install
 from midstream.runtime.frontend.engine_info import EngineInfo
@@ -54,6 +54,7 @@ class LLM(VllmLLM):
 
     Raises:
         ConfigError: a setting is invalid.
+        SpecError: `layers` has a layer that the model lacks, or that is not tapped.
         UnsupportedError: this vLLM, the model or an engine setting is unsupported.
     """
 
@@ -83,6 +84,12 @@ class LLM(VllmLLM):
         check_offline(vllm_args.get("data_parallel_size", 1))
         super().__init__(model, additional_config=given, **vllm_args)
         self._front_end = install.front_end(self.llm_engine)
+        if self._default_capture is not None:
+            try:
+                self._default_capture.check(self.info.shape)
+            except SpecError:
+                self.llm_engine.engine_core.shutdown()
+                raise
 
     @property
     def info(self) -> EngineInfo:
@@ -122,7 +129,8 @@ class LLM(VllmLLM):
         """Generate, with captures, edits and probes.
 
         Each of `capture`, `steer`, `edits` and `probes` is one value for all prompts, or a list
-        with one entry per prompt; None: nothing. A flat list of edits or probes is for all prompts.
+        with one entry per prompt; None: nothing. With one prompt, a flat list of edits or probes
+        is that prompt's; with several, give one list per prompt, as in `edits=[[a, b]] * 3`.
 
         Args:
             prompts: one prompt or a list.
@@ -138,7 +146,8 @@ class LLM(VllmLLM):
         Returns:
             One output per prompt, in order, once the sinks have their rows. Each has
             `activations` (`Activations` or None), `probes` (`Probes` or None) and `receipt`
-            (`Receipt` or None); with n > 1 these are on each of its `outputs` instead. If something
+            (`Receipt` or None); with n > 1 these are on each of its `outputs` instead, and reading
+            them on the output raises AttributeError. If something
             was captured, `capture_results` has a `CaptureResult` for each sink.
 
         Raises:
@@ -147,6 +156,7 @@ class LLM(VllmLLM):
             ReceiptError: results differ from their plan; its `outputs` are those of the call. With
                 the setting `on_mismatch="warn"` it is a warning.
         """
+        check_names("generate", vllm_args, VllmLLM.generate)
         arguments = CallArguments(capture, steer, edits, probes)
         call = self._call(arguments, list_prompts(prompts))
         params = call.with_plans(sampling_params)
@@ -169,6 +179,7 @@ class LLM(VllmLLM):
 
         Positions may select messages: see `Role`.
         """
+        check_names("chat", vllm_args, VllmLLM.chat)
         arguments = CallArguments(capture, steer, edits, probes)
         talks = conversations(messages)
         template = template_arguments(VllmLLM.chat, args, vllm_args)
@@ -187,9 +198,18 @@ class LLM(VllmLLM):
         """Run beam search; see `vllm.LLM.beam_search`.
 
         Raises:
+            SpecError: `capture`, `steer`, `edits` or `probes` is given.
             UnsupportedError: a server-wide edit selects positions or phases. Each token is a
                 request of its own here, with earlier tokens in its prompt.
         """
+        for name in vllm_args:
+            if name in ("capture", "steer", "edits", "probes"):
+                raise SpecError(
+                    name,
+                    "unsupported in beam_search, which makes a separate request for each token; "
+                    "use generate, or llm.steering for edits of every request",
+                )
+        check_names("beam_search", vllm_args, VllmLLM.beam_search)
         if any(edit.positions != Positions() for edit in self.steering.plan_edits()):
             raise UnsupportedError(
                 "beam_search makes a separate request for each token, so server-wide edits that "

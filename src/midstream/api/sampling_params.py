@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from midstream.api.arguments import check_names
 from midstream.compat.vllm_fork import ARGUMENTS, read_edits
 from midstream.config.config import KEY
 from midstream.errors import SpecError
@@ -31,6 +32,7 @@ class _Factory(type):
 
     def __call__(cls, *args: Any, **given: Any) -> VllmSamplingParams:
         vllm_args = {name: value for name, value in given.items() if name not in OWN}
+        check_names("SamplingParams", vllm_args, _vllm())
         plan = read_plan({name: given[name] for name in OWN if given.get(name) is not None})
         made = _vllm()(*args, **vllm_args)
         if plan is not None:

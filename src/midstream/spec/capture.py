@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from midstream.errors import SpecError
+from midstream.spec.argument_names import accept_spellings, one_spelling
 from midstream.spec.positions.positions import Positions
 from midstream.spec.selection import Layers, Sites
 from midstream.spec.sink_target import MEMORY, NO_METADATA, Metadata, read_name
-from midstream.validation import at, kind, read_fields, show
+from midstream.validation import at, is_int, kind, read_fields, show
 
 _REQUIRED = ("layers",)
 _OPTIONAL = (
@@ -45,6 +47,7 @@ class Capture:
     metadata: Metadata
     stream: bool
 
+    @accept_spellings
     def __init__(
         self,
         layers: object,
@@ -119,7 +122,9 @@ class Capture:
         """
         if isinstance(value, Capture):
             return value
-        given = read_fields(value, _REQUIRED, _OPTIONAL)
+        if not isinstance(value, Mapping):
+            raise bad_capture(value)
+        given = read_fields(one_spelling(value, FIELDS), _REQUIRED, _OPTIONAL)
         by_rank = given.pop("return", None)
         return Capture(**given, return_=by_rank)
 
@@ -156,6 +161,20 @@ class Capture:
         if self.stream:
             found["stream"] = True
         return found
+
+
+def bad_capture(value: object) -> SpecError:
+    """Return the error for a value that is no capture."""
+    problem = f"expected a `Capture`, or its dict, got {kind(value)}"
+    # Layers or sites in place of the capture that selects them.
+    is_list = isinstance(value, (list, tuple)) and all(is_int(each) for each in value)
+    if isinstance(value, bool) or value == "all":
+        problem += '; for every token at every layer, write Capture(layers="all")'
+    elif is_int(value) or is_list:
+        problem += "; to capture layers, write Capture(layers=[3, 4])"
+    else:
+        problem += ", such as Capture(layers=[3, 4])"
+    return SpecError("", problem)
 
 
 def _read_stream(value: object, sink: str) -> bool:

@@ -53,7 +53,7 @@ def emit_rows(rows: tuple[Vector | Named, ...]) -> object:
 def _read(value: object, most: int, named: bool) -> tuple[Vector | Named, ...]:
     if isinstance(value, Mapping) and "shape" in value:
         return _from_base64(value, most)
-    if _is_matrix(value):
+    if is_matrix(value):
         return _from_list(_rows_of(value), most, named)
     return (_row(value, named),)
 
@@ -62,8 +62,10 @@ def _row(value: object, named: bool) -> Vector | Named:
     return read_direction(value) if named else Vector.parse(value)
 
 
-def _is_matrix(value: object) -> bool:
-    """Return whether `value` is a list of rows rather than one vector."""
+def is_matrix(value: object) -> bool:
+    """Return whether `value` is several rows rather than one vector."""
+    if isinstance(value, Mapping):
+        return "shape" in value
     if isinstance(value, (list, tuple)):
         return not value or _is_row(value[0])
     return len(getattr(value, "shape", ())) == 2

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags
+from midstream.spec.argument_names import one_spelling
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import emit_rows
 from midstream.spec.named_lookup import Lookup, find_taps, from_start, pick, vectors_of
@@ -17,7 +19,7 @@ from midstream.spec.named_vector import Named
 from midstream.spec.positions.positions import Positions
 from midstream.spec.selection import Layers, Sites
 from midstream.spec.vector import Vector
-from midstream.validation import at, read_fields, read_float32, read_word
+from midstream.validation import at, kind, read_fields, read_float32, read_word
 
 SITE = "resid_post"
 
@@ -72,7 +74,13 @@ class Operation(ABC):
         """
         if isinstance(value, cls):
             return value
+        if not isinstance(value, Mapping):
+            name = cls.__name__
+            shown = f"{name}(…)" if cls.op else f"{name}(vector, layer=14)"
+            raise SpecError("", f"expected {shown}, or its dict, got {kind(value)}")
         required, optional = _parameters(cls)
+        known = (*required, *optional)
+        value = one_spelling(value, known)
         given = read_fields(value, required, (*optional, "op") if cls.op else optional)
         if "op" in given:
             with at("op"):
@@ -100,6 +108,15 @@ class Operation(ABC):
         """Return the names of the registered vectors in use, each once."""
         return tuple(dict.fromkeys(named.name for named in self._named()))
 
+    def per_layer(self: T) -> tuple[T, ...]:
+        """Return one operation per layer if each layer has its own vector, else itself."""
+        return (self,)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether `bind` would return the operation itself."""
+        return not self.names() and len(self.per_layer()) == 1
+
     def bind(self: T, lookup: Lookup, num_layers: int | None = None) -> tuple[T, ...]:
         """Return copies with names replaced by vectors: one per tap of the names.
 
@@ -116,6 +133,9 @@ class Operation(ABC):
         Raises:
             SpecError: a name is unknown, or has no vector for a requested tap.
         """
+        parts = self.per_layer()
+        if len(parts) > 1:
+            return tuple(each for part in parts for each in part.bind(lookup, num_layers))
         if not self.names():
             return (self,)
         found = {name: vectors_of(name, lookup) for name in self.names()}

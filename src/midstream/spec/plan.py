@@ -171,7 +171,8 @@ class Plan:
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> Plan:
         """Return the plan with names replaced by their registered vectors.
 
-        An edit whose name has several taps or whole edits becomes several consecutive edits.
+        An edit whose name has several taps or whole edits, or with one vector per layer, becomes
+        several consecutive edits.
 
         Args:
             lookup: returns the vectors of a name by (site, layer from 0), or a single one under
@@ -182,7 +183,7 @@ class Plan:
             SpecError: a name is unknown, or has no vector for a requested tap. The path is
                 relative to this plan.
         """
-        if not self.names():
+        if all(part.is_bound for part in (*self.edits, *self.probes)):
             return self
         edits: list[Edit] = []
         origins: list[int] = []

@@ -9,6 +9,7 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.spec.algebra import float32
+from midstream.spec.argument_names import accept_spellings
 from midstream.spec.instructions import Instruction
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.named_vector import Named, read_direction
@@ -36,6 +37,7 @@ class Probe(Operation):
     bias: float
     name: str
 
+    @accept_spellings
     def __init__(
         self,
         direction: object,

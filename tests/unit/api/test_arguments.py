@@ -11,11 +11,12 @@ from vllm import SamplingParams
 from vllm.outputs import CompletionOutput
 
 from midstream import Ablate, Activations, Capture, Plan, Positions, Probe, Steer
-from midstream.api.arguments import CallArguments, PromptArguments, per_prompt
+from midstream.api.arguments import CallArguments, PromptArguments, check_names, per_prompt
 from midstream.api.default_capture import DefaultCapture
 from midstream.api.offline_call import OfflineCall
 from midstream.errors import ConfigError, SpecError
 from midstream.results.receipt import Receipt
+from midstream.spec.shape import ModelShape
 
 READ = Capture(layers=[1])
 OTHER = Capture(layers=[2], positions="prompt")
@@ -38,8 +39,13 @@ def test_one_value_is_for_all_prompts(name, value):
 
 @pytest.mark.parametrize("name", ["steer", "edits", "probes"])
 @pytest.mark.parametrize("value", [[ADD], (ADD, TAKE, ADD), [{"layer": 1}], []])
-def test_a_flat_list_of_edits_or_probes_is_for_all_prompts(name, value):
+def test_a_flat_list_of_edits_or_probes_is_for_the_only_prompt(name, value):
     assert per_prompt(name, value, 1) == [value]
+
+
+@pytest.mark.parametrize("name", ["steer", "edits", "probes"])
+@pytest.mark.parametrize("value", [[ADD], (TAKE,), [{"layer": 1}], []])
+def test_a_list_of_one_edit_or_probe_is_for_all_prompts(name, value):
     found = per_prompt(name, value, 2)
     assert len(found) == 2
     assert all(one is value for one in found)
@@ -48,11 +54,11 @@ def test_a_flat_list_of_edits_or_probes_is_for_all_prompts(name, value):
 @pytest.mark.parametrize(
     ("name", "what"), [("steer", "edits"), ("edits", "edits"), ("probes", "probes")]
 )
-def test_a_flat_list_of_as_many_as_there_are_prompts_is_refused_as_ambiguous(name, what):
-    with pytest.raises(
-        SpecError, match=rf"^{name}: 2 {what} for 2 prompts can be read two ways; give"
-    ):
-        per_prompt(name, [ADD, TAKE], 2)
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_a_flat_list_of_several_is_rejected_as_ambiguous_for_several_prompts(name, what, count):
+    problem = rf"^{name}: a flat list of 3 {what} for {count} prompts .* give one list per prompt"
+    with pytest.raises(SpecError, match=problem):
+        per_prompt(name, [ADD, TAKE, ADD], count)
 
 
 @pytest.mark.parametrize("value", [[[ADD], None], ([ADD, TAKE], [TAKE]), [None, None], [ADD, None]])
@@ -76,8 +82,40 @@ def test_a_list_of_captures_is_one_per_prompt(value):
     ],
 )
 def test_a_list_of_another_length_is_refused_with_both_numbers(name, value, count):
-    with pytest.raises(SpecError, match=f"^{name}: {len(value)} entries for {count} prompts"):
+    with pytest.raises(SpecError, match=f"^{name}: {len(value)} entries for {count} prompt"):
         per_prompt(name, value, count)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("hooks", "edits=.* to change activations, capture=.* to read them"),
+        ("fwd_hooks", "edits="),
+        ("captures", "capture="),
+        ("capure", "capture="),
+        ("steering", "steer=Steer"),
+        ("steer_vector_request", "steer=Steer"),
+        ("edit", "edits="),
+        ("probe", "probes="),
+        ("layers", "capture=Capture"),
+    ],
+)
+def test_an_argument_of_another_tool_is_rejected_with_what_to_write(name, instead):
+    with pytest.raises(SpecError, match=rf"^{name}: f\(\) .* did you mean .*{instead}"):
+        check_names("f", [name], lambda use_tqdm: None)
+
+
+def test_vllms_own_arguments_are_its_own_matter():
+    check_names("f", ["use_tqdm", "nonsense", "hooks"], lambda use_tqdm, hooks: None)
+
+
+def test_a_default_capture_of_a_layer_that_the_model_lacks_is_rejected():
+    shape = ModelShape(30, 8, [("resid_post", layer) for layer in range(20)])
+    parse = DefaultCapture.parse
+    parse([19, -30], True, True, False, False).check(shape)
+    for layer, problem in ((99, "layer 99 is out of range: .* 30 layers"), (25, "is not tapped")):
+        with pytest.raises(SpecError, match=rf"^layers: .*{problem}"):
+            parse([layer], True, True, False, False).check(shape)
 
 
 def test_dicts_under_steer_need_not_say_that_they_steer():
@@ -180,7 +218,10 @@ def test_what_is_wrong_with_a_value_that_is_for_all_says_for_which_prompt():
     [
         ({"steer": [None, [ADD, {"vector": [1], "layer": "x"}]]}, r"^steer\[1\]\[1\]\.layer: "),
         ({"steer": [None, {"vector": [1, "x"], "layer": 0}]}, r"^steer\[1\]\.vector\[1\]: "),
-        ({"steer": [ADD, {"vector": [1], "layer": 0, "scal": 2}, ADD]}, r"^steer\[1\].*scal"),
+        (
+            {"steer": [[ADD, {"vector": [1], "layer": 0, "scal": 2}, ADD], None]},
+            r"^steer\[0\]\[1\].*scal",
+        ),
         ({"steer": {"vector": [1], "layer": 1.5}}, r"^steer\.layer: "),
         ({"steer": [[], None]}, r"^steer\[0\]: the list is empty"),
         ({"steer": []}, r"^steer: the list is empty"),
@@ -191,7 +232,9 @@ def test_what_is_wrong_with_a_value_that_is_for_all_says_for_which_prompt():
         ),
         ({"probes": [None, [ASK, ASK]]}, r"^probes\[1\]\[1\]\.name: .* of probes\[1\]\[0\]; use"),
         ({"capture": {"layers": "some"}}, r"^capture\.layers: "),
-        ({"capture": {"layer": 1}}, r"^capture.*layer"),
+        ({"capture": {"layer": "x"}}, r"^capture\.layers: "),
+        ({"capture": [3, 4]}, r"^capture: .*write Capture\(layers=\[3, 4\]\)"),
+        ({"capture": ["all", None]}, r"^capture\[0\]: .*write Capture\(layers="),
         ({"edits": [None, {"op": "scale", "factor": "x", "layer": 0}]}, r"^edits\[1\]\.factor: "),
         ({"edits": {"op": "scal", "factor": 1, "layer": 0}}, r"^edits\.op: .*scale"),
         ({"steer": ADD, "edits": {"op": "scale", "factor": "x", "layer": 0}}, r"^edits\.factor: "),
@@ -199,7 +242,10 @@ def test_what_is_wrong_with_a_value_that_is_for_all_says_for_which_prompt():
             {"steer": [None, ADD], "edits": {"op": "scale", "factor": "x", "layer": 0}},
             r"^edits\.factor: .* \(prompt 0\)",
         ),
-        ({"probes": [ASK, {"direction": [1], "layer": "all"}, ASK]}, r"^probes\[1\]\.layer: "),
+        (
+            {"probes": [[ASK, {"direction": [1], "layer": "all"}, ASK], None]},
+            r"^probes\[0\]\[1\]\.layer: ",
+        ),
         ({"probes": [[ASK, ASK], None]}, r"^probes\[0\]"),
     ],
 )

@@ -156,7 +156,7 @@ def plain_edits(
     return st.one_of(
         steers(width, at),
         st.builds(
-            lambda rows, strength, place: Ablate(rows, strength=strength, **place),
+            lambda rows, strength, place: Ablate(rows, strength=strength, subspace=True, **place),
             subspaces(width),
             eighths,
             at,

@@ -99,8 +99,8 @@ def test_a_phase_that_contradicts_that_of_the_positions_is_refused(phase):
         ),
         (
             {"layer": 3},
-            "",
-            "unknown field 'layer' .did you mean `layers`.*known: `layers`, `sites`",
+            "layer",
+            "`layers` is given too; give one of them",
         ),
         ({"sink": ""}, "sink", "expected 1 to 128 of the characters A-Z"),
         ({"sink": None}, "sink", "expected `str`, got `None`"),
@@ -127,9 +127,12 @@ def test_a_contradiction_with_given_positions_names_the_item():
     ("value", "problem"),
     [
         ({}, "missing field `layers`"),
-        ([], "expected a dict of `layers`, `sites`, `positions`, .*, got `list`"),
-        ("all", "expected a dict.*got `str`"),
-        (None, "expected a dict.*got `None`"),
+        ([], "expected a `Capture`, or its dict, got `list`"),
+        ("all", r"got `str`; for every token at every layer, write Capture\(layers=\"all\"\)"),
+        (True, r"got `bool`; .*write Capture\(layers=\"all\"\)"),
+        (3, r"got `int`; to capture layers, write Capture\(layers=\[3, 4\]\)"),
+        ([3, 4], r"got `list`; to capture layers, write Capture\(layers=\[3, 4\]\)"),
+        (None, "expected a `Capture`, or its dict, got `None`"),
     ],
 )
 def test_what_is_no_capture_is_refused(value, problem):

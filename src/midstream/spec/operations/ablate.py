@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.spec.algebra import float32, orthonormal
+from midstream.spec.argument_names import accept_spellings
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import read_directions
 from midstream.spec.named_vector import Named
 from midstream.spec.operation import Operation, one_edit, read_scalar, rows_by_value
+from midstream.spec.row_per_layer import check_per_layer, is_by_layer, read_by_layer
 from midstream.spec.vector import Vector
-from midstream.validation import at
+from midstream.validation import at, kind
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -27,13 +31,17 @@ class Ablate(Operation):
             lengths and order have no effect. The basis is computed in float64 and rounded to
             float32.
         strength: 1 removes the directions, 0 changes nothing, 2 reflects.
+        subspace: of several directions at several layers, True removes all of them at each layer,
+            False one per layer; None with one direction, a name, or one layer.
     """
 
     op = "ablate"
 
     directions: tuple[Vector | Named, ...]
     strength: float
+    subspace: bool | None
 
+    @accept_spellings
     def __init__(
         self,
         directions: object,
@@ -43,30 +51,59 @@ class Ablate(Operation):
         positions: object = "all",
         phase: object = None,
         exclude: object = None,
+        subspace: object = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
         Args:
             directions: one direction [width] or several [k, width]: a list, array, tensor or
-                base64 (with `shape` for several); a name, or a list that includes names.
+                base64 (with `shape` for several); a name, or a list that includes names; or
+                `{layer: direction}` without `layer`, one per layer.
             strength: a number.
             layer, site, positions, phase, exclude: see Steer.
+            subspace: required for a matrix at several layers. True: remove the subspace of all
+                rows at each layer. False: remove one row per layer, in their order.
 
         Raises:
             SpecError: a field is malformed (its path starts with the field's name), or a direction
                 is zero or linearly dependent on earlier ones.
         """
+        if is_by_layer(directions):
+            assert isinstance(directions, Mapping)
+            if subspace:
+                raise SpecError("subspace", "a dict by layer has one direction per layer; omit it")
+            directions, layer = read_by_layer("directions", directions, layer)
+            subspace = False
+        with at("subspace"):
+            if not (subspace is None or isinstance(subspace, bool)):
+                raise SpecError("", f"expected `bool`, got {kind(subspace)}")
         with at("directions"):
-            self._set(directions=read_directions(directions))
-            vectors = [each for each in self.directions if isinstance(each, Vector)]
+            self._set(directions=read_directions(directions), subspace=None)
+            vectors = tuple(each for each in self.directions if isinstance(each, Vector))
             if len(vectors) == len(self.directions):
-                orthonormal(tuple(vectors))
+                for part in [(each,) for each in vectors] if subspace is False else [vectors]:
+                    orthonormal(part)
         with at("strength"):
             self._set(strength=read_scalar(strength))
         self._set_place(layer, site, positions, phase, exclude)
+        self._set(subspace=self._read_subspace(subspace, by_value=vectors == self.directions))
 
     def own(self) -> dict[str, Any]:
-        return {"directions": self.directions, "strength": self.strength}
+        found: dict[str, Any] = {"directions": self.directions, "strength": self.strength}
+        return found if self.subspace is None else {**found, "subspace": self.subspace}
+
+    def per_layer(self) -> tuple[Ablate, ...]:
+        if self.subspace is not False:
+            return (self,)
+        each = zip(self.directions, self.layers.indices, strict=True)
+        given = {"strength": self.strength, "site": self.sites, "positions": self.positions}
+        return tuple(Ablate(row, layer, **given) for row, layer in each)
+
+    def _with(self, vectors: dict[str, Vector], **place: object) -> Ablate:
+        # Names have one reading: each names one vector for all layers.
+        if "layer" not in place and len(self.directions) > 1:
+            place["subspace"] = True
+        return self.replace(**self.bound(vectors), **place)
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         rows = rows_by_value("directions", self.directions, width)
@@ -74,3 +111,21 @@ class Ablate(Operation):
         return one_edit(
             [Instruction(Op.LINEAR, read=u, write=(u,), a=a) for u in orthonormal(rows)]
         )
+
+    def _read_subspace(self, given: bool | None, by_value: bool) -> bool | None:
+        count, indices = len(self.directions), self.layers.indices
+        if given is False:
+            if not by_value:
+                raise SpecError("subspace", "one row per layer requires vectors, got a name")
+            check_per_layer("directions", count, self.layers)
+            return None if count == 1 else False
+        if count == 1 or not by_value:
+            return None
+        if given is None and (indices == "all" or len(indices) > 1):
+            shown = "all" if indices == "all" else str(len(indices))
+            raise SpecError(
+                "directions",
+                f"{count} directions at {shown} layers can be read two ways; give subspace=True to "
+                "remove all of them at each layer, or subspace=False to remove one row per layer",
+            )
+        return given

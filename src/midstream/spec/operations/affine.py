@@ -9,6 +9,7 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.spec.algebra import float32, gram_error, wide
+from midstream.spec.argument_names import accept_spellings
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import read_rows
 from midstream.spec.operation import SITE, Operation, one_edit, read_scalar, rows_by_value
@@ -39,6 +40,7 @@ class Affine(Operation):
     bias: Vector
     scale: float
 
+    @accept_spellings
     def __init__(
         self,
         read: object,
@@ -101,6 +103,7 @@ class LoReFT(Operation):
     weight: tuple[Vector, ...]
     bias: Vector
 
+    @accept_spellings
     def __init__(
         self,
         rotation: object,

@@ -8,6 +8,7 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.spec.algebra import check_nonzero, float32, unit
+from midstream.spec.argument_names import accept_spellings
 from midstream.spec.instructions import Instruction
 from midstream.spec.named_vector import Named, read_direction
 from midstream.spec.operation import Operation, by_value, one_edit, read_scalar
@@ -36,6 +37,7 @@ class Clamp(Operation):
     high: float | None
     strength: float
 
+    @accept_spellings
     def __init__(
         self,
         direction: object,

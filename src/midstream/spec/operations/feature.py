@@ -8,6 +8,7 @@ from typing import Any
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.spec.algebra import float32, wide
+from midstream.spec.argument_names import accept_spellings
 from midstream.spec.instructions import Instruction
 from midstream.spec.operation import SITE, Operation, by_value, one_edit, read_scalar
 from midstream.spec.vector import Vector
@@ -52,6 +53,7 @@ class Feature(Operation):
     bias: float
     threshold: float
 
+    @accept_spellings
     def __init__(
         self,
         encoder: object,

@@ -10,6 +10,7 @@ from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.sites import Tap
 from midstream.spec.algebra import float32
+from midstream.spec.argument_names import accept_spellings, one_spelling
 from midstream.spec.instructions import Instruction
 from midstream.spec.named_lookup import (
     Lookup,
@@ -46,6 +47,7 @@ class Reading:
     bias: float
     tap: Tap | None
 
+    @accept_spellings
     def __init__(
         self,
         direction: object,
@@ -93,7 +95,11 @@ class Reading:
             return _from_probe(value)
         if isinstance(value, Mapping) and not {"f32", "name"} & set(value):
             return Reading(
-                **read_fields(value, required=("direction",), optional=("bias", "layer", "site"))
+                **read_fields(
+                    one_spelling(value, ("layer", "site")),
+                    required=("direction",),
+                    optional=("bias", "layer", "site"),
+                )
             )
         return Reading(value)
 
@@ -134,6 +140,7 @@ class Gate:
     threshold: float
     sharpness: float | None
 
+    @accept_spellings
     def __init__(
         self, edit: object, probe: object, threshold: object = 0.0, sharpness: object = None
     ) -> None:
@@ -243,6 +250,11 @@ class Gate:
         if isinstance(self.probe.direction, Named):
             names[self.probe.direction.name] = None
         return tuple(names)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether `bind` would return the gate itself."""
+        return self.edit.is_bound and isinstance(self.probe.direction, Vector)
 
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> tuple[Gate, ...]:
         """Return copies with names replaced by vectors: one Gate per edit that binding gives.

@@ -29,7 +29,10 @@ PLAIN: dict[str, type[PlainEdit]] = {each.op: each for each in KINDS}
 
 def bad_edit(value: object, known: tuple[str, ...]) -> SpecError:
     """Return the error for a value that is no edit."""
-    return SpecError("", f"expected an edit, or a dict with `op`, got {kind(value)}; {_ops(known)}")
+    problem = f"expected an edit, or a dict with `op`, got {kind(value)}"
+    if callable(value):
+        problem += "; Python code cannot run in the forward pass"
+    return SpecError("", f"{problem}; write for example Steer(vector, layer=14); {_ops(known)}")
 
 
 def missing_op(known: tuple[str, ...]) -> SpecError:

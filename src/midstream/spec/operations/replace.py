@@ -7,6 +7,7 @@ from typing import Any
 
 from midstream.ops.layout import Flags, Op
 from midstream.spec.algebra import float32
+from midstream.spec.argument_names import accept_spellings
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import read_rows
 from midstream.spec.operation import SITE, Operation, one_edit, read_scalar, rows_by_value
@@ -32,6 +33,7 @@ class Replace(Operation):
     rows: tuple[Vector, ...]
     alpha: float
 
+    @accept_spellings
     def __init__(
         self,
         rows: object,

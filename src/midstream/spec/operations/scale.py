@@ -7,6 +7,7 @@ from typing import Any
 
 from midstream.ops.layout import Op
 from midstream.spec.algebra import float32
+from midstream.spec.argument_names import accept_spellings
 from midstream.spec.instructions import Instruction
 from midstream.spec.operation import SITE, Operation, one_edit, read_scalar
 from midstream.validation import at
@@ -26,6 +27,7 @@ class Scale(Operation):
 
     factor: float
 
+    @accept_spellings
     def __init__(
         self,
         factor: object,

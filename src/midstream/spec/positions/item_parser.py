@@ -32,6 +32,16 @@ from midstream.validation import (
     show,
 )
 
+_LAST = 'use "last_prompt" for the last token of the prompt, "last" for the last row of the request'
+_GENERATED = 'use "generated" for the tokens that the model generates'
+_PROMPT = 'use "prompt" for the tokens of the prompt'
+# Words of other tools, and what to write instead.
+_MEANT = {
+    **dict.fromkeys(("last_token", "last_tok", "final", "final_token", "end", "-1"), _LAST),
+    **dict.fromkeys(("decode", "completion", "response", "output", "answer"), _GENERATED),
+    **dict.fromkeys(("prefill", "input", "context"), _PROMPT),
+}
+
 Made = TypeVar("Made", Span, Window)
 
 
@@ -67,6 +77,10 @@ def read_item(value: object, phase: str, words: Sequence[str]) -> Item:
     """
     item: Item
     if isinstance(value, str):
+        if value not in words and value in _MEANT:
+            raise SpecError(
+                "", f"expected one of {listed(words)}, got {show(value)}; {_MEANT[value]}"
+            )
         item = read_word(value, words)
     elif is_int(value):
         item = read_int(value)

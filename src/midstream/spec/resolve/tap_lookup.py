@@ -92,7 +92,8 @@ def _why_nowhere(site: str, shape: ModelShape) -> str:
 def _not_tapped(what: str) -> str:
     return (
         f"{what} is not tapped; add it to the settings `sites`/`layers` of midstream "
-        '(additional_config={"midstream": {"sites": [...], "layers": ...}})'
+        '(LLM(…, midstream={"sites": [...], "layers": ...}), or '
+        'additional_config={"midstream": {"sites": [...], "layers": ...}})'
     )
 
 

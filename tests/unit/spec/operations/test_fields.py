@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
 
-from midstream.errors import SpecError
+from midstream.errors import ScaleWarning, SpecError
 from midstream.spec import (
     Ablate,
     Affine,
+    Capture,
     Clamp,
     Feature,
     LoReFT,
     Named,
     Positions,
+    Probe,
+    Reading,
     Replace,
     Scale,
     Steer,
     Vector,
 )
+from midstream.spec.operations import steer as steer_module
 
 STEER = {"op": "steer", "vector": [1, 2], "layer": -2}
 
@@ -68,6 +74,55 @@ def test_equal_numbers_are_emitted_alike():
     assert str(Steer([1], 0, scale=-0.0).scale) == "0.0"
     assert str(Scale(-0.0, 0).factor) == "0.0"
     assert str(Ablate([1], 0, strength=0).instructions(1)[0].a) == "0.0"
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "problem"),
+    [
+        (lambda: Steer([1], 0, coeff=2), "coeff", "argument of Steer .did you mean `scale`"),
+        (lambda: Steer([1], 0, strength=2), "strength", "did you mean `scale`"),
+        (lambda: Ablate([1], 0, scale=2), "scale", "argument of Ablate .did you mean `strength`"),
+        (lambda: Scale(1, 0, hook_point="x"), "hook_point", "did you mean `site`"),
+        (lambda: Probe([1], 0, nme="x"), "nme", "did you mean `name`"),
+        (lambda: Steer([1], 0, layers=1), "layers", "`layer` is given too"),
+        (lambda: Steer([1], layer=0, layers=1), "layers", "`layer` is given too"),
+        (lambda: Steer([1], 0, site="resid_pre", sites="resid_post"), "sites", "`site` is given"),
+        (lambda: Capture([0], layer=1), "layer", "`layers` is given too"),
+        (lambda: Capture(0, hook="x"), "hook", "argument of Capture .did you mean `sites`"),
+        (lambda: Steer([0, 0], 0), "vector", "the vector is zero"),
+        (lambda: Steer({0: [1], 1: [0]}), "vector[1]", "the vector is zero"),
+    ],
+)
+def test_an_unknown_or_ambiguous_argument_is_rejected_by_name(make, path, problem):
+    with pytest.raises(SpecError, match=problem) as caught:
+        make()
+    assert caught.value.path == path
+
+
+def test_both_spellings_of_layers_and_sites_are_accepted():
+    wanted = Steer([1], [3, 4], site="resid_pre")
+    assert Steer([1], layers=[3, 4], sites="resid_pre") == wanted
+    assert Steer.parse({"vector": [1], "layers": [3, 4], "sites": "resid_pre"}) == wanted
+    assert Probe([1], layers=3, sites="resid_pre") == Probe([1], 3, site="resid_pre")
+    assert Reading([1], layers=3, sites="resid_pre") == Reading([1], layer=3, site="resid_pre")
+    assert Capture(layer=3, site="resid_pre") == Capture([3], "resid_pre")
+    assert Capture.parse({"layer": 3}) == Capture(3)
+    assert "layers" not in wanted.to_dict()
+
+
+def test_a_huge_scale_warns_once(monkeypatch):
+    monkeypatch.setattr(steer_module, "_has_warned", False)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        Steer([3.0] * 64, 0, 33)
+        Steer([1.0] * 64, 0, 10, norm="match")
+        Steer([1.0] * 64, 0, 1e8, norm="keep")
+        assert not seen
+        Steer([3.0] * 64, 0, -34)
+        Steer([1.0] * 64, 0, 1e8)
+        Steer([1.0] * 64, 0, 11, norm="match")
+    assert [each.category for each in seen] == [ScaleWarning]
+    assert seen[0].filename == __file__
 
 
 def test_one_direction_or_row_may_stand_alone():
@@ -193,7 +248,8 @@ def test_a_malformed_field_is_refused_by_its_path(make, path, problem):
     [
         ({"op": "ablate"}, "op", "expected one of `steer`, got 'ablate'"),
         ({"op": None}, "op", "expected one of `steer`, got `None`"),
-        ({"layers": 3}, "", "unknown field 'layers' .did you mean `layer`"),
+        ({"layers": 3}, "layers", "`layer` is given too; give one of them"),
+        ({"scales": 3}, "", "unknown field 'scales' .did you mean `scale`"),
         ({"strength": 3}, "", "unknown field 'strength'; known: `vector`, `layer`, `scale`"),
     ],
 )

@@ -213,7 +213,7 @@ TAPPED = ModelShape(
     [("resid_post", layer) for layer in range(0, 30, 2)],
     {("resid_mid", layer): "this model has no MLP norm" for layer in range(30)},
 )
-HINT = r"`sites`/`layers` of midstream \(additional_config=\{\"midstream\": \{\"sites\""
+HINT = r"`sites`/`layers` of midstream \(LLM\(…, midstream=\{\"sites\""
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from midstream.runtime.frontend.results.assembly import (
     tokens_of,
 )
 from midstream.runtime.frontend.results.partial_rows import PartialRows
+from midstream.runtime.frontend.results.several_completions import SeveralCompletions
 from midstream.runtime.protocol.results import ResultBlock
 from midstream.sinks.delivery import DeliverySource, Puts, Queues, SinkPut, run_puts, run_puts_soon
 from midstream.sites import Tap
@@ -233,8 +234,9 @@ def _set_results(
     output.capture_results = {
         sink: CaptureResult.joined(results) for sink, results in every.items()
     } or None
-    output.activation_manifest = None
-    if len(output.outputs) == 1:
+    if len(output.outputs) > 1:
+        SeveralCompletions.convert(output)
+    else:
         (only,) = output.outputs
         for name in RESULTS:
             setattr(output, name, getattr(only, name))

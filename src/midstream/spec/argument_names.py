@@ -1,0 +1,91 @@
+"""Other spellings of constructors' arguments: accepted pairs, and suggestions for the rest."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from midstream.errors import SpecError
+from midstream.validation import hint, listed
+
+# Each is accepted where the constructor has the other.
+_PAIRS = (("layers", "layer"), ("layer", "layers"), ("sites", "site"), ("site", "sites"))
+
+# Arguments of other tools, and what they may be called here.
+_MEANT: dict[str, tuple[str, ...]] = {
+    "alpha": ("scale", "strength"),
+    "coef": ("scale", "strength"),
+    "coeff": ("scale", "strength"),
+    "coefficient": ("scale", "strength"),
+    "multiplier": ("scale", "factor"),
+    "scale": ("strength", "factor"),
+    "strength": ("scale", "factor"),
+    "hook": ("site", "sites"),
+    "hook_name": ("site", "sites"),
+    "hook_point": ("site", "sites"),
+    "module": ("site", "sites"),
+    "layer_idx": ("layer", "layers"),
+    "layer_ids": ("layer", "layers"),
+    "layer_indices": ("layer", "layers"),
+    "target_layers": ("layer", "layers"),
+    "norm_match": ("norm",),
+    "normalize": ("norm",),
+    "pos": ("positions",),
+    "position": ("positions",),
+    "position_indices": ("positions",),
+    "token_positions": ("positions",),
+    "tokens": ("positions",),
+    "dtype": ("codec",),
+}
+
+Made = TypeVar("Made", bound=Callable[..., None])
+
+
+def one_spelling(given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    """Return arguments with `layer`/`layers` and `site`/`sites` named as the constructor does.
+
+    Raises:
+        SpecError: both names of a pair are given.
+    """
+    found = dict(given)
+    for theirs, ours in _PAIRS:
+        if theirs in found and theirs not in known and ours in known:
+            if ours in found:
+                raise SpecError(theirs, f"`{ours}` is given too; give one of them")
+            found[ours] = found.pop(theirs)
+    return found
+
+
+def accept_spellings(init: Made) -> Made:
+    """Decorate a constructor: other spellings of its arguments are accepted or explained.
+
+    The decorated constructor raises SpecError for an argument that it does not have, instead of
+    TypeError.
+    """
+    known = tuple(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **given: Any) -> None:
+        if not given.keys() <= _as_set(known):
+            positional = dict.fromkeys(known[: len(args)])
+            named = one_spelling({**positional, **given}, known)
+            for name in named:
+                if name not in known:
+                    raise _unknown(type(self).__name__, name, known)
+            given = {name: value for name, value in named.items() if name not in positional}
+        init(self, *args, **given)
+
+    return cast(Made, checked)
+
+
+@functools.cache
+def _as_set(known: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(known)
+
+
+def _unknown(owner: str, name: str, known: Sequence[str]) -> SpecError:
+    meant = next((each for each in _MEANT.get(name, ()) if each in known), None)
+    shown = f" (did you mean `{meant}`?)" if meant else hint(name, known)
+    return SpecError(name, f"unknown argument of {owner}{shown}; known: {listed(known)}")
