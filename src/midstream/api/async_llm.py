@@ -18,7 +18,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM as VllmAsyncLLM
 from vllm.v1.executor.abstract import Executor
 
-from midstream.api.arguments import CallArguments, check_names
+from midstream.api.arguments import CallArguments
 from midstream.api.async_call import AsyncEngineCall
 from midstream.api.default_capture import DefaultCapture
 from midstream.config.config import KEY, Config, from_additional_config
@@ -140,7 +140,6 @@ class AsyncLLM(VllmAsyncLLM):
         """Ask the workers for their descriptions, once. `generate` calls this.
 
         Raises:
-            SpecError: `layers` has a layer that the model lacks, or that is not tapped.
             UnsupportedError: nothing is tapped.
         """
         async with self._starting:
@@ -154,8 +153,6 @@ class AsyncLLM(VllmAsyncLLM):
                 install.set_front_end(self, front)
                 tracing.delay_spans(self.output_processor, front.spans_of)
                 self._front_end = front
-                if self._default_capture is not None:
-                    self._default_capture.check(front.info.shape)
 
     @property
     def info(self) -> EngineInfo:
@@ -249,7 +246,6 @@ class AsyncLLM(VllmAsyncLLM):
                 queued.
             ReceiptError: results differ from the plan.
         """
-        check_names("generate", vllm_args, VllmAsyncLLM.generate)
         await self.ready()
         call = AsyncEngineCall(
             self, self._front, self._default_capture, CallArguments(capture, steer, edits, probes)
