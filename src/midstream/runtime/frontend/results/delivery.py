@@ -236,6 +236,7 @@ def _set_results(
     } or None
     if len(output.outputs) > 1:
         SeveralCompletions.convert(output)
+        output.activation_manifest = None
     else:
         (only,) = output.outputs
         for name in RESULTS:

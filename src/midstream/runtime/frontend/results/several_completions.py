@@ -11,7 +11,6 @@ PER_COMPLETION = (
     "activations",
     "probes",
     "receipt",
-    "activation_manifest",
     "hidden_states",
     "prefill_hidden_states",
 )
