@@ -1,0 +1,81 @@
+"""A server reads requests in other tools' words, or rejects them; it never ignores a field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support import serving
+from support.others_words import direction, packed
+from support.serving import NAME, Running
+from support.serving_offline import HELLO, TOKENS, VECTOR, assert_equal, plain
+
+from midstream import Capture, Client, Steer
+from midstream.compat.foreign_fields import FOREIGN, OWN
+
+ASKED = {"model": NAME, "temperature": 0, "max_tokens": TOKENS}
+PROMPT = "The capital of France is"
+
+
+@pytest.fixture(scope="module")
+def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    command = serving.command(smollm2, "--sites=resid_post")
+    with serving.running(command, tmp_path_factory.mktemp("others")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[Client]:
+    with Client(server.url) as found:
+        yield found
+
+
+def ask(client: Client, prompt: Any, **given: Any) -> Any:
+    if isinstance(prompt, list):
+        return client.chat(prompt, **ASKED, **given)
+    return client.complete(prompt, **ASKED, **given)
+
+
+STEERED = {"steering_vectors": {"post_block": packed([VECTOR], [3], scales=[0.1])}}
+LENS = {"output_residual_stream": "[10, 20]"}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"vllm_xargs": LENS}, {"capture": Capture([10, 20])}),
+        (
+            {"vllm_xargs": LENS, **STEERED},
+            {"capture": Capture([10, 20]), "steer": Steer(VECTOR, 3, 0.1)},
+        ),
+        (
+            {"steering": {"vectors": [
+                {"data": direction({3: VECTOR}), "scale": 0.1, "apply": {"generation": "all"}}
+            ]}},
+            {"edits": Steer(VECTOR, 3, 0.1, phase="generated")},
+        ),
+    ],
+    ids=["vllm-lens", "the fork and vllm-lens", "EasySteer"],
+)  # fmt: skip
+@pytest.mark.parametrize("prompt", [PROMPT, HELLO], ids=["completion", "chat"])
+def test_requests_in_other_tools_words_get_the_text_and_rows_of_ours(client, prompt, theirs, ours):
+    [found] = ask(client, prompt, **theirs).outputs
+    [expected] = ask(client, prompt, **ours).outputs
+    assert found.receipt.status == "ok"
+    assert found.receipt.coming_from
+    first, second = plain(found), plain(expected)
+    del first["receipt"]["coming_from"], second["receipt"]["coming_from"]
+    assert_equal(first, second)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_a_field_that_is_not_understood_is_rejected_by_every_endpoint(server, path):
+    body = {"prompt": PROMPT, "messages": HELLO, "input": PROMPT, **ASKED}
+    for name in (*FOREIGN, *OWN, "midstreem", "Midstream"):
+        for sent in ({name: 1}, {"vllm_xargs": {name: 1}}, {"extra_body": {name: [1]}}):
+            answer = httpx.post(server.url + path, json=body | sent, timeout=60)
+            assert answer.status_code == 400, (name, answer.text)
+            assert name in answer.json()["error"]["param"]
