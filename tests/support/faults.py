@@ -216,6 +216,20 @@ FAULTS: tuple[Fault, ...] = (
         "::test_an_engine_that_is_not_enabled_refuses_plans_once_midstream_is_loaded",
     ),
     Fault(
+        "A field of another tool is ignored",
+        "compat/foreign_fields.py",
+        "            problem = _problem(name, value, place_of)\n",
+        "            problem = ''\n",
+        "tests/unit/server/test_foreign_fields.py::test_a_known_field_is_never_passed_over",
+    ),
+    Fault(
+        "A translated request does not say so",
+        "runtime/frontend/results/assembly.py",
+        "    coming_from = () if own is None else own.coming_from\n",
+        "    coming_from = ()\n",
+        ENGINE + "test_others_words.py::test_their_words_give_the_rows_and_tokens_of_ours",
+    ),
+    Fault(
         "A missing edit is not reported",
         "runtime/frontend/results/receipts.py",
         "    wrong = np.flatnonzero((done != expected) & ~cached)\n",

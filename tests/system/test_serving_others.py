@@ -48,7 +48,7 @@ LENS = {"output_residual_stream": "[10, 20]"}
     [
         ({"vllm_xargs": LENS}, {"capture": Capture([10, 20])}),
         (
-            {"vllm_xargs": LENS, **STEERED},
+            {"output_residual_stream": [10, 20], **STEERED},
             {"capture": Capture([10, 20]), "steer": Steer(VECTOR, 3, 0.1)},
         ),
         (

@@ -15,13 +15,14 @@ from starlette.types import Scope
 from midstream.config.config import KEY
 from midstream.config.http import HttpSettings
 from midstream.errors import HttpError, SpecError
-from midstream.runtime.frontend.request.call_plan import CallPlan, with_plan
+from midstream.runtime.frontend.request.call_plan import CallPlan, plan_of, with_plan
 from midstream.runtime.frontend.results.sink_setup import origin_of
 from midstream.server import audit_log, metrics
 from midstream.server.capture_cache import CaptureCache
 from midstream.server.http_request import CURRENT, RequestContext
 from midstream.server.request_field import MidstreamField
 from midstream.server.results_json import ResultEncoder
+from midstream.spec import Plan
 from midstream.steering.edit_forms import TIERS
 from midstream.steering.tiers import SteeringState
 from midstream.version import __version__
@@ -182,9 +183,11 @@ class Server:
     ) -> AsyncGenerator[Any, None]:
         context = CURRENT.get()
         if context is None:
-            if KEY in (getattr(params, "extra_args", None) or {}):
+            asked = plan_of(params)  # rejects what it does not understand
+            if asked is not None:
+                foreign = asked.coming_from if isinstance(asked, Plan) else ()
                 raise SpecError(
-                    f"extra_args.{KEY}",
+                    f"extra_args.{foreign[0][0] if foreign else KEY}",
                     f"this endpoint cannot return results; use {', '.join(PATHS)} and the body's "
                     f"field {KEY}",
                 )

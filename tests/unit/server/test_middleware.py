@@ -166,9 +166,11 @@ async def test_elsewhere_it_is_refused_with_the_paths_that_can(path):
 
 async def test_a_plan_that_goes_past_the_middleware_is_refused():
     async with serving() as (site, _):
-        params = Params(extra_args={"midstream": {"capture": CAPTURE}})
-        with pytest.raises(ValueError, match="this endpoint cannot return results"):
-            site.engine.generate("abc", params, "r")
+        for extra in ({"midstream": {"capture": CAPTURE}}, {"output_residual_stream": [1]}):
+            with pytest.raises(ValueError, match="this endpoint cannot return results"):
+                site.engine.generate("abc", Params(extra_args=extra), "r")
+        with pytest.raises(ValueError, match="did you mean `midstream`"):
+            site.engine.generate("abc", Params(extra_args={"midstreem": {}}), "r")
         assert site.engine.calls == []
         plain = [each async for each in site.engine.generate("abc", Params(), "r")]
         assert len(plain) == 3

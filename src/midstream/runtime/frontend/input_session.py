@@ -13,9 +13,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from midstream.config.config import KEY
 from midstream.errors import SpecError
-from midstream.runtime.frontend.request.call_plan import CallPlan, with_plan
+from midstream.runtime.frontend.request.call_plan import CallPlan, has_plan, plan_of, with_plan
 from midstream.runtime.protocol.request_payload import RequestPayload
 from midstream.runtime.protocol.results import WorkerAnswers
 from midstream.spec import Plan, ResolvedPlan
@@ -68,9 +67,9 @@ async def with_call_plan(
         if params is None:
             yield given
             continue
-        if KEY in (params.extra_args or {}):
+        if has_plan(params) or plan_of(params) is not None:
             raise SpecError(
-                f"sampling_params.extra_args[{KEY!r}]",
+                "sampling_params.extra_args",
                 "an input of a session cannot bring a plan of its own; give one for the whole "
                 "session with the call",
             )

@@ -141,7 +141,8 @@ def test_inputs_with_params_of_their_own_carry_the_plan_and_the_callers_stay_as_
 
 
 def test_an_input_with_a_plan_or_another_output_kind_is_refused():
-    with pytest.raises(SpecError, match="cannot bring a plan of its own"):
-        gathered([Input([1], params(extra={"midstream": {}}))], params(), CallPlan(None))
+    for extra in ({"midstream": {}}, {"output_residual_stream": [1]}):
+        with pytest.raises(SpecError, match="cannot bring a plan of its own"):
+            gathered([Input([1], params(extra=extra))], params(), CallPlan(None))
     with pytest.raises(SpecError, match="CUMULATIVE, in a call with DELTA"):
         gathered([Input([1], params("CUMULATIVE"))], params(), CallPlan(None))
