@@ -61,13 +61,14 @@ def site_ref(
     programs = site[words[:, layout.PROGRAM]]
 
     counted: Ints | int = 0
-    spoiled = np.zeros(active.size, np.bool_)
+    spoiled: list[tuple[NDArray[np.integer], Flagged]] = []
     edited = programs[:, layout.EDIT_COUNT].nonzero()[0]
     if edited.size:
         device = _Device(instructions.numpy(), params, lists.numpy(), bank, scores, ids.numpy())
-        done, spoiled[edited] = _edit(
+        done, flagged = _edit(
             hidden, residual, device, active[edited], words[edited], programs[edited]
         )
+        spoiled.append((active[edited], flagged))
         counted = np.zeros(active.size, np.int32)
         counted[edited] = done
 
@@ -75,16 +76,18 @@ def site_ref(
     captured = (words[:, layout.RECORD] > 0) & (places > 0)
     if captured.any():
         targets = words[captured, layout.RECORD] + places[captured] - 2
-        spoiled[captured] |= _capture(
-            hidden, residual, ring, _index(active[captured]), _spaced(targets)
-        )
+        where = active[captured]
+        flagged = _capture(hidden, residual, ring, _index(where), _spaced(targets))
+        spoiled.append((where, flagged))
 
     totals: Ints = tally.numpy()
     rows = slice(None, len(words)) if active.size == active[-1] + 1 else active
     totals[rows, layout.SIGNATURE] += site[0, layout.CODE]
     totals[rows, layout.EDITS] += counted
     totals[rows, layout.CAPTURES] += captured
-    totals[rows, layout.NONFINITE] |= spoiled
+    for where, flagged in spoiled:
+        if flagged is not False:
+            totals[where, layout.NONFINITE] |= flagged
 
 
 def _index(rows: NDArray[np.integer]) -> Index:
@@ -230,7 +233,7 @@ class _Work:
         base: float32 [n, W], h: the stream at the last FRESH.
         gate: float32 [n].
         done: int32 [n], COUNTED instructions executed.
-        spoiled: bool [n], whether a probe's score is not finite.
+        spoiled: bool [n], whether a probe's score is not finite; False: none is.
     """
 
     def __init__(
@@ -247,7 +250,7 @@ class _Work:
         self.delta = torch.zeros(rows.size, hidden.shape[1])
         self.gate = torch.ones(rows.size)
         self.done = np.zeros(rows.size, np.int32)
-        self.spoiled = np.zeros(rows.size, np.bool_)
+        self.spoiled: Flagged = False
         self.entered: Tensor | None = None
         self._moved = False
         if reads:
@@ -314,7 +317,9 @@ class _Work:
                 rows = torch.from_numpy(self._rows[at[stored]])
                 slots = torch.from_numpy(words[stored, layout.SLOT].astype(np.int64) - 1)
                 self._device.scores[rows, slots] = score[torch.from_numpy(stored)]
-                self.spoiled[at] |= stored & ~np.isfinite(score.numpy())
+                infinite = stored & ~np.isfinite(score.numpy())
+                if infinite.any():
+                    self.spoiled = np.isin(np.arange(len(self.delta)), at[infinite]) | self.spoiled
         else:
             self._add(op, at, words, self._factor(op, _index(at), words, (a, b, c, d)))
             kept = (words[:, layout.FLAGS] & _KEEP) != 0
