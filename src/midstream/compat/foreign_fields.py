@@ -29,6 +29,8 @@ _MAX_FIELDS = 4096
 # A JSON key. One with a space is no field: text between quotes is skipped at its first space.
 _KEYS = re.compile(rb'"([^"\\ ]{3,40})"\s*:')
 _MAX_KEYS = 1024
+# Bytes that are scanned at once, which bounds memory, and what the next scan reads again.
+_CHUNK, _OVERLAP = 1 << 20, 1 << 12
 
 
 class ForeignField(NamedTuple):
@@ -97,9 +99,11 @@ def names_in(body: bytes, known: Container[str]) -> bool:
         body: JSON as UTF-8.
         known: fields that vLLM defines for the endpoint.
     """
-    keys = set(_KEYS.findall(body))
-    if len(keys) > _MAX_KEYS:
-        return True
+    keys: set[bytes] = set()
+    for start in range(0, len(body), _CHUNK):
+        keys.update(_KEYS.findall(body, start, start + _CHUNK + _OVERLAP))
+        if len(keys) > _MAX_KEYS:
+            return True
     return any(_is_suspect(key) and key.decode("utf-8", "replace") not in known for key in keys)
 
 

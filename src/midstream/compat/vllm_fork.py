@@ -55,11 +55,11 @@ def read_edits(given: Mapping[str, object]) -> list[Edit]:
     for name, phase in TIERS.items():
         if name in given:
             with at(name):
-                edits += [part.edit for part in read_hooks(_unpacked(given[name]), phase)]
+                edits += [part.edit for part in read_hooks(unpacked(given[name]), phase)]
     for name, phase in CLAMPS.items():
         if name in given:
             with at(name):
-                edits += _read_clamps(given[name], phase)
+                edits += read_clamps(given[name], phase)
     if len(edits) > MAX_PARTS:
         raise SpecError("", f"expected at most {MAX_PARTS} edits, got {len(edits)}")
     return edits
@@ -106,8 +106,12 @@ def _meet(capture: Capture, edit: Edit) -> bool:
     return layers and bool(set(capture.sites) & set(edit.sites))
 
 
-def _unpacked(value: object) -> object:
-    """Return vectors by hook point with packed parts as {layer: {"vector": …, "scale": …}}."""
+def unpacked(value: object) -> object:
+    """Return vectors by hook point with packed parts as {layer: {"vector": …, "scale": …}}.
+
+    Raises:
+        SpecError: a packed part is malformed.
+    """
     if not isinstance(value, Mapping):
         return value
     found = {}
@@ -156,7 +160,12 @@ def _per_row(given: Mapping[str, object], name: str, count: int) -> list[Any]:
     return list(value)
 
 
-def _read_clamps(value: object, phase: str | None) -> Iterator[Clamp]:
+def read_clamps(value: object, phase: str | None) -> Iterator[Clamp]:
+    """Yield the clamps of one of CLAMPS; see `read_edits`.
+
+    Raises:
+        SpecError: the value is malformed.
+    """
     if not isinstance(value, Mapping) or not value:
         raise SpecError("", f"expected {{hook point: {{layer: [clamp, …]}}}}, got {kind(value)}")
     for hook, part in value.items():

@@ -148,6 +148,14 @@ def test_very_many_fields_are_rejected_before_they_are_compared():
         check_body(many, ())
 
 
+@pytest.mark.parametrize("length", range((1 << 20) - 60, (1 << 20) + 60, 7))
+def test_a_key_anywhere_in_a_long_body_is_found(length):
+    head = b'{"prompt": "'
+    body = head + b"x" * (length - len(head)) + b'", "midstreem"  : {}}'
+    assert names_in(body, KNOWN)
+    assert not names_in(body.replace(b"midstreem", b"something"), KNOWN)
+
+
 @given(st.binary(max_size=300))
 def test_bytes_that_are_no_json_break_nothing(body):
     names_in(body, ())

@@ -6,7 +6,10 @@ import asyncio
 import math
 
 import pytest
+from support.others_words import packed
 from support.serving_fake import refused, serving
+
+from midstream.spec import Clamp, Steer, Vector
 
 pytestmark = pytest.mark.anyio
 STEERING = "/v1/midstream/steering"
@@ -109,6 +112,29 @@ async def test_vectors_by_hook_point_are_set_and_their_norms_shown():
         assert [len(state.base), len(state.prompt), len(state.generated)] == [1, 0, 0]
         assert (await client.post("/v1/steering/clear")).json()["epoch"] == 4
         assert (await client.get("/v1/steering")).json()["steering"] == {}
+
+
+async def test_packed_vectors_and_clamps_are_set_as_the_same_by_list():
+    async with serving() as (site, client):
+        body = {
+            "vectors": {"post_block": packed([V, V], [1, 3], scales=[1.0, -2.0])},
+            "clamps": {"post_block": {"1": [{"vector": V, "max": 4.0}]}},
+            "decode_clamps": {"post_attn": packed([V], [2], bounds=[[0.0, 0.0]])},
+        }
+        answer = (await client.post("/v1/steering/set", json=body)).json()
+        assert answer == {"status": "ok", "layers_updated": [1, 2, 3], "epoch": 1}
+        state = site.engine.steering.show()
+        assert state.base == (Steer(V, 1), Steer(V, 3, -2.0), Clamp(V, 1, high=4.0))
+        assert state.generated == (Clamp(V, 2, 0.0, site="resid_mid", phase="generated"),)
+        for body, param in (
+            ({"clamps": {"post_block": {"1": [{"vector": V}]}}}, 'clamps["post_block"]["1"][0]'),
+            ({"vectors": {"post_block": packed([V], [1, 2])}}, 'vectors["post_block"].layer_ind'),
+        ):
+            error = await refused(client.post("/v1/steering/set", json=body), 400)
+            assert error["param"].startswith(param)
+        module = {"name": "x", "vectors": {"post_block": packed([V], [1])}}
+        assert (await client.post("/v1/steering/modules/register", json=module)).status_code == 200
+        assert list(site.engine.vectors.lookup("x").values())[0] == Vector.parse(V)
 
 
 async def test_steering_that_was_set_elsewhere_is_shown_as_far_as_it_adds_vectors():

@@ -12,6 +12,7 @@ import numpy as np
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
+from midstream.compat.vllm_fork import read_clamps, unpacked
 from midstream.errors import SpecError
 from midstream.server.routes.common import (
     AdminDep,
@@ -28,6 +29,7 @@ from midstream.spec.operations import Edit, Steer
 from midstream.spec.resolve.tap_lookup import find_taps
 from midstream.spec.vector import Vector
 from midstream.steering.edit_forms import read_hooks
+from midstream.validation import at
 
 router = APIRouter(route_class=MidstreamRoute, tags=["midstream: as elsewhere"])
 
@@ -36,6 +38,11 @@ _TIERS = {"vectors": "base", "prefill_vectors": "prompt", "decode_vectors": "gen
 _PHASES = {"base": None, "prompt": "prompt", "generated": "generated"}
 _HOOKS = (
     '`{hook point: {layer: vector}}`; a vector is a list of numbers or `{"vector": …, "scale": …}`'
+    "; or packed, per hook point"
+)
+_CLAMPS = (
+    '`{hook point: {layer: [clamp, …]}}`; a clamp is `{"vector": …, "min": …, "max": …, '
+    '"value": …, "strength": …}`; or packed, per hook point'
 )
 
 
@@ -51,6 +58,9 @@ class VectorsBody(BaseModel):
     )
     prefill_vectors: Any = Field(default=None, description="For the tokens of prompts.")
     decode_vectors: Any = Field(default=None, description="For generated tokens.")
+    clamps: Any = Field(default=None, description=f"For every token, after vectors: {_CLAMPS}.")
+    prefill_clamps: Any = Field(default=None, description="For the tokens of prompts.")
+    decode_clamps: Any = Field(default=None, description="For generated tokens.")
     replace: bool = Field(default=False, description="Whether to clear the tiers left out.")
 
 
@@ -83,17 +93,15 @@ class Name(BaseModel):
 def set_vectors(given: VectorsBody, server: AdminDep) -> dict[str, Any]:
     tiers: dict[str, Any] = {}
     for name, tier in _TIERS.items():
-        value = getattr(given, name)
-        if value is not None:
-            try:
-                tiers[tier] = [part.edit for part in read_hooks(value, _PHASES[tier])]
-            except SpecError as error:
-                raise error.under(name) from None
+        edits = _read_tier(given, name, _PHASES[tier])
+        if edits is not None:
+            tiers[tier] = edits
         elif given.replace:
             tiers[tier] = []
     if not tiers:
         raise SpecError(
-            "vectors", "no tier is given; give vectors, prefill_vectors or decode_vectors"
+            "vectors",
+            "no tier is given; give vectors, prefill_vectors or decode_vectors, or clamps",
         )
     state = server.llm.steering.set(**tiers)
     server.record_steering(state)
@@ -101,6 +109,22 @@ def set_vectors(given: VectorsBody, server: AdminDep) -> dict[str, Any]:
         layer for tier in tiers for edit in getattr(state, tier) for _, layer in _taps(edit, server)
     }
     return {"status": "ok", "layers_updated": sorted(changed), "epoch": state.epoch}
+
+
+def _read_tier(given: VectorsBody, name: str, phase: str | None) -> list[Edit] | None:
+    """Return the edits of a tier: its vectors, then its clamps; None if neither is given."""
+    clamps_name = name.replace("vectors", "clamps")
+    vectors, clamps = getattr(given, name), getattr(given, clamps_name)
+    if vectors is None and clamps is None:
+        return None
+    edits: list[Edit] = []
+    if vectors is not None:
+        with at(name):
+            edits += [part.edit for part in read_hooks(unpacked(vectors), phase)]
+    if clamps is not None:
+        with at(clamps_name):
+            edits += read_clamps(clamps, phase)
+    return edits
 
 
 @router.post(
@@ -183,7 +207,13 @@ def modules(server: ServerDep) -> dict[str, Any]:
     },
 )
 def register(module: Module, server: AdminDep) -> dict[str, Any]:
-    return {"status": "ok", **register_name(server, module.name, by_value(module.vectors))}
+    return {"status": "ok", **register_name(server, module.name, _vectors_of(module))}
+
+
+def _vectors_of(module: Module) -> object:
+    vectors = by_value(module.vectors)
+    with at("vectors"):
+        return unpacked(vectors)
 
 
 @router.post(
