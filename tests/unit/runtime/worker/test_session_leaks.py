@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import tracemalloc
 
 import pytest
 from support.fake_steps import FakeEngine, view_of
@@ -108,3 +110,34 @@ def test_requests_that_found_no_room_leave_nothing_behind_either():
                 assert not request.problem or request.done.tolist() == [0, 0]
             assert_empty(session)
     assert 50 < refused < 550
+
+
+def test_memory_is_the_same_after_thousands_of_requests_with_plans_of_their_own():
+    engine = FakeEngine(max_model_len=16)
+    session = engine.session
+
+    def serve(first, count):
+        """Requests of one probe each, with names of their own, in batches of 20."""
+        for begin in range(first, first + count, 20):
+            names = [f"r{begin + nth}" for nth in range(20)]
+            for name in names:
+                plan = plan_of(
+                    captures=[([POST], ((0, None),))], probes=[(name, POST, ((0, None),))]
+                )
+                session.requests.add(name, f"u{name}", to_bytes(plan))
+            session.before_forward(view_of(names, [2] * 20, [0] * 20, [1] * 40))
+            engine.forward(40)
+            session.after_forward()
+            for name in names:
+                session.requests.finish(name)
+            engine.take_many([f"u{name}" for name in names])
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = serve(0, 600)  # more than the plans that are kept unpacked
+        assert serve(600, 800) - before < 100_000
+    finally:
+        tracemalloc.stop()
+    assert_empty(session)
