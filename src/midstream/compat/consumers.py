@@ -23,6 +23,7 @@ class FilesystemCaptureRequest:
         hooks: layers by hook point (`pre_attn`, `post_attn`, `post_block`, or any site).
         positions: as for Capture; also "all_prompt" and "all_generated".
         metadata: JSON values for the manifest.
+        layout: "per_file", "packed" or "sharded"; empty: that of the sink's settings.
     """
 
     request_id: str = ""
@@ -30,3 +31,4 @@ class FilesystemCaptureRequest:
     hooks: Mapping[str, object] = field(default_factory=dict)
     positions: object = "all"
     metadata: Mapping[str, object] | None = None
+    layout: str = ""

@@ -21,7 +21,8 @@ from torch import Tensor
 from midstream.errors import StoreError
 from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
-from midstream.sinks.files import FORMAT, MANIFEST, VERSION
+from midstream.sinks.files import MANIFEST
+from midstream.sinks.manifest import FORMAT, VERSION
 from midstream.sinks.npz_arrays import arrays_of, described
 from midstream.sites import Tap
 from midstream.store import Selection

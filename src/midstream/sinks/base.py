@@ -70,6 +70,7 @@ class Delivery:
         return_: "sharded" or "gathered", as the captures have it; see `Capture`.
         ranks: per tap with rows, the tensor-parallel ranks that transferred them; empty before
             the last piece.
+        layout: layout that the captures name; empty: the sink's own choice.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Delivery:
     is_last: bool = True
     return_: str = "gathered"
     ranks: Mapping[Tap, tuple[int, ...]] = field(default_factory=dict)
+    layout: str = ""
 
 
 class Sink(ABC):
@@ -108,6 +110,7 @@ class Sink(ABC):
             piece; it has no rows, the finish reason "abort" and a receipt with the problem. A short
             completion is a single piece. A completion that is aborted before its first piece is not
             delivered. Pieces of several completions are interleaved.
+        layouts: layouts that a capture may name; empty: none.
         group_seconds: how long a write may wait to be flushed together with others, in seconds, if
             a caller waits for it.
         piece_seconds: with "rows", the interval after which rows of a running completion are
@@ -117,6 +120,7 @@ class Sink(ABC):
     """
 
     wants: ClassVar[Wants] = "requests"
+    layouts: ClassVar[tuple[str, ...]] = ()
     group_seconds: float = 0.0
     piece_seconds: float = 1.0
     piece_bytes: int = 16 << 20

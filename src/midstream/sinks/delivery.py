@@ -48,6 +48,7 @@ class DeliverySource:
         name: str,
         tag: str,
         metadata: Mapping[str, object],
+        layout: str = "",
         plan: Plan | None,
         receipt: Receipt,
         activations: Activations,
@@ -77,6 +78,7 @@ class DeliverySource:
             is_last=is_last,
             return_=return_,
             ranks=ranks,
+            layout=layout,
         )
 
 

@@ -1,4 +1,10 @@
-"""Sinks `npz` and `filesystem`: a folder per request, an npz file per site and layer.
+"""Sinks `npz` and `filesystem`: npz files and JSON manifests, in one of three layouts.
+
+- `per_file`: a folder per request, an npz file per site and layer;
+- `packed`: a folder per request with one file `rows.npz`, whose arrays have names such as
+  `resid_post.12.rows`;
+- `sharded`: a folder `shard-…` per flush, for all its requests: `rows.npz`, whose arrays have names
+  such as `0.resid_post.12.rows`, and `manifest.json`, whose `requests` are their manifests.
 
 Paths are `root/tag/name/manifest.json` and `root/tag/name/resid_post.12.npz`; without a tag
 `root/name/…`; with several completions `root/tag/name/0/…`, `…/1/…`. A folder appears atomically by
@@ -11,23 +17,25 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from midstream.errors import SpecError
 from midstream.results.receipt import CaptureResult
 from midstream.sinks.base import Delivery, Origin, Sink
-from midstream.sinks.npz_arrays import arrays_of, described
+from midstream.sinks.manifest import VERSION, manifest_of
+from midstream.sinks.npz_arrays import Arrays, arrays_of, described
 from midstream.sinks.safe_paths import FOLDER, folder_beneath, is_there
 
 MANIFEST = "manifest.json"
-FORMAT = "midstream.npz"
-VERSION = 1
+SHARD_FORMAT = "midstream.npz-shards"
+PER_FILE, PACKED, SHARDED = LAYOUTS = ("per_file", "packed", "sharded")
+ROWS = "rows.npz"
 _SYNC_THREADS = 8
 
 
@@ -53,16 +61,21 @@ class FileSink(Sink):
     """Writes npz files; see the module. Reading them requires only NumPy."""
 
     group_seconds = 0.01
+    layouts = LAYOUTS
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, layout: str = PER_FILE) -> None:
         """Args:
         root: path of a folder; created if missing.
+        layout: layout of captures that name none: "per_file", "packed" or "sharded".
         """
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")
+        self._layout = layout
         if not isinstance(root, str) or not root:
             raise ValueError(f"root: expected the path of a folder, got {root!r}")
         self._root = os.path.abspath(os.path.expanduser(root))
         self._origin: Origin | None = None
-        self._written: list[_Folder] = []
+        self._written: list[_Folder | Delivery] = []  # deliveries wait for their shard
 
     def open(self, origin: Origin) -> None:
         self._origin = origin
@@ -88,11 +101,60 @@ class FileSink(Sink):
             ) from None
 
     def write(self, delivery: Delivery) -> None:
+        layout = delivery.layout or self._layout
+        if layout == SHARDED:
+            self._written.append(delivery)
+            return
         parents = [delivery.tag] if delivery.tag else []
         name = delivery.name
         if delivery.completions > 1:
             parents.append(name)
             name = str(delivery.completion)
+        self._written.append(
+            self._make(parents, name, lambda folder: self._fill(delivery, layout, folder))
+        )
+
+    def flush(self) -> Sequence[CaptureResult]:
+        written, self._written = self._written, []
+        by_tag: dict[str, list[Delivery]] = {}
+        for one in written:
+            if isinstance(one, Delivery):
+                by_tag.setdefault(one.tag, []).append(one)
+        shards = {tag: self._make_shard(tag, deliveries) for tag, deliveries in by_tag.items()}
+        folders = [one for one in written if isinstance(one, _Folder)]
+        folders += [shard for shard in shards.values() if isinstance(shard, _Folder)]
+        results = iter(self._finish(folders))
+        by_folder = {id(folder): next(results) for folder in folders}
+        manifests = {
+            tag: iter(shard.manifest["requests"])
+            for tag, shard in shards.items()
+            if isinstance(shard, _Folder)
+        }
+        found = []
+        for one in written:
+            shard = shards[one.tag] if isinstance(one, Delivery) else one
+            if isinstance(shard, str):
+                found.append(CaptureResult("error", shard))
+                continue
+            result = by_folder[id(shard)]
+            if isinstance(one, Delivery) and result.status == "ok":
+                result = replace(result, manifest=next(manifests[one.tag]))
+            found.append(result)
+        return found
+
+    def _make(
+        self, parents: Sequence[str], name: str, fill: Callable[[int], dict[str, Any]]
+    ) -> _Folder:
+        """Write the files of a folder under its temporary name.
+
+        Args:
+            parents: names of the folders between the root and this one.
+            name: final name.
+            fill: writes files to the folder's descriptor; returns the manifest, names as paths.
+
+        Raises:
+            OSError: the folder exists already, or a file cannot be written.
+        """
         path = os.path.join(self._root, *parents, name)
         part = f".{name}.{uuid.uuid4().hex}.part"
         with folder_beneath(self._root, parents, makes=True) as parent:
@@ -101,19 +163,41 @@ class FileSink(Sink):
             os.mkdir(part, dir_fd=parent)
             folder = os.open(part, FOLDER | os.O_NOFOLLOW, dir_fd=parent)
             try:
-                manifest = self._fill(delivery, folder)
+                manifest = fill(folder)
             except BaseException:
                 _remove(part, folder, parent)
                 raise
             finally:
                 os.close(folder)
-        names = (*(one["path"] for one in manifest["files"]), MANIFEST)
-        for one in manifest["files"]:
+        files = [one for each in manifest.get("requests", [manifest]) for one in each["files"]]
+        names = (*dict.fromkeys(one["path"] for one in files), MANIFEST)
+        for one in files:
             one["path"] = os.path.join(path, one["path"])
-        self._written.append(_Folder(tuple(parents), part, name, names, manifest))
+        return _Folder(tuple(parents), part, name, names, manifest)
 
-    def flush(self) -> Sequence[CaptureResult]:
-        written, self._written = self._written, []
+    def _make_shard(self, tag: str, deliveries: Sequence[Delivery]) -> _Folder | str:
+        """Write a shard under its temporary name; return the error message if that fails."""
+        name = f"shard-{uuid.uuid4().hex[:16]}"
+
+        def fill(folder: int) -> dict[str, Any]:
+            every: dict[str, Any] = {}
+            requests = []
+            for nth, one in enumerate(deliveries):
+                files, arrays = self._packed(one, f"{nth}.")
+                every |= arrays
+                requests.append(manifest_of(one, self._described_origin, SHARDED, files))
+            _write_arrays(ROWS, folder, every)
+            manifest = {"format": SHARD_FORMAT, "version": VERSION, "requests": requests}
+            _write_manifest(folder, manifest)
+            return manifest
+
+        try:
+            return self._make([tag] if tag else [], name, fill)
+        except (OSError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    def _finish(self, written: Sequence[_Folder]) -> Sequence[CaptureResult]:
+        """Sync folders to disk and rename them to their final names."""
         places = [(*folder.parents, folder.part) for folder in written]
         files = [
             (place, name)
@@ -131,57 +215,46 @@ class FileSink(Sink):
             for folder, problem in zip(written, moved, strict=True)
         ]
 
-    def _fill(self, delivery: Delivery, folder: int) -> dict[str, Any]:
-        """Write the files of a delivery; return its manifest, with file names as paths."""
-        activations, origin = delivery.activations, self._origin
-        assert origin is not None
-        files = []
-        for site, layer in activations:
-            arrays = arrays_of(activations, site, layer, origin.hidden_size)
-            name = f"{site}.{layer}.npz"
-            with _new_file(name, folder) as file:
-                np.savez(file, **cast("dict[str, Any]", arrays))
-            rows = len(arrays["positions"])
-            ranks = list(delivery.ranks.get((site, layer), ()))
-            files.append(
-                {
-                    "path": name,
-                    "site": site,
-                    "layer": layer,
-                    "rows": rows,
-                    "ranks": ranks,
-                    **described(arrays),
-                }
-            )
-        manifest: dict[str, Any] = {
-            "format": FORMAT,
-            "version": VERSION,
-            "name": delivery.name,
-            "tag": delivery.tag,
-            "metadata": dict(delivery.metadata),
-            "request_id": delivery.request_id,
-            "completion": delivery.completion,
-            "completions": delivery.completions,
-            "prompt_tokens": delivery.prompt_tokens,
-            "generated_tokens": len(delivery.generated_token_ids),
-            "finish_reason": delivery.finish_reason,
-            "status": delivery.receipt.status,
-            "problems": list(delivery.receipt.problems),
-            "model": origin.model,
-            "revision": origin.revision,
-            "hidden_size": origin.hidden_size,
-            "dtype": origin.dtype,
-            "codec": activations.codec.spec,
-            # The residual stream is identical on all ranks: the files are the same in both cases,
-            # and differ by the ranks that transferred their rows.
-            "return": delivery.return_,
-            "vllm": origin.vllm,
-            "midstream": origin.midstream,
-            "files": files,
-        }
-        with _new_file(MANIFEST, folder) as file:
-            file.write(json.dumps(manifest).encode())
+    def _fill(self, delivery: Delivery, layout: str, folder: int) -> dict[str, Any]:
+        """Write the files of one delivery; return its manifest, with file names as paths."""
+        if layout == PACKED:
+            files, every = self._packed(delivery)
+            _write_arrays(ROWS, folder, every)
+        else:
+            files = []
+            for one, arrays in self._taps(delivery):
+                name = f"{one['site']}.{one['layer']}.npz"
+                _write_arrays(name, folder, arrays)
+                files.append({"path": name, **one})
+        manifest = manifest_of(delivery, self._described_origin, layout, files)
+        _write_manifest(folder, manifest)
         return manifest
+
+    def _packed(
+        self, delivery: Delivery, start: str = ""
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return the description of each tap, and all arrays by prefix and name."""
+        files: list[dict[str, Any]] = []
+        every: dict[str, Any] = {}
+        for one, arrays in self._taps(delivery):
+            prefix = f"{start}{one['site']}.{one['layer']}."
+            files.append({"path": ROWS, "prefix": prefix, **one})
+            every.update((prefix + name, each) for name, each in arrays.items())
+        return files, every
+
+    def _taps(self, delivery: Delivery) -> Iterator[tuple[dict[str, Any], Arrays]]:
+        """Yield the description and the arrays of each tap."""
+        for site, layer in delivery.activations:
+            hidden = self._described_origin.hidden_size
+            arrays = arrays_of(delivery.activations, site, layer, hidden)
+            rows, ranks = len(arrays["positions"]), list(delivery.ranks.get((site, layer), ()))
+            one = {"site": site, "layer": layer, "rows": rows, "ranks": ranks}
+            yield {**one, **described(arrays)}, arrays
+
+    @property
+    def _described_origin(self) -> Origin:
+        assert self._origin is not None, "the sink is not open"
+        return self._origin
 
     def _sync(self, files: Sequence[tuple[tuple[str, ...], str]]) -> dict[tuple[str, ...], str]:
         """Sync files to disk, several in parallel, which costs little more than one.
@@ -222,6 +295,16 @@ class FileSink(Sink):
         path = os.path.join(self._root, *folder.parents, folder.name)
         paths = tuple(os.path.join(path, name) for name in folder.files)
         return CaptureResult(paths=paths, manifest=folder.manifest)
+
+
+def _write_arrays(name: str, folder: int, arrays: dict[str, Any]) -> None:
+    with _new_file(name, folder) as file:
+        np.savez(file, **arrays)
+
+
+def _write_manifest(folder: int, manifest: dict[str, Any]) -> None:
+    with _new_file(MANIFEST, folder) as file:
+        file.write(json.dumps(manifest).encode())
 
 
 def _new_file(name: str, folder: int) -> Any:

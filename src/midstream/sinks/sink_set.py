@@ -78,7 +78,13 @@ class SinkSet:
                         f"{listed(self.names)}; configure others at engine start with "
                         f'midstream={{"sinks": {{"{sink}": {{…}}}}}}',
                     )
-                self._sinks[sink].check(tag, request_id)
+                found, layout = self._sinks[sink], plan.captures[index].layout
+                if layout and layout not in found.layouts:
+                    known = listed(found.layouts) if found.layouts else "none"
+                    raise SpecError(
+                        "layout", f"the sink {sink} has no layout {show(layout)}; known: {known}"
+                    )
+                found.check(tag, request_id)
 
     def kept(self) -> KeptRows:
         """Return the sink that keeps rows of server-wide captures; opened with the first call.

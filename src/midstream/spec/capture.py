@@ -25,6 +25,7 @@ _OPTIONAL = (
     "request_id",
     "metadata",
     "stream",
+    "layout",
 )
 FIELDS = (*_REQUIRED, *_OPTIONAL)
 
@@ -46,6 +47,7 @@ class Capture:
     request_id: str
     metadata: Metadata
     stream: bool
+    layout: str
 
     @accept_spellings
     def __init__(
@@ -63,6 +65,7 @@ class Capture:
         request_id: object = "",
         metadata: object = None,
         stream: object = False,
+        layout: object = "",
     ) -> None:
         """Create a capture; each field accepts any of its forms.
 
@@ -88,6 +91,8 @@ class Capture:
             metadata: JSON values that the sink stores with them.
             stream: whether intermediate outputs include the rows captured so far; only for the
                 sink "memory" and `AsyncLLM.generate`.
+            layout: layout of the files of sinks that have several, such as `filesystem`:
+                "per_file", "packed" or "sharded"; empty: that of the sink's settings.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -112,6 +117,8 @@ class Capture:
             object.__setattr__(self, "metadata", kept)
         with at("stream"):
             object.__setattr__(self, "stream", _read_stream(stream, self.sink))
+        with at("layout"):
+            object.__setattr__(self, "layout", _read_layout(layout, self.sink))
 
     @staticmethod
     def parse(value: object) -> Capture:
@@ -134,10 +141,11 @@ class Capture:
         return self.sink, self.tag, self.request_id
 
     def without_place(self) -> Capture:
-        """Return a copy without sink, tag, request_id, metadata and stream."""
-        if self.place == (MEMORY, "", "") and not self.metadata and not self.stream:
+        """Return a copy without sink, tag, request_id, metadata, stream and layout."""
+        if self.place == (MEMORY, "", "") and not (self.metadata or self.stream or self.layout):
             return self
-        return replace(self, sink=MEMORY, tag="", request_id="", metadata=NO_METADATA, stream=False)
+        bare = replace(self, sink=MEMORY, tag="", request_id="", metadata=NO_METADATA)
+        return replace(bare, stream=False, layout="")
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads; destination fields only where set."""
@@ -160,6 +168,8 @@ class Capture:
             found["metadata"] = self.metadata.to_dict()
         if self.stream:
             found["stream"] = True
+        if self.layout:
+            found["layout"] = self.layout
         return found
 
 
@@ -187,6 +197,13 @@ def _read_stream(value: object, sink: str) -> bool:
             "capture for memory",
         )
     return value
+
+
+def _read_layout(value: object, sink: str) -> str:
+    found = read_name(value)
+    if found and sink == MEMORY:
+        raise SpecError("", "must be omitted for the sink memory, which writes no files")
+    return found
 
 
 def _read_return(value: object) -> str:

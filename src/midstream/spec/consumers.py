@@ -15,7 +15,7 @@ from midstream.validation import at, kind, read_fields
 
 # Position words of the consumer form, and the equivalent words of Positions.
 _POSITIONS = {"all_prompt": "prompt", "all_generated": "generated"}
-_OPTIONAL = ("positions", "request_id", "tag", "metadata", "codec")
+_OPTIONAL = ("positions", "request_id", "tag", "metadata", "codec", "layout")
 
 
 def names_consumers(value: object) -> TypeGuard[Mapping[object, object]]:
@@ -33,8 +33,8 @@ def read_consumers(value: Mapping[object, object]) -> tuple[Capture, ...]:
     Args:
         value: maps a sink's name to a dict, or to a dataclass such as FilesystemCaptureRequest,
             with `hooks`: {hook point: layers}; optionally `positions`, `request_id`, `tag`,
-            `metadata` and `codec`, as in Capture. Here `"all_prompt"` and `"all_generated"` mean
-            `"prompt"` and `"generated"`.
+            `metadata`, `codec` and `layout`, as in Capture. Here `"all_prompt"` and
+            `"all_generated"` mean `"prompt"` and `"generated"`.
 
     Raises:
         SpecError: a field is unknown, missing or malformed.

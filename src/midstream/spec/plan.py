@@ -59,6 +59,7 @@ class Plan:
             if first.setdefault(capture, index) != index:
                 raise SpecError(f"capture[{index}]", f"duplicate of capture[{first[capture]}]")
         described: dict[tuple[str, str, str], int] = {}
+        laid_out: dict[tuple[str, str, str], int] = {}
         for index, capture in enumerate(self.captures):
             if capture.metadata:
                 other = described.setdefault(capture.place, index)
@@ -68,6 +69,13 @@ class Plan:
                         f"differs from the metadata of capture[{other}], which has the same "
                         "sink, tag and request_id",
                     )
+            other = laid_out.setdefault(capture.place, index)
+            if self.captures[other].layout != capture.layout:
+                raise SpecError(
+                    f"capture[{index}].layout",
+                    f"differs from the layout of capture[{other}], which has the same sink, tag "
+                    "and request_id",
+                )
         owner: dict[str, int] = {}
         for index, probe in enumerate(self.probes):
             if owner.setdefault(probe.name, index) != index:

@@ -100,6 +100,11 @@ async def test_vectors_by_hook_point_are_set_and_their_norms_shown():
                 "2": {"resid_mid": {"decode_vectors": 3.0}},
                 "3": {"resid_post": {"vectors": 6.0}},
             },
+            "active_layers": {
+                "1": {"post_block": {"vectors": 3.0}},
+                "2": {"post_attn": {"decode_vectors": 3.0}},
+                "3": {"post_block": {"vectors": 6.0}},
+            },
             "epoch": 1,
         }
         answer = await client.post("/v1/steering/set", json={"prefill_vectors": {"1": V}})
@@ -135,6 +140,14 @@ async def test_packed_vectors_and_clamps_are_set_as_the_same_by_list():
         module = {"name": "x", "vectors": {"post_block": packed([V], [1])}}
         assert (await client.post("/v1/steering/modules/register", json=module)).status_code == 200
         assert list(site.engine.vectors.lookup("x").values())[0] == Vector.parse(V)
+
+
+async def test_other_paths_of_the_fork_say_what_to_use_instead():
+    async with serving() as (_, client):
+        for path, instead in (("vectors", "modules/register"), ("dynamic", "edit `gate`")):
+            answer = await client.post(f"/v1/steering/{path}", json={})
+            assert answer.status_code == 404
+            assert instead in answer.json()["error"]["message"]
 
 
 async def test_steering_that_was_set_elsewhere_is_shown_as_far_as_it_adds_vectors():

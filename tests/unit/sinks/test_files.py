@@ -19,7 +19,7 @@ from midstream.codecs import Codec, parse_codec
 from midstream.errors import SpecError
 from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
-from midstream.sinks.files import FileSink
+from midstream.sinks.files import LAYOUTS, FileSink
 
 TAPS = (("resid_pre", 0), ("resid_post", 1))
 
@@ -315,3 +315,97 @@ def test_a_receipt_with_problems_is_in_the_manifest(sink):
     bad = replace(RECEIPT, problems=("a row is missing",))
     manifest = written(sink, receipt=bad).manifest
     assert (manifest["status"], manifest["problems"]) == ("error", ["a row is missing"])
+
+
+# ---------------------------------------------------------------- layouts
+
+
+def read_back(manifest):
+    """The arrays of each tap, by (site, layer) and name."""
+    found = {}
+    for one in manifest["files"]:
+        with np.load(one["path"]) as arrays:
+            prefix = one.get("prefix", "")
+            mine = {name: arrays[prefix + name] for name in one["arrays"]}
+            if not prefix:
+                assert set(mine) == set(arrays.files)
+        found[one["site"], one["layer"]] = mine
+    return found
+
+
+@pytest.mark.parametrize("by_request", [False, True])
+@pytest.mark.parametrize("codec", ["raw", "full8", "topk8:k=4"])
+@pytest.mark.parametrize("layout", ["per_file", "packed", "sharded"])
+def test_every_layout_has_the_same_arrays(tmp_path, layout, codec, by_request):
+    sink = FileSink(str(tmp_path / "other"), **({} if by_request else {"layout": layout}))
+    sink.open(ORIGIN)
+    plain = FileSink(str(tmp_path / "plain"))
+    plain.open(ORIGIN)
+    rows = reduced(parse_codec(codec))
+    named = {"layout": layout} if by_request else {}
+    found = [written(one, tag="t", activations=rows, **extra).manifest
+             for one, extra in ((sink, named), (plain, {}))]  # fmt: skip
+    assert (found[0]["layout"], found[1]["layout"]) == (layout, "per_file")
+    mine, theirs = (read_back(one) for one in found)
+    assert set(mine) == set(theirs) == set(TAPS)
+    for tap, arrays in theirs.items():
+        assert set(mine[tap]) == set(arrays)
+        for name, value in arrays.items():
+            np.testing.assert_array_equal(mine[tap][name], value)
+
+
+def test_packed_is_one_file_of_rows_for_each_request(sink, root):
+    written(sink, tag="t", activations=activations(TAPS), layout="packed")
+    assert files_in(root) == ["t", "t/r", "t/r/manifest.json", "t/r/rows.npz"]
+    with np.load(root / "t/r/rows.npz") as file:
+        assert "resid_post.1.rows" in file.files
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.sampled_from(["", "a", "b"]), st.sampled_from(LAYOUTS)),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_results_come_in_the_order_of_writes_whatever_the_layouts(tmp_path_factory, requests):
+    root = tmp_path_factory.mktemp("root")
+    sink = FileSink(str(root))
+    sink.open(ORIGIN)
+    for nth, (tag, layout) in enumerate(requests):
+        rows = activations(TAPS[:1], positions=range(nth % 4 + 1))
+        sink.write(delivery(f"r{nth}", tag=tag, layout=layout, activations=rows))
+    results = sink.flush()
+    for nth, ((tag, layout), result) in enumerate(zip(requests, results, strict=True)):
+        assert result.status == "ok"
+        manifest = result.manifest
+        assert (manifest["name"], manifest["tag"], manifest["layout"]) == (f"r{nth}", tag, layout)
+        (arrays,) = read_back(manifest).values()
+        assert arrays["positions"].tolist() == list(range(nth % 4 + 1))
+        assert all(os.path.exists(path) for path in result.paths)
+    shards = list(root.rglob("shard-*/manifest.json"))
+    assert len(shards) == len({tag for tag, layout in requests if layout == "sharded"})
+    for path in shards:
+        shard = json.loads(path.read_text())
+        assert shard["format"] == "midstream.npz-shards"
+        wanted = [f"r{nth}" for nth, (tag, layout) in enumerate(requests)
+                  if layout == "sharded" and tag == shard["requests"][0]["tag"]]  # fmt: skip
+        assert [one["name"] for one in shard["requests"]] == wanted
+        assert {one["path"] for each in shard["requests"] for one in each["files"]} == {"rows.npz"}
+    assert not list(root.rglob("*.part"))
+
+
+def test_a_shard_that_cannot_be_written_is_an_error_of_its_requests_alone(sink, root):
+    root.mkdir(exist_ok=True)
+    (root / "t").write_text("a file")
+    sink.write(delivery("a", tag="t", layout="sharded"))
+    sink.write(delivery("b", layout="sharded"))
+    first, second = sink.flush()
+    assert (first.status, second.status) == ("error", "ok")
+    assert second.manifest["name"] == "b"
+
+
+def test_other_layouts_are_rejected(tmp_path):
+    with pytest.raises(ValueError, match="layout: expected one of per_file, packed, sharded"):
+        FileSink(str(tmp_path), layout="flat")

@@ -131,3 +131,16 @@ def test_what_was_handed_over_is_kept_though_the_program_ends_without_waiting(tm
     python("-c", PROGRAM, tmp_path / "store", timeout=120, fresh=True)
     found = open_store(tmp_path / "store").requests
     assert [each.request for each in found] == [f"r{nth}" for nth in range(5)]
+
+
+def test_a_layout_is_one_that_the_sink_has(tmp_path):
+    sinks = opened({"one": {}, "filesystem": {"root": str(tmp_path), "layout": "packed"}})
+    sinks.check(Plan((Capture(0, sink="filesystem", layout="sharded"),)))
+    for sink, known in (("filesystem", "per_file"), ("one", "none")):
+        with pytest.raises(SpecError, match=f"has no layout 'flat'; known: .*{known}") as caught:
+            sinks.check(Plan((Capture(0, sink=sink, layout="flat"),)))
+        assert caught.value.path == "capture[0].layout"
+    with pytest.raises(SpecError, match="must be omitted for the sink memory"):
+        Capture(0, layout="packed")
+    with pytest.raises(SpecError, match="differs from the layout"):
+        Plan((Capture(0, sink="one", layout="a"), Capture(1, sink="one", layout="b")))

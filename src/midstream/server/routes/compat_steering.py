@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from midstream.compat.vllm_fork import read_clamps, unpacked
-from midstream.errors import SpecError
+from midstream.errors import HttpError, SpecError
 from midstream.server.routes.common import (
     AdminDep,
     MidstreamRoute,
@@ -36,6 +36,7 @@ router = APIRouter(route_class=MidstreamRoute, tags=["midstream: as elsewhere"])
 # The fork's tiers, and midstream's.
 _TIERS = {"vectors": "base", "prefill_vectors": "prompt", "decode_vectors": "generated"}
 _PHASES = {"base": None, "prompt": "prompt", "generated": "generated"}
+_HOOK_POINTS = {"resid_pre": "pre_attn", "resid_mid": "post_attn", "resid_post": "post_block"}
 _HOOKS = (
     '`{hook point: {layer: vector}}`; a vector is a list of numbers or `{"vector": …, "scale": …}`'
     "; or packed, per hook point"
@@ -141,10 +142,17 @@ def clear(server: AdminDep) -> dict[str, Any]:
 @router.get(
     "/v1/steering",
     summary="Show active steering",
-    description="Norms of the added vectors by layer, site and tier. Edits of other kinds are "
+    description="Norms of the added vectors by layer, site and tier; `active_layers` has the "
+    "fork's names of hook points in place of sites. Edits of other kinds are "
     "shown by `/v1/midstream/steering` only.",
     responses={
-        **ok_response({"steering": {"15": {"resid_post": {"vectors": 3.0}}}, "epoch": 3}),
+        **ok_response(
+            {
+                "steering": {"15": {"resid_post": {"vectors": 3.0}}},
+                "active_layers": {"15": {"post_block": {"vectors": 3.0}}},
+                "epoch": 3,
+            }
+        ),
         **error_responses(401, 503),
     },
 )
@@ -165,7 +173,11 @@ def show(server: ServerDep) -> dict[str, Any]:
     for (layer, site, theirs), vector in added.items():
         norms = active.setdefault(str(layer), {}).setdefault(site, {})
         norms[theirs] = float(np.linalg.norm(vector))
-    return {"steering": active, "epoch": state.epoch}
+    theirs_by_layer = {
+        layer: {_HOOK_POINTS.get(site, site): norms for site, norms in sites.items()}
+        for layer, sites in active.items()
+    }
+    return {"steering": active, "active_layers": theirs_by_layer, "epoch": state.epoch}
 
 
 def _taps(edit: Edit, server: Server) -> tuple[tuple[str, int], ...]:
@@ -227,3 +239,21 @@ def _vectors_of(module: Module) -> object:
 def unregister(module: Name, server: AdminDep) -> dict[str, Any]:
     remove_name(server, module.name)
     return {"status": "ok", "name": module.name}
+
+
+@router.post("/v1/steering/vectors", include_in_schema=False)
+def vectors_elsewhere() -> None:
+    raise HttpError(
+        404,
+        "there is no /v1/steering/vectors; POST /v1/steering/modules/register or PUT "
+        "/v1/midstream/vectors/{name} register vectors, POST /v1/steering/set steers with them",
+    )
+
+
+@router.post("/v1/steering/dynamic", include_in_schema=False)
+def dynamic_elsewhere() -> None:
+    raise HttpError(
+        404,
+        "dynamic steering of running requests is unsupported; PUT /v1/midstream/steering changes "
+        "the steering of later requests, and an edit `gate` steers by a probe within a request",
+    )

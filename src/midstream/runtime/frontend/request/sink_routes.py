@@ -24,6 +24,7 @@ class SinkRoute:
         metadata: metadata of the captures; one of them may give it for all.
         captures: indices of the resolved plan's captures.
         is_all: whether these are all captures of the plan.
+        layout: layout of the captures' files; empty: that of the sink.
     """
 
     sink: str
@@ -32,6 +33,7 @@ class SinkRoute:
     metadata: Metadata
     captures: tuple[int, ...]
     is_all: bool
+    layout: str = ""
 
 
 def routes_of(
@@ -52,6 +54,7 @@ def routes_of(
     """
     found: dict[tuple[str, str, str], list[int]] = {}
     metadata: dict[tuple[str, str, str], Metadata] = {}
+    layouts: dict[tuple[str, str, str], str] = {}
     for nth, capture in enumerate(resolved.captures):
         if capture.source < 0:
             written = every[capture.source]
@@ -62,6 +65,7 @@ def routes_of(
         place = (MEMORY, "", "") if written.sink == MEMORY else written.place
         found.setdefault(place, []).append(nth)
         metadata[place] = metadata.get(place) or written.metadata
+        layouts[place] = layouts.get(place) or written.layout
     unnamed: dict[str, int] = {}
     routes = []
     for (sink, tag, given), captures in found.items():
@@ -70,8 +74,8 @@ def routes_of(
             name = unique_name(request_id, uid, unnamed.get(sink, 0))
             unnamed[sink] = unnamed.get(sink, 0) + 1
         is_all = len(captures) == len(resolved.captures)
-        described = metadata[sink, tag, given]
-        routes.append(SinkRoute(sink, tag, name, described, tuple(captures), is_all))
+        described, layout = metadata[sink, tag, given], layouts[sink, tag, given]
+        routes.append(SinkRoute(sink, tag, name, described, tuple(captures), is_all, layout))
     return tuple(routes)
 
 

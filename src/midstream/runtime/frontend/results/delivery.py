@@ -180,6 +180,7 @@ def shares_of(finished: FinishedRequest) -> list[SinkShare]:
                 name=route.name,
                 tag=route.tag,
                 metadata=route.metadata,
+                layout=route.layout,
                 plan=admitted.own,
                 receipt=mine.receipt,
                 activations=rows,

@@ -293,6 +293,7 @@ class PartialRows:
             name=route.name,
             tag=route.tag,
             metadata=route.metadata,
+            layout=route.layout,
             plan=self._admitted.own,
             receipt=receipt,
             activations=rows,
