@@ -123,8 +123,8 @@ ROWS: dict[str, tuple[str, str]] = {
         _SYSTEM + "test_sink_example.py::an_installed_sink_is_found_by_its_name_and_gets_the_rows",
     ),
     "S2.4": (
-        "rows go to disk, to a loop, to any plugin",
-        _SYSTEM + "test_sink_example.py::an_installed_sink_is_found_by_its_name_and_gets_the_rows",
+        "rows go to disk, to a loop, to any plugin, by class path or as an object",
+        _UNIT + "config/test_sinks.py::an_object_is_a_sink_with_captures_and_limits_like_any_other",
     ),
     "S2.5": (
         "a filesystem consumer is built in",
@@ -177,12 +177,12 @@ ROWS: dict[str, tuple[str, str]] = {
     ),
     "S2.30": (
         "a client over HTTP",
-        _SYSTEM + "test_serving_docs.py::the_snippets_of_the_page_run_one_after_the_other",
+        _SYSTEM
+        + "test_serving_docs.py::the_example_of_a_client_steers_the_server_and_leaves_it_as_it_was",
     ),
     "S2.31": (
         "a server is started with a consumer",
-        _SYSTEM
-        + "test_serving_docs.py::what_midstream_serve_comes_to_is_the_vllm_serve_that_the_page_shows",
+        _UNIT + "cli/test_serve.py::sinks_are_options_beside_those_of_the_settings",
     ),
     "S2.32": (
         "FilesystemCaptureRequest",

@@ -52,6 +52,7 @@ def test_every_example_is_run_here_and_listed_in_the_readme():
         "contrastive_steering",
         "refusal_ablation",
         "sae_feature",
+        "steering_client",  # in test_serving_docs.py
     ]
     readme = (EXAMPLES / "README.md").read_text()
     assert [name for name in NAMES if f"]({name}.py)" not in readme] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shlex
@@ -67,6 +68,16 @@ def test_what_midstream_serve_comes_to_is_the_vllm_serve_that_the_page_shows(mon
     mine, theirs = run[0][2:], starts("vllm")
     assert mine[:-1] == theirs[:-1]
     assert json.loads(mine[-1]) == json.loads(theirs[-1])
+
+
+def test_the_example_of_a_client_steers_the_server_and_leaves_it_as_it_was(server, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "examples")
+    example = importlib.import_module("steering_client")
+    answers = example.main(["--url", server.url])
+    plain, *steered, after = answers.values()
+    assert after == plain
+    assert len(set(steered)) == 1, "by request, by name and for every request are the same"
+    assert plain not in steered
 
 
 def test_the_snippets_of_the_page_run_one_after_the_other(server, folder, monkeypatch):
