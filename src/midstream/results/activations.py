@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,6 +172,21 @@ class Activations:
                 sizes[key] = positions.shape[0]
             found[tap] = sizes[key]
         return found
+
+    def after(self, last: Mapping[Tap, int], taps: Iterable[Tap]) -> Activations:
+        """Return the rows of some (site, layer) that come after a position of each.
+
+        Args:
+            last: the position, by (site, layer); without one, all rows are returned.
+            taps: the (site, layer) to return.
+        """
+        values, positions = {}, {}
+        for tap in taps:
+            rows, every = self._rows(tap), self._positions[tap]
+            later = (every > last.get(tap, -1)).nonzero()[:, 0]
+            chosen = later if rows.chosen is None else rows.chosen[later]
+            values[tap], positions[tap] = replace(rows, chosen=chosen), every[later]
+        return Activations(values, positions, self._given_tokens)
 
     def numpy(self) -> dict[Tap, NDArray[np.generic]]:
         """Return an array [rows, hidden] by (site, layer); bfloat16, which NumPy lacks, becomes

@@ -45,6 +45,9 @@ class CaptureCache:
         self._settings = settings
         self._clock = clock
         self._captures: dict[str, CachedCapture] = {}
+        # By id, the rows that are read now, also after they were freed, and by how many readers:
+        # their memory is in use until the last reader ends.
+        self._read: dict[str, tuple[CachedCapture, int]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -99,15 +102,27 @@ class CaptureCache:
         return entry
 
     def open(self, name: str) -> tuple[CachedCapture, int] | None:
-        """Return the entry of an id with a new file descriptor, which the caller must close; None
-        if the id is unknown or expired.
+        """Return the entry of an id with a new file descriptor, which the caller must give to
+        `end_read`; None if the id is unknown or expired.
         """
         with self._lock:
             self._expire()
             entry = self._captures.get(name)
+            if entry is None:
+                return None
+            _, readers = self._read.get(name, (entry, 0))
+            self._read[name] = (entry, readers + 1)
             # Duplicate the descriptor: if the rows are freed meanwhile, the kernel may reuse the
             # number for another file.
-            return None if entry is None else (entry, os.dup(entry.file))
+            return entry, os.dup(entry.file)
+
+    def end_read(self, entry: CachedCapture, file: int) -> None:
+        """Close a descriptor that `open` returned."""
+        with self._lock:
+            os.close(file)
+            _, readers = self._read.pop(entry.id)
+            if readers > 1:
+                self._read[entry.id] = (entry, readers - 1)
 
     def of_client(self, client: str) -> list[CachedCapture]:
         """Return a client's entries, oldest first."""
@@ -139,7 +154,9 @@ class CaptureCache:
     def _check(self, client: str, nbytes: int) -> None:
         self._expire()
         limits = self._settings
-        mine = [one.nbytes for one in self._captures.values() if one.client == client]
+        # Rows that were freed while a client reads them take memory until it has read them.
+        kept = {**self._captures, **{name: one for name, (one, _) in self._read.items()}}
+        mine = [one.nbytes for one in kept.values() if one.client == client]
         if len(mine) >= limits.client_captures:
             raise HttpError(
                 429,
@@ -153,13 +170,13 @@ class CaptureCache:
                 f"exceed its limit of {limits.client_bytes}; fetch and delete some, or capture "
                 "less",
             )
-        if len(self._captures) >= limits.held_captures:
+        if len(kept) >= limits.held_captures:
             raise HttpError(
                 507,
-                f"this server caches {len(self._captures)} captures, which is its limit "
+                f"this server caches {len(kept)} captures, which is its limit "
                 "(http.held_captures); try again later",
             )
-        total = sum(one.nbytes for one in self._captures.values())
+        total = sum(one.nbytes for one in kept.values())
         if total + nbytes > limits.held_bytes:
             raise HttpError(
                 507,

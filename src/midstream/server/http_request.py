@@ -15,6 +15,7 @@ from typing import Any
 from midstream.errors import BusyError, HttpError, SpecError
 from midstream.server.capture_cache import CaptureCache
 from midstream.server.request_field import MidstreamField
+from midstream.sites import Tap
 
 CURRENT: ContextVar[RequestContext | None] = ContextVar("midstream_request", default=None)
 
@@ -49,6 +50,7 @@ class RequestContext:
         per_call: number of choices of each call.
         updates: results by choice index that are not sent yet.
         scores_sent: number of scores already sent, by (choice index, probe name).
+        rows_sent: by choice index and tap, the position of the last row that was sent in a stream.
         streams: output streams of the engine calls, which are closed with the request.
         undelivered: ids of cached rows that no sent response refers to yet.
         invalid_field: path of the field that the engine rejected; empty if none.
@@ -64,6 +66,7 @@ class RequestContext:
     per_call: int = 1
     updates: dict[int, ChoiceUpdate] = field(default_factory=dict)
     scores_sent: dict[tuple[int, str], int] = field(default_factory=dict)
+    rows_sent: dict[int, dict[Tap, int]] = field(default_factory=dict)
     streams: list[AsyncGeneratorType[Any, None]] = field(default_factory=list)
     undelivered: list[str] = field(default_factory=list)
     invalid_field: str = ""

@@ -2,7 +2,8 @@
 results to responses.
 
 vLLM's handlers parse bodies themselves, so a request with the field is parsed twice and written
-once, and so is its response. Other requests pass unchanged.
+once, and so is its response. Other requests pass unchanged. Bodies are read only for paths whose
+handler reads JSON; vLLM's check of its API key comes before this.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 from typing import Any, TypeGuard
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from midstream.compat.foreign_fields import check_body, names_in
@@ -21,17 +23,25 @@ from midstream.errors import HttpError, MidstreamError, SpecError
 from midstream.server.http_errors import send_error
 from midstream.server.http_request import CURRENT, RequestContext
 from midstream.server.refusal_logger import RefusalLogger
-from midstream.server.request_field import take_field
+from midstream.server.request_field import MidstreamField, take_field
 from midstream.server.request_models import body_fields
 from midstream.server.response_writer import ResponseWriter
 from midstream.server.server import PATHS, Server
 from midstream.validation import read_json
 
+_MARK = f'"{KEY}"'.encode()
 _ESCAPE = b"\\u00"
 _WIDE = b"\0"  # occurs in UTF-16 and UTF-32, which JSON parsers accept as well
 _DIGITS = 18  # most digits of a plausible content length
 _OWN = ("/v1/midstream", "/v1/steering")
 _METRICS = "/metrics"
+_WRITES = frozenset({"POST", "PUT", "PATCH"})
+# Bodies that are longer are parsed in a thread.
+_LONG = 1 << 18
+# Values in a body with a plan. The event loop waits while a list of numbers is parsed, also if that
+# is done in a thread; `{"f32": base64}` takes no such time.
+MAX_VALUES = 1 << 20
+_FORM_FIELD = f'name="{KEY}"'.encode()
 
 
 class Middleware:
@@ -41,6 +51,7 @@ class Middleware:
         self._app = app
         self._server = server
         self._fields: dict[str, frozenset[str]] | None = None
+        self._paths: frozenset[str] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -56,25 +67,33 @@ class Middleware:
         on_error = functools.partial(self._server.record_refusal, scope)
         observer = RefusalLogger(send, on_error)
         observed = observer if path.startswith(_OWN) else send
-        if scope["method"] not in ("POST", "PUT", "PATCH"):
+        if scope["method"] not in _WRITES:
             if path.rstrip("/") == _METRICS:
                 await self._server.refresh_metrics()
             await self._app(scope, receive, observed)
             return
+        limit = self._server.settings.max_body_bytes
+        headers = Headers(scope=scope)
+        is_form = headers.get("content-type", "").startswith("multipart/")
+        is_read = self._is_read(scope, path)
+        context: RequestContext | None = None
         try:
-            body = await self._read(scope, receive)
-            context, body = self._context(scope, body)
+            _check_length(headers, limit)
+            if is_read and not is_form:
+                body = await _read(receive, limit)
+                context, body = await self._context(scope, path, body)
+                scope, receive = _with_length(scope, body), _Replay(body, receive)
         except (HttpError, MidstreamError) as error:
             await send_error(HttpError.of(error), observer)
             return
-        replayed = _Replay(body, receive)
         if context is None:
-            await self._app(_with_length(scope, body), replayed, observed)
+            given = _FormScan(receive, limit) if is_read and is_form else receive
+            await self._app(scope, given, observed)
             return
         outgoing = ResponseWriter(context, self._server, observer, on_error)
         token = CURRENT.set(context)
         try:
-            await self._app(_with_length(scope, body), replayed, outgoing)
+            await self._app(scope, receive, outgoing)
         except asyncio.CancelledError:
             # A disconnected client does not cancel: the server is being stopped.
             await outgoing.refuse(HttpError(503, "the server shuts down; try again later"))
@@ -88,56 +107,33 @@ class Middleware:
             CURRENT.reset(token)
             await context.close(self._server.captures)
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes:
-        limit = self._server.settings.max_body_bytes
-        length = Headers(scope=scope).get("content-length", "0")
-        if length.isdecimal() and (len(length) > _DIGITS or int(length) > limit):
-            raise _too_long(limit)
-        parts, size = [], 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise HttpError(400, "the client disconnected before its request was complete")
-            part = message.get("body", b"")
-            size += len(part)
-            if size > limit:
-                raise _too_long(limit)
-            parts.append(part)
-            if not message.get("more_body", False):
-                return b"".join(parts)
+    def _is_read(self, scope: Scope, path: str) -> bool:
+        """Return whether the body of a path may have the field: it is an endpoint's, and not of
+        midstream's own endpoints.
+        """
+        if self._paths is None:
+            self._paths = frozenset(PATHS) | {
+                route.path
+                for route in getattr(scope.get("app"), "routes", ())
+                if _WRITES & set(getattr(route, "methods", None) or ())
+            }
+        return path in self._paths and not path.startswith(_OWN)
 
-    def _context(self, scope: Scope, body: bytes) -> tuple[RequestContext | None, bytes]:
+    async def _context(
+        self, scope: Scope, path: str, body: bytes
+    ) -> tuple[RequestContext | None, bytes]:
         """Return the state of a request with the field `midstream` and its body without the field;
         None and the unchanged body if the field is absent.
         """
-        path = path_of(scope)
-        if path.startswith(_OWN):
-            return None, body
         fields = self._fields_of(scope, path)
-        # Most bodies have no key that concerns midstream, not even escaped: they are not parsed.
-        if not (names_in(body, fields or ()) or _ESCAPE in body or _WIDE in body):
+        if len(body) > _LONG:
+            parsed = await asyncio.to_thread(_parse, path, fields, body)
+        else:
+            parsed = _parse(path, fields, body)
+        if parsed is None:
             return None, body
-        value = _parse_if_asked(body, fields)
-        if value is None:
-            return None, body
-        if _has_field(value) and path not in PATHS:
-            raise _rejected(f"{path} cannot return results; use {', '.join(PATHS)}", KEY)
-        request_field = take_field(value, fields or ())
-        check_body(value, fields or ())
-        if request_field is None:
-            return None, body
-        name = request_field.name
-        if path not in PATHS:
-            raise _rejected(f"{path} cannot return results; use {', '.join(PATHS)}", name)
-        if value.get("use_beam_search"):
-            raise _rejected("unsupported together with use_beam_search", name)
-        if value.get("background"):
-            raise _rejected("unsupported together with background, which returns no result", name)
-        context = self._server.begin(scope, value, request_field)
-        try:
-            return context, json.dumps(value).encode()
-        except RecursionError:
-            raise HttpError(400, "the JSON is nested too deeply") from None
+        request_field, value, rest = parsed
+        return self._server.begin(scope, value, request_field), rest
 
     def _fields_of(self, scope: Scope, path: str) -> frozenset[str] | None:
         """Return the fields that vLLM defines for a body; None: the body is not vLLM's."""
@@ -154,6 +150,94 @@ def path_of(scope: Scope) -> str:
     """Return a request's path without the application's root path."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
+
+
+async def _read(receive: Receive, limit: int) -> bytes:
+    """Read a body.
+
+    Raises:
+        HttpError: 413, it is too long; 400, the client disconnected.
+    """
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise HttpError(400, "the client disconnected before its request was complete")
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_long(limit)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _parse(
+    path: str, fields: frozenset[str] | None, body: bytes
+) -> tuple[MidstreamField, dict[str, Any], bytes] | None:
+    """Return the field `midstream` of a body, and the body without it, parsed and as JSON; None if
+    the field is absent.
+
+    Args:
+        path: path of the request.
+        fields: fields that vLLM defines for the endpoint; None: other fields are not checked.
+        body: the body.
+
+    Raises:
+        SpecError, HttpError: the field is malformed, or cannot be carried out.
+    """
+    # Most bodies have no key that concerns midstream, not even escaped: they are not parsed.
+    if not (names_in(body, fields or ()) or _ESCAPE in body or _WIDE in body):
+        return None
+    if _MARK in body:
+        _check_values(body)
+    value = _parse_if_asked(body, fields)
+    if value is None:
+        return None
+    if _has_field(value):
+        _check_values(body)
+        if path not in PATHS:
+            raise _rejected(f"{path} cannot return results; use {', '.join(PATHS)}", KEY)
+    request_field = take_field(value, fields or ())
+    check_body(value, fields or ())
+    if request_field is None:
+        return None
+    name = request_field.name
+    if path not in PATHS:
+        raise _rejected(f"{path} cannot return results; use {', '.join(PATHS)}", name)
+    if value.get("use_beam_search"):
+        raise _rejected("unsupported together with use_beam_search", name)
+    if value.get("background"):
+        raise _rejected("unsupported together with background, which returns no result", name)
+    try:
+        return request_field, value, json.dumps(value).encode()
+    except RecursionError:
+        raise HttpError(400, "the JSON is nested too deeply") from None
+
+
+class _FormScan:
+    """ASGI `receive` of a form, which ends with an error if the form has the field `midstream`."""
+
+    def __init__(self, receive: Receive, limit: int) -> None:
+        self._receive = receive
+        self._limit = limit
+        self._size = 0
+        self._end = b""
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        part = message.get("body", b"")
+        self._size += len(part)
+        # FastAPI passes this exception on while it reads a form.
+        if self._size > self._limit:
+            raise HTTPException(413, _too_long(self._limit).message)
+        joined = self._end + part
+        if _FORM_FIELD in joined:
+            raise HTTPException(
+                400, f"{KEY}: a form cannot have this field; use {', '.join(PATHS)}"
+            )
+        self._end = joined[-len(_FORM_FIELD) :]
+        return message
 
 
 class _Replay:
@@ -214,6 +298,22 @@ def _with_length(scope: Scope, body: bytes) -> Scope:
     if "content-length" in headers:
         headers["content-length"] = str(len(body))
     return changed
+
+
+def _check_values(body: bytes) -> None:
+    if body.count(b",") > MAX_VALUES:
+        raise HttpError(
+            413,
+            f"the body has more than {MAX_VALUES} values; write vectors as "
+            '{"f32": "<base64 of little-endian float32>"}',
+            KEY,
+        )
+
+
+def _check_length(headers: Headers, limit: int) -> None:
+    length = headers.get("content-length", "0")
+    if length.isdecimal() and (len(length) > _DIGITS or int(length) > limit):
+        raise _too_long(limit)
 
 
 def _too_long(limit: int) -> HttpError:

@@ -16,6 +16,8 @@ from midstream.results.probe_scores import Probes
 from midstream.results.serialization import pack
 from midstream.server.capture_cache import CachedCapture, CaptureCache
 from midstream.server.http_request import ChoiceUpdate, RequestContext
+from midstream.sites import Tap
+from midstream.spec.selection import Layers
 from midstream.spec.sink_target import MEMORY
 
 HELD_PATH = "/v1/midstream/activations"
@@ -59,6 +61,11 @@ class ResultEncoder:
                 encoded["probes"] = scores
         if update.rows:
             encoded["rows"] = [await self._inline(each) for each in update.rows]
+            sent = context.rows_sent.setdefault(choice, {})
+            for each in update.rows:
+                sent.update(
+                    {tap: int(each.positions_of(*tap)[-1]) for tap, n in each.counts().items() if n}
+                )
         if update.final is not None:
             sinks = {
                 sink: {"status": one.status, "reason": one.reason, "paths": list(one.paths)}
@@ -68,7 +75,12 @@ class ResultEncoder:
             if sinks:
                 encoded["captures"] = sinks
             rows = update.final.activations
-            if rows is not None and context.request_field.activations != "none":
+            if rows is not None and context.request_field.activations == "none":
+                # Events before the last cannot have the last rows of a capture with `stream`.
+                left = rows.after(context.rows_sent.get(choice, {}), _streamed(context, rows))
+                if any(left.counts().values()):
+                    encoded["rows"] = [*encoded.get("rows", ()), await self._inline(left)]
+            elif rows is not None:
                 encoded["activations"] = await self._whole(context, update.request_id, rows)
         return encoded
 
@@ -124,6 +136,24 @@ def handle_of(cached: CachedCapture) -> dict[str, Any]:
         "bytes": cached.nbytes,
         "expires_at": cached.expires_at,
     }
+
+
+def _streamed(context: RequestContext, rows: Activations) -> list[Tap]:
+    """Return the taps whose rows a stream has as they are computed."""
+    plan = context.request_field.plan
+    captures = () if plan is None else [one for one in plan.captures if one.stream]
+    return [
+        (site, layer)
+        for site, layer in rows
+        for one in captures
+        if site in one.sites.names and _has_layer(one.layers, layer)
+    ]
+
+
+def _has_layer(layers: Layers, layer: int) -> bool:
+    indices = layers.indices
+    # A negative index may be any layer; its rows are then sent rather than left out.
+    return indices == "all" or any(index < 0 or index == layer for index in indices)
 
 
 def describe(rows: Activations) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
-from midstream.validation import at, kind, read_fields, read_float32
+from midstream.validation import FLOAT32_MAX, at, kind, read_fields, read_float32
 
 if TYPE_CHECKING:
     import numpy as np
@@ -112,6 +112,14 @@ def _from_numbers(values: list[Any] | tuple[Any, ...]) -> Vector:
     import numpy as np
 
     _check_size(len(values))
+    # Usual lists take no Python code per number.
+    if set(map(type, values)) <= {float, int}:
+        try:
+            exact = np.asarray(values, dtype=np.float64)
+        except OverflowError:
+            exact = np.asarray(np.inf)
+        if (np.abs(exact) <= FLOAT32_MAX).all():
+            return Vector(exact.astype("<f4").tobytes())
     found = []
     # One try around the loop is faster than `at` for every number.
     try:

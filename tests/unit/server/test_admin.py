@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from support.serving_fake import refused, serving
+from support.serving_fake import make, refused, scope_of, serving
 
 from midstream.config.http import ADMIN_HEADER
 
@@ -95,3 +95,24 @@ async def test_names_registered_and_removed_at_once_are_whole_or_gone():
         await asyncio.gather(*(work(nth) for nth in range(8)))
         assert len(site.engine.vectors) == 0
     assert len(seen) > 1
+
+
+async def test_a_body_is_not_read_before_the_admin_key_is_checked(monkeypatch):
+    monkeypatch.setenv("MIDSTREAM_ADMIN_KEY", "secret")
+    site = await make()
+    for method, path in (
+        ("PUT", "/v1/midstream/steering"),
+        ("PUT", "/v1/midstream/vectors/x"),
+        ("POST", "/v1/steering/set"),
+    ):
+        sent = []
+
+        async def receive():
+            pytest.fail("the body is read")
+
+        async def send(message, sent=sent):
+            sent.append(message)
+
+        scope = {**scope_of(), "method": method, "path": path, "raw_path": path.encode()}
+        await site.app(scope, receive, send)
+        assert sent[0]["status"] == 401

@@ -45,7 +45,7 @@ def read(holding, name):
     try:
         return os.pread(found[1], 1 << 20, 0)
     finally:
-        os.close(found[1])
+        holding.end_read(*found)
 
 
 def files():
@@ -145,12 +145,29 @@ def test_whoever_reads_has_the_same_rows_though_they_expire_and_the_number_is_us
     holding, clock
 ):
     held = holding.store(b"mine", "me", "r", {})
-    _, file = holding.open(held.id)
+    entry, file = holding.open(held.id)
     clock.now = 10
     others = [holding.store(b"theirs", "you", "r", {}) for _ in range(3)]
     assert held.file in {one.file for one in others}
     assert os.pread(file, 100, 0) == b"mine"
-    os.close(file)
+    holding.end_read(entry, file)
+
+
+def test_rows_that_are_deleted_while_they_are_read_count_until_they_were(clock):
+    holding = CaptureCache(HttpSettings(client_bytes=100, held_bytes=100), clock)
+    held = holding.store(b"x" * 60, "me", "r", {})
+    readers = [holding.open(held.id) for _ in range(2)]
+    assert holding.delete(held.id)
+    for entry, file in readers:
+        with pytest.raises(HttpError) as caught:
+            holding.store(b"y" * 60, "me", "r", {})
+        assert caught.value.status == 429
+        with pytest.raises(HttpError) as caught:
+            holding.store(b"y" * 60, "you", "r", {})
+        assert caught.value.status == 507
+        holding.end_read(entry, file)
+    holding.store(b"y" * 60, "me", "r", {})
+    holding.close()
 
 
 def test_a_client_is_shown_its_own_only_oldest_first(holding):

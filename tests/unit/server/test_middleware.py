@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 
 import pytest
+from starlette.responses import JSONResponse
 from support.serving_fake import Params, make, scope_of, serving
 
 from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.server import middleware
 from midstream.server.http_request import CURRENT
-from midstream.server.middleware import Middleware
+from midstream.server.middleware import MAX_VALUES, Middleware
 from midstream.spec import Capture, Plan
 
 pytestmark = pytest.mark.anyio
@@ -150,12 +153,26 @@ async def test_depths_are_refused_and_break_nothing():
     assert len(site.seen) == len(site.engine.calls)
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/embeddings", "/v1/completions/", "/v2/completions", "/inference/v1/generate"]
-)
-async def test_elsewhere_it_is_refused_with_the_paths_that_can(path):
+@pytest.mark.parametrize("path", ["/v1/completions/", "/v2/completions", "/none"])
+async def test_a_path_that_is_no_endpoints_gives_no_answer_and_its_body_is_not_read(path):
+    async with serving() as (site, _):
+        sent = []
+
+        async def receive():
+            pytest.fail("the body is read")
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {**scope_of(), "path": path, "raw_path": path.encode()}
+        await site.app(scope, receive, send)
+    assert sent[0]["status"] in (307, 404)
+    assert site.engine.calls == []
+
+
+async def test_elsewhere_it_is_refused_with_the_paths_that_can():
     async with serving() as (site, client):
-        answer = await post(client, {"prompt": "abc", "midstream": ASKS}, path)
+        answer = await post(client, {"prompt": "abc", "midstream": ASKS}, "/v1/embeddings")
         assert (await post(client, {"input": "abc"}, "/v1/embeddings")).status_code == 200
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -229,6 +246,65 @@ async def test_chunks_are_refused_as_soon_as_they_are_too_many():
     assert answer.status_code == 413
     assert taken < 20
     assert site.seen == []
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+async def test_a_form_passes_in_its_parts_and_one_with_the_field_is_refused(size):
+    seen = []
+
+    async def upload(request):
+        async with request.form() as form:
+            seen.append(sorted(form))
+        return JSONResponse({})
+
+    async with serving() as (site, client):
+        site.app.add_route("/v1/audio/transcriptions", upload, methods=["POST"])
+
+        async def send(field):
+            made = client.build_request(
+                "POST", "/v1/audio/transcriptions", files={"file": b"x" * 100}, data={field: "{}"}
+            )
+            whole = b"".join(made.stream)
+
+            async def parts():
+                for at in range(0, len(whole), size):
+                    yield whole[at : at + size]
+
+            content_type = {"content-type": made.headers["content-type"]}
+            return await client.post(made.url, content=parts(), headers=content_type)
+
+        assert (await send("language")).status_code == 200
+        answer = await send("midstream")
+    assert seen == [["file", "language"]]
+    assert answer.status_code == 400
+    assert "midstream: a form" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("mark", ["midstream", "midstrea\\u006d"])
+async def test_more_numbers_than_a_plan_may_have_are_413_and_stop_nobody(mark):
+    numbers = ",".join(["0.25"] * (MAX_VALUES + 2))
+    body = f'{{"prompt": "abc", "{mark}": {{"edits": [[{numbers}]]}}}}'.encode()
+    async with serving() as (site, client):
+        answer = await post(client, body)
+        assert answer.status_code == 413
+        assert "base64" in answer.json()["error"]["message"]
+    assert site.seen == []
+
+
+async def test_a_long_body_is_parsed_in_a_thread(monkeypatch):
+    threads, parse = [], middleware._parse
+
+    def noting(*given):
+        threads.append(threading.get_ident())
+        return parse(*given)
+
+    monkeypatch.setattr(middleware, "_parse", noting)
+    async with serving() as (_, client):
+        for length in (1, 1 << 19):
+            body = {"prompt": "a" * length, "midstream": {}}
+            assert (await post(client, body)).status_code == 200
+    here = threading.get_ident()
+    assert [one == here for one in threads] == [True, False]
 
 
 async def test_a_client_that_leaves_while_it_sends_leaves_nothing():

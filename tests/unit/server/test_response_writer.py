@@ -213,6 +213,26 @@ async def test_scores_and_rows_come_with_each_token_and_add_up_to_the_whole():
     assert torch.equal(whole, rows((1,), 5)["resid_post", 1])
 
 
+@pytest.mark.parametrize("layers", [[1], [1, -4]])
+async def test_a_stream_without_activations_at_its_end_has_all_streamed_rows(layers):
+    def script(prompt, params, request_id):
+        every = outputs_of(prompt, params, request_id)
+        for nth, one in enumerate(every):
+            last = nth == len(every) - 1
+            count = len(prompt) + nth
+            one.outputs[0].activations = rows((1,), count, 0 if last or not nth else count - 1)
+        return every
+
+    asked = {"capture": {"layers": layers, "stream": True}, "activations": "none"}
+    async with serving() as (site, client):
+        site.engine.script = script if layers != [1] else None
+        *tokens, _ = await stream(client, asked)
+    told = [event["midstream"] for event in tokens]
+    found = torch.cat([rows_in(one)["resid_post", 1] for each in told for one in each["rows"]])
+    assert torch.equal(found, rows((1,), 5)["resid_post", 1])
+    assert all("activations" not in one for one in told)
+
+
 async def test_events_of_several_choices_say_whose_results_they_have():
     async with serving() as (_, client):
         *tokens, done = await stream(client, INLINE, prompt=["abc", "abcd"])

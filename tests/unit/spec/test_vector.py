@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from midstream.errors import SpecError
 from midstream.spec import Vector
+from midstream.validation import read_float32
 
 NUMBERS = [1.5, -2.0, 0.25]
 DATA = struct.pack("<3f", *NUMBERS)
@@ -146,3 +147,24 @@ def test_what_is_no_vector_is_refused(value, path, problem):
 def test_the_constructor_takes_only_bytes():
     with pytest.raises(SpecError, match="expected `bytes`, got `list`; see Vector.parse"):
         Vector([1.0])
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.floats(), st.integers(), st.booleans(), st.floats(width=32), st.just("x"), st.none()
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_a_list_reads_as_its_numbers_one_by_one(values):
+    """The fast way for usual lists gives what reading each number gives."""
+    try:
+        expected = [read_float32(each) for each in values]
+    except SpecError:
+        with pytest.raises(SpecError):
+            Vector.parse(values)
+    else:
+        found = Vector.parse(values).numpy()
+        assert found.tobytes() == np.asarray(expected, "<f4").tobytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -265,3 +266,12 @@ def test_a_name_is_shown_as_it_is_at_one_moment(registry):
     assert vectors == registry.lookup("x")
     with pytest.raises(SpecError, match="no vectors are registered as 'y'"):
         registry.show("y")
+
+
+def test_an_unknown_name_is_found_out_fast_among_as_many_names_as_there_may_be(registry):
+    for nth in range(module.MAX_NAMES):
+        registry.register(f"{'direction-' * 9}{nth:04}", V)
+    began = time.perf_counter()
+    with pytest.raises(SpecError, match="did you mean"):
+        registry.lookup(f"{'direction-' * 9}x000")
+    assert time.perf_counter() - began < 0.3

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import FileResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from midstream.errors import HttpError
-from midstream.server.capture_cache import CachedCapture
+from midstream.server.capture_cache import CachedCapture, CaptureCache
 from midstream.server.results_json import handle_of
 from midstream.server.routes.common import (
     ERRORS,
@@ -61,7 +61,7 @@ async def fetch(name: Name, server: ServerDep) -> Response:
     found = server.captures.open(name)
     if found is None:
         raise _unknown(name)
-    return _Rows(*found)
+    return _Rows(server.captures, server.settings.stall_seconds, *found)
 
 
 @router.delete(
@@ -96,10 +96,16 @@ def captures(request: Request, server: ServerDep) -> dict[str, Any]:
 
 
 class _Rows(FileResponse):
-    """Response that sends a file by its descriptor, and always closes the descriptor."""
+    """Response that sends a file by its descriptor, and always closes the descriptor.
 
-    def __init__(self, cached: CachedCapture, file: int) -> None:
-        self._file = file
+    A client that reads nothing of it for `stall_seconds` gets no more of it.
+    """
+
+    def __init__(
+        self, captures: CaptureCache, stall_seconds: float, cached: CachedCapture, file: int
+    ) -> None:
+        self._captures, self._cached, self._file = captures, cached, file
+        self._seconds = stall_seconds
         super().__init__(
             f"/proc/self/fd/{file}",
             # Access depends on more than the URL, and the rows expire soon.
@@ -109,10 +115,15 @@ class _Rows(FileResponse):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def timed(message: Message) -> None:
+            await asyncio.wait_for(send(message), self._seconds)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, timed)
+        except asyncio.TimeoutError:
+            pass  # uvicorn closes the connection
         finally:
-            os.close(self._file)
+            self._captures.end_read(self._cached, self._file)
 
 
 def _unknown(name: str) -> HttpError:

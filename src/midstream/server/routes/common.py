@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Annotated, Any
 
 from fastapi import Depends, HTTPException, Request, Response
@@ -64,7 +64,17 @@ def ok_response(example: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
 
 
 class _StrictRequest(Request):
-    """Request whose JSON is parsed strictly: duplicate keys and NaN are errors."""
+    """Request whose JSON is parsed strictly, and whose body is limited: duplicate keys, NaN and too
+    many bytes are errors.
+    """
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        limit, size = server_of(self).settings.max_body_bytes, 0
+        async for part in super().stream():
+            size += len(part)
+            if size > limit:
+                raise HTTPException(413, f"the body exceeds this server's limit of {limit} bytes")
+            yield part
 
     async def json(self) -> Any:
         try:
@@ -78,9 +88,13 @@ class MidstreamRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        is_change = any(each.call is admin for each in self.dependant.dependencies)
 
         async def guarded(request: Request) -> Response:
             try:
+                if is_change:
+                    # FastAPI reads the body before it calls dependencies.
+                    admin(request)
                 return await handle(_StrictRequest(request.scope, request.receive))
             except (HttpError, MidstreamError) as error:
                 found = HttpError.of(error)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from midstream.errors import HttpError, SpecError
 from midstream.steering.files import LONE_KEY
-from midstream.validation import kind, read_json
+from midstream.validation import MAX_ITEMS, kind, read_json
 
 FILES = ("application/octet-stream", "application/safetensors", "application/x-safetensors")
+
+_HEADER_BYTES = 256  # at most, of one tensor in the header of a safetensors file
 
 
 def read_upload(body: bytes, content_type: str) -> Any:
@@ -48,8 +51,27 @@ def _read_file(body: bytes) -> Any:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
+    _check_header(body)
     try:
         tensors = load(body)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise SpecError("", f"expected a safetensors file: {error}") from None
     return tensors[LONE_KEY] if set(tensors) == {LONE_KEY} else tensors
+
+
+def _check_header(body: bytes) -> None:
+    """Check the number of tensors before the file is loaded, which takes time for each.
+
+    Raises:
+        SpecError: there are too many. Other faults are left to the loader.
+    """
+    length = int.from_bytes(body[:8], "little")
+    too_many = SpecError("", f"expected a safetensors file of at most {MAX_ITEMS} tensors")
+    if length > MAX_ITEMS * _HEADER_BYTES:
+        raise too_many
+    try:
+        header = json.loads(body[8 : 8 + length])
+    except (ValueError, RecursionError):
+        return
+    if isinstance(header, dict) and len(header) > MAX_ITEMS + 1:  # and its metadata
+        raise too_many

@@ -18,6 +18,7 @@ from support.sinking import delivery
 
 from midstream.errors import HttpError, SpecError
 from midstream.results.serialization import pack, unpack
+from midstream.server.routes import uploads
 from midstream.server.routes.uploads import read_upload
 from midstream.spec.vector import Vector
 
@@ -372,3 +373,13 @@ async def test_vectors_that_are_too_many_are_507_and_removing_some_helps(monkeyp
         assert (await client.put(f"{VECTORS}/b", json={"0": V, "1": V})).status_code == 200
         monkeypatch.setattr(registry, "MAX_NAMES", 1)
         await refused(client.put(f"{VECTORS}/c", json=V), 507, "1 names")
+
+
+@pytest.mark.parametrize("names", ["{:05}", "{:0300}"])
+def test_a_file_of_too_many_tensors_is_refused_before_it_is_loaded(names, monkeypatch):
+    monkeypatch.setattr("safetensors.torch.load", lambda _: pytest.fail("it is loaded"))
+    tensor = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({names.format(nth): tensor for nth in range(5000)}).encode()
+    body = len(header).to_bytes(8, "little") + header
+    with pytest.raises(SpecError, match="at most 4096 tensors"):
+        uploads.read_upload(body, "application/octet-stream")
