@@ -27,7 +27,9 @@ ScaleWarning (UserWarning)          an edit adds a vector far larger than the re
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -263,7 +265,8 @@ class HttpError(Exception):
         if isinstance(error, SpecError):
             return HttpError(400, str(error), error.path or None)
         if isinstance(error, ReceiptError):
-            return HttpError(500, str(error))
+            is_full = os.strerror(errno.ENOSPC) in str(error)
+            return HttpError(507 if is_full else 500, str(error))
         if isinstance(error, BusyError):
             return HttpError(503, str(error), retry_after=error.retry_after)
         raise error

@@ -194,7 +194,7 @@ class Site:
         transport = httpx.ASGITransport(
             self.app, raise_app_exceptions=False, client=(address, 5000)
         )
-        return httpx.AsyncClient(transport=transport, base_url="http://test", **more)
+        return httpx.AsyncClient(transport=transport, base_url="http://localhost", **more)
 
 
 async def make(*, host: str | None = "127.0.0.1", has_key: bool = False, **http: Any) -> Site:

@@ -173,21 +173,6 @@ class Activations:
             found[tap] = sizes[key]
         return found
 
-    def after(self, last: Mapping[Tap, int], taps: Iterable[Tap]) -> Activations:
-        """Return the rows of some (site, layer) that come after a position of each.
-
-        Args:
-            last: the position, by (site, layer); without one, all rows are returned.
-            taps: the (site, layer) to return.
-        """
-        values, positions = {}, {}
-        for tap in taps:
-            rows, every = self._rows(tap), self._positions[tap]
-            later = (every > last.get(tap, -1)).nonzero()[:, 0]
-            chosen = later if rows.chosen is None else rows.chosen[later]
-            values[tap], positions[tap] = replace(rows, chosen=chosen), every[later]
-        return Activations(values, positions, self._given_tokens)
-
     def numpy(self) -> dict[Tap, NDArray[np.generic]]:
         """Return an array [rows, hidden] by (site, layer); bfloat16, which NumPy lacks, becomes
         float32.
@@ -283,3 +268,22 @@ def _decoded(rows: Rows) -> Tensor:
     from midstream.results.interleaved_rows import interleaved
 
     return interleaved(rows.decoded())
+
+
+def rows_after(
+    activations: Activations, last: Mapping[Tap, int], taps: Iterable[Tap]
+) -> Activations:
+    """Return the rows of some (site, layer) that come after a position of each.
+
+    Args:
+        activations: the rows.
+        last: the position, by (site, layer); without one, all rows are returned.
+        taps: the (site, layer) to return.
+    """
+    values, positions = {}, {}
+    for tap in taps:
+        rows, every = activations._rows(tap), activations.positions_of(*tap)  # noqa: SLF001
+        later = (every > last.get(tap, -1)).nonzero()[:, 0]
+        chosen = later if rows.chosen is None else rows.chosen[later]
+        values[tap], positions[tap] = replace(rows, chosen=chosen), every[later]
+    return Activations(values, positions, activations._given_tokens)  # noqa: SLF001

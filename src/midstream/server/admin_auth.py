@@ -33,7 +33,24 @@ class Guard:
         # Without a key, every process on this machine may make changes, but web pages of other
         # origins shown by a local browser may not (cross-site request forgery).
         self._is_local = allowed is None and not has_keys
+        self._is_loopback = is_loopback(host)
         self.is_open = has_keys or is_loopback(host) if allowed is None else allowed
+
+    def check_host(self, headers: Mapping[str, str]) -> None:
+        """Check that a request to a loopback-bound server without a key is addressed to this
+        machine: a web page may let its own name lead here (DNS rebinding).
+
+        Raises:
+            HttpError: 403, the header `Host` names another host.
+        """
+        host = headers.get("host")
+        if self._is_local and self._is_loopback and host and not _is_own(f"//{host}"):
+            raise HttpError(
+                403,
+                f"this server has no key and answers requests to local hosts only, not to "
+                f"{host[:200]!r}; start it with --api-key or {ADMIN_KEY_VARIABLE}, or with "
+                "midstream's setting http.admin",
+            )
 
     def check(self, headers: Mapping[str, str]) -> None:
         """Check that a request may change vectors or steering.
@@ -84,7 +101,7 @@ def is_loopback(host: str | None) -> bool:
 
 
 def _is_own(origin: str) -> bool:
-    """Return whether an `Origin` header names a server on this machine."""
+    """Return whether the URL of an `Origin` or `Host` header names a server on this machine."""
     try:
         return is_loopback(urlsplit(origin).hostname)
     except ValueError:

@@ -12,6 +12,8 @@ import json
 import logging
 from typing import Any
 
+from midstream.errors import BusyError, SpecError
+
 _LOGGER = logging.getLogger("midstream.serving")
 
 
@@ -27,9 +29,20 @@ def log_event(event: str, **fields: Any) -> None:
     _LOGGER.info("midstream %s %s", event, line, extra={"midstream": {"event": event, **present}})
 
 
+def _is_no_mistake(record: logging.LogRecord) -> bool:
+    """Return whether a record is to be logged: vLLM logs a client's mistake in a stream as a fault
+    with its traceback, and `request.refused` says it already.
+    """
+    return not (record.exc_info and isinstance(record.exc_info[1], (SpecError, BusyError)))
+
+
 def attach_handlers() -> None:
-    """Attach vLLM's log handlers to midstream's logger, unless it already has handlers."""
+    """Attach vLLM's log handlers to midstream's logger, unless it already has handlers; they log
+    no traceback of clients' mistakes.
+    """
     ours, theirs = logging.getLogger("midstream"), logging.getLogger("vllm")
+    for handler in theirs.handlers:
+        handler.addFilter(_is_no_mistake)
     if ours.hasHandlers():
         return
     for handler in theirs.handlers:

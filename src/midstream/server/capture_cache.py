@@ -19,7 +19,7 @@ class CachedCapture:
     """Captured rows of one completion.
 
     Attributes:
-        id: unguessable id; knowing it is enough to fetch and delete the rows.
+        id: unguessable id, with which its client may fetch and delete the rows.
         client: id of the client that the rows belong to.
         request_id: vLLM's request id.
         file: descriptor of an anonymous memory file (memfd) with the rows as safetensors; freed
@@ -77,12 +77,15 @@ class CaptureCache:
         """Store rows, and return their entry.
 
         Raises:
-            HttpError: as for `check`.
+            HttpError: as for `check`; or 507, the machine has no memory or file left.
         """
         with self._lock:
             self._check(client, len(data))
         # The copy runs without the lock, so the capacity is checked again after it.
-        file = _file_of(data)
+        try:
+            file = _file_of(data)
+        except OSError as error:
+            raise HttpError(507, f"the rows cannot be cached: {error.strerror}") from None
         try:
             with self._lock:
                 self._check(client, len(data))
@@ -100,6 +103,12 @@ class CaptureCache:
             os.close(file)
             raise
         return entry
+
+    def get(self, name: str) -> CachedCapture | None:
+        """Return the entry of an id; None if the id is unknown or expired."""
+        with self._lock:
+            self._expire()
+            return self._captures.get(name)
 
     def open(self, name: str) -> tuple[CachedCapture, int] | None:
         """Return the entry of an id with a new file descriptor, which the caller must give to

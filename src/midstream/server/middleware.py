@@ -35,6 +35,7 @@ _WIDE = b"\0"  # occurs in UTF-16 and UTF-32, which JSON parsers accept as well
 _DIGITS = 18  # most digits of a plausible content length
 _OWN = ("/v1/midstream", "/v1/steering")
 _METRICS = "/metrics"
+STEERING_HEADER = b"x-midstream-steering"
 _WRITES = frozenset({"POST", "PUT", "PATCH"})
 # Bodies that are longer are parsed in a thread.
 _LONG = 1 << 18
@@ -64,10 +65,18 @@ class Middleware:
             await self._app(scope, receive, send)
             return
         path = path_of(scope)
+        if path in PATHS:
+            send = self._with_steering(send)
         on_error = functools.partial(self._server.record_refusal, scope)
         observer = RefusalLogger(send, on_error)
         observed = observer if path.startswith(_OWN) else send
         if scope["method"] not in _WRITES:
+            if path.startswith(_OWN):
+                try:
+                    self._server.check_host(Headers(scope=scope))
+                except HttpError as error:
+                    await send_error(error, observer)
+                    return
             if path.rstrip("/") == _METRICS:
                 await self._server.refresh_metrics()
             await self._app(scope, receive, observed)
@@ -79,6 +88,8 @@ class Middleware:
         context: RequestContext | None = None
         try:
             _check_length(headers, limit)
+            if path.startswith(_OWN):
+                self._server.check_host(headers)
             if is_read and not is_form:
                 body = await _read(receive, limit)
                 context, body = await self._context(scope, path, body)
@@ -107,6 +118,20 @@ class Middleware:
             CURRENT.reset(token)
             await context.close(self._server.captures)
 
+    def _with_steering(self, send: Send) -> Send:
+        """Return a `send` that names the server-wide steering in headers, if there is any."""
+        found = self._server.steering
+        if found is None:
+            return send
+        header = (STEERING_HEADER, found.encode())
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), header]}
+            await send(message)
+
+        return named
+
     def _is_read(self, scope: Scope, path: str) -> bool:
         """Return whether the body of a path may have the field: it is an endpoint's, and not of
         midstream's own endpoints.
@@ -132,6 +157,7 @@ class Middleware:
             parsed = _parse(path, fields, body)
         if parsed is None:
             return None, body
+        self._server.check_host(Headers(scope=scope))
         request_field, value, rest = parsed
         return self._server.begin(scope, value, request_field), rest
 

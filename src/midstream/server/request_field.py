@@ -11,7 +11,7 @@ from midstream.compat.translation import translate, without_translated
 from midstream.config.config import KEY
 from midstream.errors import SpecError
 from midstream.spec import Plan
-from midstream.validation import at, kind, read_fields, read_json
+from midstream.validation import at, kind, read_fields, read_json, show
 
 Return = Literal["handle", "inline", "none"]
 RETURNS: tuple[Return, ...] = ("handle", "inline", "none")
@@ -62,7 +62,9 @@ def read_field(value: object) -> MidstreamField:
         returned = given.pop("activations", "handle")
         if returned not in RETURNS:
             raise SpecError(
-                "activations", f"expected one of {', '.join(RETURNS)}, got {returned!r}"
+                "activations",
+                f"expected one of {', '.join(RETURNS)}, got "
+                f"{show(returned) if isinstance(returned, str) else kind(returned)}",
             )
         for name, part in given.items():
             if part is None:

@@ -11,7 +11,7 @@ import torch
 
 from midstream.config.http import HttpSettings
 from midstream.errors import HttpError
-from midstream.results.activations import Activations
+from midstream.results.activations import Activations, rows_after
 from midstream.results.probe_scores import Probes
 from midstream.results.serialization import pack
 from midstream.server.capture_cache import CachedCapture, CaptureCache
@@ -77,7 +77,7 @@ class ResultEncoder:
             rows = update.final.activations
             if rows is not None and context.request_field.activations == "none":
                 # Events before the last cannot have the last rows of a capture with `stream`.
-                left = rows.after(context.rows_sent.get(choice, {}), _streamed(context, rows))
+                left = rows_after(rows, context.rows_sent.get(choice, {}), _streamed(context, rows))
                 if any(left.counts().values()):
                     encoded["rows"] = [*encoded.get("rows", ()), await self._inline(left)]
             elif rows is not None:

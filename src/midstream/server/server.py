@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -18,7 +18,7 @@ from midstream.errors import HttpError, SpecError
 from midstream.runtime.frontend.request.call_plan import CallPlan, plan_of, with_plan
 from midstream.runtime.frontend.results.sink_setup import origin_of
 from midstream.server import audit_log, metrics
-from midstream.server.capture_cache import CaptureCache
+from midstream.server.capture_cache import CachedCapture, CaptureCache
 from midstream.server.http_request import CURRENT, RequestContext
 from midstream.server.request_field import MidstreamField
 from midstream.server.results_json import ResultEncoder
@@ -34,6 +34,7 @@ _TEMPLATE = ("chat_template", "chat_template_kwargs", "add_generation_prompt",
              "continue_final_message", "tools")  # fmt: skip
 # Time that the workers have to report their usage; else their last reports are shown.
 _USAGE_SECONDS = 2.0
+_PATH_SHOWN = 200  # characters of a path in the log
 
 
 class Server:
@@ -46,9 +47,12 @@ class Server:
             settings: the server's limits.
             admin: whether vectors and steering can be changed over HTTP.
             has_key: whether vLLM checks an API key before requests reach midstream.
+
+        `check_host` may be set to a function that rejects requests by their headers.
         """
         self.settings = settings
         self._has_key = has_key
+        self.check_host: Callable[[Mapping[str, str]], None] = lambda headers: None
         self.metrics = metrics.process_metrics()
         self._admin = admin
         self.captures = CaptureCache(settings)
@@ -88,6 +92,22 @@ class Server:
         if self._llm is None:
             raise HttpError(503, "the engine is not ready yet")
         return self._llm
+
+    @property
+    def steering(self) -> str | None:
+        """Epoch and digest of the server-wide steering; None if there is none.
+
+        A restart begins a new count of epochs: the digest tells whether the edits are the same.
+        """
+        if self._llm is None or not self._llm.steering.plan_edits():
+            return None
+        return f"epoch={self._llm.steering.epoch}, digest={self._llm.steering.digest[:16]}"
+
+    def owns(self, scope: Scope, cached: CachedCapture) -> bool:
+        """Return whether cached rows are those of a request's client. Without keys, all clients
+        that know an id may use it.
+        """
+        return not self._has_key or cached.client == self.client_of(scope)
 
     @property
     def answers(self) -> ResultEncoder:
@@ -164,7 +184,7 @@ class Server:
             "request.refused",
             status=status,
             method=scope["method"],
-            path=scope["path"],
+            path=scope["path"][:_PATH_SHOWN],
             client=self.client_of(scope),
             param=param,
         )

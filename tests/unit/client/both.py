@@ -25,16 +25,16 @@ class Both:
         self.client: Any
         if kind == "sync":
             if isinstance(over, Site):
-                http: Any = TestClient(over.app, raise_server_exceptions=False)
+                http: Any = TestClient(over.app, "http://localhost", raise_server_exceptions=False)
             else:
-                http = httpx.Client(transport=over, base_url="http://test")
+                http = httpx.Client(transport=over, base_url="http://localhost")
             self.client = Client(http=http)
         else:
             transport: Any = over
             if isinstance(over, Site):
                 transport = httpx.ASGITransport(over.app, raise_app_exceptions=False)
             self.client = AsyncClient(
-                http=httpx.AsyncClient(transport=transport, base_url="http://test")
+                http=httpx.AsyncClient(transport=transport, base_url="http://localhost")
             )
 
     def call(self, name: str, *args: Any, **given: Any) -> Any:

@@ -71,7 +71,7 @@ def connection(address, head):
 
 def head(length, path="/v1/completions", method="POST"):
     return (
-        f"{method} {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n"
+        f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         f"content-length: {length}\r\n\r\n"
     ).encode()
 
@@ -149,7 +149,8 @@ def test_a_client_that_breaks_off_while_it_fetches_leaves_no_file_open(listening
     until(lambda: True)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
-        ask = f"GET /v1/midstream/activations/{held.id} HTTP/1.1\r\nhost: test\r\n\r\n".encode()
+        line = f"GET /v1/midstream/activations/{held.id} HTTP/1.1"
+        ask = f"{line}\r\nhost: localhost\r\n\r\n".encode()
         with connection(listening.address, ask) as client:
             assert client.recv(100).startswith(b"HTTP/1.1 200")
     until(lambda: len(os.listdir("/proc/self/fd")) <= before)
@@ -205,7 +206,7 @@ def test_names_registered_steered_by_and_removed_from_many_connections_stay_whol
 
 
 def test_a_header_that_is_none_reaches_nobody(listening):
-    ask = b"GET /v1/midstream/vectors HTTP/1.1\r\nhost: test\r\nx: a\rb: c\r\n\r\n"
+    ask = b"GET /v1/midstream/vectors HTTP/1.1\r\nhost: localhost\r\nx: a\rb: c\r\n\r\n"
     with connection(listening.address, ask) as client:
         assert client.recv(100).startswith(b"HTTP/1.1 400")
     with httpx.Client(base_url=listening.url) as client:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import errno
 import json
+import logging
+import os
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -13,6 +16,9 @@ from support.serving_fake import serving
 
 import midstream
 from midstream.config.http import HttpSettings
+from midstream.errors import HttpError, ReceiptError, SpecError
+from midstream.server import audit_log
+from midstream.spec import Steer
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
@@ -93,3 +99,105 @@ async def test_no_refusal_tells_where_the_server_is_installed(method, path, body
     text = json.dumps(answer.json())
     for place in (str(ROOT), str(Path(midstream.__file__).parent), "site-packages", "Traceback"):
         assert place not in text
+
+
+@pytest.mark.anyio
+async def test_answers_name_the_steering_by_epoch_and_digest():
+    async with serving() as (site, client):
+        asked = {"prompt": "abc"}
+        plain = await client.post("/v1/completions", json=asked)
+        assert "x-midstream-steering" not in plain.headers
+        site.engine.steering.set(base=Steer([1.0, 0.0, 0.0], layer=1))
+        digest = site.engine.steering.digest[:16]
+        for more in ({}, {"midstream": {"capture": {"layers": [1]}}}, {"stream": True}):
+            answer = await client.post("/v1/completions", json={**asked, **more})
+            assert answer.headers["x-midstream-steering"] == f"epoch=1, digest={digest}"
+        site.engine.steering.clear()
+        plain = await client.post("/v1/completions", json=asked)
+        assert "x-midstream-steering" not in plain.headers
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:8000", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:8000", 200),
+        ("evil.example", 403),
+        ("127.0.0.1.evil.example:8000", 403),
+        ("[", 403),
+    ],
+)
+async def test_a_page_whose_name_leads_here_gets_nothing_from_a_local_server_without_key(
+    host, status
+):
+    async with serving() as (site, client):
+        headers = {"host": host}
+        for method, path, body in (
+            ("GET", "/v1/midstream/vectors", None),
+            ("PUT", "/v1/midstream/steering", {"base": []}),
+            ("POST", "/v1/completions", {"prompt": "a", "midstream": {}}),
+        ):
+            answer = await client.request(method, path, json=body, headers=headers)
+            assert answer.status_code == status
+    async with serving(has_key=True) as (_, client):
+        answer = await client.get("/v1/midstream/vectors", headers={"host": "evil.example"})
+        assert answer.status_code == 200
+
+
+@pytest.mark.anyio
+async def test_another_key_neither_fetches_nor_deletes_rows():
+    async with serving(has_key=True) as (_, client):
+        mine, other = ({"authorization": f"Bearer {key}"} for key in "ab")
+        asked = {"prompt": "abc", "midstream": {"capture": {"layers": [1]}}}
+        answer = await client.post("/v1/completions", json=asked, headers=mine)
+        url = answer.json()["midstream"]["activations"]["url"]
+        for method in ("GET", "DELETE"):
+            assert (await client.request(method, url, headers=other)).status_code == 404
+        assert (await client.get(url, headers=mine)).status_code == 200
+        assert (await client.delete(url, headers=mine)).status_code == 204
+
+
+@pytest.mark.anyio
+async def test_a_machine_that_is_full_is_507(monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "memfd_create", full)
+    async with serving() as (_, client):
+        asked = {"prompt": "abc", "midstream": {"capture": {"layers": [1]}}}
+        assert (await client.post("/v1/completions", json=asked)).status_code == 507
+    problem = ReceiptError(f"sink store: [Errno 28] {os.strerror(errno.ENOSPC)}: '/x'")
+    assert HttpError.of(problem).status == 507
+    assert HttpError.of(ReceiptError("no rows")).status == 500
+
+
+@pytest.mark.anyio
+async def test_a_long_value_and_a_long_path_are_repeated_in_part(caplog):
+    caplog.set_level("INFO", "midstream.serving")
+    long = "x" * 100_000
+    async with serving() as (_, client):
+        for value in (long, [long], {long: 1}):
+            asked = {"prompt": "abc", "midstream": {"activations": value}}
+            answer = await client.post("/v1/completions", json=asked)
+            assert answer.status_code == 400
+            assert len(answer.content) < 1000
+        await client.get("/v1/midstream/" + "y" * 5000)
+    assert max(len(record.getMessage()) for record in caplog.records) < 1000
+
+
+def test_a_mistake_of_a_client_is_logged_without_a_traceback():
+    found = []
+    handler = logging.Handler()
+    handler.emit = found.append
+    theirs = logging.getLogger("vllm")
+    theirs.addHandler(handler)
+    try:
+        audit_log.attach_handlers()
+        for error in (SpecError("a", "b"), ValueError("c")):
+            theirs.error("Error in completion stream generator.", exc_info=error)
+    finally:
+        theirs.removeHandler(handler)
+        logging.getLogger("midstream").removeHandler(handler)
+    assert [one.exc_info[1].args for one in found] == [("c",)]

@@ -57,8 +57,11 @@ _HANDLE = {
         416: {"content": {"text/plain": {}}, "description": "The range is outside of the file."},
     },
 )
-async def fetch(name: Name, server: ServerDep) -> Response:
+async def fetch(name: Name, request: Request, server: ServerDep) -> Response:
     found = server.captures.open(name)
+    if found is not None and not server.owns(request.scope, found[0]):
+        server.captures.end_read(*found)
+        found = None
     if found is None:
         raise _unknown(name)
     return _Rows(server.captures, server.settings.stall_seconds, *found)
@@ -70,8 +73,10 @@ async def fetch(name: Name, server: ServerDep) -> Response:
     summary="Delete captured rows",
     responses=error_responses(400, 401, 404, 503),
 )
-def delete(name: Name, server: ServerDep) -> Response:
-    if not server.captures.delete(name):
+def delete(name: Name, request: Request, server: ServerDep) -> Response:
+    found = server.captures.get(name)
+    is_own = found is not None and server.owns(request.scope, found)
+    if not is_own or not server.captures.delete(name):
         raise _unknown(name)
     return Response(status_code=204)
 
