@@ -104,7 +104,7 @@ def test_a_changed_signature_is_refused_by_name_and_nothing_is_patched(
     where = "vllm.v1.engine.input_processor.InputProcessor.process_inputs"
     assert f"\n  {where} {difference}" in str(caught.value)
     assert "differs from what this midstream expects" in str(caught.value)
-    assert not patches.is_active()
+    assert not patches._active
     assert [dict(vars(cls)) for cls in classes()] == before
     assert isinstance(caught.value, UnsupportedError)
 

@@ -32,6 +32,14 @@ def make_arena(budget: int = 1 << 30, overflow: str = "block", folder: str = "/t
     return Arena(ArenaSettings(budget, SEGMENT, overflow, Path(folder)), pin=False)
 
 
+def check_idle(arena: Arena) -> None:
+    """Assert that no segment has users, beside the arena itself; all leases have ended then."""
+    arena.sweep()
+    arena._leave_current()
+    assert all(segment.users == 0 for segment in arena._segments.values()), arena.used
+    assert not arena.used["leases"]
+
+
 @functools.cache
 def _shared() -> Arena:
     return make_arena()

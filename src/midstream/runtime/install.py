@@ -81,11 +81,6 @@ def activate() -> None:
         _active = True
 
 
-def is_active() -> bool:
-    """Return whether the hooks are installed in this process."""
-    return _active
-
-
 def front_end(engine: Any) -> Any:
     """Return the front end of an engine or of its input processor; None if it has none."""
     return FRONT_END.get(engine)

@@ -191,13 +191,6 @@ class Arena:
         self._leases.close()
         self._current, self._free = None, []
 
-    def check_idle(self) -> None:
-        """Assert that no segment has users; true between requests, once all leases have ended."""
-        self.sweep()
-        self._leave_current()
-        assert all(segment.users == 0 for segment in self._segments.values()), self.used
-        assert not len(self._leases)
-
     def _leave_current(self) -> None:
         current, self._current, self._filled = self._current, None, 0
         if current is not None:

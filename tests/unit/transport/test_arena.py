@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.stored import SEGMENT, make_arena
+from support.stored import SEGMENT, check_idle, make_arena
 
 from midstream.transport.arena import Arena
 from midstream.transport.reader import MappedArena
@@ -79,7 +79,7 @@ def test_beyond_the_budget_segments_are_files_without_a_name_that_go_when_they_a
         extent.memory.fill_(n)
     assert all(bool((extent.memory == n).all()) for n, extent in enumerate(extents))
     arena.release(extent.segment for extent in extents)
-    arena.check_idle()
+    check_idle(arena)
     assert arena.used["disk_bytes"] == 0
     assert arena.take_retired() == [2, 3, 4]
     assert arena.take_retired() == []
@@ -156,7 +156,7 @@ def test_whatever_is_held_keeps_its_bytes(seed, overflow):
             arena.release([one.segment])
     held.clear()
     one = tensors = None
-    arena.check_idle()
+    check_idle(arena)
     assert reader.held == 0
 
 
@@ -183,7 +183,7 @@ def test_a_lease_ends_once_when_the_last_tensor_that_shares_its_memory_is_gone()
     arena.sweep()
     assert arena.used["leases"] == 1
     del numbers
-    arena.check_idle()
+    check_idle(arena)
     assert reader.held == 0
 
 
@@ -198,7 +198,7 @@ def test_a_lease_over_several_segments_ends_with_the_last():
         arena.sweep()
         assert arena.used["leases"] == 1
         del tensors[segment]
-    arena.check_idle()
+    check_idle(arena)
 
 
 def test_what_a_reader_writes_is_its_own_and_later_rows_are_not_touched():

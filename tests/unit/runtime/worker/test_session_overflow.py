@@ -7,7 +7,7 @@ import random
 import pytest
 from support.fake_steps import TAPS, WIDTH, Fake, FakeEngine, captured
 from support.plans import plan_of, random_plan
-from support.stored import SEGMENT, make_arena
+from support.stored import SEGMENT, check_idle, make_arena
 
 EVERYWHERE = ((0, None),)
 ALL = plan_of(captures=[(list(TAPS), EVERYWHERE)])
@@ -88,4 +88,4 @@ def test_whatever_fits_is_right_and_what_does_not_is_counted(seed):
         running = [fake for fake in running if fake not in over]
     losses += ended(engine, running)
     assert 0 in losses
-    engine.arena.check_idle()
+    check_idle(engine.arena)
