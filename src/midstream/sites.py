@@ -24,8 +24,21 @@ in front of the norm).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 Tap = tuple[str, int]  # (canonical site, layer from 0)
+# The names and aliases of `SITES`, for type checkers and editors.
+SiteName = Literal[
+    "resid_pre",
+    "attn_out",
+    "resid_mid",
+    "mlp_in",
+    "mlp_out",
+    "resid_post",
+    "pre_attn",
+    "post_attn",
+    "post_block",
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import numbers
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from midstream.errors import SpecError
 
@@ -127,7 +127,7 @@ def read_word(value: object, known: Sequence[str]) -> str:
 
 def read_fields(
     value: object, required: Sequence[str], optional: Sequence[str] = ()
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Read the fields of a dict.
 
     Raises:

@@ -10,9 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.spec import Capture, Plan
+from midstream.spec import Capture, Edit, Plan, Probe
 from midstream.spec.capture import bad_capture
 from midstream.validation import is_int
+
+# One part of a plan or its dict, for all prompts; or a list of parts, or one entry per prompt.
+_CapturePart = Capture | Mapping[str, Any] | None
+CaptureArgument = _CapturePart | Sequence[_CapturePart | Sequence[_CapturePart]]
+_EditPart = Edit | Mapping[str, Any] | None
+EditArgument = _EditPart | Sequence[_EditPart | Sequence[_EditPart]]
+_ProbePart = Probe | Mapping[str, Any] | None
+ProbeArgument = _ProbePart | Sequence[_ProbePart | Sequence[_ProbePart]]
 
 # A list of these may be the parts of one prompt; a list of captures has one entry per prompt.
 _SEVERAL = ("steer", "edits", "probes")

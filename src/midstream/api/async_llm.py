@@ -13,14 +13,20 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
+from vllm import AsyncEngineArgs, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM as VllmAsyncLLM
 from vllm.v1.executor.abstract import Executor
 
-from midstream.api.arguments import CallArguments
+from midstream.api.arguments import (
+    CallArguments,
+    CaptureArgument,
+    EditArgument,
+    ProbeArgument,
+)
 from midstream.api.async_call import AsyncEngineCall
 from midstream.api.default_capture import DefaultCapture
+from midstream.api.outputs import GenerateOutput
 from midstream.config.config import KEY, Config, from_additional_config
 from midstream.errors import ConfigError
 from midstream.results.site_table import SiteTable
@@ -205,12 +211,12 @@ class AsyncLLM(VllmAsyncLLM):
         sampling_params: SamplingParams,
         request_id: str | None = None,
         *,
-        capture: Any = None,
-        steer: Any = None,
-        edits: Any = None,
-        probes: Any = None,
+        capture: CaptureArgument = None,
+        steer: EditArgument = None,
+        edits: EditArgument = None,
+        probes: ProbeArgument = None,
         **vllm_args: Any,
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> AsyncGenerator[GenerateOutput, None]:
         """Generate, with captures, edits and probes.
 
         Args:

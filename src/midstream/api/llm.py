@@ -6,11 +6,18 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from vllm import LLM as VllmLLM
-from vllm import RequestOutput, SamplingParams
+from vllm import SamplingParams
 
-from midstream.api.arguments import CallArguments, check_names
+from midstream.api.arguments import (
+    CallArguments,
+    CaptureArgument,
+    EditArgument,
+    ProbeArgument,
+    check_names,
+)
 from midstream.api.default_capture import DefaultCapture
 from midstream.api.offline_call import OfflineCall
+from midstream.api.outputs import GenerateOutput
 from midstream.config.config import Config
 from midstream.errors import SpecError, UnsupportedError
 from midstream.results.site_table import SiteTable
@@ -120,12 +127,12 @@ class LLM(VllmLLM):
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        capture: Any = None,
-        steer: Any = None,
-        edits: Any = None,
-        probes: Any = None,
+        capture: CaptureArgument = None,
+        steer: EditArgument = None,
+        edits: EditArgument = None,
+        probes: ProbeArgument = None,
         **vllm_args: Any,
-    ) -> list[RequestOutput]:
+    ) -> list[GenerateOutput]:
         """Generate, with captures, edits and probes.
 
         Each of `capture`, `steer`, `edits` and `probes` is one value for all prompts, or a list
@@ -169,12 +176,12 @@ class LLM(VllmLLM):
         messages: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *args: Any,
-        capture: Any = None,
-        steer: Any = None,
-        edits: Any = None,
-        probes: Any = None,
+        capture: CaptureArgument = None,
+        steer: EditArgument = None,
+        edits: EditArgument = None,
+        probes: ProbeArgument = None,
         **vllm_args: Any,
-    ) -> list[RequestOutput]:
+    ) -> list[GenerateOutput]:
         """Answer conversations; see `generate`, and `vllm.LLM.chat` for its other arguments.
 
         Positions may select messages: see `Role`.

@@ -10,17 +10,18 @@ from midstream.compat.packed_arrays import read_array
 from midstream.errors import SpecError
 from midstream.spec import Capture, Clamp, Edit, Plan, Replace, Steer
 from midstream.spec.consumers import names_consumers
+from midstream.spec.forms import PhaseLike
 from midstream.spec.selection import read_site
 from midstream.steering.edit_forms import read_hooks, read_reference
 from midstream.validation import MAX_PARTS, at, is_int, kind, read_fields, read_float32, read_int
 
 # Arguments with vectors by hook point, and the phase of the tokens that they apply to.
-TIERS: dict[str, str | None] = {
+TIERS: dict[str, PhaseLike | None] = {
     "steering_vectors": None,
     "prefill_steering_vectors": "prompt",
     "decode_steering_vectors": "generated",
 }
-CLAMPS: dict[str, str | None] = {
+CLAMPS: dict[str, PhaseLike | None] = {
     "steering_clamps": None,
     "prefill_steering_clamps": "prompt",
     "decode_steering_clamps": "generated",
@@ -160,7 +161,7 @@ def _per_row(given: Mapping[str, object], name: str, count: int) -> list[Any]:
     return list(value)
 
 
-def read_clamps(value: object, phase: str | None) -> Iterator[Clamp]:
+def read_clamps(value: object, phase: PhaseLike | None) -> Iterator[Clamp]:
     """Yield the clamps of one of CLAMPS; see `read_edits`.
 
     Raises:
@@ -203,7 +204,7 @@ def _clamp_entries(part: object) -> Iterator[tuple[str, int, object]]:
             yield f"{_key(key)}[{index}]", layer, entry
 
 
-def _read_clamp(value: object, layer: int, site: str, phase: str | None) -> Clamp:
+def _read_clamp(value: object, layer: int, site: str, phase: PhaseLike | None) -> Clamp:
     optional = ("min", "max", "value", "strength")
     given = read_fields(value, required=("vector",), optional=optional)
     strength = given.get("strength", 1.0)

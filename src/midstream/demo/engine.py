@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from midstream.spec.forms import PositionWord
+
 SITE = "resid_post"
 
 
@@ -40,7 +42,7 @@ class Request:
     name: str
     token_ids: list[int]
     max_tokens: int = 1
-    capture: str | None = None
+    capture: PositionWord | None = None
     push: Push | None = None
 
 

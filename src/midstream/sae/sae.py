@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from midstream.errors import SpecError
 from midstream.sae.saelens import CONFIG, WEIGHTS, SaeConfig, hook_tap, read_config, read_weights
+from midstream.spec.forms import LayersLike, NumberLike, PhaseLike, PositionsLike, SitesLike
 from midstream.spec.operations import Feature
 from midstream.validation import at, read_int
 
@@ -143,13 +144,13 @@ class SAE:
     def feature(
         self,
         index: int,
-        mode: object = "set",
-        value: object = None,
-        layer: object = None,
-        site: object = None,
-        positions: object = "all",
-        phase: object = None,
-        exclude: object = None,
+        mode: Literal["set", "add", "scale", "ablate"] = "set",
+        value: NumberLike | None = None,
+        layer: LayersLike | None = None,
+        site: SitesLike | None = None,
+        positions: PositionsLike = "all",
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
     ) -> Feature:
         """Return an edit of one feature.
 

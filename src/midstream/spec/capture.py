@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.spec.argument_names import accept_spellings, one_spelling
+from midstream.spec.forms import LayersLike, PhaseLike, PositionsLike, SitesLike
 from midstream.spec.positions.positions import Positions
 from midstream.spec.selection import Layers, Sites
 from midstream.spec.sink_target import MEMORY, NO_METADATA, Metadata, read_name
@@ -52,20 +54,20 @@ class Capture:
     @accept_spellings
     def __init__(
         self,
-        layers: object,
-        sites: object = "resid_post",
-        positions: object = "all",
-        phase: object = None,
-        exclude: object = None,
+        layers: LayersLike,
+        sites: SitesLike = "resid_post",
+        positions: PositionsLike = "all",
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
         *,
-        codec: object = None,
-        return_: object = None,
-        sink: object = MEMORY,
-        tag: object = "",
-        request_id: object = "",
-        metadata: object = None,
-        stream: object = False,
-        layout: object = "",
+        codec: Any = None,
+        return_: Literal["sharded", "gathered"] | None = None,
+        sink: str = MEMORY,
+        tag: str = "",
+        request_id: str = "",
+        metadata: Mapping[str, Any] | None = None,
+        stream: bool = False,
+        layout: str = "",
     ) -> None:
         """Create a capture; each field accepts any of its forms.
 

@@ -66,7 +66,7 @@ class Named:
             return value
         if isinstance(value, str):
             return Named(read_name(value))
-        return Named(**read_fields(value, required=("name",), optional=("scale",)))  # type: ignore[arg-type]
+        return Named(**read_fields(value, required=("name",), optional=("scale",)))
 
     def emit(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""

@@ -10,6 +10,14 @@ from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.spec.algebra import float32
 from midstream.spec.argument_names import accept_spellings
+from midstream.spec.forms import (
+    LayersLike,
+    NumberLike,
+    PhaseLike,
+    PositionsLike,
+    SitesLike,
+    VectorOrName,
+)
 from midstream.spec.instructions import Instruction
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.named_vector import Named, read_direction
@@ -40,14 +48,14 @@ class Probe(Operation):
     @accept_spellings
     def __init__(
         self,
-        direction: object,
-        layer: object = None,
-        bias: object = 0.0,
-        site: object = None,
-        name: object = None,
-        positions: object = "all",
-        phase: object = None,
-        exclude: object = None,
+        direction: VectorOrName,
+        layer: LayersLike | None = None,
+        bias: NumberLike = 0.0,
+        site: SitesLike | None = None,
+        name: str | None = None,
+        positions: PositionsLike = "all",
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
     ) -> None:
         """Create a probe; each field accepts any of its forms.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from midstream.errors import SpecError
 from midstream.spec.matrix import is_matrix, read_rows
@@ -18,7 +19,7 @@ def is_by_layer(value: object) -> bool:
 
 
 def read_by_layer(
-    field: str, value: Mapping[int, object], layer: object
+    field: str, value: Mapping[Any, Any], layer: object
 ) -> tuple[tuple[Vector, ...], list[int]]:
     """Read a dict of vectors by layer.
 
@@ -49,7 +50,7 @@ def read_by_layer(
 
 def read_per_layer(
     field: str, value: object, layer: object
-) -> tuple[Vector | Named | tuple[Vector, ...], object]:
+) -> tuple[Vector | Named | tuple[Vector, ...], Any]:
     """Read one vector or name, or several vectors, one per layer.
 
     Args:

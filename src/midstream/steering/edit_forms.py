@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeGuard
 
 from midstream.errors import SpecError
+from midstream.spec.forms import PhaseLike
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.named_vector import Named
 from midstream.spec.operations import Edit, Gate, Steer, bind_edit, parse_edit
@@ -22,7 +23,7 @@ from midstream.steering.parse import read_placed
 from midstream.validation import MAX_PARTS, at, kind, read_fields
 
 # Tiers, and the phase of the tokens that each applies to.
-TIERS: Mapping[str, str | None] = MappingProxyType(
+TIERS: Mapping[str, PhaseLike | None] = MappingProxyType(
     {"base": None, "prompt": "prompt", "generated": "generated"}
 )
 
@@ -49,7 +50,7 @@ class Part(NamedTuple):
     edit: Edit
 
 
-def read_tier(value: object, phase: str | None) -> tuple[Part, ...]:
+def read_tier(value: object, phase: PhaseLike | None) -> tuple[Part, ...]:
     """Parse the edits of one tier in any of its forms.
 
     Args:
@@ -118,7 +119,7 @@ def read_named_edits(value: Mapping[object, object]) -> tuple[Part, ...]:
     return tuple(found)
 
 
-def read_hooks(value: object, phase: str | None) -> tuple[Part, ...]:
+def read_hooks(value: object, phase: PhaseLike | None) -> tuple[Part, ...]:
     """Return one Steer for each vector of `{hook point: {layer: vector}}` or `{layer: vector}`.
 
     Args:
@@ -211,7 +212,7 @@ def _is_pair(value: object) -> bool:
     )
 
 
-def _read_one(value: object, phase: str | None) -> tuple[Part, ...]:
+def _read_one(value: object, phase: PhaseLike | None) -> tuple[Part, ...]:
     if isinstance(value, Edit):
         return (Part("", narrowed(value, phase)),)
     if isinstance(value, (str, Named)) or _is_pair(value):

@@ -25,6 +25,7 @@ from midstream.server.routes.uploads import by_value
 from midstream.server.routes.vectors import ABOUT, register_name, remove_name
 from midstream.server.server import Server
 from midstream.sites import order
+from midstream.spec.forms import PhaseLike
 from midstream.spec.operations import Edit, Steer
 from midstream.spec.resolve.tap_lookup import find_taps
 from midstream.spec.vector import Vector
@@ -35,7 +36,7 @@ router = APIRouter(route_class=MidstreamRoute, tags=["midstream: as elsewhere"])
 
 # The fork's tiers, and midstream's.
 _TIERS = {"vectors": "base", "prefill_vectors": "prompt", "decode_vectors": "generated"}
-_PHASES = {"base": None, "prompt": "prompt", "generated": "generated"}
+_PHASES: dict[str, PhaseLike | None] = {"base": None, "prompt": "prompt", "generated": "generated"}
 _HOOK_POINTS = {"resid_pre": "pre_attn", "resid_mid": "post_attn", "resid_post": "post_block"}
 _HOOKS = (
     '`{hook point: {layer: vector}}`; a vector is a list of numbers or `{"vector": …, "scale": …}`'
@@ -112,7 +113,7 @@ def set_vectors(given: VectorsBody, server: AdminDep) -> dict[str, Any]:
     return {"status": "ok", "layers_updated": sorted(changed), "epoch": state.epoch}
 
 
-def _read_tier(given: VectorsBody, name: str, phase: str | None) -> list[Edit] | None:
+def _read_tier(given: VectorsBody, name: str, phase: PhaseLike | None) -> list[Edit] | None:
     """Return the edits of a tier: its vectors, then its clamps; None if neither is given."""
     clamps_name = name.replace("vectors", "clamps")
     vectors, clamps = getattr(given, name), getattr(given, clamps_name)

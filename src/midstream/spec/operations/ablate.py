@@ -10,6 +10,14 @@ from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.spec.algebra import float32, orthonormal
 from midstream.spec.argument_names import accept_spellings
+from midstream.spec.forms import (
+    LayersLike,
+    NumberLike,
+    PhaseLike,
+    PositionsLike,
+    RowsOrNames,
+    SitesLike,
+)
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import read_directions
 from midstream.spec.named_vector import Named
@@ -44,14 +52,14 @@ class Ablate(Operation):
     @accept_spellings
     def __init__(
         self,
-        directions: object,
-        layer: object = None,
-        strength: object = 1.0,
-        site: object = None,
-        positions: object = "all",
-        phase: object = None,
-        exclude: object = None,
-        subspace: object = None,
+        directions: RowsOrNames,
+        layer: LayersLike | None = None,
+        strength: NumberLike = 1.0,
+        site: SitesLike | None = None,
+        positions: PositionsLike = "all",
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
+        subspace: bool | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -95,8 +103,13 @@ class Ablate(Operation):
     def per_layer(self) -> tuple[Ablate, ...]:
         if self.subspace is not False:
             return (self,)
-        each = zip(self.directions, self.layers.indices, strict=True)
-        given = {"strength": self.strength, "site": self.sites, "positions": self.positions}
+        indices: Any = self.layers.indices
+        each = zip(self.directions, indices, strict=True)
+        given: dict[str, Any] = {
+            "strength": self.strength,
+            "site": self.sites,
+            "positions": self.positions,
+        }
         return tuple(Ablate(row, layer, **given) for row, layer in each)
 
     def _with(self, vectors: dict[str, Vector], **place: object) -> Ablate:

@@ -10,6 +10,15 @@ from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.spec.algebra import float32, gram_error, wide
 from midstream.spec.argument_names import accept_spellings
+from midstream.spec.forms import (
+    LayersLike,
+    NumberLike,
+    PhaseLike,
+    PositionsLike,
+    RowsLike,
+    SitesLike,
+    VectorLike,
+)
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import read_rows
 from midstream.spec.operation import SITE, Operation, one_edit, read_scalar, rows_by_value
@@ -43,15 +52,15 @@ class Affine(Operation):
     @accept_spellings
     def __init__(
         self,
-        read: object,
-        write: object,
-        layer: object,
-        bias: object = 0.0,
-        scale: object = 1.0,
-        site: object = SITE,
-        positions: object = "all",
-        phase: object = None,
-        exclude: object = None,
+        read: RowsLike,
+        write: RowsLike,
+        layer: LayersLike,
+        bias: NumberLike | VectorLike = 0.0,
+        scale: NumberLike = 1.0,
+        site: SitesLike = SITE,
+        positions: PositionsLike = "all",
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -106,14 +115,14 @@ class LoReFT(Operation):
     @accept_spellings
     def __init__(
         self,
-        rotation: object,
-        weight: object,
-        bias: object,
-        layer: object,
-        site: object = SITE,
-        positions: object = "all",
-        phase: object = None,
-        exclude: object = None,
+        rotation: RowsLike,
+        weight: RowsLike,
+        bias: NumberLike | VectorLike,
+        layer: LayersLike,
+        site: SitesLike = SITE,
+        positions: PositionsLike = "all",
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 

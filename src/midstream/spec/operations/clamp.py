@@ -9,6 +9,14 @@ from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.spec.algebra import check_nonzero, float32, unit
 from midstream.spec.argument_names import accept_spellings
+from midstream.spec.forms import (
+    LayersLike,
+    NumberLike,
+    PhaseLike,
+    PositionsLike,
+    SitesLike,
+    VectorOrName,
+)
 from midstream.spec.instructions import Instruction
 from midstream.spec.named_vector import Named, read_direction
 from midstream.spec.operation import Operation, by_value, one_edit, read_scalar
@@ -40,16 +48,16 @@ class Clamp(Operation):
     @accept_spellings
     def __init__(
         self,
-        direction: object,
-        layer: object = None,
-        value: object = None,
-        low: object = None,
-        high: object = None,
-        strength: object = 1.0,
-        site: object = None,
-        positions: object = "all",
-        phase: object = None,
-        exclude: object = None,
+        direction: VectorOrName,
+        layer: LayersLike | None = None,
+        value: NumberLike | None = None,
+        low: NumberLike | None = None,
+        high: NumberLike | None = None,
+        strength: NumberLike = 1.0,
+        site: SitesLike | None = None,
+        positions: PositionsLike = "all",
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.spec.algebra import float32, wide
 from midstream.spec.argument_names import accept_spellings
+from midstream.spec.forms import (
+    LayersLike,
+    NumberLike,
+    PhaseLike,
+    PositionsLike,
+    SitesLike,
+    VectorLike,
+)
 from midstream.spec.instructions import Instruction
 from midstream.spec.operation import SITE, Operation, by_value, one_edit, read_scalar
 from midstream.spec.vector import Vector
@@ -56,18 +64,18 @@ class Feature(Operation):
     @accept_spellings
     def __init__(
         self,
-        encoder: object,
-        decoder: object,
-        layer: object,
-        mode: object = "set",
-        value: object = None,
-        bias: object = 0.0,
-        threshold: object = None,
-        decoder_bias: object = None,
-        site: object = SITE,
-        positions: object = "all",
-        phase: object = None,
-        exclude: object = None,
+        encoder: VectorLike,
+        decoder: VectorLike,
+        layer: LayersLike,
+        mode: Literal["set", "add", "scale", "ablate"] = "set",
+        value: NumberLike | None = None,
+        bias: NumberLike = 0.0,
+        threshold: NumberLike | None = None,
+        decoder_bias: VectorLike | None = None,
+        site: SitesLike = SITE,
+        positions: PositionsLike = "all",
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 

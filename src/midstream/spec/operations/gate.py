@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.sites import Tap
 from midstream.spec.algebra import float32
 from midstream.spec.argument_names import accept_spellings, one_spelling
+from midstream.spec.forms import LayersLike, NumberLike, SitesLike, VectorOrName
 from midstream.spec.instructions import Instruction
 from midstream.spec.named_lookup import (
     Lookup,
@@ -50,10 +51,10 @@ class Reading:
     @accept_spellings
     def __init__(
         self,
-        direction: object,
-        bias: object = 0.0,
-        layer: object = None,
-        site: object = None,
+        direction: VectorOrName,
+        bias: NumberLike = 0.0,
+        layer: LayersLike | None = None,
+        site: SitesLike | None = None,
     ) -> None:
         """Create a reading; each field accepts any of its forms.
 
@@ -93,6 +94,7 @@ class Reading:
             return value
         if isinstance(value, Probe):
             return _from_probe(value)
+        given: Any = value
         if isinstance(value, Mapping) and not {"f32", "name"} & set(value):
             return Reading(
                 **read_fields(
@@ -101,7 +103,7 @@ class Reading:
                     optional=("bias", "layer", "site"),
                 )
             )
-        return Reading(value)
+        return Reading(given)
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""
@@ -142,7 +144,11 @@ class Gate:
 
     @accept_spellings
     def __init__(
-        self, edit: object, probe: object, threshold: object = 0.0, sharpness: object = None
+        self,
+        edit: PlainEdit | Mapping[str, Any],
+        probe: Reading | Probe | VectorOrName,
+        threshold: NumberLike = 0.0,
+        sharpness: NumberLike | None = None,
     ) -> None:
         """Create a gate; each field accepts any of its forms.
 

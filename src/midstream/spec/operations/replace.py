@@ -8,6 +8,14 @@ from typing import Any
 from midstream.ops.layout import Flags, Op
 from midstream.spec.algebra import float32
 from midstream.spec.argument_names import accept_spellings
+from midstream.spec.forms import (
+    LayersLike,
+    NumberLike,
+    PhaseLike,
+    PositionsLike,
+    RowsLike,
+    SitesLike,
+)
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import read_rows
 from midstream.spec.operation import SITE, Operation, one_edit, read_scalar, rows_by_value
@@ -36,13 +44,13 @@ class Replace(Operation):
     @accept_spellings
     def __init__(
         self,
-        rows: object,
-        layer: object,
-        alpha: object = 1.0,
-        site: object = SITE,
-        positions: object = "all",
-        phase: object = None,
-        exclude: object = None,
+        rows: RowsLike,
+        layer: LayersLike,
+        alpha: NumberLike = 1.0,
+        site: SitesLike = SITE,
+        positions: PositionsLike = "all",
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 

@@ -8,6 +8,7 @@ from typing import Any
 from midstream.ops.layout import Op
 from midstream.spec.algebra import float32
 from midstream.spec.argument_names import accept_spellings
+from midstream.spec.forms import LayersLike, NumberLike, PhaseLike, PositionsLike, SitesLike
 from midstream.spec.instructions import Instruction
 from midstream.spec.operation import SITE, Operation, one_edit, read_scalar
 from midstream.validation import at
@@ -30,12 +31,12 @@ class Scale(Operation):
     @accept_spellings
     def __init__(
         self,
-        factor: object,
-        layer: object,
-        site: object = SITE,
-        positions: object = "all",
-        phase: object = None,
-        exclude: object = None,
+        factor: NumberLike,
+        layer: LayersLike,
+        site: SitesLike = SITE,
+        positions: PositionsLike = "all",
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 

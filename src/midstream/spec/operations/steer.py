@@ -5,12 +5,20 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from midstream.errors import ScaleWarning
 from midstream.ops.layout import Flags, Op
 from midstream.spec.algebra import check_nonzero, float32, unit
 from midstream.spec.argument_names import accept_spellings
+from midstream.spec.forms import (
+    LayersLike,
+    NumberLike,
+    PhaseLike,
+    PositionsLike,
+    RowsOrNames,
+    SitesLike,
+)
 from midstream.spec.instructions import Instruction
 from midstream.spec.named_vector import Named
 from midstream.spec.operation import Operation, by_value, one_edit, read_scalar
@@ -55,14 +63,14 @@ class Steer(Operation):
     @accept_spellings
     def __init__(
         self,
-        vector: object,
-        layer: object = None,
-        scale: object = 1.0,
-        site: object = None,
-        positions: object = "all",
-        phase: object = None,
-        norm: object = None,
-        exclude: object = None,
+        vector: RowsOrNames,
+        layer: LayersLike | None = None,
+        scale: NumberLike = 1.0,
+        site: SitesLike | None = None,
+        positions: PositionsLike = "all",
+        phase: PhaseLike | None = None,
+        norm: Literal["match", "keep"] | None = None,
+        exclude: PositionsLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 

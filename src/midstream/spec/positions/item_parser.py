@@ -169,11 +169,11 @@ def _tokens(value: Mapping[Any, Any]) -> TokenIds:
 
 
 def _text(value: Mapping[Any, Any]) -> Text:
-    return Text(**read_fields(value, required=("text",), optional=("occurrence",)))  # type: ignore[arg-type]
+    return Text(**read_fields(value, required=("text",), optional=("occurrence",)))
 
 
 def _role(value: Mapping[Any, Any]) -> Role:
-    return Role(**read_fields(value, required=("role",), optional=("message",)))  # type: ignore[arg-type]
+    return Role(**read_fields(value, required=("role",), optional=("message",)))
 
 
 _FORMS: dict[str, Callable[[Mapping[Any, Any]], Value]] = {

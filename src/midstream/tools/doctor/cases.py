@@ -134,7 +134,7 @@ class _Maker:
         self.tap = tap
         self.rows = rows.double()
         self.size = float(rows.norm(dim=-1).median())
-        self.place = {"site": tap[0], "layer": tap[1]}
+        self.place: dict[str, Any] = {"site": tap[0], "layer": tap[1]}
         self._draw = torch.Generator().manual_seed(seed)
 
     def vector(self, length: float = 1.0) -> Tensor:

@@ -1,0 +1,144 @@
+"""Type checkers accept the examples and the documents' snippets, and reject wrong arguments."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.pages import blocks
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = (
+    "README.md",
+    "docs/guide.md",
+    "docs/operations.md",
+    "docs/selecting.md",
+    "docs/steering.md",
+    "docs/coming-from.md",
+    "docs/export.md",
+)
+RIGHT = """
+import numpy as np
+import torch
+from midstream import LLM, Ablate, Capture, Clamp, Gate, Probe, Replace, SamplingParams, Scale
+from midstream import Steer, TokenIds, Window
+
+v = torch.zeros(4)
+a = np.zeros(4, dtype=np.float16)
+Steer(v, layer=14, scale=1.0)
+Steer(a, [1, 2], torch.tensor(2.0), site="resid_mid", positions=["prompt", -1, TokenIds([3])])
+Steer("happy", scale=2)
+Steer({3: v, 4: v})
+Steer([0.0, 1.0], range(3), np.float32(2), phase="generated", norm="match")
+Ablate(torch.zeros(2, 4), 3)
+Capture("all", ["resid_pre", "resid_post"], positions=slice(0, 4))
+Capture(layers=[np.int64(3)], positions="last_prompt", exclude=0)
+Clamp(v, 3, low=0.0)
+Gate(Steer(v, 3), v, 0.5)
+Gate(Steer(v, 3), Probe(v, 2))
+Replace(torch.zeros(2, 4), 3, positions=range(2))
+Scale(0.5, 3, positions=Window(0, 3))
+llm = LLM("m")
+out = llm.generate(
+    "a", SamplingParams(max_tokens=2), capture=Capture([1]), edits=[Steer(v, 3), Scale(1.0, 2)]
+)[0]
+rows: torch.Tensor = out.activations["resid_post", 3]
+status: str = out.receipt.status
+text: str = out.outputs[0].text
+"""
+WRONG = """
+import torch
+from midstream import Capture, Gate, LLM, Steer
+v = torch.zeros(4)
+Steer(v, layer="x")
+Steer(v, layer=1, scale="big")
+Steer(3, layer=1)
+Steer(v, 1, phase="decode")
+Steer(v, 1, norm="l2")
+Steer(v, 1, positions="last_token")
+Capture(layers="every")
+Capture([1], stream="yes")
+Gate("happy", v)
+LLM("m").generate("a", capture=[3, 4])
+LLM("m").generate("a", edits=v)
+LLM("m").generate("a")[0].activation
+text: int = LLM("m").generate("a")[0].receipt.status
+"""
+# What a checker says of vLLM's own types, and of objects of plain vLLM in the pages.
+_VLLMS = ("EngineInput", 'class "RequestOutput"')
+_CHECKED = {"reportArgumentType", "reportAttributeAccessIssue", "reportCallIssue"}
+
+
+def pyright(folder: Path, *more: Path) -> dict[str, list[tuple[int, str]]]:
+    """(line, message) of each error of pyright, by file name."""
+    settings = {
+        "include": [str(folder), *map(str, more)],
+        "extraPaths": [str(ROOT / "src")],
+        "pythonVersion": "3.10",
+    }
+    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable]
+    done = subprocess.run(
+        [*command, "-p", folder], capture_output=True, text=True, check=False, timeout=300
+    )
+    shown = json.loads(done.stdout)
+    assert shown["summary"]["filesAnalyzed"] > 0, done.stderr
+    found: dict[str, list[tuple[int, str]]] = {}
+    for one in shown["generalDiagnostics"]:
+        if one["severity"] == "error" and one.get("rule") in {*_CHECKED, "reportAssignmentType"}:
+            place = one["range"]["start"]["line"] + 1
+            found.setdefault(Path(one["file"]).name, []).append((place, one["message"]))
+    return found
+
+
+def lines_with_an_error(text: str) -> list[int]:
+    return [n for n, line in enumerate(text.splitlines(), 1) if n > 4 and line]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int, str]]]:
+    folder = tmp_path_factory.mktemp("typed")
+    (folder / "right.py").write_text(RIGHT)
+    (folder / "wrong.py").write_text(WRONG)
+    for page in PAGES:
+        lines: list[str] = []
+        for start, _, code in blocks(page, ["python"]):
+            lines += [""] * (start - len(lines)) + code.splitlines()
+        (folder / f"{Path(page).stem}.py").write_text("\n".join(lines))
+    return pyright(folder, ROOT / "examples")
+
+
+def test_right_arguments_and_outputs_have_the_types_that_are_declared(found):
+    assert found.get("right.py", []) == []
+
+
+def test_each_wrong_argument_is_an_error_of_its_line(found):
+    assert [line for line, _ in found["wrong.py"]] == lines_with_an_error(WRONG)
+
+
+def test_the_examples_and_the_pages_have_no_error(found):
+    rest = {
+        name: [each for each in errors if not any(word in each[1] for word in _VLLMS)]
+        for name, errors in found.items()
+        if name not in ("right.py", "wrong.py")
+    }
+    assert {name: errors for name, errors in rest.items() if errors} == {}
+
+
+def test_mypy_agrees(tmp_path):
+    (tmp_path / "right.py").write_text(RIGHT)
+    (tmp_path / "wrong.py").write_text(WRONG)
+    names = [str(tmp_path / "right.py"), str(tmp_path / "wrong.py")]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--no-error-summary", *names],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    told = {line.split(": ")[0] for line in done.stdout.splitlines() if ": error: " in line}
+    # The project's settings skip vLLM, so an output's unknown attribute may be vLLM's.
+    unseen = WRONG.splitlines().index('LLM("m").generate("a")[0].activation') + 1
+    lines = [line for line in lines_with_an_error(WRONG) if line != unseen]
+    wrong = {f"{names[1]}:{line}" for line in lines}
+    assert told == wrong, done.stdout + done.stderr
