@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from midstream.errors import ReceiptError
@@ -131,6 +131,10 @@ class CaptureResult:
         return replace(joined, paths=paths, manifest=results[-1].manifest)
 
 
+def _plain(counts: Captured | Edited | Probed) -> dict[str, Any]:
+    return {name: getattr(counts, name) for name in counts.__slots__}
+
+
 @dataclass(frozen=True, slots=True)
 class Receipt:
     """One completion's receipt.
@@ -191,12 +195,15 @@ class Receipt:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the receipt as plain JSON values."""
-        plain = asdict(self)
+        # Not `asdict`, which copies every value in Python code: this is on the path of a request.
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
         return {
             "status": self.status,
             **plain,
-            "captured": [asdict(one) for one in self.captured],
-            "probed": [asdict(one) for one in self.probed],
+            "captured": [_plain(one) for one in self.captured],
+            "edited": None if self.edited is None else _plain(self.edited),
+            "probed": [_plain(one) for one in self.probed],
+            "nonfinite": None if self.nonfinite is None else asdict(self.nonfinite),
             "selected": [
                 {"what": one.what, "positions": [list(each) for each in one.positions]}
                 for one in self.selected

@@ -215,7 +215,14 @@ class Server:
             return stream
         plan = context.request_field.plan
         if plan is not None:
-            params = with_plan(params, CallPlan(plan, context.messages, context.template))
+            limits = self.settings
+            most = {
+                "inline": limits.inline_bytes,
+                "handle": min(limits.client_bytes, limits.held_bytes),
+                "none": None,
+            }[context.request_field.activations]
+            carried = CallPlan(plan, context.messages, context.template, most)
+            params = with_plan(params, carried)
         return context.track(generate(prompt, params, request_id, **named), params.n)
 
 

@@ -443,3 +443,11 @@ def output(*completions):
 
 def body_of(value):
     return {"type": "http.request", "body": json.dumps(value).encode(), "more_body": False}
+
+
+@pytest.mark.parametrize(("how", "most"), [("inline", 7), ("handle", 5), ("none", None)])
+async def test_a_call_knows_how_many_bytes_can_be_returned(how, most):
+    async with serving(inline_bytes=7, client_bytes=5, held_bytes=6) as (site, client):
+        await ask(client, {**HANDLE, "activations": how})
+    [(_, params, _)] = site.engine.calls
+    assert params.extra_args["midstream"].most_bytes == most

@@ -18,7 +18,13 @@ from midstream.errors import SpecError
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.request.admission import Admission
-from midstream.runtime.frontend.request.budget import Budget, Need, check_rows, row_limit
+from midstream.runtime.frontend.request.budget import (
+    Budget,
+    Need,
+    check_returned,
+    check_rows,
+    row_limit,
+)
 from midstream.runtime.frontend.request.call_plan import CallPlan, other_args
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver, PreparedPlan
 from midstream.runtime.frontend.request.sink_routes import routes_of
@@ -117,6 +123,8 @@ class BaseFrontEnd:
                 "a session of streaming input can be captured or edited with generate() of "
                 "midstream.AsyncLLM only",
             )
+        if own is not None and call_plan.most_bytes is not None:
+            check_returned(prepared.plan, own, call_plan.most_bytes, *self._vectors)
         return self._attach_payload(request, prepared, own, also)
 
     def _attach_payload(

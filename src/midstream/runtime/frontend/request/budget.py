@@ -19,8 +19,9 @@ from midstream.ops import layout
 from midstream.runtime.frontend.rpc.remote_worker import MOST_HELD, RemoteWorker
 from midstream.runtime.protocol.segments import WHOLE, PlanSegment, RankShare, Room, cut, vectors_of
 from midstream.sites import Tap
-from midstream.spec import ResolvedPlan
+from midstream.spec import Plan, ResolvedPlan
 from midstream.spec.positions.range_set import overlay
+from midstream.spec.sink_target import MEMORY
 
 # Per kind of capacity: its setting, and what it counts.
 _KINDS = {
@@ -253,4 +254,36 @@ def check_rows(need: Need, room: RowLimit) -> None:
             f"the rows may take {need.rows} bytes, and one request has room for {limit}; capture "
             "fewer layers or positions, lower max_tokens, raise midstream's setting arena_bytes, "
             'or let rows that do not fit go to the disk with overflow="spill"',
+        )
+
+
+def check_returned(
+    plan: ResolvedPlan, own: Plan, most: int, hidden: int, dtype: torch.dtype
+) -> None:
+    """Check that the rows of a request's prompt can be returned to its caller.
+
+    Args:
+        plan: the resolved plan of one completion.
+        own: the request's own plan.
+        most: most bytes of rows.
+        hidden: width of the model.
+        dtype: dtype of captured vectors.
+
+    Raises:
+        SpecError: they cannot.
+    """
+    returned = tuple(
+        nth
+        for nth, one in enumerate(plan.captures)
+        if one.source >= 0 and own.captures[one.source].sink == MEMORY
+    )
+    if not returned:
+        return
+    rows = sum(plan.only(returned).expected_rows(plan.prompt_len, ()).values())
+    nbytes = rows * parse_codec(plan.codec).row_bytes(hidden, dtype)
+    if nbytes > most:
+        raise SpecError(
+            "capture",
+            f"the rows of the prompt alone take {nbytes} bytes, and this server returns at most "
+            f"{most} (http.inline_bytes, http.client_bytes); capture less, or use a sink",
         )

@@ -27,11 +27,14 @@ class CallPlan:
         plan: the request's own plan; None: only what applies to every request.
         messages: the conversation, as given; None: the prompt is not a chat.
         template: arguments of the chat template, by name.
+        most_bytes: most bytes of rows that can be returned to the caller; None: any. A request
+            whose prompt alone has more is rejected before it runs.
     """
 
     plan: Plan | None
     messages: Any = None
     template: Mapping[str, Any] = field(default_factory=dict)
+    most_bytes: int | None = None
 
     def __deepcopy__(self, _memo: dict[int, object]) -> CallPlan:
         # vLLM copies a request's parameters; an immutable plan can be shared.

@@ -19,11 +19,13 @@ from midstream.runtime.frontend.request.budget import (
     Budget,
     Need,
     RowLimit,
+    check_returned,
     check_rows,
     max_row_bytes,
     row_limit,
 )
 from midstream.runtime.protocol.segments import Room
+from midstream.spec import Capture, Plan
 
 PRE, POST = ("resid_pre", 0), ("resid_post", 1)
 ROOM = Room(64, 64, 64, 64, 4)
@@ -114,3 +116,14 @@ def test_no_more_than_there_is_room_for_is_ever_inside(steps):
         inside.pop(uid, None)
         admission.finish([uid])
     assert budget.rows == 0 or inside
+
+
+def test_rows_of_a_prompt_that_can_never_be_returned_are_rejected_before_they_are_computed():
+    plan = replace(plan_of(captures=[([PRE, POST], ((0, None),))]), prompt_len=5)
+    own = Plan((Capture("all"),))
+    size = 2 * 5 * 8 * 4
+    check_returned(plan, own, size, 8, torch.float32)
+    with pytest.raises(SpecError, match=rf"{size} bytes.*returns at most {size - 1}") as caught:
+        check_returned(plan, own, size - 1, 8, torch.float32)
+    assert caught.value.path == "capture"
+    check_returned(plan, Plan((Capture("all", sink="store"),)), 1, 8, torch.float32)
