@@ -158,7 +158,7 @@ ROWS: dict[str, tuple[str, str]] = {
         "consumers are found by entry points",
         _SYSTEM + "test_sink_example.py::an_installed_sink_is_found_by_its_name_and_gets_the_rows",
     ),
-    "S2.22": ("layouts of files", _SINKS + "each_sink_has_the_rows_that_are_in_memory_bit_by_bit"),
+    "S2.22": ("layouts of files", _UNIT + "sinks/test_files.py::every_layout_has_the_same_arrays"),
     "S2.23": ("LLM(enable_steering=True)", HERE),
     "S2.24": ("steering_vectors by hook point and layer, with a scale", HERE),
     "S2.25": ("decode_steering_vectors", _TIERS + "sampling_params_say_the_same_as_edits"),
