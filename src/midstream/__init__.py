@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from midstream.api.sampling_params import SamplingParams
     from midstream.client import AsyncClient, Client, extra_body
     from midstream.results.activations import Activations
+    from midstream.results.stack import stack
     from midstream.runtime.install import activate
     from midstream.sae.sae import SAE
     from midstream.store import open_store
@@ -121,6 +122,7 @@ __all__ = [
     "activate",
     "extra_body",
     "open_store",
+    "stack",
     "__version__",
 ]
 
@@ -135,6 +137,7 @@ _LAZY = {
     "activate": "midstream.runtime.install",
     "extra_body": "midstream.client",
     "open_store": "midstream.store",
+    "stack": "midstream.results.stack",
 }
 
 

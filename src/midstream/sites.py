@@ -16,6 +16,8 @@ and the branches that are added to it:
 | `mlp_in` | that the MLP reads: the stream after its norm | the MLP's input |
 | `mlp_out` | that the MLP adds to the stream | the MLP's output, or its post-norm's |
 
+Names of other tools are read as well, see `parse`.
+
 For the last layer, transformers applies the final norm to its output; `resid_post` does not. The
 names are TransformerLens's; `mlp_in` is its `mlp.hook_in` (before version 3, its `hook_mlp_in` was
 in front of the norm).
@@ -23,6 +25,7 @@ in front of the norm).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,17 +67,100 @@ SITES: tuple[Site, ...] = (
     Site("resid_mid", ("post_attn",), 2, "the residual stream after attention is added"),
     Site("mlp_in", (), 3, "what the MLP reads, normalised"),
     Site("mlp_out", (), 4, "what the MLP adds to the residual stream"),
-    Site("resid_post", ("post_block",), 5, "the residual stream after the MLP is added"),
+    Site("resid_post", ("post_block", "post_mlp"), 5, "the residual stream after the MLP is added"),
 )
 
 NAMES: tuple[str, ...] = tuple(site.name for site in SITES)
 BY_NAME: dict[str, Site] = {name: site for site in SITES for name in (site.name, *site.aliases)}
 
 
+# What other tools call the sites: TransformerLens's hooks, and module paths of transformers and
+# nnsight, each after the path of a layer; `attn` and `mlp` stand for the names that models give
+# these modules.
+_OTHERS: dict[str, str] = {
+    "hook_resid_pre": "resid_pre",
+    "hook_resid_mid": "resid_mid",
+    "hook_resid_post": "resid_post",
+    "hook_attn_out": "attn_out",
+    "hook_mlp_out": "mlp_out",
+    "hook_in": "resid_pre",
+    "hook_out": "resid_post",
+    "attn.hook_out": "attn_out",
+    "mlp.hook_in": "mlp_in",
+    "mlp.hook_out": "mlp_out",
+    "": "resid_post",
+    "input": "resid_pre",
+    "output": "resid_post",
+    "attn": "attn_out",
+    "attn.output": "attn_out",
+    "mlp": "mlp_out",
+    "mlp.input": "mlp_in",
+    "mlp.output": "mlp_out",
+}
+_MODULES = {
+    **dict.fromkeys(("self_attn", "attention", "self_attention"), "attn"),
+    **dict.fromkeys(("feed_forward", "ffn", "block_sparse_moe"), "mlp"),
+}
+# `model.layers.10.mlp.output`, `transformer.h[10].output[0]`, `blocks.10.hook_resid_post`.
+_PATH = re.compile(
+    r"(?:[a-z_]+\.)*(?:layers|layer|blocks|block|h)(?:\.([0-9]{1,6})|\[(-?[0-9]{1,6})\])"
+    r"(?:\.([a-z0-9_.]*[a-z0-9_]))?(?:\[0\])?"
+)
+# `resid_post.10`, interp-engine's addresses and the names of tensors in saved files.
+_ADDRESS = re.compile(r"([a-z_]+)\.(-?[0-9]{1,6})")
+_OUTSIDE = re.compile(
+    r"(hook_|ln_final|embed|pos_embed|unembed|lm_head|logits|model\.(norm|embed_tokens)|"
+    r"transformer\.(wte|wpe|ln_f))|.*\.hook_"
+)
+
+
+def parse(name: str) -> tuple[str, int | None] | None:
+    """Return (canonical site, layer) of a name in any of its spellings; None for an unknown name.
+
+    These are the name or alias of a site; TransformerLens's `blocks.10.hook_resid_post`, or
+    `hook_resid_post`; a module path of transformers or nnsight, `model.layers.10.output`;
+    interp-engine's `resid_post.10`. The layer is None where the name has none.
+
+    The path of a layer alone means its output. `attn_out` and `mlp_out` are what is added to the
+    stream: in a model with a norm after attention or the MLP, the output of that norm rather than
+    of the module.
+    """
+    if name in BY_NAME:
+        return BY_NAME[name].name, None
+    address = _ADDRESS.fullmatch(name)
+    if address and address[1] in BY_NAME:
+        return BY_NAME[address[1]].name, int(address[2])
+    path = _PATH.fullmatch(name)
+    if path:
+        site = _OTHERS.get(_plain(path[3] or ""))
+        return None if site is None else (site, int(path[1] or path[2]))
+    if name.startswith("hook_resid_") or name in ("hook_attn_out", "hook_mlp_out"):
+        site = _OTHERS.get(name)
+        return None if site is None else (site, None)
+    return None
+
+
+def is_elsewhere(name: str) -> bool:
+    """Return whether a name that `parse` does not know is one of other tools, without a site."""
+    return bool(_PATH.fullmatch(name) or _OUTSIDE.match(name))
+
+
+def transformer_lens_name(tap: Tap) -> str:
+    """Return TransformerLens's name of a tap, such as `blocks.10.hook_resid_post`."""
+    site, layer = tap
+    return f"blocks.{layer}." + ("mlp.hook_in" if site == "mlp_in" else f"hook_{site}")
+
+
 def canonical(name: str) -> str | None:
-    """Return the canonical form of a site's name or alias; None for an unknown name."""
-    site = BY_NAME.get(name)
-    return site.name if site else None
+    """Return the canonical form of a site's name; None for an unknown name, or with a layer."""
+    found = parse(name)
+    return found[0] if found and found[1] is None else None
+
+
+def _plain(suffix: str) -> str:
+    """Return the path within a layer with its first module named `attn` or `mlp`."""
+    module, dot, rest = suffix.partition(".")
+    return _MODULES.get(module, module) + dot + rest
 
 
 def order(tap: Tap) -> tuple[int, int]:

@@ -72,17 +72,47 @@ def hint(name: str, known: Iterable[str]) -> str:
     return f" (did you mean `{close[0]}`?)" if close else ""
 
 
+def as_number(value: object) -> object:
+    """Return an array or tensor of one element, of any library, as a Python number.
+
+    Other values are returned as they are, as is one that cannot be read.
+    """
+    shape = getattr(value, "shape", None)
+    if shape is None or not hasattr(value, "item") or tuple(shape) not in ((), (1,)):
+        return value
+    try:
+        return value.item()
+    except (RuntimeError, TypeError, ValueError):
+        return value
+
+
+def as_list(value: object) -> object:
+    """Return a 1-D array, tensor or series, of any library, as a list of Python values.
+
+    One without dimensions becomes a number; other values are returned as they are.
+    """
+    shape = getattr(value, "shape", None)
+    if shape is None or not hasattr(value, "tolist") or len(shape) > 1:
+        return value
+    try:
+        found: object = value.tolist()
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return value
+    return found
+
+
 def is_int(value: object) -> TypeGuard[numbers.Integral]:
     """Return whether `value` is a Python or numpy integer. A bool is not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def read_int(value: object) -> int:
-    """Read a Python or numpy integer within ±2**31.
+    """Read an integer within ±2**31: Python's, numpy's, or an array or tensor of one element.
 
     Raises:
         SpecError: `value` is not such an integer.
     """
+    value = as_number(value)
     if not is_int(value):
         raise SpecError("", f"expected `int`, got {kind(value)}")
     found = int(value)
@@ -92,11 +122,15 @@ def read_int(value: object) -> int:
 
 
 def read_float32(value: object) -> float:
-    """Read a Python or numpy number, finite and within float32's range, as a float.
+    """Read a number, finite and within float32's range, as a float.
+
+    It is Python's or numpy's, or an array or tensor of one element.
 
     Raises:
         SpecError: `value` is not such a number.
     """
+    if not isinstance(value, (int, float)):
+        value = as_number(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise SpecError("", f"expected a number, got {kind(value)}")
     try:

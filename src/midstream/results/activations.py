@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from midstream import sites
 from midstream.console import format_ranges
-from midstream.results.arrays import array_of, encode_blocks, save_tensors, to_numpy
+from midstream.results.arrays import array_of, encode_blocks, save_tensors, stack_arrays, to_numpy
 from midstream.results.encoded_rows import Rows, rows_of
+from midstream.results.rows_file import read_rows_file
 from midstream.sites import Tap
+from midstream.validation import as_number, is_int
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +40,7 @@ class Activations:
     Attributes:
         positions: int64 [rows], index of each row's token in its request, prompt first.
         token_ids: int64 [rows], the tokens at those positions.
+        num_layers: layers of the model; None: unknown.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Activations:
         values: Mapping[Tap, Tensor | Rows],
         positions: Mapping[Tap, Tensor],
         tokens: Tensor | Sequence[int],
+        num_layers: int | None = None,
     ) -> None:
         """Create from tensors or encoded rows, which are not copied and are read on first access.
 
@@ -52,18 +56,31 @@ class Activations:
             values: per (site, layer), [rows, hidden], or the encoded rows.
             positions: per (site, layer), int64 [rows], ascending.
             tokens: tokens of the whole request that were computed, from position 0.
+            num_layers: layers of the model, for negative layers; None: unknown.
         """
         self._given = values
         self._values: dict[Tap, Tensor] = {}
         self._positions = positions
         self._given_tokens = tokens
+        self.num_layers = num_layers
 
-    def __getitem__(self, key: tuple[str, int]) -> Tensor:
-        """Return the tensor [rows, hidden] of a site (or alias) and layer, in the model's dtype.
+    def __getitem__(self, key: tuple[str, int] | str | int) -> Tensor:
+        """Return captured vectors, in the model's dtype.
+
+        Args:
+            key: (site, layer), a name with both (`blocks.10.hook_resid_post`,
+                `model.layers.10.output`, `resid_post.10`), or a layer if one site was captured:
+                [rows, hidden]. A site alone: its layers stacked, [layers, rows, hidden], ascending.
+                Layer −1 is the model's last one. Sites have all names of `midstream.sites.parse`.
 
         Raises:
             KeyError: the site and layer were not captured; the message lists those that were.
+            ValueError: the layers of a site were captured at different positions.
         """
+        if isinstance(key, str):
+            named = sites.parse(key)
+            if named is not None and named[1] is None:
+                return _stacked(self, named[0])
         return self._value(self._find(key))
 
     @property
@@ -88,12 +105,13 @@ class Activations:
         """Return the rows in memory of their own, so that the worker's memory can be freed."""
         rows = {tap: self._rows(tap).copy() for tap in self._given}
         positions = {tap: self._positions[tap].clone() for tap in self._given}
-        return Activations(rows, positions, self._tokens.clone())
+        return Activations(rows, positions, self._tokens.clone(), self.num_layers)
 
     def __contains__(self, key: object) -> bool:
-        if not isinstance(key, tuple) or len(key) != 2 or not isinstance(key[0], str):
-            return False
-        return (sites.canonical(key[0]), key[1]) in self._given
+        named = sites.parse(key) if isinstance(key, str) else None
+        if named is not None and named[1] is None:
+            return named[0] in self.sites
+        return _tap_of(self, key) in self._given
 
     def __iter__(self) -> Iterator[Tap]:
         return iter(self._given)
@@ -173,6 +191,13 @@ class Activations:
             found[tap] = sizes[key]
         return found
 
+    def to_transformer_lens(self) -> dict[str, Tensor]:
+        """Return the vectors [1, rows, hidden] by TransformerLens's names, as its cache has them.
+
+        `blocks.10.hook_resid_post` is `resid_post` of layer 10; rows are those that were captured.
+        """
+        return {sites.transformer_lens_name(tap): value[None] for tap, value in self.items()}
+
     def numpy(self) -> dict[Tap, NDArray[np.generic]]:
         """Return an array [rows, hidden] by (site, layer); bfloat16, which NumPy lacks, becomes
         float32.
@@ -195,19 +220,17 @@ class Activations:
             SpecError: another codec.
             UnsupportedError: a codec is given, and torch is not installed.
         """
-        rows: dict[str, Any] = {}
-        indices: dict[str, Any] = {}
-        for (site, layer), value in self.items():
-            rows[f"{site}.{layer}"] = value
-            indices[f"{site}.{layer}.positions"] = self.positions_of(site, layer)
-            indices[f"{site}.{layer}.token_ids"] = self.token_ids_of(site, layer)
-        target = Path(path)
-        metadata = {"format": "midstream.activations", "version": "1"}
-        if codec is not None:
-            rows, encoding = encode_blocks(rows, codec)
-            metadata |= encoding
-        save_tensors(rows, indices, target, metadata)
-        return target
+        return _save(self, Path(path), codec)
+
+    @staticmethod
+    def load(path: str | Path) -> Activations:
+        """Read a file that `save` wrote.
+
+        Raises:
+            SpecError: it is not such a file.
+            OSError: it cannot be read.
+        """
+        return Activations(*read_rows_file(Path(path).read_bytes()))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickles and copies have: these rows, encoded, and no other memory."""
@@ -218,25 +241,10 @@ class Activations:
         return {**self.__dict__, "_given": given, "_values": {}}
 
     def __repr__(self) -> str:
-        if not self._given:
-            return "Activations(nothing captured)"
-        first = self._value(next(iter(self._given)))
-        rows = sorted(set(self.counts().values()))
-        shown = str(rows[0]) if len(rows) == 1 else f"{rows[0]}–{rows[-1]}"
-        return (
-            f"Activations({', '.join(self.sites)}; layers {format_ranges(self.layers)}; "
-            f"{shown} rows of {first.shape[-1]}, {str(first.dtype).removeprefix('torch.')})"
-        )
+        return _describe(self)
 
     def _repr_html_(self) -> str:
-        head = "<tr><th>site</th><th>layer</th><th>rows × hidden</th><th>positions</th></tr>"
-        lines = [
-            f"<tr><td>{html.escape(site)}</td><td>{layer}</td>"
-            f"<td>{rows} × {self._value((site, layer)).shape[1]}</td>"
-            f"<td>{format_ranges(tuple(self._positions[site, layer].tolist()))}</td></tr>"
-            for (site, layer), rows in self.counts().items()
-        ]
-        return f"<p>{html.escape(repr(self))}</p><table>{head}{''.join(lines)}</table>"
+        return _html(self)
 
     @property
     def _tokens(self) -> Tensor:
@@ -257,11 +265,13 @@ class Activations:
     def _find(self, key: Any) -> Tap:
         if isinstance(key, tuple) and key in self._given:
             return key
-        if key not in self:
-            raise KeyError(f"{key!r} was not captured; there is {repr(self)[12:-1]}")
-        name = sites.canonical(key[0])
-        assert name is not None
-        return name, key[1]
+        tap = _tap_of(self, key)
+        if tap is None or tap not in self._given:
+            problem = f"{key!r} was not captured; there is {repr(self)[12:-1]}"
+            if isinstance(key, tuple) and tap is not None and tap[1] < 0:
+                problem += "; the number of layers is unknown here: count the layer from 0"
+            raise KeyError(problem)
+        return tap
 
 
 def _decoded(rows: Rows) -> Tensor:
@@ -286,4 +296,79 @@ def rows_after(
         later = (every > last.get(tap, -1)).nonzero()[:, 0]
         chosen = later if rows.chosen is None else rows.chosen[later]
         values[tap], positions[tap] = replace(rows, chosen=chosen), every[later]
-    return Activations(values, positions, activations._given_tokens)  # noqa: SLF001
+    return Activations(values, positions, activations._given_tokens, activations.num_layers)  # noqa: SLF001
+
+
+def _tap_of(rows: Activations, key: Any) -> Tap | None:
+    """Return the tap that a key means, captured or not; None: it means none."""
+    found: tuple[str, Any] | None = None
+    if isinstance(key, str):
+        found = sites.parse(key)
+    elif is_int(key) and len(rows.sites) == 1:
+        found = rows.sites[0], key
+    elif isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str):
+        site = sites.canonical(key[0])
+        found = None if site is None else (site, as_number(key[1]))
+    if found is None or not is_int(found[1]):
+        return None
+    site, layer = found[0], int(found[1])
+    if layer < 0 and rows.num_layers is not None:
+        layer += rows.num_layers
+    return site, layer
+
+
+def _stacked(rows: Activations, site: str) -> Tensor:
+    """Return the vectors of a site, [layers, rows, hidden]."""
+    taps = [(site, layer) for layer in rows.layers if (site, layer) in rows]
+    if not taps:
+        raise KeyError(f"{site!r} was not captured; there is {repr(rows)[12:-1]}")
+    first = rows.positions_of(*taps[0])
+    for tap in taps[1:]:
+        mine = rows.positions_of(*tap)
+        if mine is not first and mine.tolist() != first.tolist():
+            raise ValueError(
+                f"{site} was captured at other positions at layer {tap[1]} than at layer "
+                f"{taps[0][1]}, so the layers cannot be stacked; read activations[site, layer]"
+            )
+    stacked: Tensor = stack_arrays([rows[tap] for tap in taps])
+    return stacked
+
+
+def _html(rows: Activations) -> str:
+    head = "<tr><th>site</th><th>layer</th><th>rows × hidden</th><th>positions</th></tr>"
+    lines = [
+        f"<tr><td>{html.escape(site)}</td><td>{layer}</td>"
+        f"<td>{count} × {rows[site, layer].shape[1]}</td>"
+        f"<td>{format_ranges(tuple(rows.positions_of(site, layer).tolist()))}</td></tr>"
+        for (site, layer), count in rows.counts().items()
+    ]
+    return f"<p>{html.escape(repr(rows))}</p><table>{head}{''.join(lines)}</table>"
+
+
+def _save(activations: Activations, target: Path, codec: str | None) -> Path:
+    rows: dict[str, Any] = {}
+    indices: dict[str, Any] = {}
+    for (site, layer), value in activations.items():
+        rows[f"{site}.{layer}"] = value
+        indices[f"{site}.{layer}.positions"] = activations.positions_of(site, layer)
+        indices[f"{site}.{layer}.token_ids"] = activations.token_ids_of(site, layer)
+    metadata = {"format": "midstream.activations", "version": "1"}
+    if activations.num_layers is not None:
+        metadata["num_layers"] = str(activations.num_layers)
+    if codec is not None:
+        rows, encoding = encode_blocks(rows, codec)
+        metadata |= encoding
+    save_tensors(rows, indices, target, metadata)
+    return target
+
+
+def _describe(acts: Activations) -> str:
+    if not acts.keys():
+        return "Activations(nothing captured)"
+    first = acts[acts.keys()[0]]
+    rows = sorted(set(acts.counts().values()))
+    shown = str(rows[0]) if len(rows) == 1 else f"{rows[0]}–{rows[-1]}"
+    return (
+        f"Activations({', '.join(acts.sites)}; layers {format_ranges(acts.layers)}; "
+        f"{shown} rows of {first.shape[-1]}, {str(first.dtype).removeprefix('torch.')})"
+    )

@@ -107,6 +107,15 @@ def encode_blocks(rows: Mapping[str, Any], codec: str) -> tuple[dict[str, Any], 
     return encoded, metadata
 
 
+def stack_arrays(values: Sequence[Any]) -> Any:
+    """Return tensors or arrays of one shape, stacked along a new first dimension."""
+    if isinstance(values[0], np.ndarray):
+        return np.stack(values)
+    import torch
+
+    return torch.stack(list(values))
+
+
 def to_numpy(values: Any) -> NDArray[np.generic]:
     """Return a tensor as an array; bfloat16, which NumPy lacks, becomes float32."""
     if isinstance(values, np.ndarray):

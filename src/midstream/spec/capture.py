@@ -10,12 +10,12 @@ from midstream.errors import SpecError
 from midstream.spec.argument_names import accept_spellings, one_spelling
 from midstream.spec.forms import LayersLike, PhaseLike, PositionsLike, SitesLike
 from midstream.spec.positions.positions import Positions
-from midstream.spec.selection import Layers, Sites
+from midstream.spec.selection import Layers, Sites, read_taps
 from midstream.spec.sink_target import MEMORY, NO_METADATA, Metadata, read_name
 from midstream.validation import at, is_int, kind, read_fields, show
 
-_REQUIRED = ("layers",)
-_OPTIONAL = (
+FIELDS = (
+    "layers",
     "sites",
     "positions",
     "phase",
@@ -29,7 +29,6 @@ _OPTIONAL = (
     "stream",
     "layout",
 )
-FIELDS = (*_REQUIRED, *_OPTIONAL)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -54,8 +53,8 @@ class Capture:
     @accept_spellings
     def __init__(
         self,
-        layers: LayersLike,
-        sites: SitesLike = "resid_post",
+        layers: LayersLike | None = None,
+        sites: SitesLike | None = None,
         positions: PositionsLike = "all",
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,
@@ -72,8 +71,10 @@ class Capture:
         """Create a capture; each field accepts any of its forms.
 
         Args:
-            layers: any form of Layers: "all", an int, or a list, tuple or range of ints.
-            sites: any form of Sites: a name or a list of names.
+            layers: any form of Layers: "all", an int, or a list, tuple, range or array of ints.
+                May be omitted where the names of `sites` have layers.
+            sites: any form of Sites: a name or a list of names; default "resid_post". Or names
+                that have layers, such as `blocks.10.hook_resid_post`, see `midstream.sites.parse`.
             positions: any form of Positions.
             phase: "prompt" or "generated" restricts the positions to tokens of that phase.
             exclude: positions to exclude.
@@ -99,10 +100,11 @@ class Capture:
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
-        with at("layers"):
-            object.__setattr__(self, "layers", Layers.parse(layers))
-        with at("sites"):
-            object.__setattr__(self, "sites", Sites.parse(sites))
+        found_layers, found_sites = read_taps(layers, sites, "layers", "sites")
+        if found_layers is None:
+            raise SpecError("", 'missing field `layers`: give a list, or "all"')
+        object.__setattr__(self, "layers", found_layers)
+        object.__setattr__(self, "sites", found_sites or Sites("resid_post"))
         object.__setattr__(self, "positions", Positions.within(positions, phase, exclude))
         object.__setattr__(self, "codec", "" if codec in (None, "") else _read_codec(codec))
         with at("return"):
@@ -133,7 +135,7 @@ class Capture:
             return value
         if not isinstance(value, Mapping):
             raise bad_capture(value)
-        given = read_fields(one_spelling(value, FIELDS), _REQUIRED, _OPTIONAL)
+        given = read_fields(one_spelling(value, FIELDS), (), FIELDS)
         by_rank = given.pop("return", None)
         return Capture(**given, return_=by_rank)
 

@@ -17,7 +17,7 @@ from midstream.spec.matrix import emit_rows
 from midstream.spec.named_lookup import Lookup, find_taps, from_start, pick, vectors_of
 from midstream.spec.named_vector import Named
 from midstream.spec.positions.positions import Positions
-from midstream.spec.selection import Layers, Sites
+from midstream.spec.selection import Layers, Sites, read_taps
 from midstream.spec.vector import Vector
 from midstream.validation import at, kind, read_fields, read_float32, read_word
 
@@ -190,15 +190,13 @@ class Operation(ABC):
             last: whether the position "last" is allowed.
         """
         named = bool(self._named())
-        left = [name for name, value in (("layer", layer), ("site", site)) if value is None]
+        layers, sites = read_taps(layer, site, "layer", "site")
+        left = [name for name, value in (("layer", layers), ("site", sites)) if value is None]
         if "layer" in left and not named:
             raise SpecError(
                 "layer", "missing; it can be omitted only where the vector is a registered name"
             )
-        with at("layer"):
-            self._set(layers=Layers("all") if layer is None else Layers.parse(layer))
-        with at("site"):
-            self._set(sites=Sites(SITE) if site is None else Sites.parse(site))
+        self._set(layers=layers or Layers("all"), sites=sites or Sites(SITE))
         found = Positions.within(positions, phase, exclude)
         if not last and "last" in found.include:
             raise SpecError(

@@ -7,24 +7,98 @@ from dataclasses import dataclass
 from typing import Literal
 
 from midstream.errors import SpecError
-from midstream.sites import NAMES, canonical
-from midstream.validation import MAX_ITEMS, at, hint, is_int, kind, listed, read_int, show
+from midstream.sites import NAMES, is_elsewhere, parse
+from midstream.validation import (
+    MAX_ITEMS,
+    as_list,
+    at,
+    hint,
+    is_int,
+    kind,
+    listed,
+    read_int,
+    show,
+)
+
+Name = tuple[str, int | None]  # (canonical site, layer if the name has one)
 
 
 def read_site(value: object) -> str:
-    """Return the canonical name of a site, given by name or alias.
+    """Return the canonical name of a site, given in any spelling of `sites.parse`.
 
     Raises:
-        SpecError: `value` is not the name of a site.
+        SpecError: `value` is not the name of a site, or names a layer too.
     """
+    site, layer = _read_name(value)
+    if layer is not None:
+        raise SpecError("", f"{show(str(value))} names layer {layer} too; write {show(site)}")
+    return site
+
+
+def _read_name(value: object) -> Name:
     if not isinstance(value, str):
         raise SpecError("", f"expected the name of a site, `str`, got {kind(value)}")
-    name = canonical(value)
-    if name is None:
-        raise SpecError(
-            "", f"unknown site {show(value)}{hint(value, NAMES)}; known: {listed(NAMES)}"
-        )
-    return name
+    found = parse(value)
+    if found is not None:
+        return found
+    if is_elsewhere(value):
+        raise SpecError("", f"{show(value)} has no site here; unsupported. Sites: {listed(NAMES)}")
+    raise SpecError("", f"unknown site {show(value)}{hint(value, NAMES)}; known: {listed(NAMES)}")
+
+
+def read_taps(
+    layers: object, sites: object, layers_field: str, sites_field: str
+) -> tuple[Layers | None, Sites | None]:
+    """Read the layers and sites of a capture or an operation.
+
+    Names of sites may have the layers, as `blocks.10.hook_resid_post` does; the layers are then
+    omitted. Several such names must be every combination of their layers and sites.
+
+    Args:
+        layers: any form of Layers; None: not given.
+        sites: any form of Sites, or names with layers; None: not given.
+        layers_field, sites_field: names of the arguments, for error paths.
+
+    Returns:
+        The layers and the sites, each None if not given.
+
+    Raises:
+        SpecError: either is malformed, or the names' layers contradict the others.
+    """
+    names: list[Name] = []
+    if isinstance(sites, (str, list, tuple)):
+        with at(sites_field):
+            names = [_read_name(sites)] if isinstance(sites, str) else _read_names(sites)
+    own = dict.fromkeys(layer for _, layer in names if layer is not None)
+    if own:
+        only = list(dict.fromkeys(site for site, _ in names))
+        if any(layer is None for _, layer in names):
+            raise SpecError(sites_field, "either every name or none must have a layer")
+        if len(set(names)) < len(names):
+            raise SpecError(sites_field, "two names are of the same site and layer")
+        if len(names) != len(own) * len(only):
+            raise SpecError(
+                sites_field,
+                "the names are not every combination of their layers and sites; give one capture "
+                "or edit for each",
+            )
+        with at(layers_field):
+            if layers is not None and Layers.parse(layers).indices != tuple(own):
+                shown = ", ".join(map(str, own))
+                raise SpecError("", f"the names of the sites have layer {shown}; omit it here")
+        return Layers(list(own)), Sites(only)
+    with at(layers_field):
+        found = None if layers is None else Layers.parse(layers)
+    with at(sites_field):
+        return found, None if sites is None else Sites.parse(sites)
+
+
+def _read_names(values: list[object] | tuple[object, ...]) -> list[Name]:
+    found = []
+    for index, value in enumerate(values):
+        with at(f"[{index}]"):
+            found.append(_read_name(value))
+    return found
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -72,7 +146,7 @@ class Layers:
     indices: tuple[int, ...] | Literal["all"]
 
     def __init__(self, layers: object = "all") -> None:
-        """Read "all", an int, or a list, tuple or range of ints.
+        """Read "all", an int, or a list, tuple, range, or 1-D array or tensor of ints.
 
         Raises:
             SpecError: another form, a duplicate index, or an empty list.
@@ -111,6 +185,7 @@ def _read_sites(value: object) -> tuple[str, ...]:
 def _read_layers(value: object) -> tuple[int, ...] | Literal["all"]:
     if isinstance(value, Layers):
         return value.indices
+    value = as_list(value)
     if isinstance(value, str):
         if value != "all":
             raise SpecError("", f'expected "all" or layer indices, got {show(value)}')

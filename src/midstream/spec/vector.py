@@ -53,8 +53,8 @@ class Vector:
         """Read a vector from any of its forms, on any device, rounded to float32.
 
         Args:
-            value: a Vector, a list or tuple of numbers, a 1-D numpy array or torch tensor, or
-                `{"f32": "<base64>"}`.
+            value: a Vector; a list or tuple of numbers; a numpy array, torch tensor or pandas
+                Series, [size] or [1, size]; or `{"f32": "<base64>"}`.
 
         Raises:
             SpecError: another form; a shape other than [size] with size ≥ 1; a number that is not
@@ -68,8 +68,8 @@ class Vector:
             return _from_base64(value)
         if hasattr(value, "detach") and hasattr(value, "shape"):
             return _from_array(_host_array(value))
-        if hasattr(value, "__array_interface__") and hasattr(value, "shape"):
-            return _from_array(value)
+        if hasattr(value, "__array__") and hasattr(value, "shape"):
+            return _from_array(_as_array(value))
         raise SpecError("", f"expected {_FORMS}, got {kind(value)}")
 
     @property
@@ -168,7 +168,7 @@ def _from_array(array: Any) -> Vector:
     _check_shape(array)
     if array.dtype.kind not in "fiu":
         raise SpecError("", f"expected real numbers, got an array of {array.dtype}")
-    array = np.asarray(array)
+    array = np.asarray(array).reshape(-1)
     _check_finite(array)
     with np.errstate(over="ignore", under="ignore"):
         rounded = array.astype("<f4")
@@ -178,8 +178,17 @@ def _from_array(array: Any) -> Vector:
     return Vector(rounded.tobytes())
 
 
+def _as_array(value: Any) -> Any:
+    import numpy as np
+
+    # A Series of pandas and the like; lazy arrays are read once here.
+    return value if hasattr(value, "__array_interface__") else np.asarray(value)
+
+
 def _check_shape(array: Any) -> None:
     shape = tuple(array.shape)
+    if len(shape) == 2 and shape[0] == 1:
+        shape = shape[1:]
     if len(shape) != 1:
         raise SpecError(
             "", f"expected one dimension, got shape {list(shape)}; pass one row, or use reshape(-1)"

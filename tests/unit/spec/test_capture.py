@@ -87,7 +87,7 @@ def test_a_phase_that_contradicts_that_of_the_positions_is_refused(phase):
     ("change", "path", "problem"),
     [
         ({"layers": [0, "x"]}, "layers[1]", "expected `int`, got `str`"),
-        ({"layers": None}, "layers", "got `None`"),
+        ({"layers": None}, "", "missing field `layers`"),
         ({"sites": ["resid"]}, "sites[0]", "unknown site 'resid'"),
         ({"positions": [0, 1.5]}, "positions[1]", "got `float`"),
         ({"positions": None}, "positions", "got `None`"),

@@ -92,7 +92,7 @@ def test_layers_are_all_an_index_or_a_list_of_them(value, indices):
         (1.0, "", 'expected "all", `int` or a list of `int`, got `float`'),
         (None, "", "a list of `int`, got `None`"),
         ({1, 2}, "", "a list of `int`, got `set`"),
-        (np.array([1, 2]), "", "a list of `int`, got `ndarray`"),
+        (np.ones((2, 2)), "", "a list of `int`, got `ndarray`"),
         ([0, True], "[1]", "expected `int`, got `bool`"),
         ([0, np.bool_(True)], "[1]", "expected `int`, got `bool"),
         ([0, "1"], "[1]", "expected `int`, got `str`"),

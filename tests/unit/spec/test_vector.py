@@ -93,6 +93,22 @@ def test_values_are_rounded_to_float32():
     assert Vector.parse([3.4028234663852886e38]).norm == 3.4028234663852886e38
 
 
+class Series:
+    """What pandas's Series has of an array."""
+
+    shape = (3,)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array([1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    "value", [Series(), np.array([[1, 2, 3]]), torch.tensor([[1.0, 2.0, 3.0]])]
+)
+def test_a_series_or_one_row_is_a_vector(value):
+    assert Vector.parse(value) == Vector.parse([1, 2, 3])
+
+
 @pytest.mark.parametrize(
     ("value", "path", "problem"),
     [
@@ -100,7 +116,7 @@ def test_values_are_rounded_to_float32():
         (np.zeros(0), "", "empty"),
         (torch.zeros(0), "", "empty"),
         ({"f32": ""}, "f32", "empty"),
-        (np.zeros((1, 3)), "", r"one dimension, got shape \[1, 3\]"),
+        (np.zeros((2, 3)), "", r"one dimension, got shape \[2, 3\]"),
         (torch.zeros(3, 1), "", r"one dimension, got shape \[3, 1\]"),
         (np.float32(1), "", r"got shape \[\]"),
         ([[1.0, 2.0]], "[0]", "expected a number, got `list`: a vector has one dimension"),

@@ -21,7 +21,7 @@ from midstream.spec.forms import (
 )
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import read_rows
-from midstream.spec.operation import SITE, Operation, one_edit, read_scalar, rows_by_value
+from midstream.spec.operation import Operation, one_edit, read_scalar, rows_by_value
 from midstream.spec.vector import Vector
 from midstream.validation import at
 
@@ -54,10 +54,10 @@ class Affine(Operation):
         self,
         read: RowsLike,
         write: RowsLike,
-        layer: LayersLike,
+        layer: LayersLike | None = None,
         bias: NumberLike | VectorLike = 0.0,
         scale: NumberLike = 1.0,
-        site: SitesLike = SITE,
+        site: SitesLike | None = None,
         positions: PositionsLike = "all",
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,
@@ -118,8 +118,8 @@ class LoReFT(Operation):
         rotation: RowsLike,
         weight: RowsLike,
         bias: NumberLike | VectorLike,
-        layer: LayersLike,
-        site: SitesLike = SITE,
+        layer: LayersLike | None = None,
+        site: SitesLike | None = None,
         positions: PositionsLike = "all",
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,

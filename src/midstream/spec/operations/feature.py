@@ -18,7 +18,7 @@ from midstream.spec.forms import (
     VectorLike,
 )
 from midstream.spec.instructions import Instruction
-from midstream.spec.operation import SITE, Operation, by_value, one_edit, read_scalar
+from midstream.spec.operation import Operation, by_value, one_edit, read_scalar
 from midstream.spec.vector import Vector
 from midstream.validation import at, listed, read_word
 
@@ -66,13 +66,13 @@ class Feature(Operation):
         self,
         encoder: VectorLike,
         decoder: VectorLike,
-        layer: LayersLike,
+        layer: LayersLike | None = None,
         mode: Literal["set", "add", "scale", "ablate"] = "set",
         value: NumberLike | None = None,
         bias: NumberLike = 0.0,
         threshold: NumberLike | None = None,
         decoder_bias: VectorLike | None = None,
-        site: SitesLike = SITE,
+        site: SitesLike | None = None,
         positions: PositionsLike = "all",
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,

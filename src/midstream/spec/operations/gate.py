@@ -28,9 +28,9 @@ from midstream.spec.operation import SITE, by_value, read_scalar
 from midstream.spec.operations.plain import PLAIN, PlainEdit, bad_edit, missing_op
 from midstream.spec.positions.positions import Positions
 from midstream.spec.probe import Probe
-from midstream.spec.selection import Layers, Sites, read_site
+from midstream.spec.selection import Layers, Sites, read_taps
 from midstream.spec.vector import Vector
-from midstream.validation import at, read_fields, read_int, read_word
+from midstream.validation import at, read_fields, read_word
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -72,12 +72,14 @@ class Reading:
         with at("bias"):
             object.__setattr__(self, "bias", read_scalar(bias))
         tap = None
-        if layer is not None:
-            with at("layer"):
-                index = read_int(layer)
-            with at("site"):
-                tap = (SITE if site is None else read_site(site), index)
-        elif site is not None:
+        layers, sites = read_taps(layer, site, "layer", "site")
+        if layers is not None:
+            if layers.indices == "all" or len(layers.indices) > 1:
+                raise SpecError("layer", "a gate reads one layer, expected an `int`")
+            if sites is not None and len(sites) > 1:
+                raise SpecError("site", f"a gate reads one site, got {len(sites)}")
+            tap = (SITE if sites is None else sites.names[0], layers.indices[0])
+        elif sites is not None:
             raise SpecError(
                 "layer", "missing: `site` requires `layer`; omit both to read the edit's own tap"
             )

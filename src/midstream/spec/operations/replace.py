@@ -18,7 +18,7 @@ from midstream.spec.forms import (
 )
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import read_rows
-from midstream.spec.operation import SITE, Operation, one_edit, read_scalar, rows_by_value
+from midstream.spec.operation import Operation, one_edit, read_scalar, rows_by_value
 from midstream.spec.vector import Vector
 from midstream.validation import MAX_ITEMS, at
 
@@ -45,9 +45,9 @@ class Replace(Operation):
     def __init__(
         self,
         rows: RowsLike,
-        layer: LayersLike,
+        layer: LayersLike | None = None,
         alpha: NumberLike = 1.0,
-        site: SitesLike = SITE,
+        site: SitesLike | None = None,
         positions: PositionsLike = "all",
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,

@@ -10,7 +10,7 @@ from midstream.spec.algebra import float32
 from midstream.spec.argument_names import accept_spellings
 from midstream.spec.forms import LayersLike, NumberLike, PhaseLike, PositionsLike, SitesLike
 from midstream.spec.instructions import Instruction
-from midstream.spec.operation import SITE, Operation, one_edit, read_scalar
+from midstream.spec.operation import Operation, one_edit, read_scalar
 from midstream.validation import at
 
 
@@ -32,8 +32,8 @@ class Scale(Operation):
     def __init__(
         self,
         factor: NumberLike,
-        layer: LayersLike,
-        site: SitesLike = SITE,
+        layer: LayersLike | None = None,
+        site: SitesLike | None = None,
         positions: PositionsLike = "all",
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,

@@ -21,6 +21,7 @@ from midstream.spec.positions.items import (
 )
 from midstream.validation import (
     MAX_ITEMS,
+    as_number,
     at,
     hint,
     is_int,
@@ -76,6 +77,7 @@ def read_item(value: object, phase: str, words: Sequence[str]) -> Item:
         SpecError: `value` has none of these forms, or cannot select a token of the phase.
     """
     item: Item
+    value = as_number(value)
     if isinstance(value, str):
         if value not in words and value in _MEANT:
             raise SpecError(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from midstream.errors import SpecError
 from midstream.spec.positions.item_parser import read_item, read_items
 from midstream.spec.positions.items import Item, Role, Span, Text, TokenIds, Window
-from midstream.validation import at, read_word
+from midstream.validation import as_list, at, read_word
 
 __all__ = ["PHASES", "Item", "Phase", "Positions", "Role", "Span", "Text", "TokenIds", "Window"]
 
@@ -167,6 +167,7 @@ def _narrowed(value: Positions, phase: object, exclude: object) -> Positions:
 
 
 def _read_include(value: object, phase: str) -> tuple[Item, ...]:
+    value = as_list(value)
     if not isinstance(value, (list, tuple)):
         return (read_item(value, phase, WORDS),)
     if not value:
@@ -175,6 +176,7 @@ def _read_include(value: object, phase: str) -> tuple[Item, ...]:
 
 
 def _read_exclude(value: object, phase: str) -> tuple[Item, ...]:
+    value = as_list(value)
     if not isinstance(value, (list, tuple)):
         return (read_item(value, phase, EXCLUDE_WORDS),)
     return read_items(value, phase, EXCLUDE_WORDS)

@@ -99,6 +99,18 @@ def test_an_unknown_or_ambiguous_argument_is_rejected_by_name(make, path, proble
     assert caught.value.path == path
 
 
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_arrays_and_tensors_are_layers_positions_and_numbers(kind):
+    wanted = Steer([1], [0, 2], 2.0, positions=[1, -1])
+    assert Steer([1], kind([0, 2]), kind(2.0), positions=kind([1, -1])) == wanted
+    assert Steer([1], kind(3), kind([2.0])) == Steer([1], 3, 2.0)
+    assert Capture(kind([0, 2]), positions=kind(1)) == Capture([0, 2], positions=1)
+    assert Probe([1], kind(3), bias=kind([0.5])) == Probe([1], 3, bias=0.5)
+    for mistake in (kind([1.0]), kind([True]), kind(1.5)):
+        with pytest.raises(SpecError, match="expected .*`int`.* got `(float|bool)`"):
+            Capture(mistake)
+
+
 def test_both_spellings_of_layers_and_sites_are_accepted():
     wanted = Steer([1], [3, 4], site="resid_pre")
     assert Steer([1], layers=[3, 4], sites="resid_pre") == wanted

@@ -144,7 +144,7 @@ def test_every_kind_of_edit_is_known_by_its_op():
         ({"op": None}, "op", "got `None`"),
         ([1.0], "", "expected an edit, or a dict with `op`, got `list`"),
         (None, "", "expected an edit, or a dict with `op`, got `None`"),
-        ({"op": "scale", "factor": 2}, "", "missing field `layer`"),
+        ({"op": "scale", "factor": 2}, "layer", "missing; it can be omitted only where"),
         ({"op": "scale", "factor": 2, "layer": 0, "scale": 1}, "", "unknown field 'scale'"),
     ],
 )

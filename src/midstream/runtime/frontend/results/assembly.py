@@ -84,6 +84,9 @@ def assemble(
         every = _activations(plan, [*earlier, *blocks], tokens, nothing)
         is_bare = any(block.is_bare for block in earlier)
         activations = _activations(plan, blocks, tokens, nothing) if is_bare else every
+        for rows in (every, activations):
+            if rows is not None:
+                rows.num_layers = answers[0].worker.num_layers
         probes = _probes(plan, parts, tokens)
         receipt = make_receipt(
             output.request_id, plan, parts, completion, tokens, every, probes, coming_from

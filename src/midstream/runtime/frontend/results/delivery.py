@@ -280,6 +280,7 @@ def _rows_of(
         {tap: values[tap] for tap in plan.taps},
         {tap: positions[tap] for tap in plan.taps},
         tokens,
+        rows.num_layers,
     )
 
 

@@ -1,0 +1,177 @@
+"""Reader of a safetensors file of captured rows."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from midstream import sites
+from midstream.errors import CodecError, SpecError, UnsupportedError
+from midstream.results.arrays import PER_DIM, array_of, load_tensors
+from midstream.results.encoded_rows import Rows
+from midstream.sites import Tap, order
+from midstream.validation import INT_LIMIT, show
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+FORMAT = "midstream.activations"
+VERSION = "1"
+# Above any context length; bounds the memory that a hostile file can make its reader allocate.
+MAX_POSITION = 1 << 26
+POSITIONS, TOKENS = "positions", "token_ids"
+_TAP = re.compile(
+    r"(?P<site>[a-z_]+)\.(?P<layer>0|[1-9][0-9]{0,5})(\.(?P<what>positions|token_ids))?"
+)
+_NUMBER = re.compile("[1-9][0-9]{0,8}")
+
+
+def read_rows_file(
+    data: bytes,
+) -> tuple[dict[Tap, Tensor | Rows], dict[Tap, Tensor], Tensor, int | None]:
+    """Return the arguments of `Activations` from the bytes of a file; see `serialization.pack`.
+
+    Raises:
+        SpecError: the bytes are not such a file.
+        UnsupportedError: the codec is lossy, and torch, which decodes it, is not installed.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        tensors = load_tensors(data)
+        metadata = _metadata(data)
+    except (SafetensorError, ValueError, KeyError, struct.error) as error:
+        raise SpecError("", f"expected a safetensors file of captured rows: {error}") from None
+    if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
+        raise SpecError(
+            "", f"expected a file of {FORMAT}, version {VERSION}, got {show(str(metadata))}"
+        )
+    if "hidden" not in metadata:
+        metadata |= _described(tensors)
+    check = _checker(metadata)
+    values: dict[Tap, Tensor | Rows] = {}
+    positions: dict[Tap, Tensor] = {}
+    found = np.zeros(0, np.int64)
+    for tap in sorted(_taps(tensors), key=order):
+        name = f"{tap[0]}.{tap[1]}"
+        values[tap] = check(name, tensors[name])
+        positions[tap] = _indices(tensors, name, POSITIONS, len(values[tap]), MAX_POSITION)
+        ids = _indices(tensors, name, TOKENS, len(values[tap]), INT_LIMIT)
+        length = int(positions[tap].max()) + 1 if len(ids) else 0
+        if length > len(found):
+            found = np.concatenate([found, np.zeros(length - len(found), np.int64)])
+        found[np.asarray(positions[tap])] = np.asarray(ids)
+    count = metadata.get("num_layers", "")
+    num_layers = int(count) if _NUMBER.fullmatch(count) else None
+    return values, positions, array_of(found, "int64"), num_layers
+
+
+def _checker(metadata: Mapping[str, Any]) -> Callable[[str, Any], Tensor | Rows]:
+    """Return a function that checks one tensor of a file and returns it as `Activations` takes it.
+
+    Raises:
+        SpecError: the file's metadata are invalid.
+        UnsupportedError: the codec is lossy, and torch is not installed.
+    """
+    hidden = metadata.get("hidden", "")
+    invalid = SpecError("", f"the file's dtype or hidden is invalid: {show(str(metadata))}")
+    if not _NUMBER.fullmatch(hidden):
+        raise invalid
+    width = int(hidden)
+    try:
+        import torch
+
+        from midstream.codecs import Raw, parse_codec
+    except ModuleNotFoundError:
+        if metadata.get("codec", "raw") != "raw":
+            raise UnsupportedError(
+                f"rows of codec {metadata['codec']!r} are decoded by torch, which is not "
+                "installed; install torch, or capture with the codec `raw`"
+            ) from None
+        return lambda name, found: _sized(name, found, None, width)
+    if metadata.get("codec") == PER_DIM:
+        return lambda name, found: _decoded_block(name, found, width)
+    codec = parse_codec(metadata.get("codec", "raw"))
+    dtype = getattr(torch, metadata.get("dtype", ""), None)
+    if not isinstance(dtype, torch.dtype):
+        raise invalid
+    if isinstance(codec, Raw):
+        return lambda name, found: _sized(name, found, dtype, width)
+    row_bytes = codec.row_bytes(width, dtype)
+
+    def encoded(name: str, found: Any) -> Rows:
+        rows = _sized(name, found, torch.uint8, row_bytes)
+        return Rows(codec, width, dtype, (rows[:, None],), (0,))
+
+    return encoded
+
+
+def _decoded_block(name: str, found: Any, width: int) -> Tensor:
+    """Return rows of `Activations.save(codec="full8:per=dim")`, decoded."""
+    from midstream.codecs import Full8PerDim
+
+    try:
+        rows = Full8PerDim().decode(found)
+    except CodecError as error:
+        raise SpecError("", f"{name}: {error}") from None
+    if rows.shape[1] != width:
+        raise SpecError("", f"{name}: expected uint8 [{width}, 8 + rows]")
+    return rows
+
+
+def _sized(name: str, found: Any, dtype: torch.dtype | None, width: int) -> Any:
+    if (dtype is not None and found.dtype != dtype) or found.ndim != 2 or found.shape[1] != width:
+        raise SpecError("", f"{name}: expected {dtype or 'numbers'} [rows, {width}]")
+    return found
+
+
+def _taps(tensors: Mapping[str, Any]) -> list[Tap]:
+    """Return the (site, layer) pairs of a file's tensors.
+
+    Raises:
+        SpecError: a tensor's name is unknown, or its rows are missing.
+    """
+    found = []
+    for name in tensors:
+        match = _TAP.fullmatch(name)
+        if match is None or match["site"] not in sites.NAMES:
+            raise SpecError("", f"unknown tensor {show(name)}; expected {{site}}.{{layer}}")
+        if match["what"] is None:
+            found.append((match["site"], int(match["layer"])))
+        elif name.rpartition(".")[0] not in tensors:
+            raise SpecError("", f"{show(name)}: the tensor of its rows is missing")
+    return found
+
+
+def _indices(tensors: Mapping[str, Any], name: str, what: str, rows: int, limit: int) -> Any:
+    found = tensors.get(f"{name}.{what}")
+    if (
+        found is None
+        or str(found.dtype).removeprefix("torch.") != "int64"
+        or found.shape != (rows,)
+    ):
+        raise SpecError("", f"{name}.{what}: expected int64 [{rows}]")
+    if rows and (int(found.min()) < 0 or int(found.max()) > limit):
+        raise SpecError("", f"{name}.{what}: out of range")
+    return found
+
+
+def _metadata(data: bytes) -> dict[str, Any]:
+    (size,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + size])
+    found = header.get("__metadata__") if isinstance(header, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _described(tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Return the width and dtype of decoded rows, which `Activations.save` writes without them."""
+    for name, each in tensors.items():
+        if name.count(".") == 1 and each.ndim == 2:
+            return {"hidden": str(each.shape[1]), "dtype": str(each.dtype).removeprefix("torch.")}
+    return {"hidden": "1", "dtype": "float32"}

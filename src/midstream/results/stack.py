@@ -1,0 +1,80 @@
+"""Captured vectors of several prompts in one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from midstream.errors import SpecError
+from midstream.results.activations import Activations
+from midstream.results.arrays import stack_arrays
+from midstream.spec.selection import Layers, read_taps
+from midstream.validation import read_int
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def stack(
+    outputs: Iterable[Any], site: object = None, layers: object = None, row: object = None
+) -> Tensor:
+    """Return the captured vectors of several prompts, [prompts, layers, rows, hidden].
+
+    Args:
+        outputs: outputs of `generate` or `chat`, completions, or Activations; one per prompt.
+        site: a site in any spelling; None: the one that was captured.
+        layers: any form of Layers; None or "all": all that were captured, ascending.
+        row: index of one captured row, −1 for the last; the result is then [prompts, layers,
+            hidden]. None: all rows, whose number must be the same for all prompts.
+
+    Returns:
+        A tensor in the dtype of the captured vectors; an array of NumPy without torch.
+
+    Raises:
+        SpecError: an output has no activations, or not these, or the numbers of rows differ.
+    """
+    found = [_activations_of(nth, each) for nth, each in enumerate(outputs)]
+    if not found:
+        raise SpecError("outputs", "expected at least one output")
+    chosen, sites = read_taps(layers, site, "layers", "site")
+    if sites is None and len(found[0].sites) != 1:
+        raise SpecError("site", f"give one of the captured: {', '.join(found[0].sites) or 'none'}")
+    names = found[0].sites if sites is None else sites.names
+    if len(names) != 1:
+        raise SpecError("site", f"expected one site, got {len(names)}")
+    indices = found[0].layers if chosen is None else _indices(chosen, found[0])
+    nth_row = None if row is None else read_int(row)
+    stacked: list[Any] = []
+    for nth, each in enumerate(found):
+        try:
+            values = [each[names[0], layer] for layer in indices]
+            if nth_row is not None:
+                values = [value[nth_row] for value in values]
+        except (KeyError, IndexError) as error:
+            raise SpecError(f"outputs[{nth}]", str(error.args[0])) from None
+        shapes = {tuple(value.shape) for value in values}
+        first = tuple(stacked[0].shape[1:]) if stacked else tuple(values[0].shape)
+        if shapes != {first}:
+            shown = ", ".join(str(shape[0]) for shape in sorted(shapes))
+            raise SpecError(
+                f"outputs[{nth}]",
+                f"has {shown} rows where others have {first[0]}, which no tensor can have; give "
+                'row=-1 for one row of each, or capture as many, as positions="last_prompt" does',
+            )
+        stacked.append(stack_arrays(values))
+    result: Tensor = stack_arrays(stacked)
+    return result
+
+
+def _indices(layers: Layers, activations: Activations) -> tuple[int, ...]:
+    return activations.layers if layers.indices == "all" else layers.indices
+
+
+def _activations_of(nth: int, output: Any) -> Activations:
+    found = output if isinstance(output, Activations) else getattr(output, "activations", None)
+    if isinstance(found, Activations):
+        return found
+    problem = "has no activations; give generate a `capture`"
+    if len(getattr(output, "outputs", ())) > 1:
+        problem = "has several completions; give these, its `outputs`, in its place"
+    raise SpecError(f"outputs[{nth}]", problem)

@@ -1,0 +1,115 @@
+"""Names of sites in other tools' spellings."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from midstream import Capture, Gate, Probe, Replace, Scale, Steer, sites
+from midstream.errors import SpecError
+from midstream.spec import Reading
+
+LAYERS = st.integers(0, 999)
+TAPS = st.tuples(st.sampled_from(sites.NAMES), LAYERS)
+
+
+@given(TAPS)
+def test_a_name_of_transformer_lens_is_read_back(tap):
+    assert sites.parse(sites.transformer_lens_name(tap)) == tap
+
+
+@given(TAPS)
+def test_an_address_of_interp_engine_is_read(tap):
+    assert sites.parse(f"{tap[0]}.{tap[1]}") == tap
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_read_or_unknown(text):
+    found = sites.parse(text)
+    assert found is None or found[0] in sites.NAMES
+
+
+@pytest.mark.parametrize(
+    ("name", "tap"),
+    [
+        ("blocks.10.hook_resid_pre", ("resid_pre", 10)),
+        ("blocks.10.hook_resid_mid", ("resid_mid", 10)),
+        ("blocks.10.hook_resid_post", ("resid_post", 10)),
+        ("blocks.10.hook_attn_out", ("attn_out", 10)),
+        ("blocks.10.hook_mlp_out", ("mlp_out", 10)),
+        ("blocks.10.mlp.hook_in", ("mlp_in", 10)),
+        ("hook_resid_post", ("resid_post", None)),
+        ("model.layers.10", ("resid_post", 10)),
+        ("model.layers.10.output", ("resid_post", 10)),
+        ("model.layers[10].output[0]", ("resid_post", 10)),
+        ("model.layers[-1].output", ("resid_post", -1)),
+        ("model.layers.10.input", ("resid_pre", 10)),
+        ("model.layers.10.self_attn.output", ("attn_out", 10)),
+        ("model.layers.10.mlp", ("mlp_out", 10)),
+        ("model.layers.10.mlp.input", ("mlp_in", 10)),
+        ("model.layers.10.block_sparse_moe.output", ("mlp_out", 10)),
+        ("transformer.h.10", ("resid_post", 10)),
+        ("transformer.h.10.attn.output", ("attn_out", 10)),
+        ("gpt_neox.layers.3.attention", ("attn_out", 3)),
+        ("model.decoder.layers.3.input", ("resid_pre", 3)),
+        ("resid_post.10", ("resid_post", 10)),
+        ("post_attn.2", ("resid_mid", 2)),
+        ("post_mlp", ("resid_post", None)),
+    ],
+)
+def test_names_of_other_tools_mean_sites(name, tap):
+    assert sites.parse(name) == tap
+    if tap[1] is not None:
+        assert Capture(sites=name) == Capture(tap[1], tap[0])
+        assert Steer([1], site=name) == Steer([1], tap[1], site=tap[0])
+        assert Probe([1], site=name) == Probe([1], tap[1], site=tap[0])
+        assert Replace([1], site=name) == Replace([1], tap[1], site=tap[0])
+        assert Scale(2, sites=name) == Scale(2, tap[1], site=tap[0])
+        assert Reading([1], site=name) == Reading([1], layer=tap[1], site=tap[0])
+        assert Gate(Scale(2, 3), {"direction": [1], "site": name}).probe.tap == tap
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "blocks.3.attn.hook_z",
+        "blocks.3.attn.hook_q",
+        "blocks.3.hook_mlp_in",
+        "blocks.3.mlp.hook_post",
+        "hook_embed",
+        "ln_final.hook_normalized",
+        "model.layers.3.self_attn.q_proj",
+        "model.layers.3.self_attn.o_proj.output",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+)
+def test_a_place_of_other_tools_without_a_site_is_unsupported(name):
+    problem = "has no site here; unsupported. Sites: `resid_pre`, .*`resid_post`"
+    with pytest.raises(SpecError, match=problem):
+        Capture(3, sites=name)
+
+
+def test_names_with_layers_are_several_taps():
+    names = [f"blocks.{layer}.hook_resid_{site}" for layer in (3, 1) for site in ("pre", "post")]
+    assert Capture(sites=names) == Capture([3, 1], ["resid_pre", "resid_post"])
+    assert Capture([3, 1], names) == Capture([3, 1], ["resid_pre", "resid_post"])
+
+
+@pytest.mark.parametrize(
+    ("layers", "names", "path", "problem"),
+    [
+        (4, "resid_post.3", "layers", "have layer 3; omit it here"),
+        ("all", "resid_post.3", "layers", "have layer 3; omit it here"),
+        (None, ["resid_post.3", "resid_pre"], "sites", "either every name or none"),
+        (None, ["resid_post.3", "blocks.3.hook_resid_post"], "sites", "same site and layer"),
+        (None, ["resid_post.3", "resid_pre.4"], "sites", "not every combination"),
+        (None, ["resid_post.3", "residpost.3"], "sites[1]", "unknown site 'residpost.3'"),
+        (None, "resid_post", "", "missing field `layers`"),
+    ],
+)
+def test_names_that_contradict_the_layers_are_rejected(layers, names, path, problem):
+    with pytest.raises(SpecError, match=problem) as caught:
+        Capture(layers, names)
+    assert caught.value.path == path
