@@ -230,7 +230,7 @@ def test_a_listing_prints_as_a_table(registry):
     assert registry._repr_html_() == "<p>no named vectors</p>"
     registry.register("happy", dict.fromkeys(range(4), V))
     head, row = str(registry.list()).splitlines()
-    assert head.split() == ["name", "taps", "norms", "width", "digest", "registered"]
+    assert head.split() == ["name", "taps", "norms", "width", "digest", "registered", "edits"]
     assert row.startswith("happy  resid_post.0, resid_post.1, resid_post.2, resid_post.3  3, 3, 3")
     assert str(registry.list()[0]) == str(registry.list())
     assert registry._repr_html_().startswith("<table><thead><tr><th>name</th>")
