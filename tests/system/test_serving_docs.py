@@ -105,5 +105,5 @@ def test_the_snippets_of_the_page_run_one_after_the_other(server, folder, monkey
     assert "base64" not in ran[1]
     status = server.status()
     assert status["held"]["captures"] == 0
-    assert status["steering"]["epoch"] == 4
+    assert status["steering"]["epoch"] == 6
     assert status["vectors"] == 0
