@@ -45,8 +45,8 @@ def main() -> None:
         mood = mean_of(GLAD) - mean_of(SAD)
         client.vectors.register("glad", {given.layer: mood})
         for scale in (None, -1.0, 1.0):
-            out = client.complete(
-                QUESTION,
+            out = client.chat(
+                [{"role": "user", "content": QUESTION}],
                 model=given.model,
                 max_tokens=30,
                 temperature=0,
