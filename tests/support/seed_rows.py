@@ -20,7 +20,6 @@ OPEN = {
     "hosts": "a second machine is needed",
     "gpu": "the second model runner of vLLM needs a GPU",
     "pages": "notebooks and a reference page of the API are work of their own",
-    "names": "post_mlp comes with the other spellings of sites; shown for post_block",
 }
 _PARITY = (
     _ENGINE + "test_parity.py::every_site_of_every_layer_reads_and_edits_as_hooks_in_transformers"
@@ -323,7 +322,10 @@ ROWS: dict[str, tuple[str, str]] = {
         + "test_off_is_off.py::beside_requests_that_are_read_and_edited_plain_ones_are_as_without_them",
     ),
     "S4.15": ("tiers of prompt and of generated tokens alone", HERE),
-    "S4.16": ("pre_attn, post_attn and post_mlp", "open: names"),
+    "S4.16": (
+        "pre_attn, post_attn and post_mlp",
+        _UNIT + "test_sites.py::names_of_other_tools_mean_sites",
+    ),
     "S4.17": ("eager and with graphs", _GPU_MIX),
     "S4.18": (
         "chunked prefill",

@@ -50,7 +50,6 @@ def test_every_example_is_run_here_and_listed_in_the_readme():
     assert NAMES == [
         "conditional_steering",
         "contrastive_steering",
-        "online_serving_client",  # needs a server
         "refusal_ablation",
         "sae_feature",
         "steering_client",  # in test_serving_docs.py

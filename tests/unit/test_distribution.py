@@ -23,6 +23,9 @@ from midstream.results.receipt import Receipt
 from midstream.results.serialization import pack
 from midstream.version import __version__
 
+# Starts processes of its own, which take long.
+pytestmark = pytest.mark.engine
+
 ROOT = Path(__file__).resolve().parents[2]
 TOP = {
     "src", "tests", "docs", "examples", "benchmarks", "scripts", "CHANGELOG.md", "CONTRIBUTING.md",

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from support.pages import blocks
 
+# Starts processes of its own, which take long.
+pytestmark = pytest.mark.engine
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "README.md",

@@ -137,8 +137,8 @@ def test_a_refusal_is_an_error_with_status_and_field(both, site):
 
 
 def test_what_is_malformed_is_not_sent(both, site):
-    with pytest.raises(SpecError, match="layer"):
-        both.call("complete", "abc", capture={"layer": [1]})
+    with pytest.raises(SpecError, match="layrs"):
+        both.call("complete", "abc", capture={"layrs": [1]})
     for name in ("../steering", "a b", "", "a?b", "a#b", "/a", 3):
         for ask in (["vectors.register", name, V], ["vectors.remove", name]):
             with pytest.raises(SpecError, match="name"):

@@ -95,7 +95,7 @@ def test_memory_takes_a_capture_and_nothing_else():
             r"sinks.log.queue_bytes: expected at least 1, got 0",
         ),
         ({"log": {"queue_bytes": True}}, r"sinks.log.queue_bytes"),
-        ({"log": {"capture": {"layer": 1}}}, r"sinks.log.capture: unknown field 'layer'"),
+        ({"log": {"capture": {"layrs": 1}}}, r"sinks.log.capture: unknown field 'layrs'"),
         ({"log": {"capture": [{"layers": "al"}]}}, r"sinks.log.capture\[0\].layers: "),
         ({"log": {"capture": {"layers": 1, "sink": "npz"}}}, r"log.capture.sink: must be omitted"),
         (

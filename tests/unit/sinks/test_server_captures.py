@@ -106,7 +106,7 @@ def test_beyond_the_limit_the_oldest_are_dropped_and_counted():
 
 WRONG = {
     "a name": ("a b", AT_1, None, "name", "characters"),
-    "no capture": ("x", 5, None, "capture", "expected a dict"),
+    "no capture": ("x", 5, None, "capture", "expected a `Capture`"),
     "an empty list": ("x", [], None, "capture", "the list is empty"),
     "a stream": ("x", Capture(1, stream=True), None, "capture.stream", "must be omitted"),
     "an id": ("x", [Capture(1, request_id="r")], None, "capture[0].request_id", "must be omitted"),
