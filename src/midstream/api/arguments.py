@@ -172,6 +172,7 @@ _INSTEAD = {
     "probe": "probes=…",
     "return_hidden_states": "capture=Capture(layers=…)",
     "sites": "capture=Capture(layers=…, sites=…)",
+    "steer": "edits=Steer(vector, layer=…)",
     "steer_vector": "steer=Steer(vector, layer=…)",
     "steer_vector_request": "steer=Steer(vector, layer=…)",
     "steering": "steer=Steer(vector, layer=…)",

@@ -14,6 +14,7 @@ from midstream.errors import ConfigError
 from midstream.spec import Capture, Edit, Layers, Plan, Positions, Sites
 from midstream.spec.resolve.tap_lookup import find_taps
 from midstream.spec.shape import ModelShape
+from midstream.validation import at
 
 _SITE = "resid_post"
 
@@ -60,7 +61,8 @@ class DefaultCapture:
             )
         if last_token_row and not decode:
             raise ConfigError("last_token_row: hidden_states has no rows with include_decode=False")
-        parsed = Layers.parse(layers)
+        with at("layers"):
+            parsed = Layers.parse(layers)
         return DefaultCapture(parsed, prefill, decode, last_decode_token, last_token_row)
 
     def check(self, shape: ModelShape) -> None:

@@ -28,7 +28,7 @@ from midstream.runtime.frontend.request.prompt.inputs import conversations, list
 from midstream.runtime.frontend.request.prompt.message_spans import template_arguments
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
-from midstream.runtime.vllm.engine_rules import check_offline
+from midstream.runtime.vllm.engine_rules import check_offline, check_script
 from midstream.sinks.server_captures import ServerCaptures
 from midstream.spec import Plan, Positions
 from midstream.steering import VectorRegistry
@@ -87,6 +87,7 @@ class LLM(VllmLLM):
                 last_token_row,
             )  # fmt: skip
         install.activate()
+        check_script()
         seams.check_offline()
         check_offline(vllm_args.get("data_parallel_size", 1))
         super().__init__(model, additional_config=given, **vllm_args)

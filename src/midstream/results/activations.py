@@ -14,7 +14,7 @@ from midstream.results.arrays import array_of, encode_blocks, save_tensors, stac
 from midstream.results.encoded_rows import Rows, rows_of
 from midstream.results.rows_file import read_rows_file
 from midstream.sites import Tap
-from midstream.validation import as_number, is_int
+from midstream.validation import as_number, hint, is_int
 
 if TYPE_CHECKING:
     import numpy as np
@@ -263,14 +263,15 @@ class Activations:
         return self._values[tap]
 
     def _find(self, key: Any) -> Tap:
-        if isinstance(key, tuple) and key in self._given:
-            return key
+        try:
+            is_tap = key in self._given
+        except TypeError:  # unhashable, such as a slice
+            is_tap = False
+        if is_tap:
+            return key  # type: ignore[no-any-return]
         tap = _tap_of(self, key)
         if tap is None or tap not in self._given:
-            problem = f"{key!r} was not captured; there is {repr(self)[12:-1]}"
-            if isinstance(key, tuple) and tap is not None and tap[1] < 0:
-                problem += "; the number of layers is unknown here: count the layer from 0"
-            raise KeyError(problem)
+            raise KeyError(_explain(self, key, tap))
         return tap
 
 
@@ -304,8 +305,8 @@ def _tap_of(rows: Activations, key: Any) -> Tap | None:
     found: tuple[str, Any] | None = None
     if isinstance(key, str):
         found = sites.parse(key)
-    elif is_int(key) and len(rows.sites) == 1:
-        found = rows.sites[0], key
+    elif is_int(as_number(key)) and len(rows.sites) == 1:
+        found = rows.sites[0], as_number(key)
     elif isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str):
         site = sites.canonical(key[0])
         found = None if site is None else (site, as_number(key[1]))
@@ -315,6 +316,19 @@ def _tap_of(rows: Activations, key: Any) -> Tap | None:
     if layer < 0 and rows.num_layers is not None:
         layer += rows.num_layers
     return site, layer
+
+
+def _explain(rows: Activations, key: Any, tap: Tap | None) -> str:
+    """Return the message for a key that is not there, or means no tap."""
+    problem = f"{key!r} was not captured; there is {repr(rows)[12:-1]}"
+    if tap is not None:
+        if tap[1] < 0:
+            problem += "; the number of layers is unknown here: count the layer from 0"
+        return problem
+    site = key[0] if isinstance(key, tuple) and key else key
+    if isinstance(site, str) and sites.parse(site) is None:
+        return f"{problem}; {site!r} is no site{hint(site, sites.NAMES)}"
+    return f'{problem}; a key is (site, layer), as ["resid_post", 3]; a site alone has all layers'
 
 
 def _stacked(rows: Activations, site: str) -> Tensor:

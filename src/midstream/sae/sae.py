@@ -245,7 +245,13 @@ def _not_safetensors(path: Path) -> str:
             f"{path}: {path.suffix} files are unsupported, since they can contain pickles, which "
             "can run code; save the tensors with safetensors.torch.save_file"
         )
-    return f"{path}: expected a folder with {CONFIG} and {WEIGHTS}, or a .safetensors file"
+    expected = f"{path}: expected a folder with {CONFIG} and {WEIGHTS}, or a .safetensors file"
+    if path.exists():
+        return expected
+    return (
+        f"{expected}, and there is no such path; names of releases are not looked up: download the "
+        "SAE from the Hugging Face Hub first, and give its folder"
+    )
 
 
 def _like(given: Any, found: Tensor) -> Any:

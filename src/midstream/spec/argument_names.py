@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from midstream.errors import SpecError
-from midstream.validation import hint, listed
+from midstream.validation import hint, listed, read_fields, show
 
 # Each is accepted where the constructor has the other.
 _PAIRS = (("layers", "layer"), ("layer", "layers"), ("sites", "site"), ("site", "sites"))
@@ -58,6 +58,25 @@ def one_spelling(given: Mapping[str, Any], known: Sequence[str]) -> dict[str, An
     return found
 
 
+def read_named(
+    given: Mapping[str, Any], required: Sequence[str], optional: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Read the fields of a dict form, in the spellings that its constructor accepts.
+
+    Raises:
+        SpecError: a required field is missing, a field is unknown, or is there in two spellings.
+    """
+    known = (*required, *optional)
+    found = one_spelling(given, known)
+    for name in found:
+        meant = _meant(name, known)
+        if meant:
+            raise SpecError(
+                "", f"unknown field {show(name)} (did you mean `{meant}`?); known: {listed(known)}"
+            )
+    return read_fields(found, required, optional)
+
+
 def accept_spellings(init: Made) -> Made:
     """Decorate a constructor: other spellings of its arguments are accepted or explained.
 
@@ -85,7 +104,13 @@ def _as_set(known: tuple[str, ...]) -> frozenset[str]:
     return frozenset(known)
 
 
+def _meant(name: str, known: Sequence[str]) -> str | None:
+    """Return the known name for another tool's one; None: it is known itself, or none is meant."""
+    others = () if name in known else _MEANT.get(name, ())
+    return next((each for each in others if each in known), None)
+
+
 def _unknown(owner: str, name: str, known: Sequence[str]) -> SpecError:
-    meant = next((each for each in _MEANT.get(name, ()) if each in known), None)
+    meant = _meant(name, known)
     shown = f" (did you mean `{meant}`?)" if meant else hint(name, known)
     return SpecError(name, f"unknown argument of {owner}{shown}; known: {listed(known)}")

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from midstream.errors import SpecError
-from midstream.spec.argument_names import accept_spellings, one_spelling
+from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.forms import LayersLike, PhaseLike, PositionsLike, SitesLike
 from midstream.spec.positions.positions import Positions
 from midstream.spec.selection import Layers, Sites, read_taps
 from midstream.spec.sink_target import MEMORY, NO_METADATA, Metadata, read_name
-from midstream.validation import at, is_int, kind, read_fields, show
+from midstream.validation import at, is_int, kind, show
 
 FIELDS = (
     "layers",
@@ -135,7 +135,7 @@ class Capture:
             return value
         if not isinstance(value, Mapping):
             raise bad_capture(value)
-        given = read_fields(one_spelling(value, FIELDS), (), FIELDS)
+        given = read_named(value, (), FIELDS)
         by_rank = given.pop("return", None)
         return Capture(**given, return_=by_rank)
 

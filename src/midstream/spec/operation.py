@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags
-from midstream.spec.argument_names import one_spelling
+from midstream.spec.argument_names import read_named
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import emit_rows
 from midstream.spec.named_lookup import Lookup, find_taps, from_start, pick, vectors_of
@@ -19,7 +19,7 @@ from midstream.spec.named_vector import Named
 from midstream.spec.positions.positions import Positions
 from midstream.spec.selection import Layers, Sites, read_taps
 from midstream.spec.vector import Vector
-from midstream.validation import at, kind, read_fields, read_float32, read_word
+from midstream.validation import at, kind, read_float32, read_word
 
 SITE = "resid_post"
 
@@ -79,9 +79,7 @@ class Operation(ABC):
             shown = f"{name}(…)" if cls.op else f"{name}(vector, layer=14)"
             raise SpecError("", f"expected {shown}, or its dict, got {kind(value)}")
         required, optional = _parameters(cls)
-        known = (*required, *optional)
-        value = one_spelling(value, known)
-        given = read_fields(value, required, (*optional, "op") if cls.op else optional)
+        given = read_named(value, required, (*optional, "op") if cls.op else optional)
         if "op" in given:
             with at("op"):
                 read_word(given.pop("op"), (cls.op,))

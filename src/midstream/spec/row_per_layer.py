@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,10 +13,16 @@ from midstream.spec.selection import Layers
 from midstream.spec.vector import Vector
 from midstream.validation import at, is_int
 
+_LAYER = re.compile(r"0|-?[1-9][0-9]{0,5}")
+
 
 def is_by_layer(value: object) -> bool:
-    """Return whether `value` is a dict of vectors by layer."""
-    return isinstance(value, Mapping) and bool(value) and all(is_int(key) for key in value)
+    """Return whether `value` is a dict of vectors by layer; in JSON, layers are `str`."""
+    return (
+        isinstance(value, Mapping)
+        and bool(value)
+        and all(is_int(key) or (isinstance(key, str) and _LAYER.fullmatch(key)) for key in value)
+    )
 
 
 def read_by_layer(
@@ -25,7 +32,7 @@ def read_by_layer(
 
     Args:
         field: name of the argument, for error paths.
-        value: {layer: any form of Vector.parse}.
+        value: {layer: any form of Vector.parse}; a layer is an int, or a str of its digits.
         layer: the argument `layer`, which must be None.
 
     Returns:
@@ -45,7 +52,7 @@ def read_by_layer(
                     "", f"expected {rows[0].size} numbers, as at the first layer, got "
                     f"{rows[-1].size}"
                 )  # fmt: skip
-    return tuple(rows), list(value)
+    return tuple(rows), [int(key) for key in value]
 
 
 def read_per_layer(
@@ -89,8 +96,10 @@ def check_per_layer(field: str, count: int, layers: Layers) -> None:
             f"layer=range({count})",
         )
     if len(layers.indices) != count:
+        found = len(layers.indices)
+        where = f"{found} layer" if found == 1 else f"{found} layers"
         raise SpecError(
             field,
-            f"expected one vector [width], or one row per layer, got {count} rows for "
-            f"{len(layers.indices)} layers",
+            f"expected one vector [width], or one row per layer, got {count} rows for {where}; "
+            f"give one row, or list {count} layers, such as layer=range({count})",
         )

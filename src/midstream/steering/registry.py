@@ -31,6 +31,8 @@ MAX_NAMES = 4096
 _NAMES_SHOWN = 10
 # Names that an unknown one is compared with, which takes 0.1 ms each: those of similar length.
 _NEAR, _COMPARED = 3, 100
+# Names like these are meant as files of vectors.
+_FILES = (".safetensors", ".gguf", ".json", ".npy", ".npz", ".pt", ".pth", ".bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +207,10 @@ class VectorRegistry:
         more = f" (did you mean `{close[0]}`?)" if close else ""
         rest = f" and {len(known) - _NAMES_SHOWN} more" if len(known) > _NAMES_SHOWN else ""
         names = f"{listed(known[:_NAMES_SHOWN])}{rest}" if known else "none"
+        is_file = os.path.splitext(name)[1] in _FILES
+        file = "; register a file first: llm.vectors.register(name, path)" if is_file else ""
         return SpecError(
-            "", f"no vectors are registered as {show(name)}{more}; registered: {names}"
+            "", f"no vectors are registered as {show(name)}{more}; registered: {names}{file}"
         )
 
     def _read(self, vectors: object) -> Registered | NamedEdits:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from midstream.errors import UnsupportedError
+
+_GUARD = (
+    "the engine's process imports this script, which starts an engine again; put the script's body "
+    'under `if __name__ == "__main__":`, or set VLLM_ENABLE_V1_MULTIPROCESSING=0'
+)
 
 
 class Rule(NamedTuple):
@@ -142,6 +149,34 @@ def check_offline(data_parallel_size: int) -> None:
         raise UnsupportedError(
             f"data_parallel_size={data_parallel_size}: unsupported by an offline engine; use "
             "midstream.AsyncLLM, a server, or several processes, each with its own LLM"
+        )
+
+
+def check_script() -> None:
+    """Check that the processes of a new engine can import the script that starts it.
+
+    A process that is spawned imports the script first. One that starts an engine as it is imported
+    ends that process here, with one line in place of two tracebacks.
+
+    Raises:
+        SystemExit: this is such a process.
+        UnsupportedError: the script is read from standard input.
+    """
+    import torch
+    import vllm.envs as envs
+
+    if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+        return
+    spawns = envs.VLLM_WORKER_MULTIPROC_METHOD == "spawn"
+    if spawns and getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise SystemExit(f"midstream: {_GUARD}")
+    spawns |= torch.cuda.is_initialized() or torch.version.cuda is torch.version.hip is None
+    main = sys.modules["__main__"]
+    if spawns and main.__spec__ is None and getattr(main, "__file__", None) == "<stdin>":
+        raise UnsupportedError(
+            "the engine's process cannot import a script that is read from standard input; save "
+            'it as a file, with its body under `if __name__ == "__main__":`, or set '
+            "VLLM_ENABLE_V1_MULTIPROCESSING=0"
         )
 
 

@@ -10,7 +10,7 @@ from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.sites import Tap
 from midstream.spec.algebra import float32
-from midstream.spec.argument_names import accept_spellings, one_spelling
+from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.forms import LayersLike, NumberLike, SitesLike, VectorOrName
 from midstream.spec.instructions import Instruction
 from midstream.spec.named_lookup import (
@@ -99,11 +99,7 @@ class Reading:
         given: Any = value
         if isinstance(value, Mapping) and not {"f32", "name"} & set(value):
             return Reading(
-                **read_fields(
-                    one_spelling(value, ("layer", "site")),
-                    required=("direction",),
-                    optional=("bias", "layer", "site"),
-                )
+                **read_named(value, required=("direction",), optional=("bias", "layer", "site"))
             )
         return Reading(given)
 

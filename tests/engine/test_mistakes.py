@@ -1,0 +1,71 @@
+"""Plausible mistakes whose answer needs an engine; the others are in `tests/unit`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.engines import greedy, tokens
+from vllm import SamplingParams
+
+from midstream import Capture, SpecError, Steer
+
+PROMPT = [5, 6, 7, 8]
+HIDDEN = 64
+V = np.arange(1.0, HIDDEN + 1)
+READ = Capture(layers=[-1])
+E = [Steer(V, layer) for layer in (0, 1, 2)]
+
+# (number, arguments of `generate` on two prompts, parts of the message).
+REJECTED: list[tuple[int, dict[str, Any], list[str]]] = [
+    (1, {"capture": Capture(99)}, ["capture.layers: layer 99 is out of range", "(prompt 0)"]),
+    (9, {"edits": Steer(V[1:], 1)}, ["edits.vector: expected 64 numbers", "got 63"]),
+    (21, {"edits": E}, ["edits: a flat list of 3 edits for 2 prompts can be read two ways"]),
+    (23, {"capture": [3, 4]}, ["capture:", "write Capture(layers=[3, 4])"]),
+    (24, {"capture": "all"}, ['write Capture(layers="all")']),
+    (26, {"hooks": []}, ["generate() has no such argument", "capture=… to read them"]),
+    (31, {"capture": Capture(1, positions="generated")}, ["nothing is selected", "tokens is 1"]),
+    (42, {"steer": Steer("happy")}, ["steer: no vectors are registered as 'happy'"]),
+    (56, {"edits": [[E[0]] * 70] * 2}, ["the limit is 64", "setting edits_per_site"]),
+]  # fmt: skip
+
+
+def test_a_mistake_is_rejected_before_any_work(llm: Any) -> None:
+    before = llm.llm_engine.has_unfinished_requests()
+    for number, given, words in REJECTED:
+        with pytest.raises(SpecError) as caught:
+            llm.generate([tokens(PROMPT)] * 2, greedy(1), use_tqdm=False, **given)
+        for each in words:
+            assert each in str(caught.value), number
+    assert llm.llm_engine.has_unfinished_requests() == before is False
+    with pytest.raises(SpecError, match="capture: unsupported in beam_search"):
+        llm.beam_search([tokens(PROMPT)], None, capture=READ)
+
+
+@pytest.mark.parametrize("name", ["midstrem", "capture", "edits"])
+def test_a_misspelt_or_misplaced_field_is_rejected(llm: Any, name: str) -> None:
+    params = greedy(1, extra_args={name: {"layers": [1]}})
+    with pytest.raises(SpecError, match=rf"extra_args\['{name}'\]"):
+        llm.generate(tokens(PROMPT), params, use_tqdm=False)
+
+
+def test_rows_of_several_completions_are_where_the_error_says(llm: Any) -> None:
+    params = SamplingParams(n=4, seed=0, max_tokens=2, ignore_eos=True, detokenize=False)
+    (output,) = llm.generate(tokens(PROMPT), params, use_tqdm=False, capture=READ)
+    with pytest.raises(AttributeError, match=r"read output\.outputs\[i\]\.activations"):
+        _ = output.activations
+    assert [len(each.activations[-1]) for each in output.outputs] == [len(PROMPT) + 1] * 4
+
+
+def test_rows_are_read_by_the_name_that_the_user_has_in_mind(llm: Any) -> None:
+    given = Capture(layers=[0, -1])
+    (output,) = llm.generate(tokens(PROMPT), greedy(1), use_tqdm=False, capture=given)
+    found = output.activations
+    last = found.layers[-1]
+    expected = found["resid_post", last]
+    for key in (("resid_post", -1), f"blocks.{last}.hook_resid_post", last, np.int64(last)):
+        torch.testing.assert_close(found[key], expected, rtol=0, atol=0)
+    stacked = torch.stack([found["resid_post", 0], expected])
+    torch.testing.assert_close(found["resid_post"], stacked, rtol=0, atol=0)
