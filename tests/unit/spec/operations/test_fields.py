@@ -262,7 +262,8 @@ def test_a_malformed_field_is_refused_by_its_path(make, path, problem):
         ({"op": None}, "op", "expected one of `steer`, got `None`"),
         ({"layers": 3}, "layers", "`layer` is given too; give one of them"),
         ({"scales": 3}, "", "unknown field 'scales' .did you mean `scale`"),
-        ({"strength": 3}, "", "unknown field 'strength'; known: `vector`, `layer`, `scale`"),
+        ({"strength": 3}, "", "unknown field 'strength' .did you mean `scale`.*; known: `vector`"),
+        ({"bias": 3}, "", "unknown field 'bias'; known: `vector`, `layer`, `scale`"),
     ],
 )
 def test_a_dict_of_another_kind_is_refused(change, path, problem):

@@ -98,7 +98,7 @@ def test_names_at_several_layers_have_one_reading():
         (lambda: Ablate(["a", "b"], 1, subspace=False), "subspace", "got a name"),
         (lambda: Ablate(V, 1, subspace="yes"), "subspace", "expected `bool`, got `str`"),
         (lambda: Steer([V, W], "all"), "layer", r"one per layer, .*such as layer=range\(2\)"),
-        (lambda: Steer([V, W], 3), "vector", "one row per layer, got 2 rows for 1 layer; .*list 2 layers"),
+        (lambda: Steer([V, W], 3), "vector", "got 2 rows for 1 layer; .*list 2 layers"),
         (lambda: Steer({1: V, 3: W}, layer=[1, 3]), "layer", "is a dict by layer"),
         (lambda: Steer({1: V, 3: [1.0]}), "vector[3]", "expected 3 numbers, as at the first layer"),
         (lambda: Steer({1: V, 3: "x"}), "vector[3]", "got `str`"),
