@@ -5,6 +5,7 @@ Mistakes that need an engine are in `tests/engine/test_mistakes.py`.
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import sys
 import warnings
@@ -17,7 +18,7 @@ import pytest
 import torch
 from vllm import LLM as VllmLLM
 
-from midstream import LLM, Ablate, Activations, Capture, Config, Probe, Role, Steer, Text
+from midstream import LLM, Ablate, Activations, AsyncLLM, Capture, Config, Probe, Role, Steer, Text
 from midstream.api.arguments import CallArguments, check_names
 from midstream.api.default_capture import DefaultCapture
 from midstream.api.sampling_params import SamplingParams
@@ -67,6 +68,10 @@ def call(count: int, **given: Any) -> Any:
 
 def to_vllm(function: str, **given: Any) -> None:
     check_names(function, given, getattr(VllmLLM, function))
+
+
+def to_async(**given: Any) -> None:
+    asyncio.run(anext(AsyncLLM.generate(SimpleNamespace(), "abc", None, **given)))
 
 
 def rows(dtype: torch.dtype = torch.float32) -> Activations:
@@ -189,6 +194,7 @@ REJECTED: list[Row] = [
      ["Python code cannot run in the forward pass", "Steer(vector, layer=14)"]),
     (26, "hooks=", lambda: to_vllm("generate", hooks=[]), SpecError,
      ["edits=… to change activations, capture=… to read them"]),
+    (26, "AsyncLLM, hooks=", lambda: to_async(hooks=[]), SpecError, ["capture=… to read them"]),
     (26, "captures=", lambda: to_vllm("generate", captures=1), SpecError, ["mean capture=…?"]),
     (26, "steering=", lambda: to_vllm("generate", steering=V), SpecError,
      ["mean steer=Steer(vector, layer=…)?"]),

@@ -23,6 +23,7 @@ from midstream.api.arguments import (
     CaptureArgument,
     EditArgument,
     ProbeArgument,
+    check_names,
 )
 from midstream.api.async_call import AsyncEngineCall
 from midstream.api.default_capture import DefaultCapture
@@ -37,6 +38,7 @@ from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.request.intake import Intake
 from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import with_midstream
+from midstream.runtime.vllm.engine_rules import check_script
 from midstream.sinks.server_captures import ServerCaptures
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
@@ -92,6 +94,7 @@ class AsyncLLM(VllmAsyncLLM):
                 last_token_row,
             )  # fmt: skip
         install.activate()
+        check_script()
         seams.check_async()
         if "vllm_config" in engine_args:
             made = engine_args
@@ -252,6 +255,7 @@ class AsyncLLM(VllmAsyncLLM):
                 queued.
             ReceiptError: results differ from the plan.
         """
+        check_names("generate", vllm_args, VllmAsyncLLM.generate)
         await self.ready()
         call = AsyncEngineCall(
             self, self._front, self._default_capture, CallArguments(capture, steer, edits, probes)

@@ -11,7 +11,7 @@ from midstream.errors import UnsupportedError
 
 _GUARD = (
     "the engine's process imports this script, which starts an engine again; put the script's body "
-    'under `if __name__ == "__main__":`, or set VLLM_ENABLE_V1_MULTIPROCESSING=0'
+    'under `if __name__ == "__main__":`'
 )
 
 
@@ -171,8 +171,8 @@ def check_script() -> None:
     if spawns and getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SystemExit(f"midstream: {_GUARD}")
     spawns |= torch.cuda.is_initialized() or torch.version.cuda is torch.version.hip is None
-    main = sys.modules["__main__"]
-    if spawns and main.__spec__ is None and getattr(main, "__file__", None) == "<stdin>":
+    main = vars(sys.modules["__main__"])
+    if spawns and main.get("__spec__") is None and main.get("__file__") == "<stdin>":
         raise UnsupportedError(
             "the engine's process cannot import a script that is read from standard input; save "
             'it as a file, with its body under `if __name__ == "__main__":`, or set '
