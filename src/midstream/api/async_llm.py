@@ -165,11 +165,7 @@ class AsyncLLM(VllmAsyncLLM):
 
     @property
     def info(self) -> EngineInfo:
-        """Description of the engine: model shape, taps, dtype, runner, capacity.
-
-        Raises:
-            RuntimeError: before `await llm.ready()`.
-        """
+        """Model shape, taps, dtype, runner, capacity. Raises RuntimeError before `ready()`."""
         return self._front.info
 
     @property
