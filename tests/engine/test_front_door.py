@@ -274,7 +274,7 @@ def test_requests_that_find_no_room_wait_for_it_and_are_right(
 ) -> None:
     prompt = tokens(list(range(3, 103)))
     params = greedy(3, detokenize=False)
-    steers = [[Steer([0.1 * n] * HIDDEN, layer=0)] for n in range(24)]
+    steers = [[Steer([0.1 * (n + 1)] * HIDDEN, layer=0)] for n in range(24)]
     expected = [
         generated(uncached.generate(prompt, params, steer=steer, use_tqdm=False)[0])
         for steer in steers

@@ -84,6 +84,8 @@ def params(nth: int, **more: Any) -> Any:
 def results(holder: Any) -> dict[str, Any]:
     """An output's or a completion's results, as plain values."""
     found: dict[str, Any] = {"activations": None, "probes": scores(holder), "receipt": None}
+    if not hasattr(holder, "receipt"):
+        return found  # of several completions, which each have their own
     if holder.activations is not None:
         found["activations"] = {
             tap: (rows, holder.activations.positions_of(*tap))
@@ -96,9 +98,9 @@ def results(holder: Any) -> dict[str, Any]:
 
 def scores(holder: Any) -> Any:
     """Per probe: scores, positions, the tokens there."""
-    if holder.probes is None:
+    probes = getattr(holder, "probes", None)
+    if probes is None:
         return None
-    probes = holder.probes
     return {n: (s, probes.positions_of(n), probes.token_ids_of(n)) for n, s in probes.items()}
 
 

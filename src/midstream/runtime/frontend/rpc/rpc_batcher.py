@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from midstream.errors import BusyError
@@ -137,7 +138,8 @@ class RpcBatcher:
 
     async def release(self, uid: str) -> None:
         """Have the workers forget a request."""
-        await self._request(self._releases, uid, None)
+        with suppress(BusyError):  # the workers end with the engine
+            await self._request(self._releases, uid, None)
 
     def close(self) -> None:
         """Stop, and cancel all requests. May be called from any thread."""
