@@ -72,7 +72,8 @@ def projections(llm: LLM, direction: torch.Tensor, edits: Ablate | None = None) 
     outputs = ask(llm, NEW_REFUSED, 1, capture=capture, edits=edits)
     acts = [output.activations for output in outputs]
     rows = torch.stack([torch.cat([a["resid_post", i].float() for i in a.layers]) for a in acts])
-    return (rows @ direction / direction.norm()).abs().mean(0)
+    length: torch.Tensor = direction.norm()
+    return (rows @ direction / length).abs().mean(0)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
@@ -96,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     columns = ["request", "before", f"direction of layer {layer} ablated"]
     show("Answers", columns, list(zip(questions, *texts, strict=True)))
 
-    found = {"layer": layer}
+    found: dict[str, float] = {"layer": layer}
     for name, edits, answers in (("before", None, texts[0]), ("after", edit, texts[1])):
         refusals = sum(REFUSAL in answer for answer in answers[: len(NEW_REFUSED)])
         found[f"refusals_{name}"] = refusals / len(NEW_REFUSED)
