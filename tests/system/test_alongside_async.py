@@ -196,7 +196,7 @@ def test_what_has_no_meaning_in_a_session_is_refused_by_name(found):
         "span": "capture[1].positions: -4: is unsupported in a streaming",
         "text": "capture[1].positions: Text(",
         "edit": 'steer.phase: "prompt" is unsupported in a streaming',
-        "own plan": "sampling_params.extra_args['midstream']: an input of a session",
+        "own plan": "sampling_params.extra_args: an input of a session",
         "own kind": "sampling_params.output_kind: an input of a session with DELTA",
         "steering": "steering[0].phase",
     }

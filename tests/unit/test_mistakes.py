@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from vllm import LLM as VllmLLM
+from vllm import envs
 
 from midstream import LLM, Ablate, Activations, AsyncLLM, Capture, Config, Probe, Role, Steer, Text
 from midstream.api.arguments import CallArguments, check_names
@@ -300,8 +301,9 @@ def test_a_layer_is_meant_by_its_digits() -> None:
 @pytest.fixture
 def spawns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines get processes of their own, which import the script."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    # Not the environment, of which vLLM keeps a copy once an engine has started.
+    monkeypatch.setitem(vars(envs), "VLLM_ENABLE_V1_MULTIPROCESSING", True)
+    monkeypatch.setitem(vars(envs), "VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 
 @pytest.mark.usefixtures("spawns")
@@ -313,7 +315,7 @@ def test_a_script_without_a_guard_ends_the_engines_process_with_one_line(
     with pytest.raises(SystemExit, match="put the script's body under `if __name__ ==") as caught:
         check_script()
     assert "\n" not in str(caught.value)
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setitem(vars(envs), "VLLM_ENABLE_V1_MULTIPROCESSING", False)
     check_script()
 
 
@@ -324,5 +326,5 @@ def test_a_script_from_standard_input_is_rejected_before_a_process_starts(
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=None, __file__="<stdin>"))
     with pytest.raises(UnsupportedError, match="from standard input; save it as a file"):
         check_script()
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setitem(vars(envs), "VLLM_ENABLE_V1_MULTIPROCESSING", False)
     check_script()
