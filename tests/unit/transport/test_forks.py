@@ -92,6 +92,7 @@ def test_a_lease_stays_when_a_forked_child_frees_its_tensors(held):
     assert held.arena.used["leases"] == 0
 
 
+@pytest.mark.timeout(30)
 def test_a_child_reads_its_rows_after_the_parent_has_freed_them(held):
     child = Reading(held)
     del held.tensor
