@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from midstream.compat.foreign_fields import OWN
 from midstream.errors import SpecError
 from midstream.spec import Capture, Edit, Plan, Probe
 from midstream.spec.capture import bad_capture
@@ -178,7 +180,6 @@ _INSTEAD = {
     "steering": "steer=Steer(vector, layer=…)",
     "steering_vectors": "steer=Steer(vector, layer=…), or SamplingParams(steering_vectors=…)",
 }
-_OWN = ("capture", "steer", "edits", "probes")
 
 
 def check_names(function: str, others: Iterable[str], theirs: Callable[..., Any]) -> None:
@@ -193,13 +194,18 @@ def check_names(function: str, others: Iterable[str], theirs: Callable[..., Any]
         SpecError: one is; the message has what to write instead.
     """
     for name in others:
-        if name in inspect.signature(theirs).parameters:
+        if name in _parameters(theirs):
             continue
         instead = _INSTEAD.get(name)
-        close = difflib.get_close_matches(name, _OWN, 1)
+        close = difflib.get_close_matches(name, OWN, 1)
         if instead or close:
             shown = instead or f"{close[0]}=…"
             raise SpecError(name, f"{function}() has no such argument; did you mean {shown}?")
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def per_prompt(name: str, value: Any, count: int) -> list[Any]:

@@ -12,7 +12,7 @@ from vllm import RequestOutput, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM as VllmAsyncLLM
 
-from midstream.api.arguments import CallArguments, check_names
+from midstream.api.arguments import CallArguments
 from midstream.api.default_capture import DefaultCapture
 from midstream.api.last_token import (
     LastTokenRequest,
@@ -60,7 +60,6 @@ class AsyncEngineCall:
         vllm_args: Mapping[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of the call with their results; see `AsyncLLM.generate`."""
-        check_names("generate", vllm_args, VllmAsyncLLM.generate)
         epoch = self._front.steering.epoch
         try:
             call, params = self._begin(prompt, sampling_params)

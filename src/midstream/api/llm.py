@@ -18,6 +18,7 @@ from midstream.api.arguments import (
 from midstream.api.default_capture import DefaultCapture
 from midstream.api.offline_call import OfflineCall
 from midstream.api.outputs import GenerateOutput
+from midstream.compat.foreign_fields import OWN
 from midstream.config.config import Config
 from midstream.errors import SpecError, UnsupportedError
 from midstream.results.site_table import SiteTable
@@ -211,7 +212,7 @@ class LLM(VllmLLM):
                 request of its own here, with earlier tokens in its prompt.
         """
         for name in vllm_args:
-            if name in ("capture", "steer", "edits", "probes"):
+            if name in OWN:
                 raise SpecError(
                     name,
                     "unsupported in beam_search, which makes a separate request for each token; "
