@@ -13,7 +13,7 @@ import typer
 
 from midstream.cli.output import read_json_option
 from midstream.config.config import KEY, Config
-from midstream.config.sinks import plain_sinks, read_sinks
+from midstream.config.sinks import plain_sinks
 from midstream.errors import ConfigError, MissingExtraError
 
 # vLLM's group of plugin entry points, and the variable that restricts which ones it loads.
@@ -89,11 +89,9 @@ def serve(
         configured = Config.parse(given).sinks
         if configured:
             # Else a wrong name is found when the engine has started.
-            from midstream.sinks.registry import make_sink
+            from midstream.runtime.vllm.additional_config import check_sinks
 
-            for sink in read_sinks(configured):
-                if "class" not in configured[sink.name]:
-                    make_sink(sink)
+            check_sinks({name: one for name, one in configured.items() if "class" not in one})
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

@@ -235,3 +235,11 @@ def test_sinks_are_options_beside_those_of_the_settings(started, flag):
         "mine": {"class": "a.b:C", "k": 3},
     }
     assert run("m", flag, "filesystem:root").exit_code == 2
+
+
+def test_captures_of_every_request_may_have_no_sink(started):
+    settings = {"sinks": {"memory": {"capture": {"layers": "all"}}}}
+    assert run("m", "--settings", json.dumps(settings)).exit_code == 0
+    [(words, _)] = started
+    given = json.loads(words[words.index("--additional-config") + 1])["midstream"]
+    assert given["sinks"] == settings["sinks"]
