@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from midstream.spec.consumers import names_consumers
 from midstream.spec.forms import PhaseLike
 from midstream.spec.selection import read_site
 from midstream.steering.edit_forms import read_hooks, read_reference
+from midstream.steering.parse import path_of
 from midstream.validation import MAX_PARTS, at, is_int, kind, read_fields, read_float32, read_int
 
 # Arguments with vectors by hook point, and the phase of the tokens that they apply to.
@@ -118,7 +118,7 @@ def unpacked(value: object) -> object:
     found = {}
     for hook, part in value.items():
         if _is_packed(part):
-            with at(_key(hook)):
+            with at(path_of(hook)):
                 given = read_fields(part, required=_PACKED, optional=("scales",))
                 layers, rows = _read_rows(given)
                 scales = _per_row(given, "scales", len(rows))
@@ -170,7 +170,7 @@ def read_clamps(value: object, phase: PhaseLike | None) -> Iterator[Clamp]:
     if not isinstance(value, Mapping) or not value:
         raise SpecError("", f"expected {{hook point: {{layer: [clamp, …]}}}}, got {kind(value)}")
     for hook, part in value.items():
-        with at(_key(hook)):
+        with at(path_of(hook)):
             site = read_site(hook)
             for path, layer, entry in _clamp_entries(part):
                 with at(path):
@@ -196,12 +196,12 @@ def _clamp_entries(part: object) -> Iterator[tuple[str, int, object]]:
     if not isinstance(part, Mapping) or not part:
         raise SpecError("", f"expected {{layer: [clamp, …]}}, got {kind(part)}")
     for key, entries in part.items():
-        with at(_key(key)):
+        with at(path_of(key)):
             layer = int(key) if isinstance(key, str) and key.isdecimal() else read_int(key)
             if layer < 0 or not isinstance(entries, (list, tuple)) or not entries:
                 raise SpecError("", "expected a layer from 0, and a list of clamps")
         for index, entry in enumerate(entries):
-            yield f"{_key(key)}[{index}]", layer, entry
+            yield f"{path_of(key)}[{index}]", layer, entry
 
 
 def _read_clamp(value: object, layer: int, site: str, phase: PhaseLike | None) -> Clamp:
@@ -267,7 +267,3 @@ def _read_site_patch(value: object, rows: Any) -> Replace:
     with at("hook"):
         site = read_site(given["hook"])
     return Replace(rows[row], layer, given.get("alpha", 1.0), site=site, positions=[int(position)])
-
-
-def _key(key: object) -> str:
-    return f"[{json.dumps(key) if isinstance(key, (str, int)) else kind(key)}]"

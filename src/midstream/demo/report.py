@@ -63,8 +63,8 @@ def _separability(result: Result) -> str:
         f"Does the direction tell {positive} from {negative} in sentences that it was not fitted"
         f" on? In {result.num_folds}-fold cross-validation, both halves of a pair held out"
         f" together, layer {result.best_layer} does best: AUC {best.auc:.3f}, accuracy"
-        f" {best.accuracy:.1%}, d′ {best.d_prime:.2f}. {steered} As it was picked by these very"
-        " numbers, they flatter it a little; the curve around it is the sounder evidence."
+        f" {best.accuracy:.1%}, d′ {best.d_prime:.2f}. {steered} The layer was picked by these"
+        " numbers, so they are slightly optimistic; the curve around it is stronger evidence."
     )
     num_layers = len(result.scores)
     accuracy = ChartLine("accuracy", [score.accuracy for score in result.scores], "b")
@@ -105,13 +105,13 @@ def _token_maps(result: Result) -> str:
     # An AUC of one half is guessing: the colours of such a layer mean nothing.
     weights = [max(0.0, 2 * score.auc - 1) for score in result.scores]
     words = (
-        "Every cell is one vector of the residual stream: a token, at one layer, layer 0 at the"
-        " bottom. Its colour is the cosine between that vector, seen from the midpoint of the two"
-        " classes, and the layer’s direction; rows are the fainter the less the direction of their"
-        f" layer separates the classes. Layer {result.layer} is outlined. Rest on a cell for its"
-        f" numbers: a projection of +1 lies at the mean of the {positive} sentences, −1 at that of"
-        f" the {negative} ones. The first two texts are among those that were fitted on; of the"
-        " answers, what the model computed while it wrote them is shown."
+        "Each cell is one activation of the residual stream: one token at one layer, with layer 0"
+        " at the bottom. Its colour is the cosine between the activation, minus the midpoint of the"
+        " two classes, and the layer’s direction. Rows are fainter where the layer’s direction"
+        f" separates the classes less. Layer {result.layer} is outlined. Point at a cell to see its"
+        f" numbers: the mean of the {positive} sentences has a projection of +1, that of the"
+        f" {negative} ones −1. The first two texts are training examples. For answers, the"
+        " activations are those recorded during generation."
     )
     ramp = tag("span", "".join(tag("i", cls=f"b{i}") for i in range(charts.NUM_BINS)), "ramp")
     ends = f"{escape(negative)} −{limit:.2f}", f"+{limit:.2f} {escape(positive)}"
@@ -136,10 +136,10 @@ def _answers(result: Result) -> str:
         "The same questions at temperature 0, all strengths in one batch. Strength 1 adds"
         f" the whole distance between the class means, a vector of length {result.gap_norm:.1f}, to"
         f" a stream of length {result.stream_norm:.0f} on average, after layer {result.layer}, at"
-        " every token. Each answer was then read by the model without steering; its reading is the"
-        f" mean projection of its tokens on the direction, higher being more {positive}, lower more"
-        f" {negative}. Compare readings with one another: these are other texts than the sentences,"
-        " so even a plain answer need not lie at the midpoint."
+        " every token. Each answer was then read by the model without steering. Its reading is the"
+        f" mean projection of its tokens on the direction: higher is more {positive}, lower is more"
+        f" {negative}. Compare readings only with one another: answers are not like the training"
+        " sentences, so even a plain answer need not lie at the midpoint."
     )
     rows = [[answer.reading for answer in question.answers] for question in result.questions]
     chart = _figure(

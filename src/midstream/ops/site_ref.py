@@ -169,7 +169,7 @@ def _change(hidden: Tensor, rows: Index, delta: Tensor) -> Flagged:
     Returns:
         Which rows have a value that saturated or is not finite; False: none.
     """
-    limit = layout.FLOAT16_LIMIT if hidden.dtype == torch.float16 else layout.LIMIT
+    limit = layout.limit_of(str(hidden.dtype).removeprefix("torch."))
     delta = delta.masked_fill_(delta == 0, -0.0)
     if isinstance(rows, slice):
         changed = hidden[rows].add_(delta)

@@ -12,7 +12,7 @@ from midstream import sites
 from midstream.console import format_ranges
 from midstream.results.arrays import array_of, encode_blocks, save_tensors, stack_arrays, to_numpy
 from midstream.results.encoded_rows import Rows, rows_of
-from midstream.results.rows_file import read_rows_file
+from midstream.results.rows_file import POSITIONS, TOKENS, header_of, read_rows_file
 from midstream.sites import Tap
 from midstream.validation import as_number, hint, is_int
 
@@ -364,11 +364,9 @@ def _save(activations: Activations, target: Path, codec: str | None) -> Path:
     indices: dict[str, Any] = {}
     for (site, layer), value in activations.items():
         rows[f"{site}.{layer}"] = value
-        indices[f"{site}.{layer}.positions"] = activations.positions_of(site, layer)
-        indices[f"{site}.{layer}.token_ids"] = activations.token_ids_of(site, layer)
-    metadata = {"format": "midstream.activations", "version": "1"}
-    if activations.num_layers is not None:
-        metadata["num_layers"] = str(activations.num_layers)
+        indices[f"{site}.{layer}.{POSITIONS}"] = activations.positions_of(site, layer)
+        indices[f"{site}.{layer}.{TOKENS}"] = activations.token_ids_of(site, layer)
+    metadata = header_of(activations.num_layers)
     if codec is not None:
         rows, encoding = encode_blocks(rows, codec)
         metadata |= encoding

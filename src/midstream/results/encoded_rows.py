@@ -104,7 +104,7 @@ class Rows:
         encoded = self.encoded()
         if encoded.untyped_storage().nbytes() != encoded.nbytes:
             encoded = encoded.clone()
-        return replace(self, chunks=(encoded[:, None],), places=(0,), chosen=None)
+        return self._of(encoded)
 
     def encoded(self) -> Tensor:
         """Return the encoded rows, uint8 [n, bytes of a row]; a view if they are contiguous."""
@@ -121,7 +121,9 @@ class Rows:
 
     def copy(self) -> Rows:
         """Return the rows in memory of their own."""
-        encoded = self.encoded().clone()
+        return self._of(self.encoded().clone())
+
+    def _of(self, encoded: Tensor) -> Rows:
         return replace(self, chunks=(encoded[:, None],), places=(0,), chosen=None)
 
     def decoded(self) -> Tensor:

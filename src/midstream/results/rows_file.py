@@ -72,6 +72,12 @@ def read_rows_file(
     return values, positions, array_of(found, "int64"), num_layers
 
 
+def header_of(num_layers: int | None) -> dict[str, str]:
+    """Return the metadata that every file of captured rows has; None: the number is unknown."""
+    found = {"format": FORMAT, "version": VERSION}
+    return found if num_layers is None else {**found, "num_layers": str(num_layers)}
+
+
 def _checker(metadata: Mapping[str, Any]) -> Callable[[str, Any], Tensor | Rows]:
     """Return a function that checks one tensor of a file and returns it as `Activations` takes it.
 

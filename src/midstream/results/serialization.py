@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from midstream.results.activations import Activations
-from midstream.results.rows_file import FORMAT, POSITIONS, TOKENS, VERSION, read_rows_file
+from midstream.results.rows_file import POSITIONS, TOKENS, header_of, read_rows_file
 
 if TYPE_CHECKING:
     import torch
@@ -39,14 +39,11 @@ def pack(activations: Activations, hidden: int, dtype: torch.dtype) -> bytes:
         tensors[f"{name}.{POSITIONS}"] = activations.positions_of(site, layer).clone()
         tensors[f"{name}.{TOKENS}"] = activations.token_ids_of(site, layer).clone()
     metadata = {
-        "format": FORMAT,
-        "version": VERSION,
+        **header_of(activations.num_layers),
         "codec": activations.codec.spec,
         "hidden": str(hidden),
         "dtype": str(dtype).removeprefix("torch."),
     }
-    if activations.num_layers is not None:
-        metadata["num_layers"] = str(activations.num_layers)
     packed: bytes = save(tensors, metadata)
     return packed
 

@@ -58,8 +58,9 @@ class Endpoints:
             # A Unix domain socket is as local as loopback.
             host="localhost" if getattr(args, "uds", None) else args.host,
         )
-        self._server = app.state.midstream = Server(settings, admin=guard.is_open, has_key=has_key)
-        self._server.check_host = guard.check_host
+        self._server = app.state.midstream = Server(
+            settings, admin=guard.is_open, has_key=has_key, check_host=guard.check_host
+        )
         for module in _ROUTERS:
             app.include_router(module.router)
         app.add_middleware(Middleware, server=self._server)

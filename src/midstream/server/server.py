@@ -40,19 +40,25 @@ _PATH_SHOWN = 200  # characters of a path in the log
 class Server:
     """State that middleware and routes share."""
 
-    def __init__(self, settings: HttpSettings, *, admin: bool, has_key: bool) -> None:
+    def __init__(
+        self,
+        settings: HttpSettings,
+        *,
+        admin: bool,
+        has_key: bool,
+        check_host: Callable[[Mapping[str, str]], None],
+    ) -> None:
         """Create the state, before the engine exists.
 
         Args:
             settings: the server's limits.
             admin: whether vectors and steering can be changed over HTTP.
             has_key: whether vLLM checks an API key before requests reach midstream.
-
-        `check_host` may be set to a function that rejects requests by their headers.
+            check_host: raises HttpError for headers of a request that is to be rejected.
         """
         self.settings = settings
         self._has_key = has_key
-        self.check_host: Callable[[Mapping[str, str]], None] = lambda headers: None
+        self.check_host = check_host
         self.metrics = metrics.process_metrics()
         self._admin = admin
         self.captures = CaptureCache(settings)
@@ -221,8 +227,8 @@ class Server:
                 "handle": min(limits.client_bytes, limits.held_bytes),
                 "none": None,
             }[context.request_field.activations]
-            carried = CallPlan(plan, context.messages, context.template, most)
-            params = with_plan(params, carried)
+            own = CallPlan(plan, context.messages, context.template, most)
+            params = with_plan(params, own)
         return context.track(generate(prompt, params, request_id, **named), params.n)
 
 

@@ -123,8 +123,7 @@ class FileSink(Sink):
         shards = {tag: self._make_shard(tag, deliveries) for tag, deliveries in by_tag.items()}
         folders = [one for one in written if isinstance(one, _Folder)]
         folders += [shard for shard in shards.values() if isinstance(shard, _Folder)]
-        results = iter(self._finish(folders))
-        by_folder = {id(folder): next(results) for folder in folders}
+        by_folder = dict(zip(map(id, folders), self._finish(folders), strict=True))
         manifests = {
             tag: iter(shard.manifest["requests"])
             for tag, shard in shards.items()

@@ -18,7 +18,8 @@ from midstream.codecs import Full8PerDim, Raw, parse_codec
 from midstream.errors import SpecError
 from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
-from midstream.results.serialization import FORMAT, pack, unpack
+from midstream.results.rows_file import FORMAT
+from midstream.results.serialization import pack, unpack
 
 METADATA = {"format": FORMAT, "version": "1", "codec": "raw", "hidden": "2", "dtype": "float32"}
 AT = torch.tensor([0, 3])

@@ -29,14 +29,13 @@ from midstream.spec.forms import PhaseLike
 from midstream.spec.operations import Edit, Steer
 from midstream.spec.resolve.tap_lookup import find_taps
 from midstream.spec.vector import Vector
-from midstream.steering.edit_forms import read_hooks
+from midstream.steering.edit_forms import TIERS, read_hooks
 from midstream.validation import at
 
 router = APIRouter(route_class=MidstreamRoute, tags=["midstream: as elsewhere"])
 
 # The fork's tiers, and midstream's.
 _TIERS = {"vectors": "base", "prefill_vectors": "prompt", "decode_vectors": "generated"}
-_PHASES: dict[str, PhaseLike | None] = {"base": None, "prompt": "prompt", "generated": "generated"}
 _HOOK_POINTS = {"resid_pre": "pre_attn", "resid_mid": "post_attn", "resid_post": "post_block"}
 _HOOKS = (
     '`{hook point: {layer: vector}}`; a vector is a list of numbers or `{"vector": …, "scale": …}`'
@@ -95,7 +94,7 @@ class Name(BaseModel):
 def set_vectors(given: VectorsBody, server: AdminDep) -> dict[str, Any]:
     tiers: dict[str, Any] = {}
     for name, tier in _TIERS.items():
-        edits = _read_tier(given, name, _PHASES[tier])
+        edits = _read_tier(given, name, TIERS[tier])
         if edits is not None:
             tiers[tier] = edits
         elif given.replace:

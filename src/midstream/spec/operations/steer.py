@@ -142,9 +142,10 @@ class Steer(Operation):
         if self.norm == "match":
             is_huge, shown = size > MAX_MATCHED, f"{size:.3g} times the norm of h"
         else:
+            # All rows have one size.
             vectors = [row for row in rows if isinstance(row, Vector)]
             norm = size * max((row.norm for row in vectors), default=0.0)
-            is_huge = any(size * row.norm > MAX_RMS * math.sqrt(row.size) for row in vectors)
+            is_huge = bool(vectors) and norm > MAX_RMS * math.sqrt(vectors[0].size)
             shown = f"|scale| · ‖vector‖ = {norm:.3g}"
         if is_huge:
             _has_warned = True

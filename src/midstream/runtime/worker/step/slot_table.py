@@ -31,6 +31,7 @@ class SlotTable:
     Attributes:
         segments: int64 [slots, SEGMENT_COLUMNS], the segment of each request's latest rows.
         failures: failures of running requests that are not reported yet, by vLLM's request id.
+        incomplete: bool [slots], whether rows of the request were dropped.
         nonfinite: vLLM's ids of running requests that had a value that is not finite.
     """
 
