@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
-from support.engines import greedy, tokens
+from support.engines import finish, greedy, tokens
 
 from midstream import Capture, SpecError, Steer
 
@@ -31,14 +31,6 @@ def ask(llm: Any, prompt: list[int], **asked: Any) -> Any:
 
 def by_hand(llm: Any, name: str, prompt: list[int]) -> None:
     llm.llm_engine.add_request(name, tokens(prompt), greedy(COUNT, detokenize=False))
-
-
-def finish(llm: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            found[output.request_id] = output
-    return found
 
 
 def assert_same(found: Any, expected: Any) -> None:

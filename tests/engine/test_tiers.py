@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
-from support.engines import ALL_SITES, generated, greedy, tokens
+from support.engines import ALL_SITES, finish, generated, greedy, tokens
 from torch import Tensor
 
 from midstream import Ablate, Capture, Clamp, SamplingParams, Scale, SpecError, Steer
@@ -156,14 +156,6 @@ def test_named_vectors_are_their_values(llm: Any) -> None:
 
 def by_hand(llm: Any, name: str, params: Any) -> None:
     llm.llm_engine.add_request(name, tokens(PROMPT), params)
-
-
-def finish(llm: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            found[output.request_id] = output
-    return found
 
 
 def test_a_request_keeps_the_vectors_that_its_name_had_when_it_came(llm: Any) -> None:

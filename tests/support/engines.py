@@ -108,6 +108,15 @@ def tokens(prompt: Sequence[int]) -> dict[str, list[int]]:
     return {"prompt_token_ids": list(prompt)}
 
 
+def finish(llm: Any) -> dict[str, Any]:
+    """Step the engine until all its requests have ended; return each one's last output, by id."""
+    found: dict[str, Any] = {}
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            found[output.request_id] = output
+    return found
+
+
 def generated(output: Any) -> list[int]:
     """The tokens of an output's only completion."""
     return list(output.outputs[0].token_ids)

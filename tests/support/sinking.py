@@ -12,6 +12,7 @@ import torch
 from midstream.results.activations import Activations
 from midstream.results.receipt import Captured, CaptureResult, Receipt
 from midstream.sinks import Delivery, Origin, Sink
+from midstream.sinks.queue import SinkQueue
 from midstream.spec import Capture, Plan
 
 WIDTH = 8
@@ -31,6 +32,13 @@ def activations(
         (site, layer): (at[:, None] + steps + layer + len(site)).to(dtype) for site, layer in taps
     }
     return Activations(values, dict.fromkeys(values, at), torch.arange(100, 104))
+
+
+def put_now(queue: SinkQueue, one: Delivery, size: int) -> CaptureResult:
+    """Queue a delivery, and return its result without waiting for others, as `LLM` does."""
+    result = queue.put(one, size)
+    queue.drain()
+    return result.result(10)
 
 
 def delivery(name: str = "r", **changes: Any) -> Delivery:

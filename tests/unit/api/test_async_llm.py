@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import midstream
 
 PROGRAM = """
@@ -17,6 +19,7 @@ llm.shutdown()
 """
 
 
+@pytest.mark.engine
 def test_an_engine_that_is_freed_at_the_interpreters_end_prints_no_error():
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM],

@@ -149,6 +149,7 @@ def test_wrong_shapes_strides_and_dtypes_are_refused(change, message):
     assert same_bits(made.hidden.contiguous(), before.contiguous())
 
 
+@pytest.mark.engine
 def test_the_op_survives_compilation_in_order_and_in_place():
     made = case([[*ADD, Step(Op.CLIP, read=2, write=2, a=-0.1, b=0.1, c=0.03)]], rows=8, width=32)
     made.tokens[:, layout.PROGRAM] = 2

@@ -63,10 +63,13 @@ def check_honoured(answers, seen, name):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", [*FOREIGN, *OWN])
 def test_a_known_field_is_never_passed_over(name, path):
-    for place in PLACES:
-        given_name = f"{place}.{name}" if place else name
-        value = ASKED.get(name, 1)
-        check_rejected(*asyncio.run(post(path, body_with(place, name, value))), given_name)
+    bodies = [body_with(place, name, ASKED.get(name, 1)) for place in PLACES]
+    answers, seen = asyncio.run(post(path, *bodies))
+    several = len(answers) // len(PLACES)
+    assert several > 1
+    for nth, place in enumerate(PLACES):
+        mine = answers[nth * several : (nth + 1) * several]
+        check_rejected(mine, seen, f"{place}.{name}" if place else name)
 
 
 @pytest.mark.parametrize("path", PATHS[:2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.sinking import ORIGIN, Keeping, activations, delivery
+from support.sinking import ORIGIN, Keeping, activations, delivery, put_now
 
 from midstream.config.sinks import plain_sinks, read_sinks
 from midstream.errors import ConfigError, SpecError
@@ -22,8 +22,7 @@ def made(given=None, check=lambda _: None):
 
 
 def put(captures, tag, **changes):
-    queue = captures._sinks.queue("kept")
-    queue.put(delivery(tag=tag, **changes), 64).result(10)
+    put_now(captures._sinks.queue("kept"), delivery(tag=tag, **changes), 64)
 
 
 def test_captures_of_the_settings_are_set_under_the_name_of_their_sink():

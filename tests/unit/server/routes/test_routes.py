@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 from support.serving_fake import SHAPE, refused, rows, serving
-from support.sinking import delivery
+from support.sinking import delivery, put_now
 
 from midstream.errors import HttpError, SpecError
 from midstream.results.serialization import pack, unpack
@@ -63,7 +63,7 @@ async def test_server_wide_captures_are_set_shown_collected_and_cleared():
         assert (await client.get(f"{CAPTURES}/watch")).json() == about
         for name in ("a", "b"):
             one = delivery(tag="watch", request_id=name, activations=rows((1,), 5))
-            site.engine.sinks.queue("kept").put(one, 60).result(10)
+            put_now(site.engine.sinks.queue("kept"), one, 60)
         answer = (await client.post(f"{CAPTURES}/watch/collect")).json()
         assert [one["request_id"] for one in answer["completions"]] == ["a", "b"]
         assert (answer["dropped"], answer["kept"]) == (0, 0)

@@ -397,6 +397,7 @@ class Stack(nn.Module):
         return hidden + residual
 
 
+@pytest.mark.engine
 def test_a_compiled_stack_of_tapped_layers_does_what_the_eager_one_does():
     torch.manual_seed(5)
     model = Stack()

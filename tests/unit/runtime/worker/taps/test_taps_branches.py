@@ -100,6 +100,7 @@ def test_edits_at_all_sites_at_once_add_up_in_the_order_of_the_sites(kind):
     check(kind, dict(zip(has(kind), VALUES, strict=False)))
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("kind", KINDS, ids=name)
 def test_the_compiled_layer_does_what_the_eager_one_does(kind):
     torch._dynamo.reset()
