@@ -1,141 +1,116 @@
-"""Cost of captures, and throughput of rows to the caller.
+"""Cost of captures of one call, and throughput of rows to the caller.
 
-    python benchmarks/capture_cost.py [--shapes 0.6b 8b] [--rounds 3] [--json FILE]
+    python benchmarks/capture_cost.py [--shapes 0.6b 8b] [--rounds 5] [--seconds 280] [--json FILE]
 
-For each shape, an engine in a separate process (vLLM's default) and plain vLLM do the same work:
-prompts, with some tokens generated after each. Variants: plain vLLM; midstream without a capture
-(idle); the last prompt token of every layer; every token of every layer, with each codec. In each
-round all variants run once, one after the other; figures are medians.
+For each shape, two engines of plain vLLM and one with midstream do the same work: prompts, with
+some tokens generated after each and without. Variants: plain vLLM; midstream without a capture
+(idle); the last prompt token of every layer; every token of every layer, with each codec. They take
+turns as in `overhead.py`, and each engine has a core process of its own (vLLM's default); figures
+are medians.
 
 `median_s` is the time of the call, which returns when all rows are in the caller's memory. `read_s`
 is the additional time to create a tensor of every layer of every prompt and to read it.
 `bytes_per_s` is the captured bytes over the sum of both, which includes the model's run time.
+`stream.py` measures captures in steady state, without the end of a call that nothing hides.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import random
+import functools
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-# Rows are transferred from the engine's process to this one.
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
-import machine
+import engines
 import overhead
 import shapes
 
 # Number of prompts by shape: rows of some gigabytes, and less than half of the arena.
 PROMPTS = {"tiny": 16, "0.6b": 256, "8b": 64}
 CODECS = ("raw", "full8", "rp8:k=512,seed=0", "topk8:k=64")
+# By name: the arguments of `Capture`, None without a capture.
+Captures = dict[str, dict[str, Any] | None]
 
 
-def main() -> None:
-    """Measure every shape, and write the table and the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", default=["0.6b", "8b"], choices=list(shapes.SHAPES))
-    parser.add_argument("--rounds", type=int, default=3)
+def main() -> int:
+    """Measure every shape, and write the table."""
+    parser = arguments(__doc__)
+    parser.add_argument("--codecs", nargs="*", default=list(CODECS))
+    args = parser.parse_args()
+    captures: Captures = {
+        "idle": None,
+        "last prompt token": {"layers": "all", "positions": "last_prompt"},
+        **{f"every token, {one}": {"layers": "all", "codec": one} for one in args.codecs},
+    }
+    return over_shapes("capture_cost", args, lambda layers: captures)
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """Return a parser of the options of the scripts that capture in one call."""
+    parser = engines.arguments(description, list(shapes.SHAPES))
     parser.add_argument("--prompts", type=int, help="default: by the shape")
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--codecs", nargs="*", default=list(CODECS))
-    parser.add_argument("--memory", type=float, default=0.35)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    results: dict[str, Any] = {
-        "benchmark": "capture_cost",
-        "machine": machine.describe(),
-        "rounds": args.rounds,
-        "shapes": {},
+    parser.set_defaults(tp=1, midstream={}, also=[])
+    return parser
+
+
+def over_shapes(benchmark: str, args: argparse.Namespace, captures: Any) -> int:
+    """Measure the captures, a function of the number of layers, on each shape."""
+    run = engines.Run(benchmark, args, shapes={})
+    with run.limited():
+        for shape in args.shapes:
+            prompts = args.prompts or PROMPTS[shape]
+            layers = shapes.SHAPES[shape]["num_hidden_layers"]
+            with run.engines(overhead.makers(shape, args)) as started:
+                into = run.results["shapes"][shape] = {
+                    **started["midstream"].call(engines.describe),
+                    "layers": layers,
+                    "work": {},
+                }
+                asked: Captures = dict.fromkeys(overhead.PLAIN)
+                asked |= fitting(captures(layers), shapes.SHAPES[shape]["hidden_size"])
+                for work, tokens in {
+                    f"{prompts} × ({args.length} + {args.tokens}) tokens": args.tokens,
+                    f"prefill of {prompts} × {args.length} tokens": 1,
+                }.items():
+                    run.measure(
+                        into["work"],
+                        work,
+                        {
+                            name: functools.partial(
+                                started[name if name in overhead.PLAIN else "midstream"].call,
+                                generate, capture, prompts, args.length, tokens,
+                            )
+                            for name, capture in asked.items()
+                        },
+                        summary,
+                    )  # fmt: skip
+    return run.finish()
+
+
+def fitting(captures: Captures, hidden: int) -> Captures:
+    """Return the captures whose codec accepts vectors of that width."""
+    return {
+        name: capture
+        for name, capture in captures.items()
+        if hidden >= 512 or not (capture or {}).get("codec", "").startswith("rp8")
     }
-    overhead.over_shapes(results, args, measure)
-    for shape, measured in results["shapes"].items():
-        for work, variants in measured["work"].items():
-            sys.stdout.write(f"{shape}, {work}\n")
-            for name, one in variants.items():
-                line = f"  {name:34} {one['median_s']:8.3f} s {one['added']:+7.1%}"
-                if one["row_bytes"]:
-                    line += f" {one['read_s']:8.3f} s {one['bytes_per_s'] / 1e9:8.2f} GB/s"
-                sys.stdout.write(line + "\n")
 
 
-def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of every workload and variant."""
+def generate(
+    llm: Any, capture: dict[str, Any] | None, count: int, length: int, tokens: int
+) -> tuple[float, float, int]:
+    """Return the seconds of one call, the seconds to read all rows, and the rows' size in bytes."""
     from midstream import Capture
 
-    taps = {"sites": ["resid_post"], "layers": "all"}
-    plain, tapped = overhead.engines(model, args.memory, taps)
-    layers = shapes.SHAPES[shape]["num_hidden_layers"]
-    hidden = shapes.SHAPES[shape]["hidden_size"]
-    codecs = [one for one in args.codecs if not one.startswith("rp8") or hidden >= 512]
-    variants: dict[str, tuple[Any, Any]] = {
-        "plain": (plain, None),
-        "plain again": (plain, None),
-        "idle": (tapped, None),
-        "last prompt token": (tapped, Capture(layers="all", positions="last_prompt")),
-        **{f"every token, {one}": (tapped, Capture(layers="all", codec=one)) for one in codecs},
-    }
-    prompts = args.prompts or PROMPTS[shape]
-    work = {
-        f"{prompts} × ({args.length} + {args.tokens}) tokens": args.tokens,
-        f"prefill of {prompts} × {args.length} tokens": 1,
-    }
-    found = {
-        "engine": msgspec.to_builtins(tapped.info.workers[0]),
-        "layers": layers,
-        "work": {name: compare(variants, args, prompts, tokens) for name, tokens in work.items()},
-    }
-    overhead.shut_down(plain, tapped)
-    return found
-
-
-def compare(
-    variants: dict[str, tuple[Any, Any]], args: argparse.Namespace, prompts: int, tokens: int
-) -> dict[str, dict[str, float]]:
-    """Return the medians of each variant; the first round is a warm-up."""
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    reading: dict[str, list[float]] = {name: [] for name in variants}
-    row_bytes = dict.fromkeys(variants, 0)
-    for nth in range(args.rounds + 1):
-        for name, (llm, capture) in variants.items():
-            called, read, row_bytes[name] = run(llm, capture, args.length, prompts, tokens)
-            if nth:
-                seconds[name].append(called)
-                reading[name].append(read)
-    base = statistics.median(seconds["plain"])
-    found = {}
-    for name, values in seconds.items():
-        median, read = statistics.median(values), statistics.median(reading[name])
-        found[name] = {
-            "median_s": median,
-            "min_s": min(values),
-            "max_s": max(values),
-            "added": median / base - 1,
-            "read_s": read,
-            "row_bytes": row_bytes[name],
-            "bytes_per_s": row_bytes[name] / (median + read),
-        }
-    return found
-
-
-def run(llm: Any, capture: Any, length: int, count: int, tokens: int) -> tuple[float, float, int]:
-    """Return the seconds of one call, the seconds to read all rows, and the rows' size in bytes."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    draw = random.Random(0)
-    prompts = [
-        {"prompt_token_ids": [draw.randrange(3, 500) for _ in range(length)]} for _ in range(count)
-    ]
-    asked = {} if capture is None else {"capture": capture}
+    params, prompts = overhead.sampling(tokens), overhead.random_prompts(count, length)
+    asked = {} if capture is None else {"capture": Capture(**capture)}
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False, **asked)
     returned = time.perf_counter()
@@ -149,5 +124,21 @@ def run(llm: Any, capture: Any, length: int, count: int, tokens: int) -> tuple[f
     return returned - start, time.perf_counter() - returned, nbytes
 
 
+def summary(values: dict[str, list[tuple[float, float, int]]]) -> dict[str, Any]:
+    """Return the medians of each variant."""
+    found = engines.seconds({name: [one[0] for one in each] for name, each in values.items()})
+    for name, each in values.items():
+        one, nbytes = found[name], each[-1][2]
+        read = statistics.median(read for _, read, _ in each)
+        if "plain" in found:
+            one["added"] = one["median_s"] / found["plain"]["median_s"] - 1
+        one |= {
+            "read_s": read,
+            "row_bytes": nbytes,
+            "bytes_per_s": nbytes / (one["median_s"] + read),
+        }
+    return found
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,120 +1,155 @@
 """Throughput of captured rows to a disk, compared with `dd`.
 
-    python benchmarks/disk.py [FOLDER] [--gib 2] [--rounds 3] [--shape 0.6b|none] [--json FILE]
+    python benchmarks/disk.py [FOLDER …] [--gib 2] [--rounds 5] [--shape 0.6b|none] \
+        [--tokenizer FOLDER] [--seconds 280] [--json FILE]
 
 dd: the same number of bytes of random data, in files as large as a shard, each followed by fsync,
 like the store's. store: a `midstream.store.Writer` that writes rows of an 8B model's layers at full
 speed. served: `LLM.generate` with the sink `store`, every layer of every prompt token, until all
-rows are durable; this includes the model's run time. The variants take turns; figures are medians.
+rows are durable; this includes the model's run time. captured: the same rows by the job of
+`midstream capture`, from a file of prompts, on an engine that runs already. The variants take
+turns; figures are medians. Each FOLDER is a workload of its own, such as one on a disk and one in
+memory (/dev/shm).
 
-`--shape none` measures without an engine. A FOLDER in memory (/dev/shm) then shows the time of the
-writer itself: checksums, copies, system calls.
+`--shape none` measures without an engine. A FOLDER in memory then shows the time of the writer
+itself: checksums, copies, system calls.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
+import functools
 import json
 import os
-import random
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
-import machine
+import engines
+import overhead
 import shapes
 
 HIDDEN, LAYERS, TOKENS = 4096, 32, 64
 NO_ENGINE = "none"
 
 
-def main() -> None:
-    """Measure, and write the table and the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", nargs="?", type=Path, help="on the disk to measure")
+def main() -> int:
+    """Measure each folder, and write the table."""
+    parser = engines.arguments(__doc__)
+    parser.add_argument("folders", nargs="*", type=Path, help="on the disks to measure")
     parser.add_argument("--gib", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shape", choices=[*shapes.SHAPES, NO_ENGINE], default="0.6b")
+    parser.add_argument("--kv-gib", type=float)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--memory", type=float, default=0.3)
-    parser.add_argument("--json", type=Path)
+    models = Path(os.environ.get("MIDSTREAM_MODELS", ".models"))
+    parser.add_argument("--tokenizer", type=Path, default=models / "SmolLM2-135M-Instruct")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.folder) as name:
-        results = measure(Path(name), args)
-    plain = results["ways"]["dd"]["gb_s"]
-    for way, one in results["ways"].items():
-        sys.stdout.write(f"{way:8} {one['gb_s']:6.2f} GB/s  {one['gb_s'] / plain:6.0%} of dd\n")
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+    about = {"gib": args.gib, "shape": args.shape, "cores": os.cpu_count()}
+    run = engines.Run("disk", args, **about, places={})
+    with run.limited(), ExitStack() as stack:
+        folders = {}
+        for base in args.folders or [Path(tempfile.gettempdir())]:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=base)))
+            folders["memory" if str(folder).startswith("/dev/shm") else "disk"] = folder
+        started = stack.enter_context(run.engines(makers(folders, args)))
+        for place, folder in folders.items():
+            ways = writers(place, folder, started, args)
+            timed = {way: functools.partial(rate, ways[way], folder / way) for way in ways}
+            run.measure(run.results["places"], place, timed, summary)
+    return run.finish()
 
 
-def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the medians of all variants, in GB/s."""
+def makers(folders: dict[str, Path], args: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
+    """Return what makes the engine, whose sinks are stores in the folders."""
+    if args.shape == NO_ENGINE:
+        return {}
+    model = shapes.write(args.shape, engines.CACHE, args.tokenizer)
+    settings = engines.settings(args.shape, args, skip_tokenizer_init=False)
+    sinks = {
+        f"on-{place}": {
+            "class": "midstream.sinks.store_sink:StoreSink",
+            "root": str(folder / "served"),
+        }
+        for place, folder in folders.items()
+    }
+    return {"midstream": (engines.tapped, model, settings, {"sinks": sinks})}
+
+
+def writers(
+    place: str, folder: Path, started: dict[str, Any], args: argparse.Namespace
+) -> dict[str, Callable[[], int]]:
+    """Return the ways to write to a folder. Each returns the number of bytes."""
     from midstream.store.writer import SHARD_BYTES
 
     nbytes = args.gib << 30
-    # In memory, so that dd waits only for the disk it writes to.
-    source = Path(tempfile.mkstemp(dir="/dev/shm")[1])
-    source.write_bytes(torch.randint(256, (SHARD_BYTES,), dtype=torch.uint8).numpy().tobytes())
     ways: dict[str, Callable[[], int]] = {
-        "dd": lambda: by_dd(source, folder / "dd", nbytes // SHARD_BYTES),
+        "dd": lambda: by_dd(folder / "dd", nbytes // SHARD_BYTES, SHARD_BYTES),
         "store": lambda: by_store(folder / "store", nbytes),
     }
-    if args.shape != NO_ENGINE:
+    if "midstream" in started:
         config = shapes.SHAPES[args.shape]
-        per_prompt = args.length * config["num_hidden_layers"] * config["hidden_size"] * 2
-        prompts = max(1, nbytes // per_prompt)
-        llm = make_engine(shapes.write(args.shape, folder), folder / "served", args.memory)
-        ways["served"] = lambda: served(llm, prompts, args.length)
-    rates: dict[str, list[float]] = {way: [] for way in ways}
-    try:
-        for nth in range(args.rounds + 1):
-            for way, write in ways.items():
-                subprocess.run(["sync"], check=True)
-                start = time.perf_counter()
-                written = write()
-                took = time.perf_counter() - start
-                if nth:
-                    rates[way].append(written / took / 1e9)
-                for leftover in (folder / way).iterdir():
-                    leftover.unlink()
-    finally:
-        source.unlink()
+        row = config["num_hidden_layers"] * config["hidden_size"] * 2
+        prompts = max(1, nbytes // (args.length * row))
+        call = started["midstream"].call
+        ways["served"] = lambda: call(served, f"on-{place}", prompts, args.length)
+        data = folder / "prompts.jsonl"
+        data.write_text(f"{json.dumps({'text': ' two' * args.length})}\n" * prompts)
+        ways["captured"] = lambda: call(captured, data, folder / "captured")
+    return ways
+
+
+def rate(write: Callable[[], int], folder: Path) -> float:
+    """Return the GB/s of one way, and delete what it wrote."""
+    subprocess.run(["sync"], check=True)
+    start = time.perf_counter()
+    written = write()
+    took = time.perf_counter() - start
+    for leftover in folder.iterdir():
+        # The store of the running engine's sink remains, without its shards.
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    return written / took / 1e9
+
+
+def summary(values: dict[str, list[float]]) -> dict[str, Any]:
+    """Return median, minimum and maximum of each way."""
     return {
-        "benchmark": "disk",
-        "machine": machine.describe(),
-        "rounds": args.rounds,
-        "gib": args.gib,
-        "shape": args.shape,
-        "cores": os.cpu_count(),
-        "folder": "memory" if str(folder).startswith("/dev/shm") else "disk",
-        "ways": {
-            way: {"gb_s": statistics.median(all_), "min": min(all_), "max": max(all_)}
-            for way, all_ in rates.items()
-        },
+        way: {"gb_s": statistics.median(each), "min": min(each), "max": max(each)}
+        for way, each in values.items()
     }
 
 
-def by_dd(source: Path, target: Path, files: int) -> int:
-    """Write files with dd, and return the number of bytes."""
+def by_dd(target: Path, files: int, nbytes: int) -> int:
+    """Write files with dd, each of `nbytes` bytes, and return the number of bytes."""
     target.mkdir(exist_ok=True)
+    source = random_file(nbytes)
     for nth in range(files):
         subprocess.run(
             ["dd", f"if={source}", f"of={target / str(nth)}", "bs=16M", "conv=fsync"],
             check=True,
             capture_output=True,
         )
-    return files * source.stat().st_size
+    return files * nbytes
+
+
+@functools.cache
+def random_file(nbytes: int) -> Path:
+    """Return a file of random bytes, in memory, so that dd waits only for what it writes to."""
+    source = Path(tempfile.mkstemp(dir="/dev/shm")[1])
+    source.write_bytes(torch.randint(256, (nbytes,), dtype=torch.uint8).numpy().tobytes())
+    atexit.register(source.unlink)
+    return source
 
 
 def by_store(target: Path, nbytes: int) -> int:
@@ -140,48 +175,40 @@ def by_store(target: Path, nbytes: int) -> int:
     return count * rows.numel()
 
 
-def make_engine(model: Path, root: Path, memory: float) -> Any:
-    """Create an engine with the sink `store`."""
-    from midstream import LLM
+def served(llm: Any, sink: str, prompts: int, length: int) -> int:
+    """Capture prompts to a sink, and return the size of the durable rows in bytes."""
+    from midstream import Capture
 
-    return LLM(
-        str(model),
-        midstream={
-            "sites": ["resid_post"],
-            "layers": "all",
-            "sinks": {"store": {"root": str(root)}},
-        },
-        dtype="bfloat16" if torch.cuda.is_available() else "float32",
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        max_model_len=2048,
-        max_num_batched_tokens=8192,
-        gpu_memory_utilization=memory,
-        enable_prefix_caching=False,
-        seed=0,
-    )
-
-
-def served(llm: Any, prompts: int, length: int) -> int:
-    """Capture prompts to the sink `store`, and return the size of the durable rows in bytes."""
-    from midstream import Capture, SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
-    draw = random.Random(0)
-    ids = [[draw.randrange(3, 500) for _ in range(length)] for _ in range(prompts)]
     outputs = llm.generate(
-        [{"prompt_token_ids": one} for one in ids],
-        params,
+        overhead.random_prompts(prompts, length),
+        overhead.sampling(1),
         use_tqdm=False,
-        capture=Capture(layers="all", sink="store"),
+        capture=Capture(layers="all", sink=sink),
     )
-    statuses = {one.capture_results["store"].status for one in outputs}
+    statuses = {one.capture_results[sink].status for one in outputs}
     if statuses != {"ok"}:
         raise RuntimeError(f"expected every capture result to be ok, got {statuses}")
     config = llm.llm_engine.model_config
     row = config.get_hidden_size() * config.dtype.itemsize
-    return prompts * length * config.hf_config.num_hidden_layers * row
+    return prompts * length * int(config.hf_config.num_hidden_layers) * row
+
+
+def captured(llm: Any, data: Path, out: Path) -> int:
+    """Run the job of `midstream capture`, and return the size of the durable rows in bytes."""
+    from midstream import Capture
+    from midstream.jobs.engine import VllmEngine
+    from midstream.jobs.job import Job
+    from midstream.jobs.run import CaptureRun
+
+    config = llm.llm_engine.model_config
+    capture = Capture(layers="all", positions="prompt")
+    job = Job(model=config.model, data=str(data), out=str(out), capture=capture)
+    with CaptureRun(job) as run:
+        found = run.work(lambda job: VllmEngine(llm, job))
+    if found.status:
+        raise RuntimeError(f"expected every line to be stored, got {found}")
+    return int(found.counts.nbytes)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,188 +1,188 @@
 """Overhead of midstream: plain vLLM against the same engine with taps, idle and in use.
 
-    python benchmarks/overhead.py [--shapes 0.6b 8b] [--rounds 5] [--tp 2] [--json FILE]
+    python benchmarks/overhead.py [--shapes 0.6b 8b] [--batches 1 2 16 256] [--tp 2] \
+        [--also '{"tapped_program": "always"}'] [--seconds 280] [--json FILE]
 
-Every figure is a median over rounds. In each round all variants run once, one after the other, so
-drift of the machine affects all equally. Plain vLLM runs with its defaults: torch.compile and CUDA
-graphs enabled. Model weights are random; their values do not change the work.
+Two engines of plain vLLM ("plain" and "plain again") and one with midstream take turns, each in a
+process of its own, in a random order in each round; figures are medians over rounds. Plain vLLM
+runs with its defaults: torch.compile and CUDA graphs enabled. Model weights are random; their
+values do not change the work. Each `--also` adds an engine with other settings, measured idle.
 
 decode: seconds of one step of a batch that only generates: the mean over 96 consecutive steps after
 all prompts are processed.
 prefill: seconds of a batch of prompts with one generated token each.
+"a neighbour asks": the last sequence of the batch captures a row of one layer in each step.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import multiprocessing
-import os
 import random
-import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-# With several GPUs the engine and its workers run in separate processes.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", str(int("--tp" in sys.argv)))
-os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
-import machine
+import engines
 import shapes
 
 # Numbers of untimed steps (including prefill), of timed steps, and of steps after them.
 SKIPPED, STEPS, LAST = 16, 96, 4
 PROMPT = 32
+# Edits are too small to change the values: with random weights the stream is small, and its values
+# decide how much power the matrix products draw, and so how fast they run.
+SMALL = 1e-6
+PLAIN = ("plain", "plain again")
+EVERY = "add at every layer, K = "
+ASKED = ("a neighbour asks", EVERY + "1", EVERY + "256")
 
 
-def main() -> None:
-    """Measure every shape, and write the table and the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", default=["0.6b", "8b"], choices=list(shapes.SHAPES))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 256])
-    parser.add_argument("--prefill-prompts", type=int, default=16)
+def main() -> int:
+    """Measure every shape, and write the table."""
+    parser = engines.arguments(__doc__, list(shapes.SHAPES))
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 2, 16, 256])
+    parser.add_argument("--prefill-prompts", type=int, default=16, help="0: no prefill")
     parser.add_argument("--prefill-length", type=int, default=1024)
-    parser.add_argument(
-        "--memory", type=float, default=0.3, help="share of device memory an engine may use"
-    )
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--asked", nargs="*", default=ASKED, help="variants besides the idle ones")
+    parser.add_argument("--midstream", type=json.loads, default={}, help="settings, as JSON")
+    parser.add_argument("--also", type=json.loads, action="append", default=[], metavar="SETTINGS")
     args = parser.parse_args()
-    results = {
-        "benchmark": "overhead" if args.tp == 1 else "overhead_tp",
-        "tensor_parallel_size": args.tp,
-        "machine": machine.describe(),
-        "rounds": args.rounds,
-        "shapes": {},
+    asks = {name: functools.partial(asked, name) for name in args.asked}
+    name = "overhead" if args.tp == 1 else "overhead_tp"
+    return over_shapes(name, args, workloads(args), asks)
+
+
+# The shape, the number of prompts, and whether they generate; and what makes arguments of it.
+Of = tuple[str, int, bool]
+Ask = Callable[[str, int, bool], dict[str, Any]]
+# By name: what runs in an engine's process, the number of prompts, and further arguments.
+Workloads = dict[str, tuple[Callable[..., float], int, tuple[int, ...]]]
+
+
+def workloads(args: argparse.Namespace) -> Workloads:
+    """Return function, arguments and number of prompts by the name of a workload."""
+    found: Workloads = {
+        f"decode, {batch} sequences": (decode_step, batch, ()) for batch in args.batches
     }
-    over_shapes(results, args, measure)
-    write_table(results)
+    if args.prefill_prompts:
+        name = f"prefill, {args.prefill_prompts} × {args.prefill_length} tokens"
+        found[name] = timed, args.prefill_prompts, (args.prefill_length, 1)
+    return found
 
 
 def over_shapes(
-    results: dict[str, Any],
-    args: argparse.Namespace,
-    measure: Callable[[Path, str, argparse.Namespace], dict[str, Any]],
-) -> None:
-    """Measure each shape in its own process, add it to `results["shapes"]`, and write the JSON."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name in args.shapes:
-            # One process per shape: vLLM does not release an engine's memory within a process.
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                model = shapes.write(name, Path(folder))
-                results["shapes"][name] = pool.submit(measure, model, name, args).result()
-            if args.json:
-                args.json.write_text(json.dumps(results, indent=2) + "\n")
+    benchmark: str, args: argparse.Namespace, works: Workloads, asks: dict[str, Ask]
+) -> int:
+    """Measure the workloads on each shape, and return the exit status.
+
+    Args:
+        benchmark: name in the results.
+        args: options, those of `main`.
+        works: workloads.
+        asks: by variant: makes the arguments of `generate`, in the engine's process.
+    """
+    run = engines.Run(benchmark, args, tensor_parallel_size=args.tp, shapes={})
+    # With several ranks the engine's workers run in processes of their own.
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(args.tp > 1))}
+    with run.limited():
+        for shape in args.shapes:
+            with run.engines(makers(shape, args), **environment) as started:
+                into = run.results["shapes"][shape] = {}
+                into |= started["midstream"].call(engines.describe)
+                for work, (function, batch, more) in works.items():
+                    of = shape, batch, function is decode_step
+                    run.measure(
+                        into,
+                        work,
+                        {
+                            name: functools.partial(started[engine].call, function, ask, of, *more)
+                            for name, (engine, ask) in variants(started, asks).items()
+                        },
+                    )
+    return run.finish()
 
 
-def measure(model: Path, shape: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the medians of every workload and variant, in seconds."""
+def makers(shape: str, args: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
+    """Return what makes each engine, by its name."""
+    model = shapes.write(shape, engines.CACHE)
+    settings = engines.settings(shape, args, tensor_parallel_size=args.tp)
+    # Enough for 256 vectors of each layer.
+    layers = shapes.SHAPES[shape]["num_hidden_layers"]
+    midstream = {"bank_rows": 256 * layers + 1024, "max_edits": 1 << 17} | args.midstream
+    found: dict[str, tuple[Any, ...]] = dict.fromkeys(PLAIN, (engines.plain, model, settings))
+    found["midstream"] = engines.tapped, model, settings, midstream
+    for also in args.also:
+        found[idle(also)] = engines.tapped, model, settings, midstream | also
+    return found
+
+
+def idle(also: dict[str, Any]) -> str:
+    """Return the name of an engine with other settings, and of its variant."""
+    return "idle, " + ", ".join(f"{name} = {value}" for name, value in also.items())
+
+
+def variants(started: Iterable[str], asks: dict[str, Ask]) -> dict[str, tuple[str, Ask]]:
+    """Return the name of the engine and what is asked of it, by the name of the variant."""
+    found: dict[str, tuple[str, Ask]] = {
+        name if name != "midstream" else "idle": (name, nothing) for name in started
+    }
+    return found | {name: ("midstream", ask) for name, ask in asks.items()}
+
+
+def nothing(shape: str, batch: int, decodes: bool) -> dict[str, Any]:
+    """Return no arguments of `generate`."""
+    return {}
+
+
+@functools.cache
+def asked(name: str, shape: str, batch: int, decodes: bool) -> dict[str, Any]:
+    """Return `generate`'s arguments of a variant: `EVERY` and a number, or a key of `forms`."""
     from midstream import Capture, Steer
 
-    tapping = {"sites": ["resid_post"], "layers": "all"}
-    plain, tapped = engines(model, args.memory, tapping, tensor_parallel_size=args.tp)
-    config = shapes.SHAPES[shape]
-    vector = [random.Random(0).gauss(0, 0.01) for _ in range(config["hidden_size"])]
-    one = [Steer(vector, layer=config["num_hidden_layers"] // 2)]
-    every = [Steer(vector, layer=layer) for layer in range(config["num_hidden_layers"])]
-    middle = config["num_hidden_layers"] // 2
-    last = Capture(layers="all", positions="last_prompt")
-    variants: dict[str, tuple[Any, dict[str, Any]]] = {
-        "plain": (plain, {}),
-        "plain again": (plain, {}),
-        "idle": (tapped, {}),
-        "steer one layer": (tapped, {"steer": one}),
-        "steer every layer": (tapped, {"steer": every}),
-        "capture last prompt token, every layer": (tapped, {"capture": last}),
-        "capture every token, one layer": (tapped, {"capture": Capture(layers=[middle])}),
+    layers = shapes.SHAPES[shape]["num_hidden_layers"]
+
+    def add(count: int, *, only: tuple[int, ...] = ()) -> dict[str, Any]:
+        kinds = [
+            [Steer(vector(shape, nth, layer), layer=layer) for layer in only or range(layers)]
+            for nth in range(min(count, batch))
+        ]
+        return {"steer": [kinds[nth % len(kinds)] for nth in range(batch)]}
+
+    if name.startswith(EVERY):
+        return add(int(name.removeprefix(EVERY)))
+    one_row = [Capture([layers // 2], positions="generated" if decodes else "last_prompt")]
+    forms: dict[str, Callable[[], dict[str, Any]]] = {
+        "a neighbour asks": lambda: {"capture": [None] * (batch - 1) + [one_row]},
+        "add at one layer": lambda: add(1, only=(layers // 2,)),
+        "capture last prompt token, every layer": lambda: {
+            "capture": Capture("all", positions="last_prompt")
+        },
+        "capture every token, one layer": lambda: {"capture": Capture([layers // 2])},
+        "capture every token, every layer, gathered": lambda: {
+            "capture": Capture("all", return_="gathered")
+        },
+        "capture every token, every layer, sharded": lambda: {
+            "capture": Capture("all", return_="sharded")
+        },
     }
-    if args.tp > 1:
-        for mode in ("gathered", "sharded"):
-            every_row = Capture(layers="all", return_=mode)
-            variants[f"capture every token, every layer, {mode}"] = tapped, {"capture": every_row}
-    out: dict[str, Any] = {
-        "graphs": graphs(tapped),
-        "engine": msgspec.to_builtins(tapped.info.workers[0]),
-    }
-    for batch in args.batches:
-        out[f"decode, {batch} sequences"] = compare(
-            variants, args.rounds, lambda llm, kw, n=batch: decode_step(llm, kw, n)
-        )
-    out[f"prefill, {args.prefill_prompts} × {args.prefill_length} tokens"] = compare(
-        variants,
-        args.rounds,
-        lambda llm, kw: timed(llm, kw, args.prefill_prompts, args.prefill_length, 1),
-    )
-    if args.tp > 1:
-        shut_down(plain, tapped)
-    return out
+    return forms[name]()
 
 
-def engines(model: Path, memory: float, midstream: dict[str, Any], **more: Any) -> tuple[Any, Any]:
-    """Create a plain vLLM engine, and the same engine with midstream."""
-    import torch
-    from vllm import LLM as Plain
+def vector(shape: str, *seed: int) -> Any:
+    """Return small random numbers, one per dimension of the model."""
+    import numpy as np
 
-    from midstream import LLM
-
-    settings = {
-        "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "max_model_len": 2048,
-        "max_num_batched_tokens": 8192,
-        "max_num_seqs": 256,
-        "gpu_memory_utilization": memory,
-        # Every run must compute its prompts: with the cache there would be no prefill.
-        "enable_prefix_caching": False,
-        "seed": 0,
-        **more,
-    }
-    return Plain(str(model), **settings), LLM(str(model), **settings, midstream=midstream)
+    drawn = np.random.default_rng(seed).normal(0, SMALL, shapes.SHAPES[shape]["hidden_size"])
+    return drawn.astype(np.float32)
 
 
-def shut_down(*llms: Any) -> None:
-    """End the processes of engines: a pool's process waits at exit for its own child processes."""
-    for llm in llms:
-        llm.llm_engine.engine_core.shutdown()
-
-
-def compare(
-    variants: dict[str, tuple[Any, dict[str, Any]]],
-    rounds: int,
-    run: Callable[[Any, dict[str, Any]], float],
-) -> dict[str, Any]:
-    """Return median, minimum and maximum of each variant. Variants alternate; the first round is a
-    warm-up.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for nth in range(rounds + 1):
-        for name, (llm, asked) in variants.items():
-            value = run(llm, asked)
-            if nth:
-                seconds[name].append(value)
-    return {
-        name: {
-            "median_s": statistics.median(values),
-            "min_s": min(values),
-            "max_s": max(values),
-        }
-        for name, values in seconds.items()
-    }
-
-
-def decode_step(llm: Any, asked: dict[str, Any], batch: int) -> float:
+def decode_step(llm: Any, ask: Ask, of: Of) -> float:
     """Return the seconds of one decode step: the mean over steps in which all requests generate."""
     engine = llm.llm_engine
     step, ends = engine.step, []
@@ -194,50 +194,37 @@ def decode_step(llm: Any, asked: dict[str, Any], batch: int) -> float:
 
     engine.step = timed_step
     try:
-        timed(llm, asked, batch, PROMPT, SKIPPED + STEPS + LAST)
+        timed(llm, ask, of, PROMPT, SKIPPED + STEPS + LAST)
     finally:
         del engine.step
     return (ends[SKIPPED + STEPS - 1] - ends[SKIPPED - 1]) / STEPS
 
 
-def timed(llm: Any, asked: dict[str, Any], batch: int, length: int, tokens: int) -> float:
+def timed(llm: Any, ask: Ask, of: Of, length: int, tokens: int) -> float:
     """Return the seconds of one `generate`."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    draw = random.Random(batch * length)
-    prompts = [
-        {"prompt_token_ids": [draw.randrange(3, 500) for _ in range(length)]} for _ in range(batch)
-    ]
+    params, prompts = sampling(tokens), random_prompts(of[1], length)
+    given = ask(*of)
     start = time.perf_counter()
-    llm.generate(prompts, params, use_tqdm=False, **asked)
+    llm.generate(prompts, params, use_tqdm=False, **given)
     return time.perf_counter() - start
 
 
-def graphs(llm: Any) -> str:
-    """Return the engine's modes of compilation and of CUDA graphs."""
-    compilation = llm.llm_engine.vllm_config.compilation_config
-    return f"mode {compilation.mode}, CUDA graphs {compilation.cudagraph_mode}"
+def sampling(tokens: int, **more: Any) -> Any:
+    """Return parameters for so many greedy tokens."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more
+    )
 
 
-def write_table(results: dict[str, Any]) -> None:
-    """Print the table of added time against plain vLLM in the same rounds."""
-    write = sys.stdout.write
-    where = results["machine"]
-    write(f"\n{where['device']}, vLLM {where['vllm']}, torch {where['torch']}, {where['date']}\n")
-    for shape, workloads in results["shapes"].items():
-        runner = workloads["engine"]["runner"]
-        ranks = results.get("tensor_parallel_size", 1)
-        write(f"\n{shape}: {workloads['graphs']}, runner {runner}, TP {ranks}\n")
-        for workload, variants in workloads.items():
-            if not isinstance(variants, dict) or "plain" not in variants:
-                continue
-            base = variants["plain"]["median_s"]
-            write(f"  {workload}: plain {base * 1e3:.3f} ms\n")
-            for name, value in variants.items():
-                if name != "plain":
-                    write(f"    {name:<46} {(value['median_s'] / base - 1) * 100:+6.1f} %\n")
+def random_prompts(count: int, length: int) -> list[Any]:
+    """Return prompts of random token ids, the same in each call."""
+    draw = random.Random(count * length)
+    return [
+        {"prompt_token_ids": [draw.randrange(3, 500) for _ in range(length)]} for _ in range(count)
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

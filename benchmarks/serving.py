@@ -1,19 +1,25 @@
-"""Latency of requests without a plan, on a server with midstream and on one without.
+"""Latency and rate of requests without a plan, on a server with midstream and on one without.
 
-    python benchmarks/serving.py [--model FOLDER] [--clients 16] [--rounds 3] [--json FILE]
+    python benchmarks/serving.py [--model FOLDER] [--shape 0.6b] [--clients 16] [--rounds 5] \
+        [--seconds 280] [--json FILE] [-- OPTIONS OF BOTH SERVERS]
 
-Two servers on one machine, started like `vllm serve` and `midstream serve`, are measured in turn.
-One client sends requests without a plan, one after the other; its latencies are the result. The
-load of other clients is, in turn: none; requests without a plan; and, on the server with midstream,
-requests that are steered, probed and captured, each client at a layer of its own, with the rows in
-the response.
+Two servers on one machine, started like `vllm serve` and `midstream serve`, are measured in turn,
+in a random order in each round. For some seconds, one client (or `--measured` of them) sends
+requests without a plan, each after the answer to the one before; their latencies and their rate are
+the result. The load of other clients, which are a process of their own, is meanwhile: none;
+requests without a plan; and, on the server with midstream, requests that are steered, probed and
+captured, each client at a layer of its own, with the rows in the response. "again" is the same
+variant a second time, on the same server: its difference is noise.
+
+`--shape` serves a shape with random weights, with the tokenizer of the model.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import functools
 import json
+import os
 import signal
 import socket
 import statistics
@@ -21,94 +27,124 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import machine
-
-from midstream import Capture, Probe, Steer, extra_body
+import engines
+import shapes
 
 NAME = "served"
-START_SECONDS = 300
+# The other clients begin so much earlier, and end so much later, than what is measured.
+MARGIN = 0.5
+BASE = "with midstream, beside others"
 # By name: (server, kind of the other clients' requests, None without other clients).
 VARIANTS: dict[str, tuple[str, str | None]] = {
     "without midstream, alone": ("plain", None),
     "with midstream, alone": ("midstream", None),
     "without midstream, beside others": ("plain", "nothing"),
-    "with midstream, beside others": ("midstream", "nothing"),
+    BASE: ("midstream", "nothing"),
+    "with midstream, beside others, again": ("midstream", "nothing"),
     "with midstream, beside others who ask": ("midstream", "plans"),
 }
 
 
-def main() -> None:
-    """Measure, and write the table and the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=Path(".models/SmolLM2-135M-Instruct"))
+def main() -> int:
+    """Measure, and write the table."""
+    parser = engines.arguments(__doc__)
+    models = Path(os.environ.get("MIDSTREAM_MODELS", ".models"))
+    parser.add_argument("--model", type=Path, default=models / "SmolLM2-135M-Instruct")
+    parser.add_argument("--shape", choices=list(shapes.SHAPES))
     parser.add_argument("--clients", type=int, default=16, help="number of other clients")
-    parser.add_argument("--requests", type=int, default=40, help="measured requests in each turn")
+    parser.add_argument("--measured", type=int, default=1, help="number of measured clients")
+    parser.add_argument("--turn", type=float, default=3.0, help="seconds of a turn")
     parser.add_argument("--words", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=32, help="generated tokens of a request")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--kv-gib", type=float, default=4.0, help="of each server")
     parser.add_argument("options", nargs="*", help="options of both servers, after --")
     args = parser.parse_args()
-    with ExitStack() as stack:
+    # The servers start side by side: see engines.KV_GIB.
+    memory = f"--kv-cache-memory-bytes={int(args.kv_gib * (1 << 30))}"
+    model, options = args.model.resolve(), ["--gpu-memory-utilization=0.05", memory, *args.options]
+    if args.shape:
+        model = shapes.write(args.shape, engines.CACHE, model)
+        options = ["--load-format=dummy", *options]
+    names = ("clients", "measured", "words", "tokens")
+    about = {name: getattr(args, name) for name in names}
+    run = engines.Run("serving", args, **about, model=model.name, options=options)
+    with run.limited(), ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        urls = {
-            name: stack.enter_context(server(name, args.model.resolve(), args.options, folder))
+        others = stack.enter_context(run.engines({"others": (Clients,)}))["others"]
+        servers = {
+            name: stack.enter_context(Server(name, model, options, folder))
             for name in ("plain", "midstream")
         }
-        shape = json.loads((args.model / "config.json").read_text())
-        variants = asyncio.run(measure(urls, shape, args))
-    result = {
-        "benchmark": "serving",
-        "machine": machine.describe(),
-        **{name: getattr(args, name) for name in ("clients", "words", "tokens", "rounds")},
-        "model": args.model.name,
-        "options": args.options,
-        "variants": variants,
-    }
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1))
-    for name, one in variants.items():
-        sys.stdout.write(
-            f"  {name:40} median {one['median_ms']:8.2f} ms, p95 {one['p95_ms']:8.2f} ms, "
-            f"others {one['others_per_s']:6.1f}/s\n"
+        for name, each in servers.items():
+            each.wait(run.end)
+            run.stage(f"{name} is ready")
+        shape = json.loads((model / "config.json").read_text())
+        run.measure(
+            run.results,
+            "variants",
+            {
+                name: functools.partial(turn, others, servers[which].url, kind, shape, args)
+                for name, (which, kind) in VARIANTS.items()
+            },
+            summary,
         )
+    return run.finish()
 
 
-@contextmanager
-def server(name: str, model: Path, options: list[str], folder: Path) -> Iterator[str]:
-    """Start a server, yield its URL, and stop it."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    words = {
-        "plain": ["vllm.entrypoints.openai.api_server", "--model", str(model)],
-        "midstream": ["midstream", "serve", str(model), "--sites=resid_post"],
-    }[name]
-    common = [f"--served-model-name={NAME}", "--host=127.0.0.1", f"--port={port}", *options]
-    command = [sys.executable, "-m", *words, *common]
-    with (folder / f"{name}.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        end = time.monotonic() + START_SECONDS
-        while not is_up(url):
-            if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError((folder / f"{name}.log").read_text()[-6000:])
+class Server:
+    """A server in a process of its own. A context manager that stops it."""
+
+    def __init__(self, name: str, model: Path, options: list[str], folder: Path) -> None:
+        """Start it, without waiting for it. `folder` gets its log."""
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        words = {
+            "plain": ["vllm.entrypoints.openai.api_server", "--model", str(model)],
+            "midstream": ["midstream", "serve", str(model), "--sites=resid_post"],
+        }[name]
+        common = [f"--served-model-name={NAME}", "--host=127.0.0.1", f"--port={port}", *options]
+        cache = {"VLLM_CACHE_ROOT": str(engines.CACHE / f"server-{name}")}
+        self.url, self._log = f"http://127.0.0.1:{port}", folder / f"{name}.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *words, *common],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **cache},
+            )
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def wait(self, end: float) -> None:
+        """Return when it answers.
+
+        Raises:
+            RuntimeError: it ended, with the end of its log.
+            TimeIsUpError: it does not answer before `end`.
+        """
+        while not is_up(self.url):
+            if self._process.poll() is not None:
+                raise RuntimeError(self._log.read_text()[-6000:])
+            if time.monotonic() > end:
+                raise engines.TimeIsUpError
             time.sleep(0.5)
-        yield url
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
 
 
 def is_up(url: str) -> bool:
@@ -119,84 +155,101 @@ def is_up(url: str) -> bool:
         return False
 
 
-async def measure(
-    urls: dict[str, str], shape: dict[str, Any], args: argparse.Namespace
-) -> dict[str, Any]:
-    """Return the latencies of each variant over all rounds; the first round is a warm-up."""
-    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    rates: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=300, limits=limits) as http:
-        for nth in range(args.rounds + 1):
-            for name, (which, others) in VARIANTS.items():
-                took, rate = await turn(http, urls[which], others, shape, args)
-                if nth:
-                    seconds[name] += took
-                    rates[name].append(rate)
-    return {
-        name: {
-            "median_ms": 1e3 * statistics.median(found),
-            "p95_ms": 1e3 * statistics.quantiles(found, n=20)[-1],
-            "requests": len(found),
-            "others_per_s": statistics.median(rates[name]),
-        }
-        for name, found in seconds.items()
-    }
-
-
-async def turn(
-    http: httpx.AsyncClient,
-    url: str,
-    others: str | None,
-    shape: dict[str, Any],
-    args: argparse.Namespace,
-) -> tuple[list[float], float]:
-    """Return the seconds of each measured request, and the other clients' requests per second."""
+def turn(
+    others: engines.Engine, url: str, kind: str | None, shape: dict[str, Any], args: Any
+) -> tuple[list[float], float, float]:
+    """Return the latencies of the measured clients, in seconds, and requests per second: of the
+    measured clients and of the others.
+    """
     body = {
         "model": NAME, "prompt": " two" * args.words, "max_tokens": args.tokens, "temperature": 0,
         "ignore_eos": True,
     }  # fmt: skip
-    done = 0
+    if kind:
+        asked = [
+            {"midstream": plan(1 + nth % (shape["num_hidden_layers"] - 1), shape["hidden_size"])}
+            if kind == "plans"
+            else {}
+            for nth in range(args.clients)
+        ]
+        others.begin(Clients.load, url, [{**body, **each} for each in asked], args.turn)
+        time.sleep(MARGIN)
+    rate = 0.0
+    try:
+        took = asyncio.run(requests(url, [body] * args.measured, args.turn))
+    finally:
+        if kind:
+            rate = others.answer()
+    return took, len(took) / args.turn, rate
 
-    async def other(layer: int) -> None:
-        nonlocal done
-        asked = {"midstream": plan(layer, shape["hidden_size"])} if others == "plans" else {}
-        while True:
-            answer = await http.post(f"{url}/v1/completions", json={**body, **asked})
-            answer.raise_for_status()
-            assert not asked or answer.json()["midstream"]["receipt"]["status"] == "ok"
-            done += 1
 
-    layers = shape["num_hidden_layers"]
-    number = args.clients if others else 0
-    beside = [asyncio.create_task(other(1 + each % (layers - 1))) for each in range(number)]
-    took, begun = [], time.perf_counter()
-    for _ in range(args.requests):
-        start = time.perf_counter()
-        (await http.post(f"{url}/v1/completions", json=body)).raise_for_status()
-        took.append(time.perf_counter() - start)
-    rate = done / (time.perf_counter() - begun)
-    for task in beside:
-        # A task that failed ends with its exception, not with CancelledError.
-        task.cancel()
-    ends = await asyncio.gather(*beside, return_exceptions=True)
-    for end in ends:
-        if not isinstance(end, asyncio.CancelledError):
-            raise RuntimeError("one of the other clients failed") from end
-    return took, rate
+async def requests(url: str, bodies: list[dict[str, Any]], seconds: float) -> list[float]:
+    """Send each body again and again for some seconds, and return the latency of each answer that
+    came in that time.
+
+    Raises:
+        EngineError: a request failed, or what it asked for is not in the answer.
+    """
+    took: list[float] = []
+    end = time.perf_counter() + seconds
+
+    async def client(body: dict[str, Any]) -> None:
+        content = json.dumps(body)
+        headers = {"Content-Type": "application/json"}
+        while (start := time.perf_counter()) < end:
+            answer = await http.post(f"{url}/v1/completions", content=content, headers=headers)
+            if answer.status_code != 200:
+                raise engines.EngineError(answer.text[:2000])
+            # Not parsed: that would take longer than the server's part.
+            if "midstream" in body and b'"status":"ok"' not in answer.content.replace(b" ", b""):
+                raise engines.EngineError(answer.text[-2000:])
+            if (now := time.perf_counter()) < end:
+                took.append(now - start)
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=300, limits=limits) as http:
+        await asyncio.gather(*(client(body) for body in bodies))
+    return took
+
+
+class Clients:
+    """The other clients, in a process of their own."""
+
+    def load(self, url: str, bodies: list[dict[str, Any]], seconds: float) -> float:
+        """Send requests for that time, with a margin before and after; return their rate."""
+        seconds += 2 * MARGIN
+        return len(asyncio.run(requests(url, bodies, seconds))) / seconds
+
+
+def summary(values: dict[str, list[tuple[list[float], float, float]]]) -> dict[str, Any]:
+    """Return latencies over all rounds, and medians of rates."""
+    found = {}
+    for name, each in values.items():
+        took = [one for latencies, _, _ in each for one in latencies]
+        found[name] = {
+            "median_ms": 1e3 * statistics.median(took),
+            "p95_ms": 1e3 * statistics.quantiles(took, n=20)[-1],
+            "requests": len(took),
+            "per_s": statistics.median(rate for _, rate, _ in each),
+            "others_per_s": statistics.median(rate for _, _, rate in each),
+        }
+    return found
 
 
 def plan(layer: int, hidden: int) -> dict[str, Any]:
     """Return the plan of another client's requests, as the midstream field of the body."""
-    vector = torch.full((hidden,), 0.1)
+    from midstream import Capture, Probe, Steer, extra_body
+
+    vector = [0.1] * hidden
     asked = extra_body(
         capture=Capture([layer], positions="prompt"),
         steer=Steer(vector, layer, 0.1),
         probes=Probe(vector, layer, name="p"),
         activations="inline",
     )
-    return asked["midstream"]
+    found: dict[str, Any] = asked["midstream"]
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         **_COMMON,
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": 512,
+        "vocab_size": 49152,
         "hidden_size": 128,
         "intermediate_size": 256,
         "num_hidden_layers": 4,
@@ -60,9 +61,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def write(name: str, folder: Path) -> Path:
-    """Write a folder with the shape's config.json, and return it."""
-    target = folder / f"shape-{name}"
+def write(name: str, folder: Path, tokenizer: Path | None = None) -> Path:
+    """Write a folder with the shape's config.json, and return it.
+
+    Args:
+        name: key of `SHAPES`.
+        folder: its parent.
+        tokenizer: a model whose tokenizer is copied; its tokens must be tokens of the shape.
+    """
+    target = folder / (f"shape-{name}" if tokenizer is None else f"shape-{name}-with-tokenizer")
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(json.dumps(SHAPES[name], indent=2) + "\n")
+    for file in () if tokenizer is None else ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tokenizer / file, target / file)
     return target

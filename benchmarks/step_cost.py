@@ -1,17 +1,18 @@
 """Host time of captures and edits in each step: the Python around a forward pass, without the pass.
 
-    python benchmarks/step_cost.py [--sequences 256] [--layers 32] [--hidden 4096] [--json FILE]
+    python benchmarks/step_cost.py [--sequences 256] [--layers 32] [--hidden 4096] [--rounds 5] \
+        [--json FILE]
 
 A batch that generates, with a row of every sequence captured (or edited) at each layer. Figures are
-medians over steps, of the hook before the forward pass and the hook after it. On a CUDA device the
+medians over rounds of the median over steps, of the hook before the forward pass and the hook after
+it. On a CUDA device the
 work is queued as in an engine, and rows are transferred while the next step is prepared. On a CPU
 the times include the copy of the rows, so they are also measured with vectors of one number.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
 import statistics
 import sys
 import time
@@ -23,30 +24,38 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import machine
+import engines
 
 PROMPT, STEPS = 8, 200
 
 
-def main() -> None:
-    """Measure, and write the table and the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> int:
+    """Measure, and write the table."""
+    parser = engines.arguments(__doc__)
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    results: dict[str, Any] = {"benchmark": "step_cost", "machine": machine.describe()}
-    results["sequences"], results["layers"] = args.sequences, args.layers
-    for hidden in (1, args.hidden):
-        for what in ("edits", "captures"):
-            name = f"{what}, vectors of {hidden}"
-            results[name] = measure(args.sequences, args.layers, hidden, what, device)
-            before, after = results[name]["before_us"], results[name]["after_us"]
-            sys.stdout.write(f"{name:28} before {before:7.1f} µs  after {after:7.1f} µs\n")
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+    run = engines.Run("step_cost", args, sequences=args.sequences, layers=args.layers)
+    variants = {
+        f"{what}, vectors of {hidden}": functools.partial(
+            measure, args.sequences, args.layers, hidden, what, device
+        )
+        for hidden in (1, args.hidden)
+        for what in ("edits", "captures")
+    }
+    with run.limited():
+        run.measure(run.results, "host", variants, medians)
+    return run.finish()
+
+
+def medians(values: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Return the medians of both hooks over rounds."""
+    return {
+        name: {key: statistics.median(one[key] for one in each) for key in each[0]}
+        for name, each in values.items()
+    }
 
 
 def measure(sequences: int, layers: int, hidden: int, what: str, device: str) -> dict[str, float]:
@@ -143,4 +152,4 @@ def _no_ids() -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

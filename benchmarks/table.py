@@ -82,11 +82,14 @@ def against(result: dict[str, Any]) -> str:
     parts = [_where(result)]
     for shape, measured in result["shapes"].items():
         variants = measured["variants"]
+        if "plain vLLM" not in variants:
+            continue
         plain = variants["plain vLLM"]["median_s"]
         rows = [
             [
                 name,
                 f"{one['median_s']:.3f} s",
+                f"{one['tokens_per_s'] / result['length']:,.0f}",
                 f"{one['tokens_per_s']:,.0f}",
                 f"{one['gb_s']:.2f}" if one["bytes"] else "",
                 f"{one['median_s'] / plain:.2f} ×",
@@ -96,6 +99,7 @@ def against(result: dict[str, Any]) -> str:
         head = [
             f"{shape}, every layer of {result['prompts']} × {result['length']} prompt tokens",
             "time",
+            "prompts/s",
             "tokens/s",
             "GB/s to the caller",
             "relative to plain",
@@ -106,21 +110,23 @@ def against(result: dict[str, Any]) -> str:
 
 def serving(result: dict[str, Any]) -> str:
     """Render a result of serving.py: latencies of requests without a plan."""
-    rows = [
-        [
-            name,
-            f"{one['median_ms']:.2f} ms",
-            f"{one['p95_ms']:.2f} ms",
-            f"{one['others_per_s']:.1f}" if one["others_per_s"] else "",
-        ]
-        for name, one in result["variants"].items()
-    ]
+    columns: dict[str, Callable[[dict[str, float]], str]] = {
+        "median latency": lambda one: f"{one['median_ms']:.2f} ms",
+        "95th percentile": lambda one: f"{one['p95_ms']:.2f} ms",
+        "requests/s": lambda one: f"{one['per_s']:.1f}",
+        "other clients' requests/s": lambda one: (
+            f"{one['others_per_s']:.1f}" if one["others_per_s"] else ""
+        ),
+    }
+    variants = result.get("variants", {})
+    if not all("per_s" in one for one in variants.values()):
+        # Results before that was measured.
+        del columns["requests/s"]
+    rows = [[name, *(cell(one) for cell in columns.values())] for name, one in variants.items()]
     head = [
         f"{result['model']}, {result['words']} + {result['tokens']} tokens, "
         f"{result['clients']} other clients",
-        "median latency",
-        "95th percentile",
-        "other clients' requests/s",
+        *columns,
     ]
     return "\n\n".join([_where(result), markers.table(head, rows, numbers=True)])
 
@@ -172,7 +178,7 @@ def step_cost(result: dict[str, Any]) -> str:
     """Render a result of step_cost.py: host time before and after a forward pass."""
     rows = [
         [name, f"{one['before_us']:.0f} µs", f"{one['after_us']:.0f} µs"]
-        for name, one in result.items()
+        for name, one in result.get("host", result).items()
         if isinstance(one, dict) and "before_us" in one
     ]
     head = [
@@ -184,16 +190,69 @@ def step_cost(result: dict[str, Any]) -> str:
 
 
 def disk(result: dict[str, Any]) -> str:
-    """Render a result of disk.py: GB/s to a disk."""
-    plain = result["ways"]["dd"]["gb_s"]
-    rows = [
-        [way, f"{one['gb_s']:.2f}", f"{one['gb_s'] / plain:.0%}"]
-        for way, one in result["ways"].items()
-    ]
-    target = result.get("folder", "disk")
+    """Render a result of disk.py: GB/s to a disk, or to memory."""
+    parts = [_where(result)]
     served = "" if result["shape"] == "none" else f", {result['shape']} served"
     cores = f", {result['cores']} cores" if "cores" in result else ""
-    head = [f"to {target}, {result['gib']} GiB{cores}{served}", "GB/s", "of dd"]
+    # A result of one folder has no places.
+    places = result.get("places") or {result.get("folder", "disk"): result.get("ways", {})}
+    for place, ways in places.items():
+        rows = [
+            [way, f"{one['gb_s']:.2f}", f"{one['gb_s'] / ways['dd']['gb_s']:.0%}"]
+            for way, one in ways.items()
+        ]
+        head = [f"to {place}, {result['gib']} GiB{cores}{served}", "GB/s", "of dd"]
+        parts.append(markers.table(head, rows, numbers=True))
+    return "\n\n".join(parts)
+
+
+def stream(result: dict[str, Any]) -> str:
+    """Render a result of stream.py: prompts per second in steady state, by variant."""
+    parts = [_where(result)]
+    for shape, measured in result["shapes"].items():
+        for work, variants in measured.items():
+            if not isinstance(variants, dict) or "plain" not in variants:
+                continue
+            rows = [
+                [
+                    name,
+                    f"{one['prompts_per_s']:,.1f}",
+                    _percent(1 / one["of_plain"]),
+                    f"{one['gb_s']:.2f}" if one["gb_s"] else "",
+                ]
+                for name, one in variants.items()
+            ]
+            head = [
+                f"{shape}, runner {measured['engine']['runner']}, {work} of {result['length']} "
+                f"tokens, {result['in_flight']} in flight",
+                "prompts/s",
+                "added time",
+                "GB/s to the caller",
+            ]
+            parts.append(markers.table(head, rows, numbers=True))
+    return "\n\n".join(parts)
+
+
+def identical(result: dict[str, Any]) -> str:
+    """Render a result of identical.py: answers that differ from plain vLLM's."""
+    head = [
+        f"{result['prompts']} prompts, compared with plain vLLM",
+        "tokens",
+        "prompts with other tokens",
+        "prompts with other logprobs",
+        "largest difference",
+    ]
+    rows = [
+        [
+            f"{shape}, runner {measured['engine']['runner']}, {name}",
+            f"{one['tokens']:,}",
+            str(one["other_tokens"]),
+            str(one["other_logprobs"]),
+            f"{one['largest_difference']:.2g}",
+        ]
+        for shape, measured in result["shapes"].items()
+        for name, one in measured["compared"].items()
+    ]
     return f"{_where(result)}\n\n{markers.table(head, rows, numbers=True)}"
 
 
@@ -202,6 +261,8 @@ def _where(result: dict[str, Any]) -> str:
     where = result["machine"]
     changed = ", with uncommitted changes" if where.get("changed") else ""
     rounds = f"; medians of {result['rounds']} rounds" if "rounds" in result else ""
+    if "stopped_after_s" in result:
+        rounds += f", as many as fitted into {result['stopped_after_s']} s"
     return (
         f"{where['device']}, vLLM {where['vllm']}, torch {where['torch']}, midstream "
         f"{where['midstream']} ({where['commit']}{changed}), {where['date']}{rounds}"
@@ -214,7 +275,11 @@ def _cell(variants: dict[str, dict[str, float]], name: str) -> str:
     plain, median = variants["plain"]["median_s"], variants[name]["median_s"]
     if name == "plain":
         return f"{median * 1e3:.3f} ms"
-    return f"{(median / plain - 1) * 100:+.1f} %".replace("-", "−")
+    return _percent(median / plain)
+
+
+def _percent(ratio: float) -> str:
+    return f"{(ratio - 1) * 100:+.1f} %".replace("-", "−")
 
 
 def parity(result: dict[str, Any]) -> str:
@@ -240,6 +305,9 @@ def parity(result: dict[str, Any]) -> str:
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "against": against,
     "capture_cost": capture_cost,
+    "layer_scaling": capture_cost,
+    "stream": stream,
+    "identical": identical,
     "disk": disk,
     "serving": serving,
     "transport": transport,

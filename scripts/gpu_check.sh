@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Tests and benchmarks on a GPU: the kernel, both of vLLM's model runners, and midstream's overhead.
 #   scripts/gpu_check.sh [FOLDER]      results (JSON and logs) go to FOLDER, default gpu-results
+# CHECKS selects groups, SHAPES the models of the benchmarks, and BUDGET the seconds of each of them.
 # Continues after a failure, prints a short table last, and exits 1 if anything failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -18,7 +19,17 @@ check() { # NAME COMMAND…
     "$(grep -E '^[0-9]+ (passed|failed)|passed|failed' "$out/$name.log" | tail -n 1)")$'\n'
 }
 
-every="kernel transport v2 v1 spec mix serve serving stale parity flat overhead capture against disk"
+bench() { # GROUP NAME SCRIPT OPTIONS… A benchmark that stops by itself; prints its tables
+  asked "$1" || return 0
+  local name=$2 script=$3
+  shift 3
+  check "$name" "$python" "benchmarks/$script.py" --seconds "${BUDGET:-400}" \
+    --json "$out/$name.json" "$@"
+  grep -a '^|' "$out/$name.log"
+}
+
+every="kernel transport v2 v1 spec mix serve stale parity identical overhead flat stream capture"
+every+=" against serving disk"
 # With two GPUs (four for some checks), also the checks of several ranks.
 [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -gt 1 ] && every+=" ranks overhead-tp"
 wanted=" ${CHECKS:-$every} "
@@ -33,10 +44,9 @@ runner() { # NAME USE_V2 DTYPE
 asked() { [[ $wanted == *" $1 "* ]]; }
 asked kernel && check kernel "$python" -m pytest -q tests/gpu/test_site_triton.py
 asked transport && check transport-tests "$python" -m pytest -q tests/unit/transport tests/gpu/test_codecs.py
-for name in transport step_cost; do
-  asked transport && check $name "$python" benchmarks/$name.py --json "$out/$name.json"
-  asked transport && grep -v -i warning "$out/$name.log"
-done
+asked transport && check transport "$python" benchmarks/transport.py --json "$out/transport.json"
+asked transport && grep -v -i warning "$out/transport.log"
+bench transport step_cost step_cost
 for dtype in ${DTYPES:-float32 bfloat16}; do
   asked v2 && runner v2 1 $dtype
   asked v1 && runner v1 0 $dtype
@@ -53,31 +63,20 @@ done
 # A server with CUDA graphs, end to end, and its shutdown.
 asked serve && check serve "$python" -m pytest -q --durations=8 tests/system/test_serving.py \
   tests/system/test_serving_ends.py
-models=${MIDSTREAM_MODELS:-.models}
-asked serving && check serving "$python" benchmarks/serving.py --json "$out/serving.json" \
-  --model "$models/SmolLM2-135M-Instruct" -- --gpu-memory-utilization=0.3 --max-model-len=2048
-asked serving && grep -E '^  with' "$out/serving.log"
 asked ranks && check ranks "$python" -m pytest -q --durations=12 tests/system/test_ranks.py
-asked overhead-tp && check overhead-tp "$python" benchmarks/overhead.py --tp 2 --shapes 8b \
-  --json "$out/overhead-tp.json"
-asked overhead-tp && grep -v -i warning "$out/overhead-tp.log" | tail -n 40
+bench overhead-tp overhead-tp overhead --tp 2 --shapes 8b --batches --asked "add at every layer, K = 1"
 asked stale && check stale "$python" -m pytest -q tests/gpu/test_stale_graph.py
 asked parity && check parity "$python" benchmarks/parity.py --json "$out/parity.json"
 asked parity && grep -E '^(float32|bfloat16)' "$out/parity.log"
-asked flat && check flat "$python" benchmarks/flat_cost.py --json "$out/flat_cost.json"
-asked flat && grep -v -i warning "$out/flat.log" | tail -n 60
-asked overhead && check overhead "$python" benchmarks/overhead.py --json "$out/overhead.json"
-asked overhead && cat "$out/overhead.log" | grep -v -i warning | tail -n 60
-# Cost and throughput of captures, in memory and on disk.
 for shape in ${SHAPES:-0.6b 8b}; do
-  asked capture && check capture-$shape "$python" benchmarks/capture_cost.py --shapes $shape \
-    --json "$out/capture_cost-$shape.json"
-  asked capture && grep -E '^( |[^ ]+,)' "$out/capture-$shape.log" | tail -n 30
-  asked against && check against-$shape "$python" benchmarks/against.py --shapes $shape \
-    --json "$out/against-$shape.json"
-  asked against && grep -E '^( |[^ ]+,)' "$out/against-$shape.log" | tail -n 12
+  bench identical identical-$shape identical --shapes $shape
+  bench overhead overhead-$shape overhead --shapes $shape
+  bench flat flat-$shape flat_cost --shapes $shape
+  bench stream stream-$shape stream --shapes $shape
+  bench capture capture-$shape capture_cost --shapes $shape
+  bench against against-$shape against --shapes $shape
 done
-asked disk && check disk "$python" benchmarks/disk.py --json "$out/disk.json"
-asked disk && grep 'of dd' "$out/disk.log"
+bench serving serving serving -- --max-model-len=2048
+bench disk disk disk --gib 8 /dev/shm "${TMPDIR:-/tmp}"
 printf '\n%s' "$table"
 exit $failed

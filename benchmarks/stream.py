@@ -1,0 +1,180 @@
+"""Captures in steady state: prompts stream through `AsyncLLM`, and rows are read as they come.
+
+    python benchmarks/stream.py [--shapes 0.6b 8b] [--prompts 2048] [--length 512] \
+        [--in-flight 128] [--rounds 5] [--seconds 280] [--json FILE]
+
+So many prompts are in flight all the time, each with one generated token; the tensors of a finished
+prompt are made, one number of each is read, and they are released. Variants: plain vLLM in two
+engines; the last prompt token of every layer; every token of every layer. They take turns, each
+engine in a process of its own with a core process of its own; figures are medians over rounds.
+
+prompts/s is the slope of a line through the times at which prompts finished, from when
+as many have finished as are in flight until the last is sent: the start and the end do not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import engines
+import overhead
+import shapes
+
+PROMPTS = {"tiny": 384, "0.6b": 2048, "8b": 512}
+LAST, EVERY = "last prompt token, every layer", "every token, every layer"
+# By variant: the engine and the arguments of `Capture`, None without a capture.
+VARIANTS: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "plain": ("plain", None),
+    "plain again": ("plain again", None),
+    "idle": ("midstream", None),
+    LAST: ("midstream", {"layers": "all", "positions": "last_prompt"}),
+    EVERY: ("midstream", {"layers": "all"}),
+}
+
+
+def main() -> int:
+    """Measure every shape, and write the table."""
+    parser = engines.arguments(__doc__, list(shapes.SHAPES))
+    parser.add_argument("--prompts", type=int, help="of each turn; default: by the shape")
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--in-flight", type=int, default=128)
+    parser.add_argument("--variants", nargs="*", default=[*VARIANTS], choices=[*VARIANTS])
+    args = parser.parse_args()
+    about = {"length": args.length, "in_flight": args.in_flight}
+    run = engines.Run("stream", args, **about, shapes={})
+    with run.limited():
+        for shape in args.shapes:
+            prompts = args.prompts or PROMPTS[shape]
+            if prompts < 3 * args.in_flight:
+                parser.error(f"--prompts: expected at least 3 × --in-flight, got {prompts}")
+            call = Stream, shapes.write(shape, engines.CACHE), engines.settings(shape, args)
+            makers = {name: (*call, name == "midstream") for name, _ in VARIANTS.values()}
+            with run.engines(makers) as started:
+                into = run.results["shapes"][shape] = started["midstream"].call(Stream.describe)
+                run.measure(
+                    into,
+                    f"{prompts} prompts",
+                    {
+                        name: functools.partial(
+                            started[VARIANTS[name][0]].call, Stream.turn,
+                            VARIANTS[name][1], prompts, args.length, args.in_flight,
+                        )
+                        for name in args.variants
+                    },
+                    summary,
+                )  # fmt: skip
+    return run.finish()
+
+
+class Stream:
+    """An `AsyncLLM`, vLLM's or midstream's, with its event loop."""
+
+    def __init__(self, model: Path, settings: dict[str, Any], tapped: bool) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._llm = self._loop.run_until_complete(self._start(model, settings, tapped))
+
+    async def _start(self, model: Path, settings: dict[str, Any], tapped: bool) -> Any:
+        if tapped:
+            from midstream import AsyncLLM
+
+            taps = {"sites": ["resid_post"], "layers": "all"}
+            llm = AsyncLLM(str(model), midstream=taps, **settings)
+            await llm.ready()
+            return llm
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM as Plain
+
+        return Plain.from_engine_args(AsyncEngineArgs(model=str(model), **settings))
+
+    def describe(self) -> dict[str, Any]:
+        """Return the modes of compilation, and midstream's view of the engine."""
+        return engines.description(self._llm.vllm_config, self._llm.info)
+
+    def shutdown(self) -> None:
+        """End the engine core."""
+        self._llm.shutdown()
+
+    def turn(
+        self, capture: dict[str, Any] | None, count: int, length: int, in_flight: int
+    ) -> tuple[float, int]:
+        """Return prompts per second, and the bytes of rows of a prompt."""
+        prompts = iter(random_prompts(count, length))
+        asked = self._asked(capture)
+        return self._loop.run_until_complete(self._stream(prompts, asked, in_flight))
+
+    def _asked(self, capture: dict[str, Any] | None) -> dict[str, Any]:
+        if capture is None:
+            return {}
+        from midstream import Capture
+
+        return {"capture": Capture(**capture)}
+
+    async def _stream(
+        self, prompts: Any, asked: dict[str, Any], in_flight: int
+    ) -> tuple[float, int]:
+        params, numbers = overhead.sampling(1), itertools.count()
+        ends: list[float] = []
+        nbytes = sent = 0
+
+        async def take() -> None:
+            nonlocal nbytes, sent
+            for prompt in prompts:
+                # What has finished when the last prompt is sent is in steady state.
+                sent = len(ends)
+                name = f"{id(prompts)}-{next(numbers)}"
+                async for output in self._llm.generate(prompt, params, name, **asked):
+                    last = output
+                if asked:
+                    nbytes += read(last.activations)
+                ends.append(time.perf_counter())
+
+        await asyncio.gather(*(take() for _ in range(in_flight)))
+        steady = ends[in_flight:sent]
+        rate = statistics.linear_regression(steady, range(len(steady))).slope
+        return rate, nbytes // len(ends)
+
+
+@functools.lru_cache(1)
+def random_prompts(count: int, length: int) -> list[Any]:
+    """Return the prompts of a turn, the same in each."""
+    return overhead.random_prompts(count, length)
+
+
+def read(activations: Any) -> int:
+    """Make each tensor, read a number of it, and return the size of all in bytes."""
+    nbytes = 0
+    for tap in activations:
+        rows = activations[tap]
+        rows[-1, -1].item()
+        nbytes += rows.numel() * rows.element_size()
+    return nbytes
+
+
+def summary(values: dict[str, list[tuple[float, int]]]) -> dict[str, Any]:
+    """Return the median rate of each variant, what it is of plain vLLM's, and GB/s of rows."""
+    rates = {name: [rate for rate, _ in each] for name, each in values.items()}
+    plain = statistics.median(rates["plain"]) if "plain" in rates else None
+    return {
+        name: {
+            "prompts_per_s": (rate := statistics.median(each)),
+            "min": min(each),
+            "max": max(each),
+            "rounds": len(each),
+            "of_plain": plain and rate / plain,
+            "gb_s": rate * values[name][-1][1] / 1e9,
+        }
+        for name, each in rates.items()
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
