@@ -77,11 +77,9 @@ def makers(folders: dict[str, Path], args: argparse.Namespace) -> dict[str, tupl
         return {}
     model = shapes.write(args.shape, engines.CACHE, args.tokenizer)
     settings = engines.settings(args.shape, args, skip_tokenizer_init=False)
+    store = "midstream.sinks.store_sink:StoreSink"
     sinks = {
-        f"on-{place}": {
-            "class": "midstream.sinks.store_sink:StoreSink",
-            "root": str(folder / "served"),
-        }
+        f"on-{place}": {"class": store, "root": str(folder / "served")}
         for place, folder in folders.items()
     }
     return {"midstream": (engines.tapped, model, settings, {"sinks": sinks})}
