@@ -91,7 +91,7 @@ class LLMView(EngineView):
         Raises:
             AssertionError: one does not hold.
         """
-        self.arena_used()
+        self._front.check_vectors([self._front._call(CheckIntegrity())])
 
     def arena_used(self) -> dict[str, int]:
         """Return what the first worker's arena holds, in bytes, and the number of leases on it."""
@@ -111,6 +111,7 @@ class LLMView(EngineView):
             "requests waiting": self.waiting(),
             "requests unreported": self.unreported(),
             "requests streaming": self.streaming(),
+            "vectors in use": self._front._sent_vectors[0].in_use,
             **{f"capacity used: {name}": count for name, count in self.capacity_used().items()},
         }
         if self._llm.llm_engine.has_unfinished_requests():

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from midstream.testing import inspect
-from support.engines import ALL_SITES, engine, greedy, tokens
+from support.engines import ALL_SITES, engine, greedy, name_vectors, tokens
 
 WIDTH = 64
 COUNT = 20
@@ -378,6 +378,7 @@ async def main(model: str, found: dict[str, Any]) -> None:
 
     from midstream import AsyncLLM
 
+    name_vectors()
     own = {**SETTINGS, "additional_config": {"midstream": SETTINGS["midstream"]}}
     del own["midstream"]
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **own))

@@ -53,6 +53,7 @@ def engine(model: Path, *, plain: bool = False, **args: Any) -> Iterator[Any]:
         from midstream import LLM
 
         settings.setdefault("midstream", {"sites": ALL_SITES})
+        name_vectors()
     prepare_vllm()
     entry = object()
     _live.append(entry)
@@ -94,6 +95,15 @@ def prepare_vllm() -> None:
             take_down(*args, **kwargs)
 
     core.cleanup_dist_env_and_memory = unless_used
+
+
+def name_vectors() -> None:
+    """Have the vectors of tiny models sent as those of large ones are: once, ahead of the plans
+    that name them. The workers keep few of them.
+    """
+    from midstream.runtime.frontend.request import sent_vectors
+
+    sent_vectors.MOST_BY_VALUE, sent_vectors.MOST_UNUSED = 0, 8 * 4 * _TINY
 
 
 def greedy(max_tokens: int, **more: Any) -> Any:

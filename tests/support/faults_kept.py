@@ -1,10 +1,34 @@
-"""Faults of the storage of captured rows: codecs, arena, store, dataset capture. See `faults`."""
+"""Faults of what workers keep: vectors, and captured rows until they are stored. See `faults`."""
 
 from __future__ import annotations
 
 from support.fault import Fault
 
 KEPT: tuple[Fault, ...] = (
+    Fault(
+        "The workers drop vectors of a request that still waits",
+        "runtime/frontend/request/sent_vectors.py",
+        "            elif vector.digest in self._unused:\n",
+        "            elif False:\n",
+        "tests/unit/runtime/core/test_vector_updates.py"
+        "::test_each_request_has_its_vectors_whatever_begins_and_ends_in_between",
+    ),
+    Fault(
+        "The digest of a vector does not cover all of its numbers",
+        "spec/vector.py",
+        "hashlib.sha256(self.data)",
+        "hashlib.sha256(self.data[:64])",
+        "tests/unit/runtime/worker/test_vector_store.py"
+        "::test_vectors_that_differ_in_any_number_have_different_digests",
+    ),
+    Fault(
+        "A plan reaches a worker before its vectors",
+        "runtime/install.py",
+        "    vector_updates.send_updates(engine)\n    return original(engine, request, *rest)\n",
+        "    return original(engine, request, *rest)\n",
+        "tests/engine/test_vectors_once.py"
+        "::test_vectors_are_sent_once_and_no_steps_message_has_their_numbers",
+    ),
     Fault(
         "Rows with an open lease are overwritten",
         "transport/arena.py",

@@ -17,10 +17,11 @@ from typing import Any
 import psutil
 import torch
 
+from midstream.runtime.frontend.rpc.replicas import busy
 from midstream.testing import inspect
 from support.async_run import SETTINGS as SINGLE
 from support.async_run import ask, refusal, results, taken, vector
-from support.engines import ALL_SITES, engine, greedy, tokens
+from support.engines import ALL_SITES, engine, greedy, name_vectors, tokens
 
 REPLICAS = 2
 COUNT = 48
@@ -136,6 +137,17 @@ class Spy:
         return [nth for given, nth in self.sent.items() if f"{name}-" in given]
 
 
+async def reported_idle(llm: Any) -> None:
+    """Wait until the engines have reported to the load balancer that they are idle: their reports
+    are late, and requests go to the engine that seems to have less to do.
+    """
+    for _ in range(1000):
+        if not any(busy(llm.engine_core)):
+            return
+        await asyncio.sleep(0.01)
+    raise TimeoutError
+
+
 async def mix(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
     """Many requests at once, of which the tables of one replica do not hold what all ask for."""
     view, waited = inspect(llm), 0
@@ -154,6 +166,7 @@ async def mix(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
     found["waited"] = waited
     found["sent"] = [spy.of(f"mix{n}") for n in range(COUNT)]
     found["usage"] = await llm.usage()
+    await reported_idle(llm)
     found["several"] = await asyncio.gather(
         *(ask(llm, f"several{n}", prompt(n), sampled(n), **plan(n)) for n in range(SEVERAL))
     )
@@ -253,6 +266,7 @@ async def sessions(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
         output = outputs[-1]
         return {"rows": taken(output.activations), "receipt": output.receipt.to_dict()}
 
+    await reported_idle(llm)
     found["sessions"] = await asyncio.gather(*(one(nth) for nth in range(4)))
     found["session sent"] = [spy.of(f"session{nth}") for nth in range(4)]
     await inspect(llm).check_integrity()
@@ -311,6 +325,7 @@ async def main(model: str, found: dict[str, Any]) -> None:
     entry = EntryPoint("rows", "support.sinking:AsTheyCome", finding.GROUP)
     finding.entry_points = lambda group: [entry]  # type: ignore[assignment,misc]
     found["memory"] = arena_settings(Config(), 1).budget
+    name_vectors()
     llm = AsyncLLM(model, data_parallel_size=REPLICAS, **SETTINGS)
     try:
         spy = Spy(llm.engine_core)

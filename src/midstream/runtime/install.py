@@ -15,7 +15,7 @@ from typing import Any
 from midstream.compat.act_environment import is_capture_worker
 from midstream.config.config import KEY, from_additional_config, is_complete, is_enabled
 from midstream.errors import SpecError, UnsupportedError
-from midstream.runtime.core import failed_requests, prefix_cache
+from midstream.runtime.core import failed_requests, prefix_cache, vector_updates
 from midstream.runtime.core.parent_watch import end_with_parent
 from midstream.runtime.frontend import tracing
 from midstream.runtime.frontend.request.call_plan import has_plan, plan_of
@@ -55,7 +55,8 @@ def activate() -> None:
         _wrap("vllm.v1.engine.llm_engine", "LLMEngine", "step", _engine_step)
         _wrap("vllm.v1.engine.llm_engine", "LLMEngine", "abort_request", _engine_abort)
         _wrap("vllm.v1.engine.core", "EngineCore", "_initialize_kv_caches", _core_init)
-        _wrap("vllm.v1.engine.core", "EngineCore", "preprocess_add_request", _core_add)
+        _wrap("vllm.v1.engine.core", "EngineCore", "preprocess_add_request", _core_receive)
+        _wrap("vllm.v1.engine.core", "EngineCore", "add_request", _core_add)
         _wrap(
             "vllm.v1.core.kv_cache_manager",
             "KVCacheManager",
@@ -191,19 +192,31 @@ def _engine_abort(original: Callable[..., Any], engine: Any, *args: Any, **kwarg
 
 
 def _core_init(original: Callable[..., Any], engine: Any, vllm_config: Any) -> Any:
-    """End the engine core's process with its parent, even if it never receives a request.
+    """Prepare the engine core, and end its process with its parent, even if it never receives a
+    request.
 
     The engine core's constructor loads midstream, so it cannot be wrapped itself.
     """
     if is_enabled(vllm_config.additional_config):
+        vector_updates.prepare(engine)
         end_with_parent()
     return original(engine, vllm_config)
 
 
-def _core_add(original: Callable[..., Any], engine: Any, request: Any, *rest: Any) -> Any:
-    """Reject a request that bypassed request validation."""
+def _core_receive(original: Callable[..., Any], engine: Any, request: Any, *rest: Any) -> Any:
+    """Reject a request that bypassed request validation, and take the workers' vectors out of
+    others.
+    """
     if is_enabled(engine.vllm_config.additional_config):
-        payload_of(request.sampling_params)
+        payload = payload_of(request.sampling_params)
+        if payload is not None:
+            vector_updates.take_update(engine, request.sampling_params, payload)
+    return original(engine, request, *rest)
+
+
+def _core_add(original: Callable[..., Any], engine: Any, request: Any, *rest: Any) -> Any:
+    """Send the workers what they need before the request is scheduled."""
+    vector_updates.send_updates(engine)
     return original(engine, request, *rest)
 
 

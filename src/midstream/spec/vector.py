@@ -39,6 +39,10 @@ class Vector:
     data: bytes
     digest: str = field(init=False, compare=False)
 
+    def __hash__(self) -> int:
+        # Of 64 characters, once; `data` may be long.
+        return hash(self.digest)
+
     def __post_init__(self) -> None:
         if not isinstance(self.data, bytes):
             raise SpecError("", f"expected `bytes`, got {kind(self.data)}; see Vector.parse")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,8 @@ from midstream.runtime.protocol.request_payload import uid_of
 from midstream.runtime.protocol.rpc import CheckIntegrity, DescribeWorker
 from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.spec import Plan
+
+Deliver = Callable[[Any], Awaitable[None]]
 
 
 class AsyncFrontEnd(BaseFrontEnd):
@@ -132,7 +135,7 @@ class AsyncFrontEnd(BaseFrontEnd):
                 self._needs.pop(admitted.uid, None)
         return admitted
 
-    async def send(self, request: Any, deliver: Callable[[Any], Awaitable[None]]) -> None:
+    async def send(self, request: Any, deliver: Deliver) -> None:
         """Send a request to the engine, now or when there is capacity for it.
 
         Does not wait for capacity: a request that waits can be aborted like any other.
@@ -141,6 +144,7 @@ class AsyncFrontEnd(BaseFrontEnd):
             request: vLLM's EngineCoreRequest, as the engine's client gets it.
             deliver: the client's own function that sends it.
         """
+        deliver = _within(self._with_vectors, deliver)
         uid = uid_of(request.sampling_params)
         # The end of a session has no payload, and must not overtake the session's inputs.
         ending = self._sessions.get(request.request_id) if uid is None else None
@@ -184,9 +188,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         if len(self._replicas) > 1:
             request.data_parallel_rank = call.replica.number
 
-    async def _send_late(
-        self, call: GenerateCall, deliver: Callable[[Any], Awaitable[None]], request: Any
-    ) -> None:
+    async def _send_late(self, call: GenerateCall, deliver: Deliver, request: Any) -> None:
         """Send a request that waited for capacity."""
         [failure] = await asyncio.gather(deliver(request), return_exceptions=True)
         if failure is not None:
@@ -261,7 +263,8 @@ class AsyncFrontEnd(BaseFrontEnd):
         for things in (self._calls, self._admitted, self._sessions, self._needs):
             assert not things
         assert not self._admission.waiting
-        await call_all(self._client, CheckIntegrity())
+        self.check_vectors(await call_all(self._client, CheckIntegrity()))
+        assert not any(sent.in_use for sent in self._sent_vectors)
 
     def has_calls(self) -> bool:
         """Return whether a call with a plan has not ended. May be called from any thread."""
@@ -279,6 +282,18 @@ class AsyncFrontEnd(BaseFrontEnd):
         """Return vLLM's states of running requests, by its ids."""
         found: Mapping[str, Any] = self._engine.output_processor.request_states
         return found
+
+
+def _within(context: Callable[[Any], AbstractContextManager[None]], deliver: Deliver) -> Deliver:
+    """Return the function that delivers a request within a context of it. `deliver` queues the
+    request before it waits for anything, so no other request is queued in between.
+    """
+
+    async def run(request: Any) -> None:
+        with context(request):
+            await deliver(request)
+
+    return run
 
 
 def _end_wait(call: GenerateCall) -> None:

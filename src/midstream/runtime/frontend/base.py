@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import torch
 
 from midstream.config.config import KEY, from_additional_config
@@ -27,11 +29,13 @@ from midstream.runtime.frontend.request.budget import (
 )
 from midstream.runtime.frontend.request.call_plan import CallPlan, other_args
 from midstream.runtime.frontend.request.plan_resolver import PlanResolver, PreparedPlan
+from midstream.runtime.frontend.request.sent_vectors import SentVectors
 from midstream.runtime.frontend.request.sink_routes import routes_of
 from midstream.runtime.frontend.results.sink_setup import open_sinks
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.frontend.start_steering import set_steering
-from midstream.runtime.protocol.request_payload import RequestPayload, uid_of
+from midstream.runtime.protocol.request_payload import RequestPayload, payload_of, uid_of
+from midstream.runtime.protocol.rpc import IntegrityReport
 from midstream.sinks.server_captures import ServerCaptures
 from midstream.spec import Capture, Plan
 from midstream.steering import VectorRegistry
@@ -76,6 +80,7 @@ class BaseFrontEnd:
         self._row_limits = [row_limit(workers, found) for workers in self._workers]
         budgets = [Budget(info.room, rows) for rows in self._row_limits]
         self._admission = Admission(budgets, busy)
+        self._sent_vectors = [SentVectors() for _ in self._workers]
         self._needs: dict[str, Need] = {}
 
     def concerns(self, params: Any) -> bool:
@@ -202,12 +207,40 @@ class BaseFrontEnd:
             raise SpecError("", f"request {request.request_id!r} is not under way any more")
         self._admission.submit(uid, need, send, self._chosen_replica(request))
 
+    @contextmanager
+    def _with_vectors(self, request: Any) -> Iterator[None]:
+        """Attach what a request's workers lack of its vectors, while the request is sent.
+
+        Requests must leave in the order in which these contexts are entered.
+
+        Args:
+            request: vLLM's EngineCoreRequest, for which there is capacity.
+        """
+        payload = payload_of(request.sampling_params)
+        if payload is None:
+            yield
+            return
+        sent = self._sent_vectors[self._admission.replica_of(payload.uid)]
+        update = sent.take(payload.uid, self._needs[payload.uid].vectors)
+        if update is None:
+            yield
+            return
+        set_payload(request, msgspec.structs.replace(payload, vectors=update))
+        try:
+            yield
+        except Exception:
+            sent.lose(update)
+            raise
+        finally:
+            set_payload(request, payload)
+
     def _chosen_replica(self, request: Any) -> int | None:
         """Return the replica that the caller chose; None: no choice, or only one replica."""
         return None if len(self._workers) == 1 else request.data_parallel_rank
 
     def _release_tables(self, uids: list[str]) -> None:
         """Release what ended requests take on the workers, except for their rows."""
+        self._release_vectors(uids)
         self._admission.end(uids)
 
     def _release_rows(self, uid: str, nbytes: int) -> None:
@@ -218,8 +251,26 @@ class BaseFrontEnd:
         """Release all capacity of requests whose rows were fetched, or are not needed."""
         for uid in uids:
             self._needs.pop(uid, None)
+        self._release_vectors(uids)
         if uids:
             self._admission.finish(uids)
+
+    def check_vectors(self, reports: Sequence[Sequence[IntegrityReport]]) -> None:
+        """Check that the workers store the vectors that they are counted to store.
+
+        Args:
+            reports: of the workers of each replica.
+
+        Raises:
+            AssertionError: they do not.
+        """
+        for sent, found in zip(self._sent_vectors, reports, strict=True):
+            sent.check_integrity([one.vectors for one in found])
+
+    def _release_vectors(self, uids: list[str]) -> None:
+        for sent in self._sent_vectors:
+            for uid in uids:
+                sent.release(uid)
 
 
 def set_payload(request: Any, payload: RequestPayload | None) -> None:

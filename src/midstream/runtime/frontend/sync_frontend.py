@@ -150,7 +150,12 @@ class FrontEnd(BaseFrontEnd):
         partial = self._streamer.get(uid_of(request.sampling_params))
         if partial is not None:
             partial.ids.append(request.request_id)
-        self._submit(request, lambda: deliver(request))
+
+        def send_now() -> None:
+            with self._with_vectors(request):
+                deliver(request)
+
+        self._submit(request, send_now)
 
     def after_step(self, outputs: list[Any]) -> list[Any]:
         """Return the outputs of one engine step, with results on those of finished requests.

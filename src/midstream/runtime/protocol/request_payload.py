@@ -10,6 +10,7 @@ from midstream.config.config import KEY
 from midstream.errors import SpecError
 from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.codec import ProtocolMessage
+from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.validation import read_message
 
 
@@ -20,11 +21,14 @@ class RequestPayload(ProtocolMessage, frozen=True, array_like=True):
         uid: midstream's request id. vLLM's own id differs between its processes and completions.
         plan: the resolved plan; see `spec.resolve.wire`.
         keys: the request's prefix-cache keys.
+        vectors: what the workers must do to have the vectors that the plan names; None: nothing.
+            The engine core takes it out, see `runtime.core.vector_updates`.
     """
 
     uid: str
     plan: bytes
     keys: CacheKeys
+    vectors: VectorUpdate | None = None
 
 
 def payload_of(sampling_params: Any) -> RequestPayload | None:

@@ -9,6 +9,7 @@ from midstream.errors import MessageError
 from midstream.runtime.protocol.codec import Natural, ProtocolMessage, pack, unpack
 from midstream.runtime.protocol.results import ResultHeader, StepChecksum
 from midstream.runtime.protocol.scores import RequestScores, Span
+from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.runtime.protocol.worker_info import WorkerInfo, WorkerRank
 from midstream.runtime.vllm.attributes import ENDPOINT
 from midstream.validation import show
@@ -82,9 +83,11 @@ class IntegrityReport(ProtocolMessage, frozen=True):
 
     Attributes:
         arena: bytes and counts by name: those of `Arena.used`.
+        vectors: number of stored vectors, which plans name.
     """
 
     arena: dict[str, int]
+    vectors: Natural
 
 
 # -- requests -----------------------------------------------------------------------------------
@@ -100,6 +103,18 @@ class DescribeWorker(RpcRequest[WorkerInfo], frozen=True):
     """Return the worker's description."""
 
     answer: ClassVar[type[ProtocolMessage]] = WorkerInfo
+
+
+class UpdateVectors(RpcRequest[Acknowledged], frozen=True):
+    """Store the vectors that plans of later requests name, and drop others. Sent by the engine
+    core, ahead of the step with the first of these requests.
+
+    Attributes:
+        updates: carried out in this order.
+    """
+
+    updates: list[VectorUpdate]
+    answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
 class CollectResults(RpcRequest[CollectedResults], frozen=True):
@@ -183,6 +198,7 @@ _REQUESTS: dict[object, type[RpcRequest[Any]]] = {
     one.__name__: one
     for one in (
         DescribeWorker,
+        UpdateVectors,
         CollectResults,
         CollectPartialRows,
         ReadScores,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -35,5 +36,7 @@ FRONT_END: Attribute[Any] = Attribute("midstream_front_end")
 SPANS_OF_REQUEST: Attribute[Any] = Attribute("midstream_spans_of_request")
 # On a ModelRunnerOutput, from the worker to the engine core: why requests failed, by vLLM's id.
 FAILURES: Attribute[dict[str, Any]] = Attribute("midstream_failures")
+# On an EngineCore: changes of the workers' vectors that arrived and were not sent yet, in order.
+VECTOR_UPDATES: Attribute[deque[Any]] = Attribute("midstream_vector_updates")
 # On a vLLM worker: its WorkerEndpoint, which vLLM's `collective_rpc` calls by this name.
 ENDPOINT: Attribute[Any] = Attribute("midstream_rpc")

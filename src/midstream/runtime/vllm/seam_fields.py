@@ -174,8 +174,8 @@ PROCESS_FIELDS: tuple[Fields, ...] = (
     Fields(
         "vllm.v1.engine.core",
         "EngineCore",
-        ("vllm_config",),
-        "requests that bypassed request validation are rejected",
+        ("model_executor", "vllm_config"),
+        "requests that bypassed request validation are rejected, and vectors sent to the workers",
     ),
     Fields(
         "vllm.v1.engine",

@@ -91,6 +91,24 @@ PROCESS_SEAMS: tuple[Seam, ...] = (
         "requests that bypassed request validation are rejected",
     ),
     Seam(
+        "vllm.v1.engine.core",
+        "EngineCore.add_request",
+        ("request",),
+        "vectors are sent to the workers ahead of the request",
+    ),
+    Seam(
+        "vllm.v1.executor.multiproc_executor",
+        "MultiprocExecutor.collective_rpc",
+        ("method", "timeout", "args", "kwargs", "non_block"),
+        "vectors are sent to the workers without a wait",
+    ),
+    Seam(
+        "vllm.v1.executor.uniproc_executor",
+        "UniProcExecutor.collective_rpc",
+        ("method", "timeout", "args", "kwargs", "non_block"),
+        "vectors are sent to the workers without a wait",
+    ),
+    Seam(
         "vllm.v1.core.kv_cache_utils",
         "generate_block_hash_extra_keys",
         ("request", "start_token_idx", "end_token_idx", "start_mm_idx"),

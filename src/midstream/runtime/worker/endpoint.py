@@ -29,6 +29,7 @@ from midstream.runtime.protocol.rpc import (
     ResultData,
     RpcRequest,
     RunningScores,
+    UpdateVectors,
     WorkerUsage,
     read_request,
 )
@@ -138,6 +139,9 @@ class WorkerEndpoint:
         match request:
             case DescribeWorker():
                 return self._describe()
+            case UpdateVectors():
+                for update in request.updates:
+                    self._session.requests.update_vectors(update)
             case CollectResults():
                 return self._collect(request)
             case CollectPartialRows():
@@ -158,7 +162,7 @@ class WorkerEndpoint:
             case CheckIntegrity():
                 self._session.check_integrity()
                 self._arena.sweep()
-                return IntegrityReport(self._arena.used)
+                return IntegrityReport(self._arena.used, len(self._session.requests.vectors))
         return Acknowledged()
 
     def _describe(self) -> WorkerInfo:

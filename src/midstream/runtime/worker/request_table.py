@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from midstream.runtime.protocol.failures import Failure
 from midstream.runtime.protocol.segments import PlanSegment, RankShare, cut
+from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.request_state import (
     RequestState,
@@ -19,6 +20,7 @@ from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step_recorder import StepRecorder
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.program_table import ProgramTable
+from midstream.runtime.worker.vector_store import VectorStore
 from midstream.sites import Tap
 from midstream.spec import ResolvedPlan
 from midstream.spec.resolve.wire import from_bytes
@@ -62,8 +64,19 @@ class RequestTable:
         self._finishing: list[tuple[int, RequestState]] = []
         # Finished requests whose steps are settled, by uid.
         self._finished: dict[str, list[RequestState]] = {}
+        self._vectors = VectorStore()
         # Many requests have the same plan, byte by byte.
         self._parse = functools.lru_cache(maxsize=_CACHED_PLANS)(self._parse_and_cut)
+
+    def update_vectors(self, update: VectorUpdate) -> None:
+        """Store and drop vectors that plans of requests to come name.
+
+        Raises:
+            SpecError: what is to be stored is no vector.
+        """
+        self._vectors.update(update)
+        if update.dropped:
+            self._parse.cache_clear()  # its plans keep their vectors
 
     def add(self, request_id: str, uid: str, plan: bytes, computed: int = 0) -> None:
         """Add a request that is about to run, or that runs again after preemption.
@@ -183,12 +196,17 @@ class RequestTable:
         return found
 
     @property
+    def vectors(self) -> Collection[str]:
+        """Digests of the vectors that plans may name."""
+        return self._vectors.by_digest.keys()
+
+    @property
     def is_empty(self) -> bool:
         """Whether there are no requests, neither running nor finished."""
         return not len(self._slots) and not self._finished
 
     def _parse_and_cut(self, plan: bytes) -> tuple[ResolvedPlan, list[PlanSegment]]:
-        resolved = from_bytes(plan)
+        resolved = from_bytes(plan, self._vectors.by_digest)
         return resolved, cut(resolved, self._taps, self._share)
 
     def _remove_settled(self) -> None:

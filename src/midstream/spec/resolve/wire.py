@@ -1,13 +1,14 @@
 """Resolved plans as bytes, for the workers: one msgpack message, read strictly. Never pickle.
 
-The message holds each distinct vector once, as little-endian float32, and each distinct list of
-instructions once. Instructions refer to vectors, and edits and probes to lists of instructions, by
-index. What `from_bytes` returns passes every check here, so the bytes need no second form.
+The message holds each distinct vector once, as little-endian float32 or as the digest of a vector
+that the reader has, and each distinct list of instructions once. Instructions refer to vectors, and
+edits and probes to lists of instructions, by index. What `from_bytes` returns passes every check
+here, so the bytes need no second form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import combinations
 from typing import Annotated, Literal, TypeVar
 
@@ -43,6 +44,12 @@ T = TypeVar("T")
 
 class _Message(Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a plan's message."""
+
+
+class NamedVectorMessage(_Message, frozen=True, array_like=True):
+    """A vector that the reader has."""
+
+    digest: str
 
 
 class InstructionMessage(_Message, frozen=True, array_like=True):
@@ -83,11 +90,11 @@ class ProbeMessage(_Message, frozen=True):
 class PlanMessage(_Message, frozen=True):
     """A `ResolvedPlan` and what its parts share."""
 
-    format: Literal["midstream plan 4"]
+    format: Literal["midstream plan 5"]
     prompt_len: Annotated[int, Meta(ge=1, le=INT_LIMIT)]
     codec: str
     sharded: bool
-    vectors: tuple[bytes, ...]
+    vectors: tuple[bytes | NamedVectorMessage, ...]
     steps: tuple[Annotated[tuple[InstructionMessage, ...], Meta(min_length=1)], ...]
     edits: tuple[EditMessage, ...]
     captures: tuple[ResolvedCapture, ...]
@@ -98,8 +105,14 @@ _ENCODER = Encoder()
 _DECODER = Decoder(PlanMessage)
 
 
-def to_bytes(plan: ResolvedPlan) -> bytes:
-    """Pack a plan."""
+def to_bytes(plan: ResolvedPlan, named: Collection[Vector] = ()) -> bytes:
+    """Pack a plan.
+
+    Args:
+        plan: the plan.
+        named: its vectors that the reader has; the bytes have the digest of each instead of its
+            numbers.
+    """
     shared = _Shared()
     edits = tuple(
         [
@@ -116,11 +129,16 @@ def to_bytes(plan: ResolvedPlan) -> bytes:
         ]
     )
     message = PlanMessage(
-        format="midstream plan 4",
+        format="midstream plan 5",
         prompt_len=plan.prompt_len,
         codec=plan.codec,
         sharded=plan.sharded,
-        vectors=tuple([vector.data for vector in shared.vectors]),
+        vectors=tuple(
+            [
+                NamedVectorMessage(vector.digest) if vector in named else vector.data
+                for vector in shared.vectors
+            ]
+        ),
         steps=tuple(shared.steps),
         edits=edits,
         captures=plan.captures,
@@ -162,19 +180,24 @@ class _Shared:
         return self.vectors.setdefault(vector, len(self.vectors))
 
 
-def from_bytes(data: bytes) -> ResolvedPlan:
+def from_bytes(data: bytes, known: Mapping[str, Vector] | None = None) -> ResolvedPlan:
     """Read a plan that `to_bytes` packed.
 
+    Args:
+        data: the bytes.
+        known: the vectors that the bytes may name, by digest.
+
     Raises:
-        SpecError: `data` is anything else; the path leads to the wrong field.
+        SpecError: `data` is anything else, or names another vector; the path leads to the wrong
+            field.
     """
     if not isinstance(data, bytes):
         raise SpecError("", f"expected `bytes`, got {kind(data)}")
     message = read_message(_DECODER.decode, data)
     vectors = []
-    for nth, numbers in enumerate(message.vectors):
+    for nth, vector in enumerate(message.vectors):
         with at(f"vectors[{nth}]"):
-            vectors.append(Vector(numbers))
+            vectors.append(_read_vector(vector, known or {}))
     steps = []
     for nth, instructions in enumerate(message.steps):
         with at(f"steps[{nth}]"):
@@ -198,6 +221,15 @@ def from_bytes(data: bytes) -> ResolvedPlan:
         message.codec,
         message.sharded,
     )
+
+
+def _read_vector(given: bytes | NamedVectorMessage, known: Mapping[str, Vector]) -> Vector:
+    if isinstance(given, bytes):
+        return Vector(given)
+    found = known.get(given.digest)
+    if found is None:
+        raise SpecError("", f"there is no vector with the digest {given.digest!r} here")
+    return found
 
 
 def _read_instruction(given: InstructionMessage, vectors: Sequence[Vector]) -> Instruction:

@@ -16,8 +16,10 @@ from unit.spec.strategies import reads_or_refuses, spoilt
 from midstream.errors import SpecError
 from midstream.runtime.protocol.cache_keys import CacheKeys
 from midstream.runtime.protocol.request_payload import RequestPayload, payload_of, uid_of
+from midstream.runtime.protocol.vector_update import VectorUpdate
 
-PAYLOAD = RequestPayload("u", b"plan", CacheKeys((0, 4), ("", "ab"), 3))
+UPDATE = VectorUpdate(("cd",), (bytes(8), bytes(4)))
+PAYLOAD = RequestPayload("u", b"plan", CacheKeys((0, 4), ("", "ab"), 3), UPDATE)
 
 
 def params(value):

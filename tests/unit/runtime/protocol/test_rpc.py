@@ -23,6 +23,7 @@ from midstream.runtime.protocol.results import (
     StepChecksum,
 )
 from midstream.runtime.protocol.scores import RequestScores
+from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.runtime.protocol.worker_info import MissingTap, WorkerRank
 
 RANKS = [WorkerRank(0, 0), WorkerRank(1, 1)]
@@ -39,6 +40,7 @@ USAGE = rpc.WorkerUsage(0, 1, {"leases": 2}, 64, {"steps": 3})
 # Each request and an answer to it.
 CALLS = [
     (rpc.DescribeWorker(), worker_info(lacking=(MissingTap("mlp_in", 1, "no MLP"),))),
+    (rpc.UpdateVectors([VectorUpdate(("ab",), (bytes(4),))]), rpc.Acknowledged()),
     (rpc.CollectResults(["u", "v"], RANKS), RESULTS),
     (rpc.CollectPartialRows({"u": {"0_x": 3}}, []), RESULTS),
     (rpc.ReadScores({"u": (0, 4)}), rpc.RunningScores([RequestScores("u", 2, [(0, 4)])], b"abc")),
@@ -46,7 +48,7 @@ CALLS = [
     (rpc.DiscardData("u"), rpc.Acknowledged()),
     (rpc.ReleaseRequests([]), rpc.Acknowledged()),
     (rpc.ReadUsage(), USAGE),
-    (rpc.CheckIntegrity(), rpc.IntegrityReport({"leases": 0})),
+    (rpc.CheckIntegrity(), rpc.IntegrityReport({"leases": 0}, 3)),
 ]
 each_call = pytest.mark.parametrize("call", CALLS, ids=lambda call: type(call[0]).__name__)
 

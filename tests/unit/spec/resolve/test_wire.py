@@ -53,7 +53,7 @@ def _golden():
 
 EVERYWHERE = {"ranges": [[0, None]], "matches": [], "last_from": None}
 MESSAGE = {
-    "format": "midstream plan 4",
+    "format": "midstream plan 5",
     "prompt_len": 10,
     "codec": "raw",
     "sharded": False,
@@ -168,6 +168,19 @@ def test_a_vector_or_instructions_used_often_are_sent_once():
     assert len(msgspec.msgpack.decode(data)["steps"]) == 2
 
 
+def test_a_named_vector_is_sent_as_its_digest_and_read_from_what_the_reader_has():
+    plan, vector = _golden(), Vector.parse([1, 2, 3])
+    data = to_bytes(plan, {vector})
+    assert msgspec.msgpack.decode(data) == {
+        **MESSAGE,
+        "vectors": [[vector.digest], MESSAGE["vectors"][1]],
+    }
+    assert from_bytes(data, {vector.digest: vector}) == plan
+    other = Vector.parse([4, 2, 3])
+    with pytest.raises(SpecError, match=rf"vectors\[0\]: .* '{vector.digest}' here"):
+        from_bytes(data, {other.digest: other})
+
+
 # ---------------------------------------------------------------- nothing else is read
 
 
@@ -229,7 +242,11 @@ INFINITE = struct.pack("<3f", 0, 0, float("inf"))
         (["captures"], None, "captures: expected `array`, got `None`"),
         (["probes"], 0, "probes: expected `array`, got `int`"),
         (["vectors"], 3, "vectors: expected `array`, got `int`"),
-        (["vectors", 0], 3, r"vectors\[.*\]: expected `bytes`"),
+        (["vectors", 0], 3, r"vectors\[.*\]: expected `bytes | array`"),
+        (["vectors", 0], "ab", r"vectors\[.*\]: expected `bytes | array`"),
+        (["vectors", 0], ["ab"], r"vectors\[0\]: there is no vector with the digest 'ab' here"),
+        (["vectors", 0], [b"ab"], r"vectors\[.*\]: expected `str`"),
+        (["vectors", 0], [], r"vectors\[.*\]: expected `array` of at least length 1"),
         (["vectors", 0], b"", r"vectors\[0\]: the vector is empty"),
         (["vectors", 0], b"abc", r"vectors\[0\]: 3 bytes are not a whole number of float32"),
         (["vectors", 1], INFINITE, r"vectors\[1\]\[2\]: .*got inf"),

@@ -19,7 +19,7 @@ from midstream.ops import layout
 from midstream.runtime.frontend.rpc.remote_worker import MOST_HELD, RemoteWorker
 from midstream.runtime.protocol.segments import WHOLE, PlanSegment, RankShare, Room, cut, vectors_of
 from midstream.sites import Tap
-from midstream.spec import Plan, ResolvedPlan
+from midstream.spec import Plan, ResolvedPlan, Vector
 from midstream.spec.positions.range_set import overlay
 from midstream.spec.sink_target import MEMORY
 
@@ -41,10 +41,12 @@ class Need:
         kinds: by kind of capacity, the amount for each distinct thing.
         rows: bytes of captured rows, at most, until they are fetched; where ranks share rows, those
             of one rank.
+        vectors: what the plan's bytes name by digest, and the workers must store meanwhile.
     """
 
     kinds: dict[str, dict[Hashable, int]]
     rows: int = 0
+    vectors: tuple[Vector, ...] = ()
 
     def total(self, kind: str) -> int:
         """Return the amount of a kind that the plan takes on its own."""

@@ -15,6 +15,7 @@ from midstream.ops.layout import Op
 from midstream.runtime.frontend.request.budget import Need, all_taps, max_row_bytes, need_of
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.prompt.text_map import text_map
+from midstream.runtime.frontend.request.sent_vectors import named_vectors
 from midstream.runtime.protocol.cache_keys import CacheKeys, cache_keys
 from midstream.sites import order
 from midstream.spec import Capture, Plan, Positions, Prompt, ResolvedPlan
@@ -165,10 +166,13 @@ class PlanResolver:
             )
         first = self._info.workers[0]
         need = need_of(resolved, self._taps, self._info.room, first.edits_per_site)
-        need = replace(need, rows=self._max_row_bytes(resolved, prompt.length, max_tokens))
+        named = named_vectors(resolved)
+        rows = self._max_row_bytes(resolved, prompt.length, max_tokens)
+        need = replace(need, rows=rows, vectors=named)
         self._check_ring(resolved)
         self._check_gates(resolved)
-        return PreparedPlan(resolved, need, to_bytes(resolved), cache_keys(resolved))
+        packed = to_bytes(resolved, frozenset(named))
+        return PreparedPlan(resolved, need, packed, cache_keys(resolved))
 
     def _max_row_bytes(self, plan: ResolvedPlan, prompt_len: int, max_tokens: int | None) -> int:
         length = self._max_length

@@ -1,0 +1,57 @@
+"""Changes of the vectors that workers store, on their way from the front end to the workers.
+
+They arrive with a request and leave ahead of it: by an RPC that the executor queues before the step
+in which the request is new. So a worker has the vectors of a plan before the plan, and a step's
+message has only their digests. Nobody waits for the answers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from midstream.config.config import KEY
+from midstream.runtime.protocol.request_payload import RequestPayload
+from midstream.runtime.protocol.rpc import RPC, UpdateVectors, arguments_of
+from midstream.runtime.vllm.attributes import VECTOR_UPDATES
+
+
+def prepare(engine: Any) -> None:
+    """Prepare an engine core, before it takes requests."""
+    VECTOR_UPDATES.set(engine, deque())
+
+
+def take_update(engine: Any, sampling_params: Any, payload: RequestPayload) -> None:
+    """Take the changes out of a request that arrives. May be called from any thread.
+
+    What comes with a request that the engine core then rejects counts too: the front end sends it
+    once.
+
+    Args:
+        engine: vLLM's EngineCore.
+        sampling_params: the request's parameters.
+        payload: its payload.
+    """
+    updates = VECTOR_UPDATES.get(engine)
+    if payload.vectors is not None and updates is not None:
+        updates.append(payload.vectors)
+        stripped = msgspec.structs.replace(payload, vectors=None)
+        sampling_params.extra_args = {**sampling_params.extra_args, KEY: stripped}
+
+
+def send_updates(engine: Any) -> None:
+    """Send the changes that were taken to the workers. Call on the thread of the engine's steps,
+    before a request that arrived with or after them can be scheduled.
+
+    Args:
+        engine: vLLM's EngineCore.
+    """
+    waiting = VECTOR_UPDATES.get(engine)
+    if not waiting:
+        return
+    updates = [waiting.popleft() for _ in range(len(waiting))]
+    engine.model_executor.collective_rpc(
+        RPC, args=arguments_of(UpdateVectors(updates)), non_block=True
+    )

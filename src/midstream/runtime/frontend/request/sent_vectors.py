@@ -1,0 +1,129 @@
+"""Vectors that the workers of one engine store, as the front end counts them.
+
+A plan with large vectors names them by digest. The first request that names a vector brings it
+along; later ones find it on the workers. It stays there while a running request names it, and
+afterwards as one of the vectors used last: those of named vectors, of server-wide edits and of
+repeated calls are thus sent once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+from midstream.runtime.protocol.segments import vectors_of
+from midstream.runtime.protocol.vector_update import VectorUpdate
+from midstream.spec import ResolvedPlan, Vector
+
+# A plan whose vectors take no more bytes together has them by value: that costs no more than the
+# digests, and the message of their own, which the workers would need first.
+MOST_BY_VALUE = 4096
+# Bytes of vectors that no running request names and the workers keep.
+MOST_UNUSED = 64 << 20
+
+
+def named_vectors(plan: ResolvedPlan) -> tuple[Vector, ...]:
+    """Return the vectors of a plan, each once, if its bytes are to name them by digest; nothing if
+    they are to have the numbers.
+    """
+    parts = [*(edit.steps for edit in plan.edits), *(probe.steps for probe in plan.probes)]
+    steps = {one.digest: one for one in parts}
+    vectors = dict.fromkeys(
+        vector
+        for one in steps.values()
+        for step in one.instructions
+        for run in vectors_of(step)
+        for vector in run
+    )
+    is_small = sum(len(vector.data) for vector in vectors) <= MOST_BY_VALUE
+    return () if is_small else tuple(vectors)
+
+
+class SentVectors:
+    """The vectors that the workers of one engine store. Pair `take` with `release`.
+
+    Requests and vector updates reach the workers in the order in which `take` was called.
+    """
+
+    def __init__(self, most_unused: int | None = None) -> None:
+        """Args:
+        most_unused: bytes of vectors that no running request names and the workers keep; None:
+            `MOST_UNUSED`.
+        """
+        self._most_unused = MOST_UNUSED if most_unused is None else most_unused
+        self._taken: dict[str, tuple[str, ...]] = {}  # digests by uid
+        self._users: Counter[str] = Counter()  # by digest
+        # Stored vectors that no running request names, the one used last at the end.
+        self._unused: OrderedDict[str, int] = OrderedDict()
+        self._unused_bytes = 0
+        self._sizes: dict[str, int] = {}  # bytes of each stored vector
+
+    @property
+    def in_use(self) -> int:
+        """Number of vectors that running requests name."""
+        return len(self._users)
+
+    def check_integrity(self, stored: Iterable[int]) -> None:
+        """Check invariants that hold when all that was sent has arrived.
+
+        Args:
+            stored: number of vectors that each worker stores.
+
+        Raises:
+            AssertionError: one does not hold.
+        """
+        counts = list(stored)
+        assert all(count == len(self._sizes) for count in counts), (counts, len(self._sizes))
+        assert self._unused.keys() == self._sizes.keys() - self._users.keys()
+        assert self._unused_bytes == sum(self._unused.values())
+
+    def take(self, uid: str, vectors: Sequence[Vector]) -> VectorUpdate | None:
+        """Record that a request is sent now.
+
+        Args:
+            uid: midstream's id. Further vLLM requests of it need nothing.
+            vectors: what its plan names.
+
+        Returns:
+            What the workers must do first, to be sent with the request; None: nothing.
+        """
+        if uid in self._taken or not vectors:
+            return None
+        self._taken[uid] = tuple([vector.digest for vector in vectors])
+        added = []
+        for vector in vectors:
+            self._users[vector.digest] += 1
+            if vector.digest not in self._sizes:
+                self._sizes[vector.digest] = len(vector.data)
+                added.append(vector.data)
+            elif vector.digest in self._unused:
+                self._unused_bytes -= self._unused.pop(vector.digest)
+        dropped = self._drop()
+        return VectorUpdate(dropped, tuple(added)) if added or dropped else None
+
+    def release(self, uid: str) -> None:
+        """Record that a request has ended. Later calls do nothing."""
+        for digest in self._taken.pop(uid, ()):
+            self._users[digest] -= 1
+            if not self._users[digest]:
+                del self._users[digest]
+                # It is not stored if it was lost.
+                if digest in self._sizes:
+                    self._unused[digest] = self._sizes[digest]
+                    self._unused_bytes += self._sizes[digest]
+
+    def lose(self, update: VectorUpdate) -> None:
+        """Record that an update could not be sent: the next request brings its vectors again."""
+        for digest in [Vector(data).digest for data in update.added]:
+            self._sizes.pop(digest, None)
+            self._unused_bytes -= self._unused.pop(digest, 0)
+
+    def _drop(self) -> tuple[str, ...]:
+        """Drop the vectors that were used the longest ago, down to the limit."""
+        dropped = []
+        while self._unused_bytes > self._most_unused:
+            digest, size = self._unused.popitem(last=False)
+            self._unused_bytes -= size
+            del self._sizes[digest]
+            dropped.append(digest)
+        return tuple(dropped)

@@ -1,0 +1,161 @@
+"""Vectors go to the workers once, ahead of the requests that name them; plans name them."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from support.engines import generated, greedy, tokens
+
+from midstream import ReceiptError, Replace, Steer, Vector
+from midstream.runtime.frontend.request import sent_vectors
+from midstream.runtime.protocol.rpc import RPC, UpdateVectors, arguments_of, read_request
+from midstream.runtime.protocol.vector_update import VectorUpdate
+from midstream.testing import inspect
+
+HIDDEN = 64
+LAYERS = 3
+
+
+@pytest.fixture
+def llm(wide):
+    return wide
+
+
+class Messages:
+    """What the engine core gives its executor: vectors, and sizes of steps' messages."""
+
+    def __init__(self, executor: Any, patch: pytest.MonkeyPatch) -> None:
+        self.updates: list[VectorUpdate] = []
+        self.steps: list[bytes] = []
+        call, execute = executor.collective_rpc, executor.execute_model
+
+        def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
+            if method == RPC and "args" in kwargs:
+                request = read_request(*kwargs["args"])
+                if isinstance(request, UpdateVectors):
+                    self.updates += request.updates
+            return call(method, *args, **kwargs)
+
+        def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            new = [one.sampling_params for one in scheduled.scheduled_new_reqs]
+            self.steps.append(pickle.dumps(new))
+            return execute(scheduled, *args, **kwargs)
+
+        patch.setattr(executor, "collective_rpc", collective_rpc)
+        patch.setattr(executor, "execute_model", execute_model)
+
+
+@pytest.fixture
+def messages(llm, monkeypatch):
+    return Messages(llm.llm_engine.engine_core.engine_core.model_executor, monkeypatch)
+
+
+def vector(nth: int) -> torch.Tensor:
+    return torch.randn(HIDDEN, generator=torch.Generator().manual_seed(9000 + nth))
+
+
+def data(nth: int) -> bytes:
+    return vector(nth).numpy().tobytes()
+
+
+def steer(nth: int) -> Steer:
+    """A vector that many layers add: it is sent once."""
+    return Steer(vector(nth), layer=list(range(LAYERS)), scale=3.0)
+
+
+def ask(llm, edits, prompt=range(5, 60), max_tokens=6):
+    """Outputs of one prompt with each of some edits, at once."""
+    each = [one if one is None or isinstance(one, list) else [one] for one in edits]
+    prompts = [tokens(prompt)] * len(edits)
+    return llm.generate(prompts, greedy(max_tokens), edits=each, use_tqdm=False)
+
+
+def added(messages: Messages) -> list[bytes]:
+    found = [data for update in messages.updates for data in update.added]
+    messages.updates.clear()
+    return found
+
+
+def test_vectors_are_sent_once_and_no_steps_message_has_their_numbers(llm, messages):
+    edits = [steer(0), steer(1), None, steer(0)]
+    expected = [generated(one) for one in ask(llm, edits)]
+    assert added(messages) == [data(0), data(1)]
+    # Again, and with a prompt of another length, whose plans are other bytes.
+    assert [generated(one) for one in ask(llm, edits)] == expected
+    ask(llm, edits, range(5, 90))
+    assert added(messages) == []
+    numbers = [data(nth)[at : at + 16] for nth in (0, 1) for at in (0, 100)]
+    assert not [1 for step in messages.steps for part in numbers if part in step]
+    assert max(len(step) for step in messages.steps) > 1000, "plans were in no message"
+
+
+def test_plans_with_the_numbers_and_plans_that_name_them_give_the_same(llm, monkeypatch):
+    rows = torch.stack([vector(nth) for nth in range(3, 6)])
+    edits = [steer(2), None, [steer(2), Replace(rows, positions=slice(2, 5), layer=1)]]
+    named = ask(llm, edits)
+    monkeypatch.setattr(sent_vectors, "MOST_BY_VALUE", 1 << 20)
+    llm.reset_prefix_cache()
+    # Of another length, so that no plan is one that was resolved before.
+    given = [generated(one) for one in ask(llm, edits, max_tokens=5)]
+    assert [generated(one)[:5] for one in named] == given
+    assert given[0] != given[1] != given[2]
+
+
+def test_vectors_that_nobody_uses_are_dropped_and_come_again(llm, messages):
+    first = generated(ask(llm, [steer(20)])[0])
+    kept = sent_vectors.MOST_UNUSED // (4 * HIDDEN)
+    for nth in range(21, 23 + kept):
+        ask(llm, [steer(nth)], max_tokens=1)
+    dropped = {digest for update in messages.updates for digest in update.dropped}
+    assert len(dropped) >= 2
+    inspect(llm).check_integrity()
+    added(messages)
+    llm.reset_prefix_cache()
+    assert generated(ask(llm, [steer(20)])[0]) == first
+    assert added(messages) == [data(20)]
+
+
+def test_named_vectors_and_steering_of_every_request_are_sent_once(llm, messages):
+    llm.vectors.register("mood", vector(50))
+    for length in (20, 30):
+        prompts = [tokens(range(5, length)), tokens(range(6, length + 1))]
+        llm.generate(prompts, greedy(2), steer=Steer("mood", 1), use_tqdm=False)
+    llm.steering.set(base=[Steer(vector(51), 2)])
+    for length in (20, 30):
+        llm.generate(tokens(range(7, length)), greedy(2), use_tqdm=False)
+    assert added(messages) == [data(50), data(51)]
+
+
+def test_a_request_whose_vectors_the_worker_lost_while_it_waited_fails_and_no_other(
+    llm, monkeypatch
+):
+    edits = [steer(60), steer(61)]
+    expected = [generated(one) for one in ask(llm, edits)]
+    llm.reset_prefix_cache()
+    digest = Vector(data(60)).digest
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    execute = executor.execute_model
+
+    def forgetful(*args, **kwargs):
+        monkeypatch.setattr(executor, "execute_model", execute)
+        change(executor, VectorUpdate((digest,), ()))
+        return execute(*args, **kwargs)
+
+    monkeypatch.setattr(executor, "execute_model", forgetful)
+    with pytest.raises(ReceiptError, match=f"no vector with the digest '{digest}'") as caught:
+        ask(llm, edits)
+    bad, good = caught.value.outputs
+    assert (bad.outputs[0].finish_reason, bad.receipt.status) == ("error", "error")
+    assert len(generated(bad)) <= 1
+    assert generated(good) == expected[1]
+    # The front end counts on it.
+    change(executor, VectorUpdate((), (data(60),)))
+    llm.reset_prefix_cache()
+    assert [generated(one) for one in ask(llm, edits)] == expected
+
+
+def change(executor: Any, update: VectorUpdate) -> None:
+    executor.collective_rpc(RPC, args=arguments_of(UpdateVectors([update])))

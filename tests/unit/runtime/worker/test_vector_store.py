@@ -1,0 +1,62 @@
+"""Vectors in a worker's memory, by digests that the worker computes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fake_steps import FakeEngine
+from support.plans import VECTORS, add, plan_of
+
+from midstream.errors import SpecError
+from midstream.runtime.protocol.vector_update import VectorUpdate
+from midstream.runtime.worker.vector_store import VectorStore
+from midstream.spec import Vector
+from midstream.spec.resolve.wire import to_bytes
+
+
+def test_drops_come_before_additions_and_unknown_drops_are_nothing():
+    store = VectorStore()
+    store.update(VectorUpdate((), (VECTORS[0].data, VECTORS[1].data)))
+    store.update(VectorUpdate((VECTORS[0].digest, "ab"), (VECTORS[0].data,)))
+    store.update(VectorUpdate((VECTORS[1].digest,), ()))
+    assert dict(store.by_digest) == {VECTORS[0].digest: VECTORS[0]}
+
+
+def test_a_vector_that_is_added_again_stays_the_same_object():
+    store = VectorStore()
+    store.update(VectorUpdate((), (VECTORS[0].data,)))
+    found = store.by_digest[VECTORS[0].digest]
+    store.update(VectorUpdate((), (bytes(bytearray(VECTORS[0].data)),)))
+    assert store.by_digest[VECTORS[0].digest] is found
+
+
+@given(st.integers(1, 300), st.data())
+def test_vectors_that_differ_in_any_number_have_different_digests(size, data):
+    numbers = np.arange(size, dtype="<f4")
+    at = data.draw(st.integers(0, size - 1))
+    changed = numbers.copy()
+    changed[at] += 0.5
+    store = VectorStore()
+    store.update(VectorUpdate((), (numbers.tobytes(), changed.tobytes())))
+    assert len(store.by_digest) == 2
+    for one in (numbers, changed):
+        vector = store.by_digest[Vector.parse(one).digest]
+        assert np.array_equal(vector.numpy(), one)
+
+
+@pytest.mark.parametrize("data", [b"", b"abc", np.array([np.nan], "<f4").tobytes()])
+def test_what_is_no_vector_is_refused(data):
+    with pytest.raises(SpecError):
+        VectorStore().update(VectorUpdate((), (data,)))
+
+
+def test_a_plan_that_was_read_before_does_not_keep_vectors_that_were_dropped():
+    table = FakeEngine().session.requests
+    plan = to_bytes(plan_of([(("resid_post", 1), add(), ((0, 9),))]), {VECTORS[0]})
+    table.update_vectors(VectorUpdate((), (VECTORS[0].data,)))
+    table.add("r", "r", plan)
+    table.update_vectors(VectorUpdate((VECTORS[0].digest,), ()))
+    table.add("s", "s", plan)
+    assert list(table.failures) == ["s"]
