@@ -16,11 +16,21 @@ def assert_program(buffers: Buffers, index: int, edits: tuple[TapProgramStep, ..
     """A program of the table does what these edits say: at each tap its own, in their order."""
     for tap in range(buffers.table.shape[0]):
         wanted = [(edit, step) for edit in edits if edit.tap == tap for step in edit.steps]
-        start, count, _, reads = buffers.table[tap, index].tolist()
+        start, count, _, plain = buffers.table[tap, index].tolist()
         assert count == len(wanted)
-        assert bool(reads) == any(step.reads for _, step in wanted)
+        assert bool(plain) == (count > 0 and all(map(_is_plain, wanted)))
         for place, (edit, step) in enumerate(wanted, start):
             _assert_instruction(buffers, place, edit, step)
+
+
+def _is_plain(one: tuple[TapProgramStep, Instruction]) -> bool:
+    """Whether an instruction only adds a vector, to every token."""
+    edit, step = one
+    return (
+        not edit.ids
+        and step.op == Op.ADD
+        and step.flags | Flags.FRESH | Flags.COUNTED == (Flags.FRESH | Flags.COUNTED)
+    )
 
 
 def _assert_instruction(

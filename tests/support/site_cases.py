@@ -16,6 +16,7 @@ from midstream.ops.layout import Flags, Op
 SLOTS = 6
 VOCABULARY = 9
 CODE = 2**31 - 5
+FIRST = 3  # ring row of a step's first record
 
 
 @dataclass
@@ -64,10 +65,9 @@ class Step:
     ids: tuple[int, ...] = ()
 
     @property
-    def reads(self) -> bool:
-        if self.op is Op.GATE:
-            return self.slot is None
-        return self.op is not Op.ADD or Flags.KEEP in self.flags
+    def plain(self) -> bool:
+        rare = Flags.GATED | Flags.KEEP | Flags.ROW_BY_POSITION | Flags.STEP | Flags.OTHER_IDS
+        return self.op is Op.ADD and not self.ids and not self.flags & rare
 
 
 def case(
@@ -106,6 +106,7 @@ def case(
         # Records must not overlap: four places each.
         records = 1 + 4 * torch.arange(rows, dtype=torch.int32)
         tokens[:rows, layout.RECORD] = below(2, rows) * records
+        table[0, layout.FIRST] = FIRST
     else:
         tokens[:rows, layout.PROGRAM] = 2 + torch.arange(rows, dtype=torch.int32) % len(programs)
     tokens[:rows, layout.POSITION] = below(3, rows) + 100
@@ -123,7 +124,7 @@ def case(
         lists=lists,
         bank=normal(bank_rows, width),
         scores=normal(rows + spare_rows, SLOTS),
-        ring=torch.full((4 * rows + 4, width), -77.0).to(dtype),
+        ring=torch.full((FIRST + 4 * rows + 4, width), -77.0).to(dtype),
     )
 
 
@@ -135,7 +136,7 @@ def _tables(programs: list[list[Step]]) -> tuple[Tensor, Tensor, Tensor, Tensor]
     for program, steps in enumerate(programs, layout.FIRST_FREE_PROGRAM):
         table[program, layout.EDIT_START] = len(words)
         table[program, layout.EDIT_COUNT] = len(steps)
-        table[program, layout.READS] = int(any(step.reads for step in steps))
+        table[program, layout.PLAIN] = int(bool(steps) and all(step.plain for step in steps))
         for step in steps:
             slot = 0 if step.slot is None else step.slot + 1
             ids = [len(lists), len(step.ids)]
@@ -230,11 +231,13 @@ def expected(case: Case) -> Case:
         out.hidden[row] = torch.where(run.delta == 0, out.hidden[row], changed)
         spoiled = run.spoiled or bool(count and (beyond.any() or _nonfinite(out.hidden[row])))
         place = int(out.table[group, layout.PLACE])
-        captured = record > 0 and place > 0
+        first = int(out.table[0, layout.FIRST])
+        captured = record > 0 and place > 0 and first >= 0
         if captured:
             stream = out.hidden[row].float() + rest.float()
-            out.ring[record - 1 + place - 1] = stream.to(out.ring.dtype)
-            spoiled = spoiled or _nonfinite(out.ring[record - 1 + place - 1])
+            target = first + (record - 1) + (place - 1)
+            out.ring[target] = stream.to(out.ring.dtype)
+            spoiled = spoiled or _nonfinite(out.ring[target])
         summed = int(out.tally[row, layout.SIGNATURE]) + int(out.table[0, layout.CODE])
         out.tally[row, layout.SIGNATURE] = (summed + 2**31) % 2**32 - 2**31
         out.tally[row, layout.EDITS] += run.done

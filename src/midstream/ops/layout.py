@@ -28,7 +28,7 @@ from enum import IntEnum, IntFlag
 # tokens: int32 [max tokens, TOKEN_COLUMNS]. All zero: idle token, without edits or captures.
 PROGRAM = 0  # row of `table` with this token's edits; 0: idle, and the other columns are not read
 GROUP = 1  # row of `table` with this token's places within its record
-RECORD = 2  # 1 + row of the staging ring at which this token's record begins; 0: not captured
+RECORD = 2  # 1 + row at which this token's record begins, from `FIRST` on; 0: not captured
 POSITION = 3  # the token's position in its request; read by ROW_BY_POSITION only
 TOKEN_COLUMNS = 4
 
@@ -45,8 +45,9 @@ TALLY_COLUMNS = 4
 EDIT_START = 0  # first of this program's instructions at this site
 EDIT_COUNT = 1  # number of these instructions
 PLACE = 2  # 1 + this site's place within a record of this group; 0: not captured
+PLAIN = 3  # rows of programs: 1 if there are instructions at this site and all `is_plain`, else 0
+FIRST = 0  # row 0: ring row at which the step's first record begins; −1: no token is captured
 CODE = 3  # row 0: the site's code, which goes into the signature
-READS = 3  # rows of programs: 1 where an instruction at this site needs h, else 0
 TABLE_COLUMNS = 4
 
 IDLE_PROGRAM = 0
@@ -115,6 +116,13 @@ class Flags(IntFlag):
     ROW_BY_POSITION = 16
     STEP = 32
     OTHER_IDS = 64
+
+
+def is_plain(op: Op, flags: Flags, has_ids: bool) -> bool:
+    """Return whether an instruction adds the same to each token, whatever the token's stream, id
+    and position.
+    """
+    return op == Op.ADD and not has_ids and not flags & ~(Flags.FRESH | Flags.COUNTED)
 
 
 def limit_of(dtype: str) -> float:

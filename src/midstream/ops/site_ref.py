@@ -22,9 +22,6 @@ Rows = NDArray[np.int64]
 Index = slice | Tensor
 Flagged = NDArray[np.bool_] | bool
 
-# Flags of instructions that can be computed once for all rows of a program, because they do not
-# depend on the row.
-_UNIFORM = int(Flags.FRESH | Flags.COUNTED)
 # Plain integers: IntFlag operations create objects, at ten times the cost.
 _FRESH, _GATED, _KEEP, _COUNTED = (
     int(each) for each in (Flags.FRESH, Flags.GATED, Flags.KEEP, Flags.COUNTED)
@@ -72,10 +69,11 @@ def site_ref(
         counted = np.zeros(active.size, np.int32)
         counted[edited] = done
 
+    first = int(site[0, layout.FIRST])
     places = site[words[:, layout.GROUP], layout.PLACE]
-    captured = (words[:, layout.RECORD] > 0) & (places > 0)
+    captured = (words[:, layout.RECORD] > 0) & (places > 0) & (first >= 0)
     if captured.any():
-        targets = words[captured, layout.RECORD] + places[captured] - 2
+        targets = words[captured, layout.RECORD] + places[captured] + (first - 2)
         where = active[captured]
         flagged = _capture(hidden, residual, ring, _index(where), _spaced(targets))
         spoiled.append((where, flagged))
@@ -150,12 +148,11 @@ def _edit(
     """
     where = _index(rows)
     starts, counts = programs[:, layout.EDIT_START], programs[:, layout.EDIT_COUNT]
-    reads = bool(programs[:, layout.READS].any())
-    if not reads and (starts == starts[0]).all() and (counts == counts[0]).all():
-        uniform = device.sum_uniform(int(starts[0]), int(starts[0] + counts[0]))
-        if uniform is not None:
-            return uniform[1], _change(hidden, where, uniform[0])
-    work = _Work(device, hidden, residual, where, rows, words, reads)
+    plain = bool(programs[:, layout.PLAIN].all())
+    if plain and (starts == starts[0]).all() and (counts == counts[0]).all():
+        delta, counted = device.sum_plain(int(starts[0]), int(starts[0] + counts[0]))
+        return counted, _change(hidden, where, delta)
+    work = _Work(device, hidden, residual, where, rows, words, reads=not plain)
     for nth in range(int(counts.max())):
         here = (counts > nth).nonzero()[0]
         work.step(here, starts[here] + nth)
@@ -197,17 +194,13 @@ class _Device:
     scores: Tensor
     ids: Ints
 
-    def sum_uniform(self, start: int, stop: int) -> tuple[Tensor, int] | None:
-        """Return the sum of instructions that add the same vector to every row.
+    def sum_plain(self, start: int, stop: int) -> tuple[Tensor, int]:
+        """Return the sum of plain instructions, which add the same to every row.
 
         Returns:
-            float32 [W] and the number of COUNTED instructions; None unless all are plain additions.
+            float32 [W] and the number of COUNTED instructions.
         """
         words = self.instructions[start:stop].tolist()
-        for word in words:
-            plain = word[layout.OP] == Op.ADD and not word[layout.FLAGS] & ~_UNIFORM
-            if not plain or word[layout.IDS_COUNT]:
-                return None
         scales = self.params[start:stop, layout.A].tolist()
         delta = torch.zeros(self.bank.shape[1])
         for word, scale in zip(words, scales, strict=True):
@@ -383,7 +376,7 @@ class _Work:
 
     def _restore_norm(self, at: Rows) -> None:
         """Rescale the stream of rows `at` to the norm of h."""
-        assert self.entered is not None, "a program with KEEP has READS"
+        assert self.entered is not None, "a program with KEEP is not plain"
         rows = _index(at)
         stream = self.entered[rows] + self.delta[rows]
         wanted, norm = _norm(self.base[rows]), _norm(stream)

@@ -23,11 +23,12 @@ _POSITION = tl.constexpr(layout.POSITION)
 _EDITS = tl.constexpr(layout.EDITS)
 _CAPTURES = tl.constexpr(layout.CAPTURES)
 _NONFINITE = tl.constexpr(layout.NONFINITE)
+_FIRST = tl.constexpr(layout.FIRST)
 _EDIT_START = tl.constexpr(layout.EDIT_START)
 _EDIT_COUNT = tl.constexpr(layout.EDIT_COUNT)
 _PLACE = tl.constexpr(layout.PLACE)
 _CODE = tl.constexpr(layout.CODE)
-_READS = tl.constexpr(layout.READS)
+_PLAIN = tl.constexpr(layout.PLAIN)
 
 _OP = tl.constexpr(layout.OP)
 _READ = tl.constexpr(layout.READ)
@@ -68,12 +69,22 @@ DEPENDENT_MIN_CAPABILITY = 9
 # The intrinsics do not compile in Triton 3.4.
 DEPENDENT_MIN_TRITON = (3, 5)
 
+# Most registers of a thread, for streams of half precision: four programs of a row of 4096 then run
+# on one multiprocessor at a time. The rarer instructions keep in memory what does not fit.
+MAX_REGISTERS = 64
+
 _IDS_BLOCK = tl.constexpr(128)
+_NEIGHBOURS = tl.constexpr(8)  # values of a row that are in the same thread
 
 
 @triton.jit
 def _add_pairs(a, b, c, d):
     return a + c, b + d
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -83,6 +94,12 @@ def _stream(value, rest, inside, has_residual: tl.constexpr):
     if has_residual:
         stream += tl.load(rest, mask=inside, other=0.0).to(tl.float32)
     return stream
+
+
+@triton.jit
+def _entered(half, rest, inside, has_residual: tl.constexpr):
+    """Return the stream on entry. It is loaded at every use, as registers are few."""
+    return _stream(tl.load(half, mask=inside, other=0.0), rest, inside, has_residual)
 
 
 @triton.jit
@@ -130,9 +147,140 @@ def _is_infinite(x):
 
 
 @triton.jit
+def _any_infinite(x, block: tl.constexpr):
+    """Return 1 if a value of a row is infinite or NaN, else 0.
+
+    The larger of two magnitudes has the larger bits, and halves are compared two at a time.
+    """
+    if x.dtype == tl.float32:
+        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        bits = x.to(tl.int16, bitcast=True) & 0x7FFF
+    half: tl.constexpr = 0x7C00 if x.dtype == tl.float16 else 0x7F80
+    infinite: tl.constexpr = 0x7F800000 if x.dtype == tl.float32 else half
+    peak = tl.reduce(tl.reshape(bits, [block // _NEIGHBOURS, _NEIGHBOURS]), 1, _larger)
+    return tl.max((peak >= infinite).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _any_beyond(x, limit: tl.constexpr, block: tl.constexpr):
+    """Return 1 if a magnitude of a float32 row is more than `limit`, or NaN; else 0."""
+    peak = tl.reduce(tl.reshape(tl.abs(x), [block // _NEIGHBOURS, _NEIGHBOURS]), 1, _larger)
+    return tl.max(((peak <= limit) == 0).to(tl.int32), axis=0)
+
+
+@triton.jit
 def _sigmoid(x):
     small = tl.exp(-tl.abs(x))
     return tl.div_rn(tl.where(x >= 0.0, 1.0, small), 1.0 + small)
+
+
+@triton.jit
+def _product(at, instructions, numbers, bank, columns, inside, width: tl.constexpr):
+    """Return what a plain addition adds, and 1 if it counts, else 0."""
+    word = instructions + at * _INSTRUCTIONS
+    write = tl.load(word + _WRITE).to(tl.int64) * width
+    factor = tl.load(numbers + at * _PARAMS + _A)
+    flags = tl.load(word + _FLAGS)
+    added = tl.zeros([columns.shape[0]], dtype=tl.float32)
+    if factor != 0.0:
+        added = factor * tl.load(bank + write + columns, mask=inside, other=0.0)
+    return added, ((flags & _COUNTED) != 0).to(tl.int32)
+
+
+@triton.jit
+def _run(
+    start,
+    count,
+    row,
+    token,
+    ids,
+    totals,
+    instructions,
+    numbers,
+    lists,
+    bank,
+    slots,  # the row's scores
+    half,
+    rest,
+    columns,
+    inside,
+    width: tl.constexpr,
+    has_residual: tl.constexpr,
+):
+    """Run instructions of any kind; return the sum of what they add, and how many counted."""
+    delta = tl.zeros([columns.shape[0]], dtype=tl.float32)
+    base = _entered(half, rest, inside, has_residual)
+    gate = tl.full((), 1.0, tl.float32)
+    done = tl.full((), 0, tl.int32)
+    for at in range(start, start + count):
+        word = instructions + at * _INSTRUCTIONS
+        param = numbers + at * _PARAMS
+        op = tl.load(word + _OP)
+        flags = tl.load(word + _FLAGS)
+        slot = tl.load(word + _SLOT)
+        ids_count = tl.load(word + _IDS_COUNT)
+        a = tl.load(param + _A)
+        applies = ids_count == 0
+        if ids_count > 0:
+            first = tl.load(word + _IDS_START)
+            listed = _is_listed(lists + first, ids_count, tl.load(ids + row))
+            applies = listed != ((flags & _OTHER_IDS) != 0)
+        if applies:
+            if ((flags & _FRESH) != 0) & (at != start):
+                base = _entered(half, rest, inside, has_residual) + delta
+            x = tl.full((), 0.0, tl.float32)
+            if _is_reading(op, slot):
+                read = tl.load(word + _READ).to(tl.int64) * width
+                vector = tl.load(bank + read + columns, mask=inside, other=0.0)
+                x = tl.sum(base * vector, axis=0)
+            if op < _GATE:
+                if op == _ADD_MATCHED:
+                    factor = a * tl.sqrt_rn(tl.sum(base * base, axis=0))
+                else:
+                    factor = _factor(op, x, param)
+                if (flags & _GATED) != 0:
+                    factor = tl.where(gate == 0.0, 0.0, factor * gate)
+                if factor != 0.0:
+                    # The product is rounded separately (the launch disables fused
+                    # multiply-add), so that +v and −v cancel exactly.
+                    if op == _SCALE:
+                        delta = delta + factor * base
+                    else:
+                        write = tl.load(word + _WRITE)
+                        if (flags & _ROW_BY_POSITION) != 0:
+                            write += tl.load(token + _POSITION)
+                        start_of = write.to(tl.int64) * width
+                        vector = tl.load(bank + start_of + columns, mask=inside, other=0.0)
+                        if op == _REPLACE:
+                            vector = vector - base
+                        delta = delta + factor * vector
+                if (flags & _KEEP) != 0:
+                    stream = _entered(half, rest, inside, has_residual) + delta
+                    # One reduction for both norms: bit-identical for equal rows.
+                    old, new = tl.reduce((base * base, stream * stream), 0, _add_pairs)
+                    old = tl.sqrt_rn(old)
+                    new = tl.sqrt_rn(new)
+                    if (new != 0.0) & (old != new):
+                        # Not an addition to delta: where delta is large, its last digit may be
+                        # larger than h.
+                        entered = _entered(half, rest, inside, has_residual)
+                        delta = (entered + delta) * tl.div_rn(old, new) - entered
+            elif op == _GATE:
+                x += a
+                if slot > 0:
+                    x = tl.load(slots + slot - 1)
+                b = tl.load(param + _B)
+                c = tl.load(param + _C)
+                gate = _sigmoid(c * (x - b))
+                if (flags & _STEP) != 0:
+                    gate = tl.where(x > b, 1.0, 0.0)
+            elif slot > 0:
+                x += a
+                tl.store(slots + slot - 1, x)
+                tl.store(totals + _NONFINITE, 1, mask=_is_infinite(x))
+            done += ((flags & _COUNTED) != 0).to(tl.int32)
+    return delta, done
 
 
 @triton.jit
@@ -164,125 +312,74 @@ def _site_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
-    program = tl.load(tokens + row * _TOKENS)
+    token = tokens + row * _TOKENS
+    program = tl.load(token)
     if program == 0:
         return
+    totals = tally + row * _TALLY
     row = row.to(tl.int64)
-    group = tl.load(tokens + row * _TOKENS + _GROUP)
-    record = tl.load(tokens + row * _TOKENS + _RECORD)
+    group = tl.load(token + _GROUP)
+    record = tl.load(token + _RECORD)
+    signature = tl.load(totals)
+    edits = tl.load(totals + _EDITS)
+    captures = tl.load(totals + _CAPTURES)
     start = tl.load(table + program * _TABLE + _EDIT_START)
     count = tl.load(table + program * _TABLE + _EDIT_COUNT)
-    reads = tl.load(table + program * _TABLE + _READS) != 0
+    plain = tl.load(table + program * _TABLE + _PLAIN)
     place = tl.load(table + group * _TABLE + _PLACE)
+    first = tl.load(table + _FIRST)
     code = tl.load(table + _CODE)
-    captured = (record > 0) & (place > 0)
-    target = (record - 1 + place - 1).to(tl.int64)
-    totals = tally + row * _TALLY
-    done = tl.full((), 0, tl.int32)
+    captured = (record > 0) & (place > 0) & (first >= 0)
+    # Plain stores suffice: one program owns a token, and sites run in stream order.
+    tl.store(totals, signature + code)
+    tl.store(totals + _CAPTURES, captures + captured.to(tl.int32))
 
     if (count > 0) | captured:
         columns = tl.arange(0, block)
         inside = columns < width
-        value = tl.load(hidden + row * hidden_stride + columns, mask=inside, other=0.0)
-        # The residual is loaded again at every use rather than kept: registers limit how many
-        # programs run at a time.
+        half = hidden + row * hidden_stride + columns
         rest = columns
         if has_residual:
             rest = residual + row * residual_stride + columns
         if count > 0:
-            delta = tl.zeros([block], dtype=tl.float32)
-            base = delta
-            if reads:
-                base = _stream(value, rest, inside, has_residual)
-            gate = tl.full((), 1.0, tl.float32)
-            for at in range(start, start + count):
-                word = instructions + at * _INSTRUCTIONS
-                op = tl.load(word + _OP)
-                flags = tl.load(word + _FLAGS)
-                slot = tl.load(word + _SLOT)
-                ids_count = tl.load(word + _IDS_COUNT)
-                a = tl.load(numbers + at * _PARAMS + _A)
-                applies = ids_count == 0
-                if ids_count > 0:
-                    first = tl.load(word + _IDS_START)
-                    listed = _is_listed(lists + first, ids_count, tl.load(ids + row))
-                    applies = listed != ((flags & _OTHER_IDS) != 0)
-                if applies:
-                    x = tl.full((), 0.0, tl.float32)
-                    if reads:
-                        if (flags & _FRESH) != 0:
-                            base = _stream(value, rest, inside, has_residual) + delta
-                        if _is_reading(op, slot):
-                            read = tl.load(word + _READ).to(tl.int64) * width
-                            vector = tl.load(bank + read + columns, mask=inside, other=0.0)
-                            x = tl.sum(base * vector, axis=0)
-                    if op < _GATE:
-                        factor = a
-                        if reads:
-                            if op == _ADD_MATCHED:
-                                factor = a * tl.sqrt_rn(tl.sum(base * base, axis=0))
-                            else:
-                                factor = _factor(op, x, numbers + at * _PARAMS)
-                        if (flags & _GATED) != 0:
-                            factor = tl.where(gate == 0.0, 0.0, factor * gate)
-                        if factor != 0.0:
-                            vector = base
-                            if op != _SCALE:
-                                write = tl.load(word + _WRITE)
-                                if (flags & _ROW_BY_POSITION) != 0:
-                                    write += tl.load(tokens + row * _TOKENS + _POSITION)
-                                start_of = write.to(tl.int64) * width
-                                vector = tl.load(bank + start_of + columns, mask=inside, other=0.0)
-                                if op == _REPLACE:
-                                    vector = vector - base
-                            # The product is rounded separately (the launch disables fused
-                            # multiply-add), so that +v and −v cancel exactly.
-                            delta = delta + factor * vector
-                        if reads & ((flags & _KEEP) != 0):
-                            stream = _stream(value, rest, inside, has_residual) + delta
-                            # One reduction for both norms: bit-identical for equal rows.
-                            old, new = tl.reduce((base * base, stream * stream), 0, _add_pairs)
-                            old = tl.sqrt_rn(old)
-                            new = tl.sqrt_rn(new)
-                            if (new != 0.0) & (old != new):
-                                # Not an addition to delta: where delta is large, its last digit
-                                # may be larger than h.
-                                entered = _stream(value, rest, inside, has_residual)
-                                delta = stream * tl.div_rn(old, new) - entered
-                    elif op == _GATE:
-                        x += a
-                        if slot > 0:
-                            x = tl.load(scores + row * slots + slot - 1)
-                        b = tl.load(numbers + at * _PARAMS + _B)
-                        c = tl.load(numbers + at * _PARAMS + _C)
-                        gate = _sigmoid(c * (x - b))
-                        if (flags & _STEP) != 0:
-                            gate = tl.where(x > b, 1.0, 0.0)
-                    elif slot > 0:
-                        x += a
-                        tl.store(scores + row * slots + slot - 1, x)
-                        tl.store(totals + _NONFINITE, 1, mask=_is_infinite(x))
-                    done += ((flags & _COUNTED) != 0).to(tl.int32)
-            changed = value.to(tl.float32) + delta
-            beyond = (delta != 0.0) & ((tl.abs(changed) <= limit) == 0)
-            held = tl.where(changed < 0.0, -limit, tl.where(changed > 0.0, limit, 0.0))
-            changed = tl.where(beyond, held, changed)
-            value = tl.where(delta == 0.0, value, changed.to(value.dtype))
-            tl.store(hidden + row * hidden_stride + columns, value, mask=inside)
-            # Each lane that finds one stores the same 1, so no reduction is needed.
-            spoiled = inside & (beyond | _is_infinite(value))
-            tl.store(totals + _NONFINITE + columns * 0, columns * 0 + 1, mask=spoiled)
+            if plain != 0:
+                value = tl.load(half, mask=inside, other=0.0)
+                delta, done = _product(start, instructions, numbers, bank, columns, inside, width)
+                for at in range(start + 1, start + count):
+                    added, one = _product(at, instructions, numbers, bank, columns, inside, width)
+                    delta = delta + added
+                    done += one
+            else:
+                delta, done = _run(
+                    start, count, row, token, ids, totals, instructions, numbers, lists, bank,
+                    scores + row * slots, half, rest, columns, inside, width, has_residual,
+                )  # fmt: skip
+                value = tl.load(half, mask=inside, other=0.0)
+            tl.store(totals + _EDITS, edits + done)
+            entered = value.to(tl.float32)
+            changed = tl.where(delta == 0.0, entered, entered + delta)
+            edited = changed.to(value.dtype)
+            tl.store(half, edited, mask=inside)
+            # Values within the limit are stored by now. Others are rare, and are stored again.
+            beyond_limit = _any_beyond(changed, limit, block)
+            if beyond_limit != 0:
+                # Times 1: otherwise the compiler keeps the sums above in registers until here.
+                delta *= beyond_limit.to(tl.float32)
+                changed = value.to(tl.float32) + delta
+                beyond = (delta != 0.0) & ((tl.abs(changed) <= limit) == 0)
+                held = tl.where(changed < 0.0, -limit, tl.where(changed > 0.0, limit, 0.0))
+                changed = tl.where(beyond, held, changed)
+                edited = tl.where(delta == 0.0, value, changed.to(value.dtype))
+                tl.store(half, edited, mask=inside)
+                spoiled = (inside & (beyond | _is_infinite(edited))).to(tl.int32)
+                tl.store(totals + _NONFINITE, 1, mask=tl.max(spoiled, axis=0) != 0)
+        else:
+            edited = tl.load(half, mask=inside, other=0.0)
         if captured:
-            stream = _stream(value, rest, inside, has_residual)
-            row_out = stream.to(ring.dtype.element_ty)
-            tl.store(ring + target * width + columns, row_out, mask=inside)
-            spoiled = inside & _is_infinite(row_out)
-            tl.store(totals + _NONFINITE + columns * 0, columns * 0 + 1, mask=spoiled)
-
-    # Plain stores suffice: one program owns a token, and sites run in stream order.
-    tl.store(totals, tl.load(totals) + code)
-    tl.store(totals + _EDITS, tl.load(totals + _EDITS) + done)
-    tl.store(totals + _CAPTURES, tl.load(totals + _CAPTURES) + captured.to(tl.int32))
+            copied = _stream(edited, rest, inside, has_residual).to(ring.dtype.element_ty)
+            target = (first + record - 1 + place - 1).to(tl.int64) * width
+            tl.store(ring + target + columns, copied, mask=inside)
+            tl.store(totals + _NONFINITE, 1, mask=_any_infinite(copied, block) != 0)
 
 
 def site_triton(
@@ -309,7 +406,7 @@ def site_triton(
         raise ValueError(f"hidden must be at most {MAX_WIDTH} wide on a GPU, got {width}")
     if num_rows == 0:
         return
-    block = triton.next_power_of_2(width)
+    block = max(triton.next_power_of_2(width), _NEIGHBOURS.value)
     dependent = _dependent_launch(num_rows, width, hidden.device)
     with torch.cuda.device(hidden.device):
         _site_kernel[(num_rows,)](
@@ -333,10 +430,25 @@ def site_triton(
             block=block,
             limit=layout.limit_of(str(hidden.dtype).removeprefix("torch.")),
             dependent=dependent,
-            num_warps=min(max(block // 512, 4), 32),
+            num_warps=_num_warps(block),
             enable_fp_fusion=False,
-            **({"launch_pdl": True} if dependent else {}),
+            **_cuda_options(hidden, dependent),
         )
+
+
+def _num_warps(block: int) -> int:
+    """Return the number of warps of a program: a thread has 16 values of a wide row."""
+    return min(max(block // 512, 4), 32)
+
+
+def _cuda_options(hidden: Tensor, dependent: bool) -> dict[str, int | bool]:
+    """Return the launch options that only CUDA devices know."""
+    options: dict[str, int | bool] = {}
+    if hidden.element_size() == 2 and torch.version.hip is None:
+        options["maxnreg"] = MAX_REGISTERS
+    if dependent:
+        options["launch_pdl"] = True
+    return options
 
 
 def _dependent_launch(num_rows: int, width: int, device: torch.device) -> bool:

@@ -184,15 +184,18 @@ class ProgramTable:
             row = ranges[edit.tap]
             if row[layout.EDIT_COUNT] == 0:
                 row[layout.EDIT_START] = start
+                row[layout.PLAIN] = 1
             row[layout.EDIT_COUNT] += len(edit.steps)
-            row[layout.READS] |= any(step.reads for step in edit.steps)
+            row[layout.PLAIN] &= all(
+                layout.is_plain(step.op, step.flags, bool(edit.ids)) for step in edit.steps
+            )
             start += len(edit.steps)
         table = self._buffers.table
         # The row is shared with the group of the same index, whose column PLACE is not changed.
         columns = slice(layout.EDIT_START, layout.EDIT_COUNT + 1)
         upload(table[:, index, columns], torch.from_numpy(ranges[:, columns].copy()))
-        reads = torch.from_numpy(ranges[:, layout.READS].copy())
-        upload(table[:, index, layout.READS], reads)
+        plain = torch.from_numpy(ranges[:, layout.PLAIN].copy())
+        upload(table[:, index, layout.PLAIN], plain)
 
     def _set_properties(self, edits: Edits, index: int) -> None:
         self.fewest[index] = sum(edit.counted for edit in edits if not edit.ids)
