@@ -119,6 +119,9 @@ class SlowShipment:
     def ready(self) -> bool:
         return self.transport.shipped >= self.due
 
+    def free_tally(self) -> None:
+        self.shipment.free_tally()
+
     def tally(self) -> Tensor:
         return self.shipment.tally()
 
@@ -213,10 +216,12 @@ class FakeEngine:
         self.session.before_forward(view)
         armed = bool(self.buffers.tokens.any())
         captures = bool(self.buffers.tokens[:, layout.RECORD].any())
+        assert not captures or bool((self.buffers.table[:, 0, layout.FIRST] >= 0).all())
         before, after = self.forward(view.num_tokens + pad, **firing)
         scores = self.buffers.scores.numpy().copy()
         self.session.after_forward()
-        assert bool(self.buffers.tokens.any()) == (armed and not captures)
+        assert bool(self.buffers.tokens.any()) == armed
+        assert not captures or bool((self.buffers.table[:, 0, layout.FIRST] < 0).all())
         self.session.check_integrity()
         row, asked = 0, False
         for fake, count in batch:

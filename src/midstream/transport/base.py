@@ -39,8 +39,12 @@ class Shipment(Protocol):
     def tally(self) -> Tensor:
         """Return the device's tally on the host, int32 [tokens, 4]; see `midstream.ops.layout`.
 
-        Blocks until it is copied.
+        Blocks until it is copied. Not valid after `free_tally`.
         """
+        ...
+
+    def free_tally(self) -> None:
+        """Let a later shipment use the memory of the tally. Called at most once."""
         ...
 
     def scores(self) -> Tensor:

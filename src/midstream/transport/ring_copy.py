@@ -44,6 +44,9 @@ class CpuShipment:
     def tally(self) -> Tensor:
         return self.copied_tally
 
+    def free_tally(self) -> None:
+        pass
+
     def scores(self) -> Tensor:
         return self.copied_scores
 
@@ -74,6 +77,32 @@ class CpuTransport:
         return CpuShipment(extents, tally.clone(), scores.clone())
 
 
+class PinnedStaging:
+    """Pinned memory that is used again: allocating it takes longer than a copy of a few rows."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, like: Tensor) -> Tensor:
+        """Return a pinned tensor of the shape and dtype of `like`; contents are undefined."""
+        if not like.numel():
+            return torch.empty_like(like, device="cpu")
+        while self._free:
+            memory = self._free.pop()
+            if memory.dtype == like.dtype and memory.numel() >= like.numel():
+                return memory[: like.numel()].view(like.shape)
+        # Powers of two, so that the next step may be somewhat larger.
+        size = 1 << max(like.numel() - 1, 1).bit_length()
+        memory = torch.empty(size, dtype=like.dtype, pin_memory=torch.cuda.is_available())
+        return memory[: like.numel()].view(like.shape)
+
+    def give(self, taken: Tensor) -> None:
+        """Return a tensor from `take` whose copy is complete and whose values are read."""
+        if taken.numel():
+            size = taken.untyped_storage().nbytes() // taken.element_size()
+            self._free.append(taken.as_strided((size,), (1,), 0))
+
+
 @dataclass(frozen=True, slots=True)
 class CudaCopy:
     """A copy of a tensor in progress on the model's stream."""
@@ -94,6 +123,7 @@ class CudaShipment:
     pinned_tally: Tensor
     pinned_scores: Tensor
     arrived: torch.cuda.Event
+    staging: PinnedStaging
 
     def ready(self) -> bool:
         return bool(self.arrived.query())
@@ -104,6 +134,10 @@ class CudaShipment:
     def tally(self) -> Tensor:
         self.arrived.synchronize()
         return self.pinned_tally
+
+    def free_tally(self) -> None:
+        self.arrived.synchronize()
+        self.staging.give(self.pinned_tally)
 
     def scores(self) -> Tensor:
         self.arrived.synchronize()
@@ -127,6 +161,8 @@ class CudaTransport:
         self._ring = ring
         self._arena = arena
         self._stream = torch.cuda.Stream(ring.device)
+        self._queued = torch.cuda.Event()
+        self._tallies = PinnedStaging()
         self._in_flight: deque[_InFlight] = deque()
         self._next = 0
 
@@ -157,7 +193,7 @@ class CudaTransport:
         return CudaCopy(pinned, arrived)
 
     def ship(self, parcels: list[Parcel], tally: Tensor, scores: Tensor) -> Shipment:
-        pinned_tally, pinned_scores = _pinned(tally), _pinned(scores)
+        pinned_tally, pinned_scores = self._tallies.take(tally), _pinned(scores)
         # These are small, and the next step overwrites them: copied on the model's own stream.
         pinned_tally.copy_(tally, non_blocking=True)
         if scores.numel():
@@ -166,18 +202,23 @@ class CudaTransport:
         current = torch.cuda.current_stream(self._ring.device)
         arrived = torch.cuda.Event()
         if any(extent is not None for extent in extents):
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
+            # One event for all steps: a wait refers to the record before it.
+            self._queued.record(current)
+            self._stream.wait_event(self._queued)
+            torch.cuda.set_stream(self._stream)
+            try:
                 for parcel, extent in zip(parcels, extents, strict=True):
                     if extent is not None:
                         _send(self._ring, parcel, extent)
-                arrived.record(self._stream)
+            finally:
+                torch.cuda.set_stream(current)
+            arrived.record(self._stream)
             first = min(parcel.first for parcel in parcels)
             stop = max(parcel.first + parcel.num_rows for parcel in parcels)
             self._in_flight.append(_InFlight(first, stop, arrived))
         else:
             arrived.record(current)
-        return CudaShipment(extents, pinned_tally, pinned_scores, arrived)
+        return CudaShipment(extents, pinned_tally, pinned_scores, arrived, self._tallies)
 
 
 def _allocate(arena: Arena, ring: Tensor, parcel: Parcel) -> Extent | None:

@@ -14,7 +14,7 @@ from support.stored import make_arena
 from midstream.codecs import Full8, Raw, parse_codec
 from midstream.transport.arena import Arena, ArenaSettings
 from midstream.transport.base import Parcel, Shipment
-from midstream.transport.ring_copy import CpuTransport, CudaTransport, host_transport
+from midstream.transport.ring_copy import CpuTransport, CudaTransport, PinnedStaging, host_transport
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -66,6 +66,23 @@ def test_what_was_shipped_does_not_change_with_the_next_step():
     assert torch.equal(rows_of(shipment), ring())
     assert torch.equal(shipment.tally(), tally())
     assert torch.equal(shipment.scores(), scores())
+
+
+def test_staging_memory_is_used_again_once_it_was_given_back_and_not_before():
+    staging = PinnedStaging()
+    first, second = staging.take(tally(5)), staging.take(tally(5))
+    assert first.shape == second.shape == (5, 4)
+    assert first.data_ptr() != second.data_ptr()
+    staging.give(first)
+    again = staging.take(tally(3))
+    assert again.shape == (3, 4)
+    assert again.data_ptr() == first.data_ptr()
+    staging.give(again)
+    larger = staging.take(tally(5))
+    assert larger.data_ptr() == first.data_ptr()
+    staging.give(larger)
+    assert staging.take(tally(99)).shape == (99, 4)
+    assert staging.take(tally(0)).shape == (0, 4)
 
 
 def test_each_codec_has_its_own_part_of_the_ring_and_of_the_arena():

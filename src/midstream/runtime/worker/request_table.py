@@ -211,6 +211,8 @@ class RequestTable:
 
     def _remove_settled(self) -> None:
         """Remove finished requests whose steps are all settled from the slots."""
+        if not self._finishing:
+            return
         settled = self._recorder.settled
         finishing, self._finishing = self._finishing, []
         for number, request in finishing:

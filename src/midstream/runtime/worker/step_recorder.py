@@ -7,31 +7,28 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.ops import layout
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scores
+from midstream.runtime.worker.step.armed_buffers import ArmedBuffers
 from midstream.runtime.worker.step.in_flight import (
+    ExpectedCounts,
     InFlightStep,
     PreparedStep,
     bounds,
     positions_of,
-    shifted,
 )
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan
 from midstream.runtime.worker.tables.codec_table import CodecTable
-from midstream.runtime.worker.tables.device_buffers import Buffers, upload
+from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.runtime.worker.taps.tap_check import TapSignature
 from midstream.sites import Tap
 from midstream.transport.arena import Arena
 from midstream.transport.base import Copy, Parcel, Shipment, Transport
-
-_NO_TOKENS = np.zeros((0, layout.TOKEN_COLUMNS), np.int32)
 
 
 @dataclass(slots=True)
@@ -82,6 +79,8 @@ class StepRecorder:
         slots: SlotTable,
         codecs: CodecTable,
         taps: Iterable[Tap],
+        *,
+        only_armed: bool = False,
     ) -> None:
         """Args:
         buffers: the rank's buffers.
@@ -90,6 +89,7 @@ class StepRecorder:
         slots: the requests.
         codecs: the codecs of captured rows.
         taps: the rank's taps.
+        only_armed: every forward pass that fires the taps is armed. Nothing is disarmed then.
         """
         self.counts = StepCounts()
         self.rows: CapturedRowIndex[ArenaRows] = CapturedRowIndex()
@@ -103,7 +103,9 @@ class StepRecorder:
         self._codecs = codecs
         self._signature = TapSignature(taps)
         self._score_kind = self.scores.kind((0,))
-        self._armed = _NO_TOKENS
+        self._armed = ArmedBuffers(buffers, only_armed)
+        self._expected: ExpectedCounts | None = None
+        self._no_scores = buffers.scores[:0]
         self._in_flight: deque[InFlightStep] = deque()
 
     # -- arming -----------------------------------------------------------------------------
@@ -112,30 +114,15 @@ class StepRecorder:
         """Set the buffers for the step that is queued next."""
         self.counts.add_active(plan.num_records)
         first = self._transport.reserve(plan.num_records)
-        self._buffers.tally[: plan.tokens.shape[0]].zero_()
-        self._send(shifted(plan.tokens, first))
+        self._armed.arm(plan.tokens, first)
         if plan.by_id:
             ids = batch.token_ids()
             self._buffers.ids[: ids.shape[0]].copy_(ids)
         self.prepared = PreparedStep(plan, first, self._copy_positions(plan, batch))
 
     def disarm(self) -> None:
-        """Clear the armed tokens, so that forward passes change and capture nothing."""
-        if self._armed.shape[0]:
-            self._buffers.tokens[: self._armed.shape[0]].zero_()
-            self._armed = _NO_TOKENS
-
-    def _send(self, tokens: NDArray[np.int32]) -> None:
-        """Copy tokens to the device. The tokens of consecutive decode steps are often the same,
-        and then nothing is copied: edits stay armed until they change.
-        """
-        rows, before = tokens.shape[0], self._armed.shape[0]
-        if tokens is self._armed or rows == before and np.array_equal(tokens, self._armed):
-            return
-        upload(self._buffers.tokens[:rows], torch.from_numpy(tokens))
-        if before > rows:
-            self._buffers.tokens[rows:before].zero_()
-        self._armed = tokens
+        """Disarm the buffers for a forward pass without a program."""
+        self._armed.disarm()
 
     def _copy_positions(self, plan: StepPlan, batch: StepBatch) -> Copy | None:
         """Start to copy the rows' positions from the device, if the host does not know them."""
@@ -159,18 +146,18 @@ class StepRecorder:
         prepared, self.prepared = self.prepared, None
         assert prepared is not None
         plan = prepared.plan
-        rows = plan.tokens.shape[0]
-        scored = rows if plan.scored else 0
         batches: Sequence[CodecBatch] = plan.batches
-        incomplete = self._slots.incomplete[plan.runs.slot]
-        if incomplete.any():
-            self._slots.drop(plan.runs, np.flatnonzero(incomplete))
-            batches = plan.batches_of(~incomplete)
-        tally, scores = self._buffers.tally[:rows], self._buffers.scores[:scored]
+        if batches:
+            incomplete = self._slots.incomplete[plan.runs.slot]
+            if incomplete.any():
+                self._slots.drop(plan.runs, np.flatnonzero(incomplete))
+                batches = plan.batches_of(~incomplete)
+        tally, scores = self._armed.tally, self._no_scores
+        if plan.scored:
+            scores = self._buffers.scores[: tally.shape[0]]
         shipment = self._ship(prepared, batches, tally, scores)
         if plan.num_records:
-            # No forward pass before the next step may overwrite rows that are being copied.
-            self.disarm()
+            self._armed.close_ring()
         self._in_flight.append(InFlightStep(self.counts.steps, prepared, shipment))
         for batch in self._record_rows(prepared, batches, shipment):
             alone = batch.alone()
@@ -235,14 +222,14 @@ class StepRecorder:
     def settle(self) -> None:
         """Verify the steps whose results are on the host."""
         while self._in_flight and self._in_flight[0].shipment.ready():
-            self._verify(self._in_flight.popleft())
+            self._settle_oldest()
 
     def settle_until(self, number: int) -> None:
         """Verify all steps up to a number, whose results are waited for, and then those whose
         results are on the host.
         """
         while self._in_flight and self._in_flight[0].number <= number:
-            self._verify(self._in_flight.popleft())
+            self._settle_oldest()
         self.settle()
 
     def last_step_of(self, requests: Sequence[RequestState]) -> int:
@@ -255,13 +242,24 @@ class StepRecorder:
                 return step.number
         return 0
 
+    def _settle_oldest(self) -> None:
+        step = self._in_flight.popleft()
+        self._verify(step)
+        step.shipment.free_tally()
+
     def _verify(self, step: InFlightStep) -> None:
         """Compare what the device counted for each token with the plan."""
         plan = step.prepared.plan
         if step.prepared.positions is not None:
             positions = step.prepared.positions.values().numpy()[plan.active]
             plan = replace(plan, positions=positions.astype(np.int64))
-        tally = step.shipment.tally().numpy()[plan.active]
+        expected = self._expected
+        if expected is None or expected.tokens is not plan.tokens:
+            expected = self._expected = ExpectedCounts(plan, self._signature.signature)
+        tally = step.shipment.tally().numpy()[expected.rows]
+        if expected.of_requests and (tally == expected.tally).all():
+            self._slots.record_states(plan.slots, plan.positions, expected.states)
+            return
         edits = tally[:, layout.EDITS].astype(np.int64)
         self._slots.record(plan, edits, tally[:, layout.NONFINITE] != 0)
         wrong = (
@@ -290,9 +288,4 @@ class StepRecorder:
             AssertionError: that is not so.
         """
         assert self.prepared is None
-        armed = self._armed.shape[0]
-        found = self._buffers.tokens[:armed].cpu().numpy().copy()
-        if (self._armed[:, layout.POSITION] < 0).any():  # the device has set these positions
-            found[:, layout.POSITION] = self._armed[:, layout.POSITION]
-        assert np.array_equal(found, self._armed)
-        assert not bool(self._buffers.tokens[armed:].any())
+        self._armed.check_integrity()

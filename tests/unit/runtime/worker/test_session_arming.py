@@ -8,8 +8,8 @@ from support.plans import KINDS, SMALL, VECTORS, add, gated, plan_of, probe, row
 
 from midstream.ops import layout
 from midstream.runtime.protocol.segments import APPLIED_0, RankShare
-from midstream.runtime.worker import step_recorder
 from midstream.runtime.worker.session import WorkerSession
+from midstream.runtime.worker.step import armed_buffers
 from midstream.spec import Match, ResolvedPlan, ResolvedProbe, Steps, Where
 
 EVERYWHERE = ((0, None),)
@@ -33,14 +33,14 @@ def run(engine, *batch):
 def uploads(monkeypatch):
     """Rows of `tokens` each time they are sent to the device."""
     sent = []
-    real = step_recorder.upload
+    real = armed_buffers.upload
 
     def note(target, values):
         if target.shape[-1] == layout.TOKEN_COLUMNS and target.ndim == 2:
             sent.append(target.shape[0])
         real(target, values)
 
-    monkeypatch.setattr(step_recorder, "upload", note)
+    monkeypatch.setattr(armed_buffers, "upload", note)
     return sent
 
 
@@ -74,16 +74,47 @@ def test_rows_by_position_are_sent_anew_in_every_step_of_theirs_and_only_there(u
     check_taken(engine.take("a"), [fake])
 
 
-def test_a_step_with_captures_is_disarmed_so_that_no_other_forward_writes_to_the_ring():
-    engine, reads, steers = FakeEngine(), Fake("r", READ), Fake("s", STEER)
+def test_captures_stay_armed_while_decode_steps_are_alike_and_nothing_is_sent(uploads):
+    engine, reads, steers = FakeEngine(lag=9), Fake("r", READ), Fake("s", STEER)
     engine.add(reads)
     engine.add(steers)
-    for count in (3, 1, 1):
+    for count in (3, 1, 1, 1):
         run(engine, (reads, count), (steers, count))
-        assert not bool(engine.buffers.tokens.any())
-    run(engine, (steers, 1))
-    assert bool(engine.buffers.tokens.any())
-    engine.session.check_integrity()
+    assert uploads == [6, 2]
+    check_taken(engine.take("r"), [reads])
+    check_taken(engine.take("s"), [steers])
+
+
+def test_rows_are_in_the_part_of_the_ring_that_their_step_reserved_though_nothing_is_sent(uploads):
+    engine, fake = FakeEngine(lag=9), Fake("a", READ)
+    engine.buffers.ring.fill_(-7)
+    engine.add(fake)
+    for step in range(1, 7):
+        run(engine, (fake, 2))
+        written = (engine.buffers.ring != -7).any(1)
+        assert bool(written[: 2 * step].all())
+        assert not bool(written[2 * step :].any())
+    assert uploads == [2]
+    check_taken(engine.take("a"), [fake])
+
+
+def test_what_every_forward_is_armed_for_is_neither_disarmed_nor_set_again(uploads):
+    engine = FakeEngine()
+    armed = engine.session._recorder._armed
+    armed._only_armed = True
+    fake, filled = Fake("a", plan_of(captures=[([POST], EVERYWHERE)])), []
+    armed._set_first = filled.append
+    engine.add(fake)
+    for _ in range(4):
+        engine.session.before_forward(view_of(["a"], [1], [fake.computed]))
+        engine.forward(1)
+        engine.session.after_forward()
+        engine.session.before_forward(view_of(["plain"], [1], [0]))  # taps do not fire here
+        engine.session.after_forward()
+        engine.session.check_integrity()
+        fake.computed += 1
+    assert uploads == [1]
+    assert filled == [0] * 4
 
 
 def test_a_step_in_which_nobody_asks_for_anything_disarms_what_was_armed():
@@ -107,15 +138,6 @@ def test_a_program_that_takes_the_place_of_another_is_armed_with_its_own_edits()
     run(engine, (second, 2))
     check_taken(engine.take("1"), [first])
     check_taken(engine.take("2"), [second])
-
-
-def test_a_shifted_record_is_sent_even_where_all_else_is_alike():
-    engine = FakeEngine(lag=9)
-    fake = Fake("a", READ)
-    engine.add(fake)
-    for _ in range(6):
-        run(engine, (fake, 2))
-    check_taken(engine.take("a"), [fake])
 
 
 # ---------------------------------------------------------------- scores

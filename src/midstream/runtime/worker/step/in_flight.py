@@ -8,18 +8,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.ops import layout
+from midstream.runtime.protocol.runs import Ints
+from midstream.runtime.protocol.segments import APPLIED_0, MOST_APPLIED
 from midstream.runtime.worker.row_index import PendingPositions
 from midstream.runtime.worker.step.step_plan import StepPlan
 from midstream.transport.base import Copy, Shipment
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # see `TokenRuns`
 class PreparedStep:
     """A step whose forward pass is queued next.
 
     Attributes:
         plan: the step's plan.
-        first: ring row that the plan's records are relative to.
+        first: ring row at which the plan's first record begins.
         positions: copy of each row's position to the host; None if the plan has the positions.
     """
 
@@ -28,7 +30,7 @@ class PreparedStep:
     positions: Copy | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # see `TokenRuns`
 class InFlightStep:
     """A step whose results are copied to the host.
 
@@ -43,14 +45,31 @@ class InFlightStep:
     shipment: Shipment
 
 
-def shifted(tokens: NDArray[np.int32], first: int) -> NDArray[np.int32]:
-    """Return `tokens` with records relative to ring row 0, for a step that begins at `first`."""
-    if not first:
-        return tokens
-    moved: NDArray[np.int32] = tokens.copy()
-    records = moved[:, layout.RECORD]
-    records[records > 0] += first
-    return moved
+class ExpectedCounts:
+    """What the device must count in a step, as an array that is compared at once.
+
+    Attributes:
+        tokens: `StepPlan.tokens` of the step; repeated steps have the same object.
+        tally: int32 [active rows, TALLY_COLUMNS], where each edit that depends on a token's id
+            applies and all values are finite.
+        states: uint16 [active rows], the state of each row's position then.
+        rows: index of the active rows.
+        of_requests: whether each active row is a request's.
+    """
+
+    __slots__ = ("of_requests", "rows", "states", "tally", "tokens")
+
+    def __init__(self, plan: StepPlan, signature: int) -> None:
+        self.tokens = plan.tokens
+        size = plan.active.size
+        self.tally = np.zeros((size, layout.TALLY_COLUMNS), np.int32)
+        self.tally[:, layout.SIGNATURE] = signature
+        self.tally[:, layout.EDITS] = plan.most
+        self.tally[:, layout.CAPTURES] = plan.captures
+        self.states = np.minimum(APPLIED_0 + plan.most, MOST_APPLIED).astype(np.uint16)
+        in_order = bool((plan.active == np.arange(size)).all())
+        self.of_requests = bool((plan.slots >= 0).all())
+        self.rows: slice | Ints = slice(size) if in_order else plan.active
 
 
 def positions_of(

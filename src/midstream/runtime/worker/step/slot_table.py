@@ -205,6 +205,10 @@ class SlotTable:
                     self._add_nonfinite(request, int(plan.positions[nth]))
         self._states[plan.slots[mine], plan.positions[mine]] = states
 
+    def record_states(self, slots: Ints, positions: Ints, states: NDArray[np.uint16]) -> None:
+        """Set the state of one position of each slot; of requests only."""
+        self._states[slots, positions] = states
+
     def _add_nonfinite(self, request: RequestState, position: int) -> None:
         if request.problem or request.nonfinite:
             return

@@ -18,7 +18,7 @@ from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan, TokenR
 from midstream.runtime.worker.tables.program_table import ProgramTable
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _DecodeStep:
     """A step in which every request with a plan had one row. The next step is often the same
     except for the positions.
@@ -26,22 +26,47 @@ class _DecodeStep:
     Attributes:
         plan: the step's plan.
         slots: slots of the batch's requests; the same array as long as the requests are the same.
-        scheduled: number of tokens of each request.
+        scheduled: bytes of the number of tokens of each request.
+        computed: number of tokens of each request that were computed before the step.
         chosen: indices of the batch's requests that have a plan.
         slot: slots of the chosen requests.
         start: first position of the segment of each chosen request.
         stop: last position + 1 of that segment.
-        active: which of the chosen requests have a program there.
+        active: which of the chosen requests have a program there; None: all.
+        position: position of each chosen request.
+        more: how many more steps are within these segments, if each advances by one position.
     """
 
     plan: StepPlan
     slots: Ints
-    scheduled: NDArray[np.int32]
+    scheduled: bytes
+    computed: NDArray[np.int32]
     chosen: Ints
     slot: Ints
     start: Ints
     stop: Ints
-    active: NDArray[np.bool_]
+    active: NDArray[np.bool_] | None
+    position: Ints
+    more: int
+
+    def advance(self, batch: StepBatch) -> Ints | None:
+        """Return the chosen requests' positions in a batch of the same requests; None if one has
+        more than one row, or is in another segment.
+        """
+        if batch.scheduled.tobytes() != self.scheduled:
+            return None
+        self.computed += 1
+        if self.more > 0 and batch.computed.tobytes() == self.computed.tobytes():
+            self.more -= 1
+            self.position = self.position + 1
+            return self.position
+        self.computed[:] = batch.computed
+        position = batch.computed[self.chosen].astype(np.int64)
+        if (position < self.start).any() or (position >= self.stop).any():
+            return None
+        self.more = int((self.stop - position).min()) - 1
+        self.position = position
+        return position
 
 
 class StepPlanner:
@@ -94,15 +119,20 @@ class StepPlanner:
         # A request that crossed into another segment is laid out last. Such a step is rare.
         if not np.array_equal(slot[active], runs.slot):
             return
+        position = batch.computed[chosen].astype(np.int64)
+        stop = content[:, columns.STOP].copy()
         self._decode = _DecodeStep(
             plan=plan,
             slots=slots,
-            scheduled=scheduled,
+            scheduled=scheduled.tobytes(),
+            computed=batch.computed.copy(),
             chosen=chosen,
             slot=slot,
             start=content[:, columns.START].copy(),
-            stop=content[:, columns.STOP].copy(),
-            active=active,
+            stop=stop,
+            active=None if active.all() else active,
+            position=position,
+            more=int((stop - position).min()) - 1,
         )
 
     def _repeat(self, batch: StepBatch) -> StepPlan | None:
@@ -114,15 +144,11 @@ class StepPlanner:
             or self._slots.slots_of(batch.request_ids) is not last.slots
         ):
             return None
-        position = batch.computed[last.chosen].astype(np.int64)
-        if (
-            not np.array_equal(batch.scheduled, last.scheduled)
-            or (position < last.start).any()
-            or (position >= last.stop).any()
-        ):
+        position = last.advance(batch)
+        if position is None:
             return None
         self._slots.advance(last.slot, position, position + 1)
-        return last.plan.at(position[last.active])
+        return last.plan.at(position if last.active is None else position[last.active])
 
     def _make_runs(self, batch: StepBatch) -> TokenRuns | None:
         """Return the runs of a batch that have a program; None if there are none."""
