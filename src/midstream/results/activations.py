@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from midstream import sites
 from midstream.console import format_ranges
 from midstream.results.arrays import array_of, encode_blocks, save_tensors, stack_arrays, to_numpy
 from midstream.results.encoded_rows import Rows, rows_of
+from midstream.results.gathered_rows import GatheredRows, RowGroup
 from midstream.results.rows_file import POSITIONS, TOKENS, header_of, read_rows_file
 from midstream.sites import Tap
 from midstream.validation import as_number, hint, is_int
@@ -273,6 +274,36 @@ class Activations:
         if tap is None or tap not in self._given:
             raise KeyError(_explain(self, key, tap))
         return tap
+
+
+def groups_of(activations: Activations) -> tuple[RowGroup, ...]:
+    """Return the encoded rows by the sites and layers that were captured together."""
+    given, positions = activations._given, activations._positions  # noqa: SLF001
+    if isinstance(given, GatheredRows):
+        return given.groups
+    return tuple(_group_of(tap, activations._rows(tap), positions[tap]) for tap in given)  # noqa: SLF001
+
+
+def owns_memory(activations: Activations) -> bool:
+    """Return whether all rows are known to be in memory of this process alone."""
+    given = activations._given  # noqa: SLF001
+    return isinstance(given, GatheredRows) and given.owns_memory
+
+
+@dataclass(frozen=True, slots=True)
+class _OneTap:
+    """Rows of one tap as a block; see `midstream.results.gathered_rows.Block`."""
+
+    taps: tuple[Tap, ...]
+    chunks: tuple[Tensor, ...]
+    is_leased: bool = True  # not known
+
+
+def _group_of(tap: Tap, rows: Rows, positions: Tensor) -> RowGroup:
+    """Return the rows of one tap as a group."""
+    block = _OneTap((tap,), (rows.encoded()[:, None],))
+    nothing = replace(rows, chunks=(), places=(), chosen=None)
+    return RowGroup((tap,), positions, (block,), None, nothing)
 
 
 def _decoded(rows: Rows) -> Tensor:

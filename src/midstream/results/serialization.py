@@ -2,14 +2,68 @@
 
 from __future__ import annotations
 
+import functools
+import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from midstream.results.activations import Activations
+import numpy as np
+
+from midstream.results.activations import Activations, groups_of
+from midstream.results.gathered_rows import RowGroup
 from midstream.results.rows_file import POSITIONS, TOKENS, header_of, read_rows_file
+from midstream.sites import Tap
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+
+_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_INDEX = 8  # bytes of a position or a token id
+# Many requests capture the same taps at as many positions: their files have the same header.
+_CACHED_HEADERS = 256
+
+# (taps, number of rows, bytes of a row, dtype, width) of a group of taps.
+_Shape = tuple[tuple[Tap, ...], int, int, str, int]
+
+
+class PackedRows:
+    """Rows that are packed when their bytes are asked for; see `pack`.
+
+    Attributes:
+        nbytes: number of the bytes.
+    """
+
+    def __init__(self, activations: Activations, hidden: int, dtype: torch.dtype) -> None:
+        """Create it; no row is looked at.
+
+        Args:
+            activations: the rows.
+            hidden: width of the captured vectors.
+            dtype: dtype of the captured vectors.
+        """
+        self._activations = activations
+        self._groups = groups_of(activations)
+        codec = activations.codec.spec
+        metadata = {
+            **header_of(activations.num_layers),
+            "codec": codec,
+            "hidden": str(hidden),
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+        shapes = tuple([_shape_of(group, codec == "raw") for group in self._groups])
+        self._header, size = _header_of(shapes, tuple(metadata.items()))
+        self.nbytes = len(self._header) + size
+
+    def tobytes(self) -> bytes:
+        """Return the bytes."""
+        parts: list[bytes | memoryview] = [self._header]
+        for group in self._groups:
+            times = len(group.taps)
+            parts.append(group.positions.numpy().tobytes() * times)
+            tokens = self._activations.token_ids_of(*group.taps[0])
+            parts.append(tokens.numpy().tobytes() * times)
+        parts += [np.ascontiguousarray(group.encoded()).data for group in self._groups]
+        return b"".join(parts)
 
 
 def pack(activations: Activations, hidden: int, dtype: torch.dtype) -> bytes:
@@ -25,27 +79,7 @@ def pack(activations: Activations, hidden: int, dtype: torch.dtype) -> bytes:
         hidden: width of the captured vectors.
         dtype: dtype of the captured vectors.
     """
-    from safetensors.torch import save
-
-    from midstream.codecs import Raw
-
-    is_raw = isinstance(activations.codec, Raw)
-    tensors: dict[str, Tensor] = {}
-    for site, layer in activations:
-        name = f"{site}.{layer}"
-        rows = activations[site, layer] if is_raw else activations.encoded(site, layer)
-        tensors[name] = rows.contiguous()
-        # safetensors rejects tensors that share memory: copy them.
-        tensors[f"{name}.{POSITIONS}"] = activations.positions_of(site, layer).clone()
-        tensors[f"{name}.{TOKENS}"] = activations.token_ids_of(site, layer).clone()
-    metadata = {
-        **header_of(activations.num_layers),
-        "codec": activations.codec.spec,
-        "hidden": str(hidden),
-        "dtype": str(dtype).removeprefix("torch."),
-    }
-    packed: bytes = save(tensors, metadata)
-    return packed
+    return PackedRows(activations, hidden, dtype).tobytes()
 
 
 def unpack(data: bytes) -> Activations:
@@ -59,3 +93,38 @@ def unpack(data: bytes) -> Activations:
         UnsupportedError: the codec is lossy, and torch, which decodes it, is not installed.
     """
     return Activations(*read_rows_file(data))
+
+
+def _shape_of(group: RowGroup, is_raw: bool) -> _Shape:
+    nothing = group.nothing
+    width = nothing.codec.row_bytes(nothing.hidden, nothing.dtype)
+    dtype = _DTYPES[str(nothing.dtype).removeprefix("torch.")] if is_raw else "U8"
+    return group.taps, len(group.positions), width, dtype, nothing.hidden if is_raw else width
+
+
+@functools.lru_cache(maxsize=_CACHED_HEADERS)
+def _header_of(shapes: Sequence[_Shape], metadata: Sequence[tuple[str, str]]) -> tuple[bytes, int]:
+    """Return the header of a file, and the number of bytes after it.
+
+    Positions and token ids are first: after a header of a multiple of 8 bytes, they are aligned.
+    """
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+
+    def add(names: Sequence[str], dtype: str, shape: list[int], size: int) -> None:
+        nonlocal offset
+        for name in names:
+            place = [offset, offset + size]
+            entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": place}
+            offset += size
+
+    for taps, rows, *_ in shapes:
+        for what in (POSITIONS, TOKENS):
+            names = [f"{site}.{layer}.{what}" for site, layer in taps]
+            add(names, "I64", [rows], rows * _INDEX)
+    for taps, rows, width, dtype, hidden in shapes:
+        names = [f"{site}.{layer}" for site, layer in taps]
+        add(names, dtype, [rows, hidden], rows * width)
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, offset

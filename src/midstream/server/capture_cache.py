@@ -6,12 +6,26 @@ import os
 import secrets
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from midstream.config.http import HttpSettings
 from midstream.errors import HttpError
+
+
+class Packable(Protocol):
+    """Captured rows that become bytes when these are asked for."""
+
+    @property
+    def nbytes(self) -> int:
+        """Number of the bytes."""
+        ...
+
+    def tobytes(self) -> bytes:
+        """Return the bytes."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +36,7 @@ class CachedCapture:
         id: unguessable id, with which its client may fetch and delete the rows.
         client: id of the client that the rows belong to.
         request_id: vLLM's request id.
-        file: descriptor of an anonymous memory file (memfd) with the rows as safetensors; freed
-            with the process at the latest.
-        nbytes: length of the file in bytes.
+        nbytes: length of the rows as safetensors, in bytes.
         expires_at: time of expiry, in seconds since the epoch.
         about: description of the rows, as in the response.
     """
@@ -32,22 +44,71 @@ class CachedCapture:
     id: str
     client: str
     request_id: str
-    file: int
     nbytes: int
     expires_at: float
     about: Mapping[str, Any]
 
 
+@dataclass(eq=False, slots=True)
+class _Kept:
+    """Memory of an entry.
+
+    Attributes:
+        entry: the entry.
+        rows: rows that nobody has fetched yet; None: they are in `file`.
+        file: descriptor of an anonymous memory file (memfd) with the rows as safetensors; None: the
+            rows were not fetched yet, or were freed.
+        readers: number of readers. Memory of freed rows is in use until the last one ends.
+    """
+
+    entry: CachedCapture
+    rows: Packable | None
+    file: int | None = None
+    readers: int = 0
+
+    def free(self) -> None:
+        """Free the rows, except for readers that have a descriptor of their own."""
+        self.rows = None
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
+
+
+@dataclass(slots=True)
+class _Usage:
+    """Entries that take memory, of one client or of all.
+
+    Attributes:
+        captures: number of entries.
+        nbytes: their bytes.
+    """
+
+    captures: int = 0
+    nbytes: int = 0
+
+    def add(self, entry: CachedCapture, times: int) -> None:
+        """Add an entry once (1), or remove it (-1)."""
+        self.captures += times
+        self.nbytes += times * entry.nbytes
+
+
 class CaptureCache:
-    """Cache of captured rows of one server. Thread-safe."""
+    """Cache of captured rows of one server. Thread-safe.
+
+    Rows are packed when they are first fetched. What a request costs does not depend on how many
+    entries there are.
+    """
 
     def __init__(self, settings: HttpSettings, clock: Callable[[], float] = time.time) -> None:
         self._settings = settings
         self._clock = clock
-        self._captures: dict[str, CachedCapture] = {}
-        # By id, the rows that are read now, also after they were freed, and by how many readers:
-        # their memory is in use until the last reader ends.
-        self._read: dict[str, tuple[CachedCapture, int]] = {}
+        # In the order in which they expire.
+        self._captures: OrderedDict[str, _Kept] = OrderedDict()
+        # Entries that are read now, also after they were freed.
+        self._read: dict[str, _Kept] = {}
+        # What takes memory: the entries, and rows that were freed while a client reads them.
+        self._all = _Usage()
+        self._of_client: dict[str, _Usage] = {}
         self._lock = threading.Lock()
 
     @property
@@ -55,7 +116,7 @@ class CaptureCache:
         """Bytes of all cached rows."""
         with self._lock:
             self._expire()
-            return sum(one.nbytes for one in self._captures.values())
+            return sum(one.entry.nbytes for one in self._captures.values())
 
     def __len__(self) -> int:
         with self._lock:
@@ -72,35 +133,38 @@ class CaptureCache:
             self._check(client, 1)
 
     def store(
-        self, data: bytes, client: str, request_id: str, about: Mapping[str, Any]
+        self, rows: Packable | bytes, client: str, request_id: str, about: Mapping[str, Any]
     ) -> CachedCapture:
-        """Store rows, and return their entry.
+        """Store rows, and return their entry. Rows that are bytes are copied; others are kept as
+        they are until they are fetched.
 
         Raises:
             HttpError: as for `check`; or 507, the machine has no memory or file left.
         """
-        with self._lock:
-            self._check(client, len(data))
-        # The copy runs without the lock, so the capacity is checked again after it.
-        try:
-            file = _file_of(data)
-        except OSError as error:
-            raise HttpError(507, f"the rows cannot be cached: {error.strerror}") from None
+        nbytes = len(rows) if isinstance(rows, bytes) else rows.nbytes
+        file = None
+        if isinstance(rows, bytes):
+            with self._lock:
+                self._check(client, nbytes)
+            # The copy runs without the lock, so the capacity is checked again after it.
+            file = _file_of(rows)
         try:
             with self._lock:
-                self._check(client, len(data))
+                self._check(client, nbytes)
                 entry = CachedCapture(
                     secrets.token_urlsafe(24),
                     client,
                     request_id,
-                    file,
-                    len(data),
+                    nbytes,
                     self._clock() + self._settings.held_seconds,
                     about,
                 )
-                self._captures[entry.id] = entry
+                unpacked = None if isinstance(rows, bytes) else rows
+                self._captures[entry.id] = _Kept(entry, unpacked, file)
+                self._count(entry, 1)
         except HttpError:
-            os.close(file)
+            if file is not None:
+                os.close(file)
             raise
         return entry
 
@@ -108,99 +172,143 @@ class CaptureCache:
         """Return the entry of an id; None if the id is unknown or expired."""
         with self._lock:
             self._expire()
-            return self._captures.get(name)
+            found = self._captures.get(name)
+            return None if found is None else found.entry
 
     def open(self, name: str) -> tuple[CachedCapture, int] | None:
         """Return the entry of an id with a new file descriptor, which the caller must give to
-        `end_read`; None if the id is unknown or expired.
+        `end_read`; None if the id is unknown or expired. The first call packs the rows.
+
+        Raises:
+            HttpError: 507, the machine has no memory or file left.
         """
         with self._lock:
             self._expire()
-            entry = self._captures.get(name)
-            if entry is None:
+            kept = self._captures.get(name)
+            rows = None if kept is None else kept.rows
+        # The rows are packed without the lock. If two readers do it at once, one file is closed.
+        made = None if rows is None else _file_of(rows.tobytes())
+        with self._lock:
+            if made is not None and kept is not None and kept.rows is not None:
+                kept.file, kept.rows, made = made, None, None
+            if made is not None:
+                os.close(made)
+            if kept is None or kept.file is None:
                 return None
-            _, readers = self._read.get(name, (entry, 0))
-            self._read[name] = (entry, readers + 1)
+            kept.readers += 1
+            self._read[name] = kept
             # Duplicate the descriptor: if the rows are freed meanwhile, the kernel may reuse the
             # number for another file.
-            return entry, os.dup(entry.file)
+            return kept.entry, os.dup(kept.file)
 
     def end_read(self, entry: CachedCapture, file: int) -> None:
         """Close a descriptor that `open` returned."""
         with self._lock:
             os.close(file)
-            _, readers = self._read.pop(entry.id)
-            if readers > 1:
-                self._read[entry.id] = (entry, readers - 1)
+            kept = self._read[entry.id]
+            kept.readers -= 1
+            if not kept.readers:
+                del self._read[entry.id]
+                if entry.id not in self._captures:
+                    self._count(entry, -1)
 
     def of_client(self, client: str) -> list[CachedCapture]:
         """Return a client's entries, oldest first."""
         with self._lock:
             self._expire()
-            return [one for one in self._captures.values() if one.client == client]
+            every = [one.entry for one in self._captures.values()]
+            return [entry for entry in every if entry.client == client]
 
     def delete(self, name: str) -> bool:
         """Free the rows of an id; return whether there were any."""
         with self._lock:
             self._expire()
-            found = self._captures.pop(name, None)
-            if found is not None:
-                os.close(found.file)
-            return found is not None
+            return self._remove(name)
 
     def close(self) -> None:
         """Free all cached rows."""
         with self._lock:
-            for one in self._captures.values():
-                os.close(one.file)
-            self._captures.clear()
+            for name in list(self._captures):
+                self._remove(name)
+
+    def _remove(self, name: str) -> bool:
+        kept = self._captures.pop(name, None)
+        if kept is None:
+            return False
+        kept.free()
+        if not kept.readers:
+            self._count(kept.entry, -1)
+        return True
 
     def _expire(self) -> None:
         now = self._clock()
-        for name in [name for name, one in self._captures.items() if one.expires_at <= now]:
-            os.close(self._captures.pop(name).file)
+        while self._captures:
+            name, first = next(iter(self._captures.items()))
+            if first.entry.expires_at > now:
+                return
+            self._remove(name)
+
+    def _count(self, entry: CachedCapture, times: int) -> None:
+        """Count an entry that takes memory from now on (1), or no longer (-1)."""
+        self._all.add(entry, times)
+        mine = self._of_client.setdefault(entry.client, _Usage())
+        mine.add(entry, times)
+        if not mine.captures:
+            del self._of_client[entry.client]
 
     def _check(self, client: str, nbytes: int) -> None:
         self._expire()
         limits = self._settings
-        # Rows that were freed while a client reads them take memory until it has read them.
-        kept = {**self._captures, **{name: one for name, (one, _) in self._read.items()}}
-        mine = [one.nbytes for one in kept.values() if one.client == client]
-        if len(mine) >= limits.client_captures:
+        mine, every = self._of_client.get(client, _Usage()), self._all
+        if mine.captures >= limits.client_captures:
             raise HttpError(
                 429,
-                f"{len(mine)} captures are cached for this client, which is the limit "
+                f"{mine.captures} captures are cached for this client, which is the limit "
                 "(http.client_captures); fetch and delete some",
             )
-        if sum(mine) + nbytes > limits.client_bytes:
+        if mine.nbytes + nbytes > limits.client_bytes:
             raise HttpError(
                 429,
-                f"{sum(mine)} bytes of captures are cached for this client, and {nbytes} more "
+                f"{mine.nbytes} bytes of captures are cached for this client, and {nbytes} more "
                 f"exceed its limit of {limits.client_bytes}; fetch and delete some, or capture "
                 "less",
             )
-        if len(kept) >= limits.held_captures:
+        if every.captures >= limits.held_captures:
             raise HttpError(
                 507,
-                f"this server caches {len(kept)} captures, which is its limit "
+                f"this server caches {every.captures} captures, which is its limit "
                 "(http.held_captures); try again later",
             )
-        total = sum(one.nbytes for one in kept.values())
-        if total + nbytes > limits.held_bytes:
+        if every.nbytes + nbytes > limits.held_bytes:
             raise HttpError(
                 507,
-                f"this server caches {total} bytes of captures, and {nbytes} more exceed its limit "
-                f"of {limits.held_bytes}; try again later, or capture less",
+                f"this server caches {every.nbytes} bytes of captures, and {nbytes} more exceed "
+                f"its limit of {limits.held_bytes}; try again later, or capture less",
             )
 
 
 def _file_of(data: bytes) -> int:
-    file = os.memfd_create("midstream-held", os.MFD_CLOEXEC)
+    """Return a new anonymous file with these bytes.
+
+    Raises:
+        HttpError: 507, the machine has no memory or file left.
+    """
+    try:
+        file = os.memfd_create("midstream-held", os.MFD_CLOEXEC)
+    except OSError as error:
+        raise _no_memory(error) from None
     try:
         view = memoryview(data)
         while view:
             view = view[os.write(file, view) :]
+    except OSError as error:
+        os.close(file)
+        raise _no_memory(error) from None
     except BaseException:
         os.close(file)
         raise
     return file
+
+
+def _no_memory(error: OSError) -> HttpError:
+    return HttpError(507, f"the rows cannot be cached: {error.strerror}")

@@ -15,6 +15,7 @@ from midstream.errors import HttpError, MidstreamError
 from midstream.http.sse import DONE, Event, Events
 from midstream.server.http_errors import read_error, send_error
 from midstream.server.http_request import RequestContext
+from midstream.server.results_json import dump, plain
 
 if TYPE_CHECKING:
     from midstream.server.server import Server
@@ -111,20 +112,23 @@ class ResponseWriter:
             self._context.undelivered.clear()
 
     async def _with_results(self, body: bytes) -> bytes:
-        value = json.loads(body)
-        if not isinstance(value, dict):
+        is_spliced = self._context.is_single and _is_object(body)
+        value = None if is_spliced else json.loads(body)
+        if not is_spliced and not isinstance(value, dict):
             # vLLM answers a request that its client aborted with `null`.
             return body
         encoded = {
             choice: await self._server.answers.encode(self._context, choice, update)
             for choice, update in sorted(self._context.take_updates().items())
         }
+        if value is None:
+            return _with_field(body, encoded[0]) if encoded.get(0) else body
         if encoded and "choices" not in value:
-            value[KEY] = _responses_field(list(encoded.values()))
+            value[KEY] = plain(_responses_field(list(encoded.values())))
         for choice in value.get("choices", ()):
             if encoded.get(choice["index"]):
                 holder = value if self._context.is_single else choice
-                holder[KEY] = encoded[choice["index"]]
+                holder[KEY] = plain(encoded[choice["index"]])
         return json.dumps(value).encode()
 
     def _with_param(self, body: bytes) -> bytes:
@@ -214,7 +218,7 @@ class ResponseWriter:
         if value.get("type") in _FINAL_EVENTS:
             encoded = await self._encode_all()
             if encoded:
-                value[KEY] = _responses_field(encoded)
+                value[KEY] = plain(_responses_field(encoded))
             return [event.with_data(value)]
         changed = False
         for choice in value.get("choices") or ():
@@ -224,9 +228,10 @@ class ResponseWriter:
                 continue
             del self._context.updates[index]
             results = await self._server.answers.encode(self._context, index, update)
+            if results and self._context.is_single:
+                return [Event(event.name, _with_field(event.data, results))]
             if results:
-                holder = value if self._context.is_single else choice
-                holder[KEY], changed = results, True
+                choice[KEY], changed = plain(results), True
         return [event.with_data(value) if changed else event]
 
     async def _remaining(self) -> list[Event]:
@@ -236,9 +241,9 @@ class ResponseWriter:
             if encoded:
                 value: dict[str, Any] = {"object": KEY, "choices": []}
                 if self._context.is_single:
-                    value[KEY] = encoded
+                    value[KEY] = plain(encoded)
                 else:
-                    value["choices"] = [{"index": choice, KEY: encoded}]
+                    value["choices"] = [{"index": choice, KEY: plain(encoded)}]
                 found.append(Event(b"", b"").with_data(value))
         return found
 
@@ -251,9 +256,21 @@ class ResponseWriter:
 
 def _is_last(event: Event) -> bool:
     """Return whether an event ends a stream, or is an error that does."""
+    if b'"error"' not in event.data and b'"type"' not in event.data:
+        return event.data == DONE
     value = event.value
     is_final = isinstance(value, dict) and ("error" in value or value.get("type") in _FINAL_EVENTS)
     return event.data == DONE or is_final
+
+
+def _is_object(body: bytes) -> bool:
+    """Return whether a body of vLLM is a JSON object with some field."""
+    return body.startswith(b'{"') and body.endswith(b"}")
+
+
+def _with_field(body: bytes, results: dict[str, Any]) -> bytes:
+    """Return a JSON object with one more field, the results. What is there is not parsed."""
+    return b'%b,"%b":%b}' % (body[:-1], KEY.encode(), dump(results))
 
 
 def _responses_field(encoded: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import math
 from typing import Any
 
+import msgspec
 import torch
 
 from midstream.config.http import HttpSettings
 from midstream.errors import HttpError
-from midstream.results.activations import Activations, rows_after
+from midstream.results.activations import Activations, owns_memory, rows_after
 from midstream.results.probe_scores import Probes
-from midstream.results.serialization import pack
+from midstream.results.serialization import PackedRows, pack
 from midstream.server.capture_cache import CachedCapture, CaptureCache
 from midstream.server.http_request import ChoiceUpdate, RequestContext
 from midstream.sites import Tap
@@ -22,6 +24,9 @@ from midstream.spec.sink_target import MEMORY
 
 HELD_PATH = "/v1/midstream/activations"
 _FORMAT = "safetensors"
+# Rows of more bytes are packed in a thread: the event loop would wait for longer than the call of
+# a thread takes.
+_LOOP_BYTES = 1 << 17
 _NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
@@ -46,7 +51,7 @@ class ResultEncoder:
     async def encode(
         self, context: RequestContext, choice: int, update: ChoiceUpdate
     ) -> dict[str, Any]:
-        """Return a choice's new results as JSON values; an empty dict if there are none.
+        """Return a choice's new results for `dump` and `plain`; an empty dict if there are none.
 
         Raises:
             HttpError: 413, the rows exceed the limit of one response; 429 or 507, the capture cache
@@ -89,6 +94,13 @@ class ResultEncoder:
     ) -> dict[str, Any]:
         if context.request_field.activations == "inline":
             return await self._inline(rows)
+        if owns_memory(rows):
+            # Nothing is copied before a client fetches the rows.
+            packed = PackedRows(rows, *self._vectors)
+            cached = self._captures.store(packed, context.client, request_id, describe(rows))
+            context.undelivered.append(cached.id)
+            return handle_of(cached)
+        # Rows in the memory of a worker are copied now, so that they do not keep it in use.
         work = asyncio.ensure_future(
             asyncio.to_thread(self._cache, context.client, request_id, rows)
         )
@@ -121,10 +133,24 @@ class ResultEncoder:
                 '"handle" and fetch them, or capture less',
                 "midstream.activations",
             )
-        return {**describe(rows), "base64": await asyncio.to_thread(self._encoded, rows)}
+        if size > _LOOP_BYTES:
+            text = await asyncio.to_thread(self._encoded, rows)
+        else:
+            text = self._encoded(rows)
+        return {**describe(rows), "base64": text}
 
-    def _encoded(self, rows: Activations) -> str:
-        return base64.b64encode(pack(rows, *self._vectors)).decode("ascii")
+    def _encoded(self, rows: Activations) -> msgspec.Raw:
+        return msgspec.Raw(b'"%b"' % base64.b64encode(pack(rows, *self._vectors)))
+
+
+def dump(results: Any) -> bytes:
+    """Return results of `ResultEncoder.encode`, or a list of these, as JSON."""
+    return msgspec.json.encode(results)
+
+
+def plain(results: Any) -> Any:
+    """Return results of `ResultEncoder.encode`, or a list of these, as plain JSON values."""
+    return json.loads(dump(results))
 
 
 def handle_of(cached: CachedCapture) -> dict[str, Any]:

@@ -6,7 +6,9 @@ import json
 import struct
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,9 +19,10 @@ from support.codec_rows import CODECS, DTYPES, finite_rows
 from midstream.codecs import Full8PerDim, Raw, parse_codec
 from midstream.errors import SpecError
 from midstream.results.activations import Activations
-from midstream.results.encoded_rows import Rows
+from midstream.results.encoded_rows import Rows, Scattered
+from midstream.results.gathered_rows import GatheredRows, RowGroup
 from midstream.results.rows_file import FORMAT
-from midstream.results.serialization import pack, unpack
+from midstream.results.serialization import PackedRows, pack, unpack
 
 METADATA = {"format": FORMAT, "version": "1", "codec": "raw", "hidden": "2", "dtype": "float32"}
 AT = torch.tensor([0, 3])
@@ -88,6 +91,39 @@ def test_one_row_of_each_of_several_taps_of_one_chunk_comes_out(spec):
     found = unpack(pack(given_, 8, torch.float32))
     for tap in found:
         assert same_bits(found[tap], given_[tap])
+
+
+@pytest.mark.parametrize("spec", ["raw", "full8"])
+@pytest.mark.parametrize("chosen", [None, torch.tensor([2, 0])])
+@pytest.mark.parametrize("is_scattered", [False, True])
+def test_rows_of_a_group_are_packed_by_their_taps_however_blocks_have_them(
+    spec, chosen, is_scattered
+):
+    codec, taps = parse_codec(spec), [("resid_post", layer) for layer in range(3)]
+    blocks, at = [], torch.tensor([4, 6] if chosen is not None else [4, 5, 6])
+    for nth, order in enumerate(([2, 0, 1], [0, 1, 2])):
+        values = torch.randn(2 - nth, 3, 8)
+        chunk = codec.encode(values.view(-1, 8)).view(len(values), 3, -1)
+        if is_scattered:
+            size = chunk[0].numel()
+            where = np.arange(len(values)) * size
+            chunk = Scattered(chunk.flatten().numpy(), where, 3, chunk.shape[2])
+        blocks.append(SimpleNamespace(taps=[taps[one] for one in order], chunks=[chunk]))
+    nothing = Rows(codec, 8, torch.float32, (), ())
+    rows = GatheredRows(taps, [RowGroup(tuple(taps), at, blocks, chosen, nothing)])
+    given_ = Activations(rows, rows.positions(), torch.arange(9))
+    found = unpack(pack(given_, 8, torch.float32))
+    assert list(found) == taps
+    for tap in taps:
+        assert same_bits(found.encoded(*tap), given_.encoded(*tap))
+        assert torch.equal(found.positions_of(*tap), at)
+
+
+def test_the_length_of_packed_rows_is_known_before_they_are_packed():
+    given_ = Activations(
+        {("resid_post", 0): torch.ones(2, 3)}, {("resid_post", 0): AT}, torch.arange(4)
+    )
+    assert PackedRows(given_, 3, torch.float32).nbytes == len(pack(given_, 3, torch.float32))
 
 
 @pytest.mark.parametrize("spec", CODECS)

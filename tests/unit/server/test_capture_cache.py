@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 
 import pytest
 from hypothesis import settings
@@ -48,6 +49,10 @@ def read(holding, name):
         holding.end_read(*found)
 
 
+def file_of(holding, held):
+    return holding._captures[held.id].file
+
+
 def files():
     return len(os.listdir("/proc/self/fd"))
 
@@ -66,6 +71,45 @@ def test_what_is_held_is_read_until_it_is_deleted(holding):
     assert read(holding, held.id) is None
     assert not holding.delete(held.id)
     assert len(holding) == holding.nbytes == 0
+
+
+class Lazy:
+    """Rows that count how often they are packed."""
+
+    def __init__(self, data):
+        self.data, self.nbytes, self.packed = data, len(data), 0
+
+    def tobytes(self):
+        self.packed += 1
+        return self.data
+
+
+def test_rows_are_packed_when_they_are_first_fetched_and_once(holding):
+    rows, before = Lazy(b"abc"), files()
+    held = holding.store(rows, "me", "r-1", {})
+    assert (held.nbytes, holding.nbytes, rows.packed, files()) == (3, 3, 0, before)
+    assert read(holding, held.id) == b"abc"
+    assert read(holding, held.id) == b"abc"
+    assert rows.packed == 1
+    assert holding.delete(held.id)
+    assert files() == before
+
+
+def test_rows_that_nobody_fetches_are_not_packed_and_are_let_go(holding, clock):
+    rows = Lazy(b"abc")
+    kept = weakref.ref(rows)
+    holding.store(rows, "me", "r-1", {})
+    holding.store(Lazy(b""), "me", "r-2", {})
+    assert rows.packed == 0
+    del rows
+    clock.now = 10
+    assert len(holding) == 0
+    assert kept() is None
+
+
+def test_rows_that_are_not_packed_count_for_the_limits(holding):
+    holding.store(Lazy(b"x" * 50), "me", "r", {})
+    assert status_of(holding, 11, "me") == 429
 
 
 def test_ids_cannot_be_guessed(holding):
@@ -145,10 +189,11 @@ def test_whoever_reads_has_the_same_rows_though_they_expire_and_the_number_is_us
     holding, clock
 ):
     held = holding.store(b"mine", "me", "r", {})
+    number = file_of(holding, held)
     entry, file = holding.open(held.id)
     clock.now = 10
     others = [holding.store(b"theirs", "you", "r", {}) for _ in range(3)]
-    assert held.file in {one.file for one in others}
+    assert number in {file_of(holding, one) for one in others}
     assert os.pread(file, 100, 0) == b"mine"
     holding.end_read(entry, file)
 

@@ -197,6 +197,7 @@ class ResultBlock:
         positions: int64 [n], ascending.
         chunks: [positions, taps, bytes of a row] each, one after the other.
         rank: tensor-parallel rank that transferred them.
+        is_leased: whether the chunks are in the worker's arena, which they keep in use.
     """
 
     taps: list[Tap]
@@ -204,6 +205,7 @@ class ResultBlock:
     positions: Ints
     chunks: list[Chunk]
     rank: int = 0
+    is_leased: bool = False
 
     @property
     def is_bare(self) -> bool:
@@ -300,7 +302,14 @@ class WorkerResult:
             if int(places[:, 2].sum()) != count:
                 raise self._malformed(f"{places[:, 2].sum()} records at {count} positions")
             chunks = _leased_chunks(places, self._leased, len(taps), width)
-        return ResultBlock(taps, codec, expand_runs(header.runs), chunks, self.worker.tensor_rank)
+        return ResultBlock(
+            taps,
+            codec,
+            expand_runs(header.runs),
+            chunks,
+            self.worker.tensor_rank,
+            self._leased is not None and self._leased.keep,
+        )
 
     def _malformed(self, what: str) -> MessageError:
         return MessageError(f"worker {self.worker.place} sent malformed results: {what}")

@@ -57,7 +57,7 @@ _HANDLE = {
         416: {"content": {"text/plain": {}}, "description": "The range is outside of the file."},
     },
 )
-async def fetch(name: Name, request: Request, server: ServerDep) -> Response:
+def fetch(name: Name, request: Request, server: ServerDep) -> Response:
     found = server.captures.open(name)
     if found is not None and not server.owns(request.scope, found[0]):
         server.captures.end_read(*found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from midstream.codecs import parse_codec
 from midstream.results.activations import Activations
-from midstream.results.encoded_rows import Chunk, Rows
+from midstream.results.encoded_rows import Rows
+from midstream.results.gathered_rows import GatheredRows, RowGroup
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Receipt
 from midstream.runtime.frontend.results.receipts import make_receipt
@@ -142,64 +143,15 @@ def activations_of(
         tokens: token ids from position 0 on.
         nothing: encoded rows of the plan, without any.
     """
-    found: dict[Tap, _Group] = {}
+    groups = []
     for captures, taps in plan.alike:
         selected = select(captures)
         for together, mine in _found_together(taps, blocks):
             there, chosen = _choose([block.positions for block in mine], selected)
-            group = _Group(mine, torch.from_numpy(there), chosen)
-            found.update(dict.fromkeys(together, group))
-    groups = {tap: found[tap] for tap in plan.taps}
-    positions = {tap: group.positions for tap, group in groups.items()}
-    return Activations(_Gathered(groups, nothing), positions, tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Rows of taps that were captured at the same positions.
-
-    Attributes:
-        blocks: the blocks that have these rows.
-        positions: int64 [rows], ascending.
-        chosen: int64 [rows], indices into the blocks' rows; None: all rows in their order.
-    """
-
-    blocks: Sequence[ResultBlock]
-    positions: Tensor
-    chosen: Tensor | None
-
-
-class _Gathered(Mapping[Tap, Rows]):
-    """Rows of each tap, built on access: few callers read those of all layers."""
-
-    def __init__(self, groups: dict[Tap, _Group], nothing: Rows) -> None:
-        self._groups = groups
-        self._nothing = nothing
-
-    def __getitem__(self, tap: Tap) -> Rows:
-        group, nothing = self._groups[tap], self._nothing
-        chunks: list[Chunk] = []
-        places: list[int] = []
-        for block in group.blocks:
-            chunks += block.chunks
-            places += [block.taps.index(tap)] * len(block.chunks)
-        return Rows(
-            nothing.codec,
-            nothing.hidden,
-            nothing.dtype,
-            tuple(chunks),
-            tuple(places),
-            group.chosen,
-        )
-
-    def __contains__(self, tap: object) -> bool:
-        return tap in self._groups
-
-    def __iter__(self) -> Iterator[Tap]:
-        return iter(self._groups)
-
-    def __len__(self) -> int:
-        return len(self._groups)
+            at = torch.from_numpy(there)
+            groups.append(RowGroup(tuple(together), at, mine, chosen, nothing))
+    rows = GatheredRows(plan.taps, groups)
+    return Activations(rows, rows.positions(), tokens)
 
 
 def _probes(plan: ResolvedPlan, parts: list[WorkerResult], tokens: Sequence[int]) -> Probes | None:

@@ -1,0 +1,131 @@
+"""Captured rows of one completion by site and layer, in the blocks that the workers sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from midstream.results.encoded_rows import Chunk, Rows, Scattered
+from midstream.sites import Tap
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Block(Protocol):
+    """Rows of some taps at the same positions."""
+
+    @property
+    def taps(self) -> Sequence[Tap]:
+        """The taps, in the order within a record."""
+        ...
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        """[positions, taps, bytes of a row] each, one after the other."""
+        ...
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether the chunks are in a worker's memory, which they keep in use."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowGroup:
+    """Rows of taps that were captured at the same positions.
+
+    Attributes:
+        taps: the taps.
+        positions: int64 [rows], ascending.
+        blocks: the blocks that have these rows.
+        chosen: int64 [rows], indices into the blocks' rows; None: all rows in their order.
+        nothing: encoded rows of the same codec, width and dtype, without any.
+    """
+
+    taps: tuple[Tap, ...]
+    positions: Tensor
+    blocks: Sequence[Block]
+    chosen: Tensor | None
+    nothing: Rows
+
+    def rows_of(self, tap: Tap) -> Rows:
+        """Return the rows of one tap."""
+        chunks: list[Chunk] = []
+        places: list[int] = []
+        for block in self.blocks:
+            chunks += block.chunks
+            places += [block.taps.index(tap)] * len(block.chunks)
+        nothing = self.nothing
+        return Rows(
+            nothing.codec,
+            nothing.hidden,
+            nothing.dtype,
+            tuple(chunks),
+            tuple(places),
+            self.chosen,
+        )
+
+    def encoded(self) -> NDArray[np.uint8]:
+        """Return the encoded rows of all taps, uint8 [taps, rows, bytes of a row]. No step of it is
+        for each tap.
+        """
+        pieces = []
+        for block in self.blocks:
+            there = tuple(block.taps)
+            places = None if there == self.taps else [there.index(tap) for tap in self.taps]
+            for chunk in block.chunks:
+                records = (chunk.records() if isinstance(chunk, Scattered) else chunk).numpy()
+                pieces.append(records if places is None else records[:, places])
+        if not pieces:
+            width = self.nothing.codec.row_bytes(self.nothing.hidden, self.nothing.dtype)
+            return np.zeros((len(self.taps), 0, width), np.uint8)
+        every = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        if self.chosen is not None:
+            every = every[self.chosen.numpy()]
+        found: NDArray[np.uint8] = every.transpose(1, 0, 2)
+        return found
+
+
+class GatheredRows(Mapping[Tap, Rows]):
+    """Rows of each tap, made when they are looked at: few callers read those of all layers.
+
+    Attributes:
+        groups: the rows by taps that were captured together; no tap is in two of them.
+    """
+
+    def __init__(self, taps: Sequence[Tap], groups: Sequence[RowGroup]) -> None:
+        """Create it.
+
+        Args:
+            taps: all taps of the groups, in the order in which they are shown.
+            groups: the rows.
+        """
+        self.groups = tuple(groups)
+        found = {tap: group for group in groups for tap in group.taps}
+        self._groups = {tap: found[tap] for tap in taps}
+
+    @property
+    def owns_memory(self) -> bool:
+        """Whether no row is in a worker's memory."""
+        return not any(block.is_leased for group in self.groups for block in group.blocks)
+
+    def positions(self) -> dict[Tap, Tensor]:
+        """Return the positions of each tap, int64 [rows]."""
+        return {tap: group.positions for tap, group in self._groups.items()}
+
+    def __getitem__(self, tap: Tap) -> Rows:
+        return self._groups[tap].rows_of(tap)
+
+    def __contains__(self, tap: object) -> bool:
+        return tap in self._groups
+
+    def __iter__(self) -> Iterator[Tap]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
