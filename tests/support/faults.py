@@ -364,5 +364,48 @@ FAULTS: tuple[Fault, ...] = (
         "tests/unit/sinks/test_files.py"
         "::test_a_tag_that_is_a_link_is_refused_at_the_door_and_when_it_is_written",
     ),
+    Fault(
+        "A plan that was resolved for one prompt is used for a prompt of another length",
+        "runtime/frontend/request/plan_resolver.py",
+        "        key = (id(own), _prompt_len(request), max_tokens)\n",
+        "        key = (id(own), 0, max_tokens)\n",
+        "tests/unit/runtime/frontend/request/test_plan_resolver.py"
+        "::test_a_prompt_of_another_length_has_positions_of_its_own",
+    ),
+    Fault(
+        "Server-wide edits do not reach a request whose plan was resolved before they were set",
+        "runtime/frontend/request/plan_resolver.py",
+        "        return self.own is own and self.before == before and self.also == also\n",
+        "        return self.own is own\n",
+        "tests/unit/runtime/frontend/request/test_plan_resolver.py"
+        "::test_steering_and_captures_of_every_request_and_max_tokens_make_a_difference",
+    ),
+    Fault(
+        "A request gets the field of another request",
+        "server/request_field.py",
+        "        text = json.dumps(value)\n",
+        "        text = json.dumps(value)\n"
+        '        text = globals().setdefault(f"_of_{len(text)}", text)\n',
+        "tests/unit/server/test_request_field.py"
+        "::test_the_same_field_is_parsed_once_and_another_one_is_itself",
+    ),
+    Fault(
+        "Packed rows of several layers change places",
+        "results/gathered_rows.py",
+        "                pieces.append(records if places is None else records[:, places])\n",
+        "                pieces.append(records)\n",
+        "tests/unit/results/test_serialization.py"
+        "::test_rows_of_a_group_are_packed_by_their_taps_however_blocks_have_them",
+    ),
+    Fault(
+        "Cached rows that nobody has fetched do not count for a client's limit",
+        "server/capture_cache.py",
+        "                self._captures[entry.id] = _Kept(entry, unpacked, file)\n"
+        "                self._count(entry, 1)\n",
+        "                self._captures[entry.id] = _Kept(entry, unpacked, file)\n"
+        "                if file is not None:\n                    self._count(entry, 1)\n",
+        "tests/unit/server/test_capture_cache.py"
+        "::test_rows_that_are_not_packed_count_for_the_limits",
+    ),
     *KEPT,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from dataclasses import fields
@@ -40,11 +41,16 @@ def parse_codec(text: object) -> Codec:
     """
     if sys.byteorder != "little":
         raise UnsupportedError("codec: codecs require a little-endian machine")
+    if isinstance(text, str):
+        return _parse(text)
     if isinstance(text, Raw | Full8 | Rp8 | Topk8):
         return text
+    raise SpecError("codec", f"expected one of {_FORMS}, got {kind(text)}")
+
+
+@functools.lru_cache(maxsize=256)
+def _parse(text: str) -> Codec:
     with at("codec"):
-        if not isinstance(text, str):
-            raise SpecError("", f"expected one of {_FORMS}, got {kind(text)}")
         if text == Full8PerDim().spec:
             raise SpecError(
                 "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import ipaddress
 import secrets
@@ -100,6 +101,7 @@ def is_loopback(host: str | None) -> bool:
         return False
 
 
+@functools.lru_cache(maxsize=64)  # most clients name the server alike
 def _is_own(origin: str) -> bool:
     """Return whether the URL of an `Origin` or `Host` header names a server on this machine."""
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +17,9 @@ from midstream.validation import at, kind, read_fields, read_json, show
 
 Return = Literal["handle", "inline", "none"]
 RETURNS: tuple[Return, ...] = ("handle", "inline", "none")
+# Many requests have the same field: it is parsed once. Longer ones, which have vectors, are not
+# kept.
+_CACHED_FIELDS, _CACHED_LENGTH = 256, 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +104,25 @@ def take_field(body: dict[str, Any], known: Container[str] = ()) -> MidstreamFie
     return MidstreamField(plan, "handle" if found is None else found.activations)
 
 
+def _read_again(value: object) -> MidstreamField:
+    """Return the field of a value, which is read once for all values with the same JSON."""
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        return read_field(value)
+    return _read_text(text) if len(text) <= _CACHED_LENGTH else read_field(value)
+
+
+@functools.lru_cache(maxsize=_CACHED_FIELDS)
+def _read_text(text: str) -> MidstreamField:
+    return read_field(json.loads(text))
+
+
 def _take_own(body: dict[str, Any]) -> MidstreamField | None:
     xargs = body.get("vllm_xargs")
     inner = xargs.get(KEY) if isinstance(xargs, Mapping) else None
     if inner is None:
-        return read_field(body.pop(KEY)) if KEY in body else None
+        return _read_again(body.pop(KEY)) if KEY in body else None
     if KEY in body:
         raise SpecError(f"vllm_xargs.{KEY}", f"the body has a field {KEY} too; use only one")
     assert isinstance(xargs, Mapping)

@@ -57,6 +57,8 @@ class MappedArena:
     @property
     def held(self) -> int:
         """Total size of the segments with active leases, in bytes."""
+        if not (self._users or self._freed or self._inherited):
+            return 0
         with self._exclusive():
             return sum(self._sizes[segment] for segment in self._users)
 

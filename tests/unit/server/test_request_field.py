@@ -151,3 +151,28 @@ FIELDS = st.sampled_from(["capture", "edits", "steer", "probes", "activations"])
 @given(st.dictionaries(FIELDS, json_values))
 def test_any_value_is_read_or_refused(value):
     reads_or_refuses(read_field, value)
+
+
+def test_the_same_field_is_parsed_once_and_another_one_is_itself():
+    def taken(layer):
+        return take_field({"prompt": "x", "midstream": {"capture": {"layers": [layer]}}})
+
+    assert taken(1) is taken(1)
+    assert taken(1).plan == Plan((Capture([1]),))
+    assert taken(2).plan == Plan((Capture([2]),))
+    for stream in (True, False):
+        found = take_field({"midstream": {"capture": {**CAPTURE, "stream": stream}}})
+        assert found.plan.captures[0].stream is stream
+
+
+def test_a_malformed_field_is_refused_each_time():
+    for _ in range(2):
+        with pytest.raises(SpecError, match="midstream"):
+            take_field({"midstream": {"capture": {"layerss": [1]}}})
+
+
+def test_a_number_is_no_word_though_their_json_differs_little():
+    assert take_field({"midstream": {"capture": {"layers": [1]}}}) is not None
+    for value in (True, "1", 1.5):
+        with pytest.raises(SpecError):
+            take_field({"midstream": {"capture": {"layers": [value]}}})

@@ -129,7 +129,7 @@ class BaseFrontEnd:
                 "midstream.AsyncLLM only",
             )
         if own is not None and call_plan.most_bytes is not None:
-            check_returned(prepared.plan, own, call_plan.most_bytes, *self._vectors)
+            check_returned(prepared.returned_bytes(own, *self._vectors), call_plan.most_bytes)
         return self._attach_payload(request, prepared, own, also)
 
     def _attach_payload(

@@ -259,30 +259,49 @@ def check_rows(need: Need, room: RowLimit) -> None:
         )
 
 
-def check_returned(
-    plan: ResolvedPlan, own: Plan, most: int, hidden: int, dtype: torch.dtype
-) -> None:
-    """Check that the rows of a request's prompt can be returned to its caller.
+def returned_captures(plan: ResolvedPlan, own: Plan) -> tuple[int, ...]:
+    """Return the captures whose rows are returned to the caller of a request.
 
     Args:
         plan: the resolved plan of one completion.
         own: the request's own plan.
-        most: most bytes of rows.
+    """
+    return tuple(
+        [
+            nth
+            for nth, one in enumerate(plan.captures)
+            if one.source >= 0 and own.captures[one.source].sink == MEMORY
+        ]
+    )
+
+
+def prompt_bytes(
+    plan: ResolvedPlan, captures: tuple[int, ...], hidden: int, dtype: torch.dtype
+) -> int:
+    """Return the bytes of the rows of a request's prompt that some of its captures select.
+
+    Args:
+        plan: the resolved plan of one completion.
+        captures: indices of the captures.
         hidden: width of the model.
         dtype: dtype of captured vectors.
+    """
+    if not captures:
+        return 0
+    rows = sum(plan.only(captures).expected_rows(plan.prompt_len, ()).values())
+    return rows * parse_codec(plan.codec).row_bytes(hidden, dtype)
+
+
+def check_returned(nbytes: int, most: int) -> None:
+    """Check that the rows of a request's prompt can be returned to its caller.
+
+    Args:
+        nbytes: bytes of these rows; see `prompt_bytes`.
+        most: most bytes of rows.
 
     Raises:
         SpecError: they cannot.
     """
-    returned = tuple(
-        nth
-        for nth, one in enumerate(plan.captures)
-        if one.source >= 0 and own.captures[one.source].sink == MEMORY
-    )
-    if not returned:
-        return
-    rows = sum(plan.only(returned).expected_rows(plan.prompt_len, ()).values())
-    nbytes = rows * parse_codec(plan.codec).row_bytes(hidden, dtype)
     if nbytes > most:
         raise SpecError(
             "capture",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,14 @@ import torch
 from midstream.codecs import parse_codec
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
-from midstream.runtime.frontend.request.budget import Need, all_taps, max_row_bytes, need_of
+from midstream.runtime.frontend.request.budget import (
+    Need,
+    all_taps,
+    max_row_bytes,
+    need_of,
+    prompt_bytes,
+    returned_captures,
+)
 from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.prompt.text_map import text_map
 from midstream.runtime.frontend.request.sent_vectors import named_vectors
@@ -49,11 +56,47 @@ class PreparedPlan:
     need: Need
     packed: bytes
     keys: CacheKeys
+    _returned: dict[tuple[int, ...], int] = field(default_factory=dict, compare=False, repr=False)
+
+    def returned_bytes(self, own: Plan, hidden: int, dtype: torch.dtype) -> int:
+        """Return the bytes of the rows of the prompt that are returned to the caller. They are
+        counted once for the same captures.
+
+        Args:
+            own: the request's own plan.
+            hidden: width of the model.
+            dtype: dtype of captured vectors.
+        """
+        captures = returned_captures(self.plan, own)
+        found = self._returned.get(captures)
+        if found is None:
+            found = self._returned[captures] = prompt_bytes(self.plan, captures, hidden, dtype)
+        return found
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is captured, edited or probed."""
         return not (self.plan.edits or self.plan.captures or self.plan.probes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recent:
+    """A plan that was prepared, and what it was prepared with; it depends on no prompt's tokens.
+
+    Attributes:
+        own: the request's own plan, which this keeps alive, so that its id stays its own.
+        before, also: as for `PlanResolver.resolve`.
+        prepared: the result.
+    """
+
+    own: Plan | None
+    before: tuple[Edit, ...]
+    also: tuple[Capture, ...]
+    prepared: PreparedPlan
+
+    def is_for(self, own: Plan | None, before: tuple[Edit, ...], also: tuple[Capture, ...]) -> bool:
+        """Return whether the result holds for a request with this plan."""
+        return self.own is own and self.before == before and self.also == also
 
 
 class PlanResolver:
@@ -70,6 +113,9 @@ class PlanResolver:
         self._engine = engine
         self._max_length: int = engine.vllm_config.model_config.max_model_len
         self._taps = all_taps(sorted(info.shape.taps, key=order))
+        # By id of the plan, length of the prompt and max_tokens: a plan that is the very object
+        # that was resolved before is not compared part by part, as for `_by_length`.
+        self._recent: dict[tuple[int, int, int | None], _Recent] = {}
         self._by_length = functools.lru_cache(maxsize=_CACHED_PLANS)(self._resolve_by_length)
 
     def resolve(
@@ -93,15 +139,25 @@ class PlanResolver:
             SpecError: the plan cannot be carried out for this request.
         """
         own = call_plan.plan
-        plan = None if own is None else own.bind(lookup, self._info.shape.num_layers)
         max_tokens = request.sampling_params.max_tokens
+        key = (id(own), _prompt_len(request), max_tokens)
+        recent = self._recent.get(key)
+        if recent is not None and recent.is_for(own, before, also):
+            return recent.prepared
+        plan = None if own is None else own.bind(lookup, self._info.shape.num_layers)
         needs_prompt = any(part.positions.needs_prompt for part in (*before, *also))
         if needs_prompt or (plan is not None and plan.needs_prompt):
             prompt = self._prompt(request, call_plan)
             return self._finish(plan, before, also, prompt, max_tokens)
         # Destinations of rows make no difference here, and may differ for each request.
         shared = None if plan is None else plan.without_places()
-        return self._by_length(shared, before, also, _prompt_len(request), max_tokens)
+        prepared = self._by_length(shared, before, also, _prompt_len(request), max_tokens)
+        if plan is own:
+            # What a name stands for may change: a plan with names is bound for each request.
+            if len(self._recent) >= _CACHED_PLANS:
+                self._recent.clear()
+            self._recent[key] = _Recent(own, before, also, prepared)
+        return prepared
 
     def resolve_session(
         self,

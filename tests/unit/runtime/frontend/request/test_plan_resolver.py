@@ -1,0 +1,140 @@
+"""A plan that was resolved is resolved again for whatever makes a difference, and only for that."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from midstream.runtime.frontend.engine_info import EngineInfo, describe
+from midstream.runtime.frontend.request import plan_resolver
+from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.runtime.frontend.request.plan_resolver import PlanResolver
+from midstream.runtime.protocol.segments import Room
+from midstream.runtime.protocol.worker_info import WorkerInfo
+from midstream.spec import Capture, Plan, Steer
+from midstream.transport.leases import Address
+
+HIDDEN = 4
+
+
+def info(layers: int = 3) -> EngineInfo:
+    worker = WorkerInfo(
+        stage=0,
+        tensor_rank=0,
+        tensor_ranks=1,
+        num_layers=layers,
+        hidden_size=HIDDEN,
+        taps=tuple([("resid_post", layer) for layer in range(layers)]),
+        lacking=(),
+        dtype="float32",
+        capture_limit=100,
+        step_tokens=100,
+        buffer_bytes=0,
+        room=Room(100, 100, 100, 100, 4),
+        edits_per_site=8,
+        runner="v1",
+        codec="raw",
+        return_="gathered",
+        arena=Address(0, 0, ""),
+        arena_bytes=1 << 20,
+        device="cpu",
+    )
+    return describe([[worker]])
+
+
+@pytest.fixture
+def resolver(monkeypatch) -> Any:
+    """A resolver, whose attribute `made` counts how often a plan was resolved."""
+    made = []
+    resolve = plan_resolver.resolve
+    monkeypatch.setattr(
+        plan_resolver, "resolve", lambda *given: (made.append(given), resolve(*given))[1]
+    )
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64))
+    found = PlanResolver(info(), SimpleNamespace(vllm_config=config))
+    return SimpleNamespace(resolver=found, made=made)
+
+
+def prepare(resolver: Any, plan: Plan | None, ids=(1, 2, 3), tokens=4, before=(), also=()) -> Any:
+    request = SimpleNamespace(
+        prompt_token_ids=list(ids),
+        prompt_is_token_ids=None,
+        sampling_params=SimpleNamespace(max_tokens=tokens),
+    )
+    return resolver.resolver.resolve(CallPlan(plan), before, also, lookup, request)
+
+
+VECTORS = {"v": [1.0] * HIDDEN}
+
+
+def lookup(name: str) -> Any:
+    from midstream.spec.vector import Vector
+
+    return {None: Vector.parse(VECTORS[name])}
+
+
+def test_the_same_plan_is_prepared_once(resolver):
+    plan = Plan.make(capture=Capture([1], positions="last_prompt"))
+    assert prepare(resolver, plan) is prepare(resolver, plan, ids=(7, 8, 9))
+    assert len(resolver.made) == 1
+
+
+def test_a_prompt_of_another_length_has_positions_of_its_own(resolver):
+    plan = Plan.make(capture=Capture([1], positions="last_prompt"))
+    for length in (3, 5, 3):
+        found = prepare(resolver, plan, ids=range(length))
+        assert found.plan.prompt_len == length
+        assert found.plan.captures[0].where.ranges == ((length - 1, length),)
+    assert len(resolver.made) == 2
+
+
+def test_steering_and_captures_of_every_request_and_max_tokens_make_a_difference(resolver):
+    plan = Plan.make(capture=Capture([1]))
+    steering = (Steer([1.0] * HIDDEN, 0),)
+    assert prepare(resolver, plan).plan.edits == ()
+    assert len(prepare(resolver, plan, before=steering).plan.edits) == 1
+    assert prepare(resolver, plan).plan.edits == ()
+    assert len(prepare(resolver, plan, also=(Capture([2]),)).plan.captures) == 2
+    rows = {prepare(resolver, plan, tokens=number).need.rows for number in (1, 2)}
+    assert len(rows) == 2
+
+
+def test_a_plan_at_token_ids_is_resolved_for_each_prompt(resolver):
+    from midstream.spec.positions.items import TokenIds
+
+    plan = Plan.make(capture=Capture([1], positions=TokenIds([7])))
+    found = [prepare(resolver, plan, ids=ids).plan.captures[0].where for ids in ((7, 1), (1, 7))]
+    assert [where.final(2, ids) for where, ids in zip(found, ((7, 1), (1, 7)), strict=True)] == [
+        ((0, 1),),
+        ((1, 2),),
+    ]
+
+
+def test_a_name_that_stands_for_another_vector_is_bound_anew(resolver):
+    plan = Plan.make(edits=Steer("v", 1))
+    first = prepare(resolver, plan)
+    VECTORS["v"] = [2.0] * HIDDEN
+    try:
+        assert prepare(resolver, plan).packed != first.packed
+    finally:
+        VECTORS["v"] = [1.0] * HIDDEN
+
+
+def test_a_plan_that_is_gone_does_not_lend_its_id_to_another(resolver):
+    for layer in range(3):
+        # Each is freed but for the resolver, which keeps what it has prepared.
+        found = prepare(resolver, Plan.make(capture=Capture([layer])))
+        assert found.plan.taps == (("resid_post", layer),)
+
+
+def test_bytes_that_are_returned_are_counted_for_the_captures_that_return_them(resolver):
+    import torch
+
+    places = [Capture([1], sink="store"), Capture([2])]
+    both, one = Plan.make(capture=[Capture([1]), Capture([2])]), Plan.make(capture=places)
+    prepared = prepare(resolver, both)
+    for _ in range(2):
+        assert prepared.returned_bytes(both, HIDDEN, torch.float32) == 2 * 3 * HIDDEN * 4
+        assert prepared.returned_bytes(one, HIDDEN, torch.float32) == 3 * HIDDEN * 4
