@@ -6,7 +6,7 @@ All variants have the same prompts, of one length. Each runs in a process of its
 turns in a random order in each round, and figures are medians. The time of a variant ends when all
 vectors are tensors in its process and were read.
 
-plain vLLM, plain again: no captures; the baseline of the other variants, in two engines.
+plain vLLM: no captures; the baseline of the other variants. "plain again" is the same engine.
 midstream: `LLM.generate(capture=…)`, with the engine core in a separate process, vLLM's default.
 transformers: `output_hidden_states=True` without the language head, every batch full and without
 padding, in the fastest of several batch sizes, copied into pinned memory while the next batch is
@@ -52,10 +52,14 @@ def main() -> int:
     about = {"prompts": args.prompts, "length": args.length}
     run = engines.Run("against", args, **about, shapes={})
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with run.limited(), tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        for shape in args.shapes:
-            with run.engines(makers(shape, args, folder), **environment) as started:
-                measure(run, shape, started, args)
+    needed = PLAIN, MIDSTREAM
+    for shape in args.shapes:
+        with (
+            run.limited(),
+            tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
+            run.engines(makers(shape, args, folder), needed, **environment) as started,
+        ):
+            measure(run, shape, started, args)
     return run.finish()
 
 
@@ -63,10 +67,11 @@ def makers(shape: str, args: argparse.Namespace, folder: str) -> dict[str, tuple
     """Return what makes each alternative, by its name."""
     layers = shapes.SHAPES[shape]["num_hidden_layers"]
     model = shapes.write(shape, engines.CACHE)
+    # Little memory for the others, which hold no rows there, so that all fit beside it.
+    args.kv_gib = args.kv_gib or min(3.0, engines.KV_GIB[shape])
     settings = engines.settings(shape, args, max_model_len=2 * args.length)
     found: dict[str, tuple[Any, ...]] = {
         PLAIN: (PlainVllm, model, settings),
-        "plain again": (PlainVllm, model, settings),
         MIDSTREAM: (Midstream, model, settings, layers),
         "transformers": (Transformers, model),
     }
@@ -86,10 +91,16 @@ def measure(run: engines.Run, shape: str, started: Any, args: argparse.Namespace
         "variants": {},
     }
     calls = {name: functools.partial(one.call, take, prompts) for name, one in started.items()}
-    if "transformers" in started:
+    calls = {PLAIN: calls[PLAIN], "plain again": calls[PLAIN]} | calls
+    if calls.pop("transformers", None):
         run.stage("transformers: find its batch size")
-        size = started["transformers"].call(Transformers.find_size, prompts)
-        calls[f"transformers, batches of {size}"] = calls.pop("transformers")
+        try:
+            size = started["transformers"].call(Transformers.find_size, prompts)
+        except engines.EngineError as error:
+            run.failed("transformers", error)
+        else:
+            call = functools.partial(started["transformers"].call, take, prompts)
+            calls[f"transformers, batches of {size}"] = call
     into["agreement"] = agreement(run, started, prompts[:1])
 
     def summary(values: dict[str, list[tuple[float, int]]]) -> dict[str, Any]:
@@ -218,16 +229,18 @@ class Transformers:
 
     def find_size(self, prompts: list[list[int]]) -> int:
         """Try batch sizes until one is slower than the one before, keep the fastest, return it."""
-        best = float("inf")
-        for size in BATCH_SIZES:
-            before, self.size = self.size, size
-            # The first call of a size allocates its pinned memory.
-            took = min(take(self, prompts)[0] for _ in range(2))
-            if took > best or size > len(prompts):
-                self.size = before
+        best, fastest = float("inf"), self.size
+        for self.size in BATCH_SIZES:
+            try:
+                # The first call of a size allocates its pinned memory.
+                took = min(take(self, prompts)[0] for _ in range(2))
+            except torch.OutOfMemoryError:
                 break
-            best = took
-        return self.size
+            if took > best or self.size > len(prompts):
+                break
+            best, fastest = took, self.size
+        self.size = fastest
+        return fastest
 
     @torch.inference_mode()
     def vectors(self, prompts: list[list[int]]) -> Vectors:

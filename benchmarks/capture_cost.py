@@ -63,34 +63,33 @@ def arguments(description: str) -> argparse.ArgumentParser:
 def over_shapes(benchmark: str, args: argparse.Namespace, captures: Any) -> int:
     """Measure the captures, a function of the number of layers, on each shape."""
     run = engines.Run(benchmark, args, shapes={})
-    with run.limited():
-        for shape in args.shapes:
-            prompts = args.prompts or PROMPTS[shape]
-            layers = shapes.SHAPES[shape]["num_hidden_layers"]
-            with run.engines(overhead.makers(shape, args)) as started:
-                into = run.results["shapes"][shape] = {
-                    **started["midstream"].call(engines.describe),
-                    "layers": layers,
-                    "work": {},
-                }
-                asked: Captures = dict.fromkeys(overhead.PLAIN)
-                asked |= fitting(captures(layers), shapes.SHAPES[shape]["hidden_size"])
-                for work, tokens in {
-                    f"{prompts} × ({args.length} + {args.tokens}) tokens": args.tokens,
-                    f"prefill of {prompts} × {args.length} tokens": 1,
-                }.items():
-                    run.measure(
-                        into["work"],
-                        work,
-                        {
-                            name: functools.partial(
-                                started[name if name in overhead.PLAIN else "midstream"].call,
-                                generate, capture, prompts, args.length, tokens,
-                            )
-                            for name, capture in asked.items()
-                        },
-                        summary,
-                    )  # fmt: skip
+    for shape in args.shapes:
+        prompts = args.prompts or PROMPTS[shape]
+        layers = shapes.SHAPES[shape]["num_hidden_layers"]
+        with run.limited(), run.engines(overhead.makers(shape, args)) as started:
+            into = run.results["shapes"][shape] = {
+                **started["midstream"].call(engines.describe),
+                "layers": layers,
+                "work": {},
+            }
+            asked: Captures = dict.fromkeys(overhead.PLAIN)
+            asked |= fitting(captures(layers), shapes.SHAPES[shape]["hidden_size"])
+            for work, tokens in {
+                f"{prompts} × ({args.length} + {args.tokens}) tokens": args.tokens,
+                f"prefill of {prompts} × {args.length} tokens": 1,
+            }.items():
+                run.measure(
+                    into["work"],
+                    work,
+                    {
+                        name: functools.partial(
+                            started[name if name in overhead.PLAIN else "midstream"].call,
+                            generate, capture, prompts, args.length, tokens,
+                        )
+                        for name, capture in asked.items()
+                    },
+                    summary,
+                )  # fmt: skip
     return run.finish()
 
 

@@ -63,7 +63,7 @@ def main() -> int:
         for base in args.folders or [Path(tempfile.gettempdir())]:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=base)))
             folders["memory" if str(folder).startswith("/dev/shm") else "disk"] = folder
-        started = stack.enter_context(run.engines(makers(folders, args)))
+        started = stack.enter_context(run.engines(makers(folders, args), ()))
         for place, folder in folders.items():
             ways = writers(place, folder, started, args)
             timed = {way: functools.partial(rate, ways[way], folder / way) for way in ways}

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -193,12 +193,16 @@ class Run:
 
     @contextmanager
     def limited(self) -> Iterator[None]:
-        """End the block when the time is up, and say so in the results."""
+        """End the block when the time is up or an engine that it needs fails; note it in the
+        results.
+        """
         try:
             yield
         except TimeIsUpError:
             self.results["stopped_after_s"] = round(time.monotonic() - self._began)
             self.stage("the time is up: the results have what was measured so far")
+        except EngineError as error:
+            self.failed("run", error)
         finally:
             self._describe()
             self.save()
@@ -214,13 +218,25 @@ class Run:
         return int("failed" in self.results)
 
     @contextmanager
-    def engines(self, makers: dict[str, tuple[Any, ...]], **environment: str) -> Iterator[Any]:
+    def engines(
+        self,
+        makers: dict[str, tuple[Any, ...]],
+        needed: Collection[str] | None = None,
+        **environment: str,
+    ) -> Iterator[Any]:
         """Start engines side by side, and yield those that started, by name.
 
         Args:
             makers: by name: a function that makes the engine, and its arguments.
+            needed: names of those without which nothing can be measured; None: all.
             environment: variables of the processes.
+
+        Raises:
+            EngineError: one of those did not start.
+            TimeIsUpError: not all started in time.
         """
+        if time.monotonic() > self.end:
+            raise TimeIsUpError
         self.stage(f"start {len(makers)} engines: {'; '.join(makers)}")
         started = {
             name: Engine(name, self.end, *call, environment=environment)
@@ -237,6 +253,8 @@ class Run:
                     self.stage(f"{name} is ready")
                 except EngineError as error:
                     self.failed(name, error)
+                    if needed is None or name in needed:
+                        raise
             yield ready
         finally:
             for engine in started.values():

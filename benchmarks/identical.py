@@ -40,30 +40,31 @@ def main() -> int:
     run = engines.Run("identical", args, **about, shapes={})
     del run.results["rounds"]
     different = False
-    with run.limited():
-        for shape in [args.model.name] if args.model else args.shapes:
-            makers = with_weights(args) if args.model else overhead.makers(shape, args)
-            with run.engines(makers, VLLM_ENABLE_V1_MULTIPROCESSING="0") as started:
-                asked = args.prompts, args.logprobs
-                into = run.results["shapes"][shape] = {
-                    **started["midstream"].call(engines.describe),
-                    "compared": {},
-                }
-                run.stage(f"{shape}: plain")
-                plain = started["plain"].call(answers, *asked)
-                for name, engine in (
-                    ("plain again", "plain again"),
-                    ("idle", "midstream"),
-                    ("idle after captures", "midstream"),
-                ):
-                    run.stage(f"{shape}: {name}")
-                    if name == "idle after captures":
-                        started[engine].call(capture, args.prompts)
-                    found = compare(plain, started[engine].call(answers, *asked))
-                    into["compared"][name] = found
-                    different |= not found["identical"]
-                    run.stage(f"{shape}, {name}: {'' if found['identical'] else 'NOT '}identical")
-                    run.save()
+    for shape in [args.model.name] if args.model else args.shapes:
+        makers = with_weights(args) if args.model else overhead.makers(shape, args)
+        # In one process, so that all prompts are there before the first step.
+        in_process = run.engines(makers, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        with run.limited(), in_process as started:
+            asked = args.prompts, args.logprobs
+            into = run.results["shapes"][shape] = {
+                **started["midstream"].call(engines.describe),
+                "compared": {},
+            }
+            run.stage(f"{shape}: plain")
+            plain = started["plain"].call(answers, *asked)
+            for name, engine in (
+                ("plain again", "plain again"),
+                ("idle", "midstream"),
+                ("idle after captures", "midstream"),
+            ):
+                run.stage(f"{shape}: {name}")
+                if name == "idle after captures":
+                    started[engine].call(capture, args.prompts)
+                found = compare(plain, started[engine].call(answers, *asked))
+                into["compared"][name] = found
+                different |= not found["identical"]
+                run.stage(f"{shape}, {name}: {'' if found['identical'] else 'NOT '}identical")
+                run.save()
     return int(run.finish() or different or "stopped_after_s" in run.results)
 
 

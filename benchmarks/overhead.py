@@ -90,21 +90,21 @@ def over_shapes(
     run = engines.Run(benchmark, args, tensor_parallel_size=args.tp, shapes={})
     # With several ranks the engine's workers run in processes of their own.
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(args.tp > 1))}
-    with run.limited():
-        for shape in args.shapes:
-            with run.engines(makers(shape, args), **environment) as started:
-                into = run.results["shapes"][shape] = {}
-                into |= started["midstream"].call(engines.describe)
-                for work, (function, batch, more) in works.items():
-                    of = shape, batch, function is decode_step
-                    run.measure(
-                        into,
-                        work,
-                        {
-                            name: functools.partial(started[engine].call, function, ask, of, *more)
-                            for name, (engine, ask) in variants(started, asks).items()
-                        },
-                    )
+    needed = "plain", "midstream"
+    for shape in args.shapes:
+        with run.limited(), run.engines(makers(shape, args), needed, **environment) as started:
+            into = run.results["shapes"][shape] = {}
+            into |= started["midstream"].call(engines.describe)
+            for work, (function, batch, more) in works.items():
+                of = shape, batch, function is decode_step
+                run.measure(
+                    into,
+                    work,
+                    {
+                        name: functools.partial(started[engine].call, function, ask, of, *more)
+                        for name, (engine, ask) in variants(started, asks).items()
+                    },
+                )
     return run.finish()
 
 

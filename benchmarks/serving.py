@@ -78,7 +78,7 @@ def main() -> int:
     run = engines.Run("serving", args, **about, model=model.name, options=options)
     with run.limited(), ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        others = stack.enter_context(run.engines({"others": (Clients,)}))["others"]
+        others = stack.enter_context(run.engines({"others": (Clients,)}, ["others"]))["others"]
         servers = {
             name: stack.enter_context(Server(name, model, options, folder))
             for name in ("plain", "midstream")

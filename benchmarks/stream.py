@@ -51,27 +51,26 @@ def main() -> int:
     args = parser.parse_args()
     about = {"length": args.length, "in_flight": args.in_flight}
     run = engines.Run("stream", args, **about, shapes={})
-    with run.limited():
-        for shape in args.shapes:
-            prompts = args.prompts or PROMPTS[shape]
-            if prompts < 3 * args.in_flight:
-                parser.error(f"--prompts: expected at least 3 × --in-flight, got {prompts}")
-            call = Stream, shapes.write(shape, engines.CACHE), engines.settings(shape, args)
-            makers = {name: (*call, name == "midstream") for name, _ in VARIANTS.values()}
-            with run.engines(makers) as started:
-                into = run.results["shapes"][shape] = started["midstream"].call(Stream.describe)
-                run.measure(
-                    into,
-                    f"{prompts} prompts",
-                    {
-                        name: functools.partial(
-                            started[VARIANTS[name][0]].call, Stream.turn,
-                            VARIANTS[name][1], prompts, args.length, args.in_flight,
-                        )
-                        for name in args.variants
-                    },
-                    summary,
-                )  # fmt: skip
+    for shape in args.shapes:
+        prompts = args.prompts or PROMPTS[shape]
+        if prompts < 3 * args.in_flight:
+            parser.error(f"--prompts: expected at least 3 × --in-flight, got {prompts}")
+        call = Stream, shapes.write(shape, engines.CACHE), engines.settings(shape, args)
+        makers = {name: (*call, name == "midstream") for name, _ in VARIANTS.values()}
+        with run.limited(), run.engines(makers) as started:
+            into = run.results["shapes"][shape] = started["midstream"].call(Stream.describe)
+            run.measure(
+                into,
+                f"{prompts} prompts",
+                {
+                    name: functools.partial(
+                        started[VARIANTS[name][0]].call, Stream.turn,
+                        VARIANTS[name][1], prompts, args.length, args.in_flight,
+                    )
+                    for name in args.variants
+                },
+                summary,
+            )  # fmt: skip
     return run.finish()
 
 

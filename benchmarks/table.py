@@ -272,10 +272,10 @@ def _where(result: dict[str, Any]) -> str:
 def _cell(variants: dict[str, dict[str, float]], name: str) -> str:
     if name not in variants:
         return ""
-    plain, median = variants["plain"]["median_s"], variants[name]["median_s"]
-    if name == "plain":
+    median = variants[name]["median_s"]
+    if name == "plain" or "plain" not in variants:
         return f"{median * 1e3:.3f} ms"
-    return _percent(median / plain)
+    return _percent(median / variants["plain"]["median_s"])
 
 
 def _percent(ratio: float) -> str:

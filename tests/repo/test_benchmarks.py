@@ -52,7 +52,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     run = engines.Run("overhead", args, shapes={{"fake": {{"engine": {{"runner": "v1"}}}}}})
     makers = {{name: (make, name, args.folder) for name in args.names}}
-    with run.limited(), run.engines(makers) as started:
+    with run.limited(), run.engines(makers, ['plain']) as started:
         for workload, seconds in (("short", 0.01), ("long", 60.0)):
             variants = {{
                 name: functools.partial(one.call, work, seconds) for name, one in started.items()
@@ -62,11 +62,17 @@ if __name__ == "__main__":
 """
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
+def start(folder: Path, *words: str, script: str = SCRIPT) -> subprocess.Popen[str]:
+    (folder / "script.py").write_text(script)
     (folder / "pids").mkdir()
-    command = [sys.executable, str(script), "--rounds", "3", "--json", str(folder / "found.json")]
+    command = [
+        sys.executable,
+        str(folder / "script.py"),
+        "--rounds",
+        "3",
+        "--json",
+        str(folder / "found.json"),
+    ]
     return subprocess.Popen(
         [*command, *words[:-1], str(folder / "pids"), *words[-1].split()],
         stdout=subprocess.PIPE,
@@ -135,6 +141,17 @@ def test_what_fails_is_named_and_the_others_are_measured(tmp_path: Path) -> None
     assert "ValueError: no such model" in result["failed"]["broken"]
     assert "short: fails FAILED" in errors
     assert set(result["shapes"]["fake"]["short"]) == {"plain"}
+
+
+@pytest.mark.engine
+def test_nothing_is_measured_without_plain_vllm(tmp_path: Path) -> None:
+    script = SCRIPT.replace('"broken"', '"plain"')
+    process = start(tmp_path, "plain midstream", script=script)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "ValueError: no such model" in found(tmp_path)["failed"]["plain"]
+    assert "warm-up" not in errors
+    assert engines_end(tmp_path)
 
 
 def make_run(folder: Path, seconds: float | None = None) -> engines.Run:
