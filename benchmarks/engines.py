@@ -144,6 +144,8 @@ def _serve(
         # vLLM's LLM has no method for this; its engine's core has.
         ends = getattr(getattr(one, "llm_engine", one), "engine_core", one)
         getattr(ends, "shutdown", lambda: None)()
+    # Objects of vLLM need its modules to end, which Python's own end takes away.
+    made.clear()
 
 
 def _answer(pipe: Any, function: Callable[..., Any], *args: Any) -> None:
