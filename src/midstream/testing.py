@@ -121,7 +121,7 @@ class LLMView(EngineView):
             session = endpoint._session
             found |= {
                 "requests on the worker": len(session.requests),
-                "vectors in the bank": session._tables.instructions.bank.used,
+                "programs in use": session._tables.in_use,
                 "requests to be collected": len(session.requests._finished),
                 "results to be read": len(endpoint._results._data),
             }

@@ -22,6 +22,14 @@ KEPT: tuple[Fault, ...] = (
         "::test_vectors_that_differ_in_any_number_have_different_digests",
     ),
     Fault(
+        "A program whose vectors were overwritten on the device is used again",
+        "runtime/worker/tables/program_table.py",
+        "            program = self._programs.pop(edits)\n",
+        "            program = self._programs[edits]\n",
+        "tests/unit/runtime/worker/tables/test_program_table.py"
+        "::test_programs_that_nobody_uses_make_room_and_those_in_use_stay",
+    ),
+    Fault(
         "A plan reaches a worker before its vectors",
         "runtime/install.py",
         "    vector_updates.send_updates(engine)\n    return original(engine, request, *rest)\n",

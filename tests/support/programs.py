@@ -50,7 +50,10 @@ def _assert_instruction(
 
 
 def assert_free(tables: ProgramTable) -> None:
-    """Check that no program is in use."""
+    """Check that no program is in use, and that nothing is left of those that were."""
+    tables.check_integrity()
+    assert tables.in_use == 0
+    tables.drop_unused()
     tables.check_integrity()
     assert tables.instructions.bank.used == tables.instructions.lists.used == 0
     assert tables.instructions.ranges.free == tables.instructions.ranges.size

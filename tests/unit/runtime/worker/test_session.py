@@ -94,7 +94,7 @@ class Scheduler:
         for fake in self.running + self.later:
             self.take(fake)
         self.engine.session.check_integrity()
-        assert self.engine.session._tables.instructions.bank.used == 0
+        assert self.engine.session._tables.in_use == 0
         assert not self.engine.session.requests._finished
         assert not self.engine.session._recorder._in_flight
 

@@ -33,6 +33,8 @@ def assert_empty(session):
     """Every kind of thing that a request takes is free."""
     session.check_integrity()
     tables, slots, recorder = session._tables, session.requests._slots, session._recorder
+    assert tables.in_use == 0
+    tables.drop_unused()
     assert tables.instructions.bank.used == tables.instructions.lists.used == 0
     assert tables.instructions.ranges.free == tables.instructions.ranges.size
     assert not tables._programs

@@ -2,12 +2,14 @@
 and written to the device.
 
 Many requests have the same ones. A token names each by one small integer, so the cost of a step
-does not depend on how many different ones it has.
+does not depend on how many different ones it has. A program that no request uses any more stays
+until its room is needed, so that requests one after the other find theirs, with its vectors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,6 +58,7 @@ class ProgramTable:
         self._num_taps, self._rows, _ = buffers.table.shape
         self.instructions = InstructionStore(buffers)
         self._programs: dict[Edits, _Program] = {}
+        self._unused: set[Edits] = set()  # programs without a user
         self._groups: dict[tuple[int, ...], _Group] = {}
         self._free_programs = list(range(self._rows - 1, layout.FIRST_FREE_PROGRAM - 1, -1))
         self._free_groups = list(range(self._rows - 1, layout.FIRST_FREE_GROUP - 1, -1))
@@ -77,6 +80,7 @@ class ProgramTable:
         if program is None:
             program = self._write_program(edits)
             self._programs[edits] = program
+        self._unused.discard(edits)
         program.users += 1
         return program.index
 
@@ -87,9 +91,20 @@ class ProgramTable:
         program = self._programs[edits]
         program.users -= 1
         if program.users == 0:
-            del self._programs[edits]
+            self._unused.add(edits)
+
+    def drop_unused(self) -> None:
+        """Free what programs take that no request uses."""
+        for edits in self._unused:
+            program = self._programs.pop(edits)
             self._free_programs.append(program.index)
             self.instructions.release(edits, program.first, program.length)
+        self._unused.clear()
+
+    @property
+    def in_use(self) -> int:
+        """Number of programs that requests use."""
+        return len(self._programs) - len(self._unused)
 
     def edits_of(self, index: int) -> Edits:
         """Return the edits of a program in use; a linear search."""
@@ -133,7 +148,10 @@ class ProgramTable:
         Raises:
             AssertionError: something is neither.
         """
-        assert all(program.users > 0 for program in self._programs.values())
+        assert all(
+            (program.users == 0) == (edits in self._unused)
+            for edits, program in self._programs.items()
+        )
         assert len(self._free_programs) + len(self._programs) == (
             self._rows - layout.FIRST_FREE_PROGRAM
         )
@@ -144,16 +162,26 @@ class ProgramTable:
 
     def _write_program(self, edits: Edits) -> _Program:
         if not self._free_programs:
+            self.drop_unused()
+        if not self._free_programs:
             raise NoRoomError("", self._full("combinations of edits"))
-        index = self._free_programs[-1]
+        index = self._free_programs.pop()
         try:
-            program = self._place(edits, index)
+            return self._find_room(edits, index)
         except NoRoomError:
-            # The free space may only be fragmented.
-            self._compact()
-            program = self._place(edits, index)
-        self._free_programs.pop()
-        return program
+            self._free_programs.append(index)
+            raise
+
+    def _find_room(self, edits: Edits, index: int) -> _Program:
+        """Write a program to the device, with more and more effort."""
+        with suppress(NoRoomError):
+            return self._place(edits, index)
+        self.drop_unused()
+        with suppress(NoRoomError):
+            return self._place(edits, index)
+        # The free space may only be fragmented.
+        self._compact()
+        return self._place(edits, index)
 
     def _compact(self) -> None:
         """Write the programs in use once more, without gaps. Steps already queued are not

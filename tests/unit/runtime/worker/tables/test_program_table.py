@@ -82,6 +82,7 @@ def test_an_index_used_again_says_nothing_of_what_was_there():
     first = edits_of((0, KINDS[5]), (3, KINDS[6]))
     index = tables.acquire_program(first)
     tables.release_program(first)
+    tables.drop_unused()
     second = edits_of((2, add()))
     assert tables.acquire_program(second) == index
     assert_program(buffers, index, second)
@@ -113,7 +114,7 @@ def test_equal_edits_share_one_program_and_their_vectors_whoever_made_them():
     assert tables.acquire_program(other) == index
     assert tables.instructions.bank.used == 2
     tables.release_program(one)
-    assert tables._programs, "the other still uses it"
+    assert tables.in_use == 1, "the other still uses it"
     tables.release_program(other)
     assert_free(tables)
 
@@ -150,6 +151,54 @@ def test_vectors_and_lists_are_shared_between_programs():
     assert tables.instructions.lists.used == 2
     for each in held:
         tables.release_program(each)
+    assert_free(tables)
+
+
+# ---------------------------------------------------------------- used again
+
+
+def test_a_program_that_is_used_again_is_not_written_again(monkeypatch):
+    buffers = make_buffers()
+    tables = ProgramTable(buffers)
+    wanted = edits_of((0, add(VECTORS[0])), (2, rows(3, 1)))
+    index = tables.acquire_program(wanted)
+    tables.release_program(wanted)
+    with monkeypatch.context() as patch:
+        patch.setattr(tables.instructions, "write", None)
+        assert tables.acquire_program(wanted) == index
+        with pytest.raises(TypeError):
+            tables.acquire_program(edits_of((0, add(VECTORS[1]))))
+    assert_program(buffers, index, wanted)
+    tables.release_program(wanted)
+    assert tables.in_use == 0
+
+
+@pytest.mark.parametrize(
+    ("room", "wanted"),
+    [
+        ({"bank_rows": 4}, edits_of((2, rows(3, 10)))),
+        ({"programs": 6}, edits_of((2, add()))),
+        ({"max_edits": 4}, edits_of((2, add()), (3, add()))),
+        ({"token_ids": 4}, edits_of((2, add()), ids=(6, 7, 8))),
+    ],
+)
+def test_programs_that_nobody_uses_make_room_and_those_in_use_stay(room, wanted):
+    buffers = make_buffers(**room)
+    tables = ProgramTable(buffers)
+    held = [edits_of((0, add(Vector.parse([float(n), 9.0, 9.0, 9.0]))), ids=(n,)) for n in range(4)]
+    places = {each: tables.acquire_program(each) for each in held}
+    for each in held[1:]:
+        tables.release_program(each)
+    new = tables.acquire_program(wanted)
+    assert_program(buffers, new, wanted)
+    assert_program(buffers, tables._programs[held[0]].index, held[0])
+    assert places[held[0]] == tables._programs[held[0]].index
+    assert (tables.in_use, len(tables._programs)) == (2, 2)
+    # One that made room is written anew, and says what it said.
+    for each in (wanted, held[0]):
+        tables.release_program(each)
+    assert_program(buffers, tables.acquire_program(held[2]), held[2])
+    tables.release_program(held[2])
     assert_free(tables)
 
 
