@@ -11,6 +11,7 @@ from support.engines import generated, greedy, tokens
 
 from midstream import ReceiptError, Replace, Steer, Vector
 from midstream.runtime.frontend.request import sent_vectors
+from midstream.runtime.protocol.request_payload import payload_of
 from midstream.runtime.protocol.rpc import RPC, UpdateVectors, arguments_of, read_request
 from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.testing import inspect
@@ -30,6 +31,7 @@ class Messages:
     def __init__(self, executor: Any, patch: pytest.MonkeyPatch) -> None:
         self.updates: list[VectorUpdate] = []
         self.steps: list[bytes] = []
+        self.plans: list[bytes] = []
         call, execute = executor.collective_rpc, executor.execute_model
 
         def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -42,6 +44,7 @@ class Messages:
         def execute_model(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
             new = [one.sampling_params for one in scheduled.scheduled_new_reqs]
             self.steps.append(pickle.dumps(new))
+            self.plans += [payload.plan for payload in map(payload_of, new) if payload]
             return execute(scheduled, *args, **kwargs)
 
         patch.setattr(executor, "collective_rpc", collective_rpc)
@@ -90,6 +93,14 @@ def test_vectors_are_sent_once_and_no_steps_message_has_their_numbers(llm, messa
     numbers = [data(nth)[at : at + 16] for nth in (0, 1) for at in (0, 100)]
     assert not [1 for step in messages.steps for part in numbers if part in step]
     assert max(len(step) for step in messages.steps) > 1000, "plans were in no message"
+
+
+def test_prompts_of_any_length_have_one_plan_if_it_selects_by_none(llm, messages):
+    for length in (20, 30, 40):
+        ask(llm, [[steer(70)], [Steer(vector(70), 1, positions="prompt")]], range(5, length))
+    assert len(messages.plans) == 6
+    assert len(set(messages.plans[::2])) == 1
+    assert len(set(messages.plans[1::2])) == 3
 
 
 def test_plans_with_the_numbers_and_plans_that_name_them_give_the_same(llm, monkeypatch):

@@ -227,7 +227,9 @@ class PlanResolver:
         need = replace(need, rows=rows, vectors=named)
         self._check_ring(resolved)
         self._check_gates(resolved)
-        packed = to_bytes(resolved, frozenset(named))
+        # Workers do not read the prompt's length: without it, prompts of any length have one plan,
+        # which a worker reads once.
+        packed = to_bytes(replace(resolved, prompt_len=1), frozenset(named))
         return PreparedPlan(resolved, need, packed, cache_keys(resolved))
 
     def _max_row_bytes(self, plan: ResolvedPlan, prompt_len: int, max_tokens: int | None) -> int:

@@ -130,7 +130,7 @@ class InstructionStore:
                 pool.release(key)
             raise
         if new_vectors:
-            data = bytearray(b"".join(vector.data for vector in new_vectors))
+            data = bytearray().join([vector.data for vector in new_vectors])
             values = torch.frombuffer(data, dtype=torch.float32).view(len(new_vectors), -1)
             scatter(self._buffers.bank, new_rows, values)
         return np.array(words, np.int32), np.array(numbers, np.float32)
