@@ -381,6 +381,14 @@ FAULTS: tuple[Fault, ...] = (
         "::test_steering_and_captures_of_every_request_and_max_tokens_make_a_difference",
     ),
     Fault(
+        "A receipt expects the rows of another request with the same plan",
+        "spec/resolve/resolved.py",
+        "        key = (what, length)\n",
+        "        key = what\n",
+        "tests/unit/spec/resolve/test_resolved.py"
+        "::test_what_a_plan_remembers_is_what_a_fresh_one_computes",
+    ),
+    Fault(
         "A request gets the field of another request",
         "server/request_field.py",
         "        text = json.dumps(value)\n",

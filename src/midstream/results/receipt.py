@@ -200,7 +200,16 @@ class Receipt:
         return {
             "status": self.status,
             **plain,
-            "captured": [_plain(one) for one in self.captured],
+            # There may be one for each layer.
+            "captured": [
+                {
+                    "site": one.site,
+                    "layer": one.layer,
+                    "expected": one.expected,
+                    "actual": one.actual,
+                }
+                for one in self.captured
+            ],
             "edited": None if self.edited is None else _plain(self.edited),
             "probed": [_plain(one) for one in self.probed],
             "nonfinite": None if self.nonfinite is None else asdict(self.nonfinite),

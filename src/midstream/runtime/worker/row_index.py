@@ -64,14 +64,11 @@ class RowBlock(Generic[R]):
     def values(self) -> Tensor:
         """A copy of the rows, [n, taps, width]. Blocks until the rows are on the host."""
         width = len(self.taps)
-        sample = self.sources[int(self.source[0])].rows()
-        values = torch.empty(self.source.size, width, sample.shape[1], dtype=sample.dtype)
-        for nth in np.unique(self.source).tolist():
-            here = np.flatnonzero(self.source == nth)
-            rows = self.sources[nth].rows()
-            index = torch.from_numpy((self.first[here, None] + np.arange(width)).ravel())
-            values[torch.from_numpy(here)] = rows[index].view(here.size, width, -1)
-        return values
+        parts = [
+            self.sources[nth].rows()[first : first + width * records]
+            for nth, first, records in self.runs()
+        ]
+        return torch.cat(parts).view(self.source.size, width, -1)
 
     def since(self, position: int) -> RowBlock[R]:
         """Return the rows at `position` and later."""

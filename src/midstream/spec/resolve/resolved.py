@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from midstream.sites import Tap, order
 from midstream.spec.instructions import Instruction
@@ -14,6 +14,9 @@ from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.ranges import clip, merge
 
 Final = tuple[tuple[int, int], ...]  # bounded ranges [start, stop) of positions
+T = TypeVar("T")
+# What a plan remembers takes little memory: so many results, of requests with so many rows at most.
+_KNOWN, _SHORT = 32, 1024
 
 
 def digest_steps(steps: tuple[Instruction, ...]) -> str:
@@ -140,6 +143,7 @@ class ResolvedPlan:
             the first rank transfers all.
         taps: all captured taps, in the order of a forward pass.
         alike: `taps` grouped by the captures that select them; taps of a group have equal rows.
+        reads_tokens: whether some positions are selected by the ids of generated tokens.
     """
 
     prompt_len: int
@@ -151,6 +155,8 @@ class ResolvedPlan:
     # Computed once, because many requests share a plan.
     taps: tuple[Tap, ...] = field(init=False, compare=False, repr=False)
     alike: tuple[Alike, ...] = field(init=False, compare=False, repr=False)
+    reads_tokens: bool = field(init=False, compare=False, repr=False)
+    _known: dict[Hashable, Any] = field(init=False, compare=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         captures_of: dict[Tap, list[int]] = {}
@@ -164,6 +170,31 @@ class ResolvedPlan:
         found = tuple(Alike(captures, tuple(each)) for captures, each in alike.items())
         object.__setattr__(self, "taps", taps)
         object.__setattr__(self, "alike", found)
+        where = [one.where for one in self.edits] + [one.where for one in self.captures]
+        where += [one.where for one in self.probes]
+        object.__setattr__(self, "reads_tokens", any(one.matches for one in where))
+
+    def remember(self, what: Hashable, length: int, make: Callable[[], T]) -> T:
+        """Return what follows from the plan and the number of rows alone: requests that share the
+        plan share it. Not remembered of long requests, and if positions depend on the generated
+        tokens.
+
+        Args:
+            what: name of the result, for this plan.
+            length: number of rows.
+            make: computes the result, which nobody may change.
+        """
+        if self.reads_tokens or length > _SHORT:
+            return make()
+        key = (what, length)
+        try:
+            found: T = self._known[key]
+        except KeyError:
+            found = make()
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            self._known[key] = found
+        return found
 
     def only(self, captures: tuple[int, ...]) -> ResolvedPlan:
         """Return the plan with these of its captures alone, by index."""
@@ -171,18 +202,24 @@ class ResolvedPlan:
 
     def ranges_of(self, captures: tuple[int, ...], length: int, tokens: Sequence[int]) -> Final:
         """Return the positions selected by any of these captures."""
-        found = [
-            each for index in captures for each in self.captures[index].where.final(length, tokens)
-        ]
-        return clip(merge(found), length)
+
+        def make() -> Final:
+            finals = [self.captures[index].where.final(length, tokens) for index in captures]
+            return clip(merge([each for final in finals for each in final]), length)
+
+        return self.remember(("ranges", captures), length, make)
 
     def expected_rows(self, length: int, tokens: Sequence[int]) -> dict[Tap, int]:
         """Return the number of captured rows of each captured tap."""
-        found = dict.fromkeys(self.taps, 0)
-        for captures, taps in self.alike:
-            ranges = self.ranges_of(captures, length, tokens)
-            found.update(dict.fromkeys(taps, sum(stop - start for start, stop in ranges)))
-        return found
+
+        def make() -> dict[Tap, int]:
+            found = dict.fromkeys(self.taps, 0)
+            for captures, taps in self.alike:
+                ranges = self.ranges_of(captures, length, tokens)
+                found.update(dict.fromkeys(taps, sum(stop - start for start, stop in ranges)))
+            return found
+
+        return dict(self.remember("rows", length, make))
 
     @property
     def slots(self) -> int:

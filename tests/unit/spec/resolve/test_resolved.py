@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fake_steps import VOCABULARY
 from support.nightly import rounds
+from support.plans import random_plan
 from unit.spec.position_strategies import rows_of
 from unit.spec.strategies import plans_by_length
 
@@ -148,3 +151,43 @@ def test_steps_are_known_by_all_that_they_do():
     assert Steps((gate, add)) == edit.steps
     assert hash(Steps((gate, add))) == hash(edit.steps)
     assert ResolvedPlan(10, (), ()).slots == 0
+
+
+def shared_plans() -> list[ResolvedPlan]:
+    """Random plans, each shared by requests of several lengths."""
+    found = [random_plan(random.Random(seed), length=12) for seed in range(150)]
+    return [plan for plan in found if plan is not None]
+
+
+def test_what_a_plan_remembers_is_what_a_fresh_one_computes():
+    draw = random.Random(1)
+    for plan in shared_plans():
+        everything = tuple(range(len(plan.captures)))
+        for length in (3, 12, 5, 3, 12):
+            tokens = [draw.randrange(VOCABULARY) for _ in range(length)]
+            fresh = replace(plan)
+            assert plan.expected_rows(length, tokens) == fresh.expected_rows(length, tokens)
+            ranges = plan.ranges_of(everything, length, tokens)
+            assert ranges == fresh.ranges_of(everything, length, tokens)
+
+
+def test_a_plan_that_selects_by_generated_tokens_remembers_nothing():
+    kinds = {plan.reads_tokens for plan in shared_plans()}
+    assert kinds == {False, True}
+    for plan in shared_plans():
+        first, second = (plan.remember("x", 4, lambda made=made: made) for made in ("a", "b"))
+        assert (first, second) == (("a", "b") if plan.reads_tokens else ("a", "a"))
+
+
+def test_what_is_remembered_stays_small():
+    plan = next(plan for plan in shared_plans() if not plan.reads_tokens)
+    assert [plan.remember("x", 5000, lambda made=made: made) for made in range(2)] == [0, 1]
+    for length in range(1000):
+        assert plan.remember("y", length, lambda length=length: length) == length
+    assert len(plan._known) <= 32
+
+
+def test_what_expected_rows_returns_may_be_changed():
+    plan = next(plan for plan in shared_plans() if plan.captures and not plan.reads_tokens)
+    plan.expected_rows(5, [0] * 5).clear()
+    assert plan.expected_rows(5, [0] * 5)

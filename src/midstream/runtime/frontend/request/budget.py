@@ -50,7 +50,7 @@ class Need:
 
     def total(self, kind: str) -> int:
         """Return the amount of a kind that the plan takes on its own."""
-        return sum(self.kinds[kind].values())
+        return sum(self.kinds.get(kind, {}).values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def need_of(plan: ResolvedPlan, taps: dict[Tap, int], room: Room, edits_per_site
             for step in edit.steps:
                 for vectors in vectors_of(step):
                     kinds["bank_rows"][vectors] = len(vectors)
-    found = Need(kinds)
+    found = Need({kind: things for kind, things in kinds.items() if things})
     for kind, limit in _limits(room).items():
         if found.total(kind) > limit:
             setting = "programs" if kind == "groups" else kind

@@ -124,7 +124,17 @@ def select_final(plan: ResolvedPlan, tokens: Sequence[int]) -> Select:
         plan: the resolved plan.
         tokens: token ids of all rows, prompt first.
     """
-    return lambda captures: expand(plan.ranges_of(captures, len(tokens), tokens))
+    length = len(tokens)
+
+    def select(captures: tuple[int, ...]) -> Ints:
+        def make() -> Ints:
+            found = expand(plan.ranges_of(captures, length, tokens))
+            found.setflags(write=False)
+            return found
+
+        return plan.remember(("selected", captures), length, make)
+
+    return select
 
 
 def activations_of(

@@ -139,6 +139,8 @@ async def deliver_soon(sinks: Queues, finished: FinishedRequest) -> PendingDeliv
         return futures
 
     shares = shares_of(finished)
+    if all(share.put is None for share in shares):
+        return PendingDelivery(finished, [(share, (_DONE,)) for share in shares])
     futures = await asyncio.gather(*(put(share) for share in shares))
     return PendingDelivery(finished, list(zip(shares, futures, strict=True)))
 

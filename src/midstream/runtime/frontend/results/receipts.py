@@ -90,7 +90,7 @@ def make_receipt(
         captured=captured,
         edited=edited,
         probed=tuple(probed),
-        selected=_selected(plan, length, tokens),
+        selected=plan.remember("receipt", length, lambda: _selected(plan, length, tokens)),
         dropped=min(lost, dropped),
         problems=tuple(problems),
         nonfinite=_nonfinite(parts, length),
@@ -99,6 +99,8 @@ def make_receipt(
 
 
 def _nonfinite(parts: list[WorkerResult], length: int) -> Nonfinite | None:
+    if not any((part.states >= NONFINITE).any() for part in parts):
+        return None
     found = np.zeros(length, np.bool_)
     for part in parts:
         states = part.states[:length]
@@ -122,10 +124,7 @@ def _edited(
     plan: ResolvedPlan, parts: list[WorkerResult], length: int, tokens: Sequence[int]
 ) -> tuple[Edited, list[str]]:
     """Count edits per position, over all pipeline stages; return the counts and the problems."""
-    finals = {edit.where: edit.where.final(length, tokens) for edit in plan.edits}
-    edits = _add_up((finals[edit.where] for edit in plan.edits), length)
-    # The device counts a probe like an edit, and runs it wherever its score may be selected.
-    reads = _add_up((clip(probe.where.possible, length) for probe in plan.probes), length)
+    edits, reads = plan.remember("edits", length, lambda: _expected(plan, length, tokens))
     expected = edits + reads
     done = np.zeros(length, np.int64)
     # Rows that the cache served were computed for another request with the same edits: their
@@ -167,6 +166,15 @@ def _edited(
         cached=int(edits[cached].sum()),
     )
     return counts, problems
+
+
+def _expected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[Ints, Ints]:
+    """Return the number of edits, and of probes, that the plan asks for at each position."""
+    finals = {edit.where: edit.where.final(length, tokens) for edit in plan.edits}
+    edits = _add_up((finals[edit.where] for edit in plan.edits), length)
+    # The device counts a probe like an edit, and runs it wherever its score may be selected.
+    reads = _add_up((clip(probe.where.possible, length) for probe in plan.probes), length)
+    return edits, reads
 
 
 def _missing(parts: list[WorkerResult]) -> list[str]:
