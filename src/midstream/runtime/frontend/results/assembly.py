@@ -27,7 +27,8 @@ from midstream.runtime.protocol.results import (
 )
 from midstream.runtime.protocol.runs import Ints, expand
 from midstream.sites import Tap
-from midstream.spec import Plan, ResolvedPlan
+from midstream.spec import Plan, ResolvedPlan, ResolvedProbe
+from midstream.spec.resolve.resolved import Final
 
 # Positions, ascending, that captures select, by the indices of the captures.
 Select = Callable[[tuple[int, ...]], Ints]
@@ -128,13 +129,18 @@ def select_final(plan: ResolvedPlan, tokens: Sequence[int]) -> Select:
 
     def select(captures: tuple[int, ...]) -> Ints:
         def make() -> Ints:
-            found = expand(plan.ranges_of(captures, length, tokens))
-            found.setflags(write=False)
-            return found
+            return _expanded(plan.ranges_of(captures, length, tokens))
 
         return plan.remember(("selected", captures), length, make)
 
     return select
+
+
+def _expanded(ranges: Final) -> Ints:
+    """Return the positions in ranges as an array that may be shared: it cannot be changed."""
+    found = expand(ranges)
+    found.setflags(write=False)
+    return found
 
 
 def activations_of(
@@ -177,7 +183,7 @@ def _probes(plan: ResolvedPlan, parts: list[WorkerResult], tokens: Sequence[int]
             if (probe.site, probe.layer) in part.worker.taps
             for entry in part.scores()
         ]
-        wanted = expand(probe.where.final(len(tokens), tokens))
+        wanted = _selected_by(plan, probe, tokens)
         there, chosen = _choose([known for known, _ in found], wanted)
         columns = [values[:, probe.slot] for _, values in found]
         scores[probe.name] = _joined(columns, chosen, torch.zeros(0)).contiguous()
@@ -185,6 +191,13 @@ def _probes(plan: ResolvedPlan, parts: list[WorkerResult], tokens: Sequence[int]
     if not scores:
         return None
     return Probes(scores, positions, torch.tensor(list(tokens), dtype=torch.int64))
+
+
+def _selected_by(plan: ResolvedPlan, probe: ResolvedProbe, tokens: Sequence[int]) -> Ints:
+    """Return the positions that a probe selects."""
+    length = len(tokens)
+    key = ("probe", probe.name)
+    return plan.remember(key, length, lambda: _expanded(probe.where.final(length, tokens)))
 
 
 def _joined(rows: list[Tensor], chosen: Tensor | None, nothing: Tensor) -> Tensor:

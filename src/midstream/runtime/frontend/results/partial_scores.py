@@ -113,9 +113,12 @@ class _Scores:
     def add(self, blocks: list[ScoreBlock]) -> None:
         for block in blocks:
             if self._tap in block.worker.taps:
-                mine = np.isin(block.positions, self._wanted)
-                self.positions.extend(block.positions[mine])
-                self.values.extend(block.values[:, self._slot].numpy()[mine])
+                known, values = block.positions, block.values[:, self._slot].numpy()
+                if not np.array_equal(known, self._wanted):
+                    mine = np.isin(known, self._wanted)
+                    known, values = known[mine], values[mine]
+                self.positions.extend(known)
+                self.values.extend(values)
 
 
 class ScoreSelection:
