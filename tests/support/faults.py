@@ -415,5 +415,35 @@ FAULTS: tuple[Fault, ...] = (
         "tests/unit/server/test_capture_cache.py"
         "::test_rows_that_are_not_packed_count_for_the_limits",
     ),
+    Fault(
+        "A step with work runs the untapped model",
+        "runtime/worker/model_runner/hooks.py",
+        "        self._switch.use(self._session.before_forward(batch))\n",
+        "        self._session.before_forward(batch)\n",
+        ENGINE + "test_two_models.py::test_a_step_without_work_reaches_no_tap",
+    ),
+    Fault(
+        "A step without work runs the tapped model",
+        "runtime/worker/session.py",
+        "        return plan is not None\n",
+        "        return True\n",
+        ENGINE + "test_two_models.py::test_a_step_without_work_reaches_no_tap",
+    ),
+    Fault(
+        "The tapped model's steps replay the untapped model's CUDA graphs",
+        "runtime/worker/model_runner/graph_sets.py",
+        "= self._sets[tapped]\n",
+        "= self._sets[False]\n",
+        "tests/unit/runtime/worker/model_runner/test_model_switch.py"
+        "::test_each_model_replays_its_own_graphs",
+    ),
+    Fault(
+        "The tapped model is loaded from the untapped model's entry in the compile cache",
+        "runtime/worker/taps/tapped_model.py",
+        "    with set_current_vllm_config(vllm_config), set_model_tag(_TAG):\n",
+        "    vllm_config = without_midstream(vllm_config)\n"
+        "    with set_current_vllm_config(vllm_config), set_model_tag(_TAG):\n",
+        SYSTEM + "test_stale_graph.py::test_a_graph_compiled_under_other_settings_is_never_used",
+    ),
     *KEPT,
 )

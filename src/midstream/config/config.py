@@ -41,6 +41,7 @@ _CHOICES = {
     "return": RETURNS,
     "on_mismatch": ("raise", "warn"),
     "on_nonfinite": ("raise", "report"),
+    "tapped_model": ("startup", "lazy", "always"),
 }
 STAMP = {"version": __version__, "op_schema": OP_SCHEMA}
 
@@ -87,6 +88,12 @@ class Config:
             captured row or in a score, or with an edit that saturated. "raise": it ends, and its
             receipt has a problem. "report": it runs on, and the receipt, with status `partial`,
             reports the positions. Its KV is never served to other requests.
+        tapped_model: when the tapped model is compiled, and its CUDA graphs are captured. It has
+            the same weights as vLLM's own model, which runs all steps in which no token is
+            captured, edited or probed. "startup": while the engine starts. "lazy": when the first
+            request needs it; all requests wait for that. "always": every step runs the tapped
+            model, and vLLM's own is not compiled; a request's rounding is then the same whatever
+            other requests ask for.
         sinks: sinks for captured rows besides the request's output: settings by name, such as
             `{"store": {"root": "acts"}}`, or one string `"filesystem:root=acts"`.
         vectors: named vectors from the start: paths of `.safetensors`, `.npz`, `.gguf` or `.json`
@@ -114,6 +121,7 @@ class Config:
     codec: str = "raw"
     return_: str = SHARDED
     check_ranks: bool = False
+    tapped_model: str = "startup"
     sinks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     vectors: Mapping[str, str] = field(default_factory=dict)
     steering: Mapping[str, Any] = field(default_factory=dict)

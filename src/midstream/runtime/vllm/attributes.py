@@ -40,3 +40,5 @@ FAILURES: Attribute[dict[str, Any]] = Attribute("midstream_failures")
 VECTOR_UPDATES: Attribute[deque[Any]] = Attribute("midstream_vector_updates")
 # On a vLLM worker: its WorkerEndpoint, which vLLM's `collective_rpc` calls by this name.
 ENDPOINT: Attribute[Any] = Attribute("midstream_rpc")
+# On a graph manager of vLLM's V2 model runner: its GraphSets.
+GRAPHS: Attribute[Any] = Attribute("midstream_graphs")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from midstream.config.config import Config, from_additional_config
 from midstream.errors import UnsupportedError
 
 _GUARD = (
@@ -93,6 +94,15 @@ RULES: tuple[Rule, ...] = (
         "kv_transfer_config",
         lambda c: getattr(c, "kv_transfer_config", None) is not None,
         "KV from another engine or store may have been computed with other edits",
+    ),
+    Rule(
+        'midstream.tapped_model = "lazy" with data parallelism',
+        lambda c: (
+            getattr(c.parallel_config, "data_parallel_size", 1) > 1
+            and (from_additional_config(c.additional_config) or Config()).tapped_model == "lazy"
+        ),
+        "replicas must run the same dummy runs, also those that compile the tapped model; use "
+        '"startup"',
     ),
     Rule(
         "enable_elastic_ep",

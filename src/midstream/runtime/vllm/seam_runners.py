@@ -7,6 +7,53 @@ from midstream.runtime.vllm.seam_types import Fields, Seam
 _DRAFTER = "a drafter that shares tapped modules is rejected"
 _NONFINITE = "values that are not finite are cleared from reused KV"
 
+_DUMMY_RUNS = "dummy runs run both models while the engine starts"
+_MEMORY = "memory for the CUDA graphs of both models"
+_GRAPHS = "each model has its own CUDA graphs"
+
+# Both runners' model, and what compiles it.
+MODEL_SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "vllm.compilation.wrapper",
+        "TorchCompileWithNoGuardsWrapper.__init__",
+        ("compile_prefix", "is_encoder"),
+        "the tapped model is compiled by itself",
+    ),
+    Seam(
+        "vllm.compilation.backends",
+        "set_model_tag",
+        ("tag",),
+        "the compile cache keeps what both models compile apart",
+    ),
+    Seam(
+        "vllm.config",
+        "set_current_vllm_config",
+        ("vllm_config",),
+        "the tapped model is compiled under the engine's settings",
+    ),
+    Seam(
+        "vllm.v1.worker.gpu_worker",
+        "Worker.compile_or_warm_up_model",
+        (),
+        "the end of start-up, when the taps are checked",
+    ),
+    Seam(
+        "vllm.v1.worker.gpu_worker",
+        "Worker.execute_dummy_batch",
+        (),
+        "a dummy run in which the taps are checked",
+    ),
+)
+
+MODEL_FIELDS: tuple[Fields, ...] = (
+    Fields(
+        "vllm.compilation.wrapper",
+        "TorchCompileWithNoGuardsWrapper",
+        ("_compiled_callable", "_compiled_bytecode", "_bytecode_hook_handle", "vllm_config"),
+        "the tapped model is compiled by itself",
+    ),
+)
+
 _V1 = "vllm.v1.worker.gpu_model_runner"
 V1_SEAMS: tuple[Seam, ...] = (
     Seam(
@@ -38,6 +85,34 @@ V1_SEAMS: tuple[Seam, ...] = (
         at="sample_tokens",
     ),
     Seam(_V1, "GPUModelRunner.get_model", (), "the loaded model is tapped", at="get_model"),
+    Seam(
+        _V1,
+        "GPUModelRunner._dummy_run",
+        ("num_tokens",),
+        _DUMMY_RUNS,
+        named=("is_profile",),
+        at="_dummy_run",
+    ),
+    Seam(_V1, "GPUModelRunner.capture_model", (), _GRAPHS, at="capture_model"),
+    Seam(
+        _V1,
+        "GPUModelRunner.profile_cudagraph_memory",
+        (),
+        _MEMORY,
+        at="profile_cudagraph_memory",
+    ),
+    Seam(
+        "vllm.compilation.cuda_graph",
+        "CUDAGraphWrapper.__init__",
+        ("runnable", "vllm_config", "runtime_mode"),
+        _GRAPHS,
+    ),
+    Seam(
+        "vllm.compilation.breakable_cudagraph",
+        "BreakableCUDAGraphWrapper.__init__",
+        ("runnable", "vllm_config"),
+        _GRAPHS,
+    ),
 )
 
 _V2 = "vllm.v1.worker.gpu.model_runner"
@@ -59,6 +134,28 @@ V2_SEAMS: tuple[Seam, ...] = (
     ),
     Seam(_V2, "GPUModelRunner.get_model", (), "the loaded model is tapped", at="get_model"),
     Seam(
+        _V2,
+        "GPUModelRunner._dummy_run",
+        ("num_tokens",),
+        _DUMMY_RUNS,
+        named=("is_profile", "skip_attn"),
+        at="_dummy_run",
+    ),
+    Seam(_V2, "GPUModelRunner.capture_model", (), _GRAPHS, at="capture_model"),
+    Seam(
+        _V2,
+        "GPUModelRunner.profile_cudagraph_memory",
+        (),
+        _MEMORY,
+        at="profile_cudagraph_memory",
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.cudagraph_utils",
+        "ModelCudaGraphManager.capture",
+        ("model",),
+        _GRAPHS,
+    ),
+    Seam(
         "vllm.v1.worker.gpu.model_states.interface",
         "ModelState.preprocess_state",
         ("input_batch",),
@@ -76,12 +173,15 @@ V1_FIELDS: tuple[Fields, ...] = (
             "input_batch",
             "input_ids",
             "max_num_tokens",
+            "model",
             "positions",
             "query_start_loc",
         ),
         "forward passes of requests",
         at="",
     ),
+    Fields(_V1, "GPUModelRunner", ("compilation_config",), _GRAPHS, at=""),
+    Fields("vllm.compilation.cuda_graph", "CUDAGraphWrapper", ("runtime_mode",), _GRAPHS),
     Fields(_V1, "GPUModelRunner", ("kv_cache_config", "kv_caches", "requests"), _NONFINITE),
     Fields("vllm.v1.worker.gpu_input_batch", "CachedRequestState", ("block_ids",), _NONFINITE),
     Fields("vllm.v1.kv_cache_interface", "KVCacheConfig", ("num_blocks",), _NONFINITE),
@@ -114,9 +214,23 @@ V2_FIELDS: tuple[Fields, ...] = (
     Fields(
         _V2,
         "GPUModelRunner",
-        ("device", "max_num_tokens", "model_state"),
+        ("device", "max_num_tokens", "model", "model_state"),
         "forward passes of requests",
         at="",
+    ),
+    Fields(_V2, "GPUModelRunner", ("cudagraph_manager", "lora_config"), _GRAPHS),
+    Fields(
+        "vllm.v1.worker.gpu.cudagraph_utils",
+        "CudaGraphManager",
+        ("breakable_cg_runner", "graphs"),
+        _GRAPHS,
+    ),
+    Fields(
+        "vllm.v1.worker.gpu.cudagraph_utils",
+        "CudaGraphManager",
+        ("_capture_mem_samples",),
+        _MEMORY,
+        since="0.32",
     ),
     Fields(
         "vllm.v1.worker.gpu.input_batch",

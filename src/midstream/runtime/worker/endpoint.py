@@ -43,13 +43,16 @@ from midstream.runtime.vllm.attributes import ENDPOINT
 from midstream.runtime.vllm.engine_rules import check_settings
 from midstream.runtime.worker.model_runner import v1, v2
 from midstream.runtime.worker.model_runner.hooks import Hooks
+from midstream.runtime.worker.model_runner.model_switch import ModelSwitch
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.result_buffer import ResultBuffer
 from midstream.runtime.worker.row_index import RowBlock, Scores
 from midstream.runtime.worker.session import WorkerSession
 from midstream.runtime.worker.tables.device_buffers import Buffers
-from midstream.runtime.worker.taps.taps import check_drafter, tap_layer
+from midstream.runtime.worker.taps.tap_check import check_taps
+from midstream.runtime.worker.taps.tapped_model import add_taps
+from midstream.runtime.worker.taps.taps import check_drafter
 from midstream.sites import Tap
 from midstream.transport.arena import Arena
 from midstream.transport.ring_copy import host_transport
@@ -95,8 +98,9 @@ class WorkerEndpoint:
         self._room, self._edits_per_site = _room(config), config.edits_per_site
         self._default_codec, self._default_return = config.codec, config.return_
         self._tensor_ranks: int = parallel.tensor_parallel_size
-        for layer in self._decoder.layers:
-            tap_layer(layer, self._taps, self._buffers)
+        replacements = add_taps(
+            model, self._decoder, self._taps, self._buffers, vllm_config, config
+        )
         check_drafter(runner)
         _count_memory(runner, self._buffers)
         self._max_tokens = self._buffers.tokens.shape[0]
@@ -113,12 +117,19 @@ class WorkerEndpoint:
             RankShare(self._tensor_rank, self._tensor_ranks),
             self._checksum,
             config.on_nonfinite,
+            only_armed=bool(replacements),
         )
         self._results = ResultBuffer(self._arena, self._session.codec)
-        hooks = Hooks(self._session, _ahead(vllm_config))
         is_v2 = seams.is_v2_runner(runner)
         seams.check_runner(runner, is_v2)
-        (v2 if is_v2 else v1).attach(runner, hooks)
+        switch = ModelSwitch(
+            worker,
+            replacements,
+            config.tapped_model == "lazy" and bool(replacements),
+            lambda run: check_taps(self._buffers, self._taps, run),
+        )
+        switch.attach(is_v2)
+        (v2 if is_v2 else v1).attach(runner, Hooks(self._session, switch, _ahead(vllm_config)))
         self._runner_name = "v2" if is_v2 else "v1"
 
     def __call__(self, request: object) -> Any:

@@ -42,6 +42,7 @@ class WorkerSession:
         share: RankShare,
         checksum: RankChecksum | None = None,
         on_nonfinite: str = "raise",
+        only_armed: bool = False,
     ) -> None:
         """Args:
         buffers: the rank's buffers.
@@ -52,13 +53,17 @@ class WorkerSession:
         share: the part of the captured vectors that this rank transfers.
         checksum: receives every plan and step; None if ranks are not compared.
         on_nonfinite: the setting of that name.
+        only_armed: whether every forward pass that fires the taps is a step with a plan, as where
+            all other steps run vLLM's own model.
         """
         self._checksum = checksum
         self._codecs = CodecTable(buffers.ring)
         self._tables = ProgramTable(buffers)
         slots = SlotTable(max_model_len, on_nonfinite)
         self._planner = StepPlanner(slots, self._tables)
-        self._recorder = StepRecorder(buffers, transport, arena, slots, self._codecs, taps)
+        self._recorder = StepRecorder(
+            buffers, transport, arena, slots, self._codecs, taps, only_armed=only_armed
+        )
         self.requests = RequestTable(
             slots, self._tables, self._codecs, self._recorder, taps, share, checksum
         )
@@ -73,11 +78,15 @@ class WorkerSession:
         """Return the codec with a number, as `RowBlock.codec` has it."""
         return self._codecs.codec(number)
 
-    def before_forward(self, batch: StepBatch) -> None:
-        """Plan and arm the step whose forward pass is queued next."""
+    def before_forward(self, batch: StepBatch) -> bool:
+        """Plan and arm the step whose forward pass is queued next.
+
+        Returns:
+            Whether a row has a program, so that the step must run the tapped model.
+        """
         recorder = self._recorder
         began = time.perf_counter_ns()
-        plan = self._planner.plan(batch, watch=not recorder.checked)
+        plan = self._planner.plan(batch)
         recorder.counts.steps += 1
         recorder.counts.planner_ns += time.perf_counter_ns() - began
         if self._checksum is not None:
@@ -86,13 +95,11 @@ class WorkerSession:
             recorder.disarm()
         else:
             recorder.arm(plan, batch)
+        return plan is not None
 
     def after_forward(self) -> None:
         """Record the step whose forward pass was queued, and settle steps whose results are on the
         host.
-
-        Raises:
-            TapError: this is the engine's first step, and a tap did not fire once.
         """
         if self._recorder.prepared is not None:
             self._recorder.record()

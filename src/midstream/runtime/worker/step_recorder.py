@@ -68,7 +68,6 @@ class StepRecorder:
         rows: index of captured rows.
         scores: index of probe scores; a record is one row with a column for each score.
         prepared: the step whose forward pass is queued next; None if it has no program.
-        checked: whether a step has shown that every tap fires.
     """
 
     def __init__(
@@ -95,7 +94,6 @@ class StepRecorder:
         self.rows: CapturedRowIndex[ArenaRows] = CapturedRowIndex()
         self.scores: CapturedRowIndex[Scores] = CapturedRowIndex()
         self.prepared: PreparedStep | None = None
-        self.checked = False
         self._buffers = buffers
         self._transport = transport
         self._arena = arena
@@ -139,9 +137,6 @@ class StepRecorder:
     def record(self) -> None:
         """Start to copy the results of the prepared step, whose forward pass is queued, and add
         its rows and scores to the indexes.
-
-        Raises:
-            TapError: this is the engine's first step, and a tap did not fire once.
         """
         prepared, self.prepared = self.prepared, None
         assert prepared is not None
@@ -166,10 +161,6 @@ class StepRecorder:
                 self._slots.drop(plan.runs, lost.runs)
         if plan.scored:
             self._record_scores(prepared, shipment)
-        if not self.checked:
-            self.checked = True
-            counted = shipment.tally().numpy()[plan.active]
-            self._signature.check(counted[:, layout.SIGNATURE])
 
     def _ship(
         self, prepared: PreparedStep, batches: Sequence[CodecBatch], tally: Tensor, scores: Tensor
@@ -268,7 +259,7 @@ class StepRecorder:
             | (edits > plan.most)
             | (tally[:, layout.CAPTURES] != plan.captures)
         )
-        for nth in np.flatnonzero(wrong & (plan.slots >= 0)).tolist():
+        for nth in np.flatnonzero(wrong).tolist():
             request = self._slots.by_slot(int(plan.slots[nth]))
             if request is None or request.problem:
                 continue

@@ -60,6 +60,10 @@ REFUSED = {
     "(VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1)": {
         "parallel_config__distributed_executor_backend": "external_launcher"
     },
+    'midstream.tapped_model = "lazy" with data parallelism': {
+        "parallel_config__data_parallel_size": 2,
+        "additional_config": {"midstream": {"tapped_model": "lazy"}},
+    },
     "enable_elastic_ep": {"parallel_config__enable_elastic_ep": True},
     "--api-server-count > 1": {"parallel_config___api_process_count": 2},
     "an encoder-decoder model": {"model_config__is_encoder_decoder": True},
@@ -101,6 +105,10 @@ def test_all_that_is_wrong_is_named_at_once():
     changes = {path: value for one in REFUSED.values() for path, value in one.items()}
     both = SimpleNamespace(method="dspark", enable_adaptive_verification=True)
     changes["speculative_config"] = both
+    changes["additional_config"] = {
+        "midstream": {"tapped_model": "lazy"},
+        "decode_backend": "latency_specialized",
+    }
     with pytest.raises(UnsupportedError) as caught:
         check_settings(config(**changes))
     assert len(str(caught.value).splitlines()) == 1 + len(RULES)

@@ -14,6 +14,7 @@ from midstream.ops import layout
 from midstream.runtime.protocol.segments import APPLIED_0, CACHED, RankShare
 from midstream.runtime.worker.session import WorkerSession
 from midstream.runtime.worker.tables.device_buffers import code
+from midstream.runtime.worker.taps.tap_check import check_taps
 
 EVERYWHERE = ((0, None),)
 POST = ("resid_post", 1)
@@ -253,14 +254,12 @@ def test_a_rank_that_does_not_capture_edits_all_the_same():
 
 def test_without_requests_the_buffers_stay_zero_and_nothing_is_shipped():
     engine, fake = FakeEngine(lag=0), Fake("plain")
-    engine.step([(fake, 5)])  # the first step is watched
-    assert engine.transport.shipped == 1
-    for count in (3, 1, 1):
+    for count in (5, 3, 1, 1):
         engine.session.before_forward(view_of(["plain"], [count], [fake.computed]))
         assert not bool(engine.buffers.tokens.any()), "an idle step was armed"
         engine.session.after_forward()
         fake.computed += count
-    assert engine.transport.shipped == 1
+    assert engine.transport.shipped == 0
     engine.session.check_integrity()
 
 
@@ -285,7 +284,6 @@ def test_after_forward_without_a_step_does_nothing():
 # ---------------------------------------------------------------- taps that do not fire
 
 
-@pytest.mark.parametrize("asks", [True, False], ids=["asked", "plain"])
 @pytest.mark.parametrize(
     ("firing", "message"),
     [
@@ -297,15 +295,17 @@ def test_after_forward_without_a_step_does_nothing():
         ({"skip": (POST, ("resid_pre", 0))}, "several taps did not fire, or fired twice"),
     ],
 )
-def test_a_tap_that_fails_in_the_first_step_stops_the_engine_by_name(firing, message, asks):
-    engine, fake = FakeEngine(lag=2), Fake("a", READ if asks else None)
-    engine.add(fake)
-    engine.session.before_forward(view_of(["a"], [3], [0]))
-    engine.forward(3, **firing)
-    with pytest.raises(
-        TapError, match=f"did not all fire once in the engine's first step.*: {message}"
-    ):
-        engine.session.after_forward()
+def test_a_tap_that_fails_in_the_trial_run_stops_the_engine_by_name(firing, message):
+    engine = FakeEngine()
+    with pytest.raises(TapError, match=f"did not all fire once in a trial run.*: {message}"):
+        check_taps(engine.buffers, TAPS, lambda: engine.forward(3, **firing))
+
+
+def test_a_trial_run_in_which_all_taps_fire_leaves_no_token_with_a_program():
+    engine = FakeEngine()
+    check_taps(engine.buffers, TAPS, lambda: engine.forward(3))
+    engine.session.check_integrity()
+    assert not bool(engine.buffers.tokens.any())
 
 
 @pytest.mark.parametrize(

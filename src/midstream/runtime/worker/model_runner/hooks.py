@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midstream.runtime.protocol.request_payload import payload_of
+from midstream.runtime.worker.model_runner.model_switch import PLAIN, ModelSwitch
 from midstream.runtime.worker.model_runner.step_output import attach_failures
 from midstream.runtime.worker.session import WorkerSession
 from midstream.runtime.worker.step.step_batch import StepBatch, UnknownPositions
@@ -22,13 +23,15 @@ from midstream.runtime.worker.step.step_batch import StepBatch, UnknownPositions
 class Hooks:
     """The moments of a step."""
 
-    def __init__(self, session: WorkerSession, ahead: int) -> None:
+    def __init__(self, session: WorkerSession, switch: ModelSwitch, ahead: int) -> None:
         """Args:
         session: the worker's session.
+        switch: chooses the model that a forward pass runs.
         ahead: number of steps that the scheduler may decide on before it knows which draft tokens
             of a step were accepted.
         """
         self._session = session
+        self._switch = switch
         # Number of draft tokens of each request: in this step, and in those whose outcome the
         # scheduler did not know when it decided on this step.
         self._drafted: dict[str, int] = {}
@@ -51,6 +54,7 @@ class Hooks:
         for new in scheduler_output.scheduled_new_reqs:
             payload = payload_of(new.sampling_params)
             if payload is not None:
+                self._switch.prepare()
                 requests.grow(new.req_id, payload.uid, new.prompt_token_ids)
                 requests.add(new.req_id, payload.uid, payload.plan, new.num_computed_tokens)
         return nonfinite
@@ -79,10 +83,11 @@ class Hooks:
 
     def before_forward(self, batch: StepBatch) -> None:
         """Prepare a step whose batch is laid out; its forward pass is queued next."""
-        self._session.before_forward(batch)
+        self._switch.use(self._session.before_forward(batch))
 
     def after_forward(self) -> None:
         """Record a step whose forward pass is queued."""
+        self._switch.use(PLAIN)
         self._session.after_forward()
 
     def on_output(self, output: Any) -> Any:

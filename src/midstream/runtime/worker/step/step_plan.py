@@ -103,7 +103,7 @@ class StepPlan:
             step's first ring row.
         num_records: number of ring rows that the step fills.
         active: rows of the batch that have a program.
-        slots: slot of each active row; −1 for a row of no request, whose taps alone are checked.
+        slots: slot of each active row.
         positions: position of each active row; an upper bound if `runs` are not exact.
         fewest: smallest number of edits that each active row must get.
         most: largest number of edits that each active row may get; the difference to `fewest` is

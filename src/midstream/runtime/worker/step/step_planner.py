@@ -81,25 +81,17 @@ class StepPlanner:
         self._tables = tables
         self._decode: _DecodeStep | None = None
 
-    def plan(self, batch: StepBatch, watch: bool) -> StepPlan | None:
-        """Return the plan of a step; None if no row of it has a program.
-
-        Args:
-            batch: the step's batch.
-            watch: make the first row active even if it has no program, so that its taps are
-                counted.
-        """
-        if not watch:
-            plan = self._repeat(batch)
-            if plan is not None:
-                return plan
+    def plan(self, batch: StepBatch) -> StepPlan | None:
+        """Return the plan of a step; None if no row of it has a program."""
+        plan = self._repeat(batch)
+        if plan is not None:
+            return plan
         self._decode = None
         runs = self._make_runs(batch)
-        if runs is None and not watch:
+        if runs is None:
             return None
-        plan = self._lay_out(runs or _NO_RUNS, batch.num_tokens, watch)
-        if runs is not None and not watch:
-            self._remember(batch, plan)
+        plan = self._lay_out(runs, batch.num_tokens)
+        self._remember(batch, plan)
         return plan
 
     def _remember(self, batch: StepBatch, plan: StepPlan) -> None:
@@ -249,7 +241,7 @@ class StepPlanner:
             runs.append([row + start - position, end - start, start, slot, *content])
         return runs
 
-    def _lay_out(self, runs: TokenRuns, num_tokens: int, watch: bool) -> StepPlan:
+    def _lay_out(self, runs: TokenRuns, num_tokens: int) -> StepPlan:
         length = runs.length
         within = within_runs(length)
         active = np.repeat(runs.row, length) + within
@@ -272,13 +264,6 @@ class StepPlanner:
         )
         fewest = tables.fewest[program].astype(np.int64)
         most = tables.most[program].astype(np.int64)
-        if watch and tokens[0, layout.PROGRAM] == layout.IDLE_PROGRAM:
-            tokens[0, layout.PROGRAM] = layout.WATCH_PROGRAM
-            active, slots, positions = (
-                np.append(array, value)
-                for array, value in ((active, 0), (slots, -1), (positions, 0))
-            )
-            fewest, most, width = (np.append(each, 0) for each in (fewest, most, width))
         return StepPlan(
             tokens=tokens,
             num_records=int((length * runs.width).sum()),
@@ -316,7 +301,3 @@ class StepPlanner:
             )
             first += count
         return tuple(batches)
-
-
-_EMPTY = np.zeros(0, np.int64)
-_NO_RUNS = TokenRuns(*(_EMPTY,) * 11, True)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Iterable
 
 from midstream.errors import TapError
-from midstream.runtime.worker.tables.device_buffers import code
+from midstream.ops import layout
+from midstream.runtime.worker.tables.device_buffers import Buffers, code
 from midstream.sites import Tap
 
 
@@ -22,24 +20,6 @@ class TapSignature:
     def __init__(self, taps: Iterable[Tap]) -> None:
         self._taps = list(taps)
         self.signature = _wrap(sum(code(tap) for tap in self._taps))
-
-    def check(self, signatures: NDArray[np.int32]) -> None:
-        """Check that every tap fired once for each token of the engine's first step.
-
-        Args:
-            signatures: int32 [tokens], the tokens' signatures.
-
-        Raises:
-            TapError: a tap did not fire once.
-        """
-        wrong = np.flatnonzero(signatures != self.signature)
-        if wrong.size:
-            found = self.diagnose(int(signatures[wrong[0]]))
-            raise TapError(
-                "midstream's taps did not all fire once in the engine's first step, so captures "
-                f"and edits would be wrong: {found}. If the model is compiled, clear the compile "
-                "cache (VLLM_CACHE_ROOT); otherwise report the model's architecture"
-            )
 
     def diagnose(self, signature: int) -> str:
         """Return what a token's signature says about the taps, as text."""
@@ -56,6 +36,31 @@ class TapSignature:
         if _wrap(2 * self.signature) == signature:
             return "every tap fired twice"
         return "several taps did not fire, or fired twice"
+
+
+def check_taps(buffers: Buffers, taps: Iterable[Tap], run: Callable[[], object]) -> None:
+    """Check that every tap fires once in a forward pass.
+
+    Args:
+        buffers: the rank's buffers; no token has a program before and after.
+        taps: the rank's taps.
+        run: runs the tapped model on at least one row.
+
+    Raises:
+        TapError: a tap did not fire once.
+    """
+    buffers.tally[:1].zero_()
+    buffers.tokens[:1, layout.PROGRAM].fill_(layout.WATCH_PROGRAM)
+    run()
+    found = int(buffers.tally[0, layout.SIGNATURE].item())
+    buffers.tokens[:1].zero_()
+    signature = TapSignature(taps)
+    if found != signature.signature:
+        raise TapError(
+            "midstream's taps did not all fire once in a trial run, so captures and edits would be "
+            f"wrong: {signature.diagnose(found)}. If the model is compiled, clear the compile "
+            "cache (VLLM_CACHE_ROOT); otherwise report the model's architecture"
+        )
 
 
 def _wrap(value: int) -> int:

@@ -8,6 +8,7 @@ loaded and before anything is traced, so that the op is part of every compiled g
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +108,20 @@ class _Role:
     path: str
     site: str
     copies: bool = False
+
+
+def modules_to_tap(layer: DecoderLayer, sites: Collection[str]) -> list[nn.Module]:
+    """Return the layer, and the modules in it whose class `tap_layer` replaces.
+
+    Args:
+        layer: the layer.
+        sites: the layer's tapped sites.
+
+    Raises:
+        UnsupportedError: the layer differs from its convention.
+    """
+    roles = [role for role in _roles(layer.convention) if role.site in sites]
+    return [layer.module, *(_find_module(layer.module, role) for role in roles)]
 
 
 def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> None:

@@ -22,6 +22,7 @@ class NoRequests:
 
 
 NO_SESSION = SimpleNamespace(requests=NoRequests())
+ONE_MODEL = SimpleNamespace(prepare=lambda: None, use=lambda _: None)
 
 
 def schedule(**drafts):
@@ -38,7 +39,7 @@ def slack(hooks, *ids):
 
 
 def test_counts_may_be_too_high_by_the_drafts_of_the_step_before():
-    hooks = Hooks(NO_SESSION, 1)
+    hooks = Hooks(NO_SESSION, ONE_MODEL, 1)
     hooks.on_schedule(schedule(a=3))
     assert slack(hooks, "a", "b") is None, "this step's own drafts come after its first rows"
     hooks.on_schedule(schedule(b=2))
@@ -50,14 +51,14 @@ def test_counts_may_be_too_high_by_the_drafts_of_the_step_before():
 
 
 def test_counts_may_be_too_high_by_the_drafts_of_every_step_that_is_under_way():
-    hooks = Hooks(NO_SESSION, 2)
+    hooks = Hooks(NO_SESSION, ONE_MODEL, 2)
     for drafts in ({"a": 3}, {"a": 1, "b": 2}, {}):
         hooks.on_schedule(schedule(**drafts))
     assert slack(hooks, "a", "b", "c") == [4, 2, 0]
 
 
 def test_the_drafts_are_counted_before_the_runner_trims_them():
-    hooks = Hooks(NO_SESSION, 1)
+    hooks = Hooks(NO_SESSION, ONE_MODEL, 1)
     decision = schedule(a=3)
     hooks.on_schedule(decision)
     decision.scheduled_spec_decode_tokens["a"].clear()
@@ -66,14 +67,14 @@ def test_the_drafts_are_counted_before_the_runner_trims_them():
 
 
 def test_where_no_step_is_scheduled_ahead_counts_are_exact():
-    hooks = Hooks(NO_SESSION, 0)
+    hooks = Hooks(NO_SESSION, ONE_MODEL, 0)
     for _ in range(3):
         hooks.on_schedule(schedule(a=3))
         assert slack(hooks, "a") is None
 
 
 def test_positions_are_those_that_the_adapter_gives():
-    hooks = Hooks(NO_SESSION, 1)
+    hooks = Hooks(NO_SESSION, ONE_MODEL, 1)
     hooks.on_schedule(schedule(a=3))
     hooks.on_schedule(schedule())
     assert hooks.unknown_positions(["a"], lambda: torch.arange(3)).positions().tolist() == [0, 1, 2]

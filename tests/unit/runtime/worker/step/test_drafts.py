@@ -232,7 +232,7 @@ def test_the_device_is_waited_for_only_where_a_row_may_be_in_either_of_two_segme
         (23, 3, False),  # [20, 26): another segment, but surely so
     ]:
         view, device = late_view(host, 3, slack, host - slack)
-        plan = planner.plan(view, watch=False)
+        plan = planner.plan(view)
         assert device.asked == waits, host
         if waits:
             active = range(max(10, host - slack), min(20, host - slack + 3))
@@ -247,10 +247,10 @@ def test_the_device_is_waited_for_only_where_a_row_may_be_in_either_of_two_segme
 def test_a_position_that_the_program_reads_is_left_to_the_device():
     planner, _ = planner_with(plan_of(edits=[(POST, rows(40, 10), ((10, 50),))]))
     view, _ = late_view(23, 3, 2, 21)
-    plan = planner.plan(view, watch=False)
+    plan = planner.plan(view)
     assert plan.device_positions
     assert (plan.tokens[:, layout.POSITION] < 0).all()
-    exact = planner.plan(view_of(["a"], [3], [23]), watch=False)
+    exact = planner.plan(view_of(["a"], [3], [23]))
     assert not exact.device_positions
     assert exact.tokens[:, layout.POSITION].tolist() == [23, 24, 25]
 
@@ -258,26 +258,26 @@ def test_a_position_that_the_program_reads_is_left_to_the_device():
 def test_a_decode_step_after_drafts_is_not_taken_for_one_like_the_last():
     planner, _ = planner_with(plan_of(edits=[(POST, VECTORS[1], 1.0, ((10, 20),))]))
     for position in (17, 18, 19):
-        assert planner.plan(view_of(["a"], [1], [position]), watch=False) is not None
+        assert planner.plan(view_of(["a"], [1], [position])) is not None
     # Up to two of the last step's drafts were rejected: at 20 nothing is asked for, at 19 is.
     view, device = late_view(20, 1, 2, 19)
-    plan = planner.plan(view, watch=False)
+    plan = planner.plan(view)
     assert device.asked
     assert plan.positions.tolist() == [19]
     view, _ = late_view(19, 1, 2, 17)
-    assert not planner.plan(view, watch=False).runs.exact
+    assert not planner.plan(view).runs.exact
 
 
 def test_drafts_that_were_rejected_are_not_taken_for_positions_from_the_cache():
     plan = plan_of(edits=[(POST, VECTORS[1], 1.0, ((12, None),))])
     planner, slots = planner_with(plan)
-    planner.plan(view_of(["a"], [10], [0]), watch=False)
+    planner.plan(view_of(["a"], [10], [0]))
     # The bound at 12 makes the host wait: it then knows less of the request than it had counted.
     for host, slack, true in [(10, 0, 10), (14, 3, 11), (18, 6, 12), (16, 3, 13)]:
         view = view_of(["a"], [4], [host])
         if slack:
             view, _ = late_view(host, 4, slack, true)
-        planner.plan(view, watch=False)
+        planner.plan(view)
     request = slots.get("a")
     slots.remove(request)
     assert not request.done.any()

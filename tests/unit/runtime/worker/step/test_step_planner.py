@@ -95,7 +95,7 @@ def test_every_row_of_every_step_gets_what_its_request_asks_for_at_its_position(
             [chunk[nth] for nth in batch],
             [computed[nth] for nth in batch],
         )
-        step = planner.plan(view, watch=False)
+        step = planner.plan(view)
         check_step(step, view, plans, buffers)
         for nth in batch:
             computed[nth] += chunk[nth]
@@ -154,7 +154,7 @@ def test_positions_that_no_step_computed_are_known_to_come_from_the_cache():
     tables = ProgramTable(make_buffers())
     planner, slots = planner_of(tables)
     request = request_of("a", STEER, tables, slots)
-    step = planner.plan(view_of(["a"], [4], [16]), watch=False)
+    step = planner.plan(view_of(["a"], [4], [16]))
     slots.record(step, np.full(4, 1), np.zeros(4, bool))
     slots.remove(request)
     assert request.done.tolist() == [CACHED] * 16 + [APPLIED_0 + 1] * 4
@@ -167,7 +167,7 @@ def test_a_cache_hit_after_preemption_marks_only_what_was_never_computed():
     request, other = (request_of(name, plan, tables, slots) for name in "ab")
     # Rows that ask for nothing are computed all the same.
     for computed, scheduled in [(0, 6), (16, 4), (10, 12)]:
-        step = planner.plan(view_of(["b", "a"], [1, scheduled], [computed] * 2), watch=False)
+        step = planner.plan(view_of(["b", "a"], [1, scheduled], [computed] * 2))
         count = len(step.slots)
         slots.record(step, np.ones(count, np.int64), np.zeros(count, bool))
     slots.remove(request)
@@ -183,7 +183,7 @@ def test_a_decode_step_like_the_last_notes_what_was_skipped():
     planner, slots = planner_of(tables)
     request = request_of("a", STEER, tables, slots)
     for position in (5, 6, 9):
-        step = planner.plan(view_of(["a"], [1], [position]), watch=False)
+        step = planner.plan(view_of(["a"], [1], [position]))
         slots.record(step, np.ones(1, np.int64), np.zeros(1, bool))
     slots.remove(request)
     once = APPLIED_0 + 1
@@ -194,7 +194,7 @@ def test_a_slot_that_is_used_again_remembers_nothing():
     tables = ProgramTable(make_buffers())
     planner, slots = planner_of(tables)
     first = request_of("a", STEER, tables, slots)
-    step = planner.plan(view_of(["a"], [8], [0]), watch=False)
+    step = planner.plan(view_of(["a"], [8], [0]))
     slots.record(step, np.full(8, 1), np.zeros(8, bool))
     slots.remove(first)
     second = request_of("b", STEER, tables, slots)
@@ -207,7 +207,7 @@ def test_a_count_too_large_to_be_told_stays_the_largest():
     tables = ProgramTable(make_buffers())
     planner, slots = planner_of(tables)
     request = request_of("a", STEER, tables, slots)
-    step = planner.plan(view_of(["a"], [2], [0]), watch=False)
+    step = planner.plan(view_of(["a"], [2], [0]))
     slots.record(step, np.array([2**20, 3]), np.zeros(2, bool))
     slots.remove(request)
     assert request.done.tolist() == [MOST_APPLIED, APPLIED_0 + 3]
@@ -219,33 +219,9 @@ def test_a_request_that_comes_under_an_id_of_an_unchanged_batch_is_seen():
     planner, slots = planner_of(tables)
     other = request_of("other", STEER, tables, slots)
     view = view_of(["a", "other"], [1, 1], [0, 0])
-    assert planner.plan(view, watch=False).active.tolist() == [1]
+    assert planner.plan(view).active.tolist() == [1]
     mine = request_of("a", STEER, tables, slots)
-    assert sorted(planner.plan(view, watch=False).active.tolist()) == [0, 1]
+    assert sorted(planner.plan(view).active.tolist()) == [0, 1]
     slots.remove(mine)
     slots.remove(other)
-    assert planner.plan(view, watch=False) is None
-
-
-def test_without_requests_only_the_watched_row_is_active():
-    planner, _ = planner_of(ProgramTable(make_buffers()))
-    view = view_of(["x"], [5], [0])
-    assert planner.plan(view, watch=False) is None
-    step = planner.plan(view, watch=True)
-    assert step.tokens[:, layout.PROGRAM].tolist() == [layout.WATCH_PROGRAM, 0, 0, 0, 0]
-    assert step.num_records == 0
-    assert step.slots.tolist() == [-1]
-    assert (step.fewest.tolist(), step.most.tolist(), step.captures.tolist()) == ([0], [0], [0])
-    assert not step.by_id
-    assert not step.scored
-
-
-def test_a_first_row_that_asks_for_something_needs_no_watching():
-    tables = ProgramTable(make_buffers())
-    planner, slots = planner_of(tables)
-    request_of("a", STEER, tables, slots)
-    step = planner.plan(view_of(["a", "x"], [1, 1], [0, 0]), watch=True)
-    assert step.active.tolist() == [0]
-    step = planner.plan(view_of(["x", "a"], [1, 1], [0, 0]), watch=True)
-    assert sorted(step.active.tolist()) == [0, 1]
-    assert step.tokens[0, layout.PROGRAM] == layout.WATCH_PROGRAM
+    assert planner.plan(view) is None

@@ -1,0 +1,157 @@
+"""Choice between vLLM's own model and the tapped model, for each forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from midstream.runtime.worker.model_runner.graph_sets import capture_every_model, graph_sets
+from midstream.runtime.worker.taps.tapped_model import Replacement
+
+PLAIN, TAPPED = False, True
+
+
+class ModelSwitch:
+    """Exchanges the modules, wrappers and CUDA graphs that differ between both models.
+
+    A forward pass of requests runs the tapped model if a row of it has a program. Dummy runs, which
+    compile, measure and capture graphs, run both models while the engine starts, and only vLLM's
+    own later.
+    """
+
+    def __init__(
+        self,
+        worker: Any,
+        replacements: Sequence[Replacement],
+        lazy: bool,
+        check_taps: Callable[[Callable[[], object]], None],
+    ) -> None:
+        """Args:
+        worker: vLLM's worker, whose model is loaded.
+        replacements: the modules that differ; none if there is only one model, which is tapped.
+        lazy: whether the tapped model is compiled by `prepare`, not while the engine starts.
+        check_taps: checks that each tap fires in a function's forward pass.
+        """
+        self._worker = worker
+        self._is_lazy = lazy
+        self._check_taps = check_taps
+        self._models: tuple[bool, ...] = (PLAIN,) if lazy else (PLAIN, TAPPED)
+        self._current = PLAIN
+        self._places: list[tuple[dict[str, Any], str, tuple[Any, Any]]] = []
+        tapped_root = None
+        for one in replacements:
+            if one.owner is None:
+                tapped_root = one.tapped
+            else:
+                children: dict[str, Any] = one.owner._modules
+                self._places.append((children, one.name, (one.plain, one.tapped)))
+        if replacements:
+            runner = worker.model_runner
+            both = runner.model, _wrapped_as(runner.model, tapped_root)
+            self._places.append((vars(runner), "model", both))
+
+    def use(self, tapped: bool) -> None:
+        """Make the next forward passes run one of the models; without effect if there is one."""
+        if tapped == self._current or not self._places:
+            return
+        for owner, name, models in self._places:
+            owner[name] = models[tapped]
+        graphs = graph_sets(self._worker.model_runner)
+        if graphs is not None:
+            graphs.use(tapped)
+        self._current = tapped
+
+    def attach(self, is_v2: bool) -> None:
+        """Wrap the worker's start-up, and its runner's dummy runs and captures of graphs.
+
+        Args:
+            is_v2: whether the worker has vLLM's V2 model runner.
+        """
+        worker, runner = self._worker, self._worker.model_runner
+        dummy_run, warm_up = runner._dummy_run, worker.compile_or_warm_up_model
+
+        def warm_up_hooked() -> Any:
+            out = warm_up()
+            self._models = (PLAIN,)
+            if not self._is_lazy:
+                self._check()
+            return out
+
+        worker.compile_or_warm_up_model = warm_up_hooked
+        if not self._places:
+            return
+        runner._dummy_run = lambda *args, **kwargs: self._run(lambda: dummy_run(*args, **kwargs))
+        if is_v2:
+            capture_every_model(runner, lambda capture: capture(self._models, self.use))
+        if self._is_lazy:
+            profile = runner.profile_cudagraph_memory
+            # The graphs of the tapped model are captured later and take as much.
+            runner.profile_cudagraph_memory = lambda: 2 * profile()
+
+    def prepare(self) -> None:
+        """Compile the tapped model and capture its graphs, unless that is done.
+
+        Raises:
+            TapError: a tap does not fire.
+        """
+        if not self._is_lazy:
+            return
+        self._is_lazy = False
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self._worker.vllm_config):
+            self._with_tapped(self._compile)
+            self._check()
+
+    def _compile(self) -> None:
+        runner = self._worker.model_runner
+        graphs = graph_sets(runner)
+        if not hasattr(runner, "cudagraph_manager"):  # the V1 runner
+            runner._dummy_run(runner.max_num_tokens, is_profile=True)
+            if runner.compilation_config.cudagraph_mode.value:
+                runner.capture_model()
+            return
+        runner._dummy_run(runner.max_num_tokens, is_profile=True, skip_attn=True)
+        if graphs is not None:
+            with runner.maybe_setup_dummy_loras(runner.lora_config):
+                graphs.capture(self._models, self.use)
+            self.use(PLAIN)
+
+    def _check(self) -> None:
+        run = self._worker.execute_dummy_batch
+        self._check_taps(lambda: self._with_tapped(run))
+
+    def _with_tapped(self, run: Callable[[], Any]) -> None:
+        """Call a function whose dummy runs run the tapped model."""
+        self._models = (TAPPED,)
+        try:
+            run()
+        finally:
+            self._models = (PLAIN,)
+
+    def _run(self, run: Callable[[], Any]) -> Any:
+        """Call a function for each model of dummy runs; return what the first call returned."""
+        found = []
+        try:
+            for tapped in self._models:
+                self.use(tapped)
+                found.append(run())
+        finally:
+            self.use(PLAIN)
+        return found[0]
+
+
+def _wrapped_as(wrapper: Any, model: nn.Module | None) -> Any:
+    """Return wrappers like those of vLLM's V1 runner around a model, without CUDA graphs.
+
+    Args:
+        wrapper: the runner's model, in its wrappers if it has any.
+        model: the model to wrap; None for the runner's.
+    """
+    if isinstance(wrapper, nn.Module):
+        return wrapper if model is None else model
+    own = vars(wrapper)
+    modes = {"runtime_mode": own["runtime_mode"]} if "runtime_mode" in own else {}
+    return type(wrapper)(_wrapped_as(wrapper.runnable, model), wrapper.vllm_config, **modes)

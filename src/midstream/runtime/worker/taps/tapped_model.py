@@ -1,0 +1,222 @@
+"""The tapped model: a copy of a loaded model's modules, from those that are compiled down to the
+tapped ones, with the same weights.
+
+Parameters, buffers, attention modules and the KV cache are the same objects in both models. Each
+model has its own compiled function, its own entry in the compile cache and its own CUDA graphs, so
+that steps without work for midstream run exactly what vLLM runs without it.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from midstream.config.config import KEY, Config
+from midstream.runtime.models.decoder import Decoder
+from midstream.runtime.worker.tables.device_buffers import Buffers
+from midstream.runtime.worker.taps.taps import modules_to_tap, tap_layer
+from midstream.sites import Tap
+
+_LOGGER = logging.getLogger(__name__)
+# vLLM's tag for the compile cache, which separates what both models compile.
+_TAG = "tapped"
+# Attributes of a compiled module that belong to one compilation.
+_COMPILED = (
+    "aot_compiled_fn",
+    "_compiled_callable",
+    "_bytecode_hook_handle",
+    "_compiled_bytecode",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """A module of the model which differs between both models.
+
+    Attributes:
+        owner: the module whose child it is; None for the model itself.
+        name: name of the child.
+        plain: the module of vLLM's own model.
+        tapped: its copy.
+    """
+
+    owner: nn.Module | None
+    name: str
+    plain: nn.Module
+    tapped: nn.Module
+
+
+class TappedCopies:
+    """Copies of the modules of a model that are tapped, and of those that contain them.
+
+    Attributes:
+        replacements: the topmost copied modules. The compiled modules are topmost, or, where the
+            model is not compiled, the lists of layers.
+    """
+
+    def __init__(self, model: nn.Module, targets: Collection[nn.Module]) -> None:
+        """Args:
+        model: the loaded model; it is unchanged.
+        targets: the modules to copy.
+        """
+        self._targets = {id(target) for target in targets}
+        self._holds: dict[int, bool] = {}
+        self._copies: dict[int, nn.Module] = {}
+        self.replacements: list[Replacement] = []
+        self._replace(None, "", model)
+
+    def __getitem__(self, module: nn.Module) -> nn.Module:
+        """Return the copy of a module; the module itself if it is in both models."""
+        return self._copies.get(id(module), module)
+
+    def with_own_forward(self) -> list[nn.Module]:
+        """Return the copied modules with a `forward` of the instance, which hides that of the copy.
+        Weight offloaders set it.
+        """
+        return [copied for copied in self._copies.values() if "forward" in vars(copied)]
+
+    def _replace(self, owner: nn.Module | None, name: str, module: nn.Module) -> None:
+        direct = any(id(child) in self._targets for child in module.children())
+        if is_compiled(module) or direct or id(module) in self._targets:
+            self.replacements.append(Replacement(owner, name, module, self._copy(module)))
+            return
+        for child_name, child in module.named_children():
+            if self._is_copied(child):
+                self._replace(module, child_name, child)
+
+    def _is_copied(self, module: nn.Module) -> bool:
+        found = self._holds.get(id(module))
+        if found is None:
+            found = id(module) in self._targets or any(
+                self._is_copied(child) for child in module.children()
+            )
+            self._holds[id(module)] = found
+        return found
+
+    def _copy(self, module: nn.Module) -> nn.Module:
+        if id(module) in self._copies:
+            return self._copies[id(module)]
+        made = object.__new__(type(module))
+        self._copies[id(module)] = made
+        attributes = vars(module)
+        if any(self._is_copied(child) for child in module.children()):
+            attributes = dict(attributes)
+            attributes["_modules"] = {
+                name: self._copy(child) if child is not None and self._is_copied(child) else child
+                for name, child in module._modules.items()
+            }
+            for name, value in attributes.items():
+                if isinstance(value, MethodType) and value.__self__ is module:
+                    attributes[name] = MethodType(value.__func__, made)
+        # Otherwise both have one dict: what vLLM sets later on one of them, both have.
+        object.__setattr__(made, "__dict__", attributes)
+        return made
+
+
+def add_taps(
+    model: nn.Module,
+    decoder: Decoder,
+    taps: dict[Tap, int],
+    buffers: Buffers,
+    vllm_config: Any,
+    config: Config,
+) -> list[Replacement]:
+    """Add all taps of a rank: to a copy of the model, or to the model itself.
+
+    The model itself is tapped if the settings say so, or if it cannot be copied.
+
+    Args:
+        model: the loaded model.
+        decoder: its layers.
+        taps: the rank's taps, with their indices in `buffers.table`.
+        buffers: the rank's buffers.
+        vllm_config: the engine's settings.
+        config: midstream's settings.
+
+    Returns:
+        The modules that differ between the model and the copy; none if there is no copy.
+
+    Raises:
+        UnsupportedError: a layer differs from its convention.
+    """
+    copies = TappedCopies(model, _targets(decoder, taps))
+    reason = None if config.tapped_model == "always" else _not_separable(copies, vllm_config)
+    if reason is not None:
+        _LOGGER.info("midstream: every step runs the tapped model, as %s", reason)
+    if config.tapped_model == "always" or reason is not None:
+        for layer in decoder.layers:
+            tap_layer(layer, taps, buffers)
+        return []
+    for layer in decoder.layers:
+        tap_layer(replace(layer, module=copies[layer.module]), taps, buffers)
+    for one in copies.replacements:
+        separate_compilation(one, vllm_config)
+    return copies.replacements
+
+
+def _targets(decoder: Decoder, taps: Iterable[Tap]) -> list[nn.Module]:
+    sites: dict[int, set[str]] = {}
+    for site, index in taps:
+        sites.setdefault(index, set()).add(site)
+    return [
+        module
+        for layer in decoder.layers
+        if layer.index in sites
+        for module in modules_to_tap(layer, sites[layer.index])
+    ]
+
+
+def _not_separable(copies: TappedCopies, vllm_config: Any) -> str | None:
+    """Return why a model cannot be copied; None if it can."""
+    mode = vllm_config.compilation_config.mode.name
+    if mode not in ("NONE", "VLLM_COMPILE"):
+        return f"two models cannot be compiled side by side in the compilation mode {mode}"
+    hidden = copies.with_own_forward()
+    if hidden:
+        return (
+            f"a {type(hidden[0]).__qualname__} has a forward of its own, as weight offloading sets"
+        )
+    return None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether vLLM compiles a module."""
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+
+    return isinstance(module, TorchCompileWithNoGuardsWrapper) and not module.do_not_compile
+
+
+def separate_compilation(replacement: Replacement, vllm_config: Any) -> None:
+    """Give both modules of a replacement a compilation of their own, if they are compiled.
+
+    The compile cache has the tapped one under the engine's settings, and the plain one under those
+    without midstream's, which is where vLLM without midstream looks it up.
+    """
+    from vllm.compilation.backends import set_model_tag
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+    from vllm.config import set_current_vllm_config
+
+    plain, tapped = replacement.plain, replacement.tapped
+    if not is_compiled(plain):
+        return
+    for name in _COMPILED:
+        vars(tapped).pop(name, None)
+    with set_current_vllm_config(vllm_config), set_model_tag(_TAG):
+        TorchCompileWithNoGuardsWrapper.__init__(tapped)
+    vars(tapped)["_compile_tag"] = _TAG
+    vars(plain)["vllm_config"] = without_midstream(vllm_config)
+
+
+def without_midstream(vllm_config: Any) -> Any:
+    """Return an engine's settings without midstream's; all other settings are the same objects."""
+    plain = copy.copy(vllm_config)
+    plain.additional_config = {
+        name: value for name, value in vllm_config.additional_config.items() if name != KEY
+    }
+    return plain

@@ -1,0 +1,120 @@
+"""Steps without work run vLLM's own model, the others the tapped one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engines import engine, finish, generated, greedy, tokens
+
+import midstream.runtime.worker.taps.taps as taps
+from midstream import Capture, Plan, Probe, Steer
+
+PROMPT = [5, 17, 33, 101, 8, 77, 54]
+OTHER = [9, 3, 71, 20]
+
+
+@pytest.fixture
+def fired(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each tap that runs, in eager mode: the number of rows."""
+    rows: list[int] = []
+    fire = taps._fire
+
+    def noting(module: Any, table: Any, hidden: Any, residual: Any) -> None:
+        rows.append(hidden.shape[0])
+        fire(module, table, hidden, residual)
+
+    monkeypatch.setattr(taps, "_fire", noting)
+    return rows
+
+
+def test_a_step_without_work_reaches_no_tap(llm: Any, fired: list[int]) -> None:
+    taps_of_model = len(llm.info.shape.taps)
+    llm.generate([tokens(PROMPT), tokens(OTHER)], greedy(4), use_tqdm=False)
+    assert fired == []
+    llm.generate(tokens(PROMPT), greedy(4), capture=Capture(layers=[0]), use_tqdm=False)
+    assert fired == [len(PROMPT)] * taps_of_model + [1] * taps_of_model * 3
+    fired.clear()
+    llm.generate(tokens(PROMPT), greedy(4), use_tqdm=False)
+    assert fired == []
+
+
+def test_steps_beyond_the_last_position_with_work_reach_no_tap(llm: Any, fired: list[int]) -> None:
+    vector = torch.ones(llm.info.shape.hidden_size)
+    steer = Steer(vector, layer=1, positions=range(2))
+    llm.generate(tokens(PROMPT), greedy(5), steer=[steer], use_tqdm=False)
+    assert fired == [len(PROMPT)] * len(llm.info.shape.taps)
+
+
+def test_a_request_without_work_is_the_same_beside_one_that_comes_and_goes(llm: Any) -> None:
+    wish = greedy(24, logprobs=5)
+    alone = llm.generate(tokens(PROMPT), wish, use_tqdm=False)[0]
+    inner = llm.llm_engine
+    llm.reset_prefix_cache()
+    inner.add_request("plain", tokens(PROMPT), wish)
+    seen = []
+    for nth in range(30):
+        if nth in (4, 12):
+            vector = torch.full((llm.info.shape.hidden_size,), 3.0)
+            plan = Plan.make(capture=Capture(0), edits=[Steer(vector, layer=n) for n in (0, 1)])
+            asks = greedy(3, extra_args={"midstream": plan.to_dict()})
+            inner.add_request(f"asks {nth}", tokens(OTHER), asks)
+        seen += [out for out in inner.step() if out.finished]
+    seen += finish(llm).values()
+    found = {out.request_id: out for out in seen}
+    assert generated(found["plain"]) == generated(alone)
+    for mine, expected in zip(
+        found["plain"].outputs[0].logprobs, alone.outputs[0].logprobs, strict=True
+    ):
+        for token, logprob in expected.items():
+            assert mine[token].logprob == pytest.approx(logprob.logprob, abs=1e-5)
+
+
+def results(llm: Any) -> dict[str, Any]:
+    vector = torch.linspace(-3, 3, llm.info.shape.hidden_size)
+    before = llm.generate(tokens(PROMPT), greedy(6), use_tqdm=False)[0]
+    asked = llm.generate(
+        tokens(PROMPT),
+        greedy(6),
+        capture=Capture(layers=[0, 1]),
+        edits=[Steer(vector, layer=0, scale=2.0)],
+        probes=Probe(vector, layer=1, name="p"),
+        use_tqdm=False,
+    )[0]
+    after = llm.generate(tokens(PROMPT), greedy(6), use_tqdm=False)[0]
+    return {
+        "tokens": [generated(out) for out in (before, asked, after)],
+        "rows": torch.stack([asked.activations["resid_post", layer] for layer in (0, 1)]),
+        "scores": torch.tensor(asked.probes["p"]),
+    }
+
+
+@pytest.fixture(scope="module")
+def always(tiny_llama: Path) -> Iterator[dict[str, Any]]:
+    with engine(tiny_llama, midstream={"tapped_model": "always"}) as llm:
+        yield results(llm)
+
+
+@pytest.mark.parametrize("setting", ["startup", "lazy"])
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_two_models_return_what_one_tapped_model_does(
+    always: dict[str, Any], tiny_llama: Path, setting: str, eager: bool
+) -> None:
+    with engine(tiny_llama, midstream={"tapped_model": setting}, enforce_eager=eager) as llm:
+        found = results(llm)
+    assert found["tokens"] == always["tokens"]
+    torch.testing.assert_close(found["rows"], always["rows"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found["scores"], always["scores"], rtol=1e-4, atol=1e-4)
+
+
+def test_with_one_tapped_model_every_step_reaches_the_taps(
+    tiny_llama: Path, fired: list[int]
+) -> None:
+    with engine(tiny_llama, midstream={"tapped_model": "always"}) as llm:
+        fired.clear()
+        llm.generate(tokens(PROMPT), greedy(2), use_tqdm=False)
+        taps_of_model = len(llm.info.shape.taps)
+    assert fired == [len(PROMPT)] * taps_of_model + [1] * taps_of_model

@@ -1,0 +1,165 @@
+"""The copy of a model that has the taps: same weights, other modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from midstream.runtime.worker.model_runner.model_switch import PLAIN, TAPPED, ModelSwitch
+from midstream.runtime.worker.taps.tapped_model import TappedCopies
+
+ROWS, WIDTH = 5, 8
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Linear(WIDTH, WIDTH)
+        self.attention = nn.Linear(WIDTH, WIDTH)
+        # vLLM's custom ops choose a method of their own at construction.
+        self.chosen = self.double
+
+    def double(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.attention(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.chosen(x)
+
+
+class Backbone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = Backbone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.backbone(x)
+
+
+class Plus(nn.Module):
+    """A tap that is easy to see."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1.0
+
+
+def add_one(module: nn.Module) -> None:
+    module.__class__ = type("Tapped", (Plus, type(module)), {})
+
+
+class Runner:
+    def __init__(self, model):
+        self.model = model
+
+
+class Worker:
+    def __init__(self, model):
+        self.model_runner = Runner(model)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def model_with_copies(targets):
+    torch.manual_seed(1)
+    model = Model()
+    return model, TappedCopies(model, [module for name in targets for module in [of(model, name)]])
+
+
+def of(model, name):
+    return model.get_submodule(name)
+
+
+LAYERS = [f"backbone.layers.{n}" for n in range(3)]
+MLPS = [f"{layer}.mlp" for layer in LAYERS]
+
+
+@pytest.mark.parametrize("targets", [LAYERS, LAYERS + MLPS, LAYERS[1:2], [LAYERS[0], *MLPS[:1]]])
+def test_the_copy_has_the_taps_and_the_model_has_none(x, targets):
+    model, copies = model_with_copies(targets)
+    expected = model(x)
+    for name in targets:
+        add_one(copies[of(model, name)])
+    switch = ModelSwitch(Worker(model), copies.replacements, False, None)
+    assert torch.equal(model(x), expected)
+    switch.use(TAPPED)
+    tapped = model(x)
+    # By hand: the same sum with 1 added after each target.
+    by_hand = model.backbone.embed(x)
+    for n in range(3):
+        layer = copies[of(model, LAYERS[n])]
+        mlp = nn.functional.linear(
+            nn.functional.linear(by_hand, layer.attention.weight, layer.attention.bias),
+            layer.mlp.weight,
+            layer.mlp.bias,
+        )
+        by_hand = by_hand + mlp + (MLPS[n] in targets) + (LAYERS[n] in targets)
+    torch.testing.assert_close(tapped, by_hand)
+    switch.use(PLAIN)
+    assert torch.equal(model(x), expected)
+
+
+def test_both_models_have_the_same_weights_also_after_they_were_replaced(x):
+    model, copies = model_with_copies(LAYERS + MLPS)
+    switch = ModelSwitch(Worker(model), copies.replacements, False, None)
+    plain = dict(model.named_parameters())
+    switch.use(TAPPED)
+    tapped = dict(model.named_parameters())
+    assert plain.keys() == tapped.keys()
+    assert all(plain[name] is tapped[name] for name in plain)
+    switch.use(PLAIN)
+    with torch.no_grad():
+        for name in (*LAYERS, *MLPS):
+            for module in of(model, name).children() or [of(model, name)]:
+                module.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    expected = model(x)
+    switch.use(TAPPED)
+    assert torch.equal(model(x), expected)
+
+
+def test_modules_that_are_not_tapped_are_the_same_objects():
+    model, copies = model_with_copies(LAYERS + MLPS)
+    for layer in (of(model, name) for name in LAYERS):
+        assert copies[layer] is not layer
+        assert copies[layer].attention is layer.attention
+        assert copies[layer].mlp is not layer.mlp
+    assert copies[model.backbone.embed] is model.backbone.embed
+
+
+def test_an_attribute_that_is_set_later_is_seen_by_the_copy_of_a_module_without_copied_children():
+    model, copies = model_with_copies(LAYERS + MLPS)
+    mlp = of(model, MLPS[0])
+    mlp.mapping = "adapter"
+    assert copies[mlp].mapping == "adapter"
+
+
+def test_a_module_with_a_forward_of_its_own_is_found():
+    model, copies = model_with_copies(LAYERS)
+    assert copies.with_own_forward() == []
+    model = Model()
+    layer = of(model, LAYERS[1])
+    layer.forward = lambda x: x
+    assert len(TappedCopies(model, [layer]).with_own_forward()) == 1
+
+
+def test_a_switch_without_copies_leaves_everything_as_it_is(x):
+    model = Model()
+    worker = Worker(model)
+    switch = ModelSwitch(worker, [], False, None)
+    switch.use(TAPPED)
+    assert worker.model_runner.model is model
