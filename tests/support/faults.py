@@ -241,8 +241,7 @@ FAULTS: tuple[Fault, ...] = (
         "runtime/worker/taps/tap_check.py",
         "    if found != signature.signature:\n",
         "    if False:\n",
-        ENGINE + "test_front_door.py"
-        "::test_a_tap_that_does_not_fire_stops_the_engine_as_it_starts",
+        ENGINE + "test_front_door.py::test_a_tap_that_does_not_fire_stops_the_engine_as_it_starts",
     ),
     Fault(
         "Edits stay armed for requests without a plan",
