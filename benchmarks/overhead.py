@@ -1,7 +1,7 @@
 """Overhead of midstream: plain vLLM against the same engine with taps, idle and in use.
 
     python benchmarks/overhead.py [--shapes 0.6b 8b] [--batches 1 2 16 256] [--tp 2] \
-        [--also '{"tapped_program": "always"}'] [--seconds 280] [--json FILE]
+        [--also '{"tapped_model": "always"}'] [--seconds 280] [--json FILE]
 
 Two engines of plain vLLM ("plain" and "plain again") and one with midstream take turns, each in a
 process of its own, in a random order in each round; figures are medians over rounds. Plain vLLM
