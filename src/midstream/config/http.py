@@ -22,7 +22,8 @@ class HttpSettings:
         max_body_bytes: maximum length of a request body.
         inline_bytes: maximum bytes of tensors in one response.
         held_bytes: maximum bytes of captured rows cached for clients, in total.
-        held_captures: maximum number of cached captures, in total. Each uses a file descriptor.
+        held_captures: maximum number of cached captures, in total. Each that was fetched, or is
+            large, uses a file descriptor.
         client_bytes: maximum bytes of captured rows cached for one client.
         client_captures: maximum number of captures cached for one client.
         held_seconds: lifetime of a cached capture in seconds.
