@@ -39,7 +39,7 @@ def spoiled(monkeypatch):
     before = WorkerSession.before_forward
 
     def before_forward(self, batch):
-        before(self, batch)
+        has_work = before(self, batch)
         prepared = self._recorder.prepared
         state["spoil"] = None
         if prepared is not None:
@@ -55,6 +55,7 @@ def spoiled(monkeypatch):
                 )
             ]
             state["spoil"] = hit or None
+        return has_work
 
     monkeypatch.setattr(taps, "_fire", fire)
     monkeypatch.setattr(WorkerSession, "before_forward", before_forward)

@@ -14,13 +14,14 @@ from midstream.runtime.frontend import base
 @contextmanager
 def forged(nth: int) -> Iterator[None]:
     """Of the requests with a plan in the block, replace the plan of one, counted from 1."""
-    set_payload, count = base.set_payload, 0
+    set_payload, seen = base.set_payload, list[str]()
 
     def forge(request: Any, payload: Any) -> None:
-        nonlocal count
         if payload is not None:
-            count += 1
-            if count == nth:
+            # The payload of a request may be set again.
+            if payload.uid not in seen:
+                seen.append(payload.uid)
+            if seen.index(payload.uid) + 1 == nth:
                 payload = msgspec.structs.replace(payload, plan=b"junk")
         set_payload(request, payload)
 

@@ -19,6 +19,7 @@ PATCHED = [
     "vllm.plugins.load_endpoint_plugins",
     "vllm.v1.engine.async_llm.AsyncLLM.from_vllm_config",
     "vllm.v1.engine.core.EngineCore._initialize_kv_caches",
+    "vllm.v1.engine.core.EngineCore.add_request",
     "vllm.v1.engine.core.EngineCore.preprocess_add_request",
     "vllm.v1.engine.input_processor.InputProcessor.process_inputs",
     "vllm.v1.engine.llm_engine.LLMEngine.__init__",

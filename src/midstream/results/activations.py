@@ -259,8 +259,7 @@ class Activations:
 
     def _value(self, tap: Tap) -> Tensor:
         if tap not in self._values:
-            given = self._given[tap]
-            self._values[tap] = _decoded(given) if isinstance(given, Rows) else given
+            self._values |= _decoded(self._given, tap)
         return self._values[tap]
 
     def _find(self, key: Any) -> Tap:
@@ -306,10 +305,15 @@ def _group_of(tap: Tap, rows: Rows, positions: Tensor) -> RowGroup:
     return RowGroup((tap,), positions, (block,), None, nothing)
 
 
-def _decoded(rows: Rows) -> Tensor:
+def _decoded(given: Mapping[Tap, Tensor | Rows], tap: Tap) -> dict[Tap, Tensor]:
+    """Return the rows of a tap, and of those that are decoded together with it."""
     from midstream.results.interleaved_rows import interleaved
 
-    return interleaved(rows.decoded())
+    found = given.group(tap).decoded() if isinstance(given, GatheredRows) else None
+    if found is not None:
+        return {each: interleaved(rows) for each, rows in found.items()}
+    rows = given[tap]
+    return {tap: interleaved(rows.decoded()) if isinstance(rows, Rows) else rows}
 
 
 def rows_after(

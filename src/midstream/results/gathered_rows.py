@@ -70,6 +70,24 @@ class RowGroup:
             self.chosen,
         )
 
+    def decoded(self) -> dict[Tap, Tensor] | None:
+        """Return the decoded rows of all taps, [rows, hidden] each, as views of one tensor; None if
+        they are not raw rows in one piece of memory.
+        """
+        nothing = self.nothing
+        pieces = [(block.taps, chunk) for block in self.blocks for chunk in block.chunks]
+        if self.chosen is not None or len(pieces) != 1 or nothing.codec.spec != "raw":
+            return None
+        (taps, chunk), size = pieces[0], nothing.dtype.itemsize
+        if isinstance(chunk, Scattered) or chunk.shape[1:] != (len(taps), nothing.hidden * size):
+            return None
+        offsets = (chunk.storage_offset(), *chunk.stride()[:2])
+        if chunk.stride(2) != 1 or any(offset % size for offset in offsets):
+            return None
+        # A block may have taps of other groups too.
+        every = zip(taps, chunk.view(nothing.dtype).unbind(1), strict=True)
+        return {tap: rows for tap, rows in every if tap in self.taps}
+
     def encoded(self) -> NDArray[np.uint8]:
         """Return the encoded rows of all taps, uint8 [taps, rows, bytes of a row]. No step of it is
         for each tap.
@@ -108,6 +126,10 @@ class GatheredRows(Mapping[Tap, Rows]):
         self.groups = tuple(groups)
         found = {tap: group for group in groups for tap in group.taps}
         self._groups = {tap: found[tap] for tap in taps}
+
+    def group(self, tap: Tap) -> RowGroup:
+        """Return the group of a tap."""
+        return self._groups[tap]
 
     @property
     def owns_memory(self) -> bool:

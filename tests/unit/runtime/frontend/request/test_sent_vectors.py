@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from support.plans import SMALL, VECTORS, add, gated, plan_of, probe, rows
 
+from midstream.runtime.frontend.request import sent_vectors
 from midstream.runtime.frontend.request.sent_vectors import (
     MOST_BY_VALUE,
+    MOST_UNUSED,
     SentVectors,
     named_vectors,
 )
@@ -18,6 +20,13 @@ from midstream.spec.resolve.wire import from_bytes, to_bytes
 POST = ("resid_post", 1)
 A, B, C, D, E = VECTORS
 SIZE = len(A.data)
+
+
+@pytest.fixture(autouse=True)
+def limits(monkeypatch):
+    """The limits as they are; engines of other tests in this process have lowered them."""
+    monkeypatch.setattr(sent_vectors, "MOST_BY_VALUE", MOST_BY_VALUE)
+    monkeypatch.setattr(sent_vectors, "MOST_UNUSED", MOST_UNUSED)
 
 
 def added(*vectors: Vector) -> VectorUpdate:
