@@ -307,13 +307,15 @@ def _group_of(tap: Tap, rows: Rows, positions: Tensor) -> RowGroup:
 
 def _decoded(given: Mapping[Tap, Tensor | Rows], tap: Tap) -> dict[Tap, Tensor]:
     """Return the rows of a tap, and of those that are decoded together with it."""
+    rows = given[tap]
+    if not isinstance(rows, Rows):
+        return {tap: rows}
     from midstream.results.interleaved_rows import interleaved
 
     found = given.group(tap).decoded() if isinstance(given, GatheredRows) else None
-    if found is not None:
-        return {each: interleaved(rows) for each, rows in found.items()}
-    rows = given[tap]
-    return {tap: interleaved(rows.decoded()) if isinstance(rows, Rows) else rows}
+    if found is None:
+        return {tap: interleaved(rows.decoded())}
+    return {each: interleaved(decoded) for each, decoded in found.items()}
 
 
 def rows_after(

@@ -105,6 +105,10 @@ def test_a_wrong_answer_is_refused_with_the_request_and_the_field():
 
 
 def _is_read_or_refused(read, value):
+    try:
+        msgspec.msgpack.encode(value)
+    except OverflowError:
+        return  # msgpack has no integers of more than 64 bits, so none arrives
     problem = ""
     try:
         found = read(value)
