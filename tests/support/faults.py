@@ -436,13 +436,5 @@ FAULTS: tuple[Fault, ...] = (
         "tests/unit/runtime/worker/model_runner/test_model_switch.py"
         "::test_each_model_replays_its_own_graphs",
     ),
-    Fault(
-        "The tapped model is loaded from the untapped model's entry in the compile cache",
-        "runtime/worker/taps/tapped_model.py",
-        "    with set_current_vllm_config(vllm_config), set_model_tag(_TAG):\n",
-        "    vllm_config = without_midstream(vllm_config)\n"
-        "    with set_current_vllm_config(vllm_config), set_model_tag(_TAG):\n",
-        SYSTEM + "test_stale_graph.py::test_a_graph_compiled_under_other_settings_is_never_used",
-    ),
     *KEPT,
 )
