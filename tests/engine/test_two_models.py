@@ -12,6 +12,7 @@ from support.engines import engine, finish, generated, greedy, tokens
 
 import midstream.runtime.worker.taps.taps as taps
 from midstream import Capture, Plan, Probe, Steer
+from midstream.runtime.worker.model_runner.model_switch import ModelSwitch
 
 PROMPT = [5, 17, 33, 101, 8, 77, 54]
 OTHER = [9, 3, 71, 20]
@@ -101,10 +102,21 @@ def always(tiny_llama: Path) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize("setting", ["startup", "lazy"])
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
 def test_two_models_return_what_one_tapped_model_does(
-    always: dict[str, Any], tiny_llama: Path, setting: str, eager: bool
+    always: dict[str, Any],
+    tiny_llama: Path,
+    setting: str,
+    eager: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    made: list[ModelSwitch] = []
+    attach = ModelSwitch.attach
+    monkeypatch.setattr(
+        ModelSwitch, "attach", lambda self, is_v2: made.append(self) or attach(self, is_v2)
+    )
     with engine(tiny_llama, midstream={"tapped_model": setting}, enforce_eager=eager) as llm:
         found = results(llm)
+    (switch,) = made
+    assert switch._places, "there is only one model"
     assert found["tokens"] == always["tokens"]
     torch.testing.assert_close(found["rows"], always["rows"], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found["scores"], always["scores"], rtol=1e-4, atol=1e-4)

@@ -174,8 +174,12 @@ def _targets(decoder: Decoder, taps: Iterable[Tap]) -> list[nn.Module]:
 
 def _not_separable(copies: TappedCopies, vllm_config: Any) -> str | None:
     """Return why a model cannot be copied; None if it can."""
+    import vllm.envs as envs
+
+    # Dynamo alone keeps what it compiles by function, and both models have the same functions.
+    modes = ["NONE", "VLLM_COMPILE", *(["DYNAMO_TRACE_ONCE"] if envs.VLLM_USE_AOT_COMPILE else [])]
     mode = vllm_config.compilation_config.mode.name
-    if mode not in ("NONE", "VLLM_COMPILE"):
+    if mode not in modes:
         return f"two models cannot be compiled side by side in the compilation mode {mode}"
     hidden = copies.with_own_forward()
     if hidden:
