@@ -110,9 +110,7 @@ def test_two_models_return_what_one_tapped_model_does(
 ) -> None:
     made: list[ModelSwitch] = []
     attach = ModelSwitch.attach
-    monkeypatch.setattr(
-        ModelSwitch, "attach", lambda self, is_v2: made.append(self) or attach(self, is_v2)
-    )
+    monkeypatch.setattr(ModelSwitch, "attach", lambda self: made.append(self) or attach(self))
     with engine(tiny_llama, midstream={"tapped_model": setting}, enforce_eager=eager) as llm:
         found = results(llm)
     (switch,) = made

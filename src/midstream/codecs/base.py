@@ -141,11 +141,12 @@ def view_as(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Reinterpret bytes as another dtype: a view where alignment allows it, else a copy.
 
     Args:
-        data: uint8 [n, m], m a multiple of the dtype's size.
+        data: uint8 [..., m], m a multiple of the dtype's size.
         dtype: a dtype of any size.
     """
-    offsets = (data.storage_offset(), data.stride(0))
-    if data.stride(1) != 1 or any(offset % dtype.itemsize for offset in offsets):
+    *strides, last = data.stride()
+    offsets = (data.storage_offset(), *strides)
+    if last != 1 or any(offset % dtype.itemsize for offset in offsets):
         data = data.clone(memory_format=torch.contiguous_format)
     return data.view(dtype)
 

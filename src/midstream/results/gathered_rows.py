@@ -74,18 +74,18 @@ class RowGroup:
         """Return the decoded rows of all taps, [rows, hidden] each, as views of one tensor; None if
         they are not raw rows in one piece of memory.
         """
+        from midstream.codecs.base import view_as
+
         nothing = self.nothing
         pieces = [(block.taps, chunk) for block in self.blocks for chunk in block.chunks]
         if self.chosen is not None or len(pieces) != 1 or nothing.codec.spec != "raw":
             return None
-        (taps, chunk), size = pieces[0], nothing.dtype.itemsize
-        if isinstance(chunk, Scattered) or chunk.shape[1:] != (len(taps), nothing.hidden * size):
-            return None
-        offsets = (chunk.storage_offset(), *chunk.stride()[:2])
-        if chunk.stride(2) != 1 or any(offset % size for offset in offsets):
+        ((taps, chunk),) = pieces
+        width = nothing.hidden * nothing.dtype.itemsize
+        if isinstance(chunk, Scattered) or chunk.shape[1:] != (len(taps), width):
             return None
         # A block may have taps of other groups too.
-        every = zip(taps, chunk.view(nothing.dtype).unbind(1), strict=True)
+        every = zip(taps, view_as(chunk, nothing.dtype).unbind(1), strict=True)
         return {tap: rows for tap, rows in every if tap in self.taps}
 
     def encoded(self) -> NDArray[np.uint8]:

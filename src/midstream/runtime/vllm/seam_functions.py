@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from midstream.runtime.vllm.seam_types import Seam
 
+# Arguments of `LLM.chat` that the chat template gets.
+TEMPLATE_ARGUMENTS = (
+    "chat_template",
+    "chat_template_content_format",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tools",
+)
+
 PROCESS_SEAMS: tuple[Seam, ...] = (
     Seam(
         "vllm.engine.arg_utils",
@@ -216,14 +226,7 @@ OFFLINE_SEAMS: tuple[Seam, ...] = (
         "LLM.chat",
         ("messages", "sampling_params"),
         "each conversation gets its plan",
-        named=(
-            "chat_template",
-            "chat_template_content_format",
-            "chat_template_kwargs",
-            "add_generation_prompt",
-            "continue_final_message",
-            "tools",
-        ),
+        named=TEMPLATE_ARGUMENTS,
     ),
     Seam("vllm.entrypoints.llm", "LLM.enqueue", (), "rejected with default captures"),
     Seam("vllm.entrypoints.llm", "LLM.enqueue_chat", (), "rejected with default captures"),

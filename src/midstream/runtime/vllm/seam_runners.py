@@ -11,6 +11,20 @@ _DUMMY_RUNS = "dummy runs run both models while the engine starts"
 _MEMORY = "memory for the CUDA graphs of both models"
 _GRAPHS = "each model has its own CUDA graphs"
 
+
+def _start_up(module: str, *named: str) -> tuple[Seam, ...]:
+    """Return the seams of a model runner's start-up; `named` are arguments of a dummy run."""
+
+    def seam(name: str, parameters: tuple[str, ...], why: str, *named: str) -> Seam:
+        return Seam(module, f"GPUModelRunner.{name}", parameters, why, named=named, at=name)
+
+    return (
+        seam("_dummy_run", ("num_tokens",), _DUMMY_RUNS, *named),
+        seam("capture_model", (), _GRAPHS),
+        seam("profile_cudagraph_memory", (), _MEMORY),
+    )
+
+
 # Both runners' model, and what compiles it.
 MODEL_SEAMS: tuple[Seam, ...] = (
     Seam(
@@ -85,22 +99,7 @@ V1_SEAMS: tuple[Seam, ...] = (
         at="sample_tokens",
     ),
     Seam(_V1, "GPUModelRunner.get_model", (), "the loaded model is tapped", at="get_model"),
-    Seam(
-        _V1,
-        "GPUModelRunner._dummy_run",
-        ("num_tokens",),
-        _DUMMY_RUNS,
-        named=("is_profile",),
-        at="_dummy_run",
-    ),
-    Seam(_V1, "GPUModelRunner.capture_model", (), _GRAPHS, at="capture_model"),
-    Seam(
-        _V1,
-        "GPUModelRunner.profile_cudagraph_memory",
-        (),
-        _MEMORY,
-        at="profile_cudagraph_memory",
-    ),
+    *_start_up(_V1, "is_profile"),
     Seam(
         "vllm.compilation.cuda_graph",
         "CUDAGraphWrapper.__init__",
@@ -133,22 +132,7 @@ V2_SEAMS: tuple[Seam, ...] = (
         at="sample_tokens",
     ),
     Seam(_V2, "GPUModelRunner.get_model", (), "the loaded model is tapped", at="get_model"),
-    Seam(
-        _V2,
-        "GPUModelRunner._dummy_run",
-        ("num_tokens",),
-        _DUMMY_RUNS,
-        named=("is_profile", "skip_attn"),
-        at="_dummy_run",
-    ),
-    Seam(_V2, "GPUModelRunner.capture_model", (), _GRAPHS, at="capture_model"),
-    Seam(
-        _V2,
-        "GPUModelRunner.profile_cudagraph_memory",
-        (),
-        _MEMORY,
-        at="profile_cudagraph_memory",
-    ),
+    *_start_up(_V2, "is_profile", "skip_attn"),
     Seam(
         "vllm.v1.worker.gpu.cudagraph_utils",
         "ModelCudaGraphManager.capture",

@@ -125,10 +125,11 @@ class WorkerEndpoint:
         switch = ModelSwitch(
             worker,
             replacements,
-            config.tapped_model == "lazy" and bool(replacements),
+            config.tapped_model == "lazy",
+            is_v2,
             lambda run: check_taps(self._buffers, self._taps, run),
         )
-        switch.attach(is_v2)
+        switch.attach()
         (v2 if is_v2 else v1).attach(runner, Hooks(self._session, switch, _ahead(vllm_config)))
         self._runner_name = "v2" if is_v2 else "v1"
 

@@ -248,7 +248,7 @@ class StepRecorder:
         if expected is None or expected.tokens is not plan.tokens:
             expected = self._expected = ExpectedCounts(plan, self._signature.signature)
         tally = step.shipment.tally().numpy()[expected.rows]
-        if expected.of_requests and (tally == expected.tally).all():
+        if (tally == expected.tally).all():
             self._slots.record_states(plan.slots, plan.positions, expected.states)
             return
         edits = tally[:, layout.EDITS].astype(np.int64)

@@ -26,18 +26,21 @@ class ModelSwitch:
         worker: Any,
         replacements: Sequence[Replacement],
         lazy: bool,
+        is_v2: bool,
         check_taps: Callable[[Callable[[], object]], None],
     ) -> None:
         """Args:
         worker: vLLM's worker, whose model is loaded.
         replacements: the modules that differ; none if there is only one model, which is tapped.
-        lazy: whether the tapped model is compiled by `prepare`, not while the engine starts.
+        lazy: whether a copied model is compiled by `prepare`, not while the engine starts.
+        is_v2: whether the worker has vLLM's V2 model runner.
         check_taps: checks that each tap fires in a function's forward pass.
         """
         self._worker = worker
-        self._is_lazy = lazy
+        self._is_lazy = lazy and bool(replacements)
+        self._is_v2 = is_v2
         self._check_taps = check_taps
-        self._models: tuple[bool, ...] = (PLAIN,) if lazy else (PLAIN, TAPPED)
+        self._models: tuple[bool, ...] = (PLAIN,) if self._is_lazy else (PLAIN, TAPPED)
         self._current = PLAIN
         self._places: list[tuple[dict[str, Any], str, tuple[Any, Any]]] = []
         tapped_root = None
@@ -63,12 +66,8 @@ class ModelSwitch:
             graphs.use(tapped)
         self._current = tapped
 
-    def attach(self, is_v2: bool) -> None:
-        """Wrap the worker's start-up, and its runner's dummy runs and captures of graphs.
-
-        Args:
-            is_v2: whether the worker has vLLM's V2 model runner.
-        """
+    def attach(self) -> None:
+        """Wrap the worker's start-up, and its runner's dummy runs and captures of graphs."""
         worker, runner = self._worker, self._worker.model_runner
         dummy_run, warm_up = runner._dummy_run, worker.compile_or_warm_up_model
 
@@ -83,7 +82,7 @@ class ModelSwitch:
         if not self._places:
             return
         runner._dummy_run = lambda *args, **kwargs: self._run(lambda: dummy_run(*args, **kwargs))
-        if is_v2:
+        if self._is_v2:
             capture_every_model(runner, lambda capture: capture(self._models, self.use))
         if self._is_lazy:
             profile = runner.profile_cudagraph_memory
@@ -107,13 +106,13 @@ class ModelSwitch:
 
     def _compile(self) -> None:
         runner = self._worker.model_runner
-        graphs = graph_sets(runner)
-        if not hasattr(runner, "cudagraph_manager"):  # the V1 runner
+        if not self._is_v2:
             runner._dummy_run(runner.max_num_tokens, is_profile=True)
             if runner.compilation_config.cudagraph_mode.value:
                 runner.capture_model()
             return
         runner._dummy_run(runner.max_num_tokens, is_profile=True, skip_attn=True)
+        graphs = graph_sets(runner)
         if graphs is not None:
             with runner.maybe_setup_dummy_loras(runner.lora_config):
                 graphs.capture(self._models, self.use)

@@ -54,10 +54,9 @@ class ExpectedCounts:
             applies and all values are finite.
         states: uint16 [active rows], the state of each row's position then.
         rows: index of the active rows.
-        of_requests: whether each active row is a request's.
     """
 
-    __slots__ = ("of_requests", "rows", "states", "tally", "tokens")
+    __slots__ = ("rows", "states", "tally", "tokens")
 
     def __init__(self, plan: StepPlan, signature: int) -> None:
         self.tokens = plan.tokens
@@ -68,7 +67,6 @@ class ExpectedCounts:
         self.tally[:, layout.CAPTURES] = plan.captures
         self.states = np.minimum(APPLIED_0 + plan.most, MOST_APPLIED).astype(np.uint16)
         in_order = bool((plan.active == np.arange(size)).all())
-        self.of_requests = bool((plan.slots >= 0).all())
         self.rows: slice | Ints = slice(size) if in_order else plan.active
 
 

@@ -195,18 +195,17 @@ class SlotTable:
             nonfinite: whether the row had a value that is not finite. Its request fails, or is
                 reported, by the setting `on_nonfinite`.
         """
-        mine = plan.slots >= 0
-        states = np.minimum(APPLIED_0 + edits[mine], MOST_APPLIED)
+        states = np.minimum(APPLIED_0 + edits, MOST_APPLIED)
         if nonfinite.any():
-            states |= np.where(nonfinite[mine], NONFINITE, 0)
-            for nth in np.flatnonzero(nonfinite & mine).tolist():
+            states |= np.where(nonfinite, NONFINITE, 0)
+            for nth in np.flatnonzero(nonfinite).tolist():
                 request = self._by_slot[int(plan.slots[nth])]
                 if request is not None:
                     self._add_nonfinite(request, int(plan.positions[nth]))
-        self._states[plan.slots[mine], plan.positions[mine]] = states
+        self.record_states(plan.slots, plan.positions, states)
 
     def record_states(self, slots: Ints, positions: Ints, states: NDArray[np.uint16]) -> None:
-        """Set the state of one position of each slot; of requests only."""
+        """Set the state of one position of each slot."""
         self._states[slots, positions] = states
 
     def _add_nonfinite(self, request: RequestState, position: int) -> None:

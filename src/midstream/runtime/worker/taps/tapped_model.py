@@ -146,10 +146,9 @@ def add_taps(
         UnsupportedError: a layer differs from its convention.
     """
     copies = TappedCopies(model, _targets(decoder, taps))
-    reason = None if config.tapped_model == "always" else _not_separable(copies, vllm_config)
+    reason = _why_one_model(copies, vllm_config, config)
     if reason is not None:
         _LOGGER.info("midstream: every step runs the tapped model, as %s", reason)
-    if config.tapped_model == "always" or reason is not None:
         for layer in decoder.layers:
             tap_layer(layer, taps, buffers)
         return []
@@ -172,8 +171,10 @@ def _targets(decoder: Decoder, taps: Iterable[Tap]) -> list[nn.Module]:
     ]
 
 
-def _not_separable(copies: TappedCopies, vllm_config: Any) -> str | None:
-    """Return why a model cannot be copied; None if it can."""
+def _why_one_model(copies: TappedCopies, vllm_config: Any, config: Config) -> str | None:
+    """Return why the model itself is tapped; None if a copy of it is."""
+    if config.tapped_model == "always":
+        return 'tapped_model is "always"'
     import vllm.envs as envs
 
     # Dynamo alone keeps what it compiles by function, and both models have the same functions.

@@ -104,8 +104,8 @@ def switched(*, lazy=False, single=False):
     worker = Worker()
     outer = worker.model_runner.model
     inner = Replacement(outer, "inner", outer.inner, Inner("tapped"))
-    switch = ModelSwitch(worker, [] if single else [inner], lazy, check)
-    switch.attach(is_v2=True)
+    switch = ModelSwitch(worker, [] if single else [inner], lazy, True, check)
+    switch.attach()
     return worker, worker.model_runner, switch
 
 
@@ -199,7 +199,7 @@ def test_the_v1_runners_wrapper_is_made_anew_for_the_tapped_model():
     wrapper = Wrapper(outer, "config", "FULL")
     worker = SimpleNamespace(model_runner=SimpleNamespace(model=wrapper))
     inner = Replacement(outer, "inner", outer.inner, Inner("tapped"))
-    switch = ModelSwitch(worker, [inner], False, check)
+    switch = ModelSwitch(worker, [inner], False, False, check)
     switch.use(TAPPED)
     mine = worker.model_runner.model
     assert mine is not wrapper
@@ -212,7 +212,7 @@ def test_the_v1_runners_wrapper_is_made_anew_for_the_tapped_model():
 def test_where_the_whole_model_is_copied_the_wrapper_holds_the_copy():
     outer, copy = Outer(), Outer()
     worker = SimpleNamespace(model_runner=SimpleNamespace(model=Wrapper(outer, "config", "FULL")))
-    switch = ModelSwitch(worker, [Replacement(None, "", outer, copy)], False, check)
+    switch = ModelSwitch(worker, [Replacement(None, "", outer, copy)], False, False, check)
     switch.use(TAPPED)
     assert worker.model_runner.model.runnable is copy
     switch.use(PLAIN)

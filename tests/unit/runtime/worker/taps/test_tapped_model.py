@@ -95,7 +95,7 @@ def test_the_copy_has_the_taps_and_the_model_has_none(x, targets):
     expected = model(x)
     for name in targets:
         add_one(copies[of(model, name)])
-    switch = ModelSwitch(Worker(model), copies.replacements, False, None)
+    switch = ModelSwitch(Worker(model), copies.replacements, False, False, None)
     assert torch.equal(model(x), expected)
     switch.use(TAPPED)
     tapped = model(x)
@@ -116,7 +116,7 @@ def test_the_copy_has_the_taps_and_the_model_has_none(x, targets):
 
 def test_both_models_have_the_same_weights_also_after_they_were_replaced(x):
     model, copies = model_with_copies(LAYERS + MLPS)
-    switch = ModelSwitch(Worker(model), copies.replacements, False, None)
+    switch = ModelSwitch(Worker(model), copies.replacements, False, False, None)
     plain = dict(model.named_parameters())
     switch.use(TAPPED)
     tapped = dict(model.named_parameters())
@@ -160,6 +160,6 @@ def test_a_module_with_a_forward_of_its_own_is_found():
 def test_a_switch_without_copies_leaves_everything_as_it_is(x):
     model = Model()
     worker = Worker(model)
-    switch = ModelSwitch(worker, [], False, None)
+    switch = ModelSwitch(worker, [], False, False, None)
     switch.use(TAPPED)
     assert worker.model_runner.model is model

@@ -8,22 +8,13 @@ from typing import Any
 
 from midstream.errors import SpecError
 from midstream.runtime.frontend.request.prompt.text_map import map_of_rendering
+from midstream.runtime.vllm.seam_functions import TEMPLATE_ARGUMENTS
 from midstream.spec.positions.prompt import Message
 from midstream.spec.positions.text_map import TextMap
 from midstream.validation import show
 
 # Renders the messages of a chat to the text of the prompt.
 Render = Callable[[list[dict[str, Any]]], str]
-
-# Arguments of `LLM.chat` that the chat template gets.
-_TEMPLATE = (
-    "chat_template",
-    "chat_template_content_format",
-    "chat_template_kwargs",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tools",
-)
 
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
@@ -115,7 +106,7 @@ def template_arguments(
         named: keyword arguments.
     """
     bound = inspect.signature(chat).bind_partial(None, None, None, *args, **named)
-    return {name: bound.arguments[name] for name in _TEMPLATE if name in bound.arguments}
+    return {name: bound.arguments[name] for name in TEMPLATE_ARGUMENTS if name in bound.arguments}
 
 
 def _by_template(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Render:
