@@ -18,9 +18,7 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,11 +27,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import machine
+import serving
 
 VOCABULARY = 199
 START_SECONDS = 300
@@ -95,8 +95,8 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model", args.hidden, args.layers)
-        with server(model, Path(folder), args.profiles) as (port, process):
-            measure(results, bodies, port, process, args)
+        with server(model, Path(folder), args.profiles) as started:
+            measure(results, bodies, started, args)
     write_table(results)
 
 
@@ -107,7 +107,7 @@ def requests(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     from midstream import Capture, Probe, Steer, extra_body
 
     body = {
-        "model": "served", "max_tokens": args.tokens, "temperature": 0, "ignore_eos": True,
+        "model": serving.NAME, "max_tokens": args.tokens, "temperature": 0, "ignore_eos": True,
         "return_token_ids": True,
     }  # fmt: skip
     vector = torch.full((args.hidden,), 0.1)
@@ -151,73 +151,39 @@ def make_model(folder: Path, hidden: int, layers: int) -> Path:
 
 
 @contextmanager
-def server(
-    model: Path, folder: Path, profiles: Path | None
-) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """Start a server, yield its port and process, and stop it."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    command = [
-        sys.executable, "-m", "midstream", "serve", str(model), "--sites=resid_post",
-        f"--settings={json.dumps({'http': LIMITS})}", "--served-model-name=served",
-        "--host=127.0.0.1", f"--port={port}", *OPTIONS,
-    ]  # fmt: skip
+def server(model: Path, folder: Path, profiles: Path | None) -> Iterator[serving.Server]:
+    """Start a server, yield it once it answers, and stop it."""
     (folder / "sitecustomize.py").write_text(STARTUP)
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
     if profiles is not None:
         profiles.mkdir(parents=True, exist_ok=True)
         environment["REQUEST_COST_PROFILES"] = str(profiles.resolve())
-    log = folder / "server.log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=folder
-        )
-    try:
-        end = time.monotonic() + START_SECONDS
-        while not asyncio.run(is_up(port)):
-            if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(log.read_text()[-6000:])
-            time.sleep(0.5)
-        yield port, process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
-
-
-async def is_up(port: int) -> bool:
-    """Return whether the server answers."""
-    try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    except OSError:
-        return False
-    writer.write(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
-    answer = await reader.read()
-    writer.close()
-    return answer.startswith(b"HTTP/1.1 200")
+    options = [f"--settings={json.dumps({'http': LIMITS})}", *OPTIONS]
+    with serving.Server("midstream", model, options, folder, environment) as started:
+        started.wait(time.monotonic() + START_SECONDS)
+        yield started
 
 
 def measure(
     results: dict[str, Any],
     bodies: dict[str, dict[str, Any]],
-    port: int,
-    process: subprocess.Popen[bytes],
+    server: serving.Server,
     args: argparse.Namespace,
 ) -> None:
     """Add the CPU time of each kind of request to the results; the first round is a warm-up."""
-    processes = processes_of(psutil.Process(process.pid))
+    processes = processes_of(psutil.Process(server.pid))
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in bodies}
     for nth in range(args.rounds + 1):
         if nth == 1 and args.profiles:
             tell(processes, signal.SIGRTMIN + 1)
         for name, body in bodies.items():
             number = args.requests if nth else args.requests // 4
-            before, steps = cpu_seconds(processes), asyncio.run(steps_of(port))
+            before, steps = cpu_seconds(processes), steps_of(server.url)
             began = time.perf_counter()
-            asyncio.run(send(port, body, number, args))
+            asyncio.run(send(server.url, body, number, args))
             took = time.perf_counter() - began
-            spent, steps = cpu_seconds(processes), asyncio.run(steps_of(port)) - steps
+            spent, steps = cpu_seconds(processes), steps_of(server.url) - steps
             if nth:
                 found = {each: 1e3 * (spent[each] - before[each]) / number for each in spent}
                 more = {"steps_per_request": steps / number, "requests_per_s": number / took}
@@ -247,12 +213,9 @@ def busy(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [one for one in processes if one.cpu_times().user > 1]
 
 
-async def steps_of(port: int) -> int:
+def steps_of(url: str) -> int:
     """Return the number of forward passes that the worker has run."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET /v1/midstream/status HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
-    status = json.loads(await read_answer(reader))
-    writer.close()
+    status = httpx.get(f"{url}/v1/midstream/status").raise_for_status().json()
     steps: int = status["workers"][0]["steps"]["steps"]
     return steps
 
@@ -272,47 +235,27 @@ def cpu_seconds(processes: dict[int, str]) -> dict[str, float]:
     return found
 
 
-async def send(port: int, body: dict[str, Any], number: int, args: argparse.Namespace) -> None:
+async def send(url: str, body: dict[str, Any], number: int, args: argparse.Namespace) -> None:
     """Send requests from several connections, each as soon as it has the answer to the last."""
     rng = random.Random(number)
     waiting = [
         json.dumps({**body, "prompt": rng.choices(range(VOCABULARY), k=args.prompt)}).encode()
         for _ in range(number)
     ]
+    headers = {"Content-Type": "application/json"}
 
     async def client() -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
-        while waiting:
-            content = waiting.pop()
-            head = (
-                "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: "
-                f"application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-            )
-            writer.write(head.encode() + content)
-            answer = await read_answer(reader)
-            if b'"choices"' not in answer or (b'"midstream"' in content) != (
-                b'"midstream"' in answer
-            ):
-                raise RuntimeError(f"unexpected answer: {answer[:600]!r}")
-        writer.close()
+        async with httpx.AsyncClient(timeout=START_SECONDS) as http:
+            while waiting:
+                content = waiting.pop()
+                answer = await http.post(f"{url}/v1/completions", content=content, headers=headers)
+                found = answer.raise_for_status().content
+                if b'"choices"' not in found or (b'"midstream"' in content) != (
+                    b'"midstream"' in found
+                ):
+                    raise RuntimeError(f"unexpected answer: {found[:600]!r}")
 
     await asyncio.gather(*(client() for _ in range(args.clients)))
-
-
-async def read_answer(reader: asyncio.StreamReader) -> bytes:
-    """Return the body of a response, which has a length or is in chunks."""
-    head = (await reader.readuntil(b"\r\n\r\n")).lower()
-    if b" 200 " not in head.split(b"\r\n", 1)[0]:
-        raise RuntimeError(f"the server answered {head!r}")
-    if b"content-length:" in head:
-        size = int(head.split(b"content-length:", 1)[1].split(b"\r\n", 1)[0])
-        return await reader.readexactly(size)
-    parts = []
-    while True:
-        size = int(await reader.readuntil(b"\r\n"), 16)
-        parts.append(await reader.readexactly(size + 2))
-        if not size:
-            return b"".join(parts)
 
 
 def write_table(results: dict[str, Any]) -> None:

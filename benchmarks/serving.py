@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,23 @@ def main() -> int:
 class Server:
     """A server in a process of its own. A context manager that stops it."""
 
-    def __init__(self, name: str, model: Path, options: list[str], folder: Path) -> None:
-        """Start it, without waiting for it. `folder` gets its log."""
+    def __init__(
+        self,
+        name: str,
+        model: Path,
+        options: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start it, without waiting for it.
+
+        Args:
+            name: `plain` or `midstream`.
+            model: folder of the model.
+            options: options of the command line.
+            folder: gets its log.
+            environment: variables besides those of this process.
+        """
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]
@@ -119,8 +135,13 @@ class Server:
                 [sys.executable, "-m", *words, *common],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **cache},
+                env={**os.environ, **cache, **(environment or {})},
             )
+
+    @property
+    def pid(self) -> int:
+        """Id of the server's process."""
+        return self._process.pid
 
     def __enter__(self) -> Server:
         return self
