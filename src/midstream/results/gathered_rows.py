@@ -89,8 +89,9 @@ class RowGroup:
         return {tap: rows for tap, rows in every if tap in self.taps}
 
     def encoded(self) -> NDArray[np.uint8]:
-        """Return the encoded rows of all taps, uint8 [taps, rows, bytes of a row]. No step of it is
-        for each tap.
+        """Return the encoded rows of all taps, uint8 [taps, rows, bytes of a row].
+
+        The number of NumPy calls does not depend on the number of taps.
         """
         pieces = []
         for block in self.blocks:

@@ -69,7 +69,7 @@ class RequestTable:
         self._parse = functools.lru_cache(maxsize=_CACHED_PLANS)(self._parse_and_cut)
 
     def update_vectors(self, update: VectorUpdate) -> None:
-        """Store and drop vectors that plans of requests to come name.
+        """Store vectors that plans of later requests name, and drop others.
 
         Raises:
             SpecError: what is to be stored is no vector.

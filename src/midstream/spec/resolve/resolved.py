@@ -15,7 +15,7 @@ from midstream.spec.positions.ranges import clip, merge
 
 Final = tuple[tuple[int, int], ...]  # bounded ranges [start, stop) of positions
 T = TypeVar("T")
-# What a plan remembers takes little memory: so many results, of requests with so many rows at most.
+# Most results that a plan remembers, and most rows of a request whose results it remembers.
 _KNOWN, _SHORT = 32, 1024
 
 

@@ -173,7 +173,12 @@ class ProgramTable:
             raise
 
     def _find_room(self, edits: Edits, index: int) -> _Program:
-        """Write a program to the device, with more and more effort."""
+        """Write a program to the device. If there is no free range for it, drop programs that no
+        request uses, and then close the gaps between the others.
+
+        Raises:
+            NoRoomError: no free range is large enough after that.
+        """
         with suppress(NoRoomError):
             return self._place(edits, index)
         self.drop_unused()
