@@ -30,7 +30,7 @@ def gpu_llm(smollm2: Path) -> Iterator[Any]:
     """SmolLM2 with torch.compile and CUDA graphs, every site tapped, steps of 256 tokens; in
     float32 unless `MIDSTREAM_GPU_DTYPE` says bfloat16.
     """
-    from support.engines import ALL_SITES, engine
+    from support.engines import ALL_SITES, GPU_MEMORY, engine
 
     from midstream.sinks import registry as finding
 
@@ -43,7 +43,7 @@ def gpu_llm(smollm2: Path) -> Iterator[Any]:
             enforce_eager=False,
             max_model_len=1024,
             max_num_batched_tokens=256,
-            gpu_memory_utilization=0.2,
+            **GPU_MEMORY,
             midstream={"sites": ALL_SITES, "sinks": "rows"},
         ) as found:
             yield found

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.edit_cases import Case, ask, cases, problems
-from support.engines import engine
+from support.engines import GPU_MEMORY, engine
 from support.oracle import relative_error
 from support.oracle_edits import PLACES, SIX, EditOracle
 
@@ -48,7 +48,7 @@ def llm(smollm2: Path, given: list[Case]) -> Iterator[Any]:
         enforce_eager=False,
         max_num_batched_tokens=256,
         max_num_seqs=64,
-        gpu_memory_utilization=0.2,
+        **GPU_MEMORY,
         midstream={"sites": list(SIX)},
     ) as found:
         yield found

@@ -15,12 +15,13 @@ import torch
 from support import speculation, tiny
 from support.compared import cut_at_ties, differences
 from support.eagle_head import make_eagle_head
+from support.engines import GPU_MEMORY
 
 # vLLM's float32 attention on a GPU rounds products to TF32, and edits amplify that further down.
 # The row of another token is off by far more.
 NEAR = 3e-2
 MOST_TIES = 5  # of 16 cases
-SETTINGS = {"gpu_memory_utilization": 0.2, "enforce_eager": False, "block_size": 16}
+SETTINGS = {**GPU_MEMORY, "enforce_eager": False, "block_size": 16}
 # (runner, kind, asynchronous scheduling, which model)
 WAYS = [
     ("v1", "ngram", None, "tiny"),

@@ -12,6 +12,11 @@ from pathlib import Path
 from typing import Any
 
 HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
+# A KV cache of a given size: vLLM would measure how much memory is left, and engines that start
+# side by side on one GPU would count each other's.
+GPU_MEMORY: dict[str, Any] = (
+    {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2 << 30} if HAS_GPU else {}
+)
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -15,9 +15,9 @@ from typing import Any
 
 import httpx
 import psutil
-import torch
 
 from support import own_process
+from support.engines import GPU_MEMORY
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "served"
@@ -27,7 +27,7 @@ START_SECONDS = 420
 ENGINE: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 512, "block_size": 32, "max_num_seqs": 64,
     "enable_prefix_caching": False, "seed": 0,
-    **({"gpu_memory_utilization": 0.2} if torch.cuda.is_available() else {"enforce_eager": True}),
+    **(GPU_MEMORY or {"enforce_eager": True}),
 }  # fmt: skip
 
 

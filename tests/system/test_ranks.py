@@ -27,7 +27,7 @@ from support.adversary import Bench, Totals
 from support.adversary_edits import catalogue
 from support.adversary_mix import Mix, Shape
 from support.adversary_run import assert_idle_and_clean
-from support.engines import engine, greedy, tokens
+from support.engines import GPU_MEMORY, engine, greedy, tokens
 from support.oracle_edits import PLACES, SIX, EditOracle
 from support.ranks import GPUS, HOOKED, MEASURE, PIPELINE, ranks, usage
 
@@ -39,7 +39,7 @@ REQUESTS = 80
 CHUNK, LONGEST = 48, 192
 BLOCKS = 14  # of 32 tokens, one of which is nobody's: two long requests and a bit
 TENSOR = {"tensor_parallel_size": 2}
-COMMON = {"max_model_len": LONGEST, "max_num_seqs": 8, "gpu_memory_utilization": 0.2}
+COMMON = {"max_model_len": LONGEST, "max_num_seqs": 8, **GPU_MEMORY}
 
 
 def settings(**more: Any) -> dict[str, Any]:
