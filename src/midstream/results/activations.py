@@ -78,6 +78,10 @@ class Activations:
             KeyError: the site and layer were not captured; the message lists those that were.
             ValueError: the layers of a site were captured at different positions.
         """
+        try:
+            return self._values[key]  # type: ignore[index]
+        except (KeyError, TypeError):
+            pass  # not read yet, another form of a key, or no key
         if isinstance(key, str):
             named = sites.parse(key)
             if named is not None and named[1] is None:
@@ -183,14 +187,9 @@ class Activations:
 
     def counts(self) -> dict[Tap, int]:
         """Return the number of rows by (site, layer)."""
-        sizes: dict[int, int] = {}  # by id: many sites and layers share a tensor
-        found = {}
-        for tap, positions in self._positions.items():
-            key = id(positions)
-            if key not in sizes:
-                sizes[key] = positions.shape[0]
-            found[tap] = sizes[key]
-        return found
+        if isinstance(self._given, GatheredRows):
+            return self._given.counts()
+        return {tap: positions.shape[0] for tap, positions in self._positions.items()}
 
     def to_transformer_lens(self) -> dict[str, Tensor]:
         """Return the vectors [1, rows, hidden] by TransformerLens's names, as its cache has them.
@@ -307,15 +306,19 @@ def _group_of(tap: Tap, rows: Rows, positions: Tensor) -> RowGroup:
 
 def _decoded(given: Mapping[Tap, Tensor | Rows], tap: Tap) -> dict[Tap, Tensor]:
     """Return the rows of a tap, and of those that are decoded together with it."""
+    if isinstance(given, GatheredRows):
+        from midstream.results.interleaved_rows import interleave
+
+        found = given.group(tap).decoded()
+        if found is not None:
+            interleave(tuple(found.values()))
+            return found
     rows = given[tap]
     if not isinstance(rows, Rows):
         return {tap: rows}
     from midstream.results.interleaved_rows import interleaved
 
-    found = given.group(tap).decoded() if isinstance(given, GatheredRows) else None
-    if found is None:
-        return {tap: interleaved(rows.decoded())}
-    return {each: interleaved(decoded) for each, decoded in found.items()}
+    return {tap: interleaved(rows.decoded())}
 
 
 def rows_after(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,8 @@ from midstream.sites import Tap
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Block(Protocol):
@@ -85,8 +87,8 @@ class RowGroup:
         if isinstance(chunk, Scattered) or chunk.shape[1:] != (len(taps), width):
             return None
         # A block may have taps of other groups too.
-        every = zip(taps, view_as(chunk, nothing.dtype).unbind(1), strict=True)
-        return {tap: rows for tap, rows in every if tap in self.taps}
+        every = dict(zip(taps, view_as(chunk, nothing.dtype).unbind(1), strict=True))
+        return {tap: every[tap] for tap in self.taps}
 
     def encoded(self) -> NDArray[np.uint8]:
         """Return the encoded rows of all taps, uint8 [taps, rows, bytes of a row].
@@ -125,8 +127,7 @@ class GatheredRows(Mapping[Tap, Rows]):
             groups: the rows.
         """
         self.groups = tuple(groups)
-        found = {tap: group for group in groups for tap in group.taps}
-        self._groups = {tap: found[tap] for tap in taps}
+        self._groups = self._by_tap(taps, self.groups)
 
     def group(self, tap: Tap) -> RowGroup:
         """Return the group of a tap."""
@@ -139,7 +140,19 @@ class GatheredRows(Mapping[Tap, Rows]):
 
     def positions(self) -> dict[Tap, Tensor]:
         """Return the positions of each tap, int64 [rows]."""
-        return {tap: group.positions for tap, group in self._groups.items()}
+        return self._by_tap(self._groups, [group.positions for group in self.groups])
+
+    def counts(self) -> dict[Tap, int]:
+        """Return the number of rows of each tap."""
+        return self._by_tap(self._groups, [len(group.positions) for group in self.groups])
+
+    def _by_tap(self, taps: Iterable[Tap], values: Sequence[T]) -> dict[Tap, T]:
+        """Return by tap, in this order, what each group has."""
+        if len(self.groups) == 1:
+            return dict.fromkeys(taps, values[0])
+        pairs = zip(self.groups, values, strict=True)
+        found = {tap: value for group, value in pairs for tap in group.taps}
+        return {tap: found[tap] for tap in taps}
 
     def __getitem__(self, tap: Tap) -> Rows:
         return self._groups[tap].rows_of(tap)

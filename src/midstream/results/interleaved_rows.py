@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,3 +44,15 @@ def interleaved(rows: Tensor) -> Tensor:
     if rows.untyped_storage().nbytes() == rows.nbytes:
         return rows
     return rows.as_subclass(InterleavedRows)
+
+
+def interleave(views: Sequence[Tensor]) -> None:
+    """Make views of equal size of one storage tensors that leave the process without the others.
+
+    Args:
+        views: tensors that nobody else refers to: they change their class.
+    """
+    if views and views[0].untyped_storage().nbytes() != views[0].nbytes:
+        for one in views:
+            # A third of the time of `as_subclass`, which makes another view.
+            one.__class__ = InterleavedRows

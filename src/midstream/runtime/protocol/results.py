@@ -279,9 +279,10 @@ class WorkerResult:
 
     def _block(self, header: RowsHeader, data: memoryview) -> ResultBlock:
         names = self.worker.taps
-        if any(tap >= len(names) for tap in header.taps):
-            raise self._malformed(f"taps {header.taps} of {len(names)}")
-        taps = [names[tap] for tap in header.taps]
+        try:
+            taps = [names[tap] for tap in header.taps]
+        except IndexError:
+            raise self._malformed(f"taps {header.taps} of {len(names)}") from None
         try:
             codec = parse_codec(header.codec)
             width = codec.row_bytes(self.worker.hidden_size, getattr(torch, self.worker.dtype))

@@ -309,10 +309,12 @@ def _limited(
     result: CaptureResult, plan: ResolvedPlan, route: SinkRoute, receipt: Receipt
 ) -> CaptureResult:
     """Return the result of a share: at best "partial" if not all expected rows arrived."""
+    if result.status != "ok" or not (receipt.dropped or receipt.problems):
+        return result
     taps = {tap for nth in route.captures for tap in plan.captures[nth].taps}
     counts = [one for one in receipt.captured if (one.site, one.layer) in taps]
     expected, actual = (sum(one.expected for one in counts), sum(one.actual for one in counts))
-    if result.status != "ok" or actual == expected:
+    if actual == expected:
         return result
     return replace(result, status="partial", reason=f"{actual} of {expected} rows came")
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,10 +57,11 @@ def make_receipt(
     dropped = sum(part.dropped for part in parts)
     came = {} if activations is None else activations.counts()
     rows = plan.expected_rows(length, tokens)
-    there = tuple(came.get(tap, 0) for tap in plan.taps)
-    captured = _captured(plan.taps, tuple(rows.values()), there)
     lost = 0
-    if came != rows:
+    if came == rows:
+        captured = plan.remember("captured", length, lambda: _captured(rows, rows))
+    else:
+        captured = _captured(rows, came)
         lost = sum(max(0, one.expected - one.actual) for one in captured)
         # A row that was dropped may have been computed again, and stored then.
         if lost > dropped or any(one.actual > one.expected for one in captured):
@@ -109,15 +109,8 @@ def _nonfinite(parts: list[WorkerResult], length: int) -> Nonfinite | None:
     return Nonfinite(int(where.size), int(where[0])) if where.size else None
 
 
-# Many requests have the same counts.
-@functools.lru_cache(maxsize=256)
-def _captured(
-    taps: tuple[Tap, ...], expected: tuple[int, ...], actual: tuple[int, ...]
-) -> tuple[Captured, ...]:
-    return tuple(
-        Captured(*tap, wanted, there)
-        for tap, wanted, there in zip(taps, expected, actual, strict=True)
-    )
+def _captured(expected: Mapping[Tap, int], actual: Mapping[Tap, int]) -> tuple[Captured, ...]:
+    return tuple([Captured(*tap, count, actual.get(tap, 0)) for tap, count in expected.items()])
 
 
 def _edited(
