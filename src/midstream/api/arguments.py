@@ -125,9 +125,15 @@ class CallArguments:
         }
 
 
-@dataclass(frozen=True, slots=True)
+# Values that never change, alone in an argument.
+_PARTS = (type(None), Capture, Edit, Probe)
+# Most plans that are remembered by the parts that they were made of.
+_RECENT = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PromptArguments:
-    """Arguments for one prompt."""
+    """Arguments for one prompt. Two of these are equal if they have the very same parts."""
 
     capture: Any = None
     steer: Any = None
@@ -140,19 +146,36 @@ class PromptArguments:
         parts = (self.capture, self.steer, self.edits, self.probes)
         object.__setattr__(self, "key", tuple(id(part) for part in parts))
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PromptArguments) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
     def plan(self) -> Plan | None:
-        """Return the plan; None: all arguments are None.
+        """Return the plan; None: all arguments are None. Parts that never change have one plan,
+        so that whatever is known of it holds for the next prompt with the very same parts.
 
         Raises:
             SpecError: an argument is malformed; the path is relative to the plan.
         """
-        edits: Any = self.edits
-        if self.steer is not None:
-            named = [_named(one) for one in _as_list(self.steer)]
-            if not named:
-                raise SpecError("edits", "the list is empty; leave it out to ask for none")
-            edits = named if edits is None else [*named, *_as_list(edits)]
-        return Plan.make(capture=self.capture, edits=edits, probes=self.probes)
+        parts = (self.capture, self.steer, self.edits, self.probes)
+        return _recent_plan(self) if all(isinstance(one, _PARTS) for one in parts) else _plan(self)
+
+
+def _plan(arguments: PromptArguments) -> Plan | None:
+    """Return the plan of arguments; see `PromptArguments.plan`."""
+    edits: Any = arguments.edits
+    if arguments.steer is not None:
+        named = [_named(one) for one in _as_list(arguments.steer)]
+        if not named:
+            raise SpecError("edits", "the list is empty; leave it out to ask for none")
+        edits = named if edits is None else [*named, *_as_list(edits)]
+    return Plan.make(capture=arguments.capture, edits=edits, probes=arguments.probes)
+
+
+# A key keeps its parts alive, so that their ids stay their own.
+_recent_plan = functools.lru_cache(maxsize=_RECENT)(_plan)
 
 
 # Arguments of other tools and near misses, and what to write instead.

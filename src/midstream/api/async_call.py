@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -60,15 +59,23 @@ class AsyncEngineCall:
         vllm_args: Mapping[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of the call with their results; see `AsyncLLM.generate`."""
-        epoch = self._front.steering.epoch
+        front, epoch = self._front, self._front.steering.epoch
+        call: GenerateCall | None = None
+        stream: Any = None
         try:
             call, params = self._begin(prompt, sampling_params)
-            stream = self._run(call, prompt, params, request_id, vllm_args)
-            async with aclosing(stream):
-                async for output in stream:
-                    if self._default is not None:
-                        await self._attach_default(call, output, prompt, params, epoch)
-                    yield output
+            if call.session is not None:
+                prompt = with_call_plan(prompt, call.call_plan, params)
+            stream = VllmAsyncLLM.generate(self._llm, prompt, params, request_id, **vllm_args)
+            async for output in stream:
+                await front.completion.complete(call, output)
+                if self._default is not None:
+                    await self._attach_default(call, output, prompt, params, epoch)
+                yield output
+            # A session has no default capture.
+            last = await front.completion.close_session(call)
+            if last is not None:
+                yield last
         except Exception as error:
             found = _own(error)
             if isinstance(found, SpecError):
@@ -76,35 +83,14 @@ class AsyncEngineCall:
             if found is not None and found is not error:
                 raise found from None
             raise
-
-    async def _run(
-        self,
-        call: GenerateCall,
-        prompt: Any,
-        params: SamplingParams,
-        request_id: str,
-        vllm_args: Mapping[str, Any],
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield vLLM's outputs with the results of the call, which ends here."""
-        front = self._front
-        stream: Any = None
-        try:
-            if call.session is not None:
-                prompt = with_call_plan(prompt, call.call_plan, params)
-            stream = VllmAsyncLLM.generate(self._llm, prompt, params, request_id, **vllm_args)
-            async for output in stream:
-                await front.completion.complete(call, output)
-                yield output
-            last = await front.completion.close_session(call)
-            if last is not None:
-                yield last
         finally:
             # If the caller closed this generator early, vLLM aborts the request.
             try:
                 if stream is not None:
                     await stream.aclose()
             finally:
-                front.leave(call)
+                if call is not None:
+                    front.leave(call)
 
     def _begin(
         self, prompt: Any, sampling_params: SamplingParams

@@ -252,7 +252,8 @@ class AsyncLLM(VllmAsyncLLM):
             ReceiptError: results differ from the plan.
         """
         check_names("generate", vllm_args, VllmAsyncLLM.generate)
-        await self.ready()
+        if self._front_end is None:
+            await self.ready()
         call = AsyncEngineCall(
             self, self._front, self._default_capture, CallArguments(capture, steer, edits, probes)
         )

@@ -72,6 +72,9 @@ class Metadata(Mapping[str, object]):
     def __len__(self) -> int:
         return len(self.to_dict())
 
+    def __bool__(self) -> bool:
+        return self._text != "{}"
+
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Metadata):
             return self.text == other.text

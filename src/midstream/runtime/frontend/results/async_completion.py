@@ -26,6 +26,8 @@ from midstream.runtime.frontend.results.row_streamer import RowStreamer
 from midstream.runtime.frontend.stats import RequestTotals
 from midstream.sinks.sink_set import SinkSet
 
+# The attributes that midstream sets, before there are results.
+_NOTHING = dict.fromkeys(RESULTS)
 # Results with more bytes than this are assembled in a thread, not on the event loop.
 _THREAD_BYTES = 1 << 20
 
@@ -79,8 +81,7 @@ class AsyncCompletion:
             ReceiptError: it is the last output, and results differ from the plan.
         """
         for holder in (output, *output.outputs):
-            for name in RESULTS:
-                setattr(holder, name, None)
+            holder.__dict__.update(_NOTHING)
         if call.admitted is None:
             return
         if call.session is not None:
@@ -157,7 +158,9 @@ class AsyncCompletion:
             results = await asyncio.to_thread(assemble, *given)
         else:
             results = assemble(*given)
-        admitted = replace(call.admitted, plan=plan)
+        admitted = call.admitted
+        if plan is not admitted.plan:
+            admitted = replace(admitted, plan=plan)
         finished = FinishedRequest(admitted, whole, self._vectors, results, call.partial_rows)
         (await deliver_soon(self._sinks, finished)).set_results(output)
         self._count(call, output)

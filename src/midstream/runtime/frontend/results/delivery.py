@@ -163,16 +163,17 @@ def shares_of(finished: FinishedRequest) -> list[SinkShare]:
     for completion in output.outputs:
         index = completion.index
         mine = finished.results[index]
-        tokens = tokens_of(output, completion, admitted.plan)
         for route in admitted.routes:
             earlier: tuple[Future[CaptureResult], ...] = ()
             if partial is not None and route in partial.routes:
+                tokens = tokens_of(output, completion, admitted.plan)
                 rows, size = partial.last_rows(route, index, mine.blocks, tokens)
                 earlier = partial.results(route, index)
             else:
                 assert mine.activations is not None, "there is a route only for captured rows"
                 rows = mine.activations
                 if not route.is_all:
+                    tokens = tokens_of(output, completion, admitted.plan)
                     rows = _rows_of(rows, admitted.plan.only(route.captures), tokens, vectors)
                 if route.sink == MEMORY:
                     shares.append(SinkShare(index, route, None, rows))
@@ -242,8 +243,7 @@ def _set_results(
         output.activation_manifest = None
     else:
         (only,) = output.outputs
-        for name in RESULTS:
-            setattr(output, name, getattr(only, name))
+        output.__dict__.update({name: getattr(only, name) for name in RESULTS})
         metrics = getattr(output, "metrics", None)
         if metrics is not None and only.activation_manifest is not None:
             # vLLM's metrics have no such field; there are none with `disable_log_stats`.

@@ -18,8 +18,9 @@ from midstream.runtime.protocol.results import WorkerAnswers
 from midstream.runtime.protocol.rpc import A, ReadScores, ReleaseRequests, RpcRequest
 from midstream.runtime.protocol.scores import ScoreBlock, Span, score_blocks
 
-# Results that are collected together.
-_BATCH_REQUESTS = 64
+# Results that are collected together. Those that a worker does not lease, as they are small, fit
+# into one answer then: two more calls were made for each that does not.
+_BATCH_REQUESTS = 32
 
 
 class AsyncCall(Protocol):
