@@ -145,6 +145,23 @@ def test_the_edits_of_steer_come_before_those_of_edits():
     assert PromptArguments().plan() is None
 
 
+def test_calls_with_the_very_same_parts_share_a_plan_and_those_with_equal_ones_need_not():
+    shared = PromptArguments(capture=READ, edits=DROP).plan()
+    assert PromptArguments(capture=READ, edits=DROP).plan() is shared
+    assert PromptArguments(capture=READ, edits=ADD).plan() != shared
+    assert PromptArguments(capture=READ, steer=DROP).plan() == shared
+
+
+def test_a_dict_or_list_that_is_changed_between_two_calls_gives_another_plan():
+    given, several = {"layers": [1]}, [DROP]
+    first = PromptArguments(capture=given, edits=several).plan()
+    given["layers"] = [2]
+    several.append(ADD)
+    second = PromptArguments(capture=given, edits=several).plan()
+    assert first == Plan(captures=(Capture([1]),), edits=(DROP,))
+    assert second == Plan(captures=(Capture([2]),), edits=(DROP, ADD))
+
+
 def test_a_call_knows_whether_anything_was_asked():
     assert CallArguments().nothing
     for name in ("capture", "steer", "edits", "probes"):

@@ -144,8 +144,9 @@ class AsyncFrontEnd(BaseFrontEnd):
             request: vLLM's EngineCoreRequest, as the engine's client gets it.
             deliver: the client's own function that sends it.
         """
-        deliver = _within(self._with_vectors, deliver)
         uid = uid_of(request.sampling_params)
+        if uid in self._needs and self._needs[uid].vectors:
+            deliver = _within(self._with_vectors, deliver)
         # The end of a session has no payload, and must not overtake the session's inputs.
         ending = self._sessions.get(request.request_id) if uid is None else None
         call = ending if uid is None else self._admitted.get(uid)
@@ -201,9 +202,8 @@ class AsyncFrontEnd(BaseFrontEnd):
         self._calls.pop(call.call_plan, None)
         call.is_over = True
         _end_wait(call)
-        for span in call.spans:
-            span.finish(None)
-        call.spans.clear()
+        while call.spans:
+            call.spans.pop(0).finish(None)
         if call.admitted is not None and not call.is_collected:
             call.is_collected = True
             self.completion.totals.aborted += 1

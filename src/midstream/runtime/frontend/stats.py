@@ -44,7 +44,7 @@ class RequestTotals:
             width: size of an encoded row in bytes.
         """
         for receipt in receipts:
-            rows = sum(one.actual for one in receipt.captured)
+            rows = sum([one.actual for one in receipt.captured])
             self.completions[receipt.status] += 1
             self.rows += rows
             self.row_bytes += rows * width

@@ -16,8 +16,12 @@ Runs = list[tuple[Natural, Annotated[int, msgspec.Meta(ge=1)]]]
 M = TypeVar("M")
 
 
-class ProtocolMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of the messages between midstream's processes. Fields are read strictly."""
+class ProtocolMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """Base of the messages between midstream's processes. Fields are read strictly.
+
+    Python's garbage collector skips them: there are several for each request, and no message refers
+    to itself.
+    """
 
 
 def pack(message: msgspec.Struct) -> Any:

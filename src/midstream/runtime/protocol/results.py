@@ -60,7 +60,7 @@ class ScoresHeader(ProtocolMessage, frozen=True, array_like=True):
     nbytes: Natural
 
 
-class RequestHeader(msgspec.Struct, forbid_unknown_fields=True):
+class RequestHeader(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """Results of one vLLM request.
 
     Attributes:
@@ -328,15 +328,16 @@ def split(answers: WorkerAnswers, num_completions: int) -> dict[int, list[Worker
     completions: dict[int, list[WorkerResult]] = {}
     for answer in answers:
         view, offset = memoryview(answer.data), 0
-        described = sum([one.nbytes for one in answer.header.requests])
+        sizes = [header.nbytes for header in answer.header.requests]
+        described = sum(sizes)
         if described != len(view):
             raise MessageError(
                 f"worker {answer.worker.place} sent {len(view)} bytes of results and described "
                 f"{described}"
             )
-        for header in answer.header.requests:
-            data = view[offset : offset + header.nbytes]
-            offset += header.nbytes
+        for header, size in zip(answer.header.requests, sizes, strict=True):
+            data = view[offset : offset + size]
+            offset += size
             result = WorkerResult(answer.worker, header, data, answer.leased)
             completions.setdefault(index_of(header.id, num_completions), []).append(result)
     return completions

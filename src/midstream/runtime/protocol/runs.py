@@ -43,4 +43,6 @@ def expand_runs(runs: Iterable[tuple[int, int]]) -> Ints:
 def expand(ranges: Iterable[tuple[int, int]]) -> Ints:
     """Return the positions in [start, stop) ranges."""
     found = [np.arange(start, stop) for start, stop in ranges]
+    if len(found) == 1:
+        return found[0]
     return np.concatenate(found) if found else np.zeros(0, np.int64)

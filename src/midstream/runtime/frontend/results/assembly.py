@@ -234,7 +234,7 @@ def _choose(
     """
     if not found:
         return np.zeros(0, np.int64), None
-    if len(found) == 1 and np.array_equal(found[0], wanted):
+    if len(found) == 1 and found[0].size == wanted.size and (found[0] == wanted).all():
         return found[0], None
     positions = np.concatenate(found)
     rising = np.argsort(positions, kind="stable")

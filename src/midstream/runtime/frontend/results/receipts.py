@@ -54,7 +54,7 @@ def make_receipt(
     if not parts:
         problems.append("the workers know nothing of it")
     problems += _missing(parts)
-    dropped = sum(part.dropped for part in parts)
+    dropped = sum([part.dropped for part in parts])
     came = {} if activations is None else activations.counts()
     rows = plan.expected_rows(length, tokens)
     lost = 0
