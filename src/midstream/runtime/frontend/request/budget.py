@@ -126,6 +126,9 @@ class Budget:
         self._rows = 0
         self._used = dict.fromkeys(_KINDS, 0)
         self._users: dict[str, Counter[Hashable]] = {kind: Counter() for kind in _KINDS}
+        # Requests of one plan share `Need.kinds`, which is counted once for all of them: the number
+        # of these requests, by its identity.
+        self._requests: Counter[int] = Counter()
 
     def fits(self, need: Need) -> bool:
         """Return whether a plan fits beside the admitted ones."""
@@ -133,7 +136,7 @@ class Budget:
         rows = self._rows + need.rows
         if need.rows and limit is not None and rows + self._row_limit.held() > limit:
             return False
-        return all(
+        return id(need.kinds) in self._requests or all(
             self._used[kind] + self._new(kind, things) <= self._limits[kind]
             for kind, things in need.kinds.items()
         )
@@ -141,12 +144,19 @@ class Budget:
     def take(self, need: Need) -> None:
         """Take the capacity of a plan that fits. Pair with `release_tables` and `release_rows`."""
         self._rows += need.rows
+        self._requests[id(need.kinds)] += 1
+        if self._requests[id(need.kinds)] > 1:
+            return
         for kind, things in need.kinds.items():
             self._used[kind] += self._new(kind, things)
             self._users[kind].update(things.keys())
 
     def release_tables(self, need: Need) -> None:
         """Release the capacity of a plan, except for its rows."""
+        self._requests[id(need.kinds)] -= 1
+        if self._requests[id(need.kinds)]:
+            return
+        del self._requests[id(need.kinds)]
         for kind, things in need.kinds.items():
             users = self._users[kind]
             for thing, size in things.items():

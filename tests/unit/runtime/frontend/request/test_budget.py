@@ -120,6 +120,27 @@ def test_no_more_than_there_is_room_for_is_ever_inside(steps):
     assert budget.rows == 0 or inside
 
 
+@given(st.data())
+def test_running_plans_take_the_union_of_their_things_whether_or_not_they_share_a_need(data):
+    vectors = st.dictionaries(st.integers(0, 6), st.just(2), min_size=1, max_size=4)
+    needs = data.draw(st.lists(vectors, min_size=1, max_size=4))
+    # A plan that requests share, and plans that are equal.
+    plans = [Need({"bank_rows": dict(each)}) for each in needs for _ in range(2)]
+    budget, running = Budget(Room(10, 64, 64, 64, 4)), []
+    for ends, nth in data.draw(st.lists(st.tuples(st.booleans(), st.integers(0, 99)), max_size=40)):
+        if ends and running:
+            budget.release_tables(running.pop(nth % len(running)))
+        else:
+            one = plans[nth % len(plans)]
+            union = {thing for each in (*running, one) for thing in each.kinds["bank_rows"]}
+            assert budget.fits(one) == (2 * len(union) <= 10)
+            if budget.fits(one):
+                budget.take(one)
+                running.append(one)
+        taken = {thing for each in running for thing in each.kinds["bank_rows"]}
+        assert budget.used["bank_rows"] == 2 * len(taken)
+
+
 def test_rows_of_a_prompt_that_can_never_be_returned_are_rejected_before_they_are_computed():
     plan = replace(plan_of(captures=[([PRE, POST], ((0, None),))]), prompt_len=5)
     own = Plan((Capture("all"),))
