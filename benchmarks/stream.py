@@ -1,12 +1,15 @@
 """Captures in steady state: prompts stream through `AsyncLLM`, and rows are read as they come.
 
     python benchmarks/stream.py [--shapes 0.6b 8b] [--prompts 2048] [--length 512] \
-        [--in-flight 128] [--rounds 5] [--seconds 280] [--json FILE]
+        [--in-flight 128] [--rounds 5] [--seconds 280] [--profiles FOLDER] [--json FILE]
 
 So many prompts are in flight all the time, each with one generated token; the tensors of a finished
 prompt are made, one number of each is read, and they are released. Variants: plain vLLM in two
 engines; the last prompt token of every layer; every token of every layer. They take turns, each
 engine in a process of its own with a core process of its own; figures are medians over rounds.
+
+With --profiles, one more turn of each variant is profiled: `pstats` reads the profile of the event
+loop's thread, in seconds of CPU time, and that of the thread that runs the model, in seconds.
 
 prompts/s is the slope of a line through the times at which prompts finished, from when
 as many have finished as are in flight until the last is sent: the start and the end do not count.
@@ -15,6 +18,7 @@ as many have finished as are in flight until the last is sent: the start and the
 from __future__ import annotations
 
 import asyncio
+import cProfile
 import functools
 import itertools
 import statistics
@@ -48,6 +52,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--in-flight", type=int, default=128)
     parser.add_argument("--variants", nargs="*", default=[*VARIANTS], choices=[*VARIANTS])
+    parser.add_argument("--profiles", type=Path, help="folder for two profiles of each variant")
     args = parser.parse_args()
     about = {"length": args.length, "in_flight": args.in_flight}
     run = engines.Run("stream", args, **about, shapes={})
@@ -57,7 +62,9 @@ def main() -> int:
             parser.error(f"--prompts: expected at least 3 × --in-flight, got {prompts}")
         call = Stream, shapes.write(shape, engines.CACHE), engines.settings(shape, args)
         makers = {name: (*call, name == "midstream") for name, _ in VARIANTS.values()}
-        with run.limited(), run.engines(makers) as started:
+        # vLLM sends functions of this file to the model's thread only if it is told to.
+        environment = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if args.profiles else {}
+        with run.limited(), run.engines(makers, **environment) as started:
             into = run.results["shapes"][shape] = started["midstream"].call(Stream.describe)
             run.measure(
                 into,
@@ -71,6 +78,11 @@ def main() -> int:
                 },
                 summary,
             )  # fmt: skip
+            for name in args.variants if args.profiles else ():
+                engine, capture = VARIANTS[name]
+                file = args.profiles / f"{shape}-{name.replace(',', '').replace(' ', '-')}"
+                given = capture, prompts, args.length, args.in_flight
+                started[engine].call(Stream.profile, file.resolve(), *given)
     return run.finish()
 
 
@@ -110,6 +122,18 @@ class Stream:
         asked = self._asked(capture)
         return self._loop.run_until_complete(self._stream(prompts, asked, in_flight))
 
+    def profile(self, file: Path, *given: Any) -> None:
+        """Write two profiles of a turn, to names that begin with that of `file`; see `turn`."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._on_model(start_profile)
+        own = cProfile.Profile(time.thread_time)
+        own.runcall(self.turn, *given)
+        own.dump_stats(f"{file}-event-loop.prof")
+        self._on_model(write_profile, f"{file}-model.prof")
+
+    def _on_model(self, function: Any, *given: Any) -> None:
+        self._loop.run_until_complete(self._llm.collective_rpc(function, args=given))
+
     def _asked(self, capture: dict[str, Any] | None) -> dict[str, Any]:
         if capture is None:
             return {}
@@ -140,6 +164,18 @@ class Stream:
         steady = ends[in_flight:sent]
         rate = statistics.linear_regression(steady, range(len(steady))).slope
         return rate, nbytes // len(ends)
+
+
+def start_profile(worker: Any) -> None:
+    """Start a profile of the thread that runs the model."""
+    worker.profile_of_thread = cProfile.Profile(time.perf_counter)
+    worker.profile_of_thread.enable()
+
+
+def write_profile(worker: Any, file: str) -> None:
+    """Stop the profile of the thread that runs the model, and write it."""
+    worker.profile_of_thread.disable()
+    worker.profile_of_thread.dump_stats(file)
 
 
 @functools.lru_cache(1)
