@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import markers
 
 RESULTS = markers.ROOT / "benchmarks" / "results"
-# Captures and the transport were measured with an older kernel: they are on the page only.
-IN_README = ("against", "overhead")
+# Others were measured with an older kernel: they are on the page only.
+IN_README = ("overhead", "stream", "against")
 
 
 def pages(results: list[dict[str, Any]] | None = None) -> dict[str, dict[str, str]]:
