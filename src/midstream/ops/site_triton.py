@@ -406,7 +406,6 @@ def site_triton(
         raise ValueError(f"hidden must be at most {MAX_WIDTH} wide on a GPU, got {width}")
     if num_rows == 0:
         return
-    block = max(triton.next_power_of_2(width), _NEIGHBOURS.value)
     dependent = _dependent_launch(num_rows, width, hidden.device)
     with torch.cuda.device(hidden.device):
         _site_kernel[(num_rows,)](
@@ -425,26 +424,30 @@ def site_triton(
             hidden.stride(0),
             0 if residual is None else residual.stride(0),
             scores.shape[1],
-            width=width,
             has_residual=residual is not None,
-            block=block,
-            limit=layout.limit_of(str(hidden.dtype).removeprefix("torch.")),
-            dependent=dependent,
-            num_warps=_num_warps(block),
-            enable_fp_fusion=False,
-            **_cuda_options(hidden, dependent),
+            **_launch_options(width, hidden.dtype, dependent),
         )
 
 
-def _num_warps(block: int) -> int:
-    """Return the number of warps of a program: a thread has 16 values of a wide row."""
-    return min(max(block // 512, 4), 32)
-
-
-def _cuda_options(hidden: Tensor, dependent: bool) -> dict[str, int | bool]:
-    """Return the launch options that only CUDA devices know."""
-    options: dict[str, int | bool] = {}
-    if hidden.element_size() == 2 and torch.version.hip is None:
+@cache
+def _launch_options(
+    width: int, dtype: torch.dtype, dependent: bool
+) -> dict[str, int | float | bool]:
+    """Return the constants of the kernel and the options of its launch: the same at every site of a
+    model, so that a forward pass without a CUDA graph computes them once.
+    """
+    block = max(triton.next_power_of_2(width), _NEIGHBOURS.value)
+    options: dict[str, int | float | bool] = {
+        "width": width,
+        "block": block,
+        "limit": layout.limit_of(str(dtype).removeprefix("torch.")),
+        "dependent": dependent,
+        # A thread has 16 values of a wide row.
+        "num_warps": min(max(block // 512, 4), 32),
+        "enable_fp_fusion": False,
+    }
+    # Only CUDA devices know these.
+    if dtype.itemsize == 2 and torch.version.hip is None:
         options["maxnreg"] = MAX_REGISTERS
     if dependent:
         options["launch_pdl"] = True
