@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support import tiny
 from support.engines import engine, generated, greedy, tokens
 from support.oracle import Branches, HookEdit, Oracle, relative_error
@@ -32,6 +33,7 @@ VARIANTS = [
     *((name, False) for name in COMPILED),
     *(pytest.param(name, False, marks=pytest.mark.nightly) for name in COMPILED_NIGHTLY),
 ]
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 SANDWICH = Branches(attn_out="post_attention_layernorm", mlp_out="post_feedforward_layernorm")
 BRANCHES = {
     "gemma2": SANDWICH,
@@ -125,6 +127,18 @@ def check(llm: Any, prompt: list[int], cases: list[Scenario], sites: tuple[str, 
             )
 
 
+def check_parameters(llm: Any, model: Path, layers: str) -> None:
+    """Each parameter outside the layers is that of the checkpoint, by the name it has there."""
+    stored = load_file(model / "model.safetensors")
+    found = {name: value for name, value in stored.items() if not name.startswith(f"{layers}.")}
+    (embedding,) = [value for name, value in found.items() if name.endswith(EMBEDDINGS)]
+    found.setdefault("lm_head.weight", embedding)  # models without it have tied it
+    for name, value in found.items():
+        torch.testing.assert_close(llm.parameter(name), value, rtol=0, atol=0)
+    with pytest.raises(SpecError, match=rf"'{layers}.0.x' outside.*lm_head.weight"):
+        llm.parameter(f"{layers}.0.x")
+
+
 PROMPT = [5, 17, 33, 101, 8, 77, 54, 23, 9, 150, 44]
 
 
@@ -157,6 +171,7 @@ def test_every_site_of_every_layer_reads_and_edits_as_hooks_in_transformers(
         for site in set(NAMES) - set(sites):
             with pytest.raises(SpecError, match=rf"{site}.*in parallel"):
                 llm.generate(tokens(PROMPT), greedy(2), capture=Capture(layers=[0], sites=site))
+        check_parameters(llm, model, tiny.MODELS[name].layers)
 
 
 @pytest.mark.model

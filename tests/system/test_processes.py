@@ -70,6 +70,8 @@ if __name__ == "__main__":
             failed = [(o.outputs[0].finish_reason, o.receipt.status) for o in error.outputs]
             complaint = str(error)
         after = llm.generate(prompts[0], greedy(6, detokenize=False), use_tqdm=False)[0]
+        names = ("lm_head.weight", "model.norm.weight", "model.embed_tokens.weight")
+        parameters = {name: llm.parameter(name) for name in names}
     torch.save({
         "tokens": [generated(o) for o in outputs],
         "rows": [dict(o.activations.items()) for o in outputs],
@@ -83,6 +85,7 @@ if __name__ == "__main__":
         "cached": [(o.receipt.edited.cached, o.receipt.edited.expected) for o in steered],
         "failed": failed,
         "complaint": complaint,
+        "parameters": parameters,
         "after": generated(after),
     }, sys.argv[3])
 """
@@ -116,6 +119,9 @@ def assert_same(found: dict[str, object], expected: dict[str, object]) -> None:
     assert found["steered"][0] == found["steered"][1] == expected["steered"][0]
     assert found["failed"] == [("length", "ok"), ("error", "error"), ("length", "ok")]
     assert "SpecError" in found["complaint"]
+    assert found["parameters"]["lm_head.weight"].shape == (199, 64)
+    for name, value in expected["parameters"].items():
+        assert torch.equal(found["parameters"][name], value)
     assert found["after"] == expected["tokens"][0]
     assert "64" in found["refused"]
     for mine, theirs in zip(found["rows"], expected["rows"], strict=True):

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from torch import Tensor
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM as VllmAsyncLLM
@@ -203,6 +204,27 @@ class AsyncLLM(VllmAsyncLLM):
             RuntimeError: before `await llm.ready()`.
         """
         return SiteTable.of(self.info.shape)
+
+    async def parameter(self, name: str) -> Tensor:
+        """Return a parameter of the model outside its decoder layers: embeddings, norms, head.
+
+        It is read from the engine's weights and gathered over its ranks, in parts, between steps.
+
+        Args:
+            name: its name in the checkpoint, for example `lm_head.weight`, `model.norm.weight` or
+                `model.embed_tokens.weight`.
+
+        Returns:
+            The whole parameter on the CPU, in its dtype. An embedding or a head is
+            [vocabulary, width].
+
+        Raises:
+            SpecError: there is no such parameter (the message names those that there are), or it is
+                quantised.
+            BusyError: the engine sleeps.
+            RuntimeError: before `await llm.ready()`.
+        """
+        return await self._front.parameter(name)
 
     async def generate(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+from torch import Tensor
 from vllm import LLM as VllmLLM
 from vllm import SamplingParams
 
@@ -123,6 +124,26 @@ class LLM(VllmLLM):
     def sites(self) -> SiteTable:
         """Return every site of every layer: tapped, or the reason why not."""
         return SiteTable.of(self.info.shape)
+
+    def parameter(self, name: str) -> Tensor:
+        """Return a parameter of the model outside its decoder layers: embeddings, norms, head.
+
+        It is read from the engine's weights and gathered over its ranks, in parts, between steps.
+
+        Args:
+            name: its name in the checkpoint, for example `lm_head.weight`, `model.norm.weight` or
+                `model.embed_tokens.weight`.
+
+        Returns:
+            The whole parameter on the CPU, in its dtype. An embedding or a head is
+            [vocabulary, width].
+
+        Raises:
+            SpecError: there is no such parameter (the message names those that there are), or it is
+                quantised.
+            BusyError: the engine sleeps.
+        """
+        return cast(Tensor, self._front_end.parameter(name))
 
     def generate(
         self,

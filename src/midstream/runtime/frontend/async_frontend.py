@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from midstream.config.config import KEY
 from midstream.errors import BusyError, SpecError
 from midstream.runtime.frontend.admitted import AdmittedRequest
@@ -21,6 +23,7 @@ from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.row_streamer import RowStreamer
 from midstream.runtime.frontend.rpc.background_tasks import BackgroundTasks
+from midstream.runtime.frontend.rpc.parameters import check_awake, read_parameter
 from midstream.runtime.frontend.rpc.replicas import busy, call_all, replicas_of
 from midstream.runtime.frontend.rpc.workers_usage import WorkersUsage
 from midstream.runtime.frontend.tracing import DelayedSpan
@@ -256,6 +259,16 @@ class AsyncFrontEnd(BaseFrontEnd):
             "totals": self.completion.totals.to_dict(),
             **await self._usage.read(timeout),
         }
+
+    async def parameter(self, name: str) -> Tensor:
+        """Return a parameter outside the decoder layers; see `read_parameter`. Each replica has the
+        same ones.
+
+        Raises:
+            BusyError: the engine sleeps.
+        """
+        check_awake(await self._engine.is_sleeping())
+        return await self._replicas[0].batcher.carry_out(read_parameter(name))
 
     async def check_integrity(self) -> None:
         """Check the invariants of an idle engine, here and on the workers."""

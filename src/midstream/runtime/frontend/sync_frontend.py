@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+from torch import Tensor
+
 from midstream.errors import SpecError
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.base import BaseFrontEnd
@@ -31,6 +33,7 @@ from midstream.runtime.frontend.rpc.fetch import (
     collect,
     collect_partial,
 )
+from midstream.runtime.frontend.rpc.parameters import check_awake, read_parameter
 from midstream.runtime.frontend.rpc.rpc_client import Started, start_rpc
 from midstream.runtime.protocol.request_payload import uid_of
 from midstream.runtime.protocol.results import WorkerAnswers
@@ -107,6 +110,7 @@ class FrontEnd(BaseFrontEnd):
             engine: vLLM's LLMEngine.
         """
         self._rpc: Callable[..., list[object]] = engine.collective_rpc
+        self._is_sleeping: Callable[[], bool] = engine.is_sleeping
         self._has_unfinished: Callable[[], bool] = engine.has_unfinished_requests
         super().__init__(describe([self._call(DescribeWorker())]), engine, deltas=False)
         self._reporter = ReceiptReporter(self._config)
@@ -335,6 +339,15 @@ class FrontEnd(BaseFrontEnd):
     def _fetch_rows(self, stops: dict[str, dict[str, int]]) -> dict[str, WorkerAnswers]:
         """Fetch rows of running requests, per uid; see `collect_partial`."""
         return carry_out(collect_partial(self._workers[0], stops), self._call)
+
+    def parameter(self, name: str) -> Tensor:
+        """Return a parameter outside the decoder layers; see `read_parameter`.
+
+        Raises:
+            BusyError: the engine sleeps.
+        """
+        check_awake(self._is_sleeping())
+        return carry_out(read_parameter(name), self._call)
 
     def _call(self, request: RpcRequest[A]) -> list[A]:
         return read_answers(request, self._rpc(RPC, args=arguments_of(request)))

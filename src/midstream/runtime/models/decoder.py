@@ -55,7 +55,7 @@ def find_decoder(model: nn.Module, tensor_parallel_size: int, float16: bool) -> 
     """
     layers: list[DecoderLayer] = []
     lacking: dict[Tap, str] = {}
-    module_list = _module_list(model)
+    module_list = find_layers(model)
     for index, module in enumerate(module_list):
         if type(module).__name__ in ("PPMissingLayer", "Identity"):
             continue
@@ -81,9 +81,20 @@ def find_decoder(model: nn.Module, tensor_parallel_size: int, float16: bool) -> 
     return Decoder(len(module_list), tuple(layers), lacking)
 
 
-def _module_list(model: nn.Module) -> nn.ModuleList:
+def find_root(model: nn.Module) -> nn.Module:
+    """Return the language model of a model that has other parts, or the model itself."""
     language_model = getattr(model, "get_language_model", None)
-    root = language_model() if callable(language_model) else model
+    root: nn.Module = language_model() if callable(language_model) else model
+    return root
+
+
+def find_layers(model: nn.Module) -> nn.ModuleList:
+    """Return the module list of a loaded model's decoder layers.
+
+    Raises:
+        UnsupportedError: it is not found.
+    """
+    root = find_root(model)
     for path in LAYER_LISTS:
         found: object = root
         for name in path.split("."):

@@ -90,6 +90,26 @@ class IntegrityReport(ProtocolMessage, frozen=True):
     vectors: Natural
 
 
+class ParameterRows(ProtocolMessage, frozen=True):
+    """Rows of a parameter of the model, along its first dimension.
+
+    Attributes:
+        names: the parameters that the worker has, if it does not have this one.
+        shape: shape of the whole parameter; empty: the worker does not have it, or not whole.
+        dtype: name of its dtype.
+        first: number of the first row in `data`.
+        data: the rows that this worker sends, of those that were requested.
+        problem: why the parameter cannot be read; empty if it can.
+    """
+
+    names: list[str] = []
+    shape: list[Natural] = []
+    dtype: str = ""
+    first: Natural = 0
+    data: bytes = b""
+    problem: str = ""
+
+
 # -- requests -----------------------------------------------------------------------------------
 
 
@@ -182,6 +202,21 @@ class ReleaseRequests(RpcRequest[Acknowledged], frozen=True):
     answer: ClassVar[type[ProtocolMessage]] = Acknowledged
 
 
+class ReadParameter(RpcRequest[ParameterRows], frozen=True):
+    """Return rows of a parameter outside the decoder layers. Each row is returned by one worker of
+    each pipeline stage that has the parameter.
+
+    Attributes:
+        name: its name in the language model.
+        first, count: the rows.
+    """
+
+    name: str
+    first: Natural
+    count: Natural
+    answer: ClassVar[type[ProtocolMessage]] = ParameterRows
+
+
 class ReadUsage(RpcRequest[WorkerUsage], frozen=True):
     """Return the worker's usage."""
 
@@ -205,6 +240,7 @@ _REQUESTS: dict[object, type[RpcRequest[Any]]] = {
         ReadData,
         DiscardData,
         ReleaseRequests,
+        ReadParameter,
         ReadUsage,
         CheckIntegrity,
     )

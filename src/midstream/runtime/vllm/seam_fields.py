@@ -12,6 +12,7 @@ _SETTINGS = "unsupported settings are rejected"
 _BUFFERS = "buffers are sized for the largest step"
 _REQUEST = "plans are resolved for a request's prompt and attached to its sampling params"
 _RUNNING = "rows of running requests are fetched up to the known tokens"
+_ASLEEP = "weights are read while they are on the device"
 _BLOCKS = "requests that share KV with a failed request are found"
 
 PROCESS_FIELDS: tuple[Fields, ...] = (
@@ -241,6 +242,7 @@ OFFLINE_FIELDS: tuple[Fields, ...] = (
         ("chat_template", "llm_engine", "request_counter"),
         "the base class of midstream.LLM",
     ),
+    Fields("vllm.v1.engine.llm_engine", "LLMEngine", ("is_sleeping",), _ASLEEP),
     Fields(
         "vllm.exceptions",
         "",
@@ -276,6 +278,7 @@ ASYNC_FIELDS: tuple[Fields, ...] = (
         ("engine_core", "input_processor", "output_processor", "renderer", "vllm_config"),
         "the base class of midstream.AsyncLLM",
     ),
+    Fields("vllm.v1.engine.async_llm", "AsyncLLM", ("is_sleeping",), _ASLEEP),
     Fields(
         "vllm.v1.engine.core_client",
         "AsyncMPClient",

@@ -59,6 +59,7 @@ MODEL_SEAMS: tuple[Seam, ...] = (
     ),
 )
 
+_PARAMETERS = "parameters are gathered over ranks"
 MODEL_FIELDS: tuple[Fields, ...] = (
     Fields(
         "vllm.compilation.wrapper",
@@ -66,6 +67,19 @@ MODEL_FIELDS: tuple[Fields, ...] = (
         ("_compiled_callable", "_compiled_bytecode", "_bytecode_hook_handle", "vllm_config"),
         "the tapped model is compiled by itself",
     ),
+    Fields(
+        "vllm.model_executor.layers.vocab_parallel_embedding",
+        "VocabParallelEmbedding",
+        ("org_vocab_size", "shard_indices"),
+        _PARAMETERS,
+    ),
+    Fields(
+        "vllm.model_executor.layers.vocab_parallel_embedding",
+        "VocabParallelEmbeddingShardIndices",
+        ("org_vocab_start_index", "org_vocab_end_index"),
+        _PARAMETERS,
+    ),
+    Fields("vllm.model_executor.layers.linear", "LinearBase", ("tp_size",), _PARAMETERS),
 )
 
 _V1 = "vllm.v1.worker.gpu_model_runner"

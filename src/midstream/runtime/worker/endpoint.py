@@ -11,6 +11,7 @@ import torch
 from midstream.config.config import Config
 from midstream.errors import UnsupportedError
 from midstream.runtime.models.decoder import Decoder, find_decoder
+from midstream.runtime.models.parameters import find_parameters
 from midstream.runtime.protocol.codec import ProtocolMessage, pack
 from midstream.runtime.protocol.results import partial_name
 from midstream.runtime.protocol.rpc import (
@@ -22,7 +23,9 @@ from midstream.runtime.protocol.rpc import (
     DescribeWorker,
     DiscardData,
     IntegrityReport,
+    ParameterRows,
     ReadData,
+    ReadParameter,
     ReadScores,
     ReadUsage,
     ReleaseRequests,
@@ -131,6 +134,10 @@ class WorkerEndpoint:
         )
         switch.attach()
         (v2 if is_v2 else v1).attach(runner, Hooks(self._session, switch, _ahead(vllm_config)))
+        self._runner = runner
+        self._ties_head = bool(
+            getattr(vllm_config.model_config.hf_text_config, "tie_word_embeddings", False)
+        )
         self._runner_name = "v2" if is_v2 else "v1"
 
     def __call__(self, request: object) -> Any:
@@ -169,6 +176,8 @@ class WorkerEndpoint:
                     pass
                 for uid in request.uids:
                     self._results.release(uid)
+            case ReadParameter():
+                return self._read_parameter(request)
             case ReadUsage():
                 return self._usage()
             case CheckIntegrity():
@@ -198,6 +207,25 @@ class WorkerEndpoint:
             arena=self._arena.leases.address,
             arena_bytes=self._arena.budget,
             device=str(self._buffers.ring.device.type),
+        )
+
+    def _read_parameter(self, request: ReadParameter) -> ParameterRows:
+        found = find_parameters(self._runner.get_model(), self._ties_head)
+        one = found.get(request.name)
+        if one is None:
+            return ParameterRows(names=sorted(found))
+        begin = max(request.first, one.first)
+        stop = min(request.first + request.count, one.first + one.rows.shape[0])
+        data = b""
+        if begin < stop and not (one.shared and self._tensor_rank):
+            rows = one.rows[begin - one.first : stop - one.first].cpu().contiguous()
+            data = rows.view(torch.uint8).numpy().tobytes()
+        return ParameterRows(
+            shape=list(one.shape),
+            dtype=str(one.rows.dtype).removeprefix("torch."),
+            first=begin,
+            data=data,
+            problem=one.problem,
         )
 
     def _usage(self) -> WorkerUsage:

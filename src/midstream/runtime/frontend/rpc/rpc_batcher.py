@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from midstream.errors import BusyError
 from midstream.runtime.frontend.rpc.fetch import Exchange, collect, collect_partial
@@ -18,8 +18,9 @@ from midstream.runtime.protocol.results import WorkerAnswers
 from midstream.runtime.protocol.rpc import A, ReadScores, ReleaseRequests, RpcRequest
 from midstream.runtime.protocol.scores import ScoreBlock, Span, score_blocks
 
-# Results that are collected together. Those that a worker does not lease, as they are small, fit
-# into one answer then: two more calls were made for each that does not.
+T = TypeVar("T")
+# Results that are collected together. 64 of nearly the size from which a worker leases memory are
+# more than one answer may hold, and each that is left over takes two more calls.
 _BATCH_REQUESTS = 32
 
 
@@ -110,10 +111,10 @@ class RpcBatcher:
         self._call = call
         self._workers = workers
         self._scores = _Queue(self._read_scores)
-        self._partial = _Queue(lambda stops: self._run(collect_partial(self._workers, stops)))
+        self._partial = _Queue(lambda stops: self.carry_out(collect_partial(self._workers, stops)))
         self._releases = _Queue(self._release)
         self._collects = _Queue(
-            lambda uids: self._run(collect(self._workers, list(uids))), _BATCH_REQUESTS
+            lambda uids: self.carry_out(collect(self._workers, list(uids))), _BATCH_REQUESTS
         )
         self._task: asyncio.Task[None] | None = None
 
@@ -179,8 +180,8 @@ class RpcBatcher:
         await self._call(ReleaseRequests(list(uids)))
         return {}
 
-    async def _run(self, exchange: Exchange[dict[str, WorkerAnswers]]) -> dict[str, WorkerAnswers]:
-        """Return the result of an exchange."""
+    async def carry_out(self, exchange: Exchange[T]) -> T:
+        """Return the result of an exchange with the workers."""
         try:
             request = next(exchange)
             while True:
@@ -189,5 +190,5 @@ class RpcBatcher:
                 # There is more to read: requests for scores need not wait for all of it.
                 await self._scores.run()
         except StopIteration as end:
-            found: dict[str, WorkerAnswers] = end.value
+            found: T = end.value
             return found

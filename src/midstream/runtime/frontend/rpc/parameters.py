@@ -1,0 +1,64 @@
+"""Exchange with the workers that reads a parameter of the model."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from midstream.errors import BusyError, FetchError, SpecError
+from midstream.runtime.frontend.rpc.fetch import READ_BYTES, Exchange
+from midstream.runtime.protocol.rpc import ParameterRows, ReadParameter
+from midstream.validation import show
+
+
+def check_awake(is_sleeping: bool) -> None:
+    """Check that an engine has its weights on the device.
+
+    Raises:
+        BusyError: it sleeps.
+    """
+    if is_sleeping:
+        raise BusyError("the engine sleeps, without its weights on the device; wake it up first", 5)
+
+
+def read_parameter(name: str) -> Exchange[Tensor]:
+    """Read a parameter outside the decoder layers, in parts, from the ranks that have them.
+
+    Args:
+        name: its name in the language model, for example `lm_head.weight`.
+
+    Returns:
+        The whole parameter on the CPU, in its dtype.
+
+    Raises:
+        SpecError: there is no such parameter, or it cannot be read whole.
+        FetchError: no rank has some of its rows.
+    """
+    answers: list[ParameterRows] = yield ReadParameter(name, 0, 0)
+    known = next((one for one in answers if one.shape), None)
+    if known is None:
+        names = sorted({each for one in answers for each in one.names})
+        raise SpecError(
+            "name",
+            f"there is no parameter {show(name)} outside the decoder layers; expected one of "
+            f"{', '.join(names)}",
+        )
+    if known.problem:
+        raise SpecError("name", f"{name} cannot be read: {known.problem}")
+    dtype = getattr(torch, known.dtype)
+    whole = torch.empty(known.shape, dtype=dtype)
+    most = max(1, READ_BYTES // (math.prod(known.shape[1:]) * dtype.itemsize))
+    for first in range(0, known.shape[0], most):
+        part = whole[first : first + most]
+        is_missing = torch.ones(part.shape[0], dtype=torch.bool)
+        found: list[ParameterRows] = yield ReadParameter(name, first, part.shape[0])
+        for one in found:
+            if one.data:
+                rows = torch.frombuffer(bytearray(one.data), dtype=dtype).view(-1, *part.shape[1:])
+                at = slice(one.first - first, one.first - first + rows.shape[0])
+                part[at], is_missing[at] = rows, False
+        if is_missing.any():
+            raise FetchError(f"no worker has row {first + int(is_missing.nonzero()[0])} of {name}")
+    return whole

@@ -1,0 +1,89 @@
+"""Parameters of a loaded model outside its decoder layers: embeddings, final norm, head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from midstream.runtime.models.decoder import find_layers, find_root
+
+HEAD = "lm_head.weight"
+# A LoRA module holds the module that it replaces under this name.
+_REPLACED = "base_layer."
+
+
+@dataclass(frozen=True, slots=True)
+class OuterParameter:
+    """This rank's part of a parameter: rows [first, first + n) of its first dimension.
+
+    Attributes:
+        rows: the part, [n, ...], on the model's device.
+        first: number of its first row.
+        total: number of rows of the whole parameter.
+        shared: whether every rank of the tensor-parallel group has the same rows.
+        problem: why the whole cannot be read; empty if it can.
+    """
+
+    rows: Tensor
+    first: int
+    total: int
+    shared: bool
+    problem: str = ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter."""
+        return (self.total, *self.rows.shape[1:])
+
+
+def find_parameters(model: nn.Module, ties_head: bool) -> dict[str, OuterParameter]:
+    """Return this rank's part of each parameter outside the decoder layers, by its name in the
+    language model.
+
+    Args:
+        model: the model of the runner.
+        ties_head: whether the head is the embedding. Some models have no module for it then; its
+            name stands for the embedding.
+    """
+    root = find_root(model)
+    inside = {id(one) for one in find_layers(model).parameters()}
+    found: dict[str, OuterParameter] = {}
+    embedding: OuterParameter | None = None
+    for path, module in root.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in inside:
+                continue
+            one = _part(module, parameter)
+            found[f"{path}.{name}".replace(_REPLACED, "")] = one
+            if embedding is None and isinstance(module, VocabParallelEmbedding):
+                embedding = one
+    if ties_head and embedding is not None:
+        found.setdefault(HEAD, embedding)
+    return found
+
+
+def _part(module: nn.Module, parameter: Tensor) -> OuterParameter:
+    rows, dtype = parameter.detach(), parameter.dtype
+    problem = ""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        problem = f"it is quantised, as {str(dtype).removeprefix('torch.')}"
+    elif not rows.dim():
+        problem = "it has no dimension"
+    elif isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.tp_size > 1:
+        problem = (
+            f"it belongs to a {type(module).__name__} that is split over {module.tp_size} GPUs"
+        )
+    if problem:
+        return OuterParameter(rows, 0, 0, True, problem)
+    if isinstance(module, VocabParallelEmbedding):
+        # Rows after these are padding.
+        first, stop = (
+            module.shard_indices.org_vocab_start_index,
+            module.shard_indices.org_vocab_end_index,
+        )
+        return OuterParameter(rows[: stop - first], first, module.org_vocab_size, False)
+    return OuterParameter(rows, 0, rows.shape[0], True)
