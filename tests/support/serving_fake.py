@@ -18,6 +18,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette import exceptions
 
+from midstream.errors import SpecError
 from midstream.results.activations import Activations
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Captured, Receipt
@@ -75,6 +76,7 @@ class FakeEngine:
         calls: (prompt, params, request id) of every call.
         running: how many calls are under way.
         script: gives a call's outputs in place of those that a plan asks for.
+        parameters: the model's, by name.
         pause: is awaited before each output.
     """
 
@@ -94,11 +96,18 @@ class FakeEngine:
         self.intake = Intake()
         self.calls: list[tuple[Any, Params, str]] = []
         self.running = 0
+        self.parameters: dict[str, torch.Tensor] = {}
         self.script: Callable[..., list[Any]] | None = None
         self.pause: Callable[[], Any] = lambda: asyncio.sleep(0)
 
     async def ready(self) -> None:
         """It is."""
+
+    async def parameter(self, name: str) -> torch.Tensor:
+        await self.pause()
+        if name not in self.parameters:
+            raise SpecError("name", f"there is no parameter {name!r}")
+        return self.parameters[name]
 
     def sites(self) -> SiteTable:
         return SiteTable.of(SHAPE)

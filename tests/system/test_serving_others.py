@@ -1,4 +1,6 @@
-"""A server reads requests in other tools' words, or rejects them; it never ignores a field."""
+"""A server reads requests in other tools' words, or rejects them; it never ignores a field. And the
+parameters that it allows are read from it.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,15 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file
 from support import serving
 from support.others_words import direction, packed
 from support.serving import NAME, Running
 from support.serving_offline import HELLO, TOKENS, VECTOR, assert_equal, plain
 
 from midstream import Capture, Client, Steer
+from midstream.client import ServerError
 from midstream.compat.foreign_fields import FOREIGN, OWN
 
 ASKED = {"model": NAME, "temperature": 0, "max_tokens": TOKENS}
@@ -22,7 +27,8 @@ PROMPT = "The capital of France is"
 
 @pytest.fixture(scope="module")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    command = serving.command(smollm2, "--sites=resid_post")
+    allowed = serving.settings(http={"parameters": ["lm_head.weight", "model.norm.weight"]})
+    command = serving.command(smollm2, "--sites=resid_post", allowed)
     with serving.running(command, tmp_path_factory.mktemp("others")) as found:
         yield found
 
@@ -79,3 +85,12 @@ def test_a_field_that_is_not_understood_is_rejected_by_every_endpoint(server, pa
             answer = httpx.post(server.url + path, json=body | sent, timeout=60)
             assert answer.status_code == 400, (name, answer.text)
             assert name in answer.json()["error"]["param"]
+
+
+def test_clients_read_the_allowed_parameters_as_the_checkpoint_has_them(client, smollm2):
+    stored = load_file(smollm2 / "model.safetensors")
+    head = stored["model.embed_tokens.weight"]  # tied
+    assert torch.equal(client.parameter("lm_head.weight"), head.float())
+    assert torch.equal(client.parameter("model.norm.weight"), stored["model.norm.weight"].float())
+    with pytest.raises(ServerError, match=r"may not read.*'model.embed_tokens.weight'"):
+        client.parameter("model.embed_tokens.weight")

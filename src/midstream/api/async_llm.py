@@ -198,32 +198,13 @@ class AsyncLLM(VllmAsyncLLM):
         return self._front.captures
 
     def sites(self) -> SiteTable:
-        """Return every site of every layer: tapped, or the reason why not.
-
-        Raises:
-            RuntimeError: before `await llm.ready()`.
+        """Return every site of every layer: tapped, or the reason why not. Raises RuntimeError
+        before `ready()`.
         """
         return SiteTable.of(self.info.shape)
 
     async def parameter(self, name: str) -> Tensor:
-        """Return a parameter of the model outside its decoder layers: embeddings, norms, head.
-
-        It is read from the engine's weights and gathered over its ranks, in parts, between steps.
-
-        Args:
-            name: its name in the checkpoint, for example `lm_head.weight`, `model.norm.weight` or
-                `model.embed_tokens.weight`.
-
-        Returns:
-            The whole parameter on the CPU, in its dtype. An embedding or a head is
-            [vocabulary, width].
-
-        Raises:
-            SpecError: there is no such parameter (the message names those that there are), or it is
-                quantised.
-            BusyError: the engine sleeps.
-            RuntimeError: before `await llm.ready()`.
-        """
+        """Return a parameter; see `LLM.parameter`. Raises RuntimeError before `ready()`."""
         return await self._front.parameter(name)
 
     async def generate(

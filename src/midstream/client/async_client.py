@@ -85,6 +85,10 @@ class AsyncClient:
         """Return versions, settings and usage of the server; see `Client.status`."""
         return await self._run(protocol.call("GET", protocol.STATUS))
 
+    async def parameter(self, name: str) -> Any:
+        """Return a parameter of the model; see `Client.parameter`."""
+        return await self._run(protocol.parameter(name))
+
     async def call(self, method: str, path: str, json: Any = None) -> Any:
         """Send one request; see `Client.call`."""
         return await self._run(protocol.call(method, path, json))

@@ -115,6 +115,22 @@ class Client:
         """Return versions, settings and usage of the server."""
         return self._run(protocol.call("GET", protocol.STATUS))
 
+    def parameter(self, name: str) -> Any:
+        """Return a parameter of the model outside its decoder layers: embeddings, norms, head.
+
+        Args:
+            name: its name in the checkpoint, for example `lm_head.weight`. The server's setting
+                `http.parameters` must have it.
+
+        Returns:
+            A tensor in the model's dtype; an embedding or a head is [vocabulary, width]. Without
+            torch it is a NumPy array, with bfloat16 widened to float32.
+
+        Raises:
+            ServerError: the server does not allow it, or the model has no such parameter.
+        """
+        return self._run(protocol.parameter(name))
+
     def call(self, method: str, path: str, json: Any = None) -> Any:
         """Send one request, and return the JSON of its response; None if it is empty.
 

@@ -17,11 +17,13 @@ from midstream.config.config import KEY
 from midstream.config.http import ADMIN_HEADER
 from midstream.errors import ConfigError, ServerError
 from midstream.http.sse import DONE, Event, Events
+from midstream.results.arrays import load_tensors
 from midstream.spec.named_vector import read_name
 from midstream.validation import at
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 VECTORS, STEERING = "/v1/midstream/vectors", "/v1/midstream/steering"
+PARAMETERS = "/v1/midstream/parameters"
 SITES, STATUS = "/v1/midstream/sites", "/v1/midstream/status"
 PLAN = ("capture", "steer", "edits", "probes")
 FIELDS = (*PLAN, "activations")
@@ -160,6 +162,14 @@ def list_vectors() -> Exchange[list[dict[str, Any]]]:
 def remove_vectors(name: str) -> Exchange[None]:
     """Remove a name."""
     yield from call("DELETE", path_of(name))
+
+
+def parameter(name: str) -> Exchange[Any]:
+    """Return a parameter of the model; see `Client.parameter`."""
+    response = yield HttpRequest("GET", f"{PARAMETERS}/{quote(name, safe='')}")
+    if response.status >= 400:
+        check(response.status, response.content)
+    return load_tensors(response.content)[name]
 
 
 def headers_of(api_key: str | None, admin_key: str | None) -> dict[str, str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from midstream.config.reader import check_mapping, check_names, read_bool, read_count
+from midstream.errors import ConfigError
 
 ADMIN_KEY_VARIABLE = "MIDSTREAM_ADMIN_KEY"
 _PATH = "midstream.http"
@@ -32,6 +33,9 @@ class HttpSettings:
         wait_seconds: longest time in seconds that such a request waits.
         stall_seconds: longest time in seconds that a stream of a request with a plan waits for a
             client that reads nothing of it; then the request ends.
+        parameters: names of the model's parameters that clients may read, such as
+            `lm_head.weight`. Embeddings, norms and the head are possible, the decoder layers are
+            not.
     """
 
     admin: bool | None = None
@@ -46,6 +50,7 @@ class HttpSettings:
     waiting_requests: int = 1024
     wait_seconds: int = 120
     stall_seconds: int = 30
+    parameters: tuple[str, ...] = ()
 
 
 def read_http(value: object) -> HttpSettings | None:
@@ -64,18 +69,28 @@ def read_http(value: object) -> HttpSettings | None:
     settings = check_mapping(_PATH, value, "true, false or a dict of settings")
     check_names(_PATH, settings, (each.name for each in fields(HttpSettings)))
     for name, given in settings.items():
-        if name != "admin":
+        if name == "parameters":
+            _check_parameters(given)
+        elif name != "admin":
             read_count(f"{_PATH}.{name}", given)
         elif given is not None:
             read_bool(f"{_PATH}.admin", given)
-    return HttpSettings(**settings)
+    found = HttpSettings(**settings)
+    return replace(found, parameters=tuple(found.parameters))
+
+
+def _check_parameters(value: object) -> None:
+    if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+        raise ConfigError(
+            f"{_PATH}.parameters: expected a list of names such as lm_head.weight, got {value!r}"
+        )
 
 
 def plain_http(settings: HttpSettings | None) -> bool | dict[str, Any]:
     """Return the JSON form of the settings."""
     if settings is None:
         return False
-    return {each.name: getattr(settings, each.name) for each in fields(HttpSettings)}
+    return {**asdict(settings), "parameters": list(settings.parameters)}
 
 
 def admin_key() -> str | None:

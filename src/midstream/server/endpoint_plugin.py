@@ -17,13 +17,14 @@ from midstream.server.routes import (
     activations,
     captures,
     compat_steering,
+    parameters,
     status,
     steering,
     vectors,
 )
 from midstream.server.server import Server
 
-_ROUTERS = (activations, captures, vectors, steering, status, compat_steering)
+_ROUTERS = (activations, captures, vectors, steering, parameters, status, compat_steering)
 
 
 class Endpoints:

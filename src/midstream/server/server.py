@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -62,6 +63,7 @@ class Server:
         self.metrics = metrics.process_metrics()
         self._admin = admin
         self.captures = CaptureCache(settings)
+        self.parameter_lock = asyncio.Lock()  # held by the client that is sent a parameter
         self.started = time.time()
         self._llm: Any = None
         self._answers: ResultEncoder | None = None

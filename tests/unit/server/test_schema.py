@@ -28,6 +28,7 @@ ENDPOINTS = {
     "GET /v1/midstream/steering",
     "PUT /v1/midstream/steering",
     "DELETE /v1/midstream/steering",
+    "GET /v1/midstream/parameters/{name}",
     "GET /v1/midstream/sites",
     "GET /v1/midstream/status",
     "POST /v1/steering/set",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.row_streamer import RowStreamer
 from midstream.runtime.frontend.rpc.background_tasks import BackgroundTasks
-from midstream.runtime.frontend.rpc.parameters import check_awake, read_parameter
+from midstream.runtime.frontend.rpc.parameters import fetch_parameter
 from midstream.runtime.frontend.rpc.replicas import busy, call_all, replicas_of
 from midstream.runtime.frontend.rpc.workers_usage import WorkersUsage
 from midstream.runtime.frontend.tracing import DelayedSpan
@@ -157,7 +157,8 @@ class AsyncFrontEnd(BaseFrontEnd):
             call.ids.append(request.request_id)
             if call.partial_rows is not None:
                 call.partial_rows.ids.append(request.request_id)
-                self._streamer.run(self._admitted.values, self._states)
+                states = partial(getattr, self._engine.output_processor, "request_states")
+                self._streamer.run(self._admitted.values, states)
         is_sent_here, is_late = False, False
 
         def send_now() -> None:
@@ -261,14 +262,8 @@ class AsyncFrontEnd(BaseFrontEnd):
         }
 
     async def parameter(self, name: str) -> Tensor:
-        """Return a parameter outside the decoder layers; see `read_parameter`. Each replica has the
-        same ones.
-
-        Raises:
-            BusyError: the engine sleeps.
-        """
-        check_awake(await self._engine.is_sleeping())
-        return await self._replicas[0].batcher.carry_out(read_parameter(name))
+        """Return a parameter of the model; see `fetch_parameter`."""
+        return await fetch_parameter(self._engine, self._replicas[0].batcher, name)
 
     async def check_integrity(self) -> None:
         """Check the invariants of an idle engine, here and on the workers."""
@@ -290,11 +285,6 @@ class AsyncFrontEnd(BaseFrontEnd):
             replica.batcher.close()
         self._tasks.cancel()
         self.sinks.close()
-
-    def _states(self) -> Mapping[str, Any]:
-        """Return vLLM's states of running requests, by its ids."""
-        found: Mapping[str, Any] = self._engine.output_processor.request_states
-        return found
 
 
 def _within(context: Callable[[Any], AbstractContextManager[None]], deliver: Deliver) -> Deliver:

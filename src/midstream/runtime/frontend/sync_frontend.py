@@ -341,11 +341,7 @@ class FrontEnd(BaseFrontEnd):
         return carry_out(collect_partial(self._workers[0], stops), self._call)
 
     def parameter(self, name: str) -> Tensor:
-        """Return a parameter outside the decoder layers; see `read_parameter`.
-
-        Raises:
-            BusyError: the engine sleeps.
-        """
+        """Return a parameter of the model; see `read_parameter` and `check_awake`."""
         check_awake(self._is_sleeping())
         return carry_out(read_parameter(name), self._call)
 

@@ -80,6 +80,12 @@ MODEL_FIELDS: tuple[Fields, ...] = (
         _PARAMETERS,
     ),
     Fields("vllm.model_executor.layers.linear", "LinearBase", ("tp_size",), _PARAMETERS),
+    Fields(
+        "vllm.model_executor.layers.linear",
+        "",
+        ("ColumnParallelLinear", "RowParallelLinear"),
+        _PARAMETERS,
+    ),
 )
 
 _V1 = "vllm.v1.worker.gpu_model_runner"

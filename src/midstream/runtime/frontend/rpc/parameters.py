@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from midstream.errors import BusyError, FetchError, SpecError
 from midstream.runtime.frontend.rpc.fetch import READ_BYTES, Exchange
+from midstream.runtime.frontend.rpc.rpc_batcher import RpcBatcher
 from midstream.runtime.protocol.rpc import ParameterRows, ReadParameter
 from midstream.validation import show
+
+
+async def fetch_parameter(engine: Any, batcher: RpcBatcher, name: str) -> Tensor:
+    """Return a parameter of an asynchronous engine; see `read_parameter`.
+
+    Args:
+        engine: vLLM's AsyncLLM.
+        batcher: calls the workers of one replica; all have the same parameters.
+        name: name of the parameter.
+
+    Raises:
+        BusyError: the engine sleeps.
+    """
+    check_awake(await engine.is_sleeping())
+    return await batcher.carry_out(read_parameter(name))
 
 
 def check_awake(is_sleeping: bool) -> None:

@@ -1,0 +1,79 @@
+"""Endpoint for parameters of the model."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Response
+from safetensors.torch import save
+from starlette.types import Message, Receive, Scope, Send
+
+from midstream.errors import HttpError
+from midstream.server.routes.common import MidstreamRoute, ServerDep, error_responses
+
+router = APIRouter(route_class=MidstreamRoute, tags=["midstream: parameters"])
+Name = Annotated[
+    str,
+    Path(
+        max_length=200,
+        description="Its name in the checkpoint, as in the setting `http.parameters`.",
+        examples=["lm_head.weight"],
+    ),
+]
+
+
+@router.get(
+    "/v1/midstream/parameters/{name}",
+    summary="Fetch a parameter of the model as a safetensors file",
+    description="The whole parameter in the model's dtype, gathered over its ranks. Only names in "
+    "the setting `http.parameters` are allowed. One client at a time is served.",
+    response_class=Response,
+    responses={
+        200: {"content": {"application/octet-stream": {}}, "description": "The file."},
+        **error_responses(400, 401, 403, 503),
+    },
+)
+async def parameter(name: Name, server: ServerDep) -> Response:
+    allowed = server.settings.parameters
+    if name not in allowed:
+        raise HttpError(
+            403,
+            f"clients of this server may not read the parameter {name!r}, but "
+            f"{', '.join(allowed) or 'none'}; start it with midstream's setting http.parameters",
+            "name",
+        )
+    # An embedding may have gigabytes, so that no two are in memory.
+    await server.parameter_lock.acquire()
+    try:
+        value = await server.llm.parameter(name)
+        data = await asyncio.to_thread(save, {name: value})
+        return _Parameter(data, server.parameter_lock, server.settings.stall_seconds)
+    except BaseException:
+        server.parameter_lock.release()
+        raise
+
+
+class _Parameter(Response):
+    """Response with a file, which releases a lock when it is sent.
+
+    A client that reads nothing of it for `stall_seconds` gets no more of it.
+    """
+
+    def __init__(self, data: bytes, lock: asyncio.Lock, stall_seconds: float) -> None:
+        self._seconds = stall_seconds
+        # Also a response that is never sent releases the lock; none does so twice.
+        self._release = weakref.finalize(self, lock.release)
+        super().__init__(data, media_type="application/octet-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def timed(message: Message) -> None:
+            await asyncio.wait_for(send(message), self._seconds)
+
+        try:
+            await super().__call__(scope, receive, timed)
+        except asyncio.TimeoutError:
+            pass  # uvicorn closes the connection
+        finally:
+            self._release()

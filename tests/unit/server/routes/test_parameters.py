@@ -1,0 +1,77 @@
+"""Parameters of the model over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from safetensors.torch import load
+from support.serving_fake import refused, scope_of, serving
+
+pytestmark = pytest.mark.anyio
+HEAD = "lm_head.weight"
+PATH = f"/v1/midstream/parameters/{HEAD}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_an_allowed_parameter_comes_bit_for_bit(dtype):
+    async with serving(parameters=["model.norm.weight", HEAD]) as (site, client):
+        value = site.engine.parameters[HEAD] = torch.randn(7, 3).to(dtype)
+        answer = await client.get(PATH)
+    assert answer.headers["content-type"] == "application/octet-stream"
+    found = load(answer.content)
+    assert list(found) == [HEAD]
+    assert found[HEAD].dtype == dtype
+    assert torch.equal(found[HEAD], value)
+
+
+async def test_a_parameter_that_the_setting_does_not_name_is_not_read():
+    async with serving() as (site, client):
+        site.engine.parameters[HEAD] = torch.randn(7, 3)
+        await refused(client.get(PATH), 403, "but none; start it with")
+    async with serving(parameters=["model.norm.weight"]) as (site, client):
+        site.engine.parameters[HEAD] = torch.randn(7, 3)
+        await refused(client.get(PATH), 403, "http.parameters")
+        await refused(client.get("/v1/midstream/parameters/model.norm.weight"), 400, "there is no")
+        # What was refused keeps nobody waiting.
+        await refused(client.get("/v1/midstream/parameters/model.norm.weight"), 400)
+
+
+async def test_a_client_that_reads_nothing_gets_no_more_and_the_next_one_is_served():
+    async with serving(parameters=[HEAD], stall_seconds=1) as (site, client):
+        site.engine.parameters[HEAD] = torch.randn(7, 3)
+
+        async def send(message):
+            await asyncio.sleep(60)
+
+        scope = {**scope_of(), "method": "GET", "path": PATH, "raw_path": PATH.encode()}
+        stalled = asyncio.ensure_future(site.app(scope, _nothing, send))
+        await asyncio.sleep(0.1)
+        assert site.server.parameter_lock.locked()
+        answer = await asyncio.wait_for(client.get(PATH), 20)
+        assert answer.status_code == 200
+        await stalled
+
+
+async def test_a_request_that_is_cancelled_while_it_is_read_keeps_nobody_waiting():
+    async with serving(parameters=[HEAD]) as (site, client):
+        site.engine.parameters[HEAD] = torch.randn(7, 3)
+        begun = asyncio.Event()
+
+        async def forever():
+            begun.set()
+            await asyncio.sleep(60)
+
+        site.engine.pause = forever
+        first = asyncio.ensure_future(client.get(PATH))
+        await begun.wait()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        site.engine.pause = lambda: asyncio.sleep(0)
+        assert (await asyncio.wait_for(client.get(PATH), 20)).status_code == 200
+
+
+async def _nothing():
+    return {"type": "http.request", "body": b"", "more_body": False}
