@@ -436,5 +436,29 @@ FAULTS: tuple[Fault, ...] = (
         "tests/unit/runtime/worker/model_runner/test_model_switch.py"
         "::test_each_model_replays_its_own_graphs",
     ),
+    Fault(
+        "The rows that pad an embedding are read as part of it",
+        "runtime/models/parameters.py",
+        "OuterParameter(rows[: stop - first], first, module.org_vocab_size, False)",
+        "OuterParameter(rows, first, rows.shape[0], False)",
+        ENGINE + "test_parity.py::test_every_site_of_every_layer_reads_and_edits_as_hooks_in_"
+        "transformers[llama-True]",
+    ),
+    Fault(
+        "Each rank's rows of a parameter are placed at the beginning of what was requested",
+        "runtime/frontend/rpc/parameters.py",
+        "slice(one.first - first, one.first - first + rows.shape[0])",
+        "slice(0, rows.shape[0])",
+        "tests/unit/runtime/frontend/rpc/test_parameters.py"
+        "::test_a_parameter_is_put_together_from_any_split_over_ranks_and_parts",
+    ),
+    Fault(
+        "The first request of a plan that ends releases the capacity of the others",
+        "runtime/frontend/request/budget.py",
+        "        if self._requests[id(need.kinds)]:\n            return\n",
+        "",
+        "tests/unit/runtime/frontend/request/test_budget.py"
+        "::test_running_plans_take_the_union_of_their_things_whether_or_not_they_share_a_need",
+    ),
     *KEPT,
 )
