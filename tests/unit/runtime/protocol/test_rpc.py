@@ -47,6 +47,7 @@ CALLS = [
     (rpc.ReadData("u", 16, 32), rpc.ResultData(b"\x00\xff")),
     (rpc.DiscardData("u"), rpc.Acknowledged()),
     (rpc.ReleaseRequests([]), rpc.Acknowledged()),
+    (rpc.ReadParameter("x", 0, 2), rpc.ParameterRows([], [2, 1], "float16", 0, b"abcd")),
     (rpc.ReadUsage(), USAGE),
     (rpc.CheckIntegrity(), rpc.IntegrityReport({"leases": 0}, 3)),
 ]
