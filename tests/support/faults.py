@@ -442,7 +442,7 @@ FAULTS: tuple[Fault, ...] = (
         "OuterParameter(rows[: stop - first], first, module.org_vocab_size, False)",
         "OuterParameter(rows, first, rows.shape[0], False)",
         ENGINE + "test_parity.py::test_every_site_of_every_layer_reads_and_edits_as_hooks_in_"
-        "transformers[llama-True]",
+        "transformers",
     ),
     Fault(
         "Each rank's rows of a parameter are placed at the beginning of what was requested",
