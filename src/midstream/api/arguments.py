@@ -125,20 +125,19 @@ class CallArguments:
         }
 
 
-# Values that never change, alone in an argument.
-_PARTS = (type(None), Capture, Edit, Probe)
-# Most plans that are remembered by the parts that they were made of.
-_RECENT = 64
+# Arguments of these types are immutable; a list or a dict may change from call to call.
+_IMMUTABLE = (type(None), Capture, Edit, Probe)
+_CACHED_PLANS = 64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class PromptArguments:
-    """Arguments for one prompt. Two of these are equal if they have the very same parts."""
+    """Arguments for one prompt. Two of these are equal if their values are the same objects."""
 
-    capture: Any = None
-    steer: Any = None
-    edits: Any = None
-    probes: Any = None
+    capture: Any = field(default=None, compare=False)
+    steer: Any = field(default=None, compare=False)
+    edits: Any = field(default=None, compare=False)
+    probes: Any = field(default=None, compare=False)
     key: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -146,21 +145,16 @@ class PromptArguments:
         parts = (self.capture, self.steer, self.edits, self.probes)
         object.__setattr__(self, "key", tuple(id(part) for part in parts))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PromptArguments) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
     def plan(self) -> Plan | None:
-        """Return the plan; None: all arguments are None. Parts that never change have one plan,
-        so that whatever is known of it holds for the next prompt with the very same parts.
+        """Return the plan; None: all arguments are None. The same immutable objects give the same
+        plan, so that what was computed for it is used again.
 
         Raises:
             SpecError: an argument is malformed; the path is relative to the plan.
         """
         parts = (self.capture, self.steer, self.edits, self.probes)
-        return _recent_plan(self) if all(isinstance(one, _PARTS) for one in parts) else _plan(self)
+        is_fixed = all(isinstance(one, _IMMUTABLE) for one in parts)
+        return _cached_plan(self) if is_fixed else _plan(self)
 
 
 def _plan(arguments: PromptArguments) -> Plan | None:
@@ -174,8 +168,8 @@ def _plan(arguments: PromptArguments) -> Plan | None:
     return Plan.make(capture=arguments.capture, edits=edits, probes=arguments.probes)
 
 
-# A key keeps its parts alive, so that their ids stay their own.
-_recent_plan = functools.lru_cache(maxsize=_RECENT)(_plan)
+# The cache keeps the arguments alive, so that no other object gets one of their ids.
+_cached_plan = functools.lru_cache(maxsize=_CACHED_PLANS)(_plan)
 
 
 # Arguments of other tools and near misses, and what to write instead.

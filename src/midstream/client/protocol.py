@@ -97,12 +97,21 @@ def _fetch_rows(reader: Reader, value: dict[str, Any]) -> Exchange[dict[str, byt
     """Fetch the rows that the server has cached for a response, and delete them there."""
     found = {}
     for url in reader.handles(value):
-        response = yield HttpRequest("GET", url)
-        if response.status >= 400:
-            check(response.status, response.content)
-        found[url] = response.content
+        found[url] = yield from _fetch(url)
         yield HttpRequest("DELETE", url)
     return found
+
+
+def _fetch(url: str) -> Exchange[bytes]:
+    """Return the bytes of a file.
+
+    Raises:
+        ServerError: the server rejected the request.
+    """
+    response = yield HttpRequest("GET", url)
+    if response.status >= 400:
+        check(response.status, response.content)
+    return response.content
 
 
 class OutputStream:
@@ -166,10 +175,8 @@ def remove_vectors(name: str) -> Exchange[None]:
 
 def parameter(name: str) -> Exchange[Any]:
     """Return a parameter of the model; see `Client.parameter`."""
-    response = yield HttpRequest("GET", f"{PARAMETERS}/{quote(name, safe='')}")
-    if response.status >= 400:
-        check(response.status, response.content)
-    return load_tensors(response.content)[name]
+    content = yield from _fetch(f"{PARAMETERS}/{quote(name, safe='')}")
+    return load_tensors(content)[name]
 
 
 def headers_of(api_key: str | None, admin_key: str | None) -> dict[str, str]:

@@ -307,11 +307,11 @@ def _group_of(tap: Tap, rows: Rows, positions: Tensor) -> RowGroup:
 def _decoded(given: Mapping[Tap, Tensor | Rows], tap: Tap) -> dict[Tap, Tensor]:
     """Return the rows of a tap, and of those that are decoded together with it."""
     if isinstance(given, GatheredRows):
-        from midstream.results.interleaved_rows import interleave
+        from midstream.results.interleaved_rows import mark_interleaved
 
         found = given.group(tap).decoded()
         if found is not None:
-            interleave(tuple(found.values()))
+            mark_interleaved(tuple(found.values()))
             return found
     rows = given[tap]
     if not isinstance(rows, Rows):

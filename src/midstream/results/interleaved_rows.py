@@ -46,11 +46,11 @@ def interleaved(rows: Tensor) -> Tensor:
     return rows.as_subclass(InterleavedRows)
 
 
-def interleave(views: Sequence[Tensor]) -> None:
-    """Make views of equal size of one storage tensors that leave the process without the others.
+def mark_interleaved(views: Sequence[Tensor]) -> None:
+    """Turn views of one storage, of equal size, into `InterleavedRows` in place.
 
     Args:
-        views: tensors that nobody else refers to: they change their class.
+        views: tensors that only the caller refers to, as their class changes.
     """
     if views and views[0].untyped_storage().nbytes() != views[0].nbytes:
         for one in views:

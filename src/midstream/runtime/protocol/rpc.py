@@ -95,7 +95,7 @@ class ParameterRows(ProtocolMessage, frozen=True):
 
     Attributes:
         names: the parameters that the worker has, if it does not have this one.
-        shape: shape of the whole parameter; empty: the worker does not have it, or not whole.
+        shape: shape of the whole parameter; empty: the worker does not have it.
         dtype: name of its dtype.
         first: number of the first row in `data`.
         data: the rows that this worker sends, of those that were requested.

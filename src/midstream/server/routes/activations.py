@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import FileResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from midstream.errors import HttpError
 from midstream.server.capture_cache import CachedCapture, CaptureCache
@@ -18,6 +18,7 @@ from midstream.server.routes.common import (
     ServerDep,
     error_responses,
     ok_response,
+    send_within,
 )
 
 router = APIRouter(route_class=MidstreamRoute, tags=["midstream: activations"])
@@ -120,13 +121,8 @@ class _Rows(FileResponse):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def timed(message: Message) -> None:
-            await asyncio.wait_for(send(message), self._seconds)
-
         try:
-            await super().__call__(scope, receive, timed)
-        except asyncio.TimeoutError:
-            pass  # uvicorn closes the connection
+            await send_within(self._seconds, send, partial(super().__call__, scope, receive))
         finally:
             self._captures.end_read(self._cached, self._file)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import Depends, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field
+from starlette.types import Message, Send
 
 from midstream.errors import HttpError, MidstreamError, SpecError
 from midstream.server.server import Server
@@ -114,6 +117,24 @@ def _invalid(error: RequestValidationError) -> HttpError:
     # The first part says whether the value is in the path or in the body.
     where = ".".join(str(part) for part in first["loc"][1:])[:_SHOWN]
     return HttpError(400, f"{where or 'body'}: {first['msg'][:_SHOWN]}", where or None)
+
+
+async def send_within(
+    seconds: float, send: Send, respond: Callable[[Send], Awaitable[None]]
+) -> None:
+    """Send a response; a client that reads nothing of it for so long gets no more of it.
+
+    Args:
+        seconds: longest time for one message.
+        send: the server's function that sends a message.
+        respond: sends the response by the function that it is given.
+    """
+
+    async def timed(message: Message) -> None:
+        await asyncio.wait_for(send(message), seconds)
+
+    with suppress(asyncio.TimeoutError):  # uvicorn closes the connection
+        await respond(timed)
 
 
 def server_of(request: Request) -> Server:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Response
 from safetensors.torch import save
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from midstream.errors import HttpError
-from midstream.server.routes.common import MidstreamRoute, ServerDep, error_responses
+from midstream.server.routes.common import MidstreamRoute, ServerDep, error_responses, send_within
 
 router = APIRouter(route_class=MidstreamRoute, tags=["midstream: parameters"])
 Name = Annotated[
@@ -44,7 +45,7 @@ async def parameter(name: Name, server: ServerDep) -> Response:
             f"{', '.join(allowed) or 'none'}; start it with midstream's setting http.parameters",
             "name",
         )
-    # An embedding may have gigabytes, so that no two are in memory.
+    # An embedding may take gigabytes: only one is in memory at a time.
     await server.parameter_lock.acquire()
     try:
         value = await server.llm.parameter(name)
@@ -63,17 +64,12 @@ class _Parameter(Response):
 
     def __init__(self, data: bytes, lock: asyncio.Lock, stall_seconds: float) -> None:
         self._seconds = stall_seconds
-        # Also a response that is never sent releases the lock; none does so twice.
+        # A response that is never sent releases the lock as well, and none releases it twice.
         self._release = weakref.finalize(self, lock.release)
         super().__init__(data, media_type="application/octet-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def timed(message: Message) -> None:
-            await asyncio.wait_for(send(message), self._seconds)
-
         try:
-            await super().__call__(scope, receive, timed)
-        except asyncio.TimeoutError:
-            pass  # uvicorn closes the connection
+            await send_within(self._seconds, send, partial(super().__call__, scope, receive))
         finally:
             self._release()

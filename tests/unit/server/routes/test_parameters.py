@@ -34,7 +34,7 @@ async def test_a_parameter_that_the_setting_does_not_name_is_not_read():
         site.engine.parameters[HEAD] = torch.randn(7, 3)
         await refused(client.get(PATH), 403, "http.parameters")
         await refused(client.get("/v1/midstream/parameters/model.norm.weight"), 400, "there is no")
-        # What was refused keeps nobody waiting.
+        # A rejected request does not block the next one.
         await refused(client.get("/v1/midstream/parameters/model.norm.weight"), 400)
 
 
@@ -54,7 +54,7 @@ async def test_a_client_that_reads_nothing_gets_no_more_and_the_next_one_is_serv
         await stalled
 
 
-async def test_a_request_that_is_cancelled_while_it_is_read_keeps_nobody_waiting():
+async def test_a_request_that_is_cancelled_during_the_read_does_not_block_the_next():
     async with serving(parameters=[HEAD]) as (site, client):
         site.engine.parameters[HEAD] = torch.randn(7, 3)
         begun = asyncio.Event()
