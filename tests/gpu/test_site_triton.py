@@ -91,6 +91,18 @@ def test_the_kernel_replays_in_a_graph_over_new_contents(width):
         assert_same(made, fresh, exact=False)
 
 
+def test_a_kernel_of_aligned_rows_is_not_used_for_others():
+    options = {"rows": 8, "width": 64, "dtype": torch.bfloat16, "max_steps": 3}
+    for seed, offset in ((1, 0), (2, 0), (3, 1), (4, 0), (5, 3)):
+        case = random_case(seed=seed, **options)
+        found = case.copy("cuda")
+        memory = torch.zeros(8 * 64 + offset, dtype=torch.bfloat16, device="cuda")
+        found.hidden = memory[offset:].view(8, 64).copy_(found.hidden)
+        torch.ops.midstream.site(*found.arguments())
+        site_ref(*case.arguments())
+        assert_same(found, case, exact=False)
+
+
 def test_rows_that_are_strided_are_read_and_written_in_place():
     case = random_case(rows=8, width=64, dtype=torch.float32, residual=True, max_steps=3, seed=4)
     found = case.copy("cuda")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, reduce
+from operator import or_
+from typing import Any
 
 import torch
 import triton
@@ -68,6 +71,7 @@ DEPENDENT_MIN_WIDTH = 2048
 DEPENDENT_MIN_CAPABILITY = 9
 # The intrinsics do not compile in Triton 3.4.
 DEPENDENT_MIN_TRITON = (3, 5)
+_TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 
 # Most registers of a thread, for streams of half precision: four programs of a row of 4096 then run
 # on one multiprocessor at a time. The rarer instructions keep in memory what does not fit.
@@ -406,27 +410,45 @@ def site_triton(
         raise ValueError(f"hidden must be at most {MAX_WIDTH} wide on a GPU, got {width}")
     if num_rows == 0:
         return
-    dependent = _dependent_launch(num_rows, width, hidden.device)
-    with torch.cuda.device(hidden.device):
-        _site_kernel[(num_rows,)](
-            hidden,
-            residual,
-            tokens,
-            ids,
-            tally,
-            table,
-            instructions,
-            params,
-            lists,
-            bank,
-            scores,
-            ring,
-            hidden.stride(0),
-            0 if residual is None else residual.stride(0),
-            scores.shape[1],
-            has_residual=residual is not None,
-            **_launch_options(width, hidden.dtype, dependent),
-        )
+    device = hidden.device
+    has_residual = residual is not None
+    rest = hidden if residual is None else residual
+    tensors = (
+        hidden, residual, tokens, ids, tally, table, instructions, params, lists, bank, scores, ring
+    )  # fmt: skip
+    strides = hidden.stride(0), rest.stride(0), scores.shape[1]
+    dependent = _dependent_launch(num_rows, width, device)
+    dtypes = hidden.dtype, rest.dtype, ring.dtype
+    kind = device, dtypes, width, has_residual, strides, dependent
+    is_aligned = not reduce(or_, [each.data_ptr() for each in tensors if each is not None]) % 16
+    kernel = _KERNELS.get(kind) if is_aligned else None
+    options = _launch_options(width, hidden.dtype, dependent)
+    with _current(device):
+        if kernel is not None:
+            constants = width, has_residual, options["block"], options["limit"], dependent
+            kernel[(num_rows, 1, 1)](*tensors, *strides, *constants)
+            return
+        kernel = _site_kernel[(num_rows,)](*tensors, *strides, has_residual=has_residual, **options)
+        if is_aligned and torch.version.hip is None and kernel is not None:
+            _KERNELS[kind] = kernel
+
+
+# Compiled kernels by all that they depend on, for tensors that are aligned to 16 bytes. Triton
+# itself looks a kernel up by each argument and compares each global variable at each launch, which
+# takes several times as long as the launch. On HIP, a kernel also depends on the sizes of tensors.
+_KERNELS: dict[tuple[object, ...], Any] = {}
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which a device is the current one. It often is already: then the context
+    does nothing, as entering it takes as long as the launch.
+    """
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
+
+
+_NOTHING = nullcontext()
 
 
 @cache
@@ -460,7 +482,7 @@ def _dependent_launch(num_rows: int, width: int, device: torch.device) -> bool:
         num_rows <= DEPENDENT_MAX_ROWS
         and width >= DEPENDENT_MIN_WIDTH
         and _capability(device) >= DEPENDENT_MIN_CAPABILITY
-        and tuple(map(int, triton.__version__.split(".")[:2])) >= DEPENDENT_MIN_TRITON
+        and _TRITON >= DEPENDENT_MIN_TRITON
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,3 +56,98 @@ def test_a_cpu_has_no_compute_capability() -> None:
     from midstream.ops.site_triton import _capability
 
     assert _capability(torch.device("cpu")) == 0
+
+
+class Kernels:
+    """In the place of the kernel: notes what Triton launches, and what it launches again."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from midstream.ops import site_triton
+
+        self.compiled: list[dict[str, Any]] = []
+        self.again: list[tuple[Any, ...]] = []
+        self._names = list(inspect.signature(site_triton._site_kernel.fn).parameters)
+        monkeypatch.setattr(site_triton, "_site_kernel", self)
+        monkeypatch.setattr(site_triton, "_KERNELS", {})
+        self.launch = site_triton.site_triton
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def compile_and_launch(*args: Any, **options: Any) -> Any:
+            bound = dict(zip(self._names, args, strict=False)) | options
+            self.compiled.append(bound)
+            return Compiled(self, [bound[name] for name in self._names])
+
+        return compile_and_launch
+
+
+class Compiled:
+    def __init__(self, owner: Kernels, first: list[Any]) -> None:
+        self.owner, self.first = owner, first
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        assert grid[1:] == (1, 1)
+
+        def launch(*args: Any) -> None:
+            # Triton's launcher takes all arguments by position, constants included.
+            assert [type(each) for each in args] == [type(each) for each in self.first]
+            constants = [each for each in args if not isinstance(each, torch.Tensor)]
+            assert constants == [each for each in self.first if not isinstance(each, torch.Tensor)]
+            self.owner.again.append((grid[0], *args))
+
+        return launch
+
+
+def test_a_kernel_is_launched_again_without_triton_looking_it_up(monkeypatch) -> None:
+    kernels = Kernels(monkeypatch)
+    one, two = (case([[]], rows=rows, width=32, captures=False) for rows in (3, 5))
+    kernels.launch(*one.arguments())
+    kernels.launch(*two.arguments())
+    assert len(kernels.compiled) == 1
+    ((rows, *args),) = kernels.again
+    assert rows == 5
+    assert [id(each) for each in args[:12]] == [id(each) for each in two.arguments()]
+
+
+def test_a_kernel_is_not_launched_again_for_what_it_was_not_compiled_for(monkeypatch) -> None:
+    kernels = Kernels(monkeypatch)
+    first = case([[]], rows=4, width=32, captures=False)
+    kernels.launch(*first.arguments())
+    others = [
+        case([[]], rows=4, width=48, captures=False),
+        case([[]], rows=4, width=32, captures=False, dtype=torch.bfloat16),
+        case([[]], rows=4, width=32, captures=False, residual=False),
+    ]
+    strided = first.copy()
+    strided.hidden = torch.zeros(4, 64)[:, :32]
+    wider = first.copy()
+    wider.scores = torch.zeros(4, first.scores.shape[1] + 1)
+    for made in (*others, strided, wider):
+        kernels.launch(*made.arguments())
+    assert len(kernels.compiled) == 6
+    assert not kernels.again
+
+
+@pytest.mark.parametrize("name", ["hidden", "table", "ring"])
+def test_tensors_that_are_not_aligned_never_reach_a_kernel_that_was_compiled_for_aligned_ones(
+    monkeypatch, name
+) -> None:
+    kernels = Kernels(monkeypatch)
+    made = case([[]], rows=4, width=32, captures=False)
+    kernels.launch(*made.arguments())
+    value = getattr(made, name)
+    shifted = torch.zeros(value.numel() + 1, dtype=value.dtype)[1:].view(value.shape)
+    assert shifted.data_ptr() % 16
+    setattr(made, name, shifted)
+    for _ in range(2):
+        kernels.launch(*made.arguments())
+    assert len(kernels.compiled) == 3
+    assert not kernels.again
+
+
+def test_a_kernel_of_a_hip_device_is_looked_up_by_triton_each_time(monkeypatch) -> None:
+    kernels = Kernels(monkeypatch)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    made = case([[]], rows=4, width=32, captures=False)
+    for _ in range(2):
+        kernels.launch(*made.arguments())
+    assert len(kernels.compiled) == 2
