@@ -89,6 +89,8 @@ class RowBlock(Generic[R]):
         records.
         """
         source, first, size = self.source, self.first, self.first.size
+        if size == 1:  # as of the last prompt token, without half a dozen calls of NumPy
+            return [(int(source[0]), int(first[0]), 1)]
         breaks = (source[1:] != source[:-1]) | (first[1:] - first[:-1] != len(self.taps))
         begins = [0, *(np.flatnonzero(breaks) + 1).tolist()]
         lengths = [stop - start for start, stop in pairwise([*begins, size])]
