@@ -23,7 +23,7 @@ def test_the_kernel_does_what_the_reference_does(dtype, width, residual, max_ste
         rows=37, width=width, dtype=dtype, residual=residual, max_steps=max_steps, seed=width
     )
     found = case.copy("cuda")
-    torch.ops.midstream.site(*found.arguments())
+    found.run()
     site_ref(*case.arguments())
     # Only sums over a row are taken in another order.
     assert_same(found, case, exact=max_steps == 0)
@@ -34,7 +34,7 @@ def test_the_kernel_does_many_random_programs_as_the_reference_does(seed):
     options = {"rows": 1 + seed % 20, "width": [80, 576, 2048, 4096][seed % 4], "seed": seed}
     case = random_case(dtype=DTYPES[seed % 3], max_steps=12, residual=seed % 2 == 0, **options)
     found = case.copy("cuda")
-    torch.ops.midstream.site(*found.arguments())
+    found.run()
     site_ref(*case.arguments())
     assert_same(found, case, exact=False)
 
@@ -45,7 +45,7 @@ def test_plain_additions_are_the_references_to_the_last_bit(dtype, width):
     steps = [Step(Op.ADD, write=row, a=0.3 * row - 1) for row in range(6)]
     made = case([steps, steps[:2]], rows=9, width=width, dtype=dtype)
     found = made.copy("cuda")
-    torch.ops.midstream.site(*found.arguments())
+    found.run()
     site_ref(*made.arguments())
     assert_same(found, made, exact=True)
 
@@ -57,7 +57,7 @@ def test_plain_additions_are_the_references_to_the_last_bit(dtype, width):
 def test_what_adds_up_to_nothing_leaves_every_bit_in_place(name, dtype, width, residual):
     made = noop_case(name, dtype=dtype, width=width, residual=residual).copy("cuda")
     before = made.hidden.clone()
-    torch.ops.midstream.site(*made.arguments())
+    made.run()
     assert same_bits(made.hidden, before)
 
 
@@ -75,13 +75,13 @@ def test_the_kernel_replays_in_a_graph_over_new_contents(width):
             whole[: len(value)] = value.nan_to_num()
             setattr(each, name, whole)
     made = cases[0].copy("cuda")
-    torch.ops.midstream.site(*made.copy("cuda").arguments())
+    made.copy("cuda").run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        torch.ops.midstream.site(*made.arguments())
+        made.run()
         # A second one, launched as dependent on the first, must see all that it wrote.
-        torch.ops.midstream.site(*made.arguments())
+        made.run()
     for fresh in cases:
         for name, value in vars(fresh).items():
             getattr(made, name).copy_(value)
@@ -98,7 +98,7 @@ def test_a_kernel_of_aligned_rows_is_not_used_for_others():
         found = case.copy("cuda")
         memory = torch.zeros(8 * 64 + offset, dtype=torch.bfloat16, device="cuda")
         found.hidden = memory[offset:].view(8, 64).copy_(found.hidden)
-        torch.ops.midstream.site(*found.arguments())
+        found.run()
         site_ref(*case.arguments())
         assert_same(found, case, exact=False)
 
@@ -109,7 +109,7 @@ def test_rows_that_are_strided_are_read_and_written_in_place():
     wide = torch.full((8, 128), 5.0, device="cuda")
     wide[:, :64] = found.hidden
     found.hidden = wide[:, :64]
-    torch.ops.midstream.site(*found.arguments())
+    found.run()
     site_ref(*case.arguments())
     assert_same(found, case, exact=False)
     assert bool((wide[:, 64:] == 5.0).all())
@@ -129,4 +129,4 @@ def test_dependent_launches_are_for_few_wide_rows():
 def test_rows_that_do_not_fit_a_programs_registers_are_refused():
     made = case([[]], rows=1, width=32769, captures=False).copy("cuda")
     with pytest.raises(ValueError, match="at most 32768 wide"):
-        torch.ops.midstream.site(*made.arguments())
+        made.run()

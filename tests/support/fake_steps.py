@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-import midstream.ops.site  # noqa: F401  (defines the op)
 from midstream.ops import layout
+from midstream.ops.site import bind
 from midstream.runtime.protocol.segments import APPLIED_0, CACHED, UNSEEN, WHOLE, Room
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.session import WorkerSession
@@ -256,11 +256,9 @@ class FakeEngine:
         return before, after
 
     def _fire(self, index: int, hidden: Tensor, residual: Tensor | None) -> None:
-        own = self.buffers
-        torch.ops.midstream.site(
-            hidden, residual, own.tokens, own.ids, own.tally, own.table[index],
-            own.instructions, own.params, own.lists, own.bank, own.scores, own.ring,
-        )  # fmt: skip
+        table = self.buffers.table[index]
+        bind(table, self.buffers)
+        torch.ops.midstream.site(hidden, residual, table, self.buffers.tally)
 
 
 def check_row(fake: Fake, position: int, row: int, before, after, scores) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
+from midstream.ops.site import bind
 
 SLOTS = 6
 VOCABULARY = 9
@@ -19,7 +20,7 @@ CODE = 2**31 - 5
 FIRST = 3  # ring row of a step's first record
 
 
-@dataclass
+@dataclass(eq=False)
 class Case:
     """The op's arguments, by name and in order."""
 
@@ -38,6 +39,15 @@ class Case:
 
     def arguments(self) -> tuple[Tensor | None, ...]:
         return tuple(vars(self).values())
+
+    def bound(self) -> tuple[Tensor | None, ...]:
+        """The op's arguments as a tap has them, bound to the others, which this object holds."""
+        bind(self.table, self)
+        return self.hidden, self.residual, self.table, self.tally
+
+    def run(self) -> None:
+        """Call the op."""
+        torch.ops.midstream.site(*self.bound())
 
     def copy(self, device: str = "cpu") -> Case:
         """A deep copy on a device."""

@@ -1,10 +1,14 @@
 """`torch.ops.midstream.site`: the op that edits, probes and captures the tokens at one site.
 
 The op is opaque to Dynamo and Inductor and declares its mutations, so compilers of the model keep
-it, in order.
+it, in order. A compiled model passes it few tensors, as each takes time at each call: the others
+are those of the buffers that the table is bound to, see `bind`.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -12,27 +16,63 @@ from torch import Tensor
 from midstream.ops import layout
 from midstream.ops.site_ref import site_ref
 
-_SCHEMA = (
-    "site(Tensor(a!) hidden, Tensor? residual, Tensor tokens, Tensor ids, Tensor(b!) tally, "
-    "Tensor table, Tensor instructions, Tensor params, Tensor lists, Tensor bank, "
-    "Tensor(c!) scores, Tensor(d!) ring) -> ()"
-)
+_SCHEMA = "site(Tensor(a!) hidden, Tensor? residual, Tensor table, Tensor(b!) tally) -> ()"
 
 
-def site(
-    hidden: Tensor,
-    residual: Tensor | None,
-    tokens: Tensor,
-    ids: Tensor,
-    tally: Tensor,
-    table: Tensor,
-    instructions: Tensor,
-    params: Tensor,
-    lists: Tensor,
-    bank: Tensor,
-    scores: Tensor,
-    ring: Tensor,
-) -> None:
+class SiteBuffers(Protocol):
+    """Tensors of the op that do not move, for one width of `hidden`.
+
+    Attributes:
+        tokens: int32 [rows, 4], see `midstream.ops.layout`.
+        ids: int32 [rows], each token's id.
+        tally: int32 [rows, 4].
+        instructions: int32 [E, 8].
+        params: float32 [E, 4].
+        lists: int32 [L], token ids.
+        bank: float32 [V, H], the vectors.
+        scores: float32 [rows, slots].
+        ring: [R, H], destination of captured vectors.
+    """
+
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def ids(self) -> Tensor: ...
+    @property
+    def tally(self) -> Tensor: ...
+    @property
+    def instructions(self) -> Tensor: ...
+    @property
+    def params(self) -> Tensor: ...
+    @property
+    def lists(self) -> Tensor: ...
+    @property
+    def bank(self) -> Tensor: ...
+    @property
+    def scores(self) -> Tensor: ...
+    @property
+    def ring(self) -> Tensor: ...
+
+
+# By the address of a site's table. Buffers that nobody uses any more leave it.
+_BUFFERS: WeakValueDictionary[int, SiteBuffers] = WeakValueDictionary()
+
+
+def bind(table: Tensor, buffers: SiteBuffers) -> None:
+    """Let the op use some buffers wherever it is called with this table.
+
+    Args:
+        table: int32 [programs, 4], the table of one site. It must not move.
+        buffers: the tensors of the op. The caller keeps them alive.
+
+    Raises:
+        ValueError: a shape, stride or dtype is not as in `SiteBuffers`.
+    """
+    _check_buffers(table, buffers)
+    _BUFFERS[table.data_ptr()] = buffers
+
+
+def site(hidden: Tensor, residual: Tensor | None, table: Tensor, tally: Tensor) -> None:
     """Run each token's program at one site, then capture its vector.
 
     For each row t with `tokens[t, PROGRAM] != 0`, in float32:
@@ -57,105 +97,74 @@ def site(
     Args:
         hidden: [T, H], the stream, or the half of it that is edited. Mutated.
         residual: [T, H] or None, the other half: the stream is the sum of both.
-        tokens: int32 [≥ T, 4], see `midstream.ops.layout`.
-        ids: int32 [≥ T], each token's id.
-        tally: int32 [≥ T, 4]. Mutated.
-        table: int32 [rows, 4], the table of this site.
-        instructions: int32 [E, 8].
-        params: float32 [E, 4].
-        lists: int32 [L], token ids.
-        bank: float32 [V, H], the vectors.
-        scores: float32 [≥ T, slots]. Mutated.
-        ring: [R, H], destination of captured vectors. Mutated.
+        table: int32 [programs, 4], the table of this site, which `bind` was called with. The op
+            uses the tensors of its buffers, and mutates `scores` and `ring`.
+        tally: `tally` of these buffers, with at least T rows. Mutated. No two calls are exchanged
+            by a compiler, as each mutates it.
 
     Raises:
-        ValueError: a shape, stride or dtype differs from the above, or H > 32768 on a GPU.
+        ValueError: a shape or stride differs from the above, the table is not bound, there are
+            fewer rows in the buffers than tokens, or H > 32768 on a GPU.
     """
+    buffers = _BUFFERS.get(table.data_ptr())
+    if buffers is None:
+        raise ValueError(
+            "the table of this site is not bound to buffers, or these are gone: a copy of a tapped "
+            "module has no taps of its own"
+        )
+    tokens, ids, bank, scores, ring = (
+        buffers.tokens, buffers.ids, buffers.bank, buffers.scores, buffers.ring
+    )  # fmt: skip
     if not hidden.is_cuda and not tokens[: hidden.shape[0], layout.PROGRAM].numpy().any():
         # All tokens are idle. Returning early is safe on a CPU, where no graph is replayed, and
         # saves most of the cost.
         return
-    _check_rows(hidden, residual, bank, ring)
-    _check_token_buffers(hidden.shape[0], tokens, ids, tally, scores)
-    _check_buffers(tokens, ids, tally, table, instructions, params, lists, bank, scores)
+    _check_rows(hidden, residual, tokens.shape[0], bank.shape[1])
     run = site_ref
     if hidden.is_cuda:
         from midstream.ops.site_triton import site_triton
 
         run = site_triton
     run(
-        hidden, residual, tokens, ids, tally, table, instructions, params, lists, bank, scores, ring
-    )
+        hidden, residual, tokens, ids, tally, table, buffers.instructions, buffers.params,
+        buffers.lists, bank, scores, ring,
+    )  # fmt: skip
 
 
-def _check_rows(hidden: Tensor, residual: Tensor | None, bank: Tensor, ring: Tensor) -> None:
+def _check_rows(hidden: Tensor, residual: Tensor | None, rows: int, width: int) -> None:
     if hidden.dim() != 2 or hidden.stride(1) != 1:
         raise ValueError(f"hidden must be [T, H] with contiguous rows, got {_describe(hidden)}")
+    if hidden.shape[1] != width:
+        raise ValueError(f"hidden must be {width} wide, as the bank is, got {_describe(hidden)}")
+    if hidden.shape[0] > rows:
+        raise ValueError(
+            f"hidden must have at most {rows} rows, the engine's maximum number of tokens, "
+            f"got {_describe(hidden)}"
+        )
     if residual is not None and (residual.shape != hidden.shape or residual.stride(1) != 1):
         raise ValueError(
             f"residual must match hidden, {_describe(hidden)}, got {_describe(residual)}"
         )
-    width = hidden.shape[1]
-    if bank.shape[1] != width or ring.shape[1] != width:
-        raise ValueError(
-            f"bank and ring must be {width} wide, got {_describe(bank)} and {_describe(ring)}"
-        )
-    if not ring.is_contiguous():
-        raise ValueError(f"ring must be contiguous, got {_describe(ring)}")
 
 
-def _check_token_buffers(
-    num_rows: int, tokens: Tensor, ids: Tensor, tally: Tensor, scores: Tensor
-) -> None:
-    for name, buffer, columns in (
-        ("tokens", tokens, (layout.TOKEN_COLUMNS,)),
-        ("ids", ids, ()),
-        ("tally", tally, (layout.TALLY_COLUMNS,)),
-        ("scores", scores, (scores.shape[-1],)),
+def _check_buffers(table: Tensor, buffers: SiteBuffers) -> None:
+    rows, instructions = buffers.tokens.shape[0], buffers.instructions.shape[0]
+    width = buffers.bank.shape[-1]
+    int32, float32 = torch.int32, torch.float32
+    for name, tensor, dtype, shape in (
+        ("tokens", buffers.tokens, int32, (rows, layout.TOKEN_COLUMNS)),
+        ("ids", buffers.ids, int32, (rows,)),
+        ("tally", buffers.tally, int32, (rows, layout.TALLY_COLUMNS)),
+        ("table", table, int32, (table.shape[0], layout.TABLE_COLUMNS)),
+        ("instructions", buffers.instructions, int32, (instructions, layout.INSTRUCTION_COLUMNS)),
+        ("params", buffers.params, float32, (instructions, layout.PARAM_COLUMNS)),
+        ("lists", buffers.lists, int32, (buffers.lists.numel(),)),
+        ("bank", buffers.bank, float32, (buffers.bank.shape[0], width)),
+        ("scores", buffers.scores, float32, (rows, buffers.scores.shape[-1])),
+        ("ring", buffers.ring, buffers.ring.dtype, (buffers.ring.shape[0], width)),
     ):
-        if buffer.shape[0] < num_rows or buffer.shape[1:] != columns:
-            expected = ", ".join(str(size) for size in (f"≥ {num_rows}", *columns))
-            raise ValueError(
-                f"{name} must be [{expected}], got {_describe(buffer)}: "
-                "the batch exceeds the engine's maximum number of tokens"
-            )
-
-
-def _check_buffers(
-    tokens: Tensor,
-    ids: Tensor,
-    tally: Tensor,
-    table: Tensor,
-    instructions: Tensor,
-    params: Tensor,
-    lists: Tensor,
-    bank: Tensor,
-    scores: Tensor,
-) -> None:
-    for name, buffer, dtype in (
-        ("tokens", tokens, torch.int32),
-        ("ids", ids, torch.int32),
-        ("tally", tally, torch.int32),
-        ("table", table, torch.int32),
-        ("instructions", instructions, torch.int32),
-        ("params", params, torch.float32),
-        ("lists", lists, torch.int32),
-        ("bank", bank, torch.float32),
-        ("scores", scores, torch.float32),
-    ):
-        if buffer.dtype != dtype or not buffer.is_contiguous():
-            raise ValueError(f"{name} must be contiguous {dtype}, got {_describe(buffer)}")
-    if table.shape[1:] != (layout.TABLE_COLUMNS,):
-        raise ValueError(f"table must be [rows, {layout.TABLE_COLUMNS}], got {_describe(table)}")
-    count = instructions.shape[0]
-    if instructions.shape[1:] != (layout.INSTRUCTION_COLUMNS,) or params.shape != (
-        count,
-        layout.PARAM_COLUMNS,
-    ):
-        raise ValueError(
-            f"instructions and params must be [E, {layout.INSTRUCTION_COLUMNS}] and "
-            f"[E, {layout.PARAM_COLUMNS}], got {_describe(instructions)} and {_describe(params)}"
-        )
+        if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous {dtype} {shape}, got {_describe(tensor)}")
 
 
 def _describe(tensor: Tensor) -> str:

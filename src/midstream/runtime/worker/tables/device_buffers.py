@@ -13,7 +13,7 @@ from midstream.runtime.protocol.segments import Room
 from midstream.sites import Tap
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Buffers:
     """Device buffers of one rank; see `midstream.ops.layout` for the columns.
 

@@ -15,18 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import midstream.ops.site  # noqa: F401  (defines torch.ops.midstream.site)
 from midstream.errors import TapError, UnsupportedError
+from midstream.ops.site import bind
 from midstream.runtime.models.decoder import DecoderLayer
 from midstream.runtime.models.registry import Half, Input, LayerConvention, Output, Returns
 from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.sites import Tap
-
-# The buffers are plain attributes of the tapped module, so that graph compilation sees tensors at
-# fixed addresses, and sleep mode, state dicts and weight reloading see nothing.
-_SHARED = (
-    "tokens", "ids", "tally", "instructions", "params", "lists", "bank", "scores", "ring",
-)  # fmt: skip
 
 
 class TappedLayer(nn.Module):
@@ -143,6 +137,8 @@ def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> No
         for (site, number), index in taps.items()
         if number == layer.index
     }
+    for table in tables.values():
+        bind(table, buffers)
     at_exit = [site for site, place in convention.branches.items() if place is Half.AT_EXIT]
     if tables.keys() & {"resid_pre", "resid_post", *at_exit}:
         parameters = _parameters(module, convention)
@@ -196,20 +192,7 @@ def _fire(module: Any, table: Tensor, hidden: Tensor, residual: Tensor | None) -
     flat = hidden if hidden.dim() == 2 else hidden.view(-1, width)
     if residual is not None and residual.dim() != 2:
         residual = residual.view(-1, width)
-    torch.ops.midstream.site(
-        flat,
-        residual,
-        module.midstream_tokens,
-        module.midstream_ids,
-        module.midstream_tally,
-        table,
-        module.midstream_instructions,
-        module.midstream_params,
-        module.midstream_lists,
-        module.midstream_bank,
-        module.midstream_scores,
-        module.midstream_ring,
-    )
+    torch.ops.midstream.site(flat, residual, table, module.midstream_tally)
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], where: tuple[str, int]) -> Any:
@@ -287,8 +270,9 @@ def _swap(module: Any, tapped: type[nn.Module], buffers: Buffers) -> None:
     # Logs and vLLM's registries that read a class's module get the original's.
     namespace = {"__module__": cls.__module__, "__qualname__": f"Tapped{cls.__qualname__}"}
     module.__class__ = type(f"Tapped{cls.__name__}", (tapped, cls), namespace)
-    for name in _SHARED:
-        setattr(module, f"midstream_{name}", getattr(buffers, name))
+    # Tables and tally are plain attributes of the tapped module, so that graph compilation sees
+    # tensors at fixed addresses, and sleep mode, state dicts and weight reloading see nothing.
+    module.midstream_tally = buffers.tally
 
 
 def check_drafter(runner: Any) -> None:
