@@ -5,8 +5,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh dev
 bin=${MIDSTREAM_VENV:-.venv}/bin
-# pytest caches the tests that it has rewritten; without the cache each process rewrites them again.
-unset PYTHONDONTWRITEBYTECODE
 checks=$(mktemp)
 run=$(mktemp --suffix=.xml)
 trap 'rm -f "$checks" "$run"' EXIT

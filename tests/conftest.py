@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import gc
 import json
+import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +32,24 @@ if not HAS_GPU:
     # for those of the other. PyTorch reads this when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+# pytest caches the tests that it has rewritten; without the cache each process rewrites them again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+# Collecting imports much that stays; to look through it for garbage takes a third of that time.
+gc.disable()
+
+
+@atexit.register
+def _end() -> None:
+    """What was frozen, see below, is reported by its library as never let go of. To let go of it
+    takes seconds, which a process that ends beside others does without.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    else:
+        gc.unfreeze()
+
 
 # Before all others: it makes models in transformers, and where vLLM has run one by transformers'
 # code, as it does Phi, that class is vLLM's for good in the process.
@@ -54,7 +77,12 @@ def durations() -> dict[str, float]:
 
 def name_of(item: pytest.Item) -> str:
     """The file of a test, relative to `tests`."""
-    return item.path.relative_to(TESTS).as_posix() if TESTS in item.path.parents else ""
+    return _name_of(item.path)
+
+
+@functools.cache
+def _name_of(path: Path) -> str:
+    return path.relative_to(TESTS).as_posix() if TESTS in path.parents else ""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -81,6 +109,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     # The longest first: begun last, it would keep one process busy while the other has nothing.
     items.sort(key=when)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there by now out of all searches for garbage, and begin with these again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    # pytest adds its handlers to each logger that hands nothing on, six times a test. Of those in
+    # torch there are ninety; the one of torch itself, where they hand on to now, is enough.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def _cap_examples(item: pytest.Item) -> None:

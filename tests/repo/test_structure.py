@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -30,11 +31,16 @@ def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in SOURCES}
+
+
 def classes() -> list[tuple[str, ast.ClassDef]]:
     return [
         (name_of(path), node)
-        for path in SOURCES
-        for node in ast.parse(path.read_text()).body
+        for path, tree in trees().items()
+        for node in tree.body
         if isinstance(node, ast.ClassDef)
     ]
 
@@ -87,9 +93,7 @@ def test_no_module_is_named_by_a_gerund():
 
 
 def test_every_module_and_public_class_says_what_it_is():
-    missing = [
-        name_of(path) for path in SOURCES if not ast.get_docstring(ast.parse(path.read_text()))
-    ]
+    missing = [name_of(path) for path, tree in trees().items() if not ast.get_docstring(tree)]
     missing += [
         f"{file}: {node.name}"
         for file, node in classes()
@@ -107,8 +111,8 @@ PRIVATE = re.compile(
 
 def test_no_docstring_uses_the_words_that_the_glossary_replaced():
     found = []
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 said = PRIVATE.search(ast.get_docstring(node) or "")
                 if said:
@@ -224,8 +228,8 @@ def test_every_exception_is_public():
 def test_no_exception_is_defined_elsewhere():
     defined = {
         f"{name_of(path)}: {node.name}"
-        for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
         and path.name != "errors.py"
         and any(re.search(r"(Error|Exception)$", ast.unparse(base)) for base in node.bases)

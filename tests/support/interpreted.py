@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def main() -> None:
     edited = 0
-    for seed in range(24):
+    for seed in range(18):  # each combination once
         made = random_case(
             rows=7,
             width=(1, 20, 80)[seed % 3],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -66,12 +67,19 @@ def test_help_as_a_command_is_quick() -> None:
         (["model"], "unexpected extra argument"),
     ],
 )
-def test_wrong_options_are_refused(arguments: list[str], words: str) -> None:
-    import re
+def test_wrong_options_are_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    assert end.value.code == 2
+    assert re.search(words, capsys.readouterr().err)
 
-    done = run_python("-m", "midstream.demo", *arguments)
+
+def test_a_wrong_option_ends_the_command() -> None:
+    done = run_python("-m", "midstream.demo", "--scales", "nan")
     assert done.returncode == 2
-    assert re.search(words, done.stderr)
+    assert "finite number, got nan" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -11,7 +11,7 @@ from support.nightly import rounds
 from midstream.errors import SpecError
 from midstream.spec import Plan
 
-COUNT = rounds(suite=12_000, nightly=100_000)
+COUNT = rounds(suite=4_000, nightly=100_000)
 
 
 def _refusal(plan) -> str:
