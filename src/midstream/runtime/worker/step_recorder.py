@@ -154,6 +154,7 @@ class StepRecorder:
         if plan.num_records:
             self._armed.close_ring()
         self._in_flight.append(InFlightStep(self.counts.steps, prepared, shipment))
+        self._slots.last_step[plan.runs.slot] = self.counts.steps
         for batch in self._record_rows(prepared, batches, shipment):
             alone = batch.alone()
             again = self._ship(prepared, alone, tally[:0], scores[:0])
@@ -224,14 +225,9 @@ class StepRecorder:
         self.settle()
 
     def last_step_of(self, requests: Sequence[RequestState]) -> int:
-        """Return the number of the last step in flight with a row of these requests; 0 if there is
-        none.
-        """
-        slots = [request.slot for request in requests]
-        for step in reversed(self._in_flight):
-            if np.isin(step.prepared.plan.runs.slot, slots).any():
-                return step.number
-        return 0
+        """Return the number of the last step with a row of these requests; 0 if there is none."""
+        last = self._slots.last_step
+        return max((int(last[request.slot]) for request in requests), default=0)
 
     def _settle_oldest(self) -> None:
         step = self._in_flight.popleft()

@@ -32,6 +32,7 @@ class SlotTable:
         segments: int64 [slots, SEGMENT_COLUMNS], the segment of each request's latest rows.
         failures: failures of running requests that are not reported yet, by vLLM's request id.
         incomplete: bool [slots], whether rows of the request were dropped.
+        last_step: int64 [slots], number of the last step with a row of the request; 0: none.
         nonfinite: vLLM's ids of running requests that had a value that is not finite.
     """
 
@@ -44,6 +45,7 @@ class SlotTable:
         self.segments = np.zeros((0, columns.SEGMENT_COLUMNS), np.int64)
         self.failures: dict[str, Failure] = {}
         self.incomplete = np.zeros(0, np.bool_)
+        self.last_step = np.zeros(0, np.int64)
         self.nonfinite: set[str] = set()
         self._requests: dict[str, RequestState] = {}
         self._slot_of: dict[str, int] = {}
@@ -81,6 +83,7 @@ class SlotTable:
             grown = max(_FIRST_SIZE, 2 * size)
             self.segments = _grow(self.segments, grown)
             self.incomplete = _grow(self.incomplete, grown)
+            self.last_step = _grow(self.last_step, grown)
             self._reached = _grow(self._reached, grown)
             self._serials = _grow(self._serials, grown)
             self._states = _grow(self._states, grown)
@@ -97,6 +100,7 @@ class SlotTable:
         self._by_slot[slot] = request
         self.enter(slot, request.segments[0])
         self.incomplete[slot] = False
+        self.last_step[slot] = 0
         self._reached[slot] = 0
         self._serials[slot] = request.serial
 
