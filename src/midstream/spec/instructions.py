@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from midstream.ops.layout import Flags, Op
 from midstream.spec.vector import Vector
 
+# As plain integers, whose operations take a tenth of the time of those on flags.
+_COUNTED, _KEEP = int(Flags.COUNTED), int(Flags.KEEP)
+
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
@@ -44,12 +47,12 @@ class Instruction:
         """Whether the instruction reads the stream's vector, rather than only adds to it."""
         if self.op is Op.GATE:
             return self.slot is None
-        return self.op is not Op.ADD or Flags.KEEP in self.flags
+        return self.op is not Op.ADD or bool(int(self.flags) & _KEEP)
 
     @property
     def counted(self) -> bool:
         """Whether the device counts the instruction in its tally of edits."""
-        return Flags.COUNTED in self.flags
+        return bool(int(self.flags) & _COUNTED)
 
     @property
     def reach(self) -> float:

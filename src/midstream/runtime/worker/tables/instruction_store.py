@@ -15,6 +15,9 @@ from midstream.runtime.worker.tables.device_buffers import Buffers, scatter, upl
 from midstream.runtime.worker.tables.range_pool import Pool, RangeAllocator
 from midstream.spec import Vector
 
+# As plain integers, whose operations take a tenth of the time of those on flags.
+_OTHER_IDS, _ROW_BY_POSITION = int(Flags.OTHER_IDS), int(Flags.ROW_BY_POSITION)
+
 
 class InstructionStore:
     """Owner of `Buffers.instructions`, `params`, `lists` and `bank`. Equal vectors and equal lists
@@ -111,19 +114,18 @@ class InstructionStore:
         try:
             for edit in edits:
                 start = 0
+                others = _OTHER_IDS if edit.others else 0
                 if edit.ids:
                     start = self._write_ids(edit.ids)
                     acquired.append((self.lists, edit.ids))
                 for step in edit.steps:
-                    flags = step.flags | (Flags.OTHER_IDS if edit.others else Flags.NONE)
+                    flags = int(step.flags) | others
                     read = 0 if step.read is None else rows((step.read,))
                     write = rows(step.write) if step.write else 0
-                    if Flags.ROW_BY_POSITION in flags:
+                    if flags & _ROW_BY_POSITION:
                         write -= step.first
                     slot = 0 if step.slot is None else 1 + step.slot
-                    words.append(
-                        [int(step.op), read, write, slot, int(flags), start, len(edit.ids), 0]
-                    )
+                    words.append([int(step.op), read, write, slot, flags, start, len(edit.ids), 0])
                     numbers.append((step.a, step.b, step.c, step.d))
         except NoRoomError:
             for pool, key in acquired:

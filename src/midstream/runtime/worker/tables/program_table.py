@@ -22,6 +22,8 @@ from midstream.runtime.protocol.segments import Edits, TapProgramStep
 from midstream.runtime.worker.tables.device_buffers import Buffers, upload
 from midstream.runtime.worker.tables.instruction_store import InstructionStore
 
+_ROW_BY_POSITION = int(Flags.ROW_BY_POSITION)
+
 
 @dataclass(slots=True)
 class _Program:
@@ -231,12 +233,12 @@ class ProgramTable:
         upload(table[:, index, layout.PLAIN], plain)
 
     def _set_properties(self, edits: Edits, index: int) -> None:
-        self.fewest[index] = sum(edit.counted for edit in edits if not edit.ids)
-        self.most[index] = sum(edit.counted for edit in edits)
-        self.by_id[index] = any(edit.ids for edit in edits)
-        self.by_position[index] = any(
-            Flags.ROW_BY_POSITION in step.flags for edit in edits for step in edit.steps
-        )
+        counted = [(edit.counted, bool(edit.ids)) for edit in edits]
+        self.fewest[index] = sum(count for count, by_id in counted if not by_id)
+        self.most[index] = sum(count for count, _ in counted)
+        self.by_id[index] = any(by_id for _, by_id in counted)
+        flags = (int(step.flags) for edit in edits for step in edit.steps)
+        self.by_position[index] = any(each & _ROW_BY_POSITION for each in flags)
 
     def _full(self, what: str) -> str:
         return f"the running requests use all {self._rows} {what}; raise the setting `programs`"
