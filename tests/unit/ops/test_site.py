@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import unittest.mock
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -202,31 +200,6 @@ def test_the_op_survives_compilation_in_order_and_in_place():
     torch.testing.assert_close(between, wanted.hidden * 2)
     torch.testing.assert_close(after, doubled.hidden * 3)
     assert_same(made, doubled, exact=False)
-
-
-@pytest.mark.engine
-def test_calls_on_different_rows_stay_in_order_in_a_compiled_model():
-    """A gate at one site reads a score of an earlier site, also where both read the same stream."""
-    probe, gate = Step(Op.PROBE, read=1, slot=0), Step(Op.GATE, a=1e30, slot=0)
-    first = case([[probe]], rows=4, width=32, captures=False)
-    second = case([[gate, *ADD]], rows=4, width=32, captures=False)
-    for name in ("tokens", "ids", "tally", "scores", "bank"):
-        setattr(second, name, getattr(first, name))
-
-    def model(one, two):
-        large = (one[0] * 2).sin().cos() @ torch.eye(32)
-        torch.ops.midstream.site(large, *one[1:])
-        small = two[0] + 1
-        torch.ops.midstream.site(small, *two[1:])
-        return large, small
-
-    arguments = first.bound(), second.bound()
-    order = []
-    with unittest.mock.patch.object(
-        midstream.ops.site, "_check_rows", lambda hidden, *_: order.append(hidden)
-    ):
-        large, small = torch.compile(model, fullgraph=True)(*arguments)
-    assert [each.data_ptr() for each in order] == [large.data_ptr(), small.data_ptr()]
 
 
 def test_the_op_is_defined_as_its_schema_says(monkeypatch):
