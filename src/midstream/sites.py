@@ -8,10 +8,11 @@ Layer `i`'s sites, in the order in which one forward pass reaches them:
 | `resid_mid` | after attention is added | the input of the norm that feeds the MLP |
 | `resid_post` | after the MLP is added | `output_hidden_states[i + 1]` |
 
-and the branches that are added to it:
+and the branches, which read it and are added to it:
 
 | site | the vector … | in transformers |
 |---|---|---|
+| `attn_in` | that attention reads: the stream after its norm | attention's input |
 | `attn_out` | that attention adds to the stream | attention's output, or its post-norm's |
 | `mlp_in` | that the MLP reads: the stream after its norm | the MLP's input |
 | `mlp_out` | that the MLP adds to the stream | the MLP's output, or its post-norm's |
@@ -19,8 +20,8 @@ and the branches that are added to it:
 Names of other tools are read as well, see `parse`.
 
 For the last layer, transformers applies the final norm to its output; `resid_post` does not. The
-names are TransformerLens's; `mlp_in` is its `mlp.hook_in` (before version 3, its `hook_mlp_in` was
-in front of the norm).
+names are TransformerLens's; `attn_in` is its `attn.hook_in` and `mlp_in` its `mlp.hook_in` (before
+version 3, its `hook_attn_in` and `hook_mlp_in` were in front of the norms).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ Tap = tuple[str, int]  # (canonical site, layer from 0)
 # The names and aliases of `SITES`, for type checkers and editors.
 SiteName = Literal[
     "resid_pre",
+    "attn_in",
     "attn_out",
     "resid_mid",
     "mlp_in",
@@ -63,11 +65,12 @@ class Site:
 
 SITES: tuple[Site, ...] = (
     Site("resid_pre", ("pre_attn",), 0, "the residual stream entering the layer"),
-    Site("attn_out", (), 1, "what attention adds to the residual stream"),
-    Site("resid_mid", ("post_attn",), 2, "the residual stream after attention is added"),
-    Site("mlp_in", (), 3, "what the MLP reads, normalised"),
-    Site("mlp_out", (), 4, "what the MLP adds to the residual stream"),
-    Site("resid_post", ("post_block", "post_mlp"), 5, "the residual stream after the MLP is added"),
+    Site("attn_in", (), 1, "what attention reads, normalised"),
+    Site("attn_out", (), 2, "what attention adds to the residual stream"),
+    Site("resid_mid", ("post_attn",), 3, "the residual stream after attention is added"),
+    Site("mlp_in", (), 4, "what the MLP reads, normalised"),
+    Site("mlp_out", (), 5, "what the MLP adds to the residual stream"),
+    Site("resid_post", ("post_block", "post_mlp"), 6, "the residual stream after the MLP is added"),
 )
 
 NAMES: tuple[str, ...] = tuple(site.name for site in SITES)
@@ -85,6 +88,7 @@ _OTHERS: dict[str, str] = {
     "hook_mlp_out": "mlp_out",
     "hook_in": "resid_pre",
     "hook_out": "resid_post",
+    "attn.hook_in": "attn_in",
     "attn.hook_out": "attn_out",
     "mlp.hook_in": "mlp_in",
     "mlp.hook_out": "mlp_out",
@@ -92,11 +96,14 @@ _OTHERS: dict[str, str] = {
     "input": "resid_pre",
     "output": "resid_post",
     "attn": "attn_out",
+    "attn.input": "attn_in",
     "attn.output": "attn_out",
     "mlp": "mlp_out",
     "mlp.input": "mlp_in",
     "mlp.output": "mlp_out",
 }
+# TransformerLens's names of sites that are not `hook_` and the site.
+_HOOKS = {"attn_in": "attn.hook_in", "mlp_in": "mlp.hook_in"}
 _MODULES = {
     **dict.fromkeys(("self_attn", "attention", "self_attention"), "attn"),
     **dict.fromkeys(("feed_forward", "ffn", "block_sparse_moe"), "mlp"),
@@ -148,7 +155,7 @@ def is_elsewhere(name: str) -> bool:
 def transformer_lens_name(tap: Tap) -> str:
     """Return TransformerLens's name of a tap, such as `blocks.10.hook_resid_post`."""
     site, layer = tap
-    return f"blocks.{layer}." + ("mlp.hook_in" if site == "mlp_in" else f"hook_{site}")
+    return f"blocks.{layer}." + _HOOKS.get(site, f"hook_{site}")
 
 
 def canonical(name: str) -> str | None:

@@ -28,7 +28,7 @@ from support.adversary_mix import Mix, Shape
 from support.adversary_run import assert_idle_and_clean, rewinding
 from support.engines import engine
 from support.nightly import NIGHTLY
-from support.oracle_edits import PLACES, SIX, EditOracle
+from support.oracle_edits import EVERY_SITE, PLACES, EditOracle
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -65,7 +65,7 @@ def families(seed: int) -> tuple[tuple[int, ...], ...]:
 
 @contextmanager
 def bench(model: Path, hooks: EditOracle, folder: Path, **mixed: Any) -> Iterator[Bench]:
-    common = {"midstream": {"sites": list(SIX)}, "max_model_len": LONGEST, "max_num_seqs": 8}
+    common = {"midstream": {"sites": list(EVERY_SITE)}, "max_model_len": LONGEST, "max_num_seqs": 8}
     with (
         rewinding(),
         engine(

@@ -14,7 +14,7 @@ from support import tiny
 from support.edit_cases import Maker
 from support.engines import engine, generated, greedy, tokens
 from support.nightly import rounds
-from support.oracle_edits import PLACES, SIX, EditOracle, row_error
+from support.oracle_edits import EVERY_SITE, PLACES, EditOracle, row_error
 
 from midstream import Affine, Capture, Plan, Probe, Replace, SpecError, Steer, TokenIds
 from midstream.testing import inspect
@@ -43,7 +43,7 @@ def llm(tiny_llama: Path, oracle: EditOracle) -> Iterator[Any]:
         max_num_batched_tokens=512,
         max_num_seqs=256,
         max_model_len=32,
-        midstream={"sites": list(SIX), **ROOM},
+        midstream={"sites": list(EVERY_SITE), **ROOM},
     ) as found:
         yield found
 
@@ -71,7 +71,7 @@ def kinds(oracle: EditOracle) -> list[Wanted]:
     """Plans of every operation at every site, with probes and captures now and then."""
     draw = torch.Generator().manual_seed(3)
     edits: list[Any] = []
-    for nth, site in enumerate(SIX):
+    for nth, site in enumerate(EVERY_SITE):
         maker = Maker((site, nth % 3), oracle.run(PROMPTS[2] * 2), draw)
         edits += [edit for _, edit in maker.plain_edits("all")]
         edits += [edit for _, edit, _ in maker.conditional_edits([("resid_pre", 0)])]
@@ -82,7 +82,7 @@ def kinds(oracle: EditOracle) -> list[Wanted]:
     found = []
     for nth, edit in enumerate(edits):
         probes = [Probe(torch.ones(tiny.HIDDEN), nth % 3, name="p")] if nth % 3 == 0 else None
-        capture = Capture([nth % 3], SIX[nth % 6]) if nth % 2 else None
+        capture = Capture([nth % 3], EVERY_SITE[nth % len(EVERY_SITE)]) if nth % 2 else None
         other = [edits[nth - 7]] if nth % 5 == 0 and nth > 7 else []
         plan = Plan.make(capture=capture, edits=[edit, *other], probes=probes)
         assert plan is not None
@@ -173,7 +173,12 @@ def several(count: int) -> torch.Tensor:
 
 LIMITS = {
     "bank_rows": (
-        {"edits": [Steer(row, nth % 3, site=SIX[nth % 6]) for nth, row in enumerate(several(41))]},
+        {
+            "edits": [
+                Steer(row, nth % 3, site=EVERY_SITE[nth % len(EVERY_SITE)])
+                for nth, row in enumerate(several(41))
+            ]
+        },
         "needs 41 vectors, and there is room for 40",
     ),
     "programs": (
@@ -181,8 +186,12 @@ LIMITS = {
         "needs 23 combinations of edits, and there is room for 22",
     ),
     "max_edits": (
-        {"edits": [Steer(V, "all", site=list(SIX), positions=slice(k, None)) for k in range(3)]},
-        "needs 108 instructions, and there is room for 60",
+        {
+            "edits": [
+                Steer(V, "all", site=list(EVERY_SITE), positions=slice(k, None)) for k in range(3)
+            ]
+        },
+        "needs 126 instructions, and there is room for 60",
     ),
     "edits_per_site": (
         {"edits": [Affine(several(13), several(13), 1, site="mlp_out")]},

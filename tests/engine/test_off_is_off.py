@@ -13,7 +13,7 @@ from support.adversary_edits import catalogue
 from support.adversary_mix import Mix, Shape
 from support.adversary_run import Driver, assert_idle_and_clean, rewinding
 from support.engines import engine, greedy, tokens
-from support.oracle_edits import PLACES, SIX, EditOracle
+from support.oracle_edits import EVERY_SITE, PLACES, EditOracle
 
 from midstream import Capture, Probe, Scale, Steer
 
@@ -44,7 +44,9 @@ def plain(tiny_llama: Path, rewound: None) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def llm(tiny_llama: Path, rewound: None) -> Iterator[Any]:
     with engine(
-        tiny_llama, midstream={"sites": list(SIX)}, **{**SETTINGS, "disable_log_stats": False}
+        tiny_llama,
+        midstream={"sites": list(EVERY_SITE)},
+        **{**SETTINGS, "disable_log_stats": False},
     ) as found:
         yield found
 

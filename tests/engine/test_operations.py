@@ -12,7 +12,7 @@ import torch
 from support import tiny
 from support.edit_cases import Case, Maker, all_problems, cases
 from support.engines import engine, generated, greedy, tokens
-from support.oracle_edits import PLACES, SIX, At, EditOracle, Seen, row_error
+from support.oracle_edits import EVERY_SITE, PLACES, At, EditOracle, Seen, row_error
 from support.pool import Pool
 
 from midstream import Ablate, Affine, Capture, Clamp, Feature, Gate, LoReFT, Replace, Scale, Steer
@@ -25,9 +25,9 @@ PROMPTS = [
     [3, 70, 71, 120, 66, 14, 190, 31, 57, 88, 142, 6, 25, 111, 39, 160, 81],
 ]
 # Where there are layers before and after; and the first layer's sites, and the last of all.
-TAPS = list(zip(SIX, (1, 2, 1, 2, 2, 1), strict=True))
-ENDS = [*((site, 0) for site in SIX), ("resid_post", 2)]
-ROOM = {"max_num_batched_tokens": 128, "max_num_seqs": 48, "midstream": {"sites": list(SIX)}}
+TAPS = list(zip(EVERY_SITE, (1, 1, 2, 1, 2, 2, 1), strict=True))
+ENDS = [*((site, 0) for site in EVERY_SITE), ("resid_post", 2)]
+ROOM = {"max_num_batched_tokens": 128, "max_num_seqs": 48, "midstream": {"sites": list(EVERY_SITE)}}
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def test_each_operation_on_smollm2(smollm2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     oracle = EditOracle(smollm2, PLACES["llama"])
     prompts = [list(tokenizer(text).input_ids) * 2 for text in texts]
-    taps = list(zip(SIX, (4, 21, 12, 16, 8, 25), strict=True))
+    taps = list(zip(EVERY_SITE, (4, 10, 21, 12, 16, 8, 25), strict=True))
     given = cases(oracle, prompts, taps)[::5]
     kinds = {type(at.edit).__name__ for case in given for at in case.edits}
     assert len(given) >= 35
@@ -160,7 +160,7 @@ def test_edits_of_different_sites_may_be_listed_in_any_order(served: Served) -> 
 
     def ask(given: list[Any]) -> Any:
         return served.llm.generate(
-            tokens(PROMPTS[2]), greedy(3, detokenize=False), capture=Capture("all", SIX),
+            tokens(PROMPTS[2]), greedy(3, detokenize=False), capture=Capture("all", EVERY_SITE),
             edits=given, use_tqdm=False,
         )[0]  # fmt: skip
 
@@ -224,7 +224,7 @@ def runs(served: Served, site: str) -> Runs:
 
     def ask(edits: list[Any] | None) -> dict[Any, torch.Tensor]:
         output = served.llm.generate(
-            tokens(prompt), greedy(1, detokenize=False), capture=Capture("all", SIX),
+            tokens(prompt), greedy(1, detokenize=False), capture=Capture("all", EVERY_SITE),
             edits=edits, use_tqdm=False,
         )[0]  # fmt: skip
         return dict(output.activations.items())
@@ -249,9 +249,21 @@ def test_resid_pre_is_seen_by_the_layers_own_attention(served: Served) -> None:
     )
 
 
+def test_attn_in_is_seen_by_attention_and_is_not_in_the_stream(served: Served) -> None:
+    found = runs(served, "attn_in")
+    assert found.is_still("resid_pre")
+    assert found.is_only_the_vector("attn_in")
+    # Keys and values of the edited token are read by this and all later ones, and by no earlier.
+    moved = found.moved("attn_out")
+    assert moved[found.position].norm() > 1e-2
+    assert later_rows_moved(moved, found.position)
+    assert not moved[: found.position].any()
+    assert torch.allclose(found.moved("resid_mid"), moved, atol=1e-4)
+
+
 def test_attn_out_is_in_the_stream_and_not_in_this_layers_attention(served: Served) -> None:
     found = runs(served, "attn_out")
-    assert found.is_still("resid_pre")
+    assert found.is_still("resid_pre", "attn_in")
     assert found.is_only_the_vector("attn_out")
     assert found.is_only_the_vector("resid_mid")
     assert found.moved("mlp_in")[found.position].norm() > 1e-2
@@ -263,7 +275,7 @@ def test_resid_mid_is_seen_by_the_layers_own_mlp_and_by_the_skip_connection(
     served: Served,
 ) -> None:
     found = runs(served, "resid_mid")
-    assert found.is_still("resid_pre", "attn_out")
+    assert found.is_still("resid_pre", "attn_in", "attn_out")
     assert found.is_only_the_vector("resid_mid")
     assert found.moved("mlp_in")[found.position].norm() > 1e-2
     assert found.is_far_from_only_the_vector("resid_post"), "the MLP did not see it"
@@ -277,7 +289,7 @@ def test_resid_mid_is_seen_by_the_layers_own_mlp_and_by_the_skip_connection(
 
 def test_mlp_in_is_seen_by_the_mlp_and_is_not_in_the_stream(served: Served) -> None:
     found = runs(served, "mlp_in")
-    assert found.is_still("resid_pre", "attn_out", "resid_mid")
+    assert found.is_still("resid_pre", "attn_in", "attn_out", "resid_mid")
     assert found.is_only_the_vector("mlp_in")
     assert found.moved("mlp_out")[found.position].norm() > 1e-2
     assert torch.allclose(found.moved("resid_post"), found.moved("mlp_out"), atol=1e-4)
@@ -286,7 +298,7 @@ def test_mlp_in_is_seen_by_the_mlp_and_is_not_in_the_stream(served: Served) -> N
 @pytest.mark.parametrize("site", ["mlp_out", "resid_post"])
 def test_the_sites_at_the_end_are_seen_by_the_next_layer_only(served: Served, site: str) -> None:
     found = runs(served, site)
-    assert found.is_still("resid_pre", "attn_out", "resid_mid", "mlp_in")
+    assert found.is_still("resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in")
     assert found.is_only_the_vector(site)
     assert found.is_only_the_vector("resid_post")
     assert torch.equal(found.edited["resid_pre", 2], found.edited["resid_post", 1])
@@ -348,7 +360,7 @@ def test_edits_that_say_nothing_change_not_one_bit(served: Served, tap: Any) -> 
     def ask(edits: list[Any]) -> list[Any]:
         return served.llm.generate(
             [tokens(PROMPTS[0])] * len(edits), greedy(3, logprobs=3, detokenize=False),
-            capture=Capture("all", SIX), edits=edits, use_tqdm=False,
+            capture=Capture("all", EVERY_SITE), edits=edits, use_tqdm=False,
         )  # fmt: skip
 
     count = len(idle_edits(maker, [seen.values[tap]] * 2)) + 1

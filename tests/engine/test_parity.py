@@ -1,4 +1,4 @@
-"""All six sites of every layer against transformers with plain hooks, in float32, eager and
+"""All sites of every layer against transformers with plain hooks, in float32, eager and
 compiled: read, and edited by addition.
 """
 
@@ -38,7 +38,7 @@ SANDWICH = Branches(attn_out="post_attention_layernorm", mlp_out="post_feedforwa
 BRANCHES = {
     "gemma2": SANDWICH,
     "gemma3": SANDWICH,
-    "gpt2": Branches(attn_out="attn"),
+    "gpt2": Branches(attn_in="attn", attn_out="attn"),
     "opt": Branches(mlp_in="fc1", mlp_out="fc2"),
 }
 

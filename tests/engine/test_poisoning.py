@@ -17,7 +17,7 @@ from support.adversary_judge import Measure, differences
 from support.adversary_mix import Ask
 from support.adversary_run import assert_idle_and_clean, counter
 from support.engines import engine, generated, greedy
-from support.oracle_edits import SIX
+from support.oracle_edits import EVERY_SITE
 
 from midstream import Capture, Gate, Probe, Reading, Replace, Scale, Steer, TokenIds
 
@@ -144,6 +144,8 @@ def test_whatever_is_different_about_an_edit_its_kv_is_its_own(
         [steer(layer=2)],
         [steer(layer=[1, 2])],
         [steer(site="resid_mid")],
+        [steer(site="attn_in")],
+        [steer(site="attn_in", layer=2)],
         [Scale(1.5, layer=1)],
         [steer(), Scale(1.5, layer=1)],
         [Scale(1.5, layer=1), steer()],
@@ -160,6 +162,21 @@ def test_whatever_is_different_about_an_edit_its_kv_is_its_own(
         pair.ask(prompt, 0, count=2, edits=edits)
     for edits in others:
         assert reused(pair.ask(prompt, WHOLE, count=2, edits=edits)) > 0
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_edits_of_what_attention_reads_are_in_the_keys_and_values_of_that_very_layer(
+    pair: Pair, prompt: list[int], layer: int
+) -> None:
+    """The last layer's too, where an edit of what comes later would be in no keys and values."""
+    edit = steer(site="attn_in", layer=layer, positions=slice(70, 80))
+    first = pair.ask(prompt, 0, edits=edit)
+    plain = pair.ask(prompt, 64)
+    assert generated(first) != generated(plain)
+    assert reused(pair.ask(prompt, WHOLE, edits=edit)) == 10
+    pair.ask(prompt, WHOLE)
+    pair.ask(prompt, 64, edits=steer(2, site="attn_in", layer=layer, positions=slice(70, 80)))
+    pair.ask(prompt, 64, edits=steer(site="mlp_in", layer=layer, positions=slice(70, 80)))
 
 
 def test_edits_that_do_the_same_to_a_block_share_it_whatever_else_they_say(
@@ -310,7 +327,9 @@ def test_a_hit_ends_at_the_block_below_the_first_position_that_is_read(
 ) -> None:
     pair.ask(prompt, 0)
     read = slice(position, None)
-    out = pair.ask(prompt, hit, capture=Capture(layers="all", sites=list(SIX), positions=read))
+    out = pair.ask(
+        prompt, hit, capture=Capture(layers="all", sites=list(EVERY_SITE), positions=read)
+    )
     assert out.activations.positions.tolist() == list(range(position, SIZE + 4))
     assert out.receipt.status == "ok"
     out = pair.ask(prompt, hit, probes=Probe(vector(3), 1, positions=position))
@@ -332,7 +351,7 @@ def test_a_prompt_of_whole_blocks_that_is_read_at_its_end(pair: Pair, prompt: li
 def test_edited_and_read_is_computed_from_the_first_row_that_is_read(
     pair: Pair, prompt: list[int]
 ) -> None:
-    read = Capture("all", list(SIX), positions=70)
+    read = Capture("all", list(EVERY_SITE), positions=70)
     first = pair.ask(prompt, 0, edits=steer(), capture=read)
     assert reused(first) == 0
     second = pair.ask(prompt, 64, edits=steer(), capture=read)
@@ -456,7 +475,7 @@ def test_edited_requests_that_are_preempted_and_resumed(pair: Pair, tiny_llama: 
         max_num_batched_tokens=64,
         max_num_seqs=6,
         disable_log_stats=False,
-        midstream={"sites": list(SIX)},
+        midstream={"sites": list(EVERY_SITE)},
     ) as tight:
         found = tight.generate(
             [{"prompt_token_ids": one} for one in prompts],

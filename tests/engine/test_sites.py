@@ -25,7 +25,7 @@ def test_sites_that_a_model_lacks_are_refused_by_name(tmp_path: Path) -> None:
         residual_multiplier=0.5, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     hf.AutoModelForCausalLM.from_config(config).float().save_pretrained(tmp_path)
-    held = ["resid_pre", "resid_mid", "mlp_in", "resid_post"]
+    held = ["resid_pre", "attn_in", "resid_mid", "mlp_in", "resid_post"]
     with engine(tmp_path, midstream={"sites": held}) as llm:
         output = llm.generate(tokens(PROMPT), greedy(2), capture=Capture(layers=[0], sites=held))
         assert {site for site, _ in output[0].activations} == set(held)
@@ -42,6 +42,9 @@ def test_the_sites_are_different_places_and_add_up(tiny_llama: Path) -> None:
         pre, mid, post = (seen[f"resid_{part}", layer] for part in ("pre", "mid", "post"))
         torch.testing.assert_close(pre + seen["attn_out", layer], mid)
         torch.testing.assert_close(mid + seen["mlp_out", layer], post)
+        assert relative_error(seen["attn_in", layer], pre) > 0.01
+        assert relative_error(seen["attn_in", layer], seen["attn_out", layer]) > 0.01
+        assert relative_error(seen["attn_in", layer], seen["mlp_in", layer]) > 0.01
         assert relative_error(seen["mlp_in", layer], mid) > 0.01
         assert relative_error(seen["mlp_in", layer], seen["mlp_out", layer]) > 0.01
         assert relative_error(mid, pre) > 0.01

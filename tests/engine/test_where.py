@@ -12,7 +12,7 @@ import torch
 from support import tiny
 from support.edit_cases import Case, Maker, all_problems, ask, problems
 from support.engines import generated, greedy, tokens
-from support.oracle_edits import PLACES, SIX, At, EditOracle
+from support.oracle_edits import EVERY_SITE, PLACES, At, EditOracle
 
 from midstream import (
     Ablate,
@@ -147,7 +147,7 @@ def cases_by_number(oracle: EditOracle) -> list[Case]:
     for prompt in (LONG, SHORT):
         plain = oracle.run([*prompt, *SHORT])
         for nth, (name, (where, expected)) in enumerate(by_number(len(prompt)).items()):
-            tap = (SIX[nth % 6], 1 + nth % 2)
+            tap = (EVERY_SITE[nth % len(EVERY_SITE)], 1 + nth % 2)
             edit = some_edit(nth, Maker(tap, plain, draw), where)
             at = At(edit, frozenset(expected).__contains__)
             found.append(Case(f"{name}, {len(prompt)}", prompt, [at], tap=tap))
@@ -193,16 +193,16 @@ def test_a_generated_token_that_is_computed_anew_is_still_a_generated_token(
     end = len(LONG)
     given = []
     for nth, phase in enumerate(("generated", "prompt", "all", "generated")):
-        maker = Maker((SIX[nth], 1), oracle.run(LONG), draw)
+        maker = Maker((EVERY_SITE[nth], 1), oracle.run(LONG), draw)
         edit = some_edit(nth, maker, {"phase": None if phase == "all" else phase})
         where = {"generated": lambda p: p >= end, "prompt": lambda p: p < end}
         at = At(edit, where.get(phase, lambda p: True))
-        given.append(Case(f"{phase} {nth}", LONG, [at], tap=(SIX[nth], 1)))
+        given.append(Case(f"{phase} {nth}", LONG, [at], tap=(EVERY_SITE[nth], 1)))
     by_hand = llm.llm_engine
     maker = Maker(("resid_mid", 1), oracle.run(LONG), draw)
     by_id = some_edit(0, maker, {"positions": TokenIds(EVEN), "phase": "generated"})
     given.append(Case("by id", LONG, [At(by_id)], tap=("resid_mid", 1)))
-    everything = Capture("all", SIX)
+    everything = Capture("all", EVERY_SITE)
     for nth, case in enumerate(given):
         plan = {"capture": everything.to_dict(), "edits": [at.edit.to_dict() for at in case.edits]}
         params = greedy(COUNT, logprobs=3, extra_args={"midstream": plan}, detokenize=False)
@@ -283,7 +283,7 @@ def test_tokens_are_selected_by_their_ids_in_the_prompt_and_as_they_are_generate
         for nth, (name, (where, chosen)) in enumerate(by_token(len(prompt)).items()):
             if prompt is SHORT and name == "ids, prompt":
                 continue
-            tap = (SIX[(nth + 2) % 6], 1 + nth % 2)
+            tap = (EVERY_SITE[(nth + 2) % len(EVERY_SITE)], 1 + nth % 2)
             edit = some_edit(nth, Maker(tap, plain, draw), where)
             case = Case(f"{name}, {len(prompt)}", prompt, [At(edit)], tap=tap)
             asked.append((case, chosen))
@@ -320,7 +320,7 @@ def test_two_requests_with_other_ids_at_the_same_time_do_not_mix(
         given += [inner, Gate(inner, maker.direction(), maker.middle(maker.direction()))]
     outputs = llm.generate(
         [tokens(SHORT)] * len(given), greedy(12, logprobs=3, detokenize=False),
-        capture=Capture("all", SIX), edits=[[edit] for edit in given], use_tqdm=False,
+        capture=Capture("all", EVERY_SITE), edits=[[edit] for edit in given], use_tqdm=False,
     )  # fmt: skip
     for nth, (edit, output) in enumerate(zip(given, outputs, strict=True)):
         ids = [*SHORT, *generated(output)][:-1]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.edit_cases import Case, problems
 from support.engines import engine, greedy
-from support.oracle_edits import PLACES, SIX, At, EditOracle
+from support.oracle_edits import EVERY_SITE, PLACES, At, EditOracle
 
 from midstream import Capture, Role, SpecError, Steer, Text
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.model
 
 TOLERANCE = 1e-4
 TIE = 1e-3
-SITES = Capture([7, 29], SIX)
+SITES = Capture([7, 29], EVERY_SITE)
 VECTOR = torch.randn(576, generator=torch.Generator().manual_seed(1))
 PROMPT = "The capital of France is Paris. The capital of Italy is Rome, isn't it? The café."
 
@@ -30,7 +30,7 @@ def oracle(smollm2: Path) -> EditOracle:
 
 @pytest.fixture(scope="module")
 def llm(smollm2: Path, oracle: EditOracle) -> Iterator[Any]:
-    with engine(smollm2, midstream={"sites": list(SIX)}) as found:
+    with engine(smollm2, midstream={"sites": list(EVERY_SITE)}) as found:
         yield found
 
 

@@ -24,7 +24,7 @@ from support.adversary_mix import Mix, Shape
 from support.adversary_run import assert_idle_and_clean
 from support.engines import GPU_MEMORY, engine
 from support.oracle import relative_error
-from support.oracle_edits import PLACES, SIX, EditOracle
+from support.oracle_edits import EVERY_SITE, PLACES, EditOracle
 
 SEED = int(os.environ.get("MIDSTREAM_ADVERSARY_SEED", "20261121"))
 REQUESTS = int(os.environ.get("MIDSTREAM_ADVERSARY_REQUESTS", "400"))
@@ -59,7 +59,7 @@ def bench(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[B
         "max_num_seqs": 8,
         "skip_tokenizer_init": False,
         **GPU_MEMORY,
-        "midstream": {"sites": list(SIX)},
+        "midstream": {"sites": list(EVERY_SITE)},
     }
     folder = os.environ.get("MIDSTREAM_ADVERSARY_FOLDER") or tmp_path_factory.mktemp("mixes")
     with (

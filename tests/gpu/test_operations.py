@@ -12,7 +12,7 @@ import pytest
 from support.edit_cases import Case, ask, cases, problems
 from support.engines import GPU_MEMORY, engine
 from support.oracle import relative_error
-from support.oracle_edits import PLACES, SIX, EditOracle
+from support.oracle_edits import EVERY_SITE, PLACES, EditOracle
 
 from midstream.testing import inspect
 
@@ -25,7 +25,7 @@ NEAR, FAR, MOST = 1e-2, 4e-2, 3e-3
 BY_ROW = 0.1
 TIE = 0.2
 TEXTS = ("The capital of France is the city of", "She said that two and two", "Water boils at")
-TAPS = list(zip(SIX, (4, 21, 12, 16, 8, 25), strict=True))
+TAPS = list(zip(EVERY_SITE, (4, 10, 21, 12, 16, 8, 25), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def llm(smollm2: Path, given: list[Case]) -> Iterator[Any]:
         max_num_batched_tokens=256,
         max_num_seqs=64,
         **GPU_MEMORY,
-        midstream={"sites": list(SIX)},
+        midstream={"sites": list(EVERY_SITE)},
     ) as found:
         yield found
 

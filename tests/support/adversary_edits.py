@@ -12,7 +12,7 @@ from torch import Tensor
 
 from midstream import Feature, Gate, Probe, Replace, Vector
 from support.edit_cases import Maker, earlier_taps
-from support.oracle_edits import SIX, EditOracle, Tap
+from support.oracle_edits import EVERY_SITE, EditOracle, Tap
 
 MOST_ROWS = 40
 FEW = 6
@@ -75,10 +75,12 @@ def catalogue(
     """
     plain = oracle.run(prompt)
     draw, choose = torch.Generator().manual_seed(seed), random.Random(seed)
-    every = [(site, layer) for layer in range(oracle.num_layers) for site in SIX]
+    every = [(site, layer) for layer in range(oracle.num_layers) for site in EVERY_SITE]
     # Each site at least once where there are enough.
-    chosen = [(site, choose.randrange(oracle.num_layers)) for site in SIX[:taps]]
-    chosen += choose.sample([tap for tap in every if tap not in chosen], max(0, taps - len(SIX)))
+    chosen = [(site, choose.randrange(oracle.num_layers)) for site in EVERY_SITE[:taps]]
+    chosen += choose.sample(
+        [tap for tap in every if tap not in chosen], max(0, taps - len(EVERY_SITE))
+    )
     edits: list[Any] = []
     spreads, directions = [], {}
     for tap in chosen:

@@ -41,41 +41,56 @@ class Mix(nn.Module):
         return (out, None) if self.extra else out
 
 
+class Attention(Mix):
+    """Called with more than the stream, which is not first."""
+
+    def forward(self, positions: Tensor, hidden_states: Tensor):
+        return super().forward(hidden_states)
+
+
 class Layer(nn.Module):
     """`reference(at, *args)` says what `forward` must do if `at(site, x)` is x with its edit."""
 
     extra = False
+    by_keyword = True
 
     def __init__(self):
         super().__init__()
-        self.self_attn, self.mlp = Mix(self.extra), Mix(self.extra)
-        self.norm, self.post_attn, self.post_mlp = Norm(), Norm(), Norm()
+        self.self_attn, self.mlp = Attention(self.extra), Mix(self.extra)
+        self.attn_norm, self.norm = Norm(), Norm()
+        self.post_attn, self.post_mlp = Norm(), Norm()
 
     def _mlp(self, x: Tensor) -> Tensor:
         out = self.mlp(x)
         return out[0] if self.extra else out
 
     def _attn(self, x: Tensor) -> Tensor:
-        out = self.self_attn(hidden_states=x)
+        where = torch.zeros(())
+        if self.by_keyword:
+            out = self.self_attn(positions=where, hidden_states=x)
+        else:
+            out = self.self_attn(where, x)
         return out[0] if self.extra else out
+
+    def _attn_norm(self, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(what attention reads, the stream), as vLLM's layers that take two halves."""
+        if residual is None:
+            return self.attn_norm(hidden_states), hidden_states
+        return self.attn_norm(hidden_states, residual)
 
 
 class Pair(Layer):
     convention = pair("norm")
 
     def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None):
-        if residual is None:
-            residual = hidden_states
-            hidden_states = hidden_states * 1
-        else:
-            residual = hidden_states + residual
-        hidden_states = self._attn(residual)
-        hidden_states, residual = self.norm(hidden_states, residual)
+        hidden_states, residual = self._attn_norm(hidden_states, residual)
+        hidden_states, residual = self.norm(self._attn(hidden_states), residual)
         return self._mlp(hidden_states), residual
 
     def reference(self, at: At, stream: Tensor) -> Tensor:
         stream = at("resid_pre", stream)
-        stream = at("resid_mid", stream + at("attn_out", self._attn(stream)))
+        attn = at("attn_out", self._attn(at("attn_in", stream * 0.5)))
+        stream = at("resid_mid", stream + attn)
         return at("resid_post", stream + at("mlp_out", self._mlp(at("mlp_in", stream * 0.5))))
 
 
@@ -83,7 +98,7 @@ class Single(Layer):
     convention = single("norm")
 
     def forward(self, positions: Tensor, hidden_states: Tensor):
-        hidden_states = hidden_states + self._attn(hidden_states)
+        hidden_states = hidden_states + self._attn(self.attn_norm(hidden_states))
         return hidden_states + self._mlp(self.norm(hidden_states))
 
     reference = Pair.reference
@@ -93,6 +108,12 @@ class SingleOfTuples(Single):
     """As on the Transformers backend: attention returns its weights too."""
 
     extra = True
+
+
+class SingleByPosition(Single):
+    """As DeepSeek's: attention is called without names."""
+
+    by_keyword = False
 
 
 class Dead(Single):
@@ -115,18 +136,19 @@ class Sandwich(Layer):
     convention = single("norm", attn="post_attn", mlp_out="post_mlp")
 
     def forward(self, positions: Tensor, hidden_states: Tensor):
-        hidden_states = hidden_states + self.post_attn(self._attn(hidden_states))
+        hidden_states = hidden_states + self.post_attn(self._attn(self.attn_norm(hidden_states)))
         return hidden_states + self.post_mlp(self._mlp(self.norm(hidden_states)))
 
     def reference(self, at: At, stream: Tensor) -> Tensor:
         stream = at("resid_pre", stream)
-        stream = at("resid_mid", stream + at("attn_out", 0.5 * self._attn(stream)))
+        attn = at("attn_out", 0.5 * self._attn(at("attn_in", stream * 0.5)))
+        stream = at("resid_mid", stream + attn)
         mlp = self._mlp(at("mlp_in", stream * 0.5))
         return at("resid_post", stream + at("mlp_out", 0.5 * mlp))
 
 
 class PostNorm(Layer):
-    """As OLMo 2: the MLP is called with the stream itself."""
+    """As OLMo 2: attention and MLP are called with the stream itself."""
 
     convention = single("mlp", attn="post_attn", mlp=Input("mlp", shared=True), mlp_out="post_mlp")
 
@@ -136,7 +158,8 @@ class PostNorm(Layer):
 
     def reference(self, at: At, stream: Tensor) -> Tensor:
         stream = at("resid_pre", stream)
-        stream = at("resid_mid", stream + at("attn_out", 0.5 * self._attn(stream)))
+        attn = at("attn_out", 0.5 * self._attn(at("attn_in", stream)))
+        stream = at("resid_mid", stream + attn)
         mlp = self._mlp(at("mlp_in", stream))
         return at("resid_post", stream + at("mlp_out", 0.5 * mlp))
 
@@ -152,7 +175,8 @@ class PostNormAlone(PostNorm):
 
     def reference(self, at: At, stream: Tensor) -> Tensor:
         stream = at("resid_pre", stream)
-        stream = at("resid_mid", stream + at("attn_out", 0.5 * self._attn(stream)))
+        attn = at("attn_out", 0.5 * self._attn(at("attn_in", stream)))
+        stream = at("resid_mid", stream + attn)
         return at("resid_post", stream + at("mlp_out", self._mlp(at("mlp_in", stream))))
 
 
@@ -170,7 +194,8 @@ class Parallel(Layer):
         stream = at("resid_pre", stream)
         normed = stream * 0.5
         mlp = at("mlp_out", self._mlp(at("mlp_in", normed)))
-        return at("resid_post", stream + at("attn_out", self._attn(normed)) + mlp)
+        attn = at("attn_out", self._attn(at("attn_in", normed)))
+        return at("resid_post", stream + attn + mlp)
 
 
 class TwoReaders(Layer):
@@ -183,13 +208,14 @@ class TwoReaders(Layer):
         self.experts = Mix()
 
     def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None):
-        residual = hidden_states.clone() if residual is None else hidden_states + residual
-        hidden_states, residual = self.norm(self._attn(residual), residual)
+        hidden_states, residual = self._attn_norm(hidden_states, residual)
+        hidden_states, residual = self.norm(self._attn(hidden_states), residual)
         return self.experts(hidden_states) + self._mlp(hidden_states), residual
 
     def reference(self, at: At, stream: Tensor) -> Tensor:
         stream = at("resid_pre", stream)
-        stream = at("resid_mid", stream + at("attn_out", self._attn(stream)))
+        attn = at("attn_out", self._attn(at("attn_in", stream * 0.5)))
+        stream = at("resid_mid", stream + attn)
         x = at("mlp_in", stream * 0.5)
         return at("resid_post", stream + at("mlp_out", self.experts(x) + self._mlp(x)))
 
@@ -200,15 +226,30 @@ class LoneAttention(Layer):
     convention = pair(no_mid="alone", attn=Half.AT_EXIT, mlp=Lack("it has no MLP"))
 
     def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None):
-        residual = hidden_states.clone() if residual is None else hidden_states + residual
-        return self._attn(residual), residual
+        hidden_states, residual = self._attn_norm(hidden_states, residual)
+        return self._attn(hidden_states), residual
 
     def reference(self, at: At, stream: Tensor) -> Tensor:
         stream = at("resid_pre", stream)
-        return at("resid_post", stream + at("attn_out", self._attn(stream)))
+        attn = at("attn_out", self._attn(at("attn_in", stream * 0.5)))
+        return at("resid_post", stream + attn)
+
+
+class AttentionInside(LoneAttention):
+    """As Jamba's attention layers: attention is a method, so what it reads is the norm's output."""
+
+    convention = pair(
+        no_mid="alone",
+        attention=Output("attn_norm"),
+        attn=Half.AT_EXIT,
+        mlp=Lack("it has no MLP"),
+    )
+
+    def _attn(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.self_attn.linear(x))
 
 
 KINDS = [
-    Pair, Single, SingleOfTuples, Dead, BareNone, Sandwich, PostNorm, PostNormAlone, Parallel,
-    TwoReaders, LoneAttention,
+    Pair, Single, SingleOfTuples, SingleByPosition, Dead, BareNone, Sandwich, PostNorm,
+    PostNormAlone, Parallel, TwoReaders, LoneAttention, AttentionInside,
 ]  # fmt: skip

@@ -23,7 +23,7 @@ from midstream import (
     Steer,
 )
 from support.engines import generated, greedy, tokens
-from support.oracle_edits import BRANCHES, SIX, At, EditOracle, Seen, Tap, row_error
+from support.oracle_edits import BRANCHES, EVERY_SITE, At, EditOracle, Seen, Tap, row_error
 
 MAX_TOKENS = 4
 # Below this an edit would be lost in what the comparison allows for; most are far above.
@@ -191,10 +191,10 @@ class Maker:
 def earlier_taps(tap: Tap) -> list[Tap]:
     """An earlier site of the same layer, and sites of layers before."""
     site, layer = tap
-    order = SIX.index(site)
-    found = [(SIX[order // 2], layer)] if order else []
+    order = EVERY_SITE.index(site)
+    found = [(EVERY_SITE[order // 2], layer)] if order else []
     if layer:
-        found += [(SIX[(order + 2) % 6], layer - 1), (site, 0)]
+        found += [(EVERY_SITE[(order + 2) % len(EVERY_SITE)], layer - 1), (site, 0)]
     return list(dict.fromkeys(found))
 
 
@@ -252,7 +252,9 @@ def ask(
         [tokens(case.prompt) for case in given],
         greedy(count, logprobs=3, detokenize=False),
         capture=[
-            Capture(layers or sorted({last} if case.tap is None else {case.tap[1], last}), SIX)
+            Capture(
+                layers or sorted({last} if case.tap is None else {case.tap[1], last}), EVERY_SITE
+            )
             for case in given
         ],
         edits=[[at.edit for at in case.edits] or None for case in given],

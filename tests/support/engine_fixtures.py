@@ -74,7 +74,7 @@ def llm(pool: Pool) -> Iterator[Any]:
 
 @pytest.fixture
 def wide(pool: Pool) -> Iterator[Any]:
-    """An engine with all six sites, whose steps hold whole batches."""
+    """An engine with all sites, whose steps hold whole batches."""
     yield from pool.use("wide")
 
 

@@ -137,6 +137,22 @@ FAULTS: tuple[Fault, ...] = (
         "::test_every_site_of_every_layer_reads_and_edits_as_hooks_in_transformers",
     ),
     Fault(
+        "What attention reads is taken in front of its norm",
+        "runtime/models/convention.py",
+        '    return Input(attention, shared, parameter="hidden_states")\n',
+        '    return Input("input_layernorm", shared)\n',
+        ENGINE + "test_parity.py"
+        "::test_every_site_of_every_layer_reads_and_edits_as_hooks_in_transformers",
+    ),
+    Fault(
+        "An edit of what attention reads is read by the MLP beside it too",
+        "runtime/models/convention.py",
+        "    shared = isinstance(mlp, Input) and mlp.shared\n",
+        "    shared = False\n",
+        ENGINE + "test_parity.py"
+        "::test_every_site_of_every_layer_reads_and_edits_as_hooks_in_transformers",
+    ),
+    Fault(
         "The last layer, or every layer, is off by one",
         "runtime/worker/taps/taps.py",
         "        if number == layer.index\n",

@@ -29,11 +29,13 @@ class Branches:
     """The modules of transformers' layer at which the branches are.
 
     Attributes:
+        attn_in: whose input attention reads.
         attn_out: whose output attention adds to the stream.
         mlp_in: whose input the MLP reads.
         mlp_out: whose output the MLP adds to the stream.
     """
 
+    attn_in: str = "self_attn"
     attn_out: str = "self_attn"
     mlp_in: str = "mlp"
     mlp_out: str = "mlp"
@@ -61,7 +63,7 @@ class Oracle:
         self.branches = branches
         lacking = set() if mid else {"resid_mid"}
         if branches is None:
-            lacking |= {"attn_out", "mlp_in", "mlp_out"}
+            lacking |= {"attn_in", "attn_out", "mlp_in", "mlp_out"}
         self.sites = tuple(site for site in NAMES if site not in lacking)
 
     @torch.no_grad()
@@ -85,11 +87,12 @@ class Oracle:
                 )
             if self.branches:
                 for site, place in vars(self.branches).items():
-                    hook = self._branch(site, index, edits, seen)
                     module = _module(layer, place)
-                    if site == "mlp_in":
-                        handles.append(module.register_forward_pre_hook(hook))
+                    if site.endswith("_in"):
+                        hook = self._read(site, index, edits, seen)
+                        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
                     else:
+                        hook = self._branch(site, index, edits, seen)
                         handles.append(module.register_forward_hook(hook))
             handles.append(
                 layer.register_forward_hook(self._after("resid_post", index, edits, seen))
@@ -128,16 +131,27 @@ class Oracle:
 
         return hook
 
-    def _branch(self, site: str, layer: int, edits: Sequence[HookEdit], seen: dict[Tap, Tensor]):
-        """A hook on a module's input or output that puts an edited copy in its place."""
+    def _read(self, site: str, layer: int, edits: Sequence[HookEdit], seen: dict[Tap, Tensor]):
+        """A hook on a module's input that puts an edited copy in its place."""
 
-        def hook(_module: nn.Module, args: tuple, *out: object) -> object:
-            found = out[0] if out else args
-            hidden = found[0] if isinstance(found, tuple) else found
-            hidden = hidden.clone(memory_format=torch.contiguous_format)
-            _edit(hidden, site, layer, edits)
-            seen[site, layer] = hidden.reshape(-1, hidden.shape[-1]).clone()
-            return (hidden, *found[1:]) if isinstance(found, tuple) else hidden
+        def hook(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            found = args[0] if args else kwargs["hidden_states"]
+            hidden = _edited_copy(found, site, layer, edits, seen)
+            return (
+                ((hidden, *args[1:]), kwargs)
+                if args
+                else (args, {**kwargs, "hidden_states": hidden})
+            )
+
+        return hook
+
+    def _branch(self, site: str, layer: int, edits: Sequence[HookEdit], seen: dict[Tap, Tensor]):
+        """A hook on a module's output that puts an edited copy in its place."""
+
+        def hook(_module: nn.Module, _args: tuple, out: object) -> object:
+            hidden = out[0] if isinstance(out, tuple) else out
+            hidden = _edited_copy(hidden, site, layer, edits, seen)
+            return (hidden, *out[1:]) if isinstance(out, tuple) else hidden
 
         return hook
 
@@ -146,6 +160,15 @@ def _module(layer: nn.Module, path: str) -> nn.Module:
     for name in path.split("."):
         layer = getattr(layer, name)
     return layer
+
+
+def _edited_copy(
+    hidden: Tensor, site: str, layer: int, edits: Sequence[HookEdit], seen: dict[Tap, Tensor]
+) -> Tensor:
+    hidden = hidden.clone(memory_format=torch.contiguous_format)
+    _edit(hidden, site, layer, edits)
+    seen[site, layer] = hidden.reshape(-1, hidden.shape[-1]).clone()
+    return hidden
 
 
 def _edit(hidden: Tensor, site: str, layer: int, edits: Sequence[HookEdit]) -> None:

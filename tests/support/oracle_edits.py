@@ -20,8 +20,10 @@ from midstream import Gate
 from midstream.sites import Tap
 from support.formulas import apply, read_score
 
-SIX = ("resid_pre", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post")
-BRANCHES = ("attn_out", "mlp_in", "mlp_out")
+EVERY_SITE = (
+    "resid_pre", "attn_in", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post"
+)  # fmt: skip
+BRANCHES = ("attn_in", "attn_out", "mlp_in", "mlp_out")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Places:
     resid_mid: str
     mlp_in: str
     mlp_out: str
+    attn_in: str = ">self_attn"
     resid_pre: str = ">"
     resid_post: str = ""
 
@@ -44,7 +47,7 @@ PLACES = {
         "post_feedforward_layernorm",
     ),
     "mixtral": Places("model.layers", "self_attn", ">post_attention_layernorm", ">mlp", "mlp"),
-    "gpt2": Places("transformer.h", "attn", ">ln_2", ">mlp", "mlp"),
+    "gpt2": Places("transformer.h", "attn", ">ln_2", ">mlp", "mlp", attn_in=">attn"),
 }  # fmt: skip
 
 
@@ -80,7 +83,7 @@ class Seen:
 
 
 class EditOracle:
-    """Any edits, at any of the six sites, without a KV cache."""
+    """Any edits, at any of the sites, without a KV cache."""
 
     def __init__(self, path: Path, places: Places, device: str = "cpu"):
         model = AutoModelForCausalLM.from_pretrained(
@@ -93,7 +96,7 @@ class EditOracle:
         self._edits: Sequence[At] = ()
         self._seen = Seen(torch.empty(0), {}, {})
         for index, layer in enumerate(layers):
-            for site in SIX:
+            for site in EVERY_SITE:
                 self._hook(layer, getattr(places, site), (site, index))
 
     @torch.no_grad()

@@ -12,21 +12,22 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from midstream.sites import NAMES
 from midstream.testing import inspect
 from support import engines
 
-SIX = ["resid_pre", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post"]
+EVERY_SITE = list(NAMES)
 PROFILES: dict[str, dict[str, Any]] = {
     # Steps of 64 tokens: longer prompts come in chunks.
     "standard": {"max_num_batched_tokens": 64, "max_num_seqs": 8},
     # Every site, and steps that hold whole batches.
-    "wide": {"max_num_batched_tokens": 512, "max_num_seqs": 64, "midstream": {"sites": SIX}},
+    "wide": {"max_num_batched_tokens": 512, "max_num_seqs": 64, "midstream": {"sites": EVERY_SITE}},
     # The same without a prefix cache: what it gives depends on no earlier request.
     "uncached": {
         "max_num_batched_tokens": 512,
         "max_num_seqs": 8,
         "enable_prefix_caching": False,
-        "midstream": {"sites": SIX},
+        "midstream": {"sites": EVERY_SITE},
     },
 }
 _COMMON = {"block_size": 32, "enable_prefix_caching": True}

@@ -28,7 +28,7 @@ from support.adversary_edits import catalogue
 from support.adversary_mix import Mix, Shape
 from support.adversary_run import assert_idle_and_clean
 from support.engines import GPU_MEMORY, engine, greedy, tokens
-from support.oracle_edits import PLACES, SIX, EditOracle
+from support.oracle_edits import EVERY_SITE, PLACES, EditOracle
 from support.ranks import GPUS, HOOKED, MEASURE, PIPELINE, ranks, usage
 
 from midstream import Capture, Gate, SamplingParams, SpecError, Steer
@@ -43,7 +43,7 @@ COMMON = {"max_model_len": LONGEST, "max_num_seqs": 8, **GPU_MEMORY}
 
 
 def settings(**more: Any) -> dict[str, Any]:
-    return {"sites": list(SIX), "check_ranks": True, **more}
+    return {"sites": list(EVERY_SITE), "check_ranks": True, **more}
 
 
 def mixed(**more: Any) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def alone(tiny_models: Path) -> Iterator[Callable[[str], Model]]:
                 tiny.make(name, tiny_models),
                 enable_prefix_caching=False,
                 max_num_batched_tokens=1024,
-                midstream={"sites": list(SIX)},
+                midstream={"sites": list(EVERY_SITE)},
                 **COMMON,
             )
             return Model(name, tiny_models, stack.enter_context(single))
@@ -162,14 +162,14 @@ def test_shards_make_up_what_the_first_rank_gathers(model: Model, tensor: Any, c
         assert tensor.reset_prefix_cache()
         found[way] = one(
             tensor, model, 3, steer=steer,
-            capture=Capture("all", list(SIX), codec=codec, return_=way),
+            capture=Capture("all", list(EVERY_SITE), codec=codec, return_=way),
         )  # fmt: skip
         last = [worker["steps"]["ring_last"] for worker in usage(tensor)]
-        every = len(SIX) * tiny.LAYERS
-        assert last == ([every, 0], [every // 2, every // 2])[nth]
+        every = len(EVERY_SITE) * tiny.LAYERS
+        assert last == ([every, 0], [every - every // 2, every // 2])[nth]
     gathered, sharded = found["gathered"].activations, found["sharded"].activations
     assert list(gathered) == list(sharded)
-    assert len(list(gathered)) == len(SIX) * tiny.LAYERS
+    assert len(list(gathered)) == len(EVERY_SITE) * tiny.LAYERS
     for tap in gathered:
         assert gathered.positions_of(*tap).tolist() == list(range(23))
         mine, theirs = gathered.encoded(*tap), sharded.encoded(*tap)

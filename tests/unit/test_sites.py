@@ -38,6 +38,7 @@ def test_any_text_is_read_or_unknown(text):
         ("blocks.10.hook_resid_post", ("resid_post", 10)),
         ("blocks.10.hook_attn_out", ("attn_out", 10)),
         ("blocks.10.hook_mlp_out", ("mlp_out", 10)),
+        ("blocks.10.attn.hook_in", ("attn_in", 10)),
         ("blocks.10.mlp.hook_in", ("mlp_in", 10)),
         ("hook_resid_post", ("resid_post", None)),
         ("model.layers.10", ("resid_post", 10)),
@@ -45,6 +46,7 @@ def test_any_text_is_read_or_unknown(text):
         ("model.layers[10].output[0]", ("resid_post", 10)),
         ("model.layers[-1].output", ("resid_post", -1)),
         ("model.layers.10.input", ("resid_pre", 10)),
+        ("model.layers.10.self_attn.input", ("attn_in", 10)),
         ("model.layers.10.self_attn.output", ("attn_out", 10)),
         ("model.layers.10.mlp", ("mlp_out", 10)),
         ("model.layers.10.mlp.input", ("mlp_in", 10)),
@@ -75,6 +77,7 @@ def test_names_of_other_tools_mean_sites(name, tap):
     [
         "blocks.3.attn.hook_z",
         "blocks.3.attn.hook_q",
+        "blocks.3.hook_attn_in",
         "blocks.3.hook_mlp_in",
         "blocks.3.mlp.hook_post",
         "hook_embed",

@@ -23,10 +23,11 @@ CONFIG = "cfg.json"
 WEIGHTS = "sae_weights.safetensors"
 ARCHITECTURES = ("standard", "jumprelu")
 
-# TransformerLens hooks that correspond to a site. `hook_mlp_in` is missing because its meaning
-# depends on the version.
+# TransformerLens hooks that correspond to a site. `hook_attn_in` and `hook_mlp_in` are missing
+# because their meaning depends on the version.
 HOOKS = {
     "hook_resid_pre": "resid_pre",
+    "attn.hook_in": "attn_in",
     "hook_attn_out": "attn_out",
     "hook_resid_mid": "resid_mid",
     "mlp.hook_in": "mlp_in",

@@ -138,6 +138,7 @@ def test_the_place_is_that_of_the_hook_unless_it_is_given(tmp_path):
         ("blocks.11.hook_resid_post", ("resid_post", 11)),
         ("blocks.4.hook_attn_out", ("attn_out", 4)),
         ("blocks.4.hook_mlp_out", ("mlp_out", 4)),
+        ("blocks.4.attn.hook_in", ("attn_in", 4)),
         ("blocks.4.mlp.hook_in", ("mlp_in", 4)),
     ],
 )
@@ -149,7 +150,15 @@ def test_hooks_are_sites(tmp_path, hook, tap):
 
 
 @pytest.mark.parametrize(
-    "hook", ["blocks.4.attn.hook_z", "blocks.4.hook_mlp_in", "blocks.x.hook_resid_pre", "h.4", ""]
+    "hook",
+    [
+        "blocks.4.attn.hook_z",
+        "blocks.4.hook_attn_in",
+        "blocks.4.hook_mlp_in",
+        "blocks.x.hook_resid_pre",
+        "h.4",
+        "",
+    ],
 )
 def test_a_hook_that_is_no_site_is_refused_only_where_it_is_needed(tmp_path, hook):
     sae = SAE.load(write(tmp_path, {**FLAT, "hook_name": hook, "hook_layer": 4}, tensors()))

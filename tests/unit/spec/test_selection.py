@@ -26,7 +26,7 @@ def test_aliases_become_canonical_names():
         (
             [],
             "",
-            "at least one site; known: `resid_pre`, `attn_out`, `resid_mid`, "
+            "at least one site; known: `resid_pre`, `attn_in`, `attn_out`, `resid_mid`, "
             "`mlp_in`, `mlp_out`, `resid_post`",
         ),
         (
@@ -37,7 +37,7 @@ def test_aliases_become_canonical_names():
         (
             "",
             "",
-            "unknown site ''; known: `resid_pre`, `attn_out`, `resid_mid`, "
+            "unknown site ''; known: `resid_pre`, `attn_in`, `attn_out`, `resid_mid`, "
             "`mlp_in`, `mlp_out`, `resid_post`",
         ),
         (["resid_post", "x" * 10_000], "[1]", "unknown site 'x{59}…; known"),

@@ -43,13 +43,16 @@ class Input:
     """The input of a sub-module.
 
     Attributes:
-        path: dotted attribute of the layer. The tensor is the first positional argument.
-        shared: whether the same tensor is used elsewhere (it is the stream, or attention reads
-            it), so that the module needs a copy for an edit to affect it alone.
+        path: dotted attribute of the layer.
+        shared: whether the same tensor is used elsewhere (it is the stream, or attention and MLP
+            both read it), so that the module needs a copy for an edit to affect it alone.
+        parameter: name of the parameter of the module's forward that gets the tensor, by position
+            or by keyword. None: the tensor is the first positional argument.
     """
 
     path: str
     shared: bool = False
+    parameter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,8 @@ class LayerConvention:
         no_mid: why there is no `mid`; empty unless `mid` is None.
         no_pre: why the layer's attention would not see an edit at the entry; empty if it does,
             as in nearly all layers.
+        attn_in: place of the value that attention reads; the output of a norm if attention is not
+            called as a module. A mixer that is no attention does not count.
         attn_out: place of the value that attention adds to the stream, unscaled. A mixer that is
             no attention does not count.
         mlp_in: place of the value that the MLP reads; the output of a norm if several modules
@@ -114,6 +119,7 @@ class LayerConvention:
     mid: str | None = None
     no_mid: str = ""
     no_pre: str = ""
+    attn_in: Input | Output | Lack = UNKNOWN
     attn_out: Half | Output | Lack = UNKNOWN
     mlp_in: Input | Output | Lack = UNKNOWN
     mlp_out: Half | Output | Lack = UNKNOWN
@@ -134,7 +140,12 @@ class LayerConvention:
     @property
     def branches(self) -> dict[str, Half | Input | Output | Lack]:
         """Places of the sites that are not on the stream, by site."""
-        return {"attn_out": self.attn_out, "mlp_in": self.mlp_in, "mlp_out": self.mlp_out}
+        return {
+            "attn_in": self.attn_in,
+            "attn_out": self.attn_out,
+            "mlp_in": self.mlp_in,
+            "mlp_out": self.mlp_out,
+        }
 
     def lack(self, site: str, tensor_parallel: bool = False) -> str | None:
         """Return why the layer has no such site; None if it has the site.
@@ -199,6 +210,7 @@ def pair(
     mid: str | None = None,
     no_mid: str = "",
     *,
+    attention: Input | Output | Lack | str = "self_attn",
     attn: Half | Output | Lack | str | None = None,
     mlp: Input | Output | Lack | str = "mlp",
     mlp_out: Half | Output | Lack | str | None = None,
@@ -210,6 +222,8 @@ def pair(
     Args:
         mid: as in `LayerConvention`.
         no_mid: as in `LayerConvention`.
+        attention: place of `attn_in`; a module's path means its `hidden_states`, which others read
+            too where they read the MLP's input. `Lack`: there is no attention.
         attn: place of `attn_out`; a module's path means its output. By default the first half
             at `mid`, which must then be called with both halves.
         mlp: place of `mlp_in`; a module's path means its input. `Lack`: there is no MLP.
@@ -217,8 +231,8 @@ def pair(
         rest: other fields.
     """
     if attn is None:
-        assert mid, "say where attention is added"
-        attn = Half.AT_MID
+        assert mid or isinstance(attention, Lack), "say where attention is added"
+        attn = attention if isinstance(attention, Lack) else Half.AT_MID
     if mlp_out is None:
         mlp_out = mlp if isinstance(mlp, Lack) else Half.AT_EXIT
     return LayerConvention(
@@ -226,6 +240,7 @@ def pair(
         residual="residual",
         mid=mid,
         no_mid=no_mid,
+        attn_in=_attn_in(attention, mlp),
         attn_out=Output(attn) if isinstance(attn, str) else attn,
         mlp_in=Input(mlp) if isinstance(mlp, str) else mlp,
         mlp_out=Output(mlp_out) if isinstance(mlp_out, str) else mlp_out,
@@ -237,7 +252,8 @@ def single(
     mid: str | None = None,
     no_mid: str = "",
     *,
-    attn: Output | Lack | str = "self_attn",
+    attention: Input | Output | Lack | str = "self_attn",
+    attn: Output | Lack | str | None = None,
     mlp: Input | Output | Lack | str = "mlp",
     mlp_out: Output | Lack | str | None = None,
     returns: Returns = Returns.SINGLE,
@@ -248,13 +264,18 @@ def single(
     Args:
         mid: as in `LayerConvention`.
         no_mid: as in `LayerConvention`.
-        attn: place of `attn_out`; a module's path means its output.
+        attention: as in `pair`.
+        attn: place of `attn_out`; a module's path means its output. By default that of the module
+            whose input is `attention`.
         mlp: place of `mlp_in`; a module's path means its input. `Lack`: there is no MLP.
         mlp_out: place of `mlp_out`; by default the output of the module whose input is `mlp`.
         returns: what the layer returns.
         rest: other fields.
     """
     mlp = Input(mlp) if isinstance(mlp, str) else mlp
+    if attn is None:
+        assert not isinstance(attention, Output), "say which module returns what attention adds"
+        attn = attention.path if isinstance(attention, Input) else attention
     if mlp_out is None:
         assert not isinstance(mlp, Output), "say which module returns what the MLP adds"
         mlp_out = mlp if isinstance(mlp, Lack) else mlp.path
@@ -262,11 +283,22 @@ def single(
         returns,
         mid=mid,
         no_mid=no_mid,
+        attn_in=_attn_in(attention, mlp),
         attn_out=Output(attn) if isinstance(attn, str) else attn,
         mlp_in=mlp,
         mlp_out=Output(mlp_out) if isinstance(mlp_out, str) else mlp_out,
         **rest,
     )
+
+
+def _attn_in(
+    attention: Input | Output | Lack | str, mlp: Input | Output | Lack | str
+) -> Input | Output | Lack:
+    if not isinstance(attention, str):
+        return attention
+    # The tensor is the stream, or the MLP's input too.
+    shared = isinstance(mlp, Input) and mlp.shared
+    return Input(attention, shared, parameter="hidden_states")
 
 
 def dead(mid: str | None = None, no_mid: str = "", **rest: Any) -> LayerConvention:
@@ -276,7 +308,7 @@ def dead(mid: str | None = None, no_mid: str = "", **rest: Any) -> LayerConventi
 
 def without_attention(convention: LayerConvention, reason: str) -> LayerConvention:
     """Return the convention of the same layer with a mixer that is no attention."""
-    return replace(convention, attn_out=Lack(reason))
+    return replace(convention, attn_in=Lack(reason), attn_out=Lack(reason))
 
 
 def hybrid(

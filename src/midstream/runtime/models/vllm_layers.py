@@ -53,15 +53,19 @@ SHARED = Input("mlp", shared=True)
 P = pair(NORM)
 P_PRE_FF = pair(PRE_FF)
 P_FFN_NORM = pair("ffn_norm", mlp="feed_forward")
+P_MIXER = pair("pre_mlp_norm", attention="mixer")
 P_EXPERTS = pair(NORM, mlp="block_sparse_moe")
 P_FLOAT16 = pair(NORM, float16_scaled=True)
 # Mamba, attention or MLP alone.
-P_MAMBA = pair(no_mid=LONE_MIXER, attn=Lack(MAMBA), mlp=Lack("a Mamba layer has no MLP"))
+P_MAMBA = pair(no_mid=LONE_MIXER, attention=Lack(MAMBA), mlp=Lack("a Mamba layer has no MLP"))
 P_ATTENTION = pair(
-    no_mid=LONE_MIXER, attn=Half.AT_EXIT, mlp=Lack("an attention layer of this model has no MLP")
+    no_mid=LONE_MIXER,
+    attention="mixer",
+    attn=Half.AT_EXIT,
+    mlp=Lack("an attention layer of this model has no MLP"),
 )
 P_MLP = pair(
-    no_mid=LONE_MIXER, attn=Lack("an MLP layer of this model has no attention"), mlp="mixer"
+    no_mid=LONE_MIXER, attention=Lack("an MLP layer of this model has no attention"), mlp="mixer"
 )
 S = single(NORM)
 S_SCALED = single(NORM, attn=SCALED, mlp_out=SCALED)
@@ -76,6 +80,7 @@ POST_NORM_MOLMO = single(
 NORM_OUT = Output(NORM)
 
 # Cohere's are reduced over the ranks after they were summed.
+BOTH_READ = Input("self_attn", shared=True, parameter="hidden_states")
 C_ATTN, C_MLP = Output("self_attn", partial=True), Output("mlp", partial=True)
 GEMMA4 = single(PRE_FF, attn=NORM, mlp_out=POST_FF, returns=Returns.PAIR_NONE)
 # Only its true attention, MLA, has a rank for the keys and values.
@@ -111,53 +116,58 @@ MODELS: dict[str, Entry] = {
         ),
         single(NORM, mlp="block_sparse_moe"),
     ),
-    "bailing_moe.BailingMoeBlock": P,
+    "bailing_moe.BailingMoeBlock": pair(NORM, attention="attention"),
     "bailing_moe_linear.BailingMoeV25DecoderLayer": Choice(
         "attention_type", P, without_attention(P, LINEAR)
     ),
     "bailing_moe_v3.BailingMoeV3DecoderLayer": hybrid("is_kda_layer", P, LINEAR),
     # With apply_residual_connection_post_layernorm the skip connection has the norm's output. An
-    # edit before the norm still reaches it, and the MLP gets a copy.
-    "bloom.BloomBlock": single(NORM, attn="self_attention", mlp=SHARED),
+    # edit before the norm still reaches it, and attention and MLP get copies.
+    "bloom.BloomBlock": single(NORM, attention="self_attention", mlp=SHARED),
     "chameleon.ChameleonDecoderLayer": P,
     "chameleon.ChameleonSwinDecoderLayer": Refusal(
         "its model adds the last residual twice, so the last layer's output is not the stream"
     ),
-    "chatglm.GLMBlock": single(NORM, attn="self_attention", mlp=SHARED),
+    "chatglm.GLMBlock": single(NORM, attention="self_attention", mlp=SHARED),
     # From 0.33 on the fused norm is used where the model has RMSNorm; before, never.
     "cohere2_moe.Cohere2MoeDecoderLayer": Choice(
         "uses_rms_norm?",
         Choice(
             "dual_stream?",
-            pair(no_mid=PARALLEL, attn=C_ATTN, mlp=TWO_STREAMS),
+            pair(no_mid=PARALLEL, attention=BOTH_READ, attn=C_ATTN, mlp=TWO_STREAMS),
             pair(no_mid=PARALLEL, attn=C_ATTN, mlp=SHARED, mlp_out=C_MLP),
         ),
         Choice(
             "dual_stream?",
-            dead(no_mid=PARALLEL, attn=C_ATTN, mlp=TWO_STREAMS),
+            dead(no_mid=PARALLEL, attention=BOTH_READ, attn=C_ATTN, mlp=TWO_STREAMS),
             dead(no_mid=PARALLEL, attn=C_ATTN, mlp=SHARED, mlp_out=C_MLP),
         ),
     ),
     "cohere_asr.CohereASRDecoderLayer": CROSS,
     "cohere_compass.CohereCompassDecoderLayer": D_PARALLEL,
     "commandr.CohereDecoderLayer": dead(no_mid=PARALLEL, attn=C_ATTN, mlp=SHARED, mlp_out=C_MLP),
-    "cosmos3_edge.Cosmos3EdgeAttentionDecoderLayer": P_ATTENTION,
-    "dbrx.DbrxBlock": single("norm_attn_norm.norm_2", attn="norm_attn_norm.attn", mlp="ffn"),
+    # From 0.28 on it calls another method of its attention than forward.
+    "cosmos3_edge.Cosmos3EdgeAttentionDecoderLayer": replace(P_ATTENTION, attn_in=Output("norm")),
+    "dbrx.DbrxBlock": single("norm_attn_norm.norm_2", attention="norm_attn_norm.attn", mlp="ffn"),
     "deepseek_v2.DeepseekV2DecoderLayer": Choice("use_sequence_parallel_moe", SHARDED, P_FLOAT16),
-    "domyn_edge.DomynEdgeDecoderLayer": pair("pre_feedforward_norm", mlp="feedforward"),
+    "domyn_edge.DomynEdgeDecoderLayer": pair(
+        "pre_feedforward_norm", attention="attention", mlp="feedforward"
+    ),
     "dory.DoryDecoderLayer": LOOPED,
     "embedding_gemma2.EmbeddingGemma2DecoderLayer": single(
         PRE_FF, hidden="h", attn=NORM, mlp_out=POST_FF
     ),
     "ernie45_moe.Ernie4_5_MoeDecoderLayer": P,
     "ernie45_vl_moe.Ernie4_5_VLMoeDecoderLayer": P,
-    "exaone.ExaoneDecoderLayer": pair("ln_2"),
+    "exaone.ExaoneDecoderLayer": pair("ln_2", attention="attn"),
     "exaone4.Exaone4DecoderLayer": dead("mlp", attn=NORM, mlp=SHARED, mlp_out=POST_FF),
     "exaone_moe.ExaoneMoeDecoderLayer": P,
     "falcon.FalconDecoderLayer": Choice(
         "reduce_row_parallel_results",
-        single(NORM, attn=BIASED, mlp=SHARED, mlp_out=BIASED),
-        single(no_mid=PARALLEL, attn=BIASED, mlp=SHARED, mlp_out=BIASED),
+        single(NORM, attention="self_attention", attn=BIASED, mlp=SHARED, mlp_out=BIASED),
+        single(
+            no_mid=PARALLEL, attention="self_attention", attn=BIASED, mlp=SHARED, mlp_out=BIASED
+        ),
     ),
     "falcon_h1.FalconH1AttentionDecoderLayer": BRANCH,
     "falcon_h1.FalconH1ParallelHybrid": single(
@@ -180,14 +190,14 @@ MODELS: dict[str, Entry] = {
     "glm4.Glm4DecoderLayer": P,
     "glm4_moe.Glm4MoeDecoderLayer": P,
     "glm4_moe_lite.Glm4MoeLiteDecoderLayer": P,
-    "gpt2.GPT2Block": single("ln_2", attn="attn"),
-    "gpt_j.GPTJBlock": single(no_mid=PARALLEL, attn="attn", mlp=SHARED),
+    "gpt2.GPT2Block": single("ln_2", attention="attn"),
+    "gpt_j.GPTJBlock": single(no_mid=PARALLEL, attention="attn", mlp=SHARED),
     "gpt_neox.GPTNeoXLayer": Choice(
         "use_parallel_residual",
-        single(no_mid=PARALLEL, attn="attention"),
-        single(NORM, attn="attention"),
+        single(no_mid=PARALLEL, attention="attention"),
+        single(NORM, attention="attention"),
     ),
-    "gpt_oss.TransformerBlock": P,
+    "gpt_oss.TransformerBlock": pair(NORM, attention="attn"),
     "granite.GraniteDecoderLayer": S_SCALED,
     "granitemoe.GraniteMoeDecoderLayer": single(
         NORM, attn=SCALED, mlp="block_sparse_moe", mlp_out=SCALED
@@ -196,7 +206,7 @@ MODELS: dict[str, Entry] = {
         NORM, attn=SCALED, mlp=NORM_OUT, mlp_out=SCALED
     ),
     "granitemoehybrid.GraniteMoeHybridMambaDecoderLayer": dead(
-        NORM, attn=Lack(MAMBA), mlp=NORM_OUT, mlp_out=SCALED
+        NORM, attention=Lack(MAMBA), mlp=NORM_OUT, mlp_out=SCALED
     ),
     "granitemoeshared.GraniteMoeSharedDecoderLayer": single(
         NORM, attn=SCALED, mlp=NORM_OUT, mlp_out=SCALED
@@ -207,7 +217,7 @@ MODELS: dict[str, Entry] = {
     ),
     "hy_v3.HYV3DecoderLayer": P,
     "hyperclovax.HyperCLOVAXDecoderLayer": dead(NORM, attn=SCALED, mlp_out=SCALED),
-    "internlm2.InternLMDecoderLayer": P_FFN_NORM,
+    "internlm2.InternLMDecoderLayer": pair("ffn_norm", attention="attention", mlp="feed_forward"),
     "interns1_pro.InternS1ProMoeDecoderLayer": P,
     "interns2_mobius.InternS2MobiusDecoderLayer": Choice(
         "use_attn_reduce_scatter_for_moe",
@@ -220,8 +230,13 @@ MODELS: dict[str, Entry] = {
         no_mid="its norm is given a copy of the stream, so the skip connection misses an edit",
         attn=Output("self_attn"),
     ),
-    "jamba.JambaAttentionDecoderLayer": pair("pre_ff_layernorm", mlp="feed_forward"),
-    "jamba.JambaMambaDecoderLayer": pair("pre_ff_layernorm", attn=Lack(MAMBA), mlp="feed_forward"),
+    # Its attention is a method of the layer, not a module.
+    "jamba.JambaAttentionDecoderLayer": pair(
+        "pre_ff_layernorm", attention=Output("input_layernorm"), mlp="feed_forward"
+    ),
+    "jamba.JambaMambaDecoderLayer": pair(
+        "pre_ff_layernorm", attention=Lack(MAMBA), mlp="feed_forward"
+    ),
     "k2_horizon.K2HorizonDecoderLayer": P,
     "kimi_linear.KimiDecoderLayer": KIMI,
     "laguna.LagunaDecoderLayer": P,
@@ -231,7 +246,7 @@ MODELS: dict[str, Entry] = {
     "lfm2_moe.Lfm2MoeShortConvDecoderLayer": without_attention(P_FFN_NORM, CONV),
     "llama.LlamaDecoderLayer": P,
     "llama4.Llama4DecoderLayer": pair(NORM, mlp="feed_forward"),
-    "longcat_flash.FlashDecoderLayer": pair(no_mid=TWICE.reason, attn=TWICE, mlp=TWICE),
+    "longcat_flash.FlashDecoderLayer": pair(no_mid=TWICE.reason, attention=TWICE, mlp=TWICE),
     "mamba.MambaDecoderLayer": P_MAMBA,
     "mamba2.Mamba2DecoderLayer": P_MAMBA,
     "mimo_v2.MiMoV2FlashDecoderLayer": P,
@@ -243,8 +258,8 @@ MODELS: dict[str, Entry] = {
     "molmo.MolmoDecoderNormAfterLayer": POST_NORM_MOLMO,
     "molmo2.Molmo2DecoderLayer": P,
     "molmo2.Molmo2DecoderNormAfterLayer": POST_NORM_MOLMO,
-    "moondream3.Moondream3DecoderLayer": single(no_mid=PARALLEL, attn="attn", mlp=SHARED),
-    "mpt.MPTBlock": single("norm_2", attn="attn", mlp="ffn"),
+    "moondream3.Moondream3DecoderLayer": single(no_mid=PARALLEL, attention="attn", mlp=SHARED),
+    "mpt.MPTBlock": single("norm_2", attention="attn", mlp="ffn"),
     "muse_glimmer.MuseGlimmerDecoderLayer": dead(PRE_FF, attn=NORM, mlp_out=POST_FF),
     "nemotron.NemotronDecoderLayer": P,
     "nemotron_h.NemotronHAttentionDecoderLayer": P_ATTENTION,
@@ -255,7 +270,7 @@ MODELS: dict[str, Entry] = {
         "_is_no_op_ffn",
         Choice(
             "_is_no_op_attention",
-            pair(no_mid=NO_MLP.reason, attn=NO_ATTENTION, mlp=NO_MLP),
+            pair(no_mid=NO_MLP.reason, attention=NO_ATTENTION, mlp=NO_MLP),
             pair(no_mid=NO_MLP.reason, attn=Half.AT_EXIT, mlp=NO_MLP),
         ),
         hybrid("_is_no_op_attention", P, NO_ATTENTION.reason),
@@ -285,8 +300,8 @@ MODELS: dict[str, Entry] = {
     "param2moe.Param2MoEDecoderLayer": P,
     "phi.PhiLayer": single(no_mid=PARALLEL, mlp=SHARED),
     "phimoe.PhiMoEDecoderLayer": dead(NORM, mlp="block_sparse_moe"),
-    "plamo2.Plamo2DecoderLayer": hybrid("is_mamba", pair("pre_mlp_norm"), MAMBA),
-    "plamo3.Plamo3DecoderLayer": pair("pre_mlp_norm"),
+    "plamo2.Plamo2DecoderLayer": hybrid("is_mamba", P_MIXER, MAMBA),
+    "plamo3.Plamo3DecoderLayer": P_MIXER,
     "qwen2.Qwen2DecoderLayer": P,
     "qwen2_moe.Qwen2MoeDecoderLayer": P,
     "qwen3.Qwen3DecoderLayer": P,
@@ -305,9 +320,14 @@ MODELS: dict[str, Entry] = {
     "whisper.WhisperDecoderLayer": CROSS,
     "zamba2.Zamba2AttentionDecoderLayer": BRANCH,
     # The shared transformer's output is added to Mamba's input, not to the stream.
-    "zamba2.Zamba2HybridLayer": single(no_mid=ONLY_MAMBA.reason, attn=ONLY_MAMBA, mlp=ONLY_MAMBA),
+    "zamba2.Zamba2HybridLayer": single(
+        no_mid=ONLY_MAMBA.reason,
+        attention=Lack("its attention reads the stream and the embedding, side by side"),
+        attn=ONLY_MAMBA,
+        mlp=ONLY_MAMBA,
+    ),
     "zamba2.Zamba2MambaDecoderLayer": single(
-        no_mid=LONE_MIXER, attn=Lack(MAMBA), mlp=Lack("a Mamba layer has no MLP")
+        no_mid=LONE_MIXER, attention=Lack(MAMBA), mlp=Lack("a Mamba layer has no MLP")
     ),
     "alice_ai.AliceAIDecoderBlock": Refusal(
         "its model calls `forward_attn_res`, never the layer itself"
@@ -336,6 +356,8 @@ VENDOR: dict[str, Entry] = {
             SHARDED,
             pair(
                 NORM,
+                # The first layer's is an argument of the layer.
+                attention=BOTH_READ,
                 tp_partial=True,
                 no_pre="the first layer is called with an already normalised input",
             ),
@@ -348,7 +370,11 @@ VENDOR: dict[str, Entry] = {
     "deepseek_v41.amd.model.DeepseekV4DecoderLayer": HYPER,
     "deepseek_v41.nvidia.model.DeepseekV4DecoderLayer": HYPER,
     "flint.model.FlintDecoderLayer": pair(
-        no_mid=ONE_KERNEL.reason, attn=ONE_KERNEL, mlp=ONE_KERNEL, mlp_out=Half.AT_EXIT
+        no_mid=ONE_KERNEL.reason,
+        attention=Lack("small batches run the norm and attention in one kernel"),
+        attn=ONE_KERNEL,
+        mlp=ONE_KERNEL,
+        mlp_out=Half.AT_EXIT,
     ),
     "glm5next.common.model.Glm5NextDecoderLayer": HYPER,
     "glm5next.nvidia.model.Glm5NextDecoderLayer": HYPER,

@@ -1,11 +1,12 @@
-"""Location of the six sites in a transformers layer, found by arithmetic rather than by name.
+"""Location of the sites in a transformers layer, found by arithmetic rather than by name.
 
 One plain forward pass records every sub-module's input and output. Attention's output is the
 tensor whose sum with the layer's input is the input of a later module; the MLP's output is the
 tensor whose sum with that is the layer's output. The comparison therefore tests the definition of
-the sites, independently of midstream's own table of conventions. Where the sums do not match
-(a branch is scaled before it is added, or several are added at once), the site is not found and is
-reported as not compared.
+the sites, independently of midstream's own table of conventions. No sum contains what attention
+reads: it is the input of the module that is named attention, and an edit there shows whether that
+is what midstream edits. Where the sums do not match (a branch is scaled before it is added, or
+several are added at once), the site is not found and is reported as not compared.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 TOLERANCE = 4e-6
 # A branch whose norm is below this fraction of the sum cannot be distinguished from zero.
 LEAST = 1e-3
+NO_ATTENTION = "no module is named attention and called with a vector as wide as the stream"
 SCALED = "no module returns what is added to the stream: it is scaled, or several are summed"
 _NORM = re.compile(r"norm|(^|\.)ln", re.IGNORECASE)
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
@@ -92,7 +94,7 @@ class Places:
 
 
 def find(entering: Tensor, leaving: Tensor, calls: list[ModuleCall]) -> Places:
-    """Return the locations of `attn_out`, `resid_mid`, `mlp_in` and `mlp_out` in one layer.
+    """Return the locations of all sites inside one layer.
 
     Args:
         entering, leaving: the stream before and after the layer, float32 [T, H].
@@ -135,6 +137,7 @@ def _sequential(
     """
     places = Places()
     assert first.given is not None
+    _add_attention_input(places, [call for call in calls if call.left < first.entered])
     if branch is None:
         places.missing["attn_out"] = SCALED
     else:
@@ -164,7 +167,11 @@ def _one_step(entering: Tensor, leaving: Tensor, calls: list[ModuleCall]) -> Pla
         places.found[site] = SitePlace(alone.path)
         if site == "mlp_out":
             places.found["mlp_in"] = SitePlace(alone.path, entry=True, shared=True)
+            places.missing["attn_in"] = NO_ATTENTION
+        else:
+            _add_attention_input(places, calls)
     else:
+        _add_attention_input(places, calls)
         for attention, mlp in _pairs(entering, leaving, calls):
             places.found["attn_out"] = SitePlace(attention.path)
             places.found["mlp_out"] = SitePlace(mlp.path)
@@ -175,6 +182,22 @@ def _one_step(entering: Tensor, leaving: Tensor, calls: list[ModuleCall]) -> Pla
         if site not in places.found:
             places.missing[site] = "no module returns what is added to the stream"
     return places
+
+
+def _add_attention_input(places: Places, calls: list[ModuleCall]) -> None:
+    """Set the location of `attn_in`: the input of the outermost, first attention of `calls`."""
+    found = [
+        call
+        for call in calls
+        if call.given is not None
+        and call.matches(_ATTENTION)
+        and not _NORM.search(call.path.rpartition(".")[2])
+    ]
+    if found:
+        attention = min(found, key=lambda call: (call.depth, call.entered))
+        places.found["attn_in"] = SitePlace(attention.path, entry=True, shared=True)
+    else:
+        places.missing["attn_in"] = NO_ATTENTION
 
 
 def _pairs(

@@ -12,6 +12,7 @@ import transformers as hf
 from support import tiny
 from support.oracle import Branches, HookEdit, Oracle, relative_error
 
+from midstream.sites import NAMES
 from midstream.tools.doctor.model_copy import save_copy, small_config
 from midstream.tools.doctor.reference import Reference
 from midstream.tools.doctor.site_finder import SitePlace
@@ -20,24 +21,28 @@ from midstream.tools.doctor.small_config import Size
 TOKENS = [5, 17, 33, 101, 8, 77, 54, 23, 9]
 NORM, PRE_FF = "post_attention_layernorm", "pre_feedforward_layernorm"
 PRE_NORM = {
+    "attn_in": SitePlace("self_attn", entry=True, shared=True),
     "attn_out": SitePlace("self_attn"),
     "resid_mid": SitePlace(NORM, entry=True),
     "mlp_in": SitePlace(NORM),
     "mlp_out": SitePlace("mlp"),
 }
 SANDWICH = {
+    "attn_in": SitePlace("self_attn", entry=True, shared=True),
     "attn_out": SitePlace(NORM),
     "resid_mid": SitePlace(PRE_FF, entry=True),
     "mlp_in": SitePlace(PRE_FF),
     "mlp_out": SitePlace("post_feedforward_layernorm"),
 }
 POST_NORM = {
+    "attn_in": SitePlace("self_attn", entry=True, shared=True),
     "attn_out": SitePlace(NORM),
     "resid_mid": SitePlace("mlp", entry=True),
     "mlp_in": SitePlace("mlp", entry=True, shared=True),
     "mlp_out": SitePlace("post_feedforward_layernorm"),
 }
 PARALLEL = {
+    "attn_in": SitePlace("self_attn", entry=True, shared=True),
     "attn_out": SitePlace("self_attn"),
     "mlp_in": SitePlace("mlp", entry=True, shared=True),
     "mlp_out": SitePlace("mlp"),
@@ -70,7 +75,7 @@ def test_what_is_scaled_where_it_is_added_is_not_found_and_said_to_be_missing(tm
     found = copy_of(hf.GraniteConfig(residual_multiplier=0.3), tmp_path)
     for site in ("attn_out", "mlp_out"):
         assert "scaled" in found.missing((site, 0)), site
-    for site in ("resid_pre", "resid_mid", "mlp_in", "resid_post"):
+    for site in ("resid_pre", "attn_in", "resid_mid", "mlp_in", "resid_post"):
         assert found.missing((site, 1)) is None
     assert found.places[0].found["resid_mid"] == SitePlace(NORM, entry=True)
 
@@ -78,6 +83,7 @@ def test_what_is_scaled_where_it_is_added_is_not_found_and_said_to_be_missing(tm
 def test_where_attention_and_mamba_are_added_at_once_the_stream_behind_them_is_found(tmp_path):
     found = copy_of(hf.FalconH1Config(attention_out_multiplier=0.7), tmp_path)
     assert found.missing(("attn_out", 0))
+    assert found.places[0].found["attn_in"].path == "self_attn"
     assert found.places[0].found["resid_mid"] == SitePlace("pre_ff_layernorm", entry=True)
     assert found.places[0].found["mlp_out"] == SitePlace("feed_forward")
 
@@ -86,12 +92,13 @@ def test_a_layer_that_is_a_mixer_alone_has_one_branch(tmp_path):
     found = copy_of(hf.MambaConfig(), tmp_path)
     assert found.places[0].found == {"attn_out": SitePlace("mixer")}
     assert found.missing(("mlp_out", 0))
+    assert "named attention" in found.missing(("attn_in", 0))
 
 
 ORACLES = {
     "llama": Branches(),
-    "gemma3": Branches(NORM, mlp_out="post_feedforward_layernorm"),
-    "gpt2": Branches(attn_out="attn"),
+    "gemma3": Branches(attn_out=NORM, mlp_out="post_feedforward_layernorm"),
+    "gpt2": Branches(attn_in="attn", attn_out="attn"),
     "opt": Branches(mlp_in="fc1", mlp_out="fc2"),
     "phi": Branches(),
 }
@@ -104,11 +111,7 @@ def test_values_and_edits_are_those_of_the_tests_own_oracle(name, tmp_path):
     oracle = Oracle(path, spec.layers, spec.mid, branches=ORACLES[name])
     reference = Reference(path)
     reference.find_sites(TOKENS)
-    assert set(oracle.sites) == {
-        site
-        for site in ("resid_pre", "attn_out", "resid_mid", "mlp_in", "mlp_out", "resid_post")
-        if reference.missing((site, 1)) is None
-    }
+    assert set(oracle.sites) == {site for site in NAMES if reference.missing((site, 1)) is None}
     draw = torch.Generator().manual_seed(1)
     for site in (None, *oracle.sites):
         hooks, changes = [], {}

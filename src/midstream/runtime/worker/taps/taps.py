@@ -56,13 +56,14 @@ class TappedModule(nn.Module):
     """First base of the class of a tapped module inside a layer, which may have several sites.
 
     Taps at its entry, in this order: `attn_out` as the first half of a pair, `resid_mid`, and the
-    input of the MLP, which is copied first if other modules use that tensor too. At its exit: one
-    branch.
+    input of attention or of the MLP, which is copied first if other modules use that tensor too. At
+    its exit: one branch.
     """
 
     midstream_half: Tensor | None
     midstream_mid: Tensor | None
     midstream_input: Tensor | None
+    midstream_parameter: tuple[str, int] | None
     midstream_copies: bool
     midstream_output: Tensor | None
 
@@ -73,10 +74,10 @@ class TappedModule(nn.Module):
             residual = args[1] if len(args) > 1 else kwargs.get("residual")
             _fire(self, self.midstream_mid, _first(args, self), residual)
         if self.midstream_input is not None:
-            given = _first(args, self)
+            given = self._input(args, kwargs)
             if self.midstream_copies:
                 given = given.clone()
-                args = (given, *args[1:])
+                args, kwargs = self._with_input(given, args, kwargs)
             _fire(self, self.midstream_input, given, None)
         out = super().__call__(*args, **kwargs)
         if self.midstream_output is not None:
@@ -85,6 +86,20 @@ class TappedModule(nn.Module):
             returned = out if isinstance(out, tuple) else (out,)
             _fire(self, self.midstream_output, _first(returned, self), None)
         return out
+
+    def _input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        if self.midstream_parameter is None:
+            return _first(args, self)
+        return _first((_argument(args, kwargs, self.midstream_parameter),), self)
+
+    def _with_input(
+        self, given: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of the call with another input."""
+        name, index = self.midstream_parameter or ("", 0)
+        if name in kwargs:
+            return args, {**kwargs, name: given}
+        return (*args[:index], given, *args[index + 1 :]), kwargs
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +111,14 @@ class _Role:
         path: name of the module within the layer.
         site: the site.
         copies: whether the module's input is copied before the tap.
+        parameter: name of the parameter that gets the module's input; None: the first one.
     """
 
     attribute: str
     path: str
     site: str
     copies: bool = False
+    parameter: str | None = None
 
 
 def modules_to_tap(layer: DecoderLayer, sites: Collection[str]) -> list[nn.Module]:
@@ -161,15 +178,18 @@ def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> No
             _swap(inner, TappedModule, buffers)
             inner.midstream_half = inner.midstream_mid = None
             inner.midstream_input = inner.midstream_output = None
-            inner.midstream_copies = False
+            inner.midstream_copies, inner.midstream_parameter = False, None
             swapped.append(inner)
         if getattr(inner, role.attribute) is not None:
             raise UnsupportedError(
                 f"{type(layer.module).__qualname__}: {role.site} and another site are both the "
-                f"output of {role.path!r}"
+                f"{role.attribute.removeprefix('midstream_')} of {role.path!r}"
             )
         setattr(inner, role.attribute, tables[role.site])
         inner.midstream_copies |= role.copies
+        if role.parameter is not None:
+            # The class is a tapped one by now, whose forward is the module's own.
+            inner.midstream_parameter = _parameter(inner, role.parameter)
 
 
 def _roles(convention: LayerConvention) -> list[_Role]:
@@ -180,7 +200,7 @@ def _roles(convention: LayerConvention) -> list[_Role]:
             roles.append(_Role("midstream_half", convention.mid, "attn_out"))
     for site, place in convention.branches.items():
         if isinstance(place, Input):
-            roles.append(_Role("midstream_input", place.path, site, place.shared))
+            roles.append(_Role("midstream_input", place.path, site, place.shared, place.parameter))
         elif isinstance(place, Output):
             roles.append(_Role("midstream_output", place.path, site))
     return roles
@@ -237,18 +257,22 @@ def _parameters(
     module: nn.Module, convention: LayerConvention
 ) -> tuple[tuple[str, int], tuple[str, int] | None]:
     """Return (name, index) of the parameters with the two halves of the residual stream."""
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
-
-    def find(name: str) -> tuple[str, int]:
-        if name not in names:
-            raise UnsupportedError(
-                f"{type(module).__qualname__}.forward has no parameter {name!r}; it has "
-                f"{', '.join(names)}"
-            )
-        return name, names.index(name)
-
     residual = convention.residual
-    return find(convention.hidden), None if residual is None else find(residual)
+    return (
+        _parameter(module, convention.hidden),
+        None if residual is None else _parameter(module, residual),
+    )
+
+
+def _parameter(module: nn.Module, name: str) -> tuple[str, int]:
+    """Return (name, index) of a parameter of a module's forward."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    if name not in names:
+        raise UnsupportedError(
+            f"{type(module).__qualname__}.forward has no parameter {name!r}; it has "
+            f"{', '.join(names)}"
+        )
+    return name, names.index(name)
 
 
 def _find_module(module: nn.Module, role: _Role) -> Any:

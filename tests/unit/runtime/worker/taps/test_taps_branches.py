@@ -1,23 +1,33 @@
-"""Taps on the branches: `attn_out`, `mlp_in` and `mlp_out`, in every form of layer."""
+"""Taps on the branches: `attn_in`, `attn_out`, `mlp_in`, `mlp_out`, in every form of layer."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from support.branching import KINDS, Layer, LoneAttention, Pair, Parallel, PostNormAlone, Single
+from support.branching import (
+    KINDS,
+    Attention,
+    Layer,
+    LoneAttention,
+    Mix,
+    Pair,
+    Parallel,
+    PostNormAlone,
+    Single,
+)
 from support.tapping import ROWS, WIDTH, arm, assert_same_out, make_buffers, read, tapped
 from torch import Tensor, nn
 
 from midstream.errors import TapError, UnsupportedError
 from midstream.ops import layout
-from midstream.runtime.models.convention import pair, single
+from midstream.runtime.models.convention import pair, single, without_attention
 from midstream.runtime.models.decoder import DecoderLayer
-from midstream.runtime.models.registry import Half, Input, LayerConvention, Output, Returns
+from midstream.runtime.models.registry import Half, Input, Lack, LayerConvention, Output, Returns
 from midstream.runtime.worker.tables.device_buffers import code
 from midstream.runtime.worker.taps.taps import tap_layer
 from midstream.sites import NAMES
 
-VALUES = (1.25, -0.5, 2.0, 0.75, -1.5, 3.0)
+VALUES = (1.25, 1.75, -0.5, 2.0, 0.75, -1.5, 3.0)
 
 
 def has(kind) -> tuple[str, ...]:
@@ -119,16 +129,40 @@ def test_each_site_can_be_tapped_alone(kind, site):
 
 
 @pytest.mark.parametrize("kind", [Parallel, PostNormAlone], ids=name)
-def test_a_shared_input_is_copied_only_where_the_mlps_is_tapped(kind):
-    _, layer, _held = tapped(kind, (("mlp_in", 0),))
-    _, other, _held_too = tapped(kind, (("mlp_out", 0),))
+@pytest.mark.parametrize("branch", ["mlp", "attn"])
+def test_a_shared_input_is_copied_only_where_it_is_tapped(kind, branch):
+    _, layer, _held = tapped(kind, ((f"{branch}_in", 0),))
+    _, other, _held_too = tapped(kind, ((f"{branch}_out", 0),))
     given = []
     for each in (layer, other):
-        each.mlp.linear.register_forward_pre_hook(lambda _m, args: given.append(args[0]))
+        module = each.mlp if branch == "mlp" else each.self_attn
+        module.linear.register_forward_pre_hook(lambda _m, args: given.append(args[0]))
         x = torch.randn(ROWS, WIDTH)
-        each.mlp(x)
+        each.mlp(x) if branch == "mlp" else module(torch.zeros(()), x)
         given[-1] = given[-1].data_ptr() == x.data_ptr()
     assert given == [False, True]
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_what_attention_reads_is_found_by_the_name_of_its_parameter(by_keyword):
+    plain, layer, buffers = tapped(Parallel, (("attn_in", 0),))
+    arm(buffers, ROWS, 1, {0: 2.5})
+    positions, x = torch.zeros(()), torch.randn(ROWS, WIDTH)
+    before = x.clone()
+    if by_keyword:
+        out = layer.self_attn(hidden_states=x, positions=positions)
+    else:
+        out = layer.self_attn(positions, x)
+    torch.testing.assert_close(out, plain.self_attn(positions, x + 2.5))
+    assert torch.equal(x, before), "others read this tensor too"
+    torch.testing.assert_close(read(buffers, ROWS, 1)[:, 0], x + 2.5)
+
+
+def test_attention_is_swapped_only_where_what_it_reads_is_tapped():
+    for site, name in (("attn_in", "TappedAttention"), ("mlp_in", "Attention")):
+        _, layer, _ = tapped(Pair, ((site, 0),))
+        assert type(layer.self_attn).__name__ == name
+        assert type(layer) is Pair
 
 
 def test_a_layer_is_swapped_only_for_the_sites_at_its_own_entry_and_exit():
@@ -136,7 +170,7 @@ def test_a_layer_is_swapped_only_for_the_sites_at_its_own_entry_and_exit():
     assert type(layer) is Single
     _, layer, _ = tapped(Pair, (("mlp_out", 0),))
     assert type(layer).__name__ == "TappedPair"
-    assert type(layer.mlp) is type(layer.self_attn) is type(Pair().mlp)
+    assert (type(layer.mlp), type(layer.self_attn)) == (Mix, Attention)
     _, layer, _ = tapped(LoneAttention, (("attn_out", 0),))
     assert type(layer).__name__ == "TappedLoneAttention"
 
@@ -171,6 +205,15 @@ def test_a_module_shared_by_two_layers_is_refused():
         (single("norm", attn="attn"), "no module 'attn', where its convention has attn_out"),
         (single("norm", mlp_out="mlp.down"), "no module 'mlp.down', where its convention has"),
         (single("norm", attn="mlp"), "mlp_out and another site are both the output of 'mlp'"),
+        (single("norm", attention="attn"), "no module 'attn', where its convention has attn_in"),
+        (
+            single("norm", attention=Input("self_attn", parameter="x")),
+            r"Attention.forward has no parameter 'x'; it has positions, hidden_states",
+        ),
+        (
+            single("norm", attention="mlp", attn="self_attn"),
+            "mlp_in and another site are both the input of 'mlp'",
+        ),
     ],
 )
 def test_a_layer_that_is_not_as_its_convention_says_is_refused(convention, message):
@@ -180,9 +223,9 @@ def test_a_layer_that_is_not_as_its_convention_says_is_refused(convention, messa
 
 
 class Wrong(nn.Module):
-    """An MLP that is called by keyword and returns no tensor first."""
+    """A module that is called by keyword and returns no tensor first."""
 
-    def forward(self, x: Tensor | None = None):
+    def forward(self, x: Tensor | None = None, hidden_states: Tensor | None = None):
         return [x]
 
 
@@ -190,12 +233,13 @@ class Wrong(nn.Module):
     ("site", "message"),
     [
         ("mlp_in", r"called with or returned a tuple of 0: \(\); expected a tensor first"),
+        ("attn_in", r"called with or returned a tuple of 1: \(NoneType\); expected a tensor"),
         ("mlp_out", r"TappedWrong was called with or returned a tuple of 1: \(list\)"),
     ],
 )
 def test_a_module_that_is_not_called_as_expected_is_an_error_and_not_a_guess(site, message):
     layer = Single()
-    layer.mlp = Wrong()
+    layer.mlp = layer.self_attn = Wrong()
     tap_layer(DecoderLayer(0, layer, Single.convention), {(site, 0): 0}, make_buffers([(site, 0)]))
     with pytest.raises(TapError, match=message):
         layer.mlp(x=torch.zeros(ROWS, WIDTH))
@@ -205,6 +249,7 @@ def test_a_module_that_is_not_called_as_expected_is_an_error_and_not_a_guess(sit
     "make",
     [
         lambda: single("norm", returns=Returns.SINGLE, mlp=Output("norm")),
+        lambda: single("norm", attention=Output("norm")),
         lambda: pair(no_mid="none"),
         lambda: pair("norm", attn=Half.AT_EXIT),
         lambda: pair("norm", mlp_out=Half.AT_MID),
@@ -220,7 +265,25 @@ def test_conventions_that_make_no_sense_cannot_be_written(make):
 
 def test_what_is_not_said_of_a_convention_is_lacking_by_name():
     convention = LayerConvention(Returns.SINGLE, mid="norm")
-    for site in ("attn_out", "mlp_in", "mlp_out"):
+    for site in ("attn_in", "attn_out", "mlp_in", "mlp_out"):
         assert "does not know where" in (convention.lack(site) or "")
     assert convention.lack("resid_mid") is None
     assert single("norm", mlp=Input("mlp")).branches["mlp_out"] == Output("mlp")
+    assert single("norm", attention="attn").branches["attn_out"] == Output("attn")
+
+
+def test_attention_has_a_copy_where_the_mlp_has_one():
+    for shared in (False, True):
+        place = Input("self_attn", shared, parameter="hidden_states")
+        assert single("norm", mlp=Input("mlp", shared)).attn_in == place
+        assert pair("norm", mlp=Input("mlp", shared)).attn_in == place
+
+
+def test_without_attention_both_of_its_sites_are_lacking_for_one_reason():
+    for convention in (
+        pair("norm", attention=Lack("it is Mamba")),
+        single("norm", attention=Lack("it is Mamba")),
+        without_attention(single("norm"), "it is Mamba"),
+    ):
+        assert convention.lack("attn_in") == convention.lack("attn_out") == "it is Mamba"
+        assert convention.lack("mlp_in") is None
