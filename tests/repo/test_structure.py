@@ -267,12 +267,9 @@ def test_each_op_has_its_reference_its_kernel_and_its_tests(op):
 
 
 @pytest.mark.parametrize("op", ops())
-def test_each_form_of_an_op_takes_the_same_arguments(op):
-    wanted = list(
-        inspect.signature(getattr(importlib.import_module(f"midstream.ops.{op}"), op)).parameters
-    )
+def test_the_kernel_and_the_reference_of_an_op_take_the_same_arguments(op):
     reference = importlib.import_module(f"midstream.ops.{op}_ref")
-    assert list(inspect.signature(getattr(reference, f"{op}_ref")).parameters) == wanted
+    wanted = list(inspect.signature(getattr(reference, f"{op}_ref")).parameters)
     source = (PACKAGE / "ops" / f"{op}_triton.py").read_text()
     launcher = next(
         node
