@@ -1,4 +1,6 @@
-"""Faults of what workers keep: vectors, and captured rows until they are stored. See `faults`."""
+"""Faults of what workers keep (vectors, and captured rows until they are stored) and of the op. See
+`faults`.
+"""
 
 from __future__ import annotations
 
@@ -221,5 +223,27 @@ KEPT: tuple[Fault, ...] = (
         "default.plan_of_last(())",
         "tests/engine/test_default_capture.py"
         "::test_edits_of_all_positions_reach_the_last_tokens_row",
+    ),
+    Fault(
+        "An engine uses the buffers of an engine that ran before it in the process",
+        "ops/site.py",
+        "    _BUFFERS[table.data_ptr()] = buffers\n",
+        "    _BUFFERS.setdefault(table.data_ptr(), buffers)\n",
+        "tests/unit/ops/test_site.py::test_a_table_uses_the_buffers_that_it_was_bound_to_last",
+    ),
+    Fault(
+        "A compiler may remove or exchange the work of two sites",
+        "ops/site.py",
+        "Tensor(b!) tally",
+        "Tensor tally",
+        "tests/unit/ops/test_site.py::test_the_op_is_defined_as_its_schema_says",
+    ),
+    Fault(
+        "A kernel that was compiled for aligned rows is launched for others",
+        "ops/site_triton.py",
+        "    is_aligned = not reduce(or_, [each.data_ptr() for each in tensors if each is not None]) % 16\n",
+        "    is_aligned = True\n",
+        "tests/unit/ops/test_site_triton.py"
+        "::test_tensors_that_are_not_aligned_never_reach_a_kernel_that_was_compiled_for_aligned_ones",
     ),
 )
