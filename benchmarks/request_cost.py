@@ -1,6 +1,7 @@
 """CPU time of one HTTP request in the server's processes, by what the request asks for.
 
-    python benchmarks/request_cost.py [--hidden 576] [--layers 30] [--clients 16] [--json FILE]
+    python benchmarks/request_cost.py [--hidden 576] [--layers 30] [--clients 16] \
+        [--seconds 280] [--json FILE]
 
 A server of a model with random weights and little work a token runs on this machine, so that the
 cost of requests is not lost in that of the model. Clients without pauses send requests of one kind;
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import signal
@@ -79,10 +81,12 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=2, help="generated tokens of a request")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, help="no round begins that would end later")
     parser.add_argument("--kinds", nargs="+", help="kinds of requests to measure [all]")
     parser.add_argument("--profiles", type=Path, help="folder for a profile of each process")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    end = time.monotonic() + (args.seconds or math.inf)
     bodies = requests(args)
     if args.kinds:
         bodies = {name: bodies[name] for name in args.kinds}
@@ -96,7 +100,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model", args.hidden, args.layers)
         with server(model, Path(folder), args.profiles) as started:
-            measure(results, bodies, started, args)
+            measure(results, bodies, started, args, end)
     write_table(results)
 
 
@@ -170,11 +174,18 @@ def measure(
     bodies: dict[str, dict[str, Any]],
     server: serving.Server,
     args: argparse.Namespace,
+    end: float,
 ) -> None:
-    """Add the CPU time of each kind of request to the results; the first round is a warm-up."""
+    """Add the CPU time of each kind of request to the results; the first round is a warm-up. No
+    round begins that would not end before `end`, on the monotonic clock.
+    """
     processes = processes_of(psutil.Process(server.pid))
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in bodies}
+    longest = 0.0
     for nth in range(args.rounds + 1):
+        started = time.monotonic()
+        if started + longest > end:
+            break
         if nth == 1 and args.profiles:
             tell(processes, signal.SIGRTMIN + 1)
         for name, body in bodies.items():
@@ -192,6 +203,8 @@ def measure(
                     each: statistics.median(one[each] for one in rounds[name])
                     for each in rounds[name][0]
                 }
+        # The first round has a quarter of the requests.
+        longest = max(longest, (time.monotonic() - started) * (1 if nth else 4))
         if args.json:
             args.json.write_text(json.dumps(results, indent=1) + "\n")
     if args.profiles:

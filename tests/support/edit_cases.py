@@ -183,7 +183,12 @@ class Maker:
         row = Replace(self.vector(), positions=[1, -1, prompt_len + 1], **self.place)
         yield "replace by one row", row, some
         rows = torch.stack([self.vector() for _ in range(4)])
-        yield "replace a span", Replace(rows, positions=slice(2, 6), **self.place), [2, 3, 4, 5]
+        span = [2, 3, 4, 5]
+        yield "replace a span", Replace(rows, positions=slice(2, 6), **self.place), span
+        over: dict[str, Any] = {"rows": rows, "positions": slice(2, 6), **self.place}
+        yield "steer by a row each", Steer(scale=0.8, **over), span
+        yield "steer match by a row each", Steer(scale=-0.7, norm="match", **over), span
+        yield "steer keep by a row each", Steer(scale=1.2, norm="keep", **over), span
         far = [0, 2, 3, prompt_len]
         yield "replace apart, in part", Replace(rows, alpha=0.8, positions=far, **self.place), far
 

@@ -88,13 +88,16 @@ def read_score(probe: Probe | Reading, h: ArrayLike) -> Array:
 def _change(edit: Edit, h: Array, g: Array, rows: ArrayLike | None) -> Array:
     """The edit with the amount that it adds multiplied by g, [..., 1]."""
     match edit:
-        case Steer(norm=None):
-            return h + g * edit.scale * wide(edit.vector)
-        case Steer(norm="match"):
-            v = wide(edit.vector)
-            return h + g * edit.scale * norm(h) / np.linalg.norm(v) * v
         case Steer():
-            summed = h + g * edit.scale * wide(edit.vector)
+            v = wide(edit.rows or edit.vector)
+            if edit.rows and rows is not None:
+                v = v[np.asarray(rows)]
+            if edit.norm == "match":
+                own = np.linalg.norm(v, axis=-1, keepdims=True)
+                return h + g * edit.scale * norm(h) / np.where(own == 0, 1, own) * v
+            summed = h + g * edit.scale * v
+            if edit.norm is None:
+                return summed
             length = norm(summed)
             return summed * norm(h) / np.where(length == 0, 1, length)
         case Ablate():

@@ -139,9 +139,16 @@ def lorefts(draw: st.DrawFn, width: int, places: st.SearchStrategy[dict[str, Any
 def steers(width: int, places: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[Steer]:
     norms = st.sampled_from([None, "match", "keep"])
     scales = eighths | floats32.filter(lambda number: abs(number) < 1e3)
+    several = rows(width).filter(lambda found: any(number for row in found for number in row))
     return st.builds(
         lambda vector, scale, norm, place: Steer(vector, scale=scale, norm=norm, **place),
         directions(width),
+        scales,
+        norms,
+        places,
+    ) | st.builds(
+        lambda found, scale, norm, place: Steer(rows=found, scale=scale, norm=norm, **place),
+        several,
         scales,
         norms,
         places,

@@ -47,6 +47,11 @@ class Segment:
     scored: bool = False
     codec: int = 0
 
+    @property
+    def content(self) -> tuple[int, ...]:
+        """What each token gets, as the columns `CONTENT` of segments and runs."""
+        return self.program, self.group, len(self.taps), self.kind, self.scored, self.codec
+
 
 @dataclass(slots=True)
 class RequestState:

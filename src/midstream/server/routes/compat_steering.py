@@ -161,7 +161,7 @@ def show(server: ServerDep) -> dict[str, Any]:
     added: dict[tuple[int, str, str], Any] = {}
     for theirs, tier in _TIERS.items():
         for edit in getattr(state, tier):
-            if not isinstance(edit, Steer) or edit.norm is not None:
+            if not isinstance(edit, Steer) or edit.norm is not None or edit.rows:
                 continue
             # Active edits hold their vectors by value.
             assert isinstance(edit.vector, Vector)

@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from midstream.errors import ScaleWarning
+from midstream.errors import ScaleWarning, SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.spec.algebra import check_nonzero, float32, unit
 from midstream.spec.argument_names import accept_spellings
@@ -16,15 +16,17 @@ from midstream.spec.forms import (
     NumberLike,
     PhaseLike,
     PositionsLike,
+    RowsLike,
     RowsOrNames,
     SitesLike,
 )
 from midstream.spec.instructions import Instruction
+from midstream.spec.matrix import read_rows
 from midstream.spec.named_vector import Named
-from midstream.spec.operation import Operation, by_value, one_edit, read_scalar
+from midstream.spec.operation import Operation, by_value, one_edit, read_scalar, rows_by_value
 from midstream.spec.row_per_layer import check_per_layer, read_per_layer
 from midstream.spec.vector import Vector
-from midstream.validation import at, read_word
+from midstream.validation import MAX_ITEMS, at, read_word
 
 NORMS = ("match", "keep")
 # A larger edit warns: above MAX_RMS per coordinate, a norm of MAX_RMS · √width; with norm="match",
@@ -41,7 +43,8 @@ class Steer(Operation):
 
     With `norm="match"` the vector is first rescaled to the norm of h:
     h ← h + scale · (‖h‖/‖v‖) · v. With `norm="keep"` the sum is rescaled to the norm of h:
-    s = h + scale · v, h ← (‖h‖/‖s‖) · s.
+    s = h + scale · v, h ← (‖h‖/‖s‖) · s. With `rows`, the k-th selected token gets the k-th row as
+    v: a schedule of one vector is `rows=torch.outer(scales, v)`.
 
     Turner et al. 2023 (activation addition, arXiv:2308.10248), Rimsky et al. 2024 (contrastive
     activation addition, arXiv:2312.06681), Zou et al. 2023 (representation engineering,
@@ -49,21 +52,23 @@ class Steer(Operation):
 
     Attributes:
         vector: v, a vector of the model's hidden size; or a name, whose scale multiplies `scale`;
-            or several vectors, one per layer.
+            or several vectors, one per layer; None with `rows`.
+        rows: two or more vectors of that size, one per selected token, in order; else empty.
         scale: finite, within float32's range.
         norm: None, "match" or "keep".
     """
 
     op = "steer"
 
-    vector: Vector | Named | tuple[Vector, ...]
+    vector: Vector | Named | tuple[Vector, ...] | None
+    rows: tuple[Vector, ...]
     scale: float
     norm: str | None
 
     @accept_spellings
     def __init__(
         self,
-        vector: RowsOrNames,
+        vector: RowsOrNames | None = None,
         layer: LayersLike | None = None,
         scale: NumberLike = 1.0,
         site: SitesLike | None = None,
@@ -71,6 +76,7 @@ class Steer(Operation):
         phase: PhaseLike | None = None,
         norm: Literal["match", "keep"] | None = None,
         exclude: PositionsLike | None = None,
+        rows: RowsLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -88,28 +94,57 @@ class Steer(Operation):
             phase: "prompt" or "generated" restricts the positions to tokens of that phase.
             norm: None, "match", or "keep".
             exclude: positions to exclude.
+            rows: instead of `vector`: [n, width], n at most 4096, with n selected positions, which
+                is checked when the plan is resolved. A row may be zero. One row is one vector.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
         with at("norm"):
             self._set(norm=None if norm is None else read_word(norm, NORMS))
-        found, layer = read_per_layer("vector", vector, layer)
-        rows = found if isinstance(found, tuple) else (found,)
-        for index, row in enumerate(rows):
-            if isinstance(row, Vector):
-                with at("vector" if len(rows) == 1 else f"vector[{index}]"):
-                    check_nonzero(row, "the vector is zero, so that the edit would change nothing")
-        self._set(vector=found)
+        self._set(rows=())
+        if rows is not None:
+            vector = self._read_rows(vector, rows)
+        elif vector is None:
+            raise SpecError("vector", "missing; give a vector, or one row per position as `rows`")
+        if vector is not None:
+            vector, layer = self._read_vector(vector, layer)
+        self._set(vector=vector)
         with at("scale"):
             self._set(scale=read_scalar(scale))
         self._set_place(layer, site, positions, phase, exclude)
-        if isinstance(found, tuple):
-            check_per_layer("vector", len(found), self.layers)
-        self._warn_of_scale(rows)
+        if isinstance(self.vector, tuple):
+            check_per_layer("vector", len(self.vector), self.layers)
+        self._warn_of_scale()
+
+    def _read_rows(self, vector: object, rows: object) -> Vector | None:
+        """Set the rows; return the vector if there is one row."""
+        if vector is not None:
+            raise SpecError("rows", "`vector` is given too; give one of them")
+        with at("rows"):
+            found = read_rows(rows, MAX_ITEMS)
+            if not any(row.norm for row in found):
+                raise SpecError("", "all rows are zero, so that the edit would change nothing")
+        if len(found) == 1:
+            return found[0]
+        self._set(rows=found)
+        return None
+
+    def _read_vector(
+        self, vector: object, layer: object
+    ) -> tuple[Vector | Named | tuple[Vector, ...], Any]:
+        """Return the vector, or one per layer, and the layers."""
+        found, layer = read_per_layer("vector", vector, layer)
+        each = found if isinstance(found, tuple) else (found,)
+        for index, row in enumerate(each):
+            if isinstance(row, Vector):
+                with at("vector" if len(each) == 1 else f"vector[{index}]"):
+                    check_nonzero(row, "the vector is zero, so that the edit would change nothing")
+        return found, layer
 
     def own(self) -> dict[str, Any]:
-        return {"vector": self.vector, "scale": self.scale, "norm": self.norm}
+        what = {"rows": self.rows} if self.rows else {"vector": self.vector}
+        return {**what, "scale": self.scale, "norm": self.norm}
 
     def per_layer(self) -> tuple[Steer, ...]:
         if not isinstance(self.vector, tuple):
@@ -123,17 +158,24 @@ class Steer(Operation):
         return {"vector": vectors[self.vector.name], "scale": scale, "norm": self.norm}
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
-        assert not isinstance(self.vector, tuple), "binding gives one edit per layer"
-        with at("vector"):
-            vector = by_value(self.vector, width)
+        if self.rows:
+            rows = rows_by_value("rows", self.rows, width)
+        else:
+            assert self.vector is not None
+            assert not isinstance(self.vector, tuple), "binding gives one edit per layer"
+            with at("vector"):
+                rows = (by_value(self.vector, width),)
         a = float32(self.scale)
+        flags = Flags.ROW_BY_POSITION if len(rows) > 1 else Flags.NONE
         if self.norm == "match":
             # scale/‖v‖ as a factor would overflow for very short vectors.
-            return one_edit([Instruction(Op.ADD_MATCHED, write=(unit(vector),), a=a)])
-        flags = Flags.KEEP if self.norm == "keep" else Flags.NONE
-        return one_edit([Instruction(Op.ADD, write=(vector,), a=a, flags=flags)])
+            units = tuple(unit(row) if row.norm else row for row in rows)
+            return one_edit([Instruction(Op.ADD_MATCHED, write=units, a=a, flags=flags)])
+        if self.norm == "keep":
+            flags |= Flags.KEEP
+        return one_edit([Instruction(Op.ADD, write=rows, a=a, flags=flags)])
 
-    def _warn_of_scale(self, rows: tuple[Vector | Named, ...]) -> None:
+    def _warn_of_scale(self) -> None:
         """Warn, once per process, of an edit that drowns the residual stream."""
         global _has_warned
         if _has_warned or self.norm == "keep":
@@ -142,8 +184,9 @@ class Steer(Operation):
         if self.norm == "match":
             is_huge, shown = size > MAX_MATCHED, f"{size:.3g} times the norm of h"
         else:
-            # All rows have one size.
-            vectors = [row for row in rows if isinstance(row, Vector)]
+            given = self.vector if isinstance(self.vector, tuple) else (self.vector, *self.rows)
+            # All have one size.
+            vectors = [row for row in given if isinstance(row, Vector)]
             norm = size * max((row.norm for row in vectors), default=0.0)
             is_huge = bool(vectors) and norm > MAX_RMS * math.sqrt(vectors[0].size)
             shown = f"|scale| · ‖vector‖ = {norm:.3g}"

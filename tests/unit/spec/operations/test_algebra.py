@@ -154,6 +154,23 @@ def test_the_kth_token_gets_the_kth_row():
     assert (run([step], h[:2], positions=[2, 0]) == [rows[2], rows[0]]).all()
 
 
+@pytest.mark.parametrize("norm", [None, "match", "keep"])
+def test_steering_by_a_row_per_token_is_steering_each_token_by_its_row(norm):
+    rows = [[1, 0, 2, 1], [0, 0, 0, 0], [3, 1, -3, 0]]
+    h = np.array([[1.0, 2, 3, 4], [4, 3, 2, 1], [0, 1, 0, 1]])
+    found = do(h, Steer(rows=rows, layer=0, scale=1.5, norm=norm))
+    for nth, row in enumerate(rows):
+        alone = do(h[nth : nth + 1], Steer(row, 0, 1.5, norm=norm)) if any(row) else h[nth]
+        assert np.allclose(found[nth], alone)
+    (step,) = Steer(rows=rows, layer=0, norm=norm).instructions(WIDTH)
+    moved = run([step], h[:2], positions=[2, 0])
+    assert np.allclose(moved[1], do(h[1:2], Steer(rows[0], 0, norm=norm)))
+
+
+def test_one_row_is_a_vector():
+    assert Steer(rows=[[1, 2, 3, 4]], layer=0) == Steer([1, 2, 3, 4], 0)
+
+
 @given(vectors, vectors, hidden)
 def test_additions_commute(v, w, h):
     edits = [Steer(v, 0, scale=2), Steer(w, 0)]

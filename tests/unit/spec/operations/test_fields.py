@@ -243,6 +243,11 @@ NEARLY = [[1.0, 0.01], [0.0, 1.0]]
         (lambda: LoReFT(NEARLY, NEARLY, 0, 0), "rotation", "orthonormal rows.*by 0.01, more than"),
         (lambda: LoReFT([1, 0], [[1, 0], [0, 1]], 0, 0), "weight", "the shape of `rotation`"),
         (lambda: Replace([[]], 0), "rows[0]", "the vector is empty"),
+        (lambda: Steer(layer=0), "vector", "missing; give a vector, or one row per position"),
+        (lambda: Steer([1], 0, rows=[[1]]), "rows", "`vector` is given too; give one of them"),
+        (lambda: Steer(rows=[[0], [0]], layer=0), "rows", "all rows are zero"),
+        (lambda: Steer(rows=[[1], [1, 2]], layer=0), "rows[1]", "expected 1 numbers"),
+        (lambda: Steer(rows=[[1], [2]]), "layer", "missing; it can be omitted only where"),
         (lambda: Replace([], 0), "rows", "expected at least one row, got none"),
         (lambda: Replace("happy", 0), "rows", "got `str`"),
         (lambda: Scale(None, 0), "factor", "expected a number, got `None`"),
@@ -273,7 +278,7 @@ def test_a_dict_of_another_kind_is_refused(change, path, problem):
 
 
 def test_a_missing_field_is_named():
-    with pytest.raises(SpecError, match="missing field `vector`"):
+    with pytest.raises(SpecError, match="vector: missing; give a vector"):
         Steer.parse({"layer": 0})
     with pytest.raises(SpecError, match="missing field `direction`"):
         Clamp.parse({"layer": 0})
@@ -301,6 +306,7 @@ def test_a_rotation_stored_in_bfloat16_is_orthonormal_enough_and_one_that_is_not
         (Affine([1, 2], [1, 2], 0), "read[0]"),
         (LoReFT([1, 0], [1, 2], 0, 0), "rotation[0]"),
         (Replace([[1, 2], [1, 2]], 0), "rows[0]"),
+        (Steer(rows=[[1, 2], [1, 2]], layer=0), "rows[0]"),
     ],
 )
 def test_a_vector_of_another_width_is_refused_when_lowered(edit, path):

@@ -26,7 +26,7 @@ def cases(draw, kinds):
     """(edit, h [tokens, WIDTH]), with as many tokens as there are rows to give to each."""
     edit = draw(kinds)
     inner = edit.edit if isinstance(edit, Gate) else edit
-    several = isinstance(inner, Replace) and len(inner.rows) > 1
+    several = isinstance(inner, Replace | Steer) and len(inner.rows) > 1
     tokens = len(inner.rows) if several else draw(st.integers(1, 3))
     numbers = st.integers(-32, 32).map(lambda number: number / 8)
     row = st.lists(numbers, min_size=WIDTH, max_size=WIDTH)

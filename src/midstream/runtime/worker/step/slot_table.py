@@ -162,16 +162,7 @@ class SlotTable:
 
     def enter(self, slot: int, segment: Segment) -> None:
         """Set the segment of a slot's latest rows."""
-        self.segments[slot] = (
-            segment.start,
-            segment.stop,
-            segment.program,
-            segment.group,
-            len(segment.taps),
-            segment.kind,
-            segment.scored,
-            segment.codec,
-        )
+        self.segments[slot] = (segment.start, segment.stop, *segment.content)
 
     def advance(self, slot: Ints, position: Ints, stop: Ints) -> None:
         """Record the positions that requests reach. Positions before a row that were never

@@ -234,11 +234,12 @@ class StepPlanner:
         request = self._slots.by_slot(slot)
         assert request is not None
         runs = []
-        for segment in request.segments_within(position, stop):
+        segments = request.segments_within(position, stop)
+        for segment in segments:
             start, end = max(position, segment.start), min(stop, segment.stop)
-            self._slots.enter(slot, segment)
-            content = self._slots.segments[slot, columns.CONTENT].tolist()
-            runs.append([row + start - position, end - start, start, slot, *content])
+            runs.append([row + start - position, end - start, start, slot, *segment.content])
+        if segments:
+            self._slots.enter(slot, segments[-1])
         return runs
 
     def _lay_out(self, runs: TokenRuns, num_tokens: int) -> StepPlan:
