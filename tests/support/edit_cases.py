@@ -126,6 +126,10 @@ class Maker:
         yield "steer match", Steer(self.vector(3.0), scale=-0.7, norm="match", **at)
         yield "steer keep", Steer(self.vector(), scale=1.2, norm="keep", **at)
         yield "ablate", Ablate(self.direction(length=3.0), **at)
+        yield "ablate keep", Ablate(self.direction(length=3.0), norm="keep", **at)
+        clamped = self.direction(length=2.0)
+        yield "clamp keep", Clamp(clamped, value=0.9 * self.size, norm="keep", **at)
+        yield "replace keep, in part", Replace(self.vector(), alpha=0.6, norm="keep", **at)
         three = [self.direction(length=size) for size in (0.5, 1.0, 4.0)]
         yield "ablate a subspace", Ablate(three, **at)
         yield "ablate with a strength", Ablate(three[:2], strength=1.7, **at)
@@ -138,6 +142,7 @@ class Maker:
         bias = [0.3 * self.size, -0.2 * self.size]
         weight = torch.stack([self.direction(), self.direction()])
         yield "loreft", LoReFT(self.orthonormal(2), weight, bias, **at)
+        yield "loreft keep", LoReFT(self.orthonormal(2), weight, bias, norm="keep", **at)
         yield "replace all by one row, in part", Replace(self.vector(), alpha=0.6, **at)
         yield "scale", Scale(1.5, **at)
         yield "scale to nothing", Scale(0.0 if self.site in BRANCHES else -0.5, **at)

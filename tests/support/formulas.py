@@ -87,6 +87,14 @@ def read_score(probe: Probe | Reading, h: ArrayLike) -> Array:
 
 def _change(edit: Edit, h: Array, g: Array, rows: ArrayLike | None) -> Array:
     """The edit with the amount that it adds multiplied by g, [..., 1]."""
+    changed = _added(edit, h, g, rows)
+    if getattr(edit, "norm", None) != "keep":
+        return changed
+    length = norm(changed)
+    return changed * norm(h) / np.where(length == 0, 1, length)
+
+
+def _added(edit: Edit, h: Array, g: Array, rows: ArrayLike | None) -> Array:
     match edit:
         case Steer():
             v = wide(edit.rows or edit.vector)
@@ -95,11 +103,7 @@ def _change(edit: Edit, h: Array, g: Array, rows: ArrayLike | None) -> Array:
             if edit.norm == "match":
                 own = np.linalg.norm(v, axis=-1, keepdims=True)
                 return h + g * edit.scale * norm(h) / np.where(own == 0, 1, own) * v
-            summed = h + g * edit.scale * v
-            if edit.norm is None:
-                return summed
-            length = norm(summed)
-            return summed * norm(h) / np.where(length == 0, 1, length)
+            return h + g * edit.scale * v
         case Ablate():
             # The projection by least squares: no basis is made.
             d = wide(edit.directions)

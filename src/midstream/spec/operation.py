@@ -238,8 +238,26 @@ def rows_by_value(
     return tuple(found)
 
 
-def one_edit(steps: list[Instruction]) -> tuple[Instruction, ...]:
-    """Set the flags of one edit's instructions: all read the same h, and count as one edit."""
+def read_norm(value: object) -> str | None:
+    """Read the argument `norm` of an edit that does not scale to the norm of h."""
+    with at("norm"):
+        return None if value is None else read_word(value, ("keep",))
+
+
+def with_norm(found: dict[str, Any], norm: str | None) -> dict[str, Any]:
+    """Return arguments with `norm`, if it is not the default."""
+    return found if norm is None else {**found, "norm": norm}
+
+
+def one_edit(steps: list[Instruction], norm: str | None = None) -> tuple[Instruction, ...]:
+    """Set the flags of one edit's instructions: all read the same h, and count as one edit.
+
+    Args:
+        steps: the instructions.
+        norm: "keep": after the last one the whole vector is rescaled to the norm of h.
+    """
+    if norm == "keep":
+        steps[-1] = steps[-1].with_flags(Flags.KEEP)
     for index, step in enumerate(steps):
         if step.reads:
             steps[index] = step.with_flags(Flags.FRESH)

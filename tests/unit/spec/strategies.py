@@ -160,7 +160,7 @@ def plain_edits(
 ) -> st.SearchStrategy[PlainEdit]:
     """Every operation but Gate, with vectors by value."""
     at = where() if places is None else places
-    return st.one_of(
+    edits = st.one_of(
         steers(width, at),
         st.builds(
             lambda rows, strength, place: Ablate(rows, strength=strength, subspace=True, **place),
@@ -180,6 +180,11 @@ def plain_edits(
         ),
         st.builds(lambda factor, place: Scale(factor, **place), eighths, at),
     )
+    return st.builds(_with_norm, edits, st.sampled_from([None, "keep"]))
+
+
+def _with_norm(edit: PlainEdit, norm: str | None) -> PlainEdit:
+    return edit if isinstance(edit, Steer | Scale) else edit.replace(norm=norm)
 
 
 def readings(width: int = WIDTH, own: bool = True) -> st.SearchStrategy[Reading]:

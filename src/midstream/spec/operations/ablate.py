@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
@@ -21,7 +21,14 @@ from midstream.spec.forms import (
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import read_directions
 from midstream.spec.named_vector import Named
-from midstream.spec.operation import Operation, one_edit, read_scalar, rows_by_value
+from midstream.spec.operation import (
+    Operation,
+    one_edit,
+    read_norm,
+    read_scalar,
+    rows_by_value,
+    with_norm,
+)
 from midstream.spec.row_per_layer import check_per_layer, is_by_layer, read_by_layer
 from midstream.spec.vector import Vector
 from midstream.validation import at, kind
@@ -41,6 +48,7 @@ class Ablate(Operation):
         strength: 1 removes the directions, 0 changes nothing, 2 reflects.
         subspace: of several directions at several layers, True removes all of them at each layer,
             False one per layer; None with one direction, a name, or one layer.
+        norm: None or "keep".
     """
 
     op = "ablate"
@@ -48,6 +56,7 @@ class Ablate(Operation):
     directions: tuple[Vector | Named, ...]
     strength: float
     subspace: bool | None
+    norm: str | None
 
     @accept_spellings
     def __init__(
@@ -60,6 +69,7 @@ class Ablate(Operation):
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,
         subspace: bool | None = None,
+        norm: Literal["keep"] | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -71,6 +81,7 @@ class Ablate(Operation):
             layer, site, positions, phase, exclude: see Steer.
             subspace: required for a matrix at several layers. True: remove the subspace of all
                 rows at each layer. False: remove one row per layer, in their order.
+            norm: None, or "keep": the vector is rescaled to the norm that h had, as in Steer.
 
         Raises:
             SpecError: a field is malformed (its path starts with the field's name), or a direction
@@ -93,12 +104,14 @@ class Ablate(Operation):
                     orthonormal(part)
         with at("strength"):
             self._set(strength=read_scalar(strength))
+        self._set(norm=read_norm(norm))
         self._set_place(layer, site, positions, phase, exclude)
         self._set(subspace=self._read_subspace(subspace, by_value=vectors == self.directions))
 
     def own(self) -> dict[str, Any]:
         found: dict[str, Any] = {"directions": self.directions, "strength": self.strength}
-        return found if self.subspace is None else {**found, "subspace": self.subspace}
+        found = found if self.subspace is None else {**found, "subspace": self.subspace}
+        return with_norm(found, self.norm)
 
     def per_layer(self) -> tuple[Ablate, ...]:
         if self.subspace is not False:
@@ -122,7 +135,7 @@ class Ablate(Operation):
         rows = rows_by_value("directions", self.directions, width)
         a = float32(-self.strength) + 0.0
         return one_edit(
-            [Instruction(Op.LINEAR, read=u, write=(u,), a=a) for u in orthonormal(rows)]
+            [Instruction(Op.LINEAR, read=u, write=(u,), a=a) for u in orthonormal(rows)], self.norm
         )
 
     def _read_subspace(self, given: bool | None, by_value: bool) -> bool | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
@@ -21,7 +21,14 @@ from midstream.spec.forms import (
 )
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import read_rows
-from midstream.spec.operation import Operation, one_edit, read_scalar, rows_by_value
+from midstream.spec.operation import (
+    Operation,
+    one_edit,
+    read_norm,
+    read_scalar,
+    rows_by_value,
+    with_norm,
+)
 from midstream.spec.vector import Vector
 from midstream.validation import at
 
@@ -40,6 +47,7 @@ class Affine(Operation):
         write: r vectors of the model's hidden size.
         bias: [r].
         scale: 0 changes nothing.
+        norm: None or "keep".
     """
 
     op = "affine"
@@ -48,6 +56,7 @@ class Affine(Operation):
     write: tuple[Vector, ...]
     bias: Vector
     scale: float
+    norm: str | None
 
     @accept_spellings
     def __init__(
@@ -61,6 +70,7 @@ class Affine(Operation):
         positions: PositionsLike = "all",
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,
+        norm: Literal["keep"] | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -70,6 +80,7 @@ class Affine(Operation):
             bias: [r], any form of Vector.parse, or one number for all rows.
             scale: a number.
             layer, site, positions, phase, exclude: see Steer.
+            norm: None, or "keep": the vector is rescaled to the norm that h had, as in Steer.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -82,15 +93,17 @@ class Affine(Operation):
             self._set(bias=_read_bias(bias, len(self.read)))
         with at("scale"):
             self._set(scale=read_scalar(scale))
+        self._set(norm=read_norm(norm))
         self._set_place(layer, site, positions, phase, exclude)
 
     def own(self) -> dict[str, Any]:
-        return {"read": self.read, "write": self.write, "bias": self.bias, "scale": self.scale}
+        found = {"read": self.read, "write": self.write, "bias": self.bias, "scale": self.scale}
+        return with_norm(found, self.norm)
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         reads = rows_by_value("read", self.read, width)
         writes = rows_by_value("write", self.write, width)
-        return _rank_one_terms(reads, writes, self.bias, float32(self.scale))
+        return _rank_one_terms(reads, writes, self.bias, float32(self.scale), self.norm)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -104,6 +117,7 @@ class LoReFT(Operation):
         rotation: R, r vectors of the model's hidden size; orthonormal to within 1e-3.
         weight: W, r vectors of the model's hidden size.
         bias: b, [r].
+        norm: None or "keep".
     """
 
     op = "loreft"
@@ -111,6 +125,7 @@ class LoReFT(Operation):
     rotation: tuple[Vector, ...]
     weight: tuple[Vector, ...]
     bias: Vector
+    norm: str | None
 
     @accept_spellings
     def __init__(
@@ -123,6 +138,7 @@ class LoReFT(Operation):
         positions: PositionsLike = "all",
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,
+        norm: Literal["keep"] | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -131,6 +147,7 @@ class LoReFT(Operation):
                 base64 with `shape`.
             bias: [r], any form of Vector.parse, or one number for all rows.
             layer, site, positions, phase, exclude: see Steer.
+            norm: None, or "keep": the vector is rescaled to the norm that h had, as in Steer.
 
         Raises:
             SpecError: a field is malformed (its path starts with the field's name), or the rows
@@ -149,27 +166,34 @@ class LoReFT(Operation):
             self._set(weight=_read_like(weight, "rotation", self.rotation))
         with at("bias"):
             self._set(bias=_read_bias(bias, len(self.rotation)))
+        self._set(norm=read_norm(norm))
         self._set_place(layer, site, positions, phase, exclude)
 
     def own(self) -> dict[str, Any]:
-        return {"rotation": self.rotation, "weight": self.weight, "bias": self.bias}
+        found = {"rotation": self.rotation, "weight": self.weight, "bias": self.bias}
+        return with_norm(found, self.norm)
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         rotation = rows_by_value("rotation", self.rotation, width)
         with at("weight"):
             rows = wide(rows_by_value("", self.weight, width)) - wide(rotation)
             reads = read_rows(rows)
-        return _rank_one_terms(reads, rotation, self.bias, 1.0)
+        return _rank_one_terms(reads, rotation, self.bias, 1.0, self.norm)
 
 
 def _rank_one_terms(
-    reads: tuple[Vector, ...], writes: tuple[Vector, ...], bias: Vector, scale: float
+    reads: tuple[Vector, ...],
+    writes: tuple[Vector, ...],
+    bias: Vector,
+    scale: float,
+    norm: str | None,
 ) -> tuple[Instruction, ...]:
     return one_edit(
         [
             Instruction(Op.LINEAR, read=read, write=(write,), a=scale, b=b)
             for read, write, b in zip(reads, writes, bias.numpy().tolist(), strict=True)
-        ]
+        ],
+        norm,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
@@ -19,7 +19,14 @@ from midstream.spec.forms import (
 )
 from midstream.spec.instructions import Instruction
 from midstream.spec.named_vector import Named, read_direction
-from midstream.spec.operation import Operation, by_value, one_edit, read_scalar
+from midstream.spec.operation import (
+    Operation,
+    by_value,
+    one_edit,
+    read_norm,
+    read_scalar,
+    with_norm,
+)
 from midstream.spec.vector import Vector
 from midstream.validation import FLOAT32_MAX, at
 
@@ -36,6 +43,7 @@ class Clamp(Operation):
             effect.
         low, high: the range, in units of h; None: unbounded. Equal bounds set the coordinate.
         strength: 1 moves the coordinate fully, 0 changes nothing.
+        norm: None or "keep".
     """
 
     op = "clamp"
@@ -44,6 +52,7 @@ class Clamp(Operation):
     low: float | None
     high: float | None
     strength: float
+    norm: str | None
 
     @accept_spellings
     def __init__(
@@ -58,6 +67,7 @@ class Clamp(Operation):
         positions: PositionsLike = "all",
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,
+        norm: Literal["keep"] | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -67,6 +77,7 @@ class Clamp(Operation):
             low, high: numbers, low ≤ high; at least one of them if `value` is omitted.
             strength: a number.
             layer, site, positions, phase, exclude: see Steer.
+            norm: None, or "keep": the vector is rescaled to the norm that h had, as in Steer.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -91,15 +102,17 @@ class Clamp(Operation):
             raise SpecError("low", f"expected at most `high`, {self.high!r}, got {self.low!r}")
         with at("strength"):
             self._set(strength=read_scalar(strength))
+        self._set(norm=read_norm(norm))
         self._set_place(layer, site, positions, phase, exclude)
 
     def own(self) -> dict[str, Any]:
-        return {
+        found = {
             "direction": self.direction,
             "low": self.low,
             "high": self.high,
             "strength": self.strength,
         }
+        return with_norm(found, self.norm)
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         with at("direction"):
@@ -115,5 +128,6 @@ class Clamp(Operation):
                     b=FLOAT32_MAX if self.high is None else float32(self.high),
                     c=float32(self.strength),
                 )
-            ]
+            ],
+            self.norm,
         )

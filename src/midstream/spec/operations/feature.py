@@ -18,7 +18,14 @@ from midstream.spec.forms import (
     VectorLike,
 )
 from midstream.spec.instructions import Instruction
-from midstream.spec.operation import Operation, by_value, one_edit, read_scalar
+from midstream.spec.operation import (
+    Operation,
+    by_value,
+    one_edit,
+    read_norm,
+    read_scalar,
+    with_norm,
+)
 from midstream.spec.vector import Vector
 from midstream.validation import at, listed, read_word
 
@@ -50,6 +57,7 @@ class Feature(Operation):
         value: a feature activation; for "scale" a factor. None for "ablate".
         bias: the encoder bias, including the folded decoder bias.
         threshold: at least 0.
+        norm: None or "keep".
     """
 
     op = "feature"
@@ -60,6 +68,7 @@ class Feature(Operation):
     value: float | None
     bias: float
     threshold: float
+    norm: str | None
 
     @accept_spellings
     def __init__(
@@ -76,6 +85,7 @@ class Feature(Operation):
         positions: PositionsLike = "all",
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,
+        norm: Literal["keep"] | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -89,6 +99,7 @@ class Feature(Operation):
             decoder_bias: b_dec, any form of Vector.parse, for an SAE that subtracts it from h
                 before encoding: bias − ⟨encoder, decoder_bias⟩ becomes the attribute `bias`.
             layer, site, positions, phase, exclude: see Steer.
+            norm: None, or "keep": the vector is rescaled to the norm that h had, as in Steer.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -109,10 +120,11 @@ class Feature(Operation):
             self._set(threshold=0.0 if threshold is None else read_scalar(threshold))
             if self.threshold < 0:
                 raise SpecError("", f"expected at least 0, got {self.threshold!r}")
+        self._set(norm=read_norm(norm))
         self._set_place(layer, site, positions, phase, exclude)
 
     def own(self) -> dict[str, Any]:
-        return {
+        found = {
             "encoder": self.encoder,
             "decoder": self.decoder,
             "mode": self.mode,
@@ -120,6 +132,7 @@ class Feature(Operation):
             "bias": self.bias,
             "threshold": self.threshold,
         }
+        return with_norm(found, self.norm)
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         with at("encoder"):
@@ -128,7 +141,7 @@ class Feature(Operation):
             write = (by_value(self.decoder, width),)
         value = 0.0 if self.value is None else self.value
         if self.mode == "add":
-            return one_edit([Instruction(Op.ADD, write=write, a=float32(value))])
+            return one_edit([Instruction(Op.ADD, write=write, a=float32(value))], self.norm)
         return one_edit(
             [
                 Instruction(
@@ -140,7 +153,8 @@ class Feature(Operation):
                     c=float32(value - 1) if self.mode == "scale" else -1.0,
                     d=float32(value) if self.mode == "set" else 0.0,
                 )
-            ]
+            ],
+            self.norm,
         )
 
     def _read_value(self, value: object) -> float | None:

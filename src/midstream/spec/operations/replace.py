@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from midstream.ops.layout import Flags, Op
 from midstream.spec.algebra import float32
@@ -18,7 +18,14 @@ from midstream.spec.forms import (
 )
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import read_rows
-from midstream.spec.operation import Operation, one_edit, read_scalar, rows_by_value
+from midstream.spec.operation import (
+    Operation,
+    one_edit,
+    read_norm,
+    read_scalar,
+    rows_by_value,
+    with_norm,
+)
 from midstream.spec.vector import Vector
 from midstream.validation import MAX_ITEMS, at
 
@@ -34,12 +41,14 @@ class Replace(Operation):
         rows: vectors of the model's hidden size: one for all selected tokens, or one per selected
             token, in order.
         alpha: 1 replaces, 0 changes nothing.
+        norm: None or "keep".
     """
 
     op = "replace"
 
     rows: tuple[Vector, ...]
     alpha: float
+    norm: str | None
 
     @accept_spellings
     def __init__(
@@ -51,6 +60,7 @@ class Replace(Operation):
         positions: PositionsLike = "all",
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,
+        norm: Literal["keep"] | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -60,6 +70,7 @@ class Replace(Operation):
             alpha: a number.
             layer, site, positions, phase, exclude: see Steer. n > 1 rows require n selected
                 positions; this is checked when the plan is resolved.
+            norm: None, or "keep": the vector is rescaled to the norm that h had, as in Steer.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -68,12 +79,14 @@ class Replace(Operation):
             self._set(rows=read_rows(rows, MAX_ITEMS))
         with at("alpha"):
             self._set(alpha=read_scalar(alpha))
+        self._set(norm=read_norm(norm))
         self._set_place(layer, site, positions, phase, exclude)
 
     def own(self) -> dict[str, Any]:
-        return {"rows": self.rows, "alpha": self.alpha}
+        return with_norm({"rows": self.rows, "alpha": self.alpha}, self.norm)
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         rows = rows_by_value("rows", self.rows, width)
         flags = Flags.ROW_BY_POSITION if len(rows) > 1 else Flags.NONE
-        return one_edit([Instruction(Op.REPLACE, write=rows, a=float32(self.alpha), flags=flags)])
+        steps = [Instruction(Op.REPLACE, write=rows, a=float32(self.alpha), flags=flags)]
+        return one_edit(steps, self.norm)

@@ -171,9 +171,7 @@ class Steer(Operation):
             # scale/‖v‖ as a factor would overflow for very short vectors.
             units = tuple(unit(row) if row.norm else row for row in rows)
             return one_edit([Instruction(Op.ADD_MATCHED, write=units, a=a, flags=flags)])
-        if self.norm == "keep":
-            flags |= Flags.KEEP
-        return one_edit([Instruction(Op.ADD, write=rows, a=a, flags=flags)])
+        return one_edit([Instruction(Op.ADD, write=rows, a=a, flags=flags)], self.norm)
 
     def _warn_of_scale(self) -> None:
         """Warn, once per process, of an edit that drowns the residual stream."""

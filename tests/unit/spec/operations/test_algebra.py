@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.formulas import run
 from unit.spec.strategies import directions, numbers, plain_edits, subspaces
@@ -165,6 +165,17 @@ def test_steering_by_a_row_per_token_is_steering_each_token_by_its_row(norm):
     (step,) = Steer(rows=rows, layer=0, norm=norm).instructions(WIDTH)
     moved = run([step], h[:2], positions=[2, 0])
     assert np.allclose(moved[1], do(h[1:2], Steer(rows[0], 0, norm=norm)))
+
+
+@given(vectors, hidden)
+def test_an_edit_that_keeps_the_norm_keeps_the_direction_of_what_it_would_have_made(v, h):
+    for edit in (Ablate(v, 0, strength=0.5), Clamp(v, 0, value=2), Replace(v, 0, alpha=0.3)):
+        bare, kept = do(h, edit), do(h, edit.replace(norm="keep"))
+        assert np.allclose(np.linalg.norm(kept, axis=1), np.linalg.norm(h, axis=1), rtol=1e-5)
+        lengths = np.linalg.norm(bare, axis=1, keepdims=True)
+        assume((lengths > 1e-3).all())
+        wanted = bare / lengths * np.linalg.norm(h, axis=1, keepdims=True)
+        assert np.allclose(kept, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_one_row_is_a_vector():

@@ -243,6 +243,7 @@ NEARLY = [[1.0, 0.01], [0.0, 1.0]]
         (lambda: LoReFT(NEARLY, NEARLY, 0, 0), "rotation", "orthonormal rows.*by 0.01, more than"),
         (lambda: LoReFT([1, 0], [[1, 0], [0, 1]], 0, 0), "weight", "the shape of `rotation`"),
         (lambda: Replace([[]], 0), "rows[0]", "the vector is empty"),
+        (lambda: Ablate([1], 0, norm="match"), "norm", "expected one of `keep`, got .match"),
         (lambda: Steer(layer=0), "vector", "missing; give a vector, or one row per position"),
         (lambda: Steer([1], 0, rows=[[1]]), "rows", "`vector` is given too; give one of them"),
         (lambda: Steer(rows=[[0], [0]], layer=0), "rows", "all rows are zero"),
