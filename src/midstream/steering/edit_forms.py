@@ -193,13 +193,14 @@ def _check(edit: Edit, shape: ModelShape) -> None:
     """Raise SpecError if the edit cannot be applied to any request of this model."""
     find_taps(edit.layers, edit.sites, shape, "layer", "site")
     steps = edit.instructions(shape.hidden_size)
-    # Positions depend on the request. Edits with a row per position are checked at admission.
-    if all(len(step.write) <= 1 for step in steps):
-        try:
-            resolve(Plan(edits=(changed(edit, positions="all"),)), shape, Prompt(1), None)
-        except SpecError as error:
-            path = error.path.removeprefix("edits[0]").removeprefix(".")
-            raise SpecError(path, error.problem) from None
+    # Positions depend on the request, and are checked at admission.
+    rows = max(len(step.write) for step in steps)
+    placed = changed(edit, positions="all" if rows <= 1 else slice(0, rows))
+    try:
+        resolve(Plan(edits=(placed,)), shape, Prompt(max(rows, 1)), None)
+    except SpecError as error:
+        path = error.path.removeprefix("edits[0]").removeprefix(".")
+        raise SpecError(path, error.problem) from None
 
 
 def _is_pair(value: object) -> bool:
@@ -221,7 +222,7 @@ def _read_one(value: object, phase: PhaseLike | None) -> tuple[Part, ...]:
         raise SpecError("", f"expected {_FORMS}, got {kind(value)}")
     if "op" in value:
         return (Part("", narrowed(parse_edit(value), phase)),)
-    if "vector" in value:
+    if "vector" in value or "rows" in value:
         return (Part("", narrowed(Steer.parse(value), phase)),)
     if "name" in value:
         return (Part("", Steer(read_reference(value), phase=phase)),)

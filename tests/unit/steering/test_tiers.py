@@ -5,10 +5,18 @@ from __future__ import annotations
 import pytest
 
 from midstream.errors import SpecError
-from midstream.spec import Steer
+from midstream.spec import Reading, Steer
 from midstream.spec.named_vector import Named
 from midstream.spec.operations import Ablate, Gate
-from midstream.steering.edit_forms import changed, read_hooks, read_reference, read_tier
+from midstream.spec.shape import ModelShape
+from midstream.steering.edit_forms import (
+    Part,
+    bind_part,
+    changed,
+    read_hooks,
+    read_reference,
+    read_tier,
+)
 
 V, W = [1.0, 2.0], [3.0, -4.0]
 GATE = Gate(Steer(V, 1), W, threshold=0.5)
@@ -22,6 +30,10 @@ FORMS = {
     "an edit": (Steer(V, 1), [Steer(V, 1)]),
     "its dict": (Steer(V, 1).to_dict(), [Steer(V, 1)]),
     "a dict that need not say that it steers": ({"vector": V, "layer": 1}, [Steer(V, 1)]),
+    "one with a row per position": (
+        {"rows": [V, W], "layer": 1},
+        [Steer(rows=[V, W], layer=1)],
+    ),
     "another edit": (Ablate(V, 1), [Ablate(V, 1)]),
     "a gate": (GATE, [GATE]),
     "a name": ("happy", [Steer("happy")]),
@@ -129,3 +141,27 @@ def test_a_reference_is_read_in_every_form(value):
 def test_what_is_no_reference_is_refused(value):
     with pytest.raises(SpecError):
         read_reference(value)
+
+
+@pytest.mark.parametrize(
+    ("edit", "path"),
+    [
+        (Steer(rows=[[1e36, 0.0], V], layer=1, positions=slice(0, 2)), "scale"),
+        (
+            Gate(Steer(rows=[V, W], layer=1, positions=slice(0, 2)), Reading(V, layer=3)),
+            "probe.layer",
+        ),
+        (Steer(rows=[V, W], layer=7, positions=slice(0, 2)), "layer"),
+    ],
+)
+def test_rows_that_no_request_can_have_are_refused_when_a_tier_is_set(edit, path):
+    shape = ModelShape(4, 2, [("resid_post", layer) for layer in range(4)])
+    with pytest.raises(SpecError) as caught:
+        list(bind_part(Part("", edit), lambda name: None, shape))
+    assert caught.value.path == path
+
+
+def test_rows_that_fit_some_requests_are_set():
+    shape = ModelShape(4, 2, [("resid_post", layer) for layer in range(4)])
+    edit = Steer(rows=[V, W], layer=1, positions=slice(0, 2), norm="keep")
+    assert list(bind_part(Part("", edit), lambda name: None, shape)) == [edit]

@@ -118,12 +118,9 @@ class Ablate(Operation):
             return (self,)
         indices: Any = self.layers.indices
         each = zip(self.directions, indices, strict=True)
-        given: dict[str, Any] = {
-            "strength": self.strength,
-            "site": self.sites,
-            "positions": self.positions,
-        }
-        return tuple(Ablate(row, layer, **given) for row, layer in each)
+        return tuple(
+            self.replace(directions=row, layer=layer, subspace=None) for row, layer in each
+        )
 
     def _with(self, vectors: dict[str, Vector], **place: object) -> Ablate:
         # Names have one reading: each names one vector for all layers.

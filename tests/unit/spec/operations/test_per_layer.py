@@ -45,6 +45,33 @@ def test_steer_with_a_vector_per_layer_is_one_steer_per_layer(steer):
     assert steps == resolve(Plan(edits=wanted), SHAPE, Prompt(2), 1)
 
 
+@pytest.mark.parametrize(
+    ("edit", "parts"),
+    [
+        (
+            Ablate({1: V, 3: W}, strength=0.5, norm="keep", site="resid_mid", phase="prompt"),
+            [
+                Ablate(each, layer, 0.5, norm="keep", site="resid_mid", phase="prompt")
+                for each, layer in ((V, 1), (W, 3))
+            ],
+        ),
+        (
+            Ablate([V, W], [1, 3], subspace=False, norm="keep", positions=slice(0, 2)),
+            [
+                Ablate(each, layer, norm="keep", positions=slice(0, 2))
+                for each, layer in ((V, 1), (W, 3))
+            ],
+        ),
+        (
+            Steer({1: V, 3: W}, scale=2.0, norm="keep", exclude=0),
+            [Steer(each, layer, 2.0, norm="keep", exclude=0) for each, layer in ((V, 1), (W, 3))],
+        ),
+    ],
+)
+def test_each_layers_part_has_every_other_argument_of_the_edit(edit, parts):
+    assert bound(edit) == tuple(parts)
+
+
 def test_a_plan_counts_the_parts_of_an_edit_as_that_edit():
     plan = Plan.make(edits=[Steer(V, 0), Steer({1: V, 3: W}), Steer(W, 2)]).bind(nothing, 4)
     assert plan.origins == (0, 1, 1, 2)
