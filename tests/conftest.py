@@ -36,14 +36,14 @@ if not HAS_GPU:
 # pytest caches the tests that it has rewritten; without the cache each process rewrites them again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# Collecting imports much that stays; to look through it for garbage takes a third of that time.
+# Imports make objects that stay. To search them for garbage takes a third of the collection's time.
 gc.disable()
 
 
 @atexit.register
 def _end() -> None:
-    """What was frozen, see below, is reported by its library as never let go of. To let go of it
-    takes seconds, which a process that ends beside others does without.
+    """Keep a library from reporting frozen objects as leaks at the end of the process. A worker
+    discards the report, as freeing the objects takes seconds; a single process frees them.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -112,7 +112,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is there by now out of all searches for garbage, and begin with these again."""
+    """Exclude all objects of the collection from garbage collection, and switch that on again."""
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -99,8 +99,7 @@ def site(hidden: Tensor, residual: Tensor | None, table: Tensor, tally: Tensor) 
         residual: [T, H] or None, the other half: the stream is the sum of both.
         table: int32 [programs, 4], the table of this site, which `bind` was called with. The op
             uses the tensors of its buffers, and mutates `scores` and `ring`.
-        tally: `tally` of these buffers, with at least T rows. Mutated. No two calls are exchanged
-            by a compiler, as each mutates it.
+        tally: `tally` of these buffers. Mutated: compilers keep the order of calls for that.
 
     Raises:
         ValueError: a shape or stride differs from the above, the table is not bound, there are
@@ -120,6 +119,10 @@ def site(hidden: Tensor, residual: Tensor | None, table: Tensor, tally: Tensor) 
         # saves most of the cost.
         return
     _check_rows(hidden, residual, tokens.shape[0], bank.shape[1])
+    if tally.shape != buffers.tally.shape or tally.dtype != torch.int32:
+        raise ValueError(
+            f"tally must be that of the buffers, {_describe(buffers.tally)}, got {_describe(tally)}"
+        )
     run = site_ref
     if hidden.is_cuda:
         from midstream.ops.site_triton import site_triton

@@ -400,7 +400,7 @@ def site_triton(
     scores: Tensor,
     ring: Tensor,
 ) -> None:
-    """Launch the kernel; see `midstream.ops.site.site`, which has the same arguments.
+    """Launch the kernel; see `midstream.ops.site_ref.site_ref`, which has the same arguments.
 
     Raises:
         ValueError: rows are wider than `MAX_WIDTH`.
@@ -440,8 +440,8 @@ _KERNELS: dict[tuple[object, ...], Any] = {}
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which a device is the current one. It often is already: then the context
-    does nothing, as entering it takes as long as the launch.
+    """Return a context that makes a device current. It does nothing if the device is current, as
+    entering `torch.cuda.device` takes time at each launch.
     """
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _NOTHING

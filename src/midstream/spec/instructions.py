@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from midstream.ops.layout import Flags, Op
 from midstream.spec.vector import Vector
 
-# As plain integers, whose operations take a tenth of the time of those on flags.
-_COUNTED, _KEEP = int(Flags.COUNTED), int(Flags.KEEP)
+# Plain integers: operations on flags take several times as long.
+_COUNTED, _KEEP, _ROW_BY_POSITION = map(int, (Flags.COUNTED, Flags.KEEP, Flags.ROW_BY_POSITION))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,11 @@ class Instruction:
     def counted(self) -> bool:
         """Whether the device counts the instruction in its tally of edits."""
         return bool(int(self.flags) & _COUNTED)
+
+    @property
+    def by_position(self) -> bool:
+        """Whether the token's position selects the write vector."""
+        return bool(int(self.flags) & _ROW_BY_POSITION)
 
     @property
     def reach(self) -> float:

@@ -165,6 +165,14 @@ def test_rows_that_do_not_fit_their_buffers_are_refused(change, message):
     assert same_bits(made.hidden.contiguous(), before.contiguous())
 
 
+def test_the_tally_of_other_buffers_is_refused():
+    made = case([ADD], rows=6, width=32, captures=False)
+    hidden, residual, table, tally = made.bound()
+    for other in (tally[1:], tally.long()):
+        with pytest.raises(ValueError, match="tally must be that of the buffers"):
+            site(hidden, residual, table, other)
+
+
 def test_a_table_uses_the_buffers_that_it_was_bound_to_last():
     first, second = (case([ADD], rows=3, width=16, captures=False, seed=n) for n in (1, 2))
     first.bound()

@@ -15,8 +15,7 @@ from midstream.runtime.worker.tables.device_buffers import Buffers, scatter, upl
 from midstream.runtime.worker.tables.range_pool import Pool, RangeAllocator
 from midstream.spec import Vector
 
-# As plain integers, whose operations take a tenth of the time of those on flags.
-_OTHER_IDS, _ROW_BY_POSITION = int(Flags.OTHER_IDS), int(Flags.ROW_BY_POSITION)
+_OTHER_IDS = int(Flags.OTHER_IDS)  # see `midstream.spec.instructions`
 
 
 class InstructionStore:
@@ -122,7 +121,7 @@ class InstructionStore:
                     flags = int(step.flags) | others
                     read = 0 if step.read is None else rows((step.read,))
                     write = rows(step.write) if step.write else 0
-                    if flags & _ROW_BY_POSITION:
+                    if step.by_position:
                         write -= step.first
                     slot = 0 if step.slot is None else 1 + step.slot
                     words.append([int(step.op), read, write, slot, flags, start, len(edit.ids), 0])

@@ -17,12 +17,9 @@ import torch
 
 from midstream.errors import NoRoomError
 from midstream.ops import layout
-from midstream.ops.layout import Flags
 from midstream.runtime.protocol.segments import Edits, TapProgramStep
 from midstream.runtime.worker.tables.device_buffers import Buffers, upload
 from midstream.runtime.worker.tables.instruction_store import InstructionStore
-
-_ROW_BY_POSITION = int(Flags.ROW_BY_POSITION)
 
 
 @dataclass(slots=True)
@@ -237,8 +234,7 @@ class ProgramTable:
         self.fewest[index] = sum(count for count, by_id in counted if not by_id)
         self.most[index] = sum(count for count, _ in counted)
         self.by_id[index] = any(by_id for _, by_id in counted)
-        flags = (int(step.flags) for edit in edits for step in edit.steps)
-        self.by_position[index] = any(each & _ROW_BY_POSITION for each in flags)
+        self.by_position[index] = any(step.by_position for edit in edits for step in edit.steps)
 
     def _full(self, what: str) -> str:
         return f"the running requests use all {self._rows} {what}; raise the setting `programs`"
