@@ -47,7 +47,7 @@ def site_ref(
     scores: Tensor,
     ring: Tensor,
 ) -> None:
-    """Run the op; see `midstream.ops.site.site`. It takes the tensors of `SiteBuffers` one by one."""
+    """Run the op; see `midstream.ops.site.site`. It takes the tensors of `SiteBuffers` singly."""
     words: Ints = tokens[: hidden.shape[0]].numpy()
     active = words[:, layout.PROGRAM].nonzero()[0]
     if not active.size:
