@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from midstream.sites import Tap
 
@@ -18,6 +18,8 @@ class ModelShape:
         taps: the tapped (canonical site, layer from 0) pairs.
         reasons: the (site, layer) pairs that the model lacks, each with the reason; sorted.
         dtype: name of the stream's dtype.
+        widths: the taps whose vectors are not as wide as the residual stream, each with its width;
+            sorted. Under tensor parallelism the width is that of all ranks together.
     """
 
     num_layers: int
@@ -25,6 +27,8 @@ class ModelShape:
     taps: frozenset[Tap]
     reasons: tuple[tuple[Tap, str], ...]
     dtype: str
+    widths: tuple[tuple[Tap, int], ...]
+    _width_of: dict[Tap, int] = field(init=False, compare=False, repr=False)
 
     def __init__(
         self,
@@ -33,12 +37,19 @@ class ModelShape:
         taps: Iterable[Tap],
         reasons: Mapping[Tap, str] | Iterable[tuple[Tap, str]] = (),
         dtype: str = "float32",
+        widths: Mapping[Tap, int] | Iterable[tuple[Tap, int]] = (),
     ) -> None:
         object.__setattr__(self, "num_layers", num_layers)
         object.__setattr__(self, "hidden_size", hidden_size)
         object.__setattr__(self, "taps", frozenset(taps))
         object.__setattr__(self, "reasons", tuple(sorted(dict(reasons).items())))
         object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "widths", tuple(sorted(dict(widths).items())))
+        object.__setattr__(self, "_width_of", dict(self.widths))
+
+    def width(self, tap: Tap) -> int:
+        """Return the number of components of a tap's vectors."""
+        return self._width_of.get(tap, self.hidden_size)
 
     def reason(self, tap: Tap) -> str | None:
         """Return why the model lacks this tap; None if it does not lack it."""
