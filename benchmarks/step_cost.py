@@ -105,7 +105,7 @@ def make_session(sequences: int, layers: int, hidden: int, device: str) -> Any:
     taps = {("resid_post", layer): layer for layer in range(layers)}
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     buffers = Buffers.allocate(
-        taps=list(taps),
+        taps=dict.fromkeys(taps, hidden),
         max_tokens=sequences,
         hidden_size=hidden,
         room=Room(4096, 2048, 65536, 16384, 16),

@@ -28,10 +28,10 @@ def llm(wide):
 def broken(monkeypatch):
     """A worker on which a plan with the scale BAD cannot be taken in."""
 
-    def acquire(pieces, tables, ledger, codec):
+    def acquire(pieces, tables, ledger, codecs, codec):
         if any(step.a == BAD for piece in pieces for edit in piece.edits for step in edit.steps):
             raise ZeroDivisionError("a fault planted by the test")
-        return acquire_segments(pieces, tables, ledger, codec)
+        return acquire_segments(pieces, tables, ledger, codecs, codec)
 
     monkeypatch.setattr(request_table, "acquire_segments", acquire)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.site_cases import Step, assert_same, case, random_case, same_bits
+from support.site_cases import Step, assert_same, case, in_units, random_case, same_bits
 from support.site_noops import NOOPS, noop_case
 
 import midstream.ops.site  # noqa: F401
@@ -37,6 +37,17 @@ def test_the_kernel_does_many_random_programs_as_the_reference_does(seed):
     found.run()
     site_ref(*case.arguments())
     assert_same(found, case, exact=False)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_kernel_reads_and_captures_vectors_of_several_units_as_the_reference_does(seed):
+    options = {"rows": 1 + seed % 20, "width": [80, 640, 1024, 14336][seed % 4], "seed": seed}
+    made = random_case(dtype=DTYPES[seed % 3], max_steps=8, residual=seed % 2 == 0, **options)
+    made = in_units(made, (2, 5)[seed % 2] if seed % 4 < 2 else (2, 8)[seed % 2])
+    found = made.copy("cuda")
+    found.run()
+    site_ref(*made.arguments())
+    assert_same(found, made, exact=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

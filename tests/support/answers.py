@@ -7,12 +7,13 @@ from types import MappingProxyType, SimpleNamespace
 import numpy as np
 import torch
 
-from midstream.codecs import Raw
+from midstream.codecs import Raw, RowEncoding
 from midstream.runtime.frontend.results.assembly import assemble
 from midstream.runtime.protocol.results import WorkerAnswer
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.result_buffer import ResultBuffer
 from midstream.runtime.worker.row_index import CapturedRowIndex
+from midstream.spec import ModelShape
 from support.plans import plan_of
 from support.stored import make_arena, scores_block, stored, worker_info
 
@@ -74,7 +75,7 @@ def answer(*requests, stage=0, tensor_rank=0, tensor_ranks=1, taps=(), scores=()
             for first, table in scores
         ]
         kept.append(request)
-    outbox = ResultBuffer(make_arena(), lambda _: Raw())
+    outbox = ResultBuffer(make_arena(), lambda _: RowEncoding.of(Raw(), (), WIDTH))
     header = outbox.put("u", kept, mapped=False)
     worker = worker_info(
         stage=stage,
@@ -93,9 +94,14 @@ def assembled(plan, answers, dtype="float32", **shape):
     return found
 
 
+def shape_of(dtype="float32") -> ModelShape:
+    """Return the shape of the model whose workers give the answers here."""
+    return ModelShape(2, WIDTH, (), dtype=dtype)
+
+
 def assemble_on(output, plan, answers, dtype="float32", before=MappingProxyType({})):
     """Set assembled results on an output, as when all rows are for `memory`; return them."""
-    results = assemble(output, plan, answers, dtype, before)
+    results = assemble(output, plan, answers, shape_of(dtype), before)
     for completion in output.outputs:
         mine = results[completion.index]
         completion.activations, completion.probes = mine.activations, mine.probes

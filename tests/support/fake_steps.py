@@ -5,14 +5,16 @@ compared with a naive reader of plans, row by row.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from midstream.codecs import parse_codec
 from midstream.ops import layout
 from midstream.ops.site import bind
 from midstream.runtime.protocol.segments import APPLIED_0, CACHED, UNSEEN, WHOLE, Room
@@ -21,7 +23,15 @@ from midstream.runtime.worker.session import WorkerSession
 from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.sites import Tap
-from midstream.spec import Instruction, ResolvedPlan, Where
+from midstream.spec import (
+    Instruction,
+    ResolvedEdit,
+    ResolvedPlan,
+    ResolvedProbe,
+    Steps,
+    Vector,
+    Where,
+)
 from midstream.spec.resolve.wire import to_bytes
 from midstream.transport.arena import Arena, Extent
 from midstream.transport.base import Parcel, Shipment, Transport
@@ -29,6 +39,7 @@ from midstream.transport.ring_copy import host_transport
 from support import formulas
 from support.stored import make_arena
 
+T = TypeVar("T", ResolvedEdit, ResolvedProbe)
 WIDTH = 4
 TAPS: dict[Tap, int] = {
     (site, layer): 2 * layer + nth
@@ -37,14 +48,23 @@ TAPS: dict[Tap, int] = {
 }
 # Ids of the tokens that requests are made of.
 VOCABULARY = 6
+# Other widths of the same taps; their greatest common divisor is 2.
+MIXED: dict[Tap, int] = {tap: (4, 10, 6, 4, 2, 16)[index] for tap, index in TAPS.items()}
 ROOM = {"bank_rows": 64, "programs": 256, "max_edits": 1024, "token_ids": 64, "probes": 8}
 
 
 def make_buffers(taps: Sequence[Tap] = tuple(TAPS), **changes) -> Buffers:
-    """Small buffers on the CPU; `changes` are settings of `Room` or sizes of `Buffers`."""
+    """Small buffers on the CPU.
+
+    Args:
+        taps: the taps.
+        changes: settings of `Room`, sizes of `Buffers`, and `mixed`: whether the taps have the
+            widths of `MIXED`.
+    """
+    mixed = changes.pop("mixed", False)
     room = Room(**{name: changes.pop(name, size) for name, size in ROOM.items()})
     sizes = {
-        "taps": list(taps),
+        "taps": {tap: MIXED[tap] if mixed else WIDTH for tap in taps},
         "max_tokens": 64,
         "hidden_size": WIDTH,
         "room": room,
@@ -79,8 +99,8 @@ class SlowTransport:
     def capacity(self) -> int:
         return self._inner.capacity
 
-    def reserve(self, num_rows: int) -> int:
-        if self._next + num_rows > self.capacity:
+    def reserve(self, num_units: int) -> int:
+        if self._next + num_units > self.capacity:
             self._next = 0
         return self._next
 
@@ -89,7 +109,7 @@ class SlowTransport:
 
     def ship(self, parcels: list[Parcel], tally: Tensor, scores: Tensor) -> SlowShipment:
         for parcel in parcels:
-            self._next = parcel.first + parcel.num_rows
+            self._next = parcel.first + parcel.num_units
         self.shipped += 1
         shipment = self._inner.ship(parcels, tally, scores)
         return SlowShipment(self, self.shipped + self._lag, shipment)
@@ -188,8 +208,13 @@ class FakeEngine:
         )
         self._draw = torch.Generator().manual_seed(seed)
 
+    def width(self, tap: Tap) -> int:
+        """Width of the vectors at a tap."""
+        return self.buffers.width(TAPS[tap]) if tap in TAPS else WIDTH
+
     def add(self, fake: Fake) -> None:
         if fake.plan is not None:
+            fake.plan = fitted(fake.plan, self.width)
             self.session.requests.add(fake.id, fake.uid or fake.id, to_bytes(fake.plan))
 
     def take(self, uid: str) -> list[RequestState]:
@@ -246,8 +271,9 @@ class FakeEngine:
         for tap, index in TAPS.items():
             if tap in skip:
                 continue
-            hidden = torch.randn(rows, WIDTH, generator=self._draw)
-            residual = torch.randn(rows, WIDTH, generator=self._draw) if index % 2 else None
+            width = self.width(tap)
+            hidden = torch.randn(rows, width, generator=self._draw)
+            residual = torch.randn(rows, width, generator=self._draw) if index % 2 else None
             other = None if residual is None else residual.numpy()
             before[tap] = (hidden.numpy().copy(), other)
             for _ in range(2 if tap in twice else 1):
@@ -257,8 +283,32 @@ class FakeEngine:
 
     def _fire(self, index: int, hidden: Tensor, residual: Tensor | None) -> None:
         table = self.buffers.table[index]
-        bind(table, self.buffers)
+        bind(table, self.buffers, hidden.shape[1])
         torch.ops.midstream.site(hidden, residual, table, self.buffers.tally)
+
+
+def fitted(plan: ResolvedPlan, width: Callable[[Tap], int]) -> ResolvedPlan:
+    """Return a plan whose vectors are as wide as their taps: repeated, or cut."""
+
+    def fit(part: T) -> T:
+        size = width((part.site, part.layer))
+        steps = tuple(
+            replace(
+                step,
+                read=None if step.read is None else _resized(step.read, size),
+                write=tuple(_resized(vector, size) for vector in step.write),
+                mask=None if step.mask is None else _resized(step.mask, size),
+            )
+            for step in part.steps.instructions
+        )
+        return replace(part, steps=Steps(steps))
+
+    edits, probes = tuple(map(fit, plan.edits)), tuple(map(fit, plan.probes))
+    return replace(plan, edits=edits, probes=probes)
+
+
+def _resized(vector: Vector, size: int) -> Vector:
+    return Vector.parse(np.resize(vector.numpy(), size))
 
 
 def check_row(fake: Fake, position: int, row: int, before, after, scores) -> bool:
@@ -353,15 +403,25 @@ def covers(ranges, position: int) -> bool:
 
 def captured(request: RequestState) -> dict[tuple[Tap, int], NDArray[np.float32]]:
     """The rows that a session kept, by (tap, position)."""
+    found = {}
+    for key, encoded in _encoded(request, lambda _: WIDTH).items():
+        found[key] = encoded.view(torch.float32).numpy()
+    return found
+
+
+def _encoded(request: RequestState, width: Callable[[Tap], int]) -> dict[tuple[Tap, int], Tensor]:
+    """The encoded rows that a session kept, by (tap, position)."""
     names = list(TAPS)
+    codec = parse_codec(request.plan.codec)
     found = {}
     for block in request.blocks:
-        for position, record in zip(
-            block.positions.tolist(), block.values.view(torch.float32).numpy(), strict=True
-        ):
-            for tap, value in zip(block.taps, record, strict=True):
-                assert (names[tap], position) not in found
-                found[names[tap], position] = value
+        taps = [names[tap] for tap in block.taps]
+        sizes = [codec.row_bytes(width(tap), torch.float32) for tap in taps]
+        records = block.values.reshape(block.positions.size, -1)
+        for position, record in zip(block.positions.tolist(), records, strict=True):
+            for tap, row in zip(taps, record.split(sizes), strict=True):
+                assert (tap, position) not in found
+                found[tap, position] = row
     return found
 
 
@@ -375,7 +435,9 @@ def scored(request: RequestState) -> dict[int, NDArray[np.float32]]:
     return found
 
 
-def check_taken(taken: list[RequestState], fakes: list[Fake]) -> None:
+def check_taken(
+    taken: list[RequestState], fakes: list[Fake], width: Callable[[Tap], int] = lambda _: WIDTH
+) -> None:
     """What the session has of some requests is what the naive reader has of them."""
     by_id = {request.id: request for request in taken}
     assert set(by_id) == {fake.id for fake in fakes}
@@ -384,10 +446,11 @@ def check_taken(taken: list[RequestState], fakes: list[Fake]) -> None:
         request = by_id[fake.id]
         assert request.problem == ""
         assert request.done.tolist() == fake.done
-        found = captured(request)
+        found, codec = _encoded(request, width), parse_codec(request.plan.codec)
         assert set(found) == set(fake.rows)
         for key, value in fake.rows.items():
-            assert (found[key] == value).all(), f"{fake.id}: {key}"
+            wanted = codec.encode(torch.from_numpy(value)[None])[0]
+            assert torch.equal(found[key], wanted), f"{fake.id}: {key}"
         scores = scored(request)
         assert set(scores) == fake.scored
         for (slot, position), score in fake.scores.items():

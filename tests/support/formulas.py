@@ -172,18 +172,22 @@ def run(
         if Flags.FRESH in step.flags:
             fresh = now.copy()
         assert fresh is not None or not step.reads, "nothing was taken to read"
+        # The components outside of the mask are neither read nor changed.
+        mask = 1.0 if step.mask is None else (wide(step.mask) != 0) * 1.0
+        seen = None if fresh is None else fresh * mask
         if step.op is Op.GATE:
-            g = _gate(step, fresh, scores)
+            g = _gate(step, seen, scores)
             continue
         if step.op is Op.PROBE:
             if step.slot is not None and isinstance(scores, dict):
-                scores[step.slot] = (along(fresh, wide(step.read)) + step.a)[..., 0]
+                scores[step.slot] = (along(seen, wide(step.read)) + step.a)[..., 0]
             continue
-        f, v = _amount(step, fresh, where)
-        now = now + (g * f if Flags.GATED in step.flags else f) * v
+        f, v = _amount(step, seen, where)
+        now = now + (g * f if Flags.GATED in step.flags else f) * v * mask
         if Flags.KEEP in step.flags:
-            length = norm(now)
-            now = now * norm(fresh) / np.where(length == 0, 1, length)
+            length = norm(now * mask)
+            kept = now * norm(seen) / np.where(length == 0, 1, length)
+            now = np.where(mask == 0, now, kept)
     return now
 
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from midstream.ops import layout
 from midstream.ops.site_ref import site_ref
 from midstream.ops.site_triton import site_triton
-from support.site_cases import assert_same, random_case, same_bits
+from support.site_cases import assert_same, in_units, random_case, same_bits
 from support.site_noops import NOOPS, noop_case
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,6 +38,15 @@ def main() -> None:
         assert_same(made, wanted, exact=False)
         edited += int((made.hidden != before).any(1).sum())
     assert edited > 40, edited
+    for seed in range(6):
+        made = random_case(
+            rows=7, width=40, dtype=DTYPES[seed % 3], residual=seed % 2 == 0, max_steps=6, seed=seed
+        )
+        made = in_units(made, (2, 5)[seed % 2])
+        wanted = made.copy()
+        site_ref(*wanted.arguments())
+        site_triton(*made.arguments())
+        assert_same(made, wanted, exact=False)
     for nth, dtype in enumerate(DTYPES):
         made = random_case(rows=7, width=20, dtype=dtype, residual=nth > 0, max_steps=6, seed=nth)
         made.params *= 1e30

@@ -23,6 +23,7 @@ from support.fake_steps import TAPS, VOCABULARY
 
 VECTORS = [Vector.parse([float(n + 1), -1.0, 0.5, 2.0 * n]) for n in range(5)]
 SMALL = [Vector.parse([0.25, 0.5, -0.25, 0.125 * n]) for n in range(3)]
+MASK = Vector.parse([0.0, 1.0, 1.0, 0.0])
 ONE = Flags.FRESH | Flags.COUNTED
 
 
@@ -70,6 +71,8 @@ PLAIN: list[tuple[Instruction, ...]] = [
     (Instruction(Op.FEATURE, SMALL[2], (VECTORS[1],), 0.25, 0.125, -1.0, 0.5, ONE),),
     (Instruction(Op.REPLACE, write=(VECTORS[4],), a=0.75, flags=ONE),),
     (Instruction(Op.SCALE, a=1.5, flags=ONE),),
+    (Instruction(Op.SCALE, a=0.0, flags=ONE, mask=MASK),),
+    (Instruction(Op.REPLACE, write=(VECTORS[4],), a=1.0, flags=ONE | Flags.KEEP, mask=MASK),),
 ]
 KINDS = [
     *PLAIN,

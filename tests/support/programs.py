@@ -29,6 +29,7 @@ def _is_plain(one: tuple[TapProgramStep, Instruction]) -> bool:
     return (
         not edit.ids
         and step.op == Op.ADD
+        and step.mask is None
         and step.flags | Flags.FRESH | Flags.COUNTED == (Flags.FRESH | Flags.COUNTED)
     )
 
@@ -36,7 +37,8 @@ def _is_plain(one: tuple[TapProgramStep, Instruction]) -> bool:
 def _assert_instruction(
     buffers: Buffers, place: int, edit: TapProgramStep, step: Instruction
 ) -> None:
-    op, read, write, slot, flags, ids_start, ids_count, _ = buffers.instructions[place].tolist()
+    word = buffers.instructions[place].tolist()
+    op, read, write, slot, flags, ids_start, ids_count, mask = word
     assert op == step.op
     assert flags == step.flags | (Flags.OTHER_IDS if edit.others else Flags.NONE)
     assert slot == (0 if step.slot is None else 1 + step.slot)
@@ -44,6 +46,10 @@ def _assert_instruction(
     assert tuple(buffers.lists[ids_start : ids_start + ids_count].tolist()) == edit.ids
     if step.read is not None:
         assert buffers.bank[read].tolist() == step.read.numpy().tolist()
+    if step.mask is None:
+        assert mask == 0
+    else:
+        assert buffers.bank[mask - 1].tolist() == step.mask.numpy().tolist()
     first = step.first if Flags.ROW_BY_POSITION in step.flags else 0
     for nth, vector in enumerate(step.write):
         assert buffers.bank[write + first + nth].tolist() == vector.numpy().tolist()

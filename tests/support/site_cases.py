@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ SLOTS = 6
 VOCABULARY = 9
 CODE = 2**31 - 5
 FIRST = 3  # ring row of a step's first record
+
+
+MASKS = 2  # rows of zeros and ones at the end of the bank
 
 
 @dataclass(eq=False)
@@ -37,12 +40,15 @@ class Case:
     scores: Tensor
     ring: Tensor
 
+    # Of the tables that are bound, by address; not an argument.
+    widths: ClassVar[dict[int, int]] = {}
+
     def arguments(self) -> tuple[Tensor | None, ...]:
         return tuple(vars(self).values())
 
     def bound(self) -> tuple[Tensor | None, ...]:
         """The op's arguments as a tap has them, bound to the others, which this object holds."""
-        bind(self.table, self)
+        bind(self.table, self, self.hidden.shape[1])
         return self.hidden, self.residual, self.table, self.tally
 
     def run(self) -> None:
@@ -73,11 +79,13 @@ class Step:
     flags: Flags = Flags.FRESH | Flags.COUNTED
     slot: int | None = None
     ids: tuple[int, ...] = ()
+    mask: int | None = None
 
     @property
     def plain(self) -> bool:
         rare = Flags.GATED | Flags.KEEP | Flags.ROW_BY_POSITION | Flags.STEP | Flags.OTHER_IDS
-        return self.op is Op.ADD and not self.ids and not self.flags & rare
+        is_add = self.op is Op.ADD and self.mask is None
+        return is_add and not self.ids and not self.flags & rare
 
 
 def case(
@@ -132,7 +140,7 @@ def case(
         instructions=instructions,
         params=params,
         lists=lists,
-        bank=normal(bank_rows, width),
+        bank=torch.cat((normal(bank_rows, width), below(2, MASKS, width).float())),
         scores=normal(rows + spare_rows, SLOTS),
         ring=torch.full((FIRST + 4 * rows + 4, width), -77.0).to(dtype),
     )
@@ -150,7 +158,8 @@ def _tables(programs: list[list[Step]]) -> tuple[Tensor, Tensor, Tensor, Tensor]
         for step in steps:
             slot = 0 if step.slot is None else step.slot + 1
             ids = [len(lists), len(step.ids)]
-            words.append([step.op, step.read, step.write, slot, int(step.flags), *ids, 0])
+            mask = 0 if step.mask is None else step.mask + 1
+            words.append([step.op, step.read, step.write, slot, int(step.flags), *ids, mask])
             params.append([step.a, step.b, step.c, step.d])
             lists.extend(step.ids)
     table[0, layout.CODE] = CODE
@@ -195,6 +204,7 @@ def random_steps(draw: Any, count: int, width: int, bank_rows: int = 11) -> list
         }[op]
         listed = draw.integers(3) == 0
         ids = tuple(sorted({int(each) for each in draw.integers(0, VOCABULARY, 4)}))
+        mask = bank_rows + int(draw.integers(MASKS)) if draw.integers(3) == 0 else None
         steps.append(
             Step(
                 op,
@@ -204,6 +214,7 @@ def random_steps(draw: Any, count: int, width: int, bank_rows: int = 11) -> list
                 flags=flags,
                 slot=slot,
                 ids=ids if listed else (),
+                mask=mask,
             )
         )  # fmt: skip
     return steps
@@ -218,6 +229,26 @@ def random_case(*, max_steps: int, seed: int, programs: int = 5, **options: Any)
         seed=seed,
         **options,
     )
+
+
+def in_units(case: Case, units: int) -> Case:
+    """The same case where a vector has several units, and begins at any of them."""
+    found = case.copy()
+    unit = case.hidden.shape[1] // units
+    for name in ("bank", "ring"):
+        rows = getattr(found, name).reshape(-1, unit)
+        # One unit in front, so that vectors begin at units that are no multiple of theirs.
+        setattr(found, name, torch.cat((rows[:1], rows)))
+    for column in (layout.READ, layout.WRITE):
+        found.instructions[:, column] = found.instructions[:, column] * units + 1
+    masks = found.instructions[:, layout.MASK]
+    masks[masks > 0] = (masks[masks > 0] - 1) * units + 2
+    places = found.table[1:, layout.PLACE]
+    places[places > 0] = (places[places > 0] - 1) * units + 1
+    records = found.tokens[:, layout.RECORD]
+    records[records > 0] = (records[records > 0] - 1) * units + 1
+    found.table[0, layout.FIRST] = found.table[0, layout.FIRST] * units + 1
+    return found
 
 
 def expected(case: Case) -> Case:
@@ -273,7 +304,7 @@ class _Run:
         self.spoiled = False
 
     def step(self, word: list[int], params: list[float]) -> None:
-        op, read, write, slot, bits, ids_start, ids_count, _ = word
+        op, read, write, slot, bits, ids_start, ids_count, mask = word
         a, b, c, d = params
         flags = Flags(bits)
         if ids_count:
@@ -287,7 +318,9 @@ class _Run:
         if Flags.ROW_BY_POSITION in flags:
             write += int(self.case.tokens[self.row, layout.POSITION])
         bank = self.case.bank
-        x = float(self.base.double() @ bank[read].double()) if op in _READERS else 0.0
+        chosen = bank[mask - 1] != 0 if mask else torch.ones_like(self.base) != 0
+        seen = torch.where(chosen, self.base, 0.0)
+        x = float(seen.double() @ bank[read].double()) if op in _READERS else 0.0
         if op == Op.GATE:
             self.set_gate(x + a if slot == 0 else float(self.case.scores[self.row, slot - 1]), b, c)
             if Flags.STEP in flags:
@@ -300,7 +333,7 @@ class _Run:
         active = x + a if x + a > b else 0.0
         factor = {
             Op.ADD: a,
-            Op.ADD_MATCHED: a * float(self.base.double().norm()),
+            Op.ADD_MATCHED: a * float(seen.double().norm()),
             Op.CLIP: c * (min(max(x, a), b) - x),
             Op.LINEAR: a * (x + b),
             Op.FEATURE: c * active + d,
@@ -312,21 +345,23 @@ class _Run:
         vector = self.base if op == Op.SCALE else bank[write]
         if op == Op.REPLACE:
             vector = vector - self.base
+        vector = torch.where(chosen, vector, 0.0)
         self.delta = self.delta + torch.tensor(factor, dtype=torch.float32) * vector
         if Flags.KEEP in flags:
-            self.keep()
+            self.keep(chosen)
 
     def set_gate(self, x: float, b: float, c: float) -> None:
         self.seen = x
         power = -c * (x - b)
         self.gate = 1 / (1 + math.exp(power)) if power < 700 else 0.0
 
-    def keep(self) -> None:
+    def keep(self, chosen: Tensor) -> None:
         stream = self.entered + self.delta
-        if torch.equal(stream, self.base) or not stream.any():
+        after, before = stream[chosen], self.base[chosen]
+        if torch.equal(after, before) or not after.any():
             return
-        ratio = float(self.base.double().norm() / stream.double().norm())
-        self.delta = stream * ratio - self.entered
+        ratio = float(before.double().norm() / after.double().norm())
+        self.delta = torch.where(chosen, stream * ratio - self.entered, self.delta)
 
 
 _READERS = (Op.CLIP, Op.LINEAR, Op.FEATURE, Op.GATE, Op.PROBE)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from midstream.codecs import Raw
+from midstream.codecs import Raw, RowEncoding
 from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
 from midstream.runtime.protocol.segments import Room
 from midstream.runtime.protocol.worker_info import WorkerInfo
@@ -93,7 +93,9 @@ def worker_info(**fields) -> WorkerInfo:
         "arena_bytes": 0,
         "device": "cpu",
     }
-    return WorkerInfo(**{**values, **fields})
+    found = {**values, **fields}
+    found.setdefault("widths", (found["hidden_size"],) * len(found["taps"]))
+    return WorkerInfo(**found)
 
 
 def unmapped(stage: int = 0, tensor_rank: int = 0) -> RemoteWorker:
@@ -103,7 +105,7 @@ def unmapped(stage: int = 0, tensor_rank: int = 0) -> RemoteWorker:
 
 def outbox_of() -> ResultBuffer:
     """An outbox of raw rows."""
-    return ResultBuffer(make_arena(), lambda _: Raw())
+    return ResultBuffer(make_arena(), lambda _: RowEncoding.of(Raw(), (), 4))
 
 
 def _block(taps, positions, source):
@@ -111,6 +113,7 @@ def _block(taps, positions, source):
     return RowBlock(
         taps,
         0,
+        len(taps),
         np.array(positions),
         [source],
         np.zeros(count, np.int64),

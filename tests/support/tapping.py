@@ -21,7 +21,7 @@ WIDTH, ROWS = 4, 3
 def make_buffers(taps) -> Buffers:
     """Small buffers on the CPU, float32."""
     return Buffers.allocate(
-        taps=list(taps), max_tokens=16, hidden_size=WIDTH,
+        taps=dict.fromkeys(taps, WIDTH), max_tokens=16, hidden_size=WIDTH,
         room=Room(bank_rows=16, programs=16, max_edits=16, token_ids=1, probes=1),
         ring_rows=256, dtype=torch.float32, device=torch.device("cpu"),
     )  # fmt: skip

@@ -2,7 +2,8 @@
 
 The planner fills the buffers and the op reads them. A batch has T rows, one per token (padding
 included). All buffers keep their addresses for the life of the engine, so that a captured CUDA
-graph can be replayed with new contents.
+graph can be replayed with new contents. Sites may differ in the width of their vectors: `bank` and
+`ring` are made of units of U numbers, and a vector has as many units in a row as it needs.
 
 With h the stream of one token at a site (both halves summed, float32) and g the gate (1 before the
 first `GATE`), a program is a list of instructions, each of which adds f · v to h:
@@ -19,6 +20,8 @@ first `GATE`), a program is a list of instructions, each of which adds f · v to
 | `GATE` | none: g = σ(c · (x − b)), or x > b with `STEP`; x = ⟨h, read⟩ + a, or a score | |
 | `PROBE` | none: score = ⟨h, read⟩ + a | |
 
+An instruction with a mask, a vector of ones and zeros, reads and changes only the components where
+the mask is one: in its row of the table, h and v are zero elsewhere.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from enum import IntEnum, IntFlag
 # tokens: int32 [max tokens, TOKEN_COLUMNS]. All zero: idle token, without edits or captures.
 PROGRAM = 0  # row of `table` with this token's edits; 0: idle, and the other columns are not read
 GROUP = 1  # row of `table` with this token's places within its record
-RECORD = 2  # 1 + row at which this token's record begins, from `FIRST` on; 0: not captured
+RECORD = 2  # 1 + unit at which this token's record begins, from `FIRST` on; 0: not captured
 POSITION = 3  # the token's position in its request; read by ROW_BY_POSITION only
 TOKEN_COLUMNS = 4
 
@@ -44,9 +47,9 @@ TALLY_COLUMNS = 4
 # table: int32 [sites, rows, TABLE_COLUMNS]; a tap holds its own [rows, TABLE_COLUMNS].
 EDIT_START = 0  # first of this program's instructions at this site
 EDIT_COUNT = 1  # number of these instructions
-PLACE = 2  # 1 + this site's place within a record of this group; 0: not captured
+PLACE = 2  # 1 + unit of a record of this group at which this site's vector begins; 0: not captured
 PLAIN = 3  # rows of programs: 1 if there are instructions at this site and all `is_plain`, else 0
-FIRST = 0  # row 0: ring row at which the step's first record begins; −1: no token is captured
+FIRST = 0  # row 0: ring unit at which the step's first record begins; −1: no token is captured
 CODE = 3  # row 0: the site's code, which goes into the signature
 TABLE_COLUMNS = 4
 
@@ -59,12 +62,13 @@ FIRST_FREE_GROUP = 1
 
 # instructions: int32 [E, INSTRUCTION_COLUMNS].
 OP = 0  # an Op
-READ = 1  # row of `bank` with the read vector
-WRITE = 2  # row of `bank` with the write vector
+READ = 1  # unit of `bank` at which the read vector begins
+WRITE = 2  # unit of `bank` at which the write vector begins
 SLOT = 3  # 1 + column of `scores`; 0: none
 FLAGS = 4  # Flags
 IDS_START = 5  # first of the instruction's token ids in `lists`
 IDS_COUNT = 6  # number of these ids; 0: the instruction applies to every token id
+MASK = 7  # 1 + unit of `bank` at which the mask begins; 0: none
 INSTRUCTION_COLUMNS = 8
 
 # params: float32 [E, PARAM_COLUMNS]: a, b, c, d of the table above.
@@ -101,9 +105,9 @@ class Flags(IntFlag):
     FRESH: h is read again, including all edits so far. Without it, h is the value at the last
         FRESH: the instructions of one edit read the same h.
     GATED: f is multiplied by g.
-    KEEP: afterwards the whole vector is rescaled to the norm of h.
+    KEEP: afterwards the whole vector is rescaled to the norm of h; with a mask, these components.
     COUNTED: counts as one in the tally. Set on the last instruction of an edit, and on a probe's.
-    ROW_BY_POSITION: the write vector is in row WRITE + the token's position.
+    ROW_BY_POSITION: the write vector begins the token's position times its length after WRITE.
     STEP: the gate is 0 or 1.
     OTHER_IDS: the instruction applies to tokens whose id is *not* in its list.
     """
@@ -122,11 +126,11 @@ class Flags(IntFlag):
 _OF_PLAIN = int(Flags.FRESH | Flags.COUNTED)
 
 
-def is_plain(op: Op, flags: Flags, has_ids: bool) -> bool:
+def is_plain(op: Op, flags: Flags, has_ids: bool, has_mask: bool = False) -> bool:
     """Return whether an instruction adds the same to each token, whatever the token's stream, id
     and position.
     """
-    return op == Op.ADD and not has_ids and not int(flags) & ~_OF_PLAIN
+    return op == Op.ADD and not has_ids and not has_mask and not int(flags) & ~_OF_PLAIN
 
 
 def limit_of(dtype: str) -> float:

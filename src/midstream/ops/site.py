@@ -20,7 +20,10 @@ _SCHEMA = "site(Tensor(a!) hidden, Tensor? residual, Tensor table, Tensor(b!) ta
 
 
 class SiteBuffers(Protocol):
-    """Tensors of the op that do not move, for one width of `hidden`.
+    """Tensors of the op that do not move.
+
+    Vectors of different widths share `bank` and `ring`: both are made of units of U numbers, and a
+    vector of width W has W / U units in a row. All widths are multiples of U.
 
     Attributes:
         tokens: int32 [rows, 4], see `midstream.ops.layout`.
@@ -29,9 +32,10 @@ class SiteBuffers(Protocol):
         instructions: int32 [E, 8].
         params: float32 [E, 4].
         lists: int32 [L], token ids.
-        bank: float32 [V, H], the vectors.
+        bank: float32 [V, U], the vectors.
         scores: float32 [rows, slots].
-        ring: [R, H], destination of captured vectors.
+        ring: [R, U], destination of captured vectors.
+        widths: width of the vectors at each bound table, by the address of the table.
     """
 
     @property
@@ -52,24 +56,32 @@ class SiteBuffers(Protocol):
     def scores(self) -> Tensor: ...
     @property
     def ring(self) -> Tensor: ...
+    @property
+    def widths(self) -> dict[int, int]: ...
 
 
 # By the address of a site's table. Buffers that nobody uses any more leave it.
 _BUFFERS: WeakValueDictionary[int, SiteBuffers] = WeakValueDictionary()
 
 
-def bind(table: Tensor, buffers: SiteBuffers) -> None:
+def bind(table: Tensor, buffers: SiteBuffers, width: int) -> None:
     """Let the op use some buffers wherever it is called with this table.
 
     Args:
         table: int32 [programs, 4], the table of one site. It must not move.
         buffers: the tensors of the op. The caller keeps them alive.
+        width: width of the vectors at this site.
 
     Raises:
-        ValueError: a shape, stride or dtype is not as in `SiteBuffers`.
+        ValueError: a shape, stride or dtype is not as in `SiteBuffers`, or the width is not a
+            multiple of their unit.
     """
     _check_buffers(table, buffers)
+    unit = buffers.bank.shape[1]
+    if width < 1 or width % unit:
+        raise ValueError(f"width must be a multiple of {unit}, the buffers' unit, got {width}")
     _BUFFERS[table.data_ptr()] = buffers
+    buffers.widths[table.data_ptr()] = width
 
 
 def site(hidden: Tensor, residual: Tensor | None, table: Tensor, tally: Tensor) -> None:
@@ -95,17 +107,19 @@ def site(hidden: Tensor, residual: Tensor | None, table: Tensor, tally: Tensor) 
     in float32, in an order that depends on the implementation.
 
     Args:
-        hidden: [T, H], the stream, or the half of it that is edited. Mutated.
-        residual: [T, H] or None, the other half: the stream is the sum of both.
+        hidden: [T, W], the stream, or the half of it that is edited, or another value of the model
+            that is W wide. Mutated.
+        residual: [T, W] or None, the other half: the stream is the sum of both.
         table: int32 [programs, 4], the table of this site, which `bind` was called with. The op
             uses the tensors of its buffers, and mutates `scores` and `ring`.
         tally: `tally` of these buffers. Mutated: compilers keep the order of calls for that.
 
     Raises:
         ValueError: a shape or stride differs from the above, the table is not bound, there are
-            fewer rows in the buffers than tokens, or H > 32768 on a GPU.
+            fewer rows in the buffers than tokens, or W > 32768 on a GPU.
     """
-    buffers = _BUFFERS.get(table.data_ptr())
+    address = table.data_ptr()
+    buffers = _BUFFERS.get(address)
     if buffers is None:
         raise ValueError(
             "the table of this site is not bound to buffers, or these are gone: a copy of a tapped "
@@ -118,7 +132,7 @@ def site(hidden: Tensor, residual: Tensor | None, table: Tensor, tally: Tensor) 
         # All tokens are idle. Returning early is safe on a CPU, where no graph is replayed, and
         # saves most of the cost.
         return
-    _check_rows(hidden, residual, tokens.shape[0], bank.shape[1])
+    _check_rows(hidden, residual, tokens.shape[0], buffers.widths[address])
     if tally.shape != buffers.tally.shape or tally.dtype != torch.int32:
         raise ValueError(
             f"tally must be that of the buffers, {_describe(buffers.tally)}, got {_describe(tally)}"
@@ -136,9 +150,9 @@ def site(hidden: Tensor, residual: Tensor | None, table: Tensor, tally: Tensor) 
 
 def _check_rows(hidden: Tensor, residual: Tensor | None, rows: int, width: int) -> None:
     if hidden.dim() != 2 or hidden.stride(1) != 1:
-        raise ValueError(f"hidden must be [T, H] with contiguous rows, got {_describe(hidden)}")
+        raise ValueError(f"hidden must be [T, W] with contiguous rows, got {_describe(hidden)}")
     if hidden.shape[1] != width:
-        raise ValueError(f"hidden must be {width} wide, as the bank is, got {_describe(hidden)}")
+        raise ValueError(f"hidden must be {width} wide at this site, got {_describe(hidden)}")
     if hidden.shape[0] > rows:
         raise ValueError(
             f"hidden must have at most {rows} rows, the engine's maximum number of tokens, "
@@ -152,7 +166,7 @@ def _check_rows(hidden: Tensor, residual: Tensor | None, rows: int, width: int) 
 
 def _check_buffers(table: Tensor, buffers: SiteBuffers) -> None:
     rows, instructions = buffers.tokens.shape[0], buffers.instructions.shape[0]
-    width = buffers.bank.shape[-1]
+    unit = buffers.bank.shape[-1]
     int32, float32 = torch.int32, torch.float32
     for name, tensor, dtype, shape in (
         ("tokens", buffers.tokens, int32, (rows, layout.TOKEN_COLUMNS)),
@@ -162,9 +176,9 @@ def _check_buffers(table: Tensor, buffers: SiteBuffers) -> None:
         ("instructions", buffers.instructions, int32, (instructions, layout.INSTRUCTION_COLUMNS)),
         ("params", buffers.params, float32, (instructions, layout.PARAM_COLUMNS)),
         ("lists", buffers.lists, int32, (buffers.lists.numel(),)),
-        ("bank", buffers.bank, float32, (buffers.bank.shape[0], width)),
+        ("bank", buffers.bank, float32, (buffers.bank.shape[0], unit)),
         ("scores", buffers.scores, float32, (rows, buffers.scores.shape[-1])),
-        ("ring", buffers.ring, buffers.ring.dtype, (buffers.ring.shape[0], width)),
+        ("ring", buffers.ring, buffers.ring.dtype, (buffers.ring.shape[0], unit)),
     ):
         if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous {dtype} {shape}, got {_describe(tensor)}")

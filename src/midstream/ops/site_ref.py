@@ -48,6 +48,9 @@ def site_ref(
     ring: Tensor,
 ) -> None:
     """Run the op; see `midstream.ops.site.site`. It takes the tensors of `SiteBuffers` singly."""
+    width = hidden.shape[1]
+    units = width // bank.shape[1]
+    bank, ring = _by_unit(bank, width), _by_unit(ring, width)
     words: Ints = tokens[: hidden.shape[0]].numpy()
     active = words[:, layout.PROGRAM].nonzero()[0]
     if not active.size:
@@ -61,7 +64,9 @@ def site_ref(
     spoiled: list[tuple[NDArray[np.integer], Flagged]] = []
     edited = programs[:, layout.EDIT_COUNT].nonzero()[0]
     if edited.size:
-        device = _Device(instructions.numpy(), params, lists.numpy(), bank, scores, ids.numpy())
+        device = _Device(
+            instructions.numpy(), params, lists.numpy(), bank, scores, ids.numpy(), units
+        )
         done, flagged = _edit(
             hidden, residual, device, active[edited], words[edited], programs[edited]
         )
@@ -86,6 +91,17 @@ def site_ref(
     for where, flagged in spoiled:
         if flagged is not False:
             totals[where, layout.NONFINITE] |= flagged
+
+
+def _by_unit(memory: Tensor, width: int) -> Tensor:
+    """Return memory of units, [n, U], as a view of the vectors that start at each unit, which
+    overlap if a vector has several units: [starts, width].
+    """
+    unit = memory.shape[1]
+    if unit == width:
+        return memory
+    starts = max(memory.shape[0] - width // unit + 1, 0)
+    return memory.as_strided((starts, width), (unit, 1))
 
 
 def _index(rows: NDArray[np.integer]) -> Index:
@@ -185,7 +201,12 @@ def _change(hidden: Tensor, rows: Index, delta: Tensor) -> Flagged:
 
 @dataclass(frozen=True, slots=True)
 class _Device:
-    """The op's device buffers; integer buffers as NumPy arrays."""
+    """The op's device buffers; integer buffers as NumPy arrays.
+
+    Attributes:
+        bank: float32 [starts, W], the vector that starts at each unit.
+        units: units of a vector.
+    """
 
     instructions: Ints
     params: Tensor
@@ -193,6 +214,7 @@ class _Device:
     bank: Tensor
     scores: Tensor
     ids: Ints
+    units: int
 
     def sum_plain(self, start: int, stop: int) -> tuple[Tensor, int]:
         """Return the sum of plain instructions, which add the same to every row.
@@ -210,7 +232,9 @@ class _Device:
         return delta, sum(word[layout.FLAGS] & _COUNTED != 0 for word in words)
 
     def vectors(self, rows: NDArray[np.integer]) -> Tensor:
-        """Return rows of the bank: [n, W], or [1, W] if all are the same."""
+        """Return the vectors that start at units of the bank: [n, W], or [1, W] if all are the
+        same.
+        """
         first = int(rows[0])
         if (rows == first).all():
             return self.bank[first : first + 1]
@@ -317,11 +341,24 @@ class _Work:
             self._add(op, at, words, self._factor(op, _index(at), words, (a, b, c, d)))
             kept = (words[:, layout.FLAGS] & _KEEP) != 0
             if kept.any():
-                self._restore_norm(at[kept])
+                self._restore_norm(at[kept], words[kept])
+
+    def _seen(self, rows: Index, words: Ints) -> Tensor:
+        """Return h as the instructions of some rows see it, [n, W]: zero where their mask is."""
+        return self._masked(self.base[rows], words)
+
+    def _masked(self, values: Tensor, words: Ints) -> Tensor:
+        """Return [n, W] or [1, W] values, with zero where the mask of the instruction is zero."""
+        masks = words[:, layout.MASK]
+        if not masks.any():
+            return values
+        chosen = self._device.vectors(np.maximum(masks - 1, 0)) != 0
+        chosen = chosen | torch.from_numpy(masks == 0)[:, None]
+        return torch.where(chosen, values, 0.0)
 
     def _read(self, rows: Index, words: Ints) -> Tensor:
         """Return ⟨h, read⟩, [n]."""
-        return (self.base[rows] * self._device.vectors(words[:, layout.READ])).sum(1)
+        return (self._seen(rows, words) * self._device.vectors(words[:, layout.READ])).sum(1)
 
     def _factor(
         self, op: Op, rows: Index, words: Ints, params: tuple[Tensor, Tensor, Tensor, Tensor]
@@ -329,7 +366,7 @@ class _Work:
         """Return the factor f of the table in `layout`, [n], before gating."""
         a, b, c, d = params
         if op is Op.ADD_MATCHED:
-            return a * _norm(self.base[rows])
+            return a * _norm(self._seen(rows, words))
         if op is Op.SCALE:
             return a - 1
         if op not in _READING:
@@ -362,10 +399,12 @@ class _Work:
             write = words[:, layout.WRITE]
             by_position = (flags & _ROW_BY_POSITION) != 0
             if by_position.any():
-                write = write + by_position * self._words[at, layout.POSITION]
+                rows_before = by_position * self._words[at, layout.POSITION]
+                write = write + rows_before * self._device.units
             vectors = self._device.vectors(write)
             if op is Op.REPLACE:
                 vectors = vectors - self.base[rows]
+        vectors = self._masked(vectors, words)
         # The product is rounded separately, so that +v and −v cancel exactly.
         change = factor[:, None] * vectors
         if not self._moved and at.size == len(self.delta):
@@ -374,16 +413,17 @@ class _Work:
             self.delta[rows] += change
         self._moved = True
 
-    def _restore_norm(self, at: Rows) -> None:
-        """Rescale the stream of rows `at` to the norm of h."""
+    def _restore_norm(self, at: Rows, words: Ints) -> None:
+        """Rescale the stream of rows `at` to the norm of h, where their mask is not zero."""
         assert self.entered is not None, "a program with KEEP is not plain"
         rows = _index(at)
         stream = self.entered[rows] + self.delta[rows]
-        wanted, norm = _norm(self.base[rows]), _norm(stream)
+        wanted, norm = _norm(self._seen(rows, words)), _norm(self._masked(stream, words))
         ratio = torch.where((norm == 0) | (norm == wanted), 1.0, wanted / norm)
         # Not an addition to delta: where delta is large, its last digit may be larger than h.
         change = stream * ratio[:, None] - self.entered[rows]
-        self.delta[rows] = torch.where(ratio[:, None] == 1, self.delta[rows], change)
+        kept = (ratio[:, None] == 1) | (self._masked(torch.ones_like(stream), words) == 0)
+        self.delta[rows] = torch.where(kept, self.delta[rows], change)
 
     def _set_gates(self, at: Rows, words: Ints, a: Tensor, b: Tensor, c: Tensor) -> None:
         slots = words[:, layout.SLOT]

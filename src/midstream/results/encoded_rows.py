@@ -45,6 +45,11 @@ class Scattered:
     def __len__(self) -> int:
         return len(self.offsets)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the records."""
+        return len(self) * self.taps * self.width
+
     def records(self) -> Tensor:
         """Return a copy of all records, uint8 [records, taps, width]."""
         whole = self._gather(0, self.taps * self.width)

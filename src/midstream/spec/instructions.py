@@ -29,6 +29,7 @@ class Instruction:
         slot: column of the scores that a PROBE writes or a GATE reads; None: none. A GATE
             without a slot reads the stream.
         first: position of the first write vector, if there are several.
+        mask: ones and zeros: the components that the instruction reads and changes; None: all.
     """
 
     op: Op
@@ -41,6 +42,7 @@ class Instruction:
     flags: Flags = Flags.NONE
     slot: int | None = None
     first: int = 0
+    mask: Vector | None = None
 
     @property
     def reads(self) -> bool:

@@ -7,17 +7,23 @@ from typing import Protocol
 
 from torch import Tensor
 
-from midstream.codecs import Codec
+from midstream.codecs import RowEncoding
 from midstream.transport.arena import Extent
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Consecutive rows of the ring that share a codec."""
+    """Consecutive units of the ring that share an encoding.
+
+    Attributes:
+        first: the first unit.
+        num_units: number of units.
+        encoding: how they are encoded.
+    """
 
     first: int
-    num_rows: int
-    codec: Codec
+    num_units: int
+    encoding: RowEncoding
 
 
 class Shipment(Protocol):
@@ -68,13 +74,13 @@ class Transport(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Maximum rows per step."""
+        """Maximum units of the ring per step."""
         ...
 
-    def reserve(self, num_rows: int) -> int:
-        """Reserve `num_rows` consecutive rows of the ring for the next forward; return the first.
+    def reserve(self, num_units: int) -> int:
+        """Reserve consecutive units of the ring for the next forward; return the first.
 
-        Work queued on the current stream afterwards waits until earlier contents of these rows are
+        Work queued on the current stream afterwards waits until earlier contents of these units are
         copied.
         """
         ...
@@ -87,7 +93,7 @@ class Transport(Protocol):
         ...
 
     def ship(self, parcels: list[Parcel], tally: Tensor, scores: Tensor) -> Shipment:
-        """Queue the copy of rows of the ring, of the step's tally and of its scores.
+        """Queue the copy of units of the ring, of the step's tally and of its scores.
 
         Called after the forward was queued; does not block. Each extent has one user.
 

@@ -62,8 +62,8 @@ class CpuTransport:
     def capacity(self) -> int:
         return self._ring.shape[0]
 
-    def reserve(self, num_rows: int) -> int:
-        _check_fits(num_rows, self.capacity)
+    def reserve(self, num_units: int) -> int:
+        _check_fits(num_units, self.capacity)
         return 0
 
     def copy(self, values: Tensor) -> Copy:
@@ -170,14 +170,14 @@ class CudaTransport:
     def capacity(self) -> int:
         return self._ring.shape[0]
 
-    def reserve(self, num_rows: int) -> int:
-        _check_fits(num_rows, self.capacity)
+    def reserve(self, num_units: int) -> int:
+        _check_fits(num_units, self.capacity)
         while self._in_flight and self._in_flight[0].arrived.query():
             self._in_flight.popleft()
         # Restarting at row 0 when no copy is in progress keeps small steps in the device's cache.
-        if not self._in_flight or self._next + num_rows > self.capacity:
+        if not self._in_flight or self._next + num_units > self.capacity:
             self._next = 0
-        first, stop = self._next, self._next + num_rows
+        first, stop = self._next, self._next + num_units
         current = torch.cuda.current_stream(self._ring.device)
         for copy in self._in_flight:
             if copy.first < stop and first < copy.stop:
@@ -214,7 +214,7 @@ class CudaTransport:
                 torch.cuda.set_stream(current)
             arrived.record(self._stream)
             first = min(parcel.first for parcel in parcels)
-            stop = max(parcel.first + parcel.num_rows for parcel in parcels)
+            stop = max(parcel.first + parcel.num_units for parcel in parcels)
             self._in_flight.append(_InFlight(first, stop, arrived))
         else:
             arrived.record(current)
@@ -222,14 +222,14 @@ class CudaTransport:
 
 
 def _allocate(arena: Arena, ring: Tensor, parcel: Parcel) -> Extent | None:
-    width = parcel.codec.row_bytes(ring.shape[1], ring.dtype)
-    return arena.take(parcel.num_rows * width)
+    encoding = parcel.encoding
+    return arena.take(parcel.num_units // encoding.units * encoding.row_bytes(ring.dtype))
 
 
 def _send(ring: Tensor, parcel: Parcel, extent: Extent) -> None:
     """Queue the encoding and the copy on the current stream."""
-    rows = ring[parcel.first : parcel.first + parcel.num_rows]
-    encoded = parcel.codec.encode(rows)
+    units = ring[parcel.first : parcel.first + parcel.num_units]
+    encoded = parcel.encoding.encode(units)
     # A copy into a file blocks: file-backed pages cannot be pinned.
     extent.memory.view(encoded.shape).copy_(encoded, non_blocking=extent.pinned)
 
@@ -239,10 +239,10 @@ def _pinned(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.numel() > 0)
 
 
-def _check_fits(num_rows: int, capacity: int) -> None:
+def _check_fits(num_units: int, capacity: int) -> None:
     # Unreachable: request validation limits the captures of a step, see `capture_limit`.
-    if num_rows > capacity:
+    if num_units > capacity:
         raise AssertionError(
-            f"one step captures {num_rows} rows, the staging ring holds {capacity}: "
+            f"one step captures {num_units} units, the staging ring holds {capacity}: "
             "raise midstream's setting staging_bytes"
         )

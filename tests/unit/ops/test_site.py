@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.nightly import rounds
-from support.site_cases import Step, assert_same, case, expected, random_case, same_bits
+from support.site_cases import Step, assert_same, case, expected, in_units, random_case, same_bits
 
 import midstream.ops.site
 from midstream.ops import layout
 from midstream.ops.layout import Op
-from midstream.ops.site import site
+from midstream.ops.site import bind, site
 
 ADD = [Step(Op.ADD, write=1, a=0.7)]
 
@@ -57,6 +59,29 @@ def test_any_mix_of_programs_is_carried_out_as_defined(
     wanted = expected(case)
     case.run()
     assert_same(case, wanted, exact=False)
+
+
+@pytest.mark.parametrize("units", [2, 5])
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("captures", [True, False])
+def test_vectors_of_several_units_are_used_and_captured_as_those_of_one(units, residual, captures):
+    options = {"residual": residual, "captures": captures, "dtype": torch.float32}
+    for seed in range(8):
+        made = random_case(rows=9, width=10 * units, max_steps=5, seed=seed, **options)
+        wanted, found = made.copy(), in_units(made, units)
+        wanted.run()
+        found.run()
+        assert_same(found, in_units(wanted, units), exact=True)
+
+
+def test_a_width_that_is_no_multiple_of_the_unit_is_refused():
+    made = in_units(random_case(rows=2, width=8, dtype=torch.float32, residual=False,
+                                max_steps=1, seed=0), 2)  # fmt: skip
+    with pytest.raises(ValueError, match="width must be a multiple of 4"):
+        bind(made.table, made, 6)
+    bind(made.table, made, 4)
+    with pytest.raises(ValueError, match="hidden must be 4 wide at this site"):
+        torch.ops.midstream.site(made.hidden, None, made.table, made.tally)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -152,7 +177,7 @@ def test_buffers_of_wrong_shapes_strides_and_dtypes_are_not_bound(change, messag
         ({"residual": torch.zeros(6, 64)[:, ::2]}, "residual must match hidden"),
         ({"hidden": torch.zeros(6, 64)[:, ::2]}, "hidden must be"),
         ({"hidden": torch.zeros(60, 32), "residual": None}, "hidden must have at most"),
-        ({"hidden": torch.zeros(6, 33), "residual": None}, "hidden must be 32 wide"),
+        ({"hidden": torch.zeros(6, 33), "residual": None}, "width must be a multiple of 32"),
     ],
 )
 def test_rows_that_do_not_fit_their_buffers_are_refused(change, message):
@@ -215,6 +240,7 @@ def test_the_op_is_defined_as_its_schema_says(monkeypatch):
     arguments = case.bound()
     # `opcheck` calls the op with copies of its arguments.
     monkeypatch.setattr(midstream.ops.site, "_BUFFERS", AlwaysBound(case))
+    monkeypatch.setattr(case, "widths", defaultdict(lambda: 16), raising=False)
     torch.library.opcheck(
         torch.ops.midstream.site.default, arguments, test_utils=("test_schema", "test_faketensor")
     )

@@ -66,8 +66,8 @@ class Kernels:
 
         self.compiled: list[dict[str, Any]] = []
         self.again: list[tuple[Any, ...]] = []
-        self._names = list(inspect.signature(site_triton._site_kernel.fn).parameters)
-        monkeypatch.setattr(site_triton, "_site_kernel", self)
+        self._names = list(inspect.signature(site_triton.site_kernel.fn).parameters)
+        monkeypatch.setattr(site_triton, "site_kernel", self)
         monkeypatch.setattr(site_triton, "_KERNELS", {})
         self.launch = site_triton.site_triton
 

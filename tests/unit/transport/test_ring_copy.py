@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.stored import make_arena
 
-from midstream.codecs import Full8, Raw, parse_codec
+from midstream.codecs import Full8, Raw, RowEncoding, parse_codec
 from midstream.transport.arena import Arena, ArenaSettings
 from midstream.transport.base import Parcel, Shipment
 from midstream.transport.ring_copy import CpuTransport, CudaTransport, PinnedStaging, host_transport
@@ -31,8 +31,13 @@ def scores(rows=4, device="cpu"):
     return torch.arange(rows * 2, dtype=torch.float32, device=device).view(rows, 2)
 
 
-def raw(first: int, num_rows: int) -> list[Parcel]:
-    return [Parcel(first, num_rows, Raw())]
+def encoding(codec, width: int) -> RowEncoding:
+    """Rows of a ring whose unit is a vector."""
+    return RowEncoding.of(codec, (width,), width)
+
+
+def raw(first: int, num_rows: int, width: int = 3) -> list[Parcel]:
+    return [Parcel(first, num_rows, encoding(Raw(), width))]
 
 
 def rows_of(shipment: Shipment, nth: int = 0, dtype=torch.float32, width: int = 3):
@@ -87,7 +92,7 @@ def test_staging_memory_is_used_again_once_it_was_given_back_and_not_before():
 
 def test_each_codec_has_its_own_part_of_the_ring_and_of_the_arena():
     transport = host_transport(ring(), make_arena())
-    parcels = [Parcel(0, 3, Raw()), Parcel(3, 5, Full8())]
+    parcels = [Parcel(0, 3, encoding(Raw(), 3)), Parcel(3, 5, encoding(Full8(), 3))]
     shipment = transport.ship(parcels, tally(), scores(0))
     assert torch.equal(rows_of(shipment), ring()[:3])
     reduced = rows_of(shipment, 1, torch.uint8, Full8().row_bytes(3, torch.float32))
@@ -128,7 +133,7 @@ def test_rows_keep_the_rings_dtype():
 def test_a_step_may_fill_the_ring_but_no_more():
     transport = host_transport(ring(), make_arena())
     assert transport.reserve(8) == 0
-    with pytest.raises(AssertionError, match="captures 9 rows, .* holds 8: .*staging_bytes"):
+    with pytest.raises(AssertionError, match="captures 9 units, .* holds 8: .*staging_bytes"):
         transport.reserve(9)
 
 
@@ -177,7 +182,7 @@ def test_steps_that_lap_the_ring_while_copies_are_under_way_lose_nothing(codec):
         assert first + count <= rows
         source[first : first + count] = base * float(step + 1)
         read = torch.full((5, 2), float(step), device="cuda")
-        parcel = Parcel(first, count, used)
+        parcel = Parcel(first, count, encoding(used, width))
         shipments.append((step, count, transport.ship([parcel], tally(device="cuda"), read)))
         read.fill_(-1)
     for step, count, shipment in shipments:
@@ -193,7 +198,9 @@ def test_what_is_beyond_the_memory_arrives_in_files_from_cuda(tmp_path):
     arena = Arena(ArenaSettings(1 << 20, 1 << 20, "spill", tmp_path), pin=True)
     source = torch.arange(1 << 18, dtype=torch.float32, device="cuda").view(-1, 1024)
     transport = host_transport(source, arena)
-    shipments = [transport.ship(raw(0, 256), tally(device="cuda"), scores(0)) for _ in range(4)]
+    shipments = [
+        transport.ship(raw(0, 256, 1024), tally(device="cuda"), scores(0)) for _ in range(4)
+    ]
     assert arena.used["disk_bytes"] == 3 << 20
     for shipment in shipments:
         assert torch.equal(rows_of(shipment, width=1024), source.cpu())
@@ -204,7 +211,7 @@ def test_what_is_beyond_the_memory_arrives_in_files_from_cuda(tmp_path):
 def test_another_process_reads_what_arrived_from_cuda_without_a_copy():
     arena = pinned_arena()
     source = torch.arange(1 << 16, dtype=torch.float32, device="cuda").view(-1, 64)
-    shipment = host_transport(source, arena).ship(raw(0, 1024), tally(device="cuda"), scores(0))
+    shipment = host_transport(source, arena).ship(raw(0, 1024, 64), tally(device="cuda"), scores(0))
     shipment.wait()
     (extent,) = shipment.extents
     assert extent is not None

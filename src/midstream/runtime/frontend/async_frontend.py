@@ -67,7 +67,7 @@ class AsyncFrontEnd(BaseFrontEnd):
         self._tasks = BackgroundTasks()
         self._streamer = RowStreamer(self.sinks, self._release_rows, self._tasks)
         self.completion = AsyncCompletion(
-            self.info, self._config, self._vectors, self.sinks, self._streamer,
+            self.info, self._config, self.info.shape, self.sinks, self._streamer,
             client.abort_requests_async, self._end, self._collected,
         )  # fmt: skip
 
@@ -128,7 +128,7 @@ class AsyncFrontEnd(BaseFrontEnd):
             if call.session is None:
                 num_completions = request.sampling_params.n
                 call.partial_rows = PartialRows.of(
-                    admitted, request.request_id, num_completions, self.sinks, self._vectors
+                    admitted, request.request_id, num_completions, self.sinks, self.info.shape
                 )
             self._admitted[admitted.uid] = call
             # vLLM prepares requests in a thread, which runs on after a cancelled call. `leave`

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import torch
 
 from midstream.config.config import KEY, from_additional_config
 from midstream.errors import SpecError
@@ -64,7 +63,6 @@ class BaseFrontEnd:
         assert found is not None
         self._config = found
         self.info = info
-        self._vectors = (info.shape.hidden_size, getattr(torch, info.dtype))
         replicas = 1 + max(worker.replica for worker in info.workers)
         self._workers: list[list[RemoteWorker]] = [[] for _ in range(replicas)]  # of each replica
         for worker in info.workers:
@@ -129,7 +127,7 @@ class BaseFrontEnd:
                 "midstream.AsyncLLM only",
             )
         if own is not None and call_plan.most_bytes is not None:
-            check_returned(prepared.returned_bytes(own, *self._vectors), call_plan.most_bytes)
+            check_returned(prepared.returned_bytes(own, self.info.shape), call_plan.most_bytes)
         return self._attach_payload(request, prepared, own, also)
 
     def _attach_payload(

@@ -60,5 +60,11 @@ def describe(answers: Sequence[Sequence[WorkerInfo]]) -> EngineInfo:
         taps=taps,
         reasons=MappingProxyType(lacking),
         dtype=first.dtype,
+        widths={
+            tap: width
+            for worker in workers
+            for tap, width in zip(worker.taps, worker.widths, strict=True)
+            if width != first.hidden_size
+        },
     )
     return EngineInfo(shape, first.dtype, first.codec, first.return_, first.room, workers)

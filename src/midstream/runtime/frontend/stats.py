@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from midstream.results.receipt import Receipt
+from midstream.sites import Tap
 
 
 @dataclass(slots=True)
@@ -36,18 +37,18 @@ class RequestTotals:
     scores: int = 0
     sink_failures: int = 0
 
-    def add(self, receipts: Iterable[Receipt], width: int) -> None:
+    def add(self, receipts: Iterable[Receipt], sizes: Mapping[Tap, int]) -> None:
         """Add a call that has ended.
 
         Args:
             receipts: receipts of its completions.
-            width: size of an encoded row in bytes.
+            sizes: bytes of an encoded row of each captured tap.
         """
         for receipt in receipts:
-            rows = sum([one.actual for one in receipt.captured])
             self.completions[receipt.status] += 1
-            self.rows += rows
-            self.row_bytes += rows * width
+            for one in receipt.captured:
+                self.rows += one.actual
+                self.row_bytes += one.actual * sizes[one.site, one.layer]
             self.dropped += receipt.dropped
             self.scores += sum(one.actual for one in receipt.probed)
             self.sink_failures += sum(kept.status != "ok" for _, kept in receipt.kept)

@@ -138,7 +138,7 @@ class FrontEnd(BaseFrontEnd):
             self._running[request.request_id] = admitted
             num_completions = request.sampling_params.n
             partial = PartialRows.of(
-                admitted, request.request_id, num_completions, self.sinks, self._vectors
+                admitted, request.request_id, num_completions, self.sinks, self.info.shape
             )
             if partial is not None:
                 self._streamer.add(admitted.uid, partial)
@@ -304,8 +304,8 @@ class FrontEnd(BaseFrontEnd):
         before = {} if partial is None else partial.received()
         try:
             own = one.admitted.own
-            results = assemble(one.output, plan, answers, self.info.dtype, before, own)
-            finished = FinishedRequest(one.admitted, one.output, self._vectors, results, partial)
+            results = assemble(one.output, plan, answers, self.info.shape, before, own)
+            finished = FinishedRequest(one.admitted, one.output, self.info.shape, results, partial)
             return deliver(self.sinks, finished)
         finally:
             self._streamer.end(uid)

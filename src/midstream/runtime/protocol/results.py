@@ -1,15 +1,16 @@
 """Results of requests, from a worker to the front end: headers, and data that they describe.
 
 The data of one name is, for each of its vLLM requests: the states of its positions, uint16; its
-captured rows; its probe scores. Rows are in blocks, one per set of taps: [positions, taps, bytes of
-a row]. Scores are float32 [positions, slots]. If the results have a lease, rows stay in the
-worker's arena, and each block has in their place int64 [runs, 3]: segment, offset in it, number of
-records.
+captured rows; its probe scores. Rows are in blocks, one per set of taps: [positions, bytes of a
+record], where a record has an encoded row of each tap. Scores are float32 [positions, slots]. If
+the results have a lease, rows stay in the worker's arena, and each block has in their place int64
+[runs, 3]: segment, offset in it, number of records.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import msgspec
 import numpy as np
@@ -189,7 +190,7 @@ WorkerAnswers = list[WorkerAnswer]
 
 @dataclass(frozen=True, slots=True)
 class ResultBlock:
-    """Rows of some taps at the same positions.
+    """Rows of some taps at the same positions. Their vectors have the same width.
 
     Attributes:
         taps: in the order within a record.
@@ -206,6 +207,11 @@ class ResultBlock:
     chunks: list[Chunk]
     rank: int = 0
     is_leased: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return sum(chunk.nbytes for chunk in self.chunks)
 
     @property
     def is_bare(self) -> bool:
@@ -259,7 +265,7 @@ class WorkerResult:
         Raises:
             MessageError: a header does not fit the data or the worker.
         """
-        return [self._block(header, data) for header, data in self._rows]
+        return [block for header, data in self._rows for block in self._blocks(header, data)]
 
     def scores(self) -> list[tuple[Ints, Tensor]]:
         """Return (positions, float32 [positions, slots]) of the probe scores.
@@ -277,40 +283,56 @@ class WorkerResult:
             found.append((expand_runs(header.runs), values.view(count, slots)))
         return found
 
-    def _block(self, header: RowsHeader, data: memoryview) -> ResultBlock:
+    def _blocks(self, header: RowsHeader, data: memoryview) -> list[ResultBlock]:
+        """Return the rows of a header, one block for each width of vectors."""
         names = self.worker.taps
         try:
             taps = [names[tap] for tap in header.taps]
         except IndexError:
             raise self._malformed(f"taps {header.taps} of {len(names)}") from None
+        dtype = getattr(torch, self.worker.dtype)
+        parts: list[_Part] = []
+        record = 0
         try:
             codec = parse_codec(header.codec)
-            width = codec.row_bytes(self.worker.hidden_size, getattr(torch, self.worker.dtype))
+            for width, same in groupby(header.taps, self.worker.widths.__getitem__):
+                parts.append(_Part(record, len(list(same)), codec.row_bytes(width, dtype)))
+                record += parts[-1].nbytes
         except MidstreamError as error:
             raise self._malformed(f"codec {header.codec!r}: {error}") from None
+        records = self._records(header, data, record)
+        positions = expand_runs(header.runs)
+        is_leased = self._leased is not None and self._leased.keep
+        blocks, first = [], 0
+        for part in parts:
+            mine = taps[first : first + part.taps]
+            first += part.taps
+            chunks = [part.of(each) for each in records]
+            rank = self.worker.tensor_rank
+            blocks.append(ResultBlock(mine, codec, positions, chunks, rank, is_leased))
+        return blocks
+
+    def _records(self, header: RowsHeader, data: memoryview, record: int) -> list[Chunk]:
+        """Return the records of a header as chunks [records, 1, bytes of a record].
+
+        Args:
+            header: describes the records.
+            data: the records, or their places in the arena.
+            record: bytes of a record.
+        """
         count = count_of(header.runs)
         if self._leased is None:
-            if header.nbytes != count * len(taps) * width:
+            if header.nbytes != count * record:
                 raise self._malformed(
-                    f"{header.nbytes} bytes of {count} positions, {len(taps)} taps and {width} "
-                    "bytes a row"
+                    f"{header.nbytes} bytes of {count} positions and {record} bytes a record"
                 )
-            chunks: list[Chunk] = [_tensor(data, torch.uint8).view(count, len(taps), width)]
-        else:
-            if header.nbytes % _RUN:
-                raise self._malformed(f"{header.nbytes} bytes of runs in the arena")
-            places = np.frombuffer(data, np.int64).reshape(-1, 3)
-            if int(places[:, 2].sum()) != count:
-                raise self._malformed(f"{places[:, 2].sum()} records at {count} positions")
-            chunks = _leased_chunks(places, self._leased, len(taps), width)
-        return ResultBlock(
-            taps,
-            codec,
-            expand_runs(header.runs),
-            chunks,
-            self.worker.tensor_rank,
-            self._leased is not None and self._leased.keep,
-        )
+            return [_tensor(data, torch.uint8).view(count, 1, record)]
+        if header.nbytes % _RUN:
+            raise self._malformed(f"{header.nbytes} bytes of runs in the arena")
+        places = np.frombuffer(data, np.int64).reshape(-1, 3)
+        if int(places[:, 2].sum()) != count:
+            raise self._malformed(f"{places[:, 2].sum()} records at {count} positions")
+        return _leased_chunks(places, self._leased, record)
 
     def _malformed(self, what: str) -> MessageError:
         return MessageError(f"worker {self.worker.place} sent malformed results: {what}")
@@ -348,14 +370,41 @@ def index_of(request_id: str, num_completions: int) -> int:
     return 0 if num_completions == 1 else int(request_id.split("_", 1)[0])
 
 
-def _leased_chunks(places: Ints, leased: Leased, taps: int, width: int) -> list[Chunk]:
-    """Return records in the arena, one chunk per stretch of runs in the same segment.
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The rows of one width in a record.
+
+    Attributes:
+        start: byte of the record at which they begin.
+        taps: number of rows.
+        row_bytes: bytes of a row.
+    """
+
+    start: int
+    taps: int
+    row_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.taps * self.row_bytes
+
+    def of(self, records: Chunk) -> Chunk:
+        """Return these rows of some records, [records, taps, bytes of a row]."""
+        if isinstance(records, Scattered):
+            offsets = records.offsets + self.start if self.start else records.offsets
+            return Scattered(records.memory, offsets, self.taps, self.row_bytes)
+        mine = records[:, 0, self.start : self.start + self.nbytes]
+        return mine.view(len(records), self.taps, self.row_bytes)
+
+
+def _leased_chunks(places: Ints, leased: Leased, record: int) -> list[Chunk]:
+    """Return records in the arena, [records, 1, bytes of a record], one chunk per stretch of runs
+    in the same segment.
 
     Args:
         places: int64 [runs, 3]: segment, offset in it, number of records.
         leased: the segments.
-        taps: rows of a record.
-        width: bytes of a row.
+        record: bytes of a record.
     """
     breaks = np.flatnonzero(np.diff(places[:, 0])) + 1
     chunks: list[Chunk] = []
@@ -365,11 +414,11 @@ def _leased_chunks(places: Ints, leased: Leased, taps: int, width: int) -> list[
         if len(runs) == 1 and leased.keep:
             start, records = int(begins[0]), int(lengths[0])
             # A tensor over these bytes alone: whatever is saved of it has no rows of others.
-            whole = torch.from_numpy(memory[start : start + records * taps * width])
-            chunks.append(whole.view(records, taps, width))
+            whole = torch.from_numpy(memory[start : start + records * record])
+            chunks.append(whole.view(records, 1, record))
             continue
-        offsets = np.repeat(begins, lengths) + within_runs(lengths) * (taps * width)
-        found = Scattered(memory, offsets, taps, width)
+        offsets = np.repeat(begins, lengths) + within_runs(lengths) * record
+        found = Scattered(memory, offsets, 1, record)
         chunks.append(found if leased.keep else found.records())
     return chunks
 

@@ -67,7 +67,7 @@ class WorkerUsage(ProtocolMessage, frozen=True):
     Attributes:
         stage, tensor_rank: position of the worker within its replica.
         arena: bytes and counts by name: those of `Arena.used`, and `budget_bytes`.
-        ring_rows: capacity of the staging ring, in rows.
+        ring_rows: capacity of the staging ring, in vectors of the stream's width.
         steps: totals by name: those of `StepCounts`.
     """
 

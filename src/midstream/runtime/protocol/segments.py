@@ -78,6 +78,8 @@ def vectors_of(step: Instruction) -> Iterator[tuple[Vector, ...]]:
         yield (step.read,)
     if step.write:
         yield step.write
+    if step.mask is not None:
+        yield (step.mask,)
 
 
 Edits = tuple[TapProgramStep, ...]  # at one tap, in order

@@ -52,9 +52,10 @@ class WorkerInfo(ProtocolMessage, frozen=True, kw_only=True):
         num_layers: layers of the whole model.
         hidden_size: width of the residual stream.
         taps: the worker's taps, in the order in which a forward pass reaches them.
+        widths: width of the vectors of each tap on this rank.
         lacking: taps that the settings select and the model does not have.
         dtype: name of the model's dtype, for example `bfloat16`.
-        capture_limit: most vectors that one token may have captured.
+        capture_limit: most vectors of the stream's width that one token may have captured.
         step_tokens: most tokens of one step, padding included.
         buffer_bytes: device memory of midstream's buffers.
         room: capacity of the worker's tables.
@@ -74,6 +75,7 @@ class WorkerInfo(ProtocolMessage, frozen=True, kw_only=True):
     num_layers: int
     hidden_size: int
     taps: tuple[Tap, ...]
+    widths: tuple[int, ...]
     lacking: tuple[MissingTap, ...]
     dtype: str
     capture_limit: int

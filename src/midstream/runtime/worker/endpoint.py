@@ -97,6 +97,7 @@ class WorkerEndpoint:
             vllm_config.model_config.dtype == torch.float16,
         )
         self._taps = _choose_taps(self._decoder, config)
+        self._hidden_size: int = vllm_config.model_config.get_hidden_size()
         self._buffers = _allocate(self._taps, runner, vllm_config, config)
         self._room, self._edits_per_site = _room(config), config.edits_per_site
         self._default_codec, self._default_return = config.codec, config.return_
@@ -122,7 +123,7 @@ class WorkerEndpoint:
             config.on_nonfinite,
             only_armed=bool(replacements),
         )
-        self._results = ResultBuffer(self._arena, self._session.codec)
+        self._results = ResultBuffer(self._arena, self._session.encoding)
         is_v2 = seams.is_v2_runner(runner)
         seams.check_runner(runner, is_v2)
         switch = ModelSwitch(
@@ -192,11 +193,12 @@ class WorkerEndpoint:
             tensor_rank=self._tensor_rank,
             tensor_ranks=self._tensor_ranks,
             num_layers=self._decoder.num_layers,
-            hidden_size=self._buffers.bank.shape[1],
+            hidden_size=self._hidden_size,
             taps=tuple(self._taps),
+            widths=tuple(map(self._buffers.width, self._taps.values())),
             lacking=tuple(MissingTap(*tap, why) for tap, why in self._decoder.lacking.items()),
             dtype=str(self._buffers.ring.dtype).removeprefix("torch."),
-            capture_limit=self._buffers.ring.shape[0] // self._max_tokens,
+            capture_limit=self._ring_rows // self._max_tokens,
             step_tokens=self._max_tokens,
             buffer_bytes=self._buffers.nbytes,
             room=self._room,
@@ -208,6 +210,11 @@ class WorkerEndpoint:
             arena_bytes=self._arena.budget,
             device=str(self._buffers.ring.device.type),
         )
+
+    @property
+    def _ring_rows(self) -> int:
+        """Vectors of the stream's width for which the staging ring has room."""
+        return self._buffers.ring.numel() // self._hidden_size
 
     def _read_parameter(self, request: ReadParameter) -> ParameterRows:
         found = find_parameters(self._runner.get_model(), self._ties_head)
@@ -230,12 +237,15 @@ class WorkerEndpoint:
 
     def _usage(self) -> WorkerUsage:
         self._arena.sweep()
+        steps = asdict(self._session.counts)
+        for name in ("ring_last", "ring_most"):
+            steps[name] = -(-steps[name] * self._buffers.unit // self._hidden_size)
         return WorkerUsage(
             stage=self._stage,
             tensor_rank=self._tensor_rank,
             arena={**self._arena.used, "budget_bytes": self._arena.budget},
-            ring_rows=self._buffers.ring.shape[0],
-            steps=asdict(self._session.counts),
+            ring_rows=self._ring_rows,
+            steps=steps,
         )
 
     def _collect(self, request: CollectResults) -> CollectedResults:
@@ -321,7 +331,8 @@ def _allocate(taps: dict[Tap, int], runner: Any, vllm_config: Any, config: Confi
     row_bytes = hidden_size * model_config.dtype.itemsize
     # Rows of two steps: those of one are copied while the next step fills the others.
     at_once = 2 if runner.device.type == "cuda" else 1
-    rows_needed = at_once * max_tokens * max(1, len(taps))
+    widths = dict.fromkeys(taps, hidden_size)
+    rows_needed = at_once * max_tokens * max(1, -(-sum(widths.values()) // hidden_size))
     ring_rows = min(rows_needed, _staging_bytes(runner.device, config) // row_bytes)
     if ring_rows < max_tokens:
         raise UnsupportedError(
@@ -330,7 +341,7 @@ def _allocate(taps: dict[Tap, int], runner: Any, vllm_config: Any, config: Confi
             "lower max_num_batched_tokens"
         )
     return Buffers.allocate(
-        taps=list(taps),
+        taps=widths,
         max_tokens=max_tokens,
         hidden_size=hidden_size,
         room=_room(config),

@@ -17,6 +17,7 @@ from midstream.errors import SpecError
 from midstream.ops import layout
 from midstream.runtime.protocol.segments import FOREVER, Edits, PlanSegment
 from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, RowBlock, Scores
+from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.program_table import ProgramTable
 from midstream.spec import ResolvedPlan
 
@@ -29,12 +30,14 @@ class Segment:
 
     Attributes:
         edits: edits, then probes.
-        taps: captured taps, as indices on this rank.
+        taps: captured taps, as indices on this rank, in the order of a record: those of one width
+            are neighbours.
         program: index of the program of `edits`.
         group: index of the capture group of `taps`.
         kind: kind of the records of `taps`, from `CapturedRowIndex.kind`.
         scored: whether scores are returned to the caller.
-        codec: number of the codec of the captured rows.
+        codec: number of the encoding of the captured rows.
+        units: ring units of a record of `taps`.
     """
 
     start: int
@@ -46,11 +49,13 @@ class Segment:
     kind: int
     scored: bool = False
     codec: int = 0
+    units: int = 0
 
     @property
     def content(self) -> tuple[int, ...]:
         """What each token gets, as the columns `CONTENT` of segments and runs."""
-        return self.program, self.group, len(self.taps), self.kind, self.scored, self.codec
+        vectors = len(self.taps)
+        return self.program, self.group, vectors, self.units, self.kind, self.scored, self.codec
 
 
 @dataclass(slots=True)
@@ -117,7 +122,11 @@ def idle_segment(start: int = 0, stop: int = FOREVER) -> Segment:
 
 
 def acquire_segments(
-    plan: list[PlanSegment], tables: ProgramTable, rows: CapturedRowIndex[Any], codec: int = 0
+    plan: list[PlanSegment],
+    tables: ProgramTable,
+    rows: CapturedRowIndex[Any],
+    codecs: CodecTable,
+    codec: str = "raw",
 ) -> list[Segment]:
     """Return the segments of a plan with their programs and groups. Pair with `release_segments`.
 
@@ -125,10 +134,12 @@ def acquire_segments(
         plan: the segments of the plan.
         tables: the rank's programs and groups.
         rows: the index of captured rows.
-        codec: number of the codec of captured rows.
+        codecs: the encodings of captured rows.
+        codec: text of the codec of captured rows.
 
     Raises:
         NoRoomError: the tables are full; nothing is acquired then.
+        SpecError: there is no such codec; nothing is acquired then.
     """
     segments: list[Segment] = []
     try:
@@ -136,16 +147,18 @@ def acquire_segments(
             if not edits and not taps:
                 segments.append(idle_segment(start, stop))
                 continue
+            taps = codecs.in_order(taps)
+            number = codecs.number(codec, taps) if taps else 0
             program = tables.acquire_program(edits)
             try:
                 group = tables.acquire_group(taps)
             except SpecError:
                 tables.release_program(edits)
                 raise
-            kind = rows.kind(taps, codec)
-            encoded = codec if taps else 0
+            units = codecs.units_of(taps)
+            kind = rows.kind(taps, number, units // codecs.encoding(number).units)
             segments.append(
-                Segment(start, stop, edits, taps, program, group, kind, scored, encoded)
+                Segment(start, stop, edits, taps, program, group, kind, scored, number, units)
             )
     except SpecError:
         release_segments(segments, tables)

@@ -46,7 +46,7 @@ class RequestTable:
         """Args:
         slots: the running requests.
         tables: the rank's programs and groups.
-        codecs: the codecs of captured rows.
+        codecs: the encodings of captured rows.
         recorder: the steps in flight.
         taps: the rank's taps and their indices.
         share: the part of the captured vectors that this rank transfers.
@@ -102,8 +102,9 @@ class RequestTable:
         resolved, segments = _NO_PLAN, [idle_segment()]
         try:
             resolved, cut_plan = self._parse(plan)
-            codec = self._codecs.number(resolved.codec)
-            segments = acquire_segments(cut_plan, self._tables, self._recorder.rows, codec)
+            segments = acquire_segments(
+                cut_plan, self._tables, self._recorder.rows, self._codecs, resolved.codec
+            )
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             _LOGGER.exception("midstream failed request %s", request_id)

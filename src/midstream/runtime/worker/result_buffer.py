@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from torch import Tensor, uint8
 
-from midstream.codecs import Codec
+from midstream.codecs import RowEncoding
 from midstream.errors import FetchError
 from midstream.runtime.protocol.results import (
     Lease,
@@ -37,13 +37,13 @@ LEASED_BYTES = 1 << 20
 class ResultBuffer:
     """Owner of the data between `put` and `release`."""
 
-    def __init__(self, arena: Arena, codec: Callable[[int], Codec]) -> None:
+    def __init__(self, arena: Arena, encoding: Callable[[int], RowEncoding]) -> None:
         """Args:
         arena: memory of the captured rows.
-        codec: returns the codec with a number.
+        encoding: returns the encoding with a number.
         """
         self._arena = arena
-        self._codec = codec
+        self._encoding = encoding
         self._data: dict[str, bytes] = {}
         self._inlined: set[str] = set()  # of the latest `inline`
 
@@ -72,7 +72,7 @@ class ResultBuffer:
                 blocks.append(
                     RowsHeader(
                         taps=tuple(block.taps),
-                        codec=self._codec(block.codec).spec,
+                        codec=self._encoding(block.codec).codec.spec,
                         runs=runs_of(block.positions),
                         nbytes=len(parts[-1]),
                     )
@@ -133,7 +133,7 @@ class ResultBuffer:
         """Lease the segments of rows, and return the lease; None if the rows must be copied: they
         are few, or the arena permits no more leases.
         """
-        nbytes = sum(block.positions.size * len(block.taps) * _row_bytes(block) for block in blocks)
+        nbytes = sum(block.positions.size * _record_bytes(block) for block in blocks)
         if nbytes < LEASED_BYTES:
             return None
         segments = sorted({segment for found in places for segment, _, _ in found})
@@ -147,7 +147,7 @@ class ResultBuffer:
 
 def _copied(block: RowBlock[ArenaRows], places: Places) -> bytes:
     """Return a copy of the rows, which must be on the host."""
-    arena, size = block.sources[0].arena, len(block.taps) * _row_bytes(block)
+    arena, size = block.sources[0].arena, _record_bytes(block)
     memory = {
         segment: arena.memory_of(segment).numpy().data
         for segment in {segment for segment, _, _ in places}
@@ -174,6 +174,10 @@ def _places(block: RowBlock[ArenaRows]) -> Places:
 
 def _row_bytes(block: RowBlock[ArenaRows]) -> int:
     return block.sources[int(block.source[0])].row_bytes
+
+
+def _record_bytes(block: RowBlock[ArenaRows]) -> int:
+    return block.rows * _row_bytes(block)
 
 
 def _bytes(values: Tensor) -> bytes:

@@ -22,7 +22,7 @@ from midstream.runtime.protocol.segments import FOREVER
 from midstream.transport.arena import Arena, Extent
 from midstream.transport.base import Copy, Shipment
 
-_Kind = tuple[tuple[int, ...], int]  # taps, number of the codec
+_Kind = tuple[tuple[int, ...], int, int]  # taps, number of the encoding, rows of a record
 
 
 class RowSource(Protocol):
@@ -46,7 +46,8 @@ class RowBlock(Generic[R]):
 
     Attributes:
         taps: the taps in each record, in order, as indices on this rank.
-        codec: number of the rows' codec.
+        codec: number of the rows' encoding.
+        rows: rows of a record in its source; see `RowEncoding` for what a row is.
         positions: int64 [n], ascending, without duplicates.
         sources: the rows of steps.
         source: int64 [n], for each position the index of its source.
@@ -55,6 +56,7 @@ class RowBlock(Generic[R]):
 
     taps: tuple[int, ...]
     codec: int
+    rows: int
     positions: Ints
     sources: list[R]
     source: Ints
@@ -62,13 +64,12 @@ class RowBlock(Generic[R]):
 
     @property
     def values(self) -> Tensor:
-        """A copy of the rows, [n, taps, width]. Blocks until the rows are on the host."""
-        width = len(self.taps)
+        """A copy of the rows, [n, `rows`, width]. Blocks until the rows are on the host."""
         parts = [
-            self.sources[nth].rows()[first : first + width * records]
+            self.sources[nth].rows()[first : first + self.rows * records]
             for nth, first, records in self.runs()
         ]
-        return torch.cat(parts).view(self.source.size, width, -1)
+        return torch.cat(parts).view(self.source.size, self.rows, -1)
 
     def since(self, position: int) -> RowBlock[R]:
         """Return the rows at `position` and later."""
@@ -78,6 +79,7 @@ class RowBlock(Generic[R]):
         return RowBlock(
             self.taps,
             self.codec,
+            self.rows,
             self.positions[begin:],
             self.sources,
             self.source[begin:],
@@ -91,7 +93,7 @@ class RowBlock(Generic[R]):
         source, first, size = self.source, self.first, self.first.size
         if size == 1:  # as of the last prompt token, without half a dozen calls of NumPy
             return [(int(source[0]), int(first[0]), 1)]
-        breaks = (source[1:] != source[:-1]) | (first[1:] - first[:-1] != len(self.taps))
+        breaks = (source[1:] != source[:-1]) | (first[1:] - first[:-1] != self.rows)
         begins = [0, *(np.flatnonzero(breaks) + 1).tolist()]
         lengths = [stop - start for start, stop in pairwise([*begins, size])]
         return list(zip(source[begins].tolist(), first[begins].tolist(), lengths, strict=True))
@@ -229,9 +231,15 @@ class CapturedRowIndex(Generic[R]):
         self._taken: list[R] = []
         self._next_step = 0
 
-    def kind(self, taps: tuple[int, ...], codec: int = 0) -> int:
-        """Return the number of a kind of record: its taps and the number of its codec."""
-        key = (taps, codec)
+    def kind(self, taps: tuple[int, ...], codec: int = 0, rows: int | None = None) -> int:
+        """Return the number of a kind of record.
+
+        Args:
+            taps: its taps, in order.
+            codec: number of its encoding.
+            rows: its number of rows; None: one for each tap.
+        """
+        key = (taps, codec, len(taps) if rows is None else rows)
         if key not in self._kinds:
             self._kinds[key] = len(self._keys)
             self._keys.append(key)
@@ -313,7 +321,7 @@ class CapturedRowIndex(Generic[R]):
         """
         serials = np.array(sorted(stops), np.int64)
         bounds = np.array([stops[serial] for serial in serials.tolist()], np.int64)
-        widths = np.array([len(taps) for taps, _ in self._keys], np.int64)
+        widths = np.array([rows for _, _, rows in self._keys], np.int64)
         begin = bisect_left(self._steps, oldest, key=lambda entry: entry.number)
         entries = self._steps[begin:]
         del self._steps[begin:]
@@ -365,7 +373,7 @@ class CapturedRowIndex(Generic[R]):
             count: number of rows to expect over all requests; older steps are searched only until
                 that many are found.
         """
-        key = (taps, 0)
+        key = (taps, 0, len(taps))
         kind = self._kinds.get(key)
         if kind is None or not count:
             return {}
@@ -394,7 +402,7 @@ def _blocks_of_kind(
     chosen: list[StepRecord[R]], key: _Kind, kind: int
 ) -> list[tuple[int, RowBlock[R]]]:
     """Return the blocks of one kind, each with the serial number of its request."""
-    taps, codec = key
+    taps, codec, rows = key
     steps: list[Ints] = []
     serials: list[Ints] = []
     positions: list[Ints] = []
@@ -406,7 +414,7 @@ def _blocks_of_kind(
         steps.append(np.full(within.size, nth))
         serials.append(np.repeat(entry.serial[mine], length))
         positions.append(np.repeat(entry.known[mine], length) + within)
-        firsts.append(np.repeat(entry.first[mine], length) + within * len(taps))
+        firsts.append(np.repeat(entry.first[mine], length) + within * rows)
     if not steps:
         return []
     step, serial = np.concatenate(steps), np.concatenate(serials)
@@ -426,6 +434,7 @@ def _blocks_of_kind(
             RowBlock(
                 taps,
                 codec,
+                rows,
                 position[start:stop],
                 sources,
                 step[start:stop],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from midstream.codecs import Codec
+from midstream.codecs import RowEncoding
 from midstream.runtime.protocol.segments import RankShare
 from midstream.runtime.worker.collection import Collection
 from midstream.runtime.worker.rank_check import RankChecksum
@@ -57,7 +57,7 @@ class WorkerSession:
             all other steps run vLLM's own model.
         """
         self._checksum = checksum
-        self._codecs = CodecTable(buffers.ring)
+        self._codecs = CodecTable(buffers)
         self._tables = ProgramTable(buffers)
         slots = SlotTable(max_model_len, on_nonfinite)
         self._planner = StepPlanner(slots, self._tables)
@@ -74,9 +74,9 @@ class WorkerSession:
         """Totals over all steps."""
         return self._recorder.counts
 
-    def codec(self, number: int) -> Codec:
-        """Return the codec with a number, as `RowBlock.codec` has it."""
-        return self._codecs.codec(number)
+    def encoding(self, number: int) -> RowEncoding:
+        """Return the encoding with a number, as `RowBlock.codec` has it."""
+        return self._codecs.encoding(number)
 
     def before_forward(self, batch: StepBatch) -> bool:
         """Plan and arm the step whose forward pass is queued next.

@@ -39,8 +39,8 @@ class StepCounts:
         steps: number of forward passes.
         active: number of these in which some token had a program.
         planner_ns: nanoseconds spent on planning.
-        ring_last: rows of the staging ring that the last active step filled.
-        ring_most: most rows that an active step has filled.
+        ring_last: units of the staging ring that the last active step filled; see `Buffers.units`.
+        ring_most: most units that an active step has filled.
     """
 
     steps: int = 0
@@ -49,11 +49,11 @@ class StepCounts:
     ring_last: int = 0
     ring_most: int = 0
 
-    def add_active(self, rows: int) -> None:
-        """Count an active step that fills `rows` rows of the ring."""
+    def add_active(self, units: int) -> None:
+        """Count an active step that fills `units` units of the ring."""
         self.active += 1
-        self.ring_last = rows
-        self.ring_most = max(self.ring_most, rows)
+        self.ring_last = units
+        self.ring_most = max(self.ring_most, units)
 
 
 class StepRecorder:
@@ -86,7 +86,7 @@ class StepRecorder:
         transport: owner of `buffers.ring`.
         arena: memory that the transport copies rows to.
         slots: the requests.
-        codecs: the codecs of captured rows.
+        codecs: the encodings of captured rows.
         taps: the rank's taps.
         only_armed: every forward pass that fires the taps is armed. Nothing is disarmed then.
         """
@@ -110,8 +110,8 @@ class StepRecorder:
 
     def arm(self, plan: StepPlan, batch: StepBatch) -> None:
         """Set the buffers for the step that is queued next."""
-        self.counts.add_active(plan.num_records)
-        first = self._transport.reserve(plan.num_records)
+        self.counts.add_active(plan.num_units)
+        first = self._transport.reserve(plan.num_units)
         self._armed.arm(plan.tokens, first)
         if plan.by_id:
             ids = batch.token_ids()
@@ -151,7 +151,7 @@ class StepRecorder:
         if plan.scored:
             scores = self._buffers.scores[: tally.shape[0]]
         shipment = self._ship(prepared, batches, tally, scores)
-        if plan.num_records:
+        if plan.num_units:
             self._armed.close_ring()
         self._in_flight.append(InFlightStep(self.counts.steps, prepared, shipment))
         self._slots.last_step[plan.runs.slot] = self.counts.steps
@@ -167,7 +167,9 @@ class StepRecorder:
         self, prepared: PreparedStep, batches: Sequence[CodecBatch], tally: Tensor, scores: Tensor
     ) -> Shipment:
         parcels = [
-            Parcel(prepared.first + batch.first, batch.num_rows, self._codecs.codec(batch.codec))
+            Parcel(
+                prepared.first + batch.first, batch.num_units, self._codecs.encoding(batch.codec)
+            )
             for batch in batches
         ]
         return self._transport.ship(parcels, tally, scores)
@@ -181,13 +183,13 @@ class StepRecorder:
             if extent is None:
                 missing.append(batch)
                 continue
-            width = self._codecs.codec(batch.codec).row_bytes(ring.shape[1], ring.dtype)
+            encoding = self._codecs.encoding(batch.codec)
             self.rows.record(
-                ArenaRows(shipment, extent, width, self._arena),
+                ArenaRows(shipment, extent, encoding.row_bytes(ring.dtype), self._arena),
                 batch.serial,
                 positions_of(prepared, batch.runs),
                 batch.length,
-                batch.record,
+                batch.record // encoding.units,
                 batch.kind,
             )
         return missing

@@ -33,6 +33,7 @@ def digest_steps(steps: tuple[Instruction, ...]) -> str:
             int(step.flags),
             step.slot,
             step.first,
+            *([] if step.mask is None else [step.mask.digest]),
         ]
         for step in steps
     ]

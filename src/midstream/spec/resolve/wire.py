@@ -53,7 +53,7 @@ class NamedVectorMessage(_Message, frozen=True, array_like=True):
 
 
 class InstructionMessage(_Message, frozen=True, array_like=True):
-    """An `Instruction`; `read` and `write` are indices of vectors."""
+    """An `Instruction`; `read`, `write` and `mask` are indices of vectors."""
 
     op: Op
     read: _Natural | None
@@ -65,6 +65,7 @@ class InstructionMessage(_Message, frozen=True, array_like=True):
     flags: Annotated[int, Meta(ge=0, le=_ALL_FLAGS)]
     slot: _Natural | None
     first: _Natural
+    mask: _Natural | None
 
 
 class EditMessage(_Message, frozen=True):
@@ -90,7 +91,7 @@ class ProbeMessage(_Message, frozen=True):
 class PlanMessage(_Message, frozen=True):
     """A `ResolvedPlan` and what its parts share."""
 
-    format: Literal["midstream plan 5"]
+    format: Literal["midstream plan 6"]
     prompt_len: Annotated[int, Meta(ge=1, le=INT_LIMIT)]
     codec: str
     sharded: bool
@@ -129,7 +130,7 @@ def to_bytes(plan: ResolvedPlan, named: Collection[Vector] = ()) -> bytes:
         ]
     )
     message = PlanMessage(
-        format="midstream plan 5",
+        format="midstream plan 6",
         prompt_len=plan.prompt_len,
         codec=plan.codec,
         sharded=plan.sharded,
@@ -174,6 +175,7 @@ class _Shared:
             flags=int(step.flags),
             slot=step.slot,
             first=step.first,
+            mask=None if step.mask is None else self._vector(step.mask),
         )
 
     def _vector(self, vector: Vector) -> int:
@@ -244,6 +246,7 @@ def _read_instruction(given: InstructionMessage, vectors: Sequence[Vector]) -> I
         flags=Flags(given.flags),
         slot=given.slot,
         first=given.first,
+        mask=None if given.mask is None else _choose("vector", given.mask, vectors),
     )
 
 

@@ -17,16 +17,17 @@ RECEIPT = Receipt(
     dropped=2,
     kept=(("store", CaptureResult()), ("log", CaptureResult("error", "full"))),
 )
+SIZES = {("resid_post", 1): 100, ("resid_post", 2): 50}
 
 
 def test_each_completion_counts_under_its_status_with_its_rows_edits_and_scores():
     tally = RequestTotals()
-    tally.add([RECEIPT, replace(RECEIPT, problems=("no",), edited=None, kept=())], 100)
+    tally.add([RECEIPT, replace(RECEIPT, problems=("no",), edited=None, kept=())], SIZES)
     assert tally.to_dict() == {
         "completions": {"partial": 1, "error": 1},
         "aborted": 0,
         "rows": 28,
-        "row_bytes": 2800,
+        "row_bytes": 2 * (8 * 100 + 6 * 50),
         "dropped": 4,
         "edits": 5,
         "cached_edits": 3,
@@ -38,7 +39,7 @@ def test_each_completion_counts_under_its_status_with_its_rows_edits_and_scores(
 def test_what_was_counted_stays_counted():
     tally = RequestTotals()
     for _ in range(3):
-        tally.add([RECEIPT], 4)
+        tally.add([RECEIPT], dict.fromkeys(SIZES, 4))
     assert tally.rows == 42
     assert tally.row_bytes == 168
     assert tally.completions == {"partial": 3}

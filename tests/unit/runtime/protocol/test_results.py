@@ -142,7 +142,7 @@ def test_results_that_do_not_fit_their_header_are_refused_with_the_worker_that_s
     [
         ({"taps": (3,)}, "taps"),
         ({"codec": "zip"}, "codec 'zip'"),
-        ({"runs": [(4, 2)]}, "12 bytes of 2 positions, 1 taps and 12 bytes a row"),
+        ({"runs": [(4, 2)]}, "12 bytes of 2 positions and 12 bytes a record"),
     ],
 )
 def test_a_block_that_does_not_fit_the_worker_is_refused(change, problem):

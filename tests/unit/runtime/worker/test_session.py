@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,9 +30,10 @@ BOTH = plan_of(edits=[(POST, VECTORS[0], 2.0, EVERYWHERE)], captures=[([POST], E
 class Scheduler:
     """Random batches: chunked prefill beside decode, cache hits, preemption, requests that end."""
 
-    def __init__(self, seed, lag):
+    def __init__(self, seed, lag, codecs=("raw",), **sizes):
         self.draw = random.Random(seed)
-        self.engine = FakeEngine(seed, lag=lag)
+        self.engine = FakeEngine(seed, lag=lag, **sizes)
+        self.codecs = codecs
         self.running = []
         self.lengths = {}
         self.made = 0
@@ -39,7 +41,10 @@ class Scheduler:
 
     def arrive(self):
         length = self.draw.randint(2, 40)
-        fake = Fake(f"r{self.made}", random_plan(self.draw, length))
+        plan = random_plan(self.draw, length)
+        if plan is not None and self.codecs != ("raw",):
+            plan = replace(plan, codec=self.draw.choice(self.codecs))
+        fake = Fake(f"r{self.made}", plan)
         self.made += 1
         self.lengths[fake.id] = length
         self.running.append(fake)
@@ -81,7 +86,7 @@ class Scheduler:
         if fake.plan is None:
             assert taken == []
         else:
-            check_taken(taken, [fake])
+            check_taken(taken, [fake], self.engine.width)
             self.checked += 1
         assert self.engine.take(fake.id) == [], "a request was handed out twice"
 
@@ -105,6 +110,15 @@ class Scheduler:
 )
 def test_random_steps_do_for_every_row_what_a_naive_reader_of_its_plan_says(seed, lag):
     scheduler = Scheduler(seed, lag)
+    scheduler.run(70)
+    assert scheduler.checked > 10
+
+
+@pytest.mark.parametrize(("seed", "lag"), [(10, None), (11, 0), (12, 1), (13, 3)])
+def test_taps_of_different_widths_get_their_own_vectors_and_rows_in_every_codec(seed, lag):
+    codecs = ("raw", "full8", "topk8:k=2")
+    scheduler = Scheduler(seed, lag, codecs, mixed=True, bank_rows=256, ring_rows=64 * 12)
+    assert scheduler.engine.buffers.unit == 2
     scheduler.run(70)
     assert scheduler.checked > 10
 

@@ -53,15 +53,15 @@ def _golden():
 
 EVERYWHERE = {"ranges": [[0, None]], "matches": [], "last_from": None}
 MESSAGE = {
-    "format": "midstream plan 5",
+    "format": "midstream plan 6",
     "prompt_len": 10,
     "codec": "raw",
     "sharded": False,
     "vectors": [struct.pack("<3f", 1, 2, 3), struct.pack("<3f", 0, 0, 1)],
     "steps": [
-        [[0, None, [0], 1.0, 0.0, 0.0, 0.0, 8, None, 0]],
-        [[3, 1, [1], -1.0, 0.0, 0.0, 0.0, 9, None, 0]],
-        [[8, 1, [], 0.5, 0.0, 0.0, 0.0, 9, 0, 0]],
+        [[0, None, [0], 1.0, 0.0, 0.0, 0.0, 8, None, 0, None]],
+        [[3, 1, [1], -1.0, 0.0, 0.0, 0.0, 9, None, 0, None]],
+        [[8, 1, [], 0.5, 0.0, 0.0, 0.0, 9, 0, 0, None]],
     ],
     "edits": [
         {"site": "resid_post", "layer": 0, "steps": 0, "where": EVERYWHERE, "source": 0},
@@ -253,7 +253,7 @@ INFINITE = struct.pack("<3f", 0, 0, float("inf"))
         (["vectors"], [MESSAGE["vectors"][0]], r"steps\[1\]: there is no vector 1, of 1"),
         (["steps", 0], [], r"steps\[.*\]: expected `array` of length >= 1"),
         (["steps", 0], {}, r"steps\[.*\]: expected `array`, got `object`"),
-        ([*STEP], [0], r"expected `array` of at least length 10, got 1"),
+        ([*STEP], [0], r"expected `array` of at least length 11, got 1"),
         ([*STEP, 0], 9, r"steps\[.*\]: invalid enum value 9"),
         ([*STEP, 0], -1, r"steps\[.*\]: invalid enum value -1"),
         ([*STEP, 0], "ADD", r"steps\[.*\]: expected `int`, got `str`"),

@@ -19,7 +19,7 @@ from midstream.ops import layout
 from midstream.runtime.frontend.rpc.remote_worker import MOST_HELD, RemoteWorker
 from midstream.runtime.protocol.segments import WHOLE, PlanSegment, RankShare, Room, cut, vectors_of
 from midstream.sites import Tap
-from midstream.spec import Plan, ResolvedPlan, Vector
+from midstream.spec import ModelShape, Plan, ResolvedPlan, Vector
 from midstream.spec.positions.range_set import overlay
 from midstream.spec.sink_target import MEMORY
 
@@ -69,7 +69,9 @@ class RowLimit:
 NO_LIMIT = RowLimit(None, lambda: 0)
 
 
-def need_of(plan: ResolvedPlan, taps: dict[Tap, int], room: Room, edits_per_site: int) -> Need:
+def need_of(
+    plan: ResolvedPlan, taps: dict[Tap, int], room: Room, edits_per_site: int, hidden_size: int
+) -> Need:
     """Return the capacity that a plan takes.
 
     It is counted by the code that cuts the plan on the worker.
@@ -79,6 +81,7 @@ def need_of(plan: ResolvedPlan, taps: dict[Tap, int], room: Room, edits_per_site
         taps: indices of all taps of the engine, over all pipeline stages.
         room: capacity of a worker.
         edits_per_site: limit of instructions for one token at one site.
+        hidden_size: size of the vectors that `room.bank_rows` counts; longer ones count as several.
 
     Raises:
         SpecError: the plan exceeds a limit on its own.
@@ -98,7 +101,8 @@ def need_of(plan: ResolvedPlan, taps: dict[Tap, int], room: Room, edits_per_site
                 kinds["token_ids"][edit.ids] = len(edit.ids)
             for step in edit.steps:
                 for vectors in vectors_of(step):
-                    kinds["bank_rows"][vectors] = len(vectors)
+                    rows_each = -(-vectors[0].size // hidden_size)
+                    kinds["bank_rows"][vectors] = len(vectors) * rows_each
     found = Need({kind: things for kind, things in kinds.items() if things})
     for kind, limit in _limits(room).items():
         if found.total(kind) > limit:
@@ -228,28 +232,35 @@ def row_limit(workers: Sequence[RemoteWorker], config: Config) -> RowLimit:
     )
 
 
-def max_row_bytes(
-    plan: ResolvedPlan, hidden: int, dtype: torch.dtype, length: int, ranks: int
-) -> int:
+def max_row_bytes(plan: ResolvedPlan, shape: ModelShape, length: int, ranks: int) -> int:
     """Return the bytes of the rows that a plan can capture; where ranks share rows, of the first.
 
     Args:
         plan: the resolved plan of one completion.
-        hidden: width of the model.
-        dtype: dtype of captured vectors.
+        shape: the model.
         length: largest number of tokens of the request.
         ranks: number of ranks in a tensor-parallel group.
     """
     if not plan.captures:
         return 0
-    width = parse_codec(plan.codec).row_bytes(hidden, dtype)
+    sizes = row_sizes(plan, shape)
     first = RankShare(0, ranks)
-    rows = 0
+    nbytes = 0
     for start, stop, indices in overlay([each.where.possible for each in plan.captures]):
         taps = tuple({tap for nth in indices for tap in plan.captures[nth].taps})
         positions = max(0, (length if stop is None else min(stop, length)) - start)
-        rows += len(first.of(taps, plan.sharded)) * positions
-    return rows * width
+        nbytes += sum(sizes[tap] for tap in first.of(taps, plan.sharded)) * positions
+    return nbytes
+
+
+def row_sizes(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, int]:
+    """Return the bytes of an encoded row of each tap that a plan captures.
+
+    Raises:
+        SpecError: the codec does not support vectors this short.
+    """
+    codec, dtype = parse_codec(plan.codec), getattr(torch, shape.dtype)
+    return {tap: codec.row_bytes(shape.width(tap), dtype) for tap in plan.taps}
 
 
 def check_rows(need: Need, room: RowLimit) -> None:
@@ -285,21 +296,19 @@ def returned_captures(plan: ResolvedPlan, own: Plan) -> tuple[int, ...]:
     )
 
 
-def prompt_bytes(
-    plan: ResolvedPlan, captures: tuple[int, ...], hidden: int, dtype: torch.dtype
-) -> int:
+def prompt_bytes(plan: ResolvedPlan, captures: tuple[int, ...], shape: ModelShape) -> int:
     """Return the bytes of the rows of a request's prompt that some of its captures select.
 
     Args:
         plan: the resolved plan of one completion.
         captures: indices of the captures.
-        hidden: width of the model.
-        dtype: dtype of captured vectors.
+        shape: the model.
     """
     if not captures:
         return 0
-    rows = sum(plan.only(captures).expected_rows(plan.prompt_len, ()).values())
-    return rows * parse_codec(plan.codec).row_bytes(hidden, dtype)
+    sizes = row_sizes(plan, shape)
+    rows = plan.only(captures).expected_rows(plan.prompt_len, ())
+    return sum(count * sizes[tap] for tap, count in rows.items())
 
 
 def check_returned(nbytes: int, most: int) -> None:

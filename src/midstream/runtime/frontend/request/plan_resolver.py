@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from midstream.codecs import parse_codec
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.runtime.frontend.request.budget import (
@@ -25,7 +22,7 @@ from midstream.runtime.frontend.request.prompt.text_map import text_map
 from midstream.runtime.frontend.request.sent_vectors import named_vectors
 from midstream.runtime.protocol.cache_keys import CacheKeys, cache_keys
 from midstream.sites import order
-from midstream.spec import Capture, Plan, Positions, Prompt, ResolvedPlan
+from midstream.spec import Capture, ModelShape, Plan, Positions, Prompt, ResolvedPlan
 from midstream.spec.capture import SHARDED
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.operations import Edit
@@ -58,19 +55,18 @@ class PreparedPlan:
     keys: CacheKeys
     _returned: dict[tuple[int, ...], int] = field(default_factory=dict, compare=False, repr=False)
 
-    def returned_bytes(self, own: Plan, hidden: int, dtype: torch.dtype) -> int:
+    def returned_bytes(self, own: Plan, shape: ModelShape) -> int:
         """Return the bytes of the rows of the prompt that are returned to the caller. They are
         counted once for the same captures.
 
         Args:
             own: the request's own plan.
-            hidden: width of the model.
-            dtype: dtype of captured vectors.
+            shape: the model.
         """
         captures = returned_captures(self.plan, own)
         found = self._returned.get(captures)
         if found is None:
-            found = self._returned[captures] = prompt_bytes(self.plan, captures, hidden, dtype)
+            found = self._returned[captures] = prompt_bytes(self.plan, captures, shape)
         return found
 
     @property
@@ -221,7 +217,13 @@ class PlanResolver:
                 resolved, codec=self._codec(decisive), sharded=self._return(decisive) == SHARDED
             )
         first = self._info.workers[0]
-        need = need_of(resolved, self._taps, self._info.room, first.edits_per_site)
+        need = need_of(
+            resolved,
+            self._taps,
+            self._info.room,
+            first.edits_per_site,
+            self._info.shape.hidden_size,
+        )
         named = named_vectors(resolved)
         rows = self._max_row_bytes(resolved, prompt.length, max_tokens)
         need = replace(need, rows=rows, vectors=named)
@@ -236,17 +238,13 @@ class PlanResolver:
         length = self._max_length
         if max_tokens is not None:
             length = min(length, prompt_len + max_tokens)
-        dtype = getattr(torch, self._info.dtype)
         ranks = self._info.workers[0].tensor_ranks
-        return max_row_bytes(plan, self._info.shape.hidden_size, dtype, length, ranks)
+        with at("capture[0]"):
+            return max_row_bytes(plan, self._info.shape, length, ranks)
 
     def _codec(self, captures: tuple[Capture, ...]) -> str:
         """Return the codec that all of these captures have."""
-        spec = _common("codec", [capture.codec or self._info.codec for capture in captures])
-        with at("capture[0]"):
-            dtype = getattr(torch, self._info.dtype)
-            parse_codec(spec).row_bytes(self._info.shape.hidden_size, dtype)
-        return spec
+        return _common("codec", [capture.codec or self._info.codec for capture in captures])
 
     def _return(self, captures: tuple[Capture, ...]) -> str:
         """Return through which ranks the rows of all of these captures are transferred."""
@@ -282,9 +280,12 @@ class PlanResolver:
         wanted = {tap for capture in plan.captures for tap in capture.taps}
         for worker in self._info.workers:
             # Under pipeline parallelism each stage captures its own layers.
-            at_once = sum(tap in wanted for tap in worker.taps)
+            pairs = zip(worker.taps, worker.widths, strict=True)
+            widths = [width for tap, width in pairs if tap in wanted]
             if plan.sharded:
-                at_once = -(-at_once // worker.tensor_ranks)
+                ranks = worker.tensor_ranks
+                widths = max((widths[rank::ranks] for rank in range(ranks)), key=sum)
+            at_once = -(-sum(widths) // worker.hidden_size)
             if at_once > worker.capture_limit:
                 raise SpecError(
                     "capture",

@@ -27,7 +27,7 @@ from midstream.runtime.protocol.results import (
 )
 from midstream.runtime.protocol.runs import Ints, expand
 from midstream.sites import Tap
-from midstream.spec import Plan, ResolvedPlan, ResolvedProbe
+from midstream.spec import ModelShape, Plan, ResolvedPlan, ResolvedProbe
 from midstream.spec.resolve.resolved import Final
 
 # Positions, ascending, that captures select, by the indices of the captures.
@@ -56,7 +56,7 @@ def assemble(
     output: Any,
     plan: ResolvedPlan,
     answers: WorkerAnswers,
-    dtype: str,
+    shape: ModelShape,
     before: Mapping[int, Sequence[ResultBlock]] = MappingProxyType({}),
     own: Plan | None = None,
 ) -> dict[int, CompletionResults]:
@@ -66,7 +66,7 @@ def assemble(
         output: vLLM's RequestOutput; unchanged.
         plan: the resolved plan.
         answers: the answer of each worker.
-        dtype: name of the dtype of captured vectors.
+        shape: the model.
         before: per completion, rows that arrived while it ran; without their data if not kept.
         own: the request's own plan, as given; None: it has none.
 
@@ -74,8 +74,7 @@ def assemble(
         The results of each completion, by its index.
     """
     children = split(answers, len(output.outputs))
-    hidden = answers[0].worker.hidden_size
-    nothing = Rows(parse_codec(plan.codec), hidden, getattr(torch, dtype), (), ())
+    nothing = no_rows(plan, shape)
     coming_from = () if own is None else own.coming_from
     found = {}
     for completion in output.outputs:
@@ -88,13 +87,33 @@ def assemble(
         activations = _activations(plan, blocks, tokens, nothing) if is_bare else every
         for rows in (every, activations):
             if rows is not None:
-                rows.num_layers = answers[0].worker.num_layers
+                rows.num_layers = shape.num_layers
         probes = _probes(plan, parts, tokens)
         receipt = make_receipt(
             output.request_id, plan, parts, completion, tokens, every, probes, coming_from
         )
         found[completion.index] = CompletionResults(activations, probes, receipt, blocks)
     return found
+
+
+def no_rows(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, Rows]:
+    """Return encoded rows of each captured tap, without any. Taps whose vectors have the same width
+    have the same object.
+    """
+    codec, dtype = parse_codec(plan.codec), getattr(torch, shape.dtype)
+    if not shape.widths:
+        return dict.fromkeys(plan.taps, Rows(codec, shape.hidden_size, dtype, (), ()))
+    widths = {tap: shape.width(tap) for tap in plan.taps}
+    found = {width: Rows(codec, width, dtype, (), ()) for width in set(widths.values())}
+    return {tap: found[width] for tap, width in widths.items()}
+
+
+def _of_one_width(taps: Sequence[Tap], nothing: Mapping[Tap, Rows]) -> list[list[Tap]]:
+    """Group taps by the width of their vectors."""
+    found: dict[int, list[Tap]] = {}
+    for tap in taps:
+        found.setdefault(nothing[tap].hidden, []).append(tap)
+    return list(found.values())
 
 
 def tokens_of(output: Any, completion: Any, plan: ResolvedPlan) -> list[int]:
@@ -111,7 +130,10 @@ def tokens_of(output: Any, completion: Any, plan: ResolvedPlan) -> list[int]:
 
 
 def _activations(
-    plan: ResolvedPlan, blocks: Sequence[ResultBlock], tokens: list[int], nothing: Rows
+    plan: ResolvedPlan,
+    blocks: Sequence[ResultBlock],
+    tokens: list[int],
+    nothing: Mapping[Tap, Rows],
 ) -> Activations | None:
     if not plan.captures:
         return None
@@ -148,7 +170,7 @@ def activations_of(
     blocks: Sequence[ResultBlock],
     select: Select,
     tokens: Tensor | Sequence[int],
-    nothing: Rows,
+    nothing: Mapping[Tap, Rows],
 ) -> Activations:
     """Return the captured rows of some blocks.
 
@@ -157,15 +179,16 @@ def activations_of(
         blocks: the rows; at most one per position and tap.
         select: returns the positions, ascending, that captures select, by their indices.
         tokens: token ids from position 0 on.
-        nothing: encoded rows of the plan, without any.
+        nothing: see `no_rows`.
     """
     groups = []
     for captures, taps in plan.alike:
         selected = select(captures)
-        for together, mine in _found_together(taps, blocks):
-            there, chosen = _choose([block.positions for block in mine], selected)
-            at = torch.from_numpy(there)
-            groups.append(RowGroup(tuple(together), at, mine, chosen, nothing))
+        for alike in _of_one_width(taps, nothing):
+            for together, mine in _found_together(alike, blocks):
+                there, chosen = _choose([block.positions for block in mine], selected)
+                at = torch.from_numpy(there)
+                groups.append(RowGroup(tuple(together), at, mine, chosen, nothing[together[0]]))
     rows = GatheredRows(plan.taps, groups)
     return Activations(rows, rows.positions(), tokens)
 

@@ -8,16 +8,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from midstream.codecs import parse_codec
 from midstream.config.config import Config
 from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.input_session import InputSession, as_one_request, closing
+from midstream.runtime.frontend.request.budget import row_sizes
 from midstream.runtime.frontend.results.assembly import assemble
 from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.runtime.frontend.results.delivery import (
     RESULTS,
     FinishedRequest,
-    Vectors,
     deliver_soon,
 )
 from midstream.runtime.frontend.results.partial_scores import StreamState
@@ -25,6 +24,7 @@ from midstream.runtime.frontend.results.receipts import ReceiptReporter
 from midstream.runtime.frontend.results.row_streamer import RowStreamer
 from midstream.runtime.frontend.stats import RequestTotals
 from midstream.sinks.sink_set import SinkSet
+from midstream.spec import ModelShape
 
 # The attributes that midstream sets, before there are results.
 _NOTHING = dict.fromkeys(RESULTS)
@@ -41,7 +41,7 @@ class AsyncCompletion:
         self,
         info: EngineInfo,
         config: Config,
-        vectors: Vectors,
+        shape: ModelShape,
         sinks: SinkSet,
         streamer: RowStreamer,
         abort: Callable[[list[str]], Awaitable[None]],
@@ -53,7 +53,7 @@ class AsyncCompletion:
         Args:
             info: description of the engine.
             config: its settings.
-            vectors: width and dtype of captured vectors.
+            shape: the model.
             sinks: its sinks.
             streamer: delivers rows of running calls.
             abort: aborts requests by vLLM's ids.
@@ -62,7 +62,7 @@ class AsyncCompletion:
         """
         self._info = info
         self._config = config
-        self._vectors = vectors
+        self._shape = shape
         self._sinks = sinks
         self._streamer = streamer
         self._abort = abort
@@ -153,7 +153,7 @@ class AsyncCompletion:
             generated, inputs = call.stream.generated, call.session.inputs
             whole, plan = as_one_request(output, generated, inputs, plan, answers)
         before = {} if call.partial_rows is None else call.partial_rows.received()
-        given = (whole, plan, answers, self._info.dtype, before, call.admitted.own)
+        given = (whole, plan, answers, self._shape, before, call.admitted.own)
         if sum(len(answer.data) for answer in answers) > _THREAD_BYTES:
             results = await asyncio.to_thread(assemble, *given)
         else:
@@ -161,7 +161,7 @@ class AsyncCompletion:
         admitted = call.admitted
         if plan is not admitted.plan:
             admitted = replace(admitted, plan=plan)
-        finished = FinishedRequest(admitted, whole, self._vectors, results, call.partial_rows)
+        finished = FinishedRequest(admitted, whole, self._shape, results, call.partial_rows)
         (await deliver_soon(self._sinks, finished)).set_results(output)
         self._count(call, output)
         reporter = ReceiptReporter(self._config)
@@ -172,8 +172,7 @@ class AsyncCompletion:
         """Add a call's receipts to the totals and to vLLM's spans."""
         assert call.admitted is not None
         receipts = [one.receipt for one in output.outputs]
-        row_bytes = parse_codec(call.admitted.plan.codec).row_bytes(*self._vectors)
-        self.totals.add(receipts, row_bytes)
+        self.totals.add(receipts, row_sizes(call.admitted.plan, self._shape))
         for span in call.spans:
             span.finish(receipts[span.completion])
         call.spans.clear()

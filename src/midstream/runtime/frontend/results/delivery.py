@@ -15,9 +15,11 @@ from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
 from midstream.results.receipt import CaptureResult, Receipt
 from midstream.runtime.frontend.admitted import AdmittedRequest
+from midstream.runtime.frontend.request.budget import row_sizes
 from midstream.runtime.frontend.request.sink_routes import SinkRoute
 from midstream.runtime.frontend.results.assembly import (
     CompletionResults,
+    no_rows,
     select_final,
     tokens_of,
 )
@@ -26,11 +28,9 @@ from midstream.runtime.frontend.results.several_completions import SeveralComple
 from midstream.runtime.protocol.results import ResultBlock
 from midstream.sinks.delivery import DeliverySource, Puts, Queues, SinkPut, run_puts, run_puts_soon
 from midstream.sites import Tap
-from midstream.spec import ResolvedPlan
+from midstream.spec import ModelShape, ResolvedPlan
 from midstream.spec.capture import GATHERED, SHARDED
 from midstream.spec.sink_target import MEMORY
-
-Vectors = tuple[int, torch.dtype]
 
 # All attributes that midstream sets on an output and its completions.
 RESULTS = ("activations", "probes", "receipt", "capture_results", "activation_manifest")
@@ -48,14 +48,14 @@ class FinishedRequest:
     Attributes:
         admitted: the request.
         output: vLLM's RequestOutput, with all generated tokens.
-        vectors: width and dtype of captured vectors.
+        shape: the model.
         results: results of each completion.
         partial_rows: rows that were delivered before the end; None: none were.
     """
 
     admitted: AdmittedRequest
     output: Any
-    vectors: Vectors
+    shape: ModelShape
     results: Mapping[int, CompletionResults]
     partial_rows: PartialRows | None = None
 
@@ -157,7 +157,8 @@ def _puts(finished: FinishedRequest, share: SinkShare) -> Puts[Sequence[Future[C
 
 def shares_of(finished: FinishedRequest) -> list[SinkShare]:
     """Return the rows of each completion for each sink."""
-    admitted, output, vectors = finished.admitted, finished.output, finished.vectors
+    admitted, output, shape = finished.admitted, finished.output, finished.shape
+    sizes = row_sizes(admitted.plan, shape) if admitted.routes else {}
     partial = finished.partial_rows
     shares: list[SinkShare] = []
     for completion in output.outputs:
@@ -174,11 +175,11 @@ def shares_of(finished: FinishedRequest) -> list[SinkShare]:
                 rows = mine.activations
                 if not route.is_all:
                     tokens = tokens_of(output, completion, admitted.plan)
-                    rows = _rows_of(rows, admitted.plan.only(route.captures), tokens, vectors)
+                    rows = _rows_of(rows, admitted.plan.only(route.captures), tokens, shape)
                 if route.sink == MEMORY:
                     shares.append(SinkShare(index, route, None, rows))
                     continue
-                size = rows.codec.row_bytes(*vectors) * sum(rows.counts().values())
+                size = sum(sizes[tap] * count for tap, count in rows.counts().items())
             delivery = _source(output, completion).delivery(
                 name=route.name,
                 tag=route.tag,
@@ -264,19 +265,19 @@ def _ranks_of(blocks: Sequence[ResultBlock]) -> dict[Tap, tuple[int, ...]]:
 
 
 def _rows_of(
-    rows: Activations, plan: ResolvedPlan, tokens: list[int], vectors: Vectors
+    rows: Activations, plan: ResolvedPlan, tokens: list[int], shape: ModelShape
 ) -> Activations:
     """Return the rows that the captures of a plan select among the rows of more captures."""
     values: dict[Tap, Rows] = {}
     positions: dict[Tap, torch.Tensor] = {}
-    select = select_final(plan, tokens)
+    select, nothing = select_final(plan, tokens), no_rows(plan, shape)
     for captures, taps in plan.alike:
         selected = select(captures)
         for tap in taps:
             there = rows.positions_of(*tap)
             chosen = torch.from_numpy(np.flatnonzero(np.isin(there.numpy(), selected)))
             encoded = rows.encoded(*tap)[:, None]
-            values[tap] = Rows(rows.codec, *vectors, (encoded,), (0,), chosen)
+            values[tap] = replace(nothing[tap], chunks=(encoded,), places=(0,), chosen=chosen)
             positions[tap] = there[chosen]
     return Activations(
         {tap: values[tap] for tap in plan.taps},

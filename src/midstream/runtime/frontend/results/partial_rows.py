@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 
 from midstream.results.activations import Activations
 from midstream.results.receipt import Captured, CaptureResult, Receipt
@@ -23,6 +22,7 @@ from midstream.sinks import Delivery
 from midstream.sinks.delivery import DeliverySource, Puts, SinkPut
 from midstream.sinks.sink_set import SinkSet
 from midstream.sites import Tap
+from midstream.spec import ModelShape
 
 
 @dataclass(slots=True)
@@ -64,13 +64,13 @@ class PartialRows:
         request_id: str,
         num_completions: int,
         sinks: SinkSet,
-        vectors: tuple[int, torch.dtype],
+        shape: ModelShape,
     ) -> PartialRows | None:
         """Create it for a request; None if nothing needs rows before its end. See `__init__`."""
         paces = (sinks.pace(route.sink) for route in admitted.routes)
         if not _streamed(admitted) and all(pace is None for pace in paces):
             return None
-        return PartialRows(admitted, request_id, num_completions, sinks, vectors)
+        return PartialRows(admitted, request_id, num_completions, sinks, shape)
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class PartialRows:
         request_id: str,
         num_completions: int,
         sinks: SinkSet,
-        vectors: tuple[int, torch.dtype],
+        shape: ModelShape,
     ) -> None:
         """Create it for a request.
 
@@ -87,7 +87,7 @@ class PartialRows:
             request_id: the request id that its caller gave.
             num_completions: number of completions.
             sinks: the engine's sinks.
-            vectors: width and dtype of captured vectors.
+            shape: the model.
         """
         self.ids: list[str] = []
         self.is_over = False
@@ -97,7 +97,7 @@ class PartialRows:
         paces = {route: sinks.pace(route.sink) for route in admitted.routes}
         self._paces = {route: pace for route, pace in paces.items() if pace is not None}
         self._streamed = _streamed(admitted)
-        self._selection = RowSelection(admitted.plan, vectors)
+        self._selection = RowSelection(admitted.plan, shape)
         self._needs_all_at_end = len(self._paces) < len(admitted.routes)
         self._last_request = time.monotonic()
         self._completions = {nth: _Completion() for nth in range(num_completions)}
@@ -166,8 +166,7 @@ class PartialRows:
                 (one.worker.tensor_rank, block) for one in results for block in one.blocks()
             ):
                 if rank == 0:
-                    row_count = len(block.taps) * block.positions.size
-                    nbytes += self._selection.row_bytes * row_count
+                    nbytes += block.nbytes
                 mine.received.append(block if self._needs_all_at_end else block.bare())
                 if self._streamed:
                     mine.unshown.append(block)

@@ -8,35 +8,34 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from midstream.codecs import parse_codec
 from midstream.results.activations import Activations
-from midstream.results.encoded_rows import Rows
-from midstream.runtime.frontend.results.assembly import activations_of, select_final
+from midstream.runtime.frontend.request.budget import row_sizes
+from midstream.runtime.frontend.results.assembly import activations_of, no_rows, select_final
 from midstream.runtime.frontend.results.partial_scores import ScoreSelection
 from midstream.runtime.protocol.results import ResultBlock
 from midstream.runtime.protocol.runs import Ints
-from midstream.spec import ResolvedPlan
+from midstream.spec import ModelShape, ResolvedPlan
 
 
 class RowSelection:
     """Selects rows of one plan. Has no state.
 
     Attributes:
-        row_bytes: bytes of an encoded row.
+        row_bytes: bytes of an encoded row of each captured tap.
         position_bytes: bytes of all rows of one position, at most.
     """
 
-    def __init__(self, plan: ResolvedPlan, vectors: tuple[int, torch.dtype]) -> None:
+    def __init__(self, plan: ResolvedPlan, shape: ModelShape) -> None:
         """Create it for a plan.
 
         Args:
             plan: the resolved plan.
-            vectors: width and dtype of captured vectors.
+            shape: the model.
         """
         self._plan = plan
-        self._no_rows = Rows(parse_codec(plan.codec), *vectors, (), ())
-        self.row_bytes = self._no_rows.codec.row_bytes(*vectors)
-        self.position_bytes = self.row_bytes * len(plan.taps)
+        self._no_rows = no_rows(plan, shape)
+        self.row_bytes = row_sizes(plan, shape)
+        self.position_bytes = sum(self.row_bytes.values())
         # A row may be the last one until the next token is known.
         self._is_last_open = any(one.where.last_from is not None for one in plan.captures)
         self._selections = [
@@ -54,7 +53,7 @@ class RowSelection:
 
     def size_of(self, rows: Activations) -> int:
         """Return the number of bytes of some rows."""
-        return self.row_bytes * sum(rows.counts().values())
+        return sum(self.row_bytes[tap] * count for tap, count in rows.counts().items())
 
     def decided(
         self,

@@ -10,7 +10,7 @@ from midstream.ops import layout
 from midstream.runtime.worker.tables.device_buffers import Buffers, upload
 
 _NO_TOKENS = np.zeros((0, layout.TOKEN_COLUMNS), np.int32)
-_CLOSED = -1  # as the ring row at which a step's first record begins: nothing is captured
+_CLOSED = -1  # as the ring unit at which a step's first record begins: nothing is captured
 
 
 class ArmedBuffers:
@@ -38,7 +38,7 @@ class ArmedBuffers:
 
         Args:
             tokens: int32 [rows, TOKEN_COLUMNS].
-            first: ring row at which the step's first record begins.
+            first: ring unit at which the step's first record begins.
         """
         rows = tokens.shape[0]
         if rows != self.tally.shape[0]:

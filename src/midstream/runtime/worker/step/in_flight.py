@@ -21,7 +21,7 @@ class PreparedStep:
 
     Attributes:
         plan: the step's plan.
-        first: ring row at which the plan's first record begins.
+        first: ring unit at which the plan's first record begins.
         positions: copy of each row's position to the host; None if the plan has the positions.
     """
 

@@ -143,7 +143,7 @@ class SlotTable:
 
     def drop(self, runs: TokenRuns, chosen: Ints) -> None:
         """Count the captured rows of some runs of a step as dropped."""
-        slots, counts = runs.slot[chosen], runs.length[chosen] * runs.width[chosen]
+        slots, counts = runs.slot[chosen], runs.length[chosen] * runs.vectors[chosen]
         self.incomplete[slots] = True
         for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
             request = self._by_slot[slot]

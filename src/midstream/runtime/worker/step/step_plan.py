@@ -21,11 +21,12 @@ class TokenRuns:
         slot: slot of the request.
         program: index of each row's program.
         group: index of each row's capture group.
-        width: number of vectors in each row's record.
+        vectors: number of vectors in each row's record.
+        units: number of ring units of each row's record; see `Buffers.units`.
         kind: number of the kind of record, from `CapturedRowIndex.kind`.
         scored: 1 if the scores of the rows are returned to the caller.
-        codec: number of the rows' codec; the records of one codec are contiguous in the ring.
-        record: ring row of the first record, relative to the step's first; valid if width > 0.
+        codec: number of the rows' encoding; the records of one encoding are contiguous in the ring.
+        record: ring unit of the first record, relative to the step's first; valid if units > 0.
         exact: whether the positions are known. If not, they are upper bounds, only the device
             knows the positions, and everything else is the same at each possible position.
     """
@@ -36,7 +37,8 @@ class TokenRuns:
     slot: Ints
     program: Ints
     group: Ints
-    width: Ints
+    vectors: Ints
+    units: Ints
     kind: Ints
     scored: Ints
     codec: Ints
@@ -46,22 +48,22 @@ class TokenRuns:
 
 @dataclass(frozen=True, slots=True)
 class CodecBatch:
-    """A step's captured rows of one codec, which are contiguous in the ring.
+    """A step's captured rows of one encoding, which are contiguous in the ring.
 
     Attributes:
-        codec: number of the codec.
-        first: first ring row, relative to the step's first.
-        num_rows: number of ring rows.
+        codec: number of the encoding.
+        first: first ring unit, relative to the step's first.
+        num_units: number of ring units.
         runs: indices of the step's runs that these rows belong to.
         serial: serial number of each run's request.
         length: number of records of each run.
         kind: kind of record of each run.
-        record: ring row of each run's first record, relative to `first`.
+        record: ring unit of each run's first record, relative to `first`.
     """
 
     codec: int
     first: int
-    num_rows: int
+    num_units: int
     runs: Ints
     serial: Ints
     length: Ints
@@ -71,7 +73,7 @@ class CodecBatch:
     def between(self, begin: int, stop: int) -> CodecBatch:
         """Return the rows of the runs [begin, stop) of `runs`, which are contiguous as well."""
         first = int(self.record[begin])
-        end = int(self.record[stop]) if stop < self.record.size else self.num_rows
+        end = int(self.record[stop]) if stop < self.record.size else self.num_units
         return CodecBatch(
             self.codec,
             self.first + first,
@@ -100,8 +102,8 @@ class StepPlan:
 
     Attributes:
         tokens: int32 [rows, TOKEN_COLUMNS], for `Buffers.tokens`; records are relative to the
-            step's first ring row.
-        num_records: number of ring rows that the step fills.
+            step's first ring unit.
+        num_units: number of ring units that the step fills.
         active: rows of the batch that have a program.
         slots: slot of each active row.
         positions: position of each active row; an upper bound if `runs` are not exact.
@@ -118,7 +120,7 @@ class StepPlan:
     """
 
     tokens: NDArray[np.int32]
-    num_records: int
+    num_units: int
     active: Ints
     slots: Ints
     positions: Ints
@@ -143,7 +145,7 @@ class StepPlan:
         runs = self.runs
         return StepPlan(
             tokens=self.tokens,
-            num_records=self.num_records,
+            num_units=self.num_units,
             active=self.active,
             slots=self.slots,
             positions=position,
@@ -160,7 +162,8 @@ class StepPlan:
                 slot=runs.slot,
                 program=runs.program,
                 group=runs.group,
-                width=runs.width,
+                vectors=runs.vectors,
+                units=runs.units,
                 kind=runs.kind,
                 scored=runs.scored,
                 codec=runs.codec,

@@ -182,7 +182,7 @@ class StepPlanner:
             return None
         if table[columns.RUN_CODEC].any():
             table = table[:, np.argsort(table[columns.RUN_CODEC], kind="stable")]
-        records = table[columns.RUN_LENGTH] * table[columns.RUN_WIDTH]
+        records = table[columns.RUN_LENGTH] * table[columns.RUN_UNITS]
         return TokenRuns(
             row=table[columns.RUN_ROW],
             length=table[columns.RUN_LENGTH],
@@ -190,7 +190,8 @@ class StepPlanner:
             slot=table[columns.RUN_SLOT],
             program=table[columns.RUN_PROGRAM],
             group=table[columns.RUN_GROUP],
-            width=table[columns.RUN_WIDTH],
+            vectors=table[columns.RUN_VECTORS],
+            units=table[columns.RUN_UNITS],
             kind=table[columns.RUN_KIND],
             scored=table[columns.RUN_SCORED],
             codec=table[columns.RUN_CODEC],
@@ -246,13 +247,13 @@ class StepPlanner:
         length = runs.length
         within = within_runs(length)
         active = np.repeat(runs.row, length) + within
-        width = np.repeat(runs.width, length)
-        records = np.repeat(runs.record, length) + within * width + 1
+        units = np.repeat(runs.units, length)
+        records = np.repeat(runs.record, length) + within * units + 1
         program = np.repeat(runs.program, length)
         tokens = np.zeros((num_tokens, layout.TOKEN_COLUMNS), np.int32)
         tokens[active, layout.PROGRAM] = program
         tokens[active, layout.GROUP] = np.repeat(runs.group, length)
-        tokens[active, layout.RECORD] = np.where(width > 0, records, 0)
+        tokens[active, layout.RECORD] = np.where(units > 0, records, 0)
         slots = np.repeat(runs.slot, length)
         positions = np.repeat(runs.position, length) + within
         tables = self._tables
@@ -267,13 +268,13 @@ class StepPlanner:
         most = tables.most[program].astype(np.int64)
         return StepPlan(
             tokens=tokens,
-            num_records=int((length * runs.width).sum()),
+            num_units=int((length * runs.units).sum()),
             active=active,
             slots=slots,
             positions=positions,
             fewest=fewest,
             most=most,
-            captures=width,
+            captures=np.repeat(runs.vectors, length),
             by_id=bool(tables.by_id[program].any()),
             scored=bool(runs.scored.any()),
             device_positions=device_positions,
@@ -282,17 +283,17 @@ class StepPlanner:
         )
 
     def _codec_batches(self, runs: TokenRuns) -> tuple[CodecBatch, ...]:
-        rows = runs.length * runs.width
+        units = runs.length * runs.units
         batches = []
         first = 0
-        for codec in sorted(set(runs.codec[rows > 0].tolist())):
-            chosen = np.flatnonzero((rows > 0) & (runs.codec == codec))
-            count = int(rows[chosen].sum())
+        for codec in sorted(set(runs.codec[units > 0].tolist())):
+            chosen = np.flatnonzero((units > 0) & (runs.codec == codec))
+            count = int(units[chosen].sum())
             batches.append(
                 CodecBatch(
                     codec=codec,
                     first=first,
-                    num_rows=count,
+                    num_units=count,
                     runs=chosen,
                     serial=self._slots.serials(runs.slot[chosen]),
                     length=runs.length[chosen],

@@ -1,38 +1,53 @@
-"""Codecs of a worker, each with a number."""
+"""Encodings of a worker's captured rows, each with a number."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
 
-from midstream.codecs import Codec, Raw, parse_codec
+from midstream.codecs import Raw, RowEncoding, parse_codec
+from midstream.runtime.worker.tables.device_buffers import Buffers
 
 
 class CodecTable:
-    """The codecs that requests have used since the worker started; number 0 is `raw`."""
+    """The encodings that requests have used since the worker started; number 0 is `raw`."""
 
-    def __init__(self, ring: Tensor) -> None:
+    def __init__(self, buffers: Buffers) -> None:
         """Args:
-        ring: [R, H], the staging ring whose rows the codecs encode.
+        buffers: the rank's buffers, with the ring whose rows are encoded.
         """
-        self._ring = ring
-        self._codecs: list[Codec] = [Raw()]
-        self._numbers: dict[str, int] = {Raw().spec: 0}
+        self._buffers = buffers
+        raw = RowEncoding.of(Raw(), (), buffers.unit)
+        self._encodings = [raw]
+        self._numbers = {raw: 0}
 
-    def number(self, spec: str) -> int:
-        """Return the number of a codec.
+    def number(self, spec: str, taps: Sequence[int]) -> int:
+        """Return the number of the encoding of records.
+
+        Args:
+            spec: text of the codec.
+            taps: the taps of a record, as indices on this rank, in order.
 
         Raises:
             SpecError: there is no such codec, or its parameters are invalid.
         """
-        number = self._numbers.get(spec)
+        widths = [self._buffers.width(tap) for tap in taps]
+        encoding = RowEncoding.of(parse_codec(spec), widths, self._buffers.unit)
+        number = self._numbers.get(encoding)
         if number is None:
-            codec = parse_codec(spec)
             # Encoding no rows allocates what the codec needs on the device, before a step needs it.
-            codec.encode(self._ring[:0])
-            self._codecs.append(codec)
-            number = self._numbers[spec] = len(self._codecs) - 1
+            encoding.encode(self._buffers.ring[:0])
+            self._encodings.append(encoding)
+            number = self._numbers[encoding] = len(self._encodings) - 1
         return number
 
-    def codec(self, number: int) -> Codec:
-        """Return the codec with a number."""
-        return self._codecs[number]
+    def in_order(self, taps: Sequence[int]) -> tuple[int, ...]:
+        """Return taps in the order of a record: those of one width are neighbours."""
+        return tuple(sorted(taps, key=lambda tap: (self._buffers.units[tap], tap)))
+
+    def units_of(self, taps: Sequence[int]) -> int:
+        """Return the number of ring units of a record of some taps."""
+        return sum(self._buffers.units[tap] for tap in taps)
+
+    def encoding(self, number: int) -> RowEncoding:
+        """Return the encoding with a number."""
+        return self._encodings[number]

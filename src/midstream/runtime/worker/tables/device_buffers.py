@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -27,9 +29,13 @@ class Buffers:
         instructions: int32 [E, 8], the programs' instructions.
         params: float32 [E, 4], parameters of the instructions.
         lists: int32 [L], token ids of the instructions.
-        bank: float32 [V, H], the vectors.
+        bank: float32 [V, U], the vectors.
         scores: float32 [T, P], probe scores.
-        ring: [R, H] in the model's dtype, captured vectors until they are copied to the host.
+        ring: [R, U] in the model's dtype, captured vectors until they are copied to the host.
+        units: for each tap the number of units of its vectors. A unit has U numbers, so many that
+            every width is a multiple; where all widths are the same, U is that width.
+        widths: width of the vectors at each tap whose table is bound to the op; see
+            `midstream.ops.site.bind`.
     """
 
     tokens: Tensor
@@ -42,11 +48,13 @@ class Buffers:
     bank: Tensor
     scores: Tensor
     ring: Tensor
+    units: tuple[int, ...]
+    widths: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
     def allocate(
         *,
-        taps: list[Tap],
+        taps: Mapping[Tap, int],
         max_tokens: int,
         hidden_size: int,
         room: Room,
@@ -57,11 +65,12 @@ class Buffers:
         """Return zeroed buffers.
 
         Args:
-            taps: the rank's taps, in the order of their indices.
+            taps: the rank's taps, in the order of their indices, each with the width of its
+                vectors on this rank.
             max_tokens: most rows of a forward pass, padding included.
             hidden_size: width of the residual stream.
             room: limits of the tables.
-            ring_rows: rows of the ring.
+            ring_rows: vectors of that width for which the ring has room.
             dtype: the model's dtype.
             device: the rank's device.
         """
@@ -70,6 +79,8 @@ class Buffers:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         int32, float32 = torch.int32, torch.float32
+        unit = math.gcd(hidden_size, *taps.values())
+        units_of_row = hidden_size // unit
         table = zeros(int32, len(taps), room.programs, layout.TABLE_COLUMNS)
         codes = torch.tensor([code(tap) for tap in taps], dtype=torch.int32)
         table[:, 0, layout.CODE] = codes.to(device)
@@ -81,16 +92,27 @@ class Buffers:
             instructions=zeros(int32, room.max_edits, layout.INSTRUCTION_COLUMNS),
             params=zeros(float32, room.max_edits, layout.PARAM_COLUMNS),
             lists=zeros(int32, room.token_ids),
-            bank=zeros(float32, room.bank_rows, hidden_size),
+            bank=zeros(float32, room.bank_rows * units_of_row, unit),
             scores=zeros(float32, max_tokens, room.probes),
             # The ring is written before it is read. On a CPU, pages never written take no memory.
-            ring=torch.empty(ring_rows, hidden_size, dtype=dtype, device=device),
+            ring=torch.empty(ring_rows * units_of_row, unit, dtype=dtype, device=device),
+            units=tuple(width // unit for width in taps.values()),
         )
+
+    @property
+    def unit(self) -> int:
+        """Numbers of a unit of `bank` and `ring`."""
+        return self.bank.shape[1]
+
+    def width(self, tap: int) -> int:
+        """Return the width of the vectors of a tap, by its index."""
+        return self.units[tap] * self.unit
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory."""
-        return sum(int(getattr(self, each.name).nbytes) for each in fields(self))
+        values = [getattr(self, each.name) for each in fields(self)]
+        return sum(int(value.nbytes) for value in values if isinstance(value, Tensor))
 
 
 def upload(target: Tensor, values: Tensor) -> None:

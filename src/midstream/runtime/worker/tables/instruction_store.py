@@ -23,7 +23,7 @@ class InstructionStore:
     of token ids are stored once.
 
     Attributes:
-        bank: rows of the vector bank in use.
+        bank: units of the vector bank in use.
         lists: entries of the lists of token ids in use.
         ranges: instructions in use.
     """
@@ -90,23 +90,25 @@ class InstructionStore:
         """Write the vectors and lists of instructions; return their words and params."""
         words: list[list[int]] = []
         numbers: list[tuple[float, ...]] = []
-        new_rows: list[int] = []
+        unit = self._buffers.unit
+        new_units: list[int] = []
         new_vectors: list[Vector] = []
         acquired: list[tuple[Pool, object]] = []
 
         def rows(vectors: tuple[Vector, ...]) -> int:
-            found = self.bank.acquire(vectors, len(vectors))
+            units = sum(vector.size for vector in vectors) // unit
+            found = self.bank.acquire(vectors, units)
             if found is None:
                 raise NoRoomError(
                     "",
-                    f"{len(vectors)} rows do not fit beside those in use: the vector bank has "
-                    f"{self.bank.size}; raise the setting `bank_rows`, or run fewer vectors at "
-                    "once",
+                    f"{len(vectors)} vectors, {units * unit} numbers, do not fit beside those in "
+                    f"use: the vector bank has {self.bank.size * unit}; raise the setting "
+                    "`bank_rows`, or run fewer vectors at once",
                 )
             acquired.append((self.bank, vectors))
             start, is_new = found
             if is_new:
-                new_rows.extend(range(start, start + len(vectors)))
+                new_units.extend(range(start, start + units))
                 new_vectors.extend(vectors)
             return start
 
@@ -122,9 +124,12 @@ class InstructionStore:
                     read = 0 if step.read is None else rows((step.read,))
                     write = rows(step.write) if step.write else 0
                     if step.by_position:
-                        write -= step.first
+                        write -= step.first * (step.write[0].size // unit)
                     slot = 0 if step.slot is None else 1 + step.slot
-                    words.append([int(step.op), read, write, slot, flags, start, len(edit.ids), 0])
+                    mask = 0 if step.mask is None else 1 + rows((step.mask,))
+                    words.append(
+                        [int(step.op), read, write, slot, flags, start, len(edit.ids), mask]
+                    )
                     numbers.append((step.a, step.b, step.c, step.d))
         except NoRoomError:
             for pool, key in acquired:
@@ -132,8 +137,8 @@ class InstructionStore:
             raise
         if new_vectors:
             data = bytearray().join([vector.data for vector in new_vectors])
-            values = torch.frombuffer(data, dtype=torch.float32).view(len(new_vectors), -1)
-            scatter(self._buffers.bank, new_rows, values)
+            values = torch.frombuffer(data, dtype=torch.float32).view(-1, unit)
+            scatter(self._buffers.bank, new_units, values)
         return np.array(words, np.int32), np.array(numbers, np.float32)
 
     def _write_ids(self, ids: tuple[int, ...]) -> int:

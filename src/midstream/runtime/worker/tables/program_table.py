@@ -125,7 +125,10 @@ class ProgramTable:
                 raise NoRoomError("", self._full("combinations of captures"))
             group = _Group(self._free_groups.pop())
             places = torch.zeros(self._num_taps, dtype=torch.int32)
-            places[list(taps)] = torch.arange(1, len(taps) + 1, dtype=torch.int32)
+            place = 1
+            for tap in taps:
+                places[tap] = place
+                place += self._buffers.units[tap]
             upload(self._buffers.table[:, group.index, layout.PLACE], places)
             self._groups[taps] = group
         group.users += 1
@@ -219,7 +222,8 @@ class ProgramTable:
                 row[layout.PLAIN] = 1
             row[layout.EDIT_COUNT] += len(edit.steps)
             row[layout.PLAIN] &= all(
-                layout.is_plain(step.op, step.flags, bool(edit.ids)) for step in edit.steps
+                layout.is_plain(step.op, step.flags, bool(edit.ids), step.mask is not None)
+                for step in edit.steps
             )
             start += len(edit.steps)
         table = self._buffers.table

@@ -149,13 +149,11 @@ def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> No
     """
     module: Any = layer.module
     convention = layer.convention
-    tables = {
-        site: buffers.table[index]
-        for (site, number), index in taps.items()
-        if number == layer.index
-    }
-    for table in tables.values():
-        bind(table, buffers)
+    tables = {}
+    for (site, number), index in taps.items():
+        if number == layer.index:
+            tables[site] = buffers.table[index]
+            bind(tables[site], buffers, buffers.width(index))
     at_exit = [site for site, place in convention.branches.items() if place is Half.AT_EXIT]
     if tables.keys() & {"resid_pre", "resid_post", *at_exit}:
         parameters = _parameters(module, convention)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.plans import plan_of
@@ -27,10 +26,15 @@ from midstream.runtime.frontend.request.budget import (
     row_limit,
 )
 from midstream.runtime.protocol.segments import Room
-from midstream.spec import Capture, Plan
+from midstream.spec import Capture, ModelShape, Plan
 
 PRE, POST = ("resid_pre", 0), ("resid_post", 1)
 ROOM = Room(64, 64, 64, 64, 4)
+
+
+def shape(dtype: str = "float32") -> ModelShape:
+    """A model 8 wide."""
+    return ModelShape(8, 8, (), dtype=dtype)
 
 
 def worker(tensor_rank: int, arena_bytes: int, held: int = 0):
@@ -46,23 +50,21 @@ def need(rows: int) -> Need:
 def test_the_most_that_a_plan_can_capture_is_counted_once_for_each_tap_and_position():
     plan = plan_of(captures=[([PRE, POST], ((0, 4),)), ([POST], ((2, None),))])
     # PRE: positions 0–3; POST: 0–9, although two captures name 2 and 3.
-    assert max_row_bytes(plan, 8, torch.bfloat16, 10, 1) == (4 + 10) * 16
-    assert max_row_bytes(plan, 8, torch.float32, 3, 1) == (3 + 3) * 32
-    assert max_row_bytes(replace(plan, codec="full8"), 8, torch.float32, 10, 1) == 14 * (8 + 8)
-    assert max_row_bytes(plan_of(), 8, torch.float32, 10, 1) == 0
+    assert max_row_bytes(plan, shape("bfloat16"), 10, 1) == (4 + 10) * 16
+    assert max_row_bytes(plan, shape(), 3, 1) == (3 + 3) * 32
+    assert max_row_bytes(replace(plan, codec="full8"), shape(), 10, 1) == 14 * (8 + 8)
+    assert max_row_bytes(plan_of(), shape(), 10, 1) == 0
 
 
 def test_of_what_ranks_share_the_part_of_the_first_is_counted_and_of_the_rest_all():
     three = [("resid_pre", layer) for layer in range(3)]
     plan = plan_of(captures=[(three, ((0, 4),)), ([POST], ((2, None),))])
-    assert max_row_bytes(plan, 8, torch.float32, 10, 2) == (3 * 4 + 8) * 32
+    assert max_row_bytes(plan, shape(), 10, 2) == (3 * 4 + 8) * 32
     shared = replace(plan, sharded=True)
     # Of two ranks the first moves 2 of 3 vectors at positions 0 and 1, 2 of 4 at 2 and 3, then 1.
-    assert max_row_bytes(shared, 8, torch.float32, 10, 2) == (2 * 2 + 2 * 2 + 6) * 32
-    assert max_row_bytes(shared, 8, torch.float32, 10, 4) == (2 + 2 + 6) * 32
-    assert max_row_bytes(shared, 8, torch.float32, 10, 1) == max_row_bytes(
-        plan, 8, torch.float32, 10, 1
-    )
+    assert max_row_bytes(shared, shape(), 10, 2) == (2 * 2 + 2 * 2 + 6) * 32
+    assert max_row_bytes(shared, shape(), 10, 4) == (2 + 2 + 6) * 32
+    assert max_row_bytes(shared, shape(), 10, 1) == max_row_bytes(plan, shape(), 10, 1)
 
 
 def test_all_workers_that_capture_have_room_and_one_request_half_of_it():
@@ -145,11 +147,11 @@ def test_rows_of_a_prompt_that_can_never_be_returned_are_rejected_before_they_ar
     plan = replace(plan_of(captures=[([PRE, POST], ((0, None),))]), prompt_len=5)
     own = Plan((Capture("all"),))
     size = 2 * 5 * 8 * 4
-    returned = prompt_bytes(plan, returned_captures(plan, own), 8, torch.float32)
+    returned = prompt_bytes(plan, returned_captures(plan, own), shape())
     assert returned == size
     check_returned(returned, size)
     with pytest.raises(SpecError, match=rf"{size} bytes.*returns at most {size - 1}") as caught:
         check_returned(returned, size - 1)
     assert caught.value.path == "capture"
     stored = Plan((Capture("all", sink="store"),))
-    assert prompt_bytes(plan, returned_captures(plan, stored), 8, torch.float32) == 0
+    assert prompt_bytes(plan, returned_captures(plan, stored), shape()) == 0

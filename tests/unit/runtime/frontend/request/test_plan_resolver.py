@@ -27,6 +27,7 @@ def info(layers: int = 3) -> EngineInfo:
         num_layers=layers,
         hidden_size=HIDDEN,
         taps=tuple([("resid_post", layer) for layer in range(layers)]),
+        widths=(HIDDEN,) * layers,
         lacking=(),
         dtype="float32",
         capture_limit=100,
@@ -130,11 +131,10 @@ def test_a_plan_that_is_gone_does_not_lend_its_id_to_another(resolver):
 
 
 def test_bytes_that_are_returned_are_counted_for_the_captures_that_return_them(resolver):
-    import torch
 
     places = [Capture([1], sink="store"), Capture([2])]
     both, one = Plan.make(capture=[Capture([1]), Capture([2])]), Plan.make(capture=places)
-    prepared = prepare(resolver, both)
+    prepared, shape = prepare(resolver, both), info().shape
     for _ in range(2):
-        assert prepared.returned_bytes(both, HIDDEN, torch.float32) == 2 * 3 * HIDDEN * 4
-        assert prepared.returned_bytes(one, HIDDEN, torch.float32) == 3 * HIDDEN * 4
+        assert prepared.returned_bytes(both, shape) == 2 * 3 * HIDDEN * 4
+        assert prepared.returned_bytes(one, shape) == 3 * HIDDEN * 4

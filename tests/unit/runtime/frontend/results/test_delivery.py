@@ -7,8 +7,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
-import torch
-from support.answers import WIDTH, answer, output, rows, vector
+from support.answers import answer, output, rows, shape_of, vector
 from support.plans import plan_of
 from support.sinking import Keeping
 
@@ -32,7 +31,6 @@ from midstream.spec.sink_target import NO_METADATA, Metadata
 
 PRE, POST = ("resid_pre", 0), ("resid_post", 1)
 EVERYWHERE = ((0, None),)
-VECTORS = (WIDTH, torch.float32)
 OWN = Plan((Capture(1, sink="one"),))
 
 
@@ -78,12 +76,12 @@ def finished(plan, answers, **shape):
     found.prompt = "abc"
     for completion in found.outputs:
         completion.text = "de"
-    found.results = assemble(found, plan, answers, "float32")
+    found.results = assemble(found, plan, answers, shape_of())
     return found
 
 
 def delivered(sinks, admitted, found, how="deliver", partial=None):
-    whole = FinishedRequest(admitted, found, VECTORS, found.results, partial)
+    whole = FinishedRequest(admitted, found, shape_of(), found.results, partial)
     if how == "deliver":
         pending = deliver(sinks, whole)
         sinks.drain()
@@ -182,7 +180,7 @@ class Telling:
 
 def begun(asked, results):
     """The pieces of a request of which two positions came in two pieces, and its end's answers."""
-    partial = PartialRows(asked, "x", 1, AsTheyCome(), VECTORS)
+    partial = PartialRows(asked, "x", 1, AsTheyCome(), shape_of())
     for position, result in enumerate(results):
         partial.request({"x": RequestProgress("abc", (100, 101, 102), ())})
         partial.receive([answer(("x", [], [rows([PRE, POST], [position])]))])
@@ -199,7 +197,7 @@ def test_the_last_piece_has_what_is_left_and_the_result_is_that_of_all(sinks, on
     one.results = [CaptureResult(paths=("c",), manifest={"all": 3})]
     found = output()
     found.prompt, found.outputs[0].text = "abc", "de"
-    found.results = assemble(found, BOTH, answers, "float32", partial.received())
+    found.results = assemble(found, BOTH, answers, shape_of(), partial.received())
     delivered(sinks, asked, found, how, partial)
     (given,) = one.given
     assert (given.piece, given.is_last, given.text) == (2, True, "de")

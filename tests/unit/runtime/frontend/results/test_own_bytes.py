@@ -13,7 +13,7 @@ import torch.multiprocessing
 from support.plans import plan_of
 from support.stored import make_arena, rows_block, worker_info
 
-from midstream.codecs import Raw
+from midstream.codecs import Raw, RowEncoding
 from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
 from midstream.runtime.frontend.results.assembly import activations_of, select_final
@@ -49,7 +49,7 @@ class Held:
         self.fill()
         request = RequestState("a", "u", plan, 0, [])
         request.blocks = blocks
-        buffer = ResultBuffer(self.arena, lambda _: Raw())
+        buffer = ResultBuffer(self.arena, lambda _: RowEncoding.of(Raw(), (), HIDDEN))
         header = buffer.put("u", [request], mapped=True)
         worker = RemoteWorker(
             worker_info(
@@ -64,7 +64,7 @@ class Held:
         answer = WorkerAnswer(worker.info, header, data or b"", worker.leased(header.lease))
         found = split([answer], 1)[0][0].blocks()
         tokens = list(range(POSITIONS + 1))
-        nothing = Rows(Raw(), HIDDEN, torch.float32, (), ())
+        nothing = dict.fromkeys(plan.taps, Rows(Raw(), HIDDEN, torch.float32, (), ()))
         self.rows = activations_of(
             plan, found, select_final(plan, tokens[:-1]), tokens[:-1], nothing
         )

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
-from support.answers import WIDTH, answer, assemble_on, output, rows, vector
+from support.answers import WIDTH, answer, assemble_on, output, rows, shape_of, vector
 from support.plans import plan_of
 
 from midstream.runtime.frontend.admitted import AdmittedRequest
@@ -26,7 +25,6 @@ from midstream.spec.sink_target import NO_METADATA
 
 PRE, POST = ("resid_pre", 0), ("resid_post", 1)
 EVERYWHERE = ((0, None),)
-VECTORS = (WIDTH, torch.float32)
 PROMPT = (100, 101, 102)
 ROW_BYTES = 4 * WIDTH
 WHERES = [
@@ -65,7 +63,7 @@ OWN = Plan((Capture(1), Capture([0, 1])))
 
 def partial_rows_of(plan, routes, own=OWN, sinks=None, completions=1):
     found = PartialRows(
-        AdmittedRequest("u", plan, own, routes), "x", completions, sinks or Sinks(), VECTORS
+        AdmittedRequest("u", plan, own, routes), "x", completions, sinks or Sinks(), shape_of()
     )
     found.ids += ["x"] if completions == 1 else [f"{n}_x" for n in range(completions)]
     return found
@@ -184,8 +182,9 @@ def test_outputs_show_what_is_there_for_the_tokens_that_they_show(wheres, steps,
 def test_a_request_whose_rows_nobody_wants_before_its_end_has_none():
     plan = resolved(Where(EVERYWHERE), Where(EVERYWHERE))
     asked = AdmittedRequest("u", plan, OWN, (route("memory", (0,)), route("store", (1,))))
-    assert PartialRows.of(asked, "x", 1, Sinks(), VECTORS) is None
-    assert PartialRows.of(replace(asked, routes=(route("rows", (0, 1)),)), "x", 1, Sinks(), VECTORS)
+    assert PartialRows.of(asked, "x", 1, Sinks(), shape_of()) is None
+    other = replace(asked, routes=(route("rows", (0, 1)),))
+    assert PartialRows.of(other, "x", 1, Sinks(), shape_of())
 
 
 def test_rows_are_due_after_a_time_or_when_there_are_many(monkeypatch):

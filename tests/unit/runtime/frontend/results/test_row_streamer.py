@@ -6,8 +6,7 @@ import asyncio
 from concurrent.futures import Future
 from types import SimpleNamespace
 
-import torch
-from support.answers import WIDTH, answer, rows
+from support.answers import WIDTH, answer, rows, shape_of
 from support.plans import plan_of
 
 from midstream.results.receipt import CaptureResult
@@ -90,8 +89,7 @@ class Running:
         self.sinks, self.batcher, self.came = Sinks(), Batcher(), []
         self.call = GenerateCall(CallPlan(None), admitted=AdmittedRequest("u", plan, own, routes))
         self.call.replica = Replica(0, self.batcher)
-        vectors = (WIDTH, torch.float32)
-        self.call.partial_rows = PartialRows(self.call.admitted, "x", 1, self.sinks, vectors)
+        self.call.partial_rows = PartialRows(self.call.admitted, "x", 1, self.sinks, shape_of())
         self.call.partial_rows.ids.append("x")
         self.call.stream = StreamState(plan, PROMPT)
         self.tokens: list[int] = []

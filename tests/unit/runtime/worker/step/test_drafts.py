@@ -20,6 +20,7 @@ from midstream.runtime.worker.row_index import CapturedRowIndex
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_batch import UnknownPositions
 from midstream.runtime.worker.step.step_planner import StepPlanner
+from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.program_table import ProgramTable
 from midstream.spec import Match, Where
 
@@ -194,9 +195,11 @@ def test_an_edit_by_token_id_is_counted_for_the_true_token_not_the_guess(late):
 
 
 def planner_with(plan):
-    tables = ProgramTable(make_buffers())
+    buffers = make_buffers()
+    tables = ProgramTable(buffers)
     slots = SlotTable(max_model_len=100)
-    segments = acquire_segments(cut(plan, TAPS, WHOLE), tables, CapturedRowIndex())
+    codecs = CodecTable(buffers)
+    segments = acquire_segments(cut(plan, TAPS, WHOLE), tables, CapturedRowIndex(), codecs)
     slots.add(RequestState("a", "u", plan, slots.new_slot(), segments))
     return StepPlanner(slots, tables), slots
 

@@ -26,6 +26,7 @@ from midstream.runtime.worker.request_state import RequestState, acquire_segment
 from midstream.runtime.worker.row_index import CapturedRowIndex
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_planner import StepPlanner
+from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.program_table import ProgramTable
 
 EVERYWHERE = ((0, None),)
@@ -45,7 +46,8 @@ def planner_of(tables, max_model_len=100):
 
 def request_of(name, plan, tables, slots):
     """A running request."""
-    segments = acquire_segments(cut(plan, TAPS, WHOLE), tables, CapturedRowIndex())
+    codecs = CodecTable(make_buffers())
+    segments = acquire_segments(cut(plan, TAPS, WHOLE), tables, CapturedRowIndex(), codecs)
     request = RequestState(name, "u", plan, slots.new_slot(), segments)
     slots.add(request)
     return request
@@ -146,7 +148,7 @@ def check_step(step, view, plans, buffers):
             assert told == (position if any(Flags.ROW_BY_POSITION in each for each in flags) else 0)
             row += 1
     if step is not None:
-        assert taken == set(range(step.num_records))
+        assert taken == set(range(step.num_units))
         assert (step.by_id, step.scored) == (bool(by_id), bool(scored))
 
 

@@ -209,7 +209,11 @@ def test_programs_that_nobody_uses_make_room_and_those_in_use_stay(room, wanted)
     ("room", "wanted", "message"),
     [
         ({"bank_rows": 2}, edits_of(*((0, add(VECTORS[n])) for n in range(3))), "bank_rows"),
-        ({"bank_rows": 2}, edits_of((0, rows(3, 0))), "3 rows do not fit .*`bank_rows`"),
+        (
+            {"bank_rows": 2},
+            edits_of((0, rows(3, 0))),
+            "3 vectors, 12 numbers, do not fit .*`bank_rows`",
+        ),
         ({"max_edits": 2}, edits_of(*((n, add()) for n in range(3))), "3 instructions .*max_edits"),
         ({"token_ids": 2}, edits_of((0, add()), ids=(1, 2, 3)), "3 token ids .*`token_ids`"),
         ({"programs": 2}, edits_of((0, add())), "all 2 combinations of edits; .*`programs`"),

@@ -1,0 +1,388 @@
+"""Triton kernel of the `site` op: one program per token, which exits after one load if idle."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from midstream.ops import layout
+from midstream.ops.layout import Flags, Op
+
+_TOKENS = tl.constexpr(layout.TOKEN_COLUMNS)
+_TALLY = tl.constexpr(layout.TALLY_COLUMNS)
+_TABLE = tl.constexpr(layout.TABLE_COLUMNS)
+_INSTRUCTIONS = tl.constexpr(layout.INSTRUCTION_COLUMNS)
+_PARAMS = tl.constexpr(layout.PARAM_COLUMNS)
+_GROUP = tl.constexpr(layout.GROUP)
+_RECORD = tl.constexpr(layout.RECORD)
+_POSITION = tl.constexpr(layout.POSITION)
+_EDITS = tl.constexpr(layout.EDITS)
+_CAPTURES = tl.constexpr(layout.CAPTURES)
+_NONFINITE = tl.constexpr(layout.NONFINITE)
+_FIRST = tl.constexpr(layout.FIRST)
+_EDIT_START = tl.constexpr(layout.EDIT_START)
+_EDIT_COUNT = tl.constexpr(layout.EDIT_COUNT)
+_PLACE = tl.constexpr(layout.PLACE)
+_CODE = tl.constexpr(layout.CODE)
+_PLAIN = tl.constexpr(layout.PLAIN)
+
+_OP = tl.constexpr(layout.OP)
+_READ = tl.constexpr(layout.READ)
+_WRITE = tl.constexpr(layout.WRITE)
+_SLOT = tl.constexpr(layout.SLOT)
+_FLAGS = tl.constexpr(layout.FLAGS)
+_IDS_START = tl.constexpr(layout.IDS_START)
+_IDS_COUNT = tl.constexpr(layout.IDS_COUNT)
+_MASK = tl.constexpr(layout.MASK)
+_A = tl.constexpr(layout.A)
+_B = tl.constexpr(layout.B)
+_C = tl.constexpr(layout.C)
+_D = tl.constexpr(layout.D)
+
+_FRESH = tl.constexpr(int(Flags.FRESH))
+_GATED = tl.constexpr(int(Flags.GATED))
+_KEEP = tl.constexpr(int(Flags.KEEP))
+_COUNTED = tl.constexpr(int(Flags.COUNTED))
+_ROW_BY_POSITION = tl.constexpr(int(Flags.ROW_BY_POSITION))
+_STEP = tl.constexpr(int(Flags.STEP))
+_OTHER_IDS = tl.constexpr(int(Flags.OTHER_IDS))
+
+_ADD_MATCHED = tl.constexpr(int(Op.ADD_MATCHED))
+_CLIP = tl.constexpr(int(Op.CLIP))
+_LINEAR = tl.constexpr(int(Op.LINEAR))
+_FEATURE = tl.constexpr(int(Op.FEATURE))
+_REPLACE = tl.constexpr(int(Op.REPLACE))
+_SCALE = tl.constexpr(int(Op.SCALE))
+_GATE = tl.constexpr(int(Op.GATE))
+_PROBE = tl.constexpr(int(Op.PROBE))
+
+_IDS_BLOCK = tl.constexpr(128)
+NEIGHBOURS = tl.constexpr(8)  # values of a row that are in the same thread
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _stream(value, rest, inside, has_residual: tl.constexpr):
+    """Return the stream: `value` plus the residual at `rest`."""
+    stream = value.to(tl.float32)
+    if has_residual:
+        stream += tl.load(rest, mask=inside, other=0.0).to(tl.float32)
+    return stream
+
+
+@triton.jit
+def _entered(half, rest, inside, has_residual: tl.constexpr):
+    """Return the stream on entry. It is loaded at every use, as registers are few."""
+    return _stream(tl.load(half, mask=inside, other=0.0), rest, inside, has_residual)
+
+
+@triton.jit
+def _is_listed(lists, count, token):
+    """Return whether `token` is one of the first `count` ids of `lists`."""
+    lanes = tl.arange(0, _IDS_BLOCK)
+    hits = tl.zeros([_IDS_BLOCK], dtype=tl.int32)
+    for first in range(0, count, _IDS_BLOCK):
+        inside = first + lanes < count
+        each = tl.load(lists + first + lanes, mask=inside, other=0)
+        hits += (inside & (each == token)).to(tl.int32)
+    return tl.sum(hits, axis=0) > 0
+
+
+@triton.jit
+def _masked(values, mask, bank, columns, inside, unit: tl.constexpr):
+    """Return values with zero where the mask is zero. `mask` is 1 + its unit; 0: there is none.
+
+    The mask is loaded at every use, as registers are few.
+    """
+    if mask > 0:
+        start = (mask - 1).to(tl.int64) * unit
+        chosen = tl.load(bank + start + columns, mask=inside, other=0.0) != 0.0
+        values = tl.where(chosen, values, 0.0)
+    return values
+
+
+@triton.jit
+def _is_reading(op, slot):
+    """Return whether an instruction reads ⟨h, read⟩."""
+    gate = (op == _GATE) & (slot == 0)
+    return ((op >= _CLIP) & (op <= _FEATURE)) | gate | (op == _PROBE)
+
+
+@triton.jit
+def _factor(op, x, param):
+    """Return f before gating, for additive ops except ADD_MATCHED; `x` is ⟨h, read⟩."""
+    a = tl.load(param + _A)
+    b = tl.load(param + _B)
+    c = tl.load(param + _C)
+    factor = a
+    if op == _CLIP:
+        factor = c * (tl.minimum(tl.maximum(x, a), b) - x)
+    elif op == _LINEAR:
+        factor = a * (x + b)
+    elif op == _FEATURE:
+        x += a
+        factor = c * tl.where(x > b, x, 0.0) + tl.load(param + _D)
+    elif op == _SCALE:
+        factor = a - 1.0
+    return factor
+
+
+@triton.jit
+def _is_infinite(x):
+    """Return whether x is infinite or NaN."""
+    return (tl.abs(x.to(tl.float32)) < float("inf")) == 0
+
+
+@triton.jit
+def _any_infinite(x, block: tl.constexpr):
+    """Return 1 if a value of a row is infinite or NaN, else 0.
+
+    The larger of two magnitudes has the larger bits, and halves are compared two at a time.
+    """
+    if x.dtype == tl.float32:
+        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        bits = x.to(tl.int16, bitcast=True) & 0x7FFF
+    half: tl.constexpr = 0x7C00 if x.dtype == tl.float16 else 0x7F80
+    infinite: tl.constexpr = 0x7F800000 if x.dtype == tl.float32 else half
+    peak = tl.reduce(tl.reshape(bits, [block // NEIGHBOURS, NEIGHBOURS]), 1, _larger)
+    return tl.max((peak >= infinite).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _any_beyond(x, limit: tl.constexpr, block: tl.constexpr):
+    """Return 1 if a magnitude of a float32 row is more than `limit`, or NaN; else 0."""
+    peak = tl.reduce(tl.reshape(tl.abs(x), [block // NEIGHBOURS, NEIGHBOURS]), 1, _larger)
+    return tl.max(((peak <= limit) == 0).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _sigmoid(x):
+    small = tl.exp(-tl.abs(x))
+    return tl.div_rn(tl.where(x >= 0.0, 1.0, small), 1.0 + small)
+
+
+@triton.jit
+def _product(at, instructions, numbers, bank, columns, inside, unit: tl.constexpr):
+    """Return what a plain addition adds, and 1 if it counts, else 0."""
+    word = instructions + at * _INSTRUCTIONS
+    write = tl.load(word + _WRITE).to(tl.int64) * unit
+    factor = tl.load(numbers + at * _PARAMS + _A)
+    flags = tl.load(word + _FLAGS)
+    added = tl.zeros([columns.shape[0]], dtype=tl.float32)
+    if factor != 0.0:
+        added = factor * tl.load(bank + write + columns, mask=inside, other=0.0)
+    return added, ((flags & _COUNTED) != 0).to(tl.int32)
+
+
+@triton.jit
+def _run(
+    start,
+    count,
+    row,
+    token,
+    ids,
+    totals,
+    instructions,
+    numbers,
+    lists,
+    bank,
+    slots,  # the row's scores
+    half,
+    rest,
+    columns,
+    inside,
+    width: tl.constexpr,
+    unit: tl.constexpr,
+    has_residual: tl.constexpr,
+):
+    """Run instructions of any kind; return the sum of what they add, and how many counted."""
+    delta = tl.zeros([columns.shape[0]], dtype=tl.float32)
+    base = _entered(half, rest, inside, has_residual)
+    gate = tl.full((), 1.0, tl.float32)
+    done = tl.full((), 0, tl.int32)
+    for at in range(start, start + count):
+        word = instructions + at * _INSTRUCTIONS
+        param = numbers + at * _PARAMS
+        op = tl.load(word + _OP)
+        flags = tl.load(word + _FLAGS)
+        slot = tl.load(word + _SLOT)
+        ids_count = tl.load(word + _IDS_COUNT)
+        mask = tl.load(word + _MASK)
+        a = tl.load(param + _A)
+        applies = ids_count == 0
+        if ids_count > 0:
+            first = tl.load(word + _IDS_START)
+            listed = _is_listed(lists + first, ids_count, tl.load(ids + row))
+            applies = listed != ((flags & _OTHER_IDS) != 0)
+        if applies:
+            if ((flags & _FRESH) != 0) & (at != start):
+                base = _entered(half, rest, inside, has_residual) + delta
+            x = tl.full((), 0.0, tl.float32)
+            if _is_reading(op, slot):
+                read = tl.load(word + _READ).to(tl.int64) * unit
+                vector = tl.load(bank + read + columns, mask=inside, other=0.0)
+                seen = _masked(base, mask, bank, columns, inside, unit)
+                x = tl.sum(seen * vector, axis=0)
+            if op < _GATE:
+                if op == _ADD_MATCHED:
+                    seen = _masked(base, mask, bank, columns, inside, unit)
+                    factor = a * tl.sqrt_rn(tl.sum(seen * seen, axis=0))
+                else:
+                    factor = _factor(op, x, param)
+                if (flags & _GATED) != 0:
+                    factor = tl.where(gate == 0.0, 0.0, factor * gate)
+                if factor != 0.0:
+                    # The product is rounded separately (the launch disables fused
+                    # multiply-add), so that +v and −v cancel exactly.
+                    if op == _SCALE:
+                        delta = delta + factor * _masked(base, mask, bank, columns, inside, unit)
+                    else:
+                        write = tl.load(word + _WRITE)
+                        if (flags & _ROW_BY_POSITION) != 0:
+                            write += tl.load(token + _POSITION) * (width // unit)
+                        start_of = write.to(tl.int64) * unit
+                        vector = tl.load(bank + start_of + columns, mask=inside, other=0.0)
+                        if op == _REPLACE:
+                            vector = vector - base
+                        vector = _masked(vector, mask, bank, columns, inside, unit)
+                        delta = delta + factor * vector
+                if (flags & _KEEP) != 0:
+                    stream = _entered(half, rest, inside, has_residual) + delta
+                    # One reduction for both norms: bit-identical for equal rows.
+                    before = _masked(base, mask, bank, columns, inside, unit)
+                    after = _masked(stream, mask, bank, columns, inside, unit)
+                    old, new = tl.reduce((before * before, after * after), 0, _add_pairs)
+                    old = tl.sqrt_rn(old)
+                    new = tl.sqrt_rn(new)
+                    if (new != 0.0) & (old != new):
+                        # Not an addition to delta: where delta is large, its last digit may be
+                        # larger than h.
+                        entered = _entered(half, rest, inside, has_residual)
+                        scaled = (entered + delta) * tl.div_rn(old, new) - entered
+                        change = _masked(scaled - delta, mask, bank, columns, inside, unit)
+                        delta = tl.where(change == 0.0, delta, scaled)
+            elif op == _GATE:
+                x += a
+                if slot > 0:
+                    x = tl.load(slots + slot - 1)
+                b = tl.load(param + _B)
+                c = tl.load(param + _C)
+                gate = _sigmoid(c * (x - b))
+                if (flags & _STEP) != 0:
+                    gate = tl.where(x > b, 1.0, 0.0)
+            elif slot > 0:
+                x += a
+                tl.store(slots + slot - 1, x)
+                tl.store(totals + _NONFINITE, 1, mask=_is_infinite(x))
+            done += ((flags & _COUNTED) != 0).to(tl.int32)
+    return delta, done
+
+
+@triton.jit
+def site_kernel(
+    hidden,
+    residual,
+    tokens,
+    ids,
+    tally,
+    table,
+    instructions,
+    # The params buffer; Triton's launcher reserves the name `params`.
+    numbers,
+    lists,
+    bank,
+    scores,
+    ring,
+    hidden_stride,
+    residual_stride,
+    slots,
+    width: tl.constexpr,
+    unit: tl.constexpr,
+    has_residual: tl.constexpr,
+    block: tl.constexpr,
+    limit: tl.constexpr,
+    dependent: tl.constexpr,
+):
+    if dependent:
+        # Reads must wait for the preceding kernels; the next kernel may be queued.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0)
+    token = tokens + row * _TOKENS
+    program = tl.load(token)
+    if program == 0:
+        return
+    totals = tally + row * _TALLY
+    row = row.to(tl.int64)
+    group = tl.load(token + _GROUP)
+    record = tl.load(token + _RECORD)
+    signature = tl.load(totals)
+    edits = tl.load(totals + _EDITS)
+    captures = tl.load(totals + _CAPTURES)
+    start = tl.load(table + program * _TABLE + _EDIT_START)
+    count = tl.load(table + program * _TABLE + _EDIT_COUNT)
+    plain = tl.load(table + program * _TABLE + _PLAIN)
+    place = tl.load(table + group * _TABLE + _PLACE)
+    first = tl.load(table + _FIRST)
+    code = tl.load(table + _CODE)
+    captured = (record > 0) & (place > 0) & (first >= 0)
+    # Plain stores suffice: one program owns a token, and sites run in stream order.
+    tl.store(totals, signature + code)
+    tl.store(totals + _CAPTURES, captures + captured.to(tl.int32))
+
+    if (count > 0) | captured:
+        columns = tl.arange(0, block)
+        inside = columns < width
+        half = hidden + row * hidden_stride + columns
+        rest = columns
+        if has_residual:
+            rest = residual + row * residual_stride + columns
+        if count > 0:
+            if plain != 0:
+                value = tl.load(half, mask=inside, other=0.0)
+                delta, done = _product(start, instructions, numbers, bank, columns, inside, unit)
+                for at in range(start + 1, start + count):
+                    added, one = _product(at, instructions, numbers, bank, columns, inside, unit)
+                    delta = delta + added
+                    done += one
+            else:
+                delta, done = _run(
+                    start, count, row, token, ids, totals, instructions, numbers, lists, bank,
+                    scores + row * slots, half, rest, columns, inside, width, unit, has_residual,
+                )  # fmt: skip
+                value = tl.load(half, mask=inside, other=0.0)
+            tl.store(totals + _EDITS, edits + done)
+            entered = value.to(tl.float32)
+            changed = tl.where(delta == 0.0, entered, entered + delta)
+            edited = changed.to(value.dtype)
+            tl.store(half, edited, mask=inside)
+            # Values within the limit are stored by now. Others are rare, and are stored again.
+            beyond_limit = _any_beyond(changed, limit, block)
+            if beyond_limit != 0:
+                # Times 1: otherwise the compiler keeps the sums above in registers until here.
+                delta *= beyond_limit.to(tl.float32)
+                changed = value.to(tl.float32) + delta
+                beyond = (delta != 0.0) & ((tl.abs(changed) <= limit) == 0)
+                held = tl.where(changed < 0.0, -limit, tl.where(changed > 0.0, limit, 0.0))
+                changed = tl.where(beyond, held, changed)
+                edited = tl.where(delta == 0.0, value, changed.to(value.dtype))
+                tl.store(half, edited, mask=inside)
+                spoiled = (inside & (beyond | _is_infinite(edited))).to(tl.int32)
+                tl.store(totals + _NONFINITE, 1, mask=tl.max(spoiled, axis=0) != 0)
+        else:
+            edited = tl.load(half, mask=inside, other=0.0)
+        if captured:
+            copied = _stream(edited, rest, inside, has_residual).to(ring.dtype.element_ty)
+            target = (first + record - 1 + place - 1).to(tl.int64) * unit
+            tl.store(ring + target + columns, copied, mask=inside)
+            tl.store(totals + _NONFINITE, 1, mask=_any_infinite(copied, block) != 0)
