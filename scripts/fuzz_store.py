@@ -72,8 +72,10 @@ def read_all(folder: Folder) -> None:
         assert isinstance(each.metadata, dict)
         for _, values in each.activations().items():
             assert values.ndim == 2
-    for batch in store.select(position=slice(0, 99)).batches(64):
-        assert len(batch.values) == len(batch.request) == len(batch.position)
+    for site, layer in {tap for each in store.requests for tap in each.taps}:
+        rows = store.select(site=site, layer=layer, position=slice(0, 99))
+        for batch in rows.batches(64):
+            assert len(batch.values) == len(batch.request) == len(batch.position)
 
 
 def shard_of(data: bytes) -> bytes:
@@ -93,7 +95,7 @@ def laid_out(requests: bytes, rest: bytes) -> bytes:
     length = int.from_bytes(rest[:4], "little")
     metadata, rows = rest[4 : 4 + length], rest[4 + length :]
     head = header()
-    one = group_bytes(Group(TAPS[:1], 1), head.row_bytes)
+    one = group_bytes(Group(TAPS[:1], 1), head)
     group = Group(TAPS[:1], len(rows) // one)
     rows = rows[: group.rows * one]
     metadata += b" " * padding(len(rows) + len(requests) + len(metadata))
@@ -115,10 +117,10 @@ def look(data: bytes) -> None:
 
 
 def seeds() -> list[bytes]:
-    """Return inputs that are whole shards, of every codec."""
+    """Return inputs that are whole shards, of every codec, and of two widths."""
     found = []
-    for codec in ("raw", "full8", "rp8:k=64,seed=0", "topk8:k=4"):
-        head = header(codec=codec)
+    heads = [header(codec=codec) for codec in ("raw", "full8", "rp8:k=64,seed=0", "topk8:k=4")]
+    for head in [*heads, header(codec="full8", widths={TAPS[1]: 12})]:
         entries = [
             entry("a", metadata={"x": [1]}, head=head),
             entry("b", child=1, tag="t", taps=TAPS[:1], head=head),

@@ -17,6 +17,9 @@ from midstream.spec import Capture, Plan
 
 WIDTH = 8
 ORIGIN = Origin("a/model", "main", 4, WIDTH, "float32", "0.32.0", "0.1.0")
+# An engine with a tap that is not as wide as its residual stream.
+WIDE = ("attn_out", 1)
+WIDE_ORIGIN = replace(ORIGIN, widths={WIDE: 12})
 RECEIPT = Receipt("7", 3, 2, (Captured("resid_post", 1, 2, 2),), None)
 
 
@@ -24,13 +27,14 @@ def activations(
     taps: Sequence[tuple[str, int]] = (("resid_post", 1),),
     positions: Sequence[int] = (0, 2),
     dtype: torch.dtype = torch.float32,
+    origin: Origin = ORIGIN,
 ) -> Activations:
     """Row p of layer l at a site is l + p + i/8 in place i, plus the length of the site's name."""
     at = torch.tensor(positions, dtype=torch.int64)
-    steps = torch.arange(WIDTH) / 8
-    values = {
-        (site, layer): (at[:, None] + steps + layer + len(site)).to(dtype) for site, layer in taps
-    }
+    values = {}
+    for site, layer in taps:
+        steps = torch.arange(origin.width((site, layer))) / 8
+        values[site, layer] = (at[:, None] + steps + layer + len(site)).to(dtype)
     return Activations(values, dict.fromkeys(values, at), torch.arange(100, 104))
 
 

@@ -7,7 +7,6 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,8 @@ def record_batches(selection: Selection) -> Any:
     metadata has the shards' headers under `midstream`, as JSON.
 
     Raises:
-        StoreError: the selection is empty, so that the width of its vectors is unknown, or pyarrow
-            is not installed. During iteration: rows are damaged.
+        StoreError: the selection is empty, so that the width of its vectors is unknown; its taps
+            differ in width; or pyarrow is not installed. During iteration: rows are damaged.
     """
     pa = _pyarrow()
     schema, rows = _schema(selection)
@@ -94,9 +93,10 @@ def _schema(selection: Selection) -> tuple[Any, int]:
     if not headers:
         raise StoreError("no rows to export: the selection is empty")
     first = headers[0]
-    nothing = torch.zeros(0, first.row_bytes, dtype=torch.uint8)
-    values = first.open_codec().decode(nothing, first.hidden_size, first.torch_dtype)
-    width = values.shape[1]
+    width = selection.width()
+    nothing = torch.zeros(0, first.row_bytes(selection.taps[0]), dtype=torch.uint8)
+    values = first.open_codec().decode(nothing, width, first.torch_dtype)
+    width = values.shape[1]  # as decoded
     kind = pa.float16() if values.dtype == torch.float16 else pa.float32()
     schema = pa.schema(
         [
@@ -109,7 +109,7 @@ def _schema(selection: Selection) -> tuple[Any, int]:
             ("token_id", pa.int64()),
             ("vector", pa.list_(kind, width)),
         ],
-        metadata={"midstream": json.dumps([asdict(header) for header in headers])},
+        metadata={"midstream": json.dumps([header.to_dict() for header in headers])},
     )
     return schema, max(1, _BATCH_BYTES // (width * kind.bit_width // 8))
 

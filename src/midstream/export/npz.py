@@ -7,7 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,8 @@ def _fill(folder: Path, shard: Shard, request: int, parts: Sequence[_Part]) -> N
     activations = _activations(shard, parts)
     files = []
     for site, layer in activations:
-        arrays = arrays_of(activations, site, layer, header.hidden_size)
+        width = header.width((site, layer))
+        arrays = arrays_of(activations, site, layer, width)
         name = f"{site}.{layer}.npz"
         # No array is named `allow_pickle`, which is an argument of savez.
         np.savez(folder / name, **arrays)  # type: ignore[arg-type]
@@ -143,7 +144,7 @@ def _fill(folder: Path, shard: Shard, request: int, parts: Sequence[_Part]) -> N
                 "site": site,
                 "layer": layer,
                 "rows": len(arrays["positions"]),
-                **described(arrays),
+                **described(arrays, width, header.hidden_size),
             }
         )
     manifest: dict[str, Any] = {
@@ -154,7 +155,7 @@ def _fill(folder: Path, shard: Shard, request: int, parts: Sequence[_Part]) -> N
         "completion": line.child,
         "prompt_tokens": line.prompt_tokens,
         "metadata": shard.metadata(request),
-        **asdict(header),
+        **replace(header, widths=()).to_dict(),
         "files": files,
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
@@ -168,8 +169,9 @@ def _activations(shard: Shard, parts: Sequence[_Part]) -> Activations:
     tokens = torch.zeros(0, dtype=torch.int64)
     for part in parts:
         data = torch.from_numpy(shard.gather(part.group, part.tap, part.rows))
+        width = header.width(part.tap)
         values[part.tap] = Rows(
-            header.open_codec(), header.hidden_size, header.torch_dtype, (data[:, None],), (0,)
+            header.open_codec(), width, header.torch_dtype, (data[:, None],), (0,)
         )
         places = torch.from_numpy(shard.column(part.group, "position")[part.rows])
         positions[part.tap] = places

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future
 
 import torch
@@ -18,6 +19,7 @@ from midstream.sinks.base import Origin
 from midstream.sinks.delivery import DeliverySource
 from midstream.sinks.queue import SinkQueue
 from midstream.sinks.store_sink import StoreSink
+from midstream.sites import Tap
 
 
 class StoreWriter:
@@ -25,7 +27,6 @@ class StoreWriter:
 
     Attributes:
         stored: number of replies that are durably in the store.
-        row_bytes: size of one encoded row in bytes.
     """
 
     def __init__(self, job: Job, origin: Origin) -> None:
@@ -43,9 +44,20 @@ class StoreWriter:
         self._queue = SinkQueue("store", sink, QUEUE_BYTES, job.flush_seconds)
         self._pending: deque[Future[CaptureResult]] = deque()
         self._tag, self._plan, self._terms = job.tag, job.plan, job.terms
-        dtype: torch.dtype = getattr(torch, origin.dtype)
-        self.row_bytes = parse_codec(job.codec).row_bytes(origin.hidden_size, dtype)
+        self._origin, self._codec = origin, parse_codec(job.codec)
+        self._dtype: torch.dtype = getattr(torch, origin.dtype)
         self.stored = 0
+
+    def nbytes(self, counts: Mapping[Tap, int]) -> int:
+        """Return the size of encoded rows in bytes.
+
+        Args:
+            counts: number of rows by (site, layer).
+        """
+        return sum(
+            count * self._codec.row_bytes(self._origin.width(tap), self._dtype)
+            for tap, count in counts.items()
+        )
 
     def put(self, request: str, reply: Reply) -> tuple[int, int]:
         """Queue a reply to be written; block while the queue is full.
@@ -58,8 +70,8 @@ class StoreWriter:
             (number of rows, size of the encoded rows in bytes).
         """
         rows = reply.activations
-        count = sum(rows.counts().values())
-        nbytes = count * self.row_bytes
+        counts = rows.counts()
+        count, nbytes = sum(counts.values()), self.nbytes(counts)
         source = DeliverySource(
             request_id=reply.receipt.request_id,
             completion=0,

@@ -13,7 +13,7 @@ from midstream.console import format_ranges
 from midstream.results.arrays import array_of, encode_blocks, save_tensors, stack_arrays, to_numpy
 from midstream.results.encoded_rows import Rows, rows_of
 from midstream.results.gathered_rows import GatheredRows, RowGroup
-from midstream.results.rows_file import POSITIONS, TOKENS, header_of, read_rows_file
+from midstream.results.rows_file import POSITIONS, TOKENS, header_of, read_rows_file, widths_of
 from midstream.sites import Tap
 from midstream.validation import as_number, hint, is_int
 
@@ -71,12 +71,13 @@ class Activations:
         Args:
             key: (site, layer), a name with both (`blocks.10.hook_resid_post`,
                 `model.layers.10.output`, `resid_post.10`), or a layer if one site was captured:
-                [rows, hidden]. A site alone: its layers stacked, [layers, rows, hidden], ascending.
+                [rows, width]. A site alone: its layers stacked, [layers, rows, width], ascending.
                 Layer −1 is the model's last one. Sites have all names of `midstream.sites.parse`.
 
         Raises:
             KeyError: the site and layer were not captured; the message lists those that were.
-            ValueError: the layers of a site were captured at different positions.
+            ValueError: the layers of a site were captured at different positions, or differ in
+                width.
         """
         try:
             return self._values[key]  # type: ignore[index]
@@ -372,7 +373,7 @@ def _explain(rows: Activations, key: Any, tap: Tap | None) -> str:
 
 
 def _stacked(rows: Activations, site: str) -> Tensor:
-    """Return the vectors of a site, [layers, rows, hidden]."""
+    """Return the vectors of a site, [layers, rows, width]."""
     taps = [(site, layer) for layer in rows.layers if (site, layer) in rows]
     if not taps:
         raise KeyError(f"{site!r} was not captured; there is {repr(rows)[12:-1]}")
@@ -384,7 +385,15 @@ def _stacked(rows: Activations, site: str) -> Tensor:
                 f"{site} was captured at other positions at layer {tap[1]} than at layer "
                 f"{taps[0][1]}, so the layers cannot be stacked; read activations[site, layer]"
             )
-    stacked: Tensor = stack_arrays([rows[tap] for tap in taps])
+    values = [rows[tap] for tap in taps]
+    for tap, value in zip(taps, values, strict=True):
+        if value.shape[1] != values[0].shape[1]:
+            raise ValueError(
+                f"{site} is {value.shape[1]} wide at layer {tap[1]} and {values[0].shape[1]} at "
+                f"layer {taps[0][1]}, so the layers cannot be stacked; read "
+                "activations[site, layer]"
+            )
+    stacked: Tensor = stack_arrays(values)
     return stacked
 
 
@@ -409,7 +418,8 @@ def _save(activations: Activations, target: Path, codec: str | None) -> Path:
     metadata = header_of(activations.num_layers)
     if codec is not None:
         rows, encoding = encode_blocks(rows, codec)
-        metadata |= encoding
+        widths = {name: len(block) for name, block in rows.items()}
+        metadata |= encoding | widths_of(widths, int(encoding.get("hidden", 0)))
     save_tensors(rows, indices, target, metadata)
     return target
 
@@ -422,5 +432,14 @@ def _describe(acts: Activations) -> str:
     shown = str(rows[0]) if len(rows) == 1 else f"{rows[0]}–{rows[-1]}"
     return (
         f"Activations({', '.join(acts.sites)}; layers {format_ranges(acts.layers)}; "
-        f"{shown} rows of {first.shape[-1]}, {str(first.dtype).removeprefix('torch.')})"
+        f"{shown} rows of {' or '.join(map(str, _widths(acts)))}, "
+        f"{str(first.dtype).removeprefix('torch.')})"
     )
+
+
+def _widths(acts: Activations) -> list[int]:
+    """Return the distinct widths of the vectors, ascending; of each only one tap is decoded."""
+    taps = {}
+    for tap, given in acts._given.items():  # noqa: SLF001
+        taps[given.hidden if isinstance(given, Rows) else given.shape[1]] = tap
+    return sorted({acts[tap].shape[1] for tap in taps.values()})

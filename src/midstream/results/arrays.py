@@ -83,11 +83,12 @@ def encode_blocks(rows: Mapping[str, Any], codec: str) -> tuple[dict[str, Any], 
     """Encode the rows of a file with a scale per dimension.
 
     Args:
-        rows: tensors [n, hidden].
+        rows: tensors [n, width].
         codec: "full8:per=dim".
 
     Returns:
-        The encoded rows uint8 [hidden, 8 + n], and the file's metadata that decoding needs.
+        The encoded rows uint8 [width, 8 + n], and the file's metadata that decoding needs;
+        `hidden` is the width of the first.
 
     Raises:
         SpecError: another codec.
@@ -101,9 +102,9 @@ def encode_blocks(rows: Mapping[str, Any], codec: str) -> tuple[dict[str, Any], 
 
     encoded = {name: Full8PerDim().encode(each) for name, each in rows.items()}
     metadata = {"codec": PER_DIM}
-    for each in rows.values():
-        dtype = str(each.dtype).removeprefix("torch.")
-        metadata |= {"hidden": str(each.shape[1]), "dtype": dtype}
+    for first in list(rows.values())[:1]:
+        dtype = str(first.dtype).removeprefix("torch.")
+        metadata |= {"hidden": str(first.shape[1]), "dtype": dtype}
     return encoded, metadata
 
 

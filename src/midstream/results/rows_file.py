@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from midstream.errors import CodecError, SpecError, UnsupportedError
 from midstream.results.arrays import PER_DIM, array_of, load_tensors
 from midstream.results.encoded_rows import Rows
 from midstream.sites import Tap, order
-from midstream.validation import INT_LIMIT, show
+from midstream.validation import INT_LIMIT, is_int, read_json, show
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 FORMAT = "midstream.activations"
 VERSION = "1"
+# Of files with rows of several widths, which readers of version 1 reject.
+WIDTHS_VERSION = "2"
 # Above any context length; bounds the memory that a hostile file can make its reader allocate.
 MAX_POSITION = 1 << 26
 POSITIONS, TOKENS = "positions", "token_ids"
@@ -48,17 +50,24 @@ def read_rows_file(
         metadata = _metadata(data)
     except (SafetensorError, ValueError, KeyError, struct.error) as error:
         raise SpecError("", f"expected a safetensors file of captured rows: {error}") from None
-    if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
+    versions = (VERSION, WIDTHS_VERSION)
+    if metadata.get("format") != FORMAT or metadata.get("version") not in versions:
         raise SpecError(
-            "", f"expected a file of {FORMAT}, version {VERSION}, got {show(str(metadata))}"
+            "",
+            f"expected a file of {FORMAT}, version {' or '.join(versions)}, got "
+            f"{show(str(metadata))}",
         )
+    taps = _taps(tensors)
+    names = [f"{site}.{layer}" for site, layer in taps]
+    widths = _widths(metadata, names)
     if "hidden" not in metadata:
         metadata |= _described(tensors)
-    check = _checker(metadata)
+        widths = {name: tensors[name].shape[-1] for name in names if tensors[name].ndim == 2}
+    check = _checker(metadata, widths)
     values: dict[Tap, Tensor | Rows] = {}
     positions: dict[Tap, Tensor] = {}
     found = np.zeros(0, np.int64)
-    for tap in sorted(_taps(tensors), key=order):
+    for tap in sorted(taps, key=order):
         name = f"{tap[0]}.{tap[1]}"
         values[tap] = check(name, tensors[name])
         positions[tap] = _indices(tensors, name, POSITIONS, len(values[tap]), MAX_POSITION)
@@ -78,8 +87,55 @@ def header_of(num_layers: int | None) -> dict[str, str]:
     return found if num_layers is None else {**found, "num_layers": str(num_layers)}
 
 
-def _checker(metadata: Mapping[str, Any]) -> Callable[[str, Any], Tensor | Rows]:
+def widths_of(widths: Mapping[str, int], hidden: int) -> dict[str, str]:
+    """Return the metadata of rows of several widths, which replace those of `header_of`.
+
+    Args:
+        widths: width of the captured vectors by name, such as `attn_out.1`.
+        hidden: the width of those that are not named.
+
+    Returns:
+        An empty dict if all are of that width.
+    """
+    others = {name: width for name, width in widths.items() if width != hidden}
+    text = json.dumps(others, separators=(",", ":"))
+    return {"version": WIDTHS_VERSION, "widths": text} if others else {}
+
+
+def _widths(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, int]:
+    """Return the widths that a file's metadata state, by names of its tensors of rows.
+
+    Raises:
+        SpecError: they are invalid, or the file's version has none.
+    """
+    text = metadata.get("widths")
+    if text is None and metadata["version"] == VERSION:
+        return {}
+    widths = read_json(text) if isinstance(text, str) else None
+    if (
+        metadata["version"] == VERSION
+        or "hidden" not in metadata
+        or not isinstance(widths, dict)
+        or not widths
+        or not all(is_int(width) and _NUMBER.fullmatch(str(width)) for width in widths.values())
+        or not set(widths) <= set(names)
+    ):
+        raise SpecError(
+            "",
+            f"version {metadata['version']}, widths {show(str(text))}: expected version "
+            f"{WIDTHS_VERSION} and the positive width of some of the file's tensors by name",
+        )
+    return widths
+
+
+def _checker(
+    metadata: Mapping[str, Any], widths: Mapping[str, int]
+) -> Callable[[str, Any], Tensor | Rows]:
     """Return a function that checks one tensor of a file and returns it as `Activations` takes it.
+
+    Args:
+        metadata: the file's metadata.
+        widths: width of the captured vectors by name, where it is not that in the metadata.
 
     Raises:
         SpecError: the file's metadata are invalid.
@@ -89,7 +145,10 @@ def _checker(metadata: Mapping[str, Any]) -> Callable[[str, Any], Tensor | Rows]
     invalid = SpecError("", f"the file's dtype or hidden is invalid: {show(str(metadata))}")
     if not _NUMBER.fullmatch(hidden):
         raise invalid
-    width = int(hidden)
+
+    def width(name: str) -> int:
+        return widths.get(name, int(hidden))
+
     try:
         import torch
 
@@ -100,20 +159,19 @@ def _checker(metadata: Mapping[str, Any]) -> Callable[[str, Any], Tensor | Rows]
                 f"rows of codec {metadata['codec']!r} are decoded by torch, which is not "
                 "installed; install torch, or capture with the codec `raw`"
             ) from None
-        return lambda name, found: _sized(name, found, None, width)
+        return lambda name, found: _sized(name, found, None, width(name))
     if metadata.get("codec") == PER_DIM:
-        return lambda name, found: _decoded_block(name, found, width)
+        return lambda name, found: _decoded_block(name, found, width(name))
     codec = parse_codec(metadata.get("codec", "raw"))
     dtype = getattr(torch, metadata.get("dtype", ""), None)
     if not isinstance(dtype, torch.dtype):
         raise invalid
     if isinstance(codec, Raw):
-        return lambda name, found: _sized(name, found, dtype, width)
-    row_bytes = codec.row_bytes(width, dtype)
+        return lambda name, found: _sized(name, found, dtype, width(name))
 
     def encoded(name: str, found: Any) -> Rows:
-        rows = _sized(name, found, torch.uint8, row_bytes)
-        return Rows(codec, width, dtype, (rows[:, None],), (0,))
+        rows = _sized(name, found, torch.uint8, codec.row_bytes(width(name), dtype))
+        return Rows(codec, width(name), dtype, (rows[:, None],), (0,))
 
     return encoded
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from midstream.results.activations import Activations, groups_of
 from midstream.results.gathered_rows import RowGroup
-from midstream.results.rows_file import POSITIONS, TOKENS, header_of, read_rows_file
+from midstream.results.rows_file import POSITIONS, TOKENS, header_of, read_rows_file, widths_of
 from midstream.sites import Tap
 
 if TYPE_CHECKING:
@@ -38,17 +38,24 @@ class PackedRows:
 
         Args:
             activations: the rows.
-            hidden: width of the captured vectors.
+            hidden: width of the residual stream; rows of another width know their own.
             dtype: dtype of the captured vectors.
         """
         self._activations = activations
         self._groups = groups_of(activations)
         codec = activations.codec.spec
+        widths = {
+            f"{site}.{layer}": group.nothing.hidden
+            for group in self._groups
+            if group.nothing.hidden != hidden
+            for site, layer in group.taps
+        }
         metadata = {
             **header_of(activations.num_layers),
             "codec": codec,
             "hidden": str(hidden),
             "dtype": str(dtype).removeprefix("torch."),
+            **widths_of(widths, hidden),
         }
         shapes = tuple([_shape_of(group, codec == "raw") for group in self._groups])
         self._header, size = _header_of(shapes, tuple(metadata.items()))
@@ -69,14 +76,16 @@ class PackedRows:
 def pack(activations: Activations, hidden: int, dtype: torch.dtype) -> bytes:
     """Return rows as the bytes of a safetensors file.
 
-    Tensor `{site}.{layer}` is [rows, hidden] in the model's dtype; for a lossy codec it is uint8
+    Tensor `{site}.{layer}` is [rows, width] in the model's dtype; for a lossy codec it is uint8
     [rows, bytes of a row], encoded as `midstream.codecs` describes. `{site}.{layer}.positions` and
     `{site}.{layer}.token_ids` are int64 [rows]. The metadata have `format`, `version`, `codec`,
-    `hidden` and `dtype`, and `num_layers` if it is known.
+    `hidden` and `dtype`, and `num_layers` if it is known. If vectors are not all as wide as
+    `hidden`, the version is 2, and `widths` is a JSON object with the width of each of the other
+    tensors by name.
 
     Args:
         activations: the rows.
-        hidden: width of the captured vectors.
+        hidden: width of the residual stream; rows of another width know their own.
         dtype: dtype of the captured vectors.
     """
     return PackedRows(activations, hidden, dtype).tobytes()

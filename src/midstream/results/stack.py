@@ -53,6 +53,14 @@ def stack(
         except (KeyError, IndexError) as error:
             raise SpecError(f"outputs[{nth}]", str(error.args[0])) from None
         shapes = {tuple(value.shape) for value in values}
+        widths = {shape[-1] for shape in shapes} | {one.shape[-1] for one in stacked}
+        if len(widths) > 1:
+            shown = ", ".join(map(str, sorted(widths)))
+            raise SpecError(
+                f"outputs[{nth}]",
+                f"its vectors differ in width from layer to layer or from others: {shown}, which "
+                "no tensor can have; give `layers` of one width",
+            )
         first = tuple(stacked[0].shape[1:]) if stacked else tuple(values[0].shape)
         if shapes != {first}:
             shown = ", ".join(str(shape[0]) for shape in sorted(shapes))

@@ -29,6 +29,7 @@ class Origin:
         dtype: name of the model's dtype, for example "bfloat16".
         vllm, midstream: versions.
         tensor_parallel_size: of the engine.
+        widths: the taps whose vectors are not as wide as `hidden_size`, each with its width.
     """
 
     model: str
@@ -39,6 +40,11 @@ class Origin:
     vllm: str
     midstream: str
     tensor_parallel_size: int = 1
+    widths: Mapping[Tap, int] = field(default_factory=dict)
+
+    def width(self, tap: Tap) -> int:
+        """Return the width of a tap's vectors before encoding."""
+        return self.widths.get(tap, self.hidden_size)
 
 
 @dataclass(frozen=True, slots=True)

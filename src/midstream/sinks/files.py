@@ -244,11 +244,12 @@ class FileSink(Sink):
     def _taps(self, delivery: Delivery) -> Iterator[tuple[dict[str, Any], Arrays]]:
         """Yield the description and the arrays of each tap."""
         for site, layer in delivery.activations:
-            hidden = self._described_origin.hidden_size
-            arrays = arrays_of(delivery.activations, site, layer, hidden)
+            origin = self._described_origin
+            width = origin.width((site, layer))
+            arrays = arrays_of(delivery.activations, site, layer, width)
             rows, ranks = len(arrays["positions"]), list(delivery.ranks.get((site, layer), ()))
             one = {"site": site, "layer": layer, "rows": rows, "ranks": ranks}
-            yield {**one, **described(arrays)}, arrays
+            yield {**one, **described(arrays, width, origin.hidden_size)}, arrays
 
     @property
     def _described_origin(self) -> Origin:

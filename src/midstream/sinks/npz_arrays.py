@@ -16,18 +16,18 @@ from midstream.results.activations import Activations
 Arrays = dict[str, NDArray[Any]]
 
 
-def arrays_of(activations: Activations, site: str, layer: int, hidden: int) -> Arrays:
+def arrays_of(activations: Activations, site: str, layer: int, width: int) -> Arrays:
     """Return the rows of one site and layer, with `positions` and `token_ids`, int64 [n].
 
-    Codec `raw`: `rows` [n, hidden]; bfloat16 is converted to float32, which represents all of its
+    Codec `raw`: `rows` [n, width]; bfloat16 is converted to float32, which represents all of its
     values. Other codecs: `q` uint8, `scale` and `zero` float32 [n]; a row is `zero + scale · q`.
-    `q` is [n, hidden] for `full8` and [n, k] for `rp8` and `topk8`; `topk8` also has `indices`
+    `q` is [n, width] for `full8` and [n, k] for `rp8` and `topk8`; `topk8` also has `indices`
     int64 [n, k].
 
     Args:
         activations: the captured rows.
         site, layer: the tap.
-        hidden: width of the captured vectors.
+        width: width of the captured vectors.
     """
     codec = activations.codec
     if isinstance(codec, Raw):
@@ -35,30 +35,37 @@ def arrays_of(activations: Activations, site: str, layer: int, hidden: int) -> A
         rows = rows.float() if rows.dtype == torch.bfloat16 else rows
         found = {"rows": rows.numpy()}
     else:
-        found = _reduced(codec, activations.encoded(site, layer), hidden)
+        found = _reduced(codec, activations.encoded(site, layer), width)
     found["positions"] = activations.positions_of(site, layer).numpy()
     found["token_ids"] = activations.token_ids_of(site, layer).numpy()
     return found
 
 
-def _reduced(codec: Codec, data: Tensor, hidden: int) -> Arrays:
-    width = codec.k if isinstance(codec, Rp8 | Topk8) else hidden
+def _reduced(codec: Codec, data: Tensor, width: int) -> Arrays:
+    kept = codec.k if isinstance(codec, Rp8 | Topk8) else width
     scale, zero = scales_and_zeros(data)
     found = {
-        "q": data[:, HEADER_BYTES : HEADER_BYTES + width].numpy(),
+        "q": data[:, HEADER_BYTES : HEADER_BYTES + kept].numpy(),
         "scale": scale.squeeze(1).numpy(),
         "zero": zero.squeeze(1).numpy(),
     }
     if isinstance(codec, Topk8):
-        found["indices"] = codec.indices(data, hidden).numpy()
+        found["indices"] = codec.indices(data, width).numpy()
     return found
 
 
-def described(arrays: Arrays) -> dict[str, Any]:
-    """Return the arrays' entry in a manifest: shapes, dtypes, and the range of the scales."""
+def described(arrays: Arrays, width: int, hidden_size: int) -> dict[str, Any]:
+    """Return the arrays' entry in a manifest: shapes, dtypes, and the range of the scales.
+
+    Args:
+        arrays: the arrays.
+        width: width of the captured vectors; it is in the entry if it is not `hidden_size`.
+        hidden_size: the manifest's.
+    """
     scale = arrays.get("scale")
     finite = None if scale is None else scale[np.isfinite(scale)]
     return {
+        **({} if width == hidden_size else {"width": width}),
         "arrays": {
             name: {"shape": list(each.shape), "dtype": str(each.dtype)}
             for name, each in arrays.items()

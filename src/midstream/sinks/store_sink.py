@@ -107,6 +107,7 @@ class StoreSink(Sink):
                 model=origin.model,
                 revision=origin.revision,
                 hidden_size=origin.hidden_size,
+                widths=tuple(origin.widths.items()),
                 dtype=origin.dtype,
                 codec=codec,
                 vllm=origin.vllm,

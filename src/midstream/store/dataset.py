@@ -56,8 +56,9 @@ class RowDataset(IterableDataset[Mapping[str, Tensor]]):
         seed: 0 to 2**31 - 1.
 
         Raises:
-            StoreError: a number is out of range.
+            StoreError: a number is out of range, or the taps differ in width.
         """
+        selection.width()
         self.selection = selection
         self.batch_size = check_number("batch_size", batch_size, 1, _LARGEST)
         self.shuffle = shuffle

@@ -46,7 +46,7 @@ class Selection:
     The order is by layer and site, then by shard, then as stored. In a shard, the rows of one
     request are consecutive and ascend by position.
 
-    `len()` is the number of rows; `batches` and `take` read them.
+    `len()` is the number of rows; `batches` and `take` read them, if all are of one width.
 
     Attributes:
         taps: every (site, layer) that has rows, in order.
@@ -60,6 +60,9 @@ class Selection:
         self._ends = np.cumsum([len(segment.rows) for segment in self._segments], dtype=np.int64)
         self.taps = tuple(dict.fromkeys(segment.tap for segment in self._segments))
         _check_alike(self._segments)
+        self._widths: dict[int, Tap] = {}  # a tap of each width
+        for each in self._segments:
+            self._widths.setdefault(each.shard.header.width(each.tap), each.tap)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -74,17 +77,36 @@ class Selection:
             return "Selection(no rows)"
         header = self._segments[0].shard.header
         shards = len({segment.shard.name for segment in self._segments})
+        widths = " or ".join(map(str, self._widths))
         return (
-            f"Selection({len(self)} rows of {header.hidden_size}, {header.codec}; "
+            f"Selection({len(self)} rows of {widths}, {header.codec}; "
             f"{len(self.taps)} taps, {shards} shards)"
         )
+
+    def width(self) -> int:
+        """Return the width of all vectors before encoding; 0 if there are no rows.
+
+        Raises:
+            StoreError: it is not the same for all taps.
+        """
+        if len(self._widths) > 1:
+            shown = ", ".join(
+                f"{width} at {site}.{layer}" for width, (site, layer) in self._widths.items()
+            )
+            raise StoreError(
+                f"the rows differ in width: {shown}; select those of one width by `site`, `layer` "
+                "or `model`"
+            )
+        return next(iter(self._widths), 0)
 
     def batches(self, size: int) -> Iterator[Batch]:
         """Yield all rows in order, `size` at a time; the last batch may have fewer.
 
         Raises:
-            StoreError: `size` is below 1; during iteration, if rows are damaged.
+            StoreError: `size` is below 1, or the taps differ in width; during iteration, if rows
+                are damaged.
         """
+        self.width()
         if not is_int(size) or size < 1:
             got = show(int(size)) if is_int(size) else kind(size)
             raise StoreError(f"size: expected an `int` of at least 1, got {got}")
@@ -99,8 +121,9 @@ class Selection:
 
         Raises:
             IndexError: an index is negative or not below `len(self)`.
-            StoreError: `indices` is not one-dimensional.
+            StoreError: `indices` is not one-dimensional, or the taps differ in width.
         """
+        self.width()
         wanted: NDArray[np.int64] = np.asarray(indices, np.int64)
         if wanted.ndim != 1:
             raise StoreError(f"indices: expected one dimension, got shape {list(wanted.shape)}")
@@ -151,7 +174,10 @@ class Batch:
         if len(self._parts) == 1:
             # A single part covers the batch in its order.
             return torch.from_numpy(_gather(self._parts[0]))
-        width = self._parts[0].segment.shard.header.row_bytes if self._parts else 0
+        if not self._parts:
+            return torch.zeros(0, 0, dtype=torch.uint8)
+        segment = self._parts[0].segment
+        width = segment.shard.header.row_bytes(segment.tap)
         found = np.empty((self._count, width), np.uint8)
         for part in self._parts:
             first, last = int(part.where[0]), int(part.where[-1])
@@ -164,12 +190,14 @@ class Batch:
         """Decoded rows [n, width]: in the model's dtype for codec raw, else float32."""
         if not self._parts:
             return torch.zeros(0, 0)
+        first = self._parts[0].segment
         try:
-            return decode(self._parts[0].segment.shard, self.encoded)
+            return decode(first.shard, first.tap, self.encoded)
         except StoreError:
             # Decode part by part, so that the error names the shard.
             for part in self._parts:
-                decode(part.segment.shard, self.encoded[torch.from_numpy(part.where)])
+                segment, where = part.segment, torch.from_numpy(part.where)
+                decode(segment.shard, segment.tap, self.encoded[where])
             raise
 
     def numpy(self) -> NDArray[Any]:

@@ -202,7 +202,7 @@ class Store:
 
         Raises:
             StoreError: a value does not occur in the store, or the selected rows differ in codec,
-                width or dtype.
+                hidden size or dtype.
             SpecError: `position` is malformed.
         """
         arguments = {

@@ -45,14 +45,15 @@ class StoredRows(Rows):
 
     def decoded(self) -> Tensor:
         """Return the decoded rows [n, width]. Raises StoreError if they cannot be decoded."""
-        return decode(self.shard, self.encoded())
+        return decode(self.shard, self.tap, self.encoded())
 
 
-def decode(shard: Shard, data: Tensor) -> Tensor:
+def decode(shard: Shard, tap: Tap, data: Tensor) -> Tensor:
     """Decode rows of a shard to [n, width].
 
     Args:
         shard: the shard of the rows.
+        tap: (site, layer).
         data: uint8 [n, row_bytes].
 
     Raises:
@@ -60,7 +61,7 @@ def decode(shard: Shard, data: Tensor) -> Tensor:
     """
     header = shard.header
     try:
-        return header.open_codec().decode(data, header.hidden_size, header.torch_dtype)
+        return header.open_codec().decode(data, header.width(tap), header.torch_dtype)
     except CodecError as error:
         raise StoreError(f"{shard.path}: {error}") from None
 
@@ -88,7 +89,7 @@ def read_activations(shard: Shard, request: int) -> Activations:
             positions[tap] = shared
             values[tap] = StoredRows(
                 codec=codec,
-                hidden=header.hidden_size,
+                hidden=header.width(tap),
                 dtype=dtype,
                 chunks=(),
                 places=(),

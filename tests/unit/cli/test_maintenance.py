@@ -84,7 +84,8 @@ def test_inspect_says_the_same_to_machines(acts):
     assert found["nbytes"] == sum(path.stat().st_size for path in acts.glob("*.safetensors"))
     assert found["tags"] == {"x": 2, "": 1}
     assert [each["codec"] for each in found["headers"]] == ["raw"]
-    assert found["sites"][1] == {"site": "resid_post", "layers": [0, 3], "rows": 20}
+    resid_post = {"site": "resid_post", "layers": [0, 3], "rows": 20, "widths": [8]}
+    assert found["sites"][1] == resid_post
     assert found["prompt_tokens"] == [2, 2, 2]
 
 

@@ -183,3 +183,24 @@ def test_datasets_loads_the_files(tmp_path, datasets, form, dtype):
     torch.testing.assert_close(
         vectors.float(), torch.from_numpy(expected(selection)["vector"]).float()
     )
+
+
+@pytest.mark.parametrize(
+    ("codec", "decoded"), [("raw", 12), ("full8", 12), ("rp8:k=16,seed=1", 16)]
+)
+def test_a_tap_of_another_width_has_vectors_of_it_and_is_not_mixed_with_others(
+    tmp_path, codec, decoded
+):
+    wide = ("attn_out", 0)
+    head = header(codec=codec, dtype="float32", widths={wide: 12})
+    write(tmp_path / "store", [entry("a", taps=(wide, TAPS[1]), head=head)], head)
+    store = open_store(tmp_path / "store")
+    with pytest.raises(StoreError, match="the rows differ in width: 12 at attn_out.0, 8 at resid"):
+        record_batches(store.select())
+    selection = store.select(site="attn_out")
+    path = export_parquet(selection, tmp_path / "rows.parquet")
+    table = pa.parquet.read_table(path)
+    assert table.schema.field("vector").type == pa.list_(pa.float32(), decoded)
+    assert holds(table.to_pydict(), expected(selection))
+    (said,) = json.loads(table.schema.metadata[b"midstream"])
+    assert said["widths"] == {"attn_out.0": 12}

@@ -80,6 +80,25 @@ def test_what_a_codec_reduced_is_there_as_it_wrote_it_with_its_scales(tmp_path, 
         }
 
 
+@pytest.mark.parametrize("codec", ["raw", "full8"])
+def test_taps_of_two_widths_are_exported_together(tmp_path, codec):
+    wide = ("attn_out", 0)
+    head = header(codec=codec, dtype="float32", widths={wide: 12})
+    (folder,) = exported(tmp_path, [entry("a", taps=(wide, TAPS[1]), head=head)], head)
+    said = manifest(folder)
+    assert [file.get("width") for file in said["files"]] == [12, None]
+    assert "widths" not in said
+    for nth, tap in enumerate((wide, TAPS[1])):
+        with np.load(folder / f"{tap[0]}.{tap[1]}.npz") as found:
+            if codec == "raw":
+                values = found["rows"]
+            else:
+                values = found["zero"][:, None] + found["scale"][:, None] * found["q"]
+            expected = vectors(nth, 3, head, tap).numpy()
+            assert values.shape == expected.shape
+            assert np.abs(values - expected).max() <= (0.02 if codec == "full8" else 0)
+
+
 def test_only_the_rows_that_are_selected_are_exported(tmp_path):
     entries = [entry("a", positions=[1, 4, 6]), entry("b", positions=[2]), entry("c", rows=1)]
     folders = exported(tmp_path, entries, layer=0, position=[2, 4, 6])

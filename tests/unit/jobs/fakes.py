@@ -6,6 +6,7 @@ import json
 import random
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,13 @@ def tokens_of(prompt: Any) -> list[int]:
     return list((prompt if isinstance(prompt, str) else json.dumps(prompt)).encode())
 
 
-def vector(token: int, position: int, layer: int) -> torch.Tensor:
-    """The row of a token, [hidden]."""
-    return torch.arange(HIDDEN) / 8 + token + 300 * position + 0.25 * layer
+def vector(token: int, position: int, layer: int, width: int = HIDDEN) -> torch.Tensor:
+    """The row of a token, [width]."""
+    return torch.arange(width) / 8 + token + 300 * position + 0.25 * layer
+
+
+# Of an engine whose last layer's rows are not as wide as the others'.
+WIDE_ORIGIN = replace(ORIGIN, widths={("resid_post", 2): 12})
 
 
 class FakeEngine:
@@ -113,10 +118,11 @@ class FakeEngine:
         positions = torch.tensor([place])
         rows = {}
         for layer in LAYERS:
-            values = vector(tokens[place], place, layer)[None]
+            width = self.origin.width(("resid_post", layer))
+            values = vector(tokens[place], place, layer, width)[None]
             encoded = self._codec.encode(values)
             rows["resid_post", layer] = Rows(
-                self._codec, HIDDEN, torch.float32, (encoded[:, None],), (0,)
+                self._codec, width, torch.float32, (encoded[:, None],), (0,)
             )
         captured = tuple(Captured("resid_post", layer, 1, 1) for layer in LAYERS)
         return Reply(

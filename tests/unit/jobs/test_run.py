@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from unit.jobs.checking import check_rows, lines_in
-from unit.jobs.fakes import LAYERS, FakeEngine, job, prompts, write_lines
+from unit.jobs.fakes import LAYERS, WIDE_ORIGIN, FakeEngine, job, prompts, vector, write_lines
 
 from midstream import SpecError, StoreError, open_store
 from midstream.jobs import CaptureRun, capture_dataset
@@ -46,6 +46,26 @@ def test_every_line_is_stored_once_with_its_own_rows(tmp_path):
     assert seen.done[-1] == 100
     check_rows(tmp_path / "acts", {n + 1: each["text"] for n, each in enumerate(prompts(100))})
     assert not (tmp_path / "acts" / "errors.jsonl").exists()
+
+
+class WideEngine(FakeEngine):
+    origin = WIDE_ORIGIN
+
+
+@pytest.mark.parametrize(("codec", "nbytes"), [("raw", 4 * 8 + 4 * 12), ("full8", 16 + 20)])
+def test_layers_of_two_widths_are_stored_and_counted(tmp_path, codec, nbytes):
+    write_lines(tmp_path, prompts(3))
+    capture = Capture(LAYERS, positions="last_prompt", codec=codec)
+    summary = capture_dataset(job(tmp_path, capture=capture), WideEngine)
+    assert (summary.counts.rows, summary.counts.nbytes) == (6, 3 * nbytes)
+    for each in open_store(tmp_path / "acts").requests:
+        found = each.activations()
+        (place,) = found.positions.tolist()
+        (token,) = found.token_ids.tolist()
+        for layer, width in zip(LAYERS, (8, 12), strict=True):
+            expected = vector(token, place, layer, width)
+            error = (found["resid_post", layer][0] - expected).abs().max()
+            assert error <= (0.5 * 11 / 8 / 255 + 1e-3 if codec == "full8" else 0)
 
 
 def test_the_engine_has_as_many_prompts_as_it_should_and_never_more(tmp_path):

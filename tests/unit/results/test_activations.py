@@ -7,7 +7,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from midstream.errors import SpecError
 from midstream.results.activations import Activations
+from midstream.results.stack import stack
 
 TOKENS = torch.tensor([11, 12, 13, 14, 15, 16])
 
@@ -174,3 +176,15 @@ def test_its_html_is_escaped():
     shown = found._repr_html_()
     assert "<script>" not in shown
     assert "&lt;script&gt;" in shown
+
+
+def test_rows_of_two_widths_are_shown_with_both_and_stacked_only_by_width():
+    at = torch.arange(2)
+    taps = {("attn_out", 0): torch.ones(2, 8), ("attn_out", 1): torch.ones(2, 12)}
+    acts = Activations(taps, dict.fromkeys(taps, at), torch.arange(3))
+    assert repr(acts) == "Activations(attn_out; layers 0–1; 2 rows of 8 or 12, float32)"
+    with pytest.raises(ValueError, match="attn_out is 12 wide at layer 1 and 8 at layer 0, so"):
+        acts["attn_out"]
+    with pytest.raises(SpecError, match=r"outputs\[0\]: .* differ in width .*: 8, 12, which"):
+        stack([acts])
+    assert stack([acts, acts], layers=1).shape == (2, 1, 2, 12)

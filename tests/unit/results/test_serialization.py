@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,6 +147,86 @@ def test_no_rows_and_no_taps_come_out_as_none(spec):
     assert len(unpack(pack(Activations({}, {}, none), 8, torch.float32))) == 0
 
 
+WIDE, STREAM = ("attn_out", 1), ("resid_post", 1)
+
+
+def of_two_widths(codec, wide, stream):
+    """Rows of a tap that is not as wide as the stream, and of one that is."""
+    rows = {WIDE: encoded(codec, wide), STREAM: encoded(codec, stream)}
+    return Activations(rows, dict.fromkeys(rows, torch.arange(len(wide))), torch.arange(7, 5007))
+
+
+def metadata_of(data):
+    (size,) = struct.unpack_from("<Q", data)
+    return json.loads(data[8 : 8 + size])["__metadata__"]
+
+
+@given(st.sampled_from(CODECS), finite_rows(min_width=4), st.integers(1, 9))
+def test_taps_of_two_widths_come_out_bit_by_bit(spec, stream, more):
+    wide = torch.cat([stream, stream.flip(0).repeat(1, 3)[:, :more]], 1)
+    given_ = of_two_widths(parse_codec(spec), wide, stream)
+    hidden = stream.shape[1]
+    packed = pack(given_, hidden, stream.dtype)
+    assert PackedRows(given_, hidden, stream.dtype).nbytes == len(packed)
+    metadata = metadata_of(packed)
+    assert (metadata["version"], metadata["hidden"]) == ("2", str(hidden))
+    assert json.loads(metadata["widths"]) == {"attn_out.1": hidden + more}
+    found = unpack(packed)
+    assert list(found) == [WIDE, STREAM]
+    for tap in found:
+        assert same_bits(found.encoded(*tap), given_.encoded(*tap))
+        assert same_bits(found[tap], given_[tap])
+    if spec == "raw":
+        assert same_bits(found[WIDE], wide)
+
+
+@pytest.mark.parametrize("spec", ["raw", "full8"])
+def test_groups_of_two_widths_are_packed_each_by_its_own(spec):
+    codec, at, groups = parse_codec(spec), torch.tensor([4, 6]), []
+    taps = [[("attn_out", 0), ("attn_out", 1)], [("resid_post", 0), ("resid_post", 1)]]
+    for names, width in zip(taps, (12, 8), strict=True):
+        chunk = codec.encode(torch.randn(4, width)).view(2, 2, -1)
+        block = SimpleNamespace(taps=names, chunks=[chunk])
+        nothing = Rows(codec, width, torch.float32, (), ())
+        groups.append(RowGroup(tuple(names), at, [block], None, nothing))
+    rows = GatheredRows([*taps[0], *taps[1]], groups)
+    given_ = Activations(rows, rows.positions(), torch.arange(9))
+    found = unpack(pack(given_, 8, torch.float32))
+    for tap in rows:
+        assert same_bits(found.encoded(*tap), given_.encoded(*tap))
+        assert same_bits(found[tap], given_[tap])
+        assert found[tap].shape == (2, 12 if tap[0] == "attn_out" else 8)
+
+
+def test_raw_rows_of_two_widths_are_read_without_torch(monkeypatch):
+    values = torch.randn(5, 12), torch.randn(5, 8)
+    packed = pack(of_two_widths(Raw(), *values), 8, torch.float32)
+    for name in ("torch", "safetensors.torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    found = unpack(packed)
+    for tap, value in zip((WIDE, STREAM), values, strict=True):
+        assert np.array_equal(found[tap], value.numpy())
+
+
+def test_the_file_of_one_width_is_what_it_was_whatever_the_taps():
+    values = torch.ones(2, 8)
+    metadata = metadata_of(pack(of_two_widths(Raw(), values, values), 8, torch.float32))
+    assert list(metadata.items()) == [
+        ("format", FORMAT), ("version", "1"), ("codec", "raw"), ("hidden", "8"),
+        ("dtype", "float32"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("codec", [None, "full8:per=dim"])
+def test_taps_of_two_widths_are_saved_and_loaded(tmp_path, codec):
+    values = torch.randn(5, 12), torch.randn(5, 8)
+    given_ = of_two_widths(Raw(), *values)
+    found = Activations.load(given_.save(tmp_path / "rows.safetensors", codec=codec))
+    for tap, value in zip((WIDE, STREAM), values, strict=True):
+        read = value if codec is None else Full8PerDim().decode(Full8PerDim().encode(value))
+        assert same_bits(found[tap], read)
+
+
 def test_taps_at_different_positions_keep_their_own():
     one, two = torch.tensor([0, 2]), torch.tensor([1])
     given_ = Activations(
@@ -183,7 +264,32 @@ HOSTILE = {
     "a header of any length": struct.pack("<Q", 1 << 62) + b"{}",
     "no metadata": crafted(None),
     "another format": crafted({**METADATA, "format": "x" * 100_000}),
-    "another version": crafted({**METADATA, "version": "2"}),
+    "another version": crafted({**METADATA, "version": "3"}),
+    "version 2 without widths": crafted({**METADATA, "version": "2"}),
+    "version 2 without a hidden size": crafted(
+        {"format": FORMAT, "version": "2", "widths": '{"resid_post.1":2}'}
+    ),
+    "version 1 with widths": crafted({**METADATA, "widths": '{"resid_post.1":2}'}),
+    **{
+        f"widths {widths[:30]}": crafted({**METADATA, "version": "2", "widths": widths})
+        for widths in (
+            "",
+            "{}",
+            "[2]",
+            "2",
+            '{"resid_post.1":3}',
+            '{"resid_post.1":"2"}',
+            '{"resid_post.1":2.0}',
+            '{"resid_post.1":true}',
+            '{"resid_post.1":0}',
+            '{"resid_post.1":-2}',
+            '{"resid_post.2":2}',
+            '{"resid_post.1.positions":2}',
+            '{"resid_post.1":2,"resid_post.1":2}',
+            '{"resid_post.1":' + "9" * 5000 + "}",
+            '{"x":' * 50_000,
+        )
+    },
     "an unknown codec": crafted({**METADATA, "codec": "zip"}),
     "a huge codec": crafted({**METADATA, "codec": "rp8:k=99999999999999999999"}),
     "no dtype": crafted({**METADATA, "dtype": "nn"}),

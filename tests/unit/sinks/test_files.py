@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sinking import ORIGIN, RECEIPT, WIDTH, activations, delivery
+from support.sinking import ORIGIN, RECEIPT, WIDE, WIDE_ORIGIN, WIDTH, activations, delivery
 
 from midstream.codecs import Codec, parse_codec
 from midstream.errors import SpecError
@@ -36,11 +36,10 @@ def sink(root):
     return made
 
 
-def reduced(codec: Codec) -> Activations:
+def reduced(codec: Codec, plain: Activations) -> Activations:
     """Rows as they come from the device under a codec."""
-    plain = activations(TAPS)
     rows = {
-        tap: Rows(codec, WIDTH, torch.float32, (codec.encode(value)[:, None],), (0,))
+        tap: Rows(codec, value.shape[1], torch.float32, (codec.encode(value)[:, None],), (0,))
         for tap, value in plain.items()
     }
     return Activations(rows, dict.fromkeys(rows, plain.positions), torch.arange(100, 104))
@@ -119,7 +118,7 @@ def test_bfloat16_is_read_as_float32_bit_by_bit(sink, root):
 @pytest.mark.parametrize("spec", ["full8", "rp8:k=4,seed=3", "topk8:k=3"])
 def test_rows_of_a_codec_read_from_their_arrays_as_the_codec_reads_them(sink, root, spec):
     codec = parse_codec(spec)
-    rows = reduced(codec)
+    rows = reduced(codec, activations(TAPS))
     result = written(sink, activations=rows)
     assert result.manifest["codec"] == codec.spec
     for site, layer in TAPS:
@@ -134,6 +133,34 @@ def test_rows_of_a_codec_read_from_their_arrays_as_the_codec_reads_them(sink, ro
             assert np.array_equal(values, rows[site, layer].numpy())
             scales = next(f["scales"] for f in result.manifest["files"] if f["site"] == site)
             assert scales == {"min": found["scale"].min(), "max": found["scale"].max()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("spec", ["raw", "full8", "topk8:k=3"])
+def test_rows_of_two_widths_read_back_and_the_manifest_has_the_other_width(root, layout, spec):
+    sink, codec = FileSink(str(root), layout), parse_codec(spec)
+    sink.open(WIDE_ORIGIN)
+    plain = activations((WIDE, ("resid_post", 1)), origin=WIDE_ORIGIN)
+    rows = plain if spec == "raw" else reduced(codec, plain)
+    result = written(sink, activations=rows)
+    assert result.manifest["hidden_size"] == WIDTH
+    for file, width in zip(result.manifest["files"], (12, None), strict=True):
+        tap = file["site"], file["layer"]
+        assert file.get("width") == width
+        with np.load(file["path"]) as every:
+            start = file.get("prefix", "")
+            found = {name.removeprefix(start): every[name] for name in every}
+        if spec == "raw":
+            values = found["rows"]
+        else:
+            values = found["zero"][:, None] + found["scale"][:, None] * found["q"].astype("f4")
+        if "indices" in found:
+            full = np.zeros((2, width or WIDTH), np.float32)
+            np.put_along_axis(full, found["indices"], values, axis=1)
+            values = full
+        assert np.array_equal(values, rows[tap].numpy())
+        if spec != "topk8:k=3":
+            assert np.abs(values - plain[tap].numpy()).max() < 1 / 255
 
 
 def test_each_of_several_completions_has_a_folder(sink, root):
@@ -341,7 +368,7 @@ def test_every_layout_has_the_same_arrays(tmp_path, layout, codec, by_request):
     sink.open(ORIGIN)
     plain = FileSink(str(tmp_path / "plain"))
     plain.open(ORIGIN)
-    rows = reduced(parse_codec(codec))
+    rows = reduced(parse_codec(codec), activations(TAPS))
     named = {"layout": layout} if by_request else {}
     found = [written(one, tag="t", activations=rows, **extra).manifest
              for one, extra in ((sink, named), (plain, {}))]  # fmt: skip

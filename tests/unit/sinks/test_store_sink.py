@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from support.sinking import ORIGIN, WIDTH, activations, delivery
+from support.sinking import ORIGIN, WIDE, WIDE_ORIGIN, WIDTH, activations, delivery
 
 from midstream.codecs import parse_codec
 from midstream.errors import StoreError
@@ -60,6 +60,35 @@ def test_what_was_flushed_is_in_the_store_as_it_came(sink, root):
     assert len(store.shards) == 1
     header = store.shards[0].header
     assert (header.model, header.codec, header.dtype) == ("a/model", "raw", "float32")
+
+
+@pytest.mark.parametrize("spec", ["raw", "full8"])
+def test_rows_of_two_widths_are_in_the_store_as_they_came(root, spec):
+    sink, codec = StoreSink(str(root)), parse_codec(spec)
+    sink.open(WIDE_ORIGIN)
+    plain = activations((WIDE, *TAPS), origin=WIDE_ORIGIN)
+    rows = {
+        tap: Rows(codec, value.shape[1], torch.float32, (codec.encode(value)[:, None],), (0,))
+        for tap, value in plain.items()
+    }
+    given = Activations(rows, dict.fromkeys(rows, plain.positions), torch.arange(100, 104))
+    sink.write(delivery(activations=given))
+    sink.flush()
+    (shard,) = open_store(root).shards
+    assert shard.header.widths == ((WIDE, 12),)
+    stored = open_store(root).get("r")
+    for tap, value in plain.items():
+        assert torch.equal(stored.encoded(*tap), given.encoded(*tap))
+        assert (stored[tap] - value).abs().max() < (1 / 255 if spec == "full8" else 1e-9)
+
+
+def test_an_engine_with_other_widths_stores_rows_of_the_stream_as_any_other(root):
+    sink = StoreSink(str(root))
+    sink.open(WIDE_ORIGIN)
+    sink.write(delivery())
+    sink.flush()
+    (shard,) = open_store(root).shards
+    assert shard.header.widths == ()
 
 
 def test_completions_of_one_request_are_its_children(sink, root):

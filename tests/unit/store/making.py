@@ -25,10 +25,10 @@ def header(**fields) -> Header:
     return Header(**(known | fields))
 
 
-def vectors(seed: int, rows: int, header: Header) -> torch.Tensor:
-    """[rows, hidden] in the header's dtype, the same for the same seed."""
+def vectors(seed: int, rows: int, header: Header, tap=None) -> torch.Tensor:
+    """[rows, width of the tap] in the header's dtype, the same for the same seed."""
     made = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, header.hidden_size, generator=made).to(header.torch_dtype)
+    return torch.randn(rows, header.width(tap), generator=made).to(header.torch_dtype)
 
 
 def rows_of(values: torch.Tensor, header: Header, positions=None, tokens=None) -> TapRows:
@@ -41,7 +41,7 @@ def rows_of(values: torch.Tensor, header: Header, positions=None, tokens=None) -
 
 
 def entry(request="a", *, rows=3, taps=TAPS, head=None, seed=0, positions=None, **fields) -> Entry:
-    """A completion whose vectors at tap i are `vectors(seed + i, rows, head)`."""
+    """A completion whose vectors at tap i are `vectors(seed + i, rows, head, tap)`."""
     head = head or header()
     if positions is None:
         positions = torch.arange(rows)
@@ -51,7 +51,7 @@ def entry(request="a", *, rows=3, taps=TAPS, head=None, seed=0, positions=None, 
         request=request,
         prompt_tokens=fields.pop("prompt_tokens", 2),
         taps={
-            tap: rows_of(vectors(seed + i, len(positions), head), head, positions, tokens)
+            tap: rows_of(vectors(seed + i, len(positions), head, tap), head, positions, tokens)
             for i, tap in enumerate(taps)
         },
         **fields,

@@ -171,7 +171,7 @@ def everywhere(**shapes):
 
 HEADERS = {
     "another format": (about(format="else"), "not a shard of a midstream store"),
-    "a later version": (about(version="2"), "unsupported format version '2'; expected 1"),
+    "a later version": (about(version="3"), "unsupported format version '3'; expected 1 or 2"),
     "a number as version": (about(version=1), "unsupported format version '1'"),
     "another checksum": (about(checksum="md5"), "checksum: expected crc32:65536, got 'md5'"),
     "no model": (lambda d: d["__metadata__"].pop("model"), "model: expected `str`, got `None`"),

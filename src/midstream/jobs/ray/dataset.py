@@ -21,6 +21,7 @@ from midstream.jobs.ray.placement import Placement
 from midstream.jobs.records import Failed, Record, read_value
 from midstream.jobs.request_ids import Identity
 from midstream.jobs.sources import STDIN
+from midstream.sites import Tap
 from midstream.spec import Capture
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def capture_dataset(
         - `id`: 16 hexadecimal digits, equal for equal prompts and settings.
         - `prompt_token_ids`, `generated_token_ids`: int64 [tokens].
         - `positions`, `token_ids`: int64 [rows], of each captured row.
-        - for each tap a column such as `resid_post.10`: decoded rows, [rows, hidden] in the model's
+        - for each tap a column such as `resid_post.10`: decoded rows, [rows, width] in the model's
           dtype; float32 for bfloat16, which NumPy lacks.
         - `error`: why there are no rows; empty if there are.
 
@@ -181,21 +182,21 @@ class _Capturer:
                 taken = each.activations.numpy()
                 rows |= {f"{site}.{layer}": taken[site, layer] for site, layer in self._taps()}
             else:
-                rows |= {f"{site}.{layer}": self._no_rows() for site, layer in self._taps()}
+                rows |= {f"{tap[0]}.{tap[1]}": self._no_rows(tap) for tap in self._taps()}
             for name, value in rows.items():
                 found.setdefault(name, []).append(value)
         return {name: ragged(values) for name, values in found.items()}
 
-    def _taps(self) -> list[tuple[str, int]]:
+    def _taps(self) -> list[Tap]:
         capture, layers = self._job.capture, self._engine.origin.num_layers
         which = capture.layers.indices
         indices = range(layers) if which == "all" else sorted({int(i) % layers for i in which})
         return [(site, layer) for site in capture.sites.names for layer in indices]
 
-    def _no_rows(self) -> Any:
+    def _no_rows(self, tap: Tap) -> Any:
         origin = self._engine.origin
         dtype = "float32" if origin.dtype == "bfloat16" else origin.dtype
-        return np.zeros((0, origin.hidden_size), dtype)
+        return np.zeros((0, origin.width(tap)), dtype)
 
 
 def plain(value: Any) -> Any:

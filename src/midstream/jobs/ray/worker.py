@@ -22,6 +22,7 @@ from midstream.jobs.ray.chunk_coordinator import CAREFUL
 from midstream.jobs.ray.chunks import ChunkAttempt, Outcome
 from midstream.jobs.records import Failed, Record
 from midstream.jobs.store_writer import StoreWriter
+from midstream.sites import Tap
 from midstream.store import open_store
 
 _LOGGER = logging.getLogger(__name__)
@@ -188,18 +189,18 @@ class Worker:
     def _enqueue(self, chunk: _Chunk) -> None:
         """Queue the lines of a chunk, except those already stored or given up."""
         attempt = chunk.attempt
-        stored: dict[str, int] = {}
+        stored: dict[str, dict[Tap, int]] = {}  # numbers of rows
         if attempt.number > 1:
             wanted = {request for request, _ in attempt.lines}
             stored = {
-                each.request: sum(each.activations().counts().values())
+                each.request: each.activations().counts()
                 for each in open_store(self._job.out, attempt.since).requests
                 if each.request in wanted
             }
         for request, record in attempt.lines:
             if request in stored:
-                rows = stored[request]
-                nbytes = rows * self._writer.row_bytes
+                rows = sum(stored[request].values())
+                nbytes = self._writer.nbytes(stored[request])
                 chunk.captured[record.line] = CapturedLine(record.line, rows, nbytes)
                 chunk.open.remove(record.line)
             elif record.line in attempt.given_up:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from midstream import sites
 from midstream.codecs import Codec, parse_codec
 from midstream.errors import CodecError, SpecError, StoreError, UnsupportedError
 from midstream.sites import Tap
@@ -17,6 +19,7 @@ from midstream.validation import is_int, kind, listed, show
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_TEXT = 1024  # characters of a request's id, a tag, a model's name and the like
 MAX_HIDDEN = 1 << 20
+MAX_LAYER = (1 << 16) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,10 @@ class Header:
     Attributes:
         model: name or path of the model, as passed to the engine.
         revision: revision of the model; empty if none was given.
-        hidden_size: width of the vectors before encoding.
+        hidden_size: width of the residual stream, and of the vectors before encoding.
+        widths: the taps whose vectors have another width, each with it, in the order of a forward
+            pass; as an argument also a dict, and in any order. A shard's header has those of its
+            own taps.
         dtype: dtype of the vectors before encoding: bfloat16, float16 or float32.
         codec: codec spec with every parameter written out: "raw", "rp8:k=512,seed=0".
         vllm: version of vLLM.
@@ -75,15 +81,19 @@ class Header:
     model: str
     revision: str
     hidden_size: int
+    widths: tuple[tuple[Tap, int], ...] = ()
     dtype: str
     codec: str
     vllm: str
     midstream: str
+    _width_of: dict[Tap, int] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("model", "revision", "vllm", "midstream"):
             check_text(name, getattr(self, name))
         check_number("hidden_size", self.hidden_size, 1, MAX_HIDDEN)
+        object.__setattr__(self, "_width_of", _other_widths(self.widths, self.hidden_size))
+        object.__setattr__(self, "widths", tuple(self._width_of.items()))
         if self.dtype not in DTYPES:
             got = show(self.dtype) if isinstance(self.dtype, str) else kind(self.dtype)
             raise StoreError(f"dtype: expected one of {listed(DTYPES)}, got {got}")
@@ -97,10 +107,26 @@ class Header:
         found: torch.dtype = getattr(torch, self.dtype)
         return found
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one encoded row."""
-        return self.open_codec().row_bytes(self.hidden_size, self.torch_dtype)
+    def width(self, tap: Tap) -> int:
+        """Return the width of a tap's vectors before encoding."""
+        return self._width_of.get(tap, self.hidden_size)
+
+    def row_bytes(self, tap: Tap) -> int:
+        """Return the bytes of one encoded row of a tap.
+
+        Raises:
+            StoreError: the codec cannot encode vectors of its width.
+        """
+        try:
+            return _row_bytes(self.codec, self.width(tap), self.torch_dtype)
+        except SpecError as error:
+            raise StoreError(f"{tap[0]}.{tap[1]}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON values; `widths`, {"attn_out.1": 12}, only if there are any."""
+        found = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        found["widths"] = {f"{site}.{layer}": width for (site, layer), width in self.widths}
+        return {name: value for name, value in found.items() if name != "widths" or value}
 
     def open_codec(self) -> Codec:
         """Return the codec of the rows."""
@@ -112,6 +138,29 @@ class Header:
         except (SpecError, CodecError, UnsupportedError) as error:
             raise StoreError(str(error)) from None
         return codec
+
+
+@functools.lru_cache(maxsize=1024)
+def _row_bytes(codec: str, width: int, dtype: torch.dtype) -> int:
+    return parse_codec(codec).row_bytes(width, dtype)
+
+
+def _other_widths(widths: Any, hidden_size: int) -> dict[Tap, int]:
+    """Return the taps of another width than `hidden_size`, in the order of a forward pass."""
+    try:
+        given: dict[Any, object] = dict(widths)
+    except (TypeError, ValueError):
+        raise StoreError(f"widths: expected pairs of tap and width, got {kind(widths)}") from None
+    found: dict[Tap, int] = {}
+    for tap, width in given.items():
+        if not isinstance(tap, tuple) or len(tap) != 2 or tap[0] not in sites.NAMES:
+            raise StoreError(
+                f"widths: expected (site, layer) of a site of {listed(sites.NAMES)}, got "
+                f"{show(repr(tap))}"
+            )
+        check_number("widths: layer", tap[1], 0, MAX_LAYER)
+        found[tap] = check_number(f"widths: {tap[0]}.{tap[1]}", width, 1, MAX_HIDDEN)
+    return {tap: found[tap] for tap in sorted(found, key=sites.order) if found[tap] != hidden_size}
 
 
 def check_text(name: str, value: object, *, least: int = 0) -> str:

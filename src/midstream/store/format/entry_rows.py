@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from midstream import sites
 from midstream.errors import StoreError
 from midstream.sites import Tap
-from midstream.store.format.entry import TapRows, check_number
-from midstream.store.format.layout import MAX_LAYER, MAX_POSITION, tap_order
+from midstream.store.format.entry import MAX_LAYER, TapRows, check_number
+from midstream.store.format.layout import MAX_POSITION, tap_order
 from midstream.validation import hint, kind, listed, show
 
 MAX_TAPS = 4096  # of one entry
@@ -38,12 +38,12 @@ class IndexedRows:
     data: Mapping[Tap, NDArray[np.uint8]]
 
 
-def read_rows(taps: object, row_bytes: int) -> list[IndexedRows]:
+def read_rows(taps: object, row_bytes: Callable[[Tap], int]) -> list[IndexedRows]:
     """Return the rows of an entry, grouping taps with equal positions and token ids.
 
     Args:
         taps: `Entry.taps`, TapRows by (site, layer).
-        row_bytes: length of a row.
+        row_bytes: returns the length of a tap's rows.
 
     Raises:
         StoreError: the rows are malformed; the message names the tap.
@@ -57,13 +57,14 @@ def read_rows(taps: object, row_bytes: int) -> list[IndexedRows]:
     seen: set[Tap] = set()
     for key, rows in taps.items():
         tap = _read_tap(key)
+        size = row_bytes(tap)
         try:
             if not isinstance(rows, TapRows):
                 raise StoreError(f": expected `TapRows`, got {kind(rows)}")
             if tap in seen:
                 raise StoreError(": given twice, by two names of the site")
             index, count = indices.read(rows)
-            array = _read_array(rows.data, ".data", torch.uint8, (count, row_bytes))
+            array = _read_array(rows.data, ".data", torch.uint8, (count, size))
         except StoreError as error:
             raise StoreError(f"taps[{tap[0]!r}, {tap[1]}]{error}") from None
         seen.add(tap)

@@ -9,18 +9,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from midstream import sites
 from midstream.errors import SpecError, StoreError
 from midstream.sites import Tap
 from midstream.store.backends.base import is_shard_name
-from midstream.store.format.entry import Header
+from midstream.store.format.entry import MAX_LAYER, Header
 from midstream.validation import is_int, read_json, show
 
 FORMAT = "midstream.store"
 VERSION = "1"
+# Of shards with taps of another width than the hidden size, which readers of version 1 reject.
+WIDTHS_VERSION = "2"
 BLOCK = 1 << 16  # bytes per checksum
 CHECKSUM = f"crc32:{BLOCK}"
 ALIGNMENT = 64
@@ -28,13 +30,14 @@ ALIGNMENT = 64
 MAX_HEADER = 4 << 20
 MAX_REQUESTS = 16 << 20  # bytes of the lines of all requests
 MAX_METADATA = 16 << 20  # bytes of one request's metadata
-MAX_LAYER = (1 << 16) - 1
 MAX_ROWS = 1 << 40
 MAX_POSITION = (1 << 26) - 1
 
 _COLUMNS = (("position", "I64", 8), ("token_id", "I64", 8), ("request", "I32", 4))
 _BYTES_PER_ROW = sum(size for _, _, size in _COLUMNS)
 _TENSOR = re.compile(r"g(0|[1-9][0-9]{0,5})\.(?:request|([a-z_]{1,32})\.(0|[1-9][0-9]{0,4}))")
+_TAP = re.compile(r"([a-z_]{1,32})\.(0|[1-9][0-9]{0,4})")
+_TEXTS = ("model", "revision", "dtype", "codec", "vllm", "midstream")  # fields of `Header`
 _SITE_ORDER = {name: order for order, name in enumerate(sites.NAMES)}
 
 
@@ -83,11 +86,12 @@ class Layout:
         """Return the bytes before the first tensor: the header's length and the header."""
         about = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": WIDTHS_VERSION if self.header.widths else VERSION,
             "checksum": CHECKSUM,
             "replaces": " ".join(self.replaces),
         }
-        about |= {field.name: str(getattr(self.header, field.name)) for field in fields(Header)}
+        for name, value in self.header.to_dict().items():
+            about[name] = _compact(value) if isinstance(value, dict) else str(value)
         described: dict[str, object] = {"__metadata__": about}
         for name, place in self.places().items():
             described[name] = {
@@ -95,7 +99,7 @@ class Layout:
                 "shape": list(place.shape),
                 "data_offsets": [place.start, place.stop],
             }
-        text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
+        text = _compact(described).encode()
         text += b" " * (-(8 + len(text)) % ALIGNMENT)
         return len(text).to_bytes(8, "little") + text
 
@@ -112,12 +116,12 @@ class Layout:
 
     def _tensors(self) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
         """Yield (name, dtype, shape, bytes) of all tensors except the last, `checksums`."""
-        width = self.header.row_bytes
         for column, dtype, size in _COLUMNS:
             for number, group in enumerate(self.groups):
                 yield f"g{number}.{column}", dtype, (group.rows,), size * group.rows
         for number, group in enumerate(self.groups):
             for tap in group.taps:
+                width = self.header.row_bytes(tap)
                 yield tap_name(number, tap), "U8", (group.rows, width), width * group.rows
         yield "requests", "U8", (self.requests_bytes,), self.requests_bytes
         yield "metadata", "U8", (self.metadata_bytes,), self.metadata_bytes
@@ -132,9 +136,9 @@ def padding(nbytes: int) -> int:
     return -nbytes % ALIGNMENT
 
 
-def group_bytes(group: Group, row_bytes: int) -> int:
-    """Return the total length of a group's tensors, for rows of `row_bytes` bytes."""
-    return group.rows * (_BYTES_PER_ROW + row_bytes * len(group.taps))
+def group_bytes(group: Group, header: Header) -> int:
+    """Return the total length of a group's tensors in a shard with this header."""
+    return group.rows * (_BYTES_PER_ROW + sum(map(header.row_bytes, group.taps)))
 
 
 def tap_name(group: int, tap: Tap) -> str:
@@ -145,6 +149,10 @@ def tap_name(group: int, tap: Tap) -> str:
 def tap_order(tap: Tap) -> tuple[int, int]:
     """Return the sort key of a tap: layer, then execution order of the sites within a layer."""
     return tap[1], _SITE_ORDER[tap[0]]
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 # ---------------------------------------------------------------- reading
@@ -195,6 +203,10 @@ def read_head(head: bytes, size: int) -> Layout:
         _length(described, "metadata"),
         replaces,
     )
+    present = {tap for group in layout.groups for tap in group.taps}
+    for tap, _ in header.widths:
+        if tap not in present:
+            raise StoreError(f"widths: {tap[0]}.{tap[1]} is no site and layer of the shard")
     places = layout.places()
     _check_tensors(described, places)
     if layout.head() != head:
@@ -209,23 +221,43 @@ def read_head(head: bytes, size: int) -> Layout:
 def _read_about(about: object) -> tuple[Header, tuple[str, ...]]:
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise StoreError("a safetensors file, but not a shard of a midstream store")
-    if about.get("version") != VERSION:
+    if about.get("version") not in (VERSION, WIDTHS_VERSION):
         raise StoreError(
-            f"unsupported format version {_shown(about.get('version'))}; expected {VERSION}"
+            f"unsupported format version {_shown(about.get('version'))}; expected {VERSION} or "
+            f"{WIDTHS_VERSION}"
         )
     if about.get("checksum") != CHECKSUM:
         raise StoreError(f"checksum: expected {CHECKSUM}, got {_shown(about.get('checksum'))}")
-    values: dict[str, Any] = {field.name: about.get(field.name) for field in fields(Header)}
-    size = values["hidden_size"]
+    texts: dict[str, Any] = {name: about.get(name) for name in _TEXTS}
+    size = about.get("hidden_size")
     if not isinstance(size, str) or not size.isascii() or not size.isdigit() or len(size) > 9:
         raise StoreError(f"hidden_size: expected a number, got {_shown(size)}")
-    header = Header(**(values | {"hidden_size": int(size)}))
+    header = Header(**texts, hidden_size=int(size), widths=_read_widths(about.get("widths")))
     replaces = about.get("replaces")
     names = replaces.split(" ") if isinstance(replaces, str) and replaces else []
     for name in names:
         if not is_shard_name(name):
             raise StoreError(f"replaces: {_shown(name)} is not a shard name")
     return header, tuple(names)
+
+
+def _read_widths(text: object) -> tuple[tuple[Tap, int], ...]:
+    """Return the widths of a header as `Header` takes them, which checks their numbers."""
+    if text is None:
+        return ()
+    try:
+        found = read_json(text) if isinstance(text, str) else None
+    except SpecError as error:
+        raise StoreError(f"widths: {error}") from None
+    if not isinstance(found, dict):
+        raise StoreError(f"widths: expected a JSON object as text, got {_shown(text)}")
+    widths = []
+    for name, width in found.items():
+        match = _TAP.fullmatch(name)
+        if match is None:
+            raise StoreError(f"widths: expected names such as attn_out.1, got {show(name)}")
+        widths.append(((match[1], int(match[2])), width))
+    return tuple(widths)
 
 
 def _read_groups(described: Mapping[str, Any]) -> tuple[Group, ...]:

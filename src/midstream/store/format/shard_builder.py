@@ -54,12 +54,11 @@ class ShardBuilder:
 
     def __init__(self, header: Header, replaces: Sequence[str] = ()) -> None:
         """Args:
-        header: what all rows share.
+        header: what all rows share. Only widths of taps that are added are written.
         replaces: names of the shards that this one replaces.
         """
         self.header = header
         self.nbytes = 0
-        self._row_bytes = header.row_bytes
         self._replaces = tuple(replaces)
         self._columns: dict[tuple[Tap, ...], _Column] = {}
         self._tensors = 0
@@ -95,7 +94,7 @@ class ShardBuilder:
                 (),
                 len(metadata),
             )
-            return line, metadata, read_rows(entry.taps, self._row_bytes)
+            return line, metadata, read_rows(entry.taps, self.header.row_bytes)
         except StoreError as error:
             raise StoreError(f"request {show(entry.request)}: {error}") from None
 
@@ -126,7 +125,7 @@ class ShardBuilder:
             column.parts.append(part)
             column.rows += count
             counts.append((column.number, count))
-            self.nbytes += group_bytes(Group(taps, count), self._row_bytes)
+            self.nbytes += group_bytes(Group(taps, count), self.header)
         text = replace(line, rows=tuple(sorted(counts))).emit()
         self._lines.append(text)
         self._lines_bytes += len(text)
@@ -157,7 +156,11 @@ class ShardBuilder:
     def _layout(self) -> Layout:
         groups = tuple(Group(taps, column.rows) for taps, column in self._columns.items())
         metadata = sum(map(len, self._metadata)) + self._padding()
-        return Layout(self.header, groups, self._lines_bytes, metadata, self._replaces)
+        present = {tap for group in groups for tap in group.taps}
+        # Rows of the same taps make the same shard, whatever taps the engine has.
+        widths = tuple(one for one in self.header.widths if one[0] in present)
+        header = replace(self.header, widths=widths)
+        return Layout(header, groups, self._lines_bytes, metadata, self._replaces)
 
     def _padding(self) -> int:
         # `nbytes` counts everything before the padding.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from midstream.errors import StoreError
+from midstream.sites import Tap
 from midstream.store.backends.base import Folder
 from midstream.store.backends.local import LocalFolder, folder_of, local_folder_of
 from midstream.store.format.entry import Header
@@ -32,6 +33,7 @@ class _Pack:
 
     shards: list[Shard] = field(default_factory=list)
     known: set[tuple[str, int]] = field(default_factory=set)
+    widths: dict[Tap, int] = field(default_factory=dict)  # of every tap in the shards
     nbytes: int = 0
     head_bytes: int = 0
     lines_bytes: int = 0
@@ -45,14 +47,20 @@ class _Pack:
             and self.head_bytes + shard.head_bytes <= MAX_HEADER // 2
             and self.lines_bytes + shard.layout.requests_bytes <= MAX_REQUESTS // 2
             and self.known.isdisjoint((line.request, line.child) for line in shard.lines)
+            and all(self.widths.get(tap, width) == width for tap, width in _widths(shard).items())
         )
 
     def add(self, shard: Shard) -> None:
         self.shards.append(shard)
         self.known.update((line.request, line.child) for line in shard.lines)
+        self.widths |= _widths(shard)
         self.nbytes += shard.size
         self.head_bytes += shard.head_bytes
         self.lines_bytes += shard.layout.requests_bytes
+
+
+def _widths(shard: Shard) -> dict[Tap, int]:
+    return {tap: shard.header.width(tap) for group in shard.groups for tap in group.taps}
 
 
 def merge(sources: Path | Sequence[Path], into: Path, shard_bytes: int = SHARD_BYTES) -> list[str]:
@@ -163,9 +171,11 @@ def _packs(shards: Iterable[Shard], shard_bytes: int) -> list[list[Shard]]:
     packs: list[_Pack] = []
     open_packs: dict[Header, _Pack] = {}
     for shard in sorted(shards, key=lambda one: one.name):
-        pack = open_packs.get(shard.header)
+        # A shard's header has the widths of its own taps only.
+        header = replace(shard.header, widths=())
+        pack = open_packs.get(header)
         if pack is None or not pack.fits(shard, shard_bytes):
-            pack = open_packs[shard.header] = _Pack()
+            pack = open_packs[header] = _Pack()
             packs.append(pack)
         pack.add(shard)
     return [pack.shards for pack in packs]
@@ -176,7 +186,8 @@ def _join(shards: list[Shard], target: LocalFolder) -> list[str]:
     if len(shards) == 1:
         # Rewriting a single shard of the target gains nothing.
         return [] if shards[0].name in target.names() else [_copy(shards[0], target)]
-    draft = ShardBuilder(shards[0].header, names_for(shards))
+    widths = tuple(one for shard in shards for one in shard.header.widths)
+    draft = ShardBuilder(replace(shards[0].header, widths=widths), names_for(shards))
     for shard in shards:
         check_shard(shard)
         copy_requests(shard, draft, range(len(shard.lines)))

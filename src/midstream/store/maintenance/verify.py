@@ -135,11 +135,11 @@ def _check_rows(shard: Shard, group: int, tap: Tap) -> None:
     if isinstance(codec, Raw):
         return
     rows = shard.groups[group].rows
-    step = max(1, _CHUNK_BYTES // header.row_bytes)
+    step = max(1, _CHUNK_BYTES // header.row_bytes(tap))
     for start in range(0, rows, step):
         # A copy: torch does not accept read-only memory.
         data = shard.rows(group, tap, start, min(start + step, rows)).copy()
         try:
-            codec.check(torch.from_numpy(data), header.hidden_size, header.torch_dtype)
+            codec.check(torch.from_numpy(data), header.width(tap), header.torch_dtype)
         except CodecError as error:
             raise StoreError(f"{tap[0]} of layer {tap[1]}, rows from {start}: {error}") from None

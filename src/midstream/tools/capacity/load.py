@@ -237,7 +237,7 @@ def stored_bytes(job: PlannedJob, codec: Codec) -> float:
     line = Line(
         "000000000-0123456789abcdef", 0, "", job.request_tokens, ((0, int(kept)),), METADATA_BYTES
     )
-    request = kept * group_bytes(Group(job.taps, 1), header.row_bytes)
+    request = kept * group_bytes(Group(job.taps, 1), header)
     request += len(line.emit()) + METADATA_BYTES
     requests = max(1.0, SHARD_BYTES / request)
     group = Group(job.taps, int(requests * kept))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -19,11 +19,13 @@ class SiteCount:
         site: name of the site.
         layers: layers that have rows, ascending.
         rows: number of rows of all these layers.
+        widths: the distinct widths of their vectors before encoding, ascending.
     """
 
     site: str
     layers: tuple[int, ...]
     rows: int
+    widths: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Overview:
         requests: number of completions.
         rows: number of rows.
         nbytes: size on disk in bytes.
-        headers: distinct headers of the shards, usually one.
+        headers: distinct headers of the shards, without `widths`; usually one.
         sites: rows by site, in the order of the forward pass.
         tags: number of completions by tag; "" for those without a tag.
         prompt_tokens: minimum, median and maximum prompt length; None: there are no requests.
@@ -62,10 +64,12 @@ class Overview:
         shards = store.shards
         lines = [line for shard in shards for line in shard.lines]
         rows: Counter[tuple[str, int]] = Counter()
+        widths: dict[str, set[int]] = {}
         for shard in shards:
             for group in shard.groups:
                 for tap in group.taps:
                     rows[tap] += group.rows
+                    widths.setdefault(tap[0], set()).add(shard.header.width(tap))
         lengths = [line.prompt_tokens for line in lines]
         return Overview(
             root=store.root,
@@ -73,12 +77,13 @@ class Overview:
             requests=len(lines),
             rows=rows.total(),
             nbytes=store.nbytes,
-            headers=tuple(dict.fromkeys(shard.header for shard in shards)),
+            headers=tuple(dict.fromkeys(replace(shard.header, widths=()) for shard in shards)),
             sites=tuple(
                 SiteCount(
                     site,
                     tuple(sorted(layer for name, layer in rows if name == site)),
                     sum(count for (name, _), count in rows.items() if name == site),
+                    tuple(sorted(widths[site])),
                 )
                 for site in NAMES
                 if any(name == site for name, _ in rows)
@@ -89,7 +94,7 @@ class Overview:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the summary as JSON values."""
-        return asdict(self)
+        return asdict(self) | {"headers": [header.to_dict() for header in self.headers]}
 
 
 def plain_request(one: StoredRequest) -> dict[str, Any]:

@@ -31,8 +31,12 @@ def render(overview: Overview) -> RenderableType:
         parts.append(Text(f"prompts of {least} to {most} tokens, median {middle:g}"))
     if overview.sites:
         sites = Table("site", "layers", "rows")
+        differ = len({width for one in overview.sites for width in one.widths}) > 1
+        if differ:
+            sites.add_column("width")
         for one in overview.sites:
-            sites.add_row(one.site, format_ranges(one.layers), f"{one.rows:,}")
+            cells = [one.site, format_ranges(one.layers), f"{one.rows:,}"]
+            sites.add_row(*cells, *([", ".join(map(str, one.widths))] if differ else []))
         parts.append(sites)
     if set(overview.tags) - {""}:
         parts.append(_tags(overview))

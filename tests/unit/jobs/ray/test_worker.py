@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from unit.jobs.checking import check_rows, lines_in
-from unit.jobs.fakes import FakeEngine, job, prompts
+from unit.jobs.fakes import WIDE_ORIGIN, FakeEngine, job, prompts
 
 from midstream import StoreError
 from midstream.jobs.ray.chunks import ChunkAttempt, Lines
@@ -69,6 +69,20 @@ def test_chunks_that_come_together_end_each_with_all_their_lines_in_the_store(tm
         assert all((one.rows, one.nbytes) == (2, 64) for one in outcome.captured)
         assert set(lines_in(tmp_path / "acts")) >= set(sorted_lines(outcome))
     check_rows(tmp_path / "acts", dict(enumerate(texts(90), 1)))
+
+
+class Wide(FakeEngine):
+    origin = WIDE_ORIGIN
+
+
+def test_rows_of_two_widths_count_as_many_bytes_now_as_when_an_earlier_try_stored_them(tmp_path):
+    asked = job(tmp_path)
+    every = lines_of(asked, texts(4))
+    for attempt in (ChunkAttempt(every[:2]), ChunkAttempt(every, 2, SINCE)):
+        outcome = Told().worker(asked, Wide).submit(0, attempt).result(timeout=20)
+        counted = {(one.rows, one.nbytes) for one in outcome.captured}
+        assert counted == {(2, 4 * 8 + 4 * 12)}
+    assert sorted_lines(outcome) == [1, 2, 3, 4]
 
 
 def test_nobody_waits_for_a_shard_when_the_engine_has_nothing_else_to_do(tmp_path):

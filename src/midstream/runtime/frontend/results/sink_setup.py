@@ -45,4 +45,5 @@ def origin_of(vllm_config: Any, info: EngineInfo) -> Origin:
         vllm=vllm.__version__,
         midstream=__version__,
         tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
+        widths=dict(info.shape.widths),
     )

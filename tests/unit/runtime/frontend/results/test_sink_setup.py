@@ -14,6 +14,7 @@ from midstream.config.config import Config
 from midstream.runtime.frontend.results import sink_setup as own_sinks
 from midstream.runtime.frontend.results.sink_setup import open_sinks
 from midstream.runtime.vllm.additional_config import Settings
+from midstream.spec.shape import ModelShape
 
 APART = {
     "sinks": {"log": {"level": "debug"}},
@@ -42,3 +43,14 @@ def test_settings_that_no_front_end_completed_have_none(monkeypatch):
     monkeypatch.setattr(own_sinks, "origin_of", lambda *_: ORIGIN)
     config = SimpleNamespace(additional_config={"midstream": {"sites": ["resid_post"]}})
     assert open_sinks(config, None).names == ("memory",)
+
+
+def test_sinks_know_the_width_of_each_tap():
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model="a/model", revision=None),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+    )
+    shape = ModelShape(4, 8, {("attn_out", 1)}, widths={("attn_out", 1): 12})
+    found = own_sinks.origin_of(config, SimpleNamespace(shape=shape, dtype="float32"))
+    assert (found.hidden_size, found.widths) == (8, {("attn_out", 1): 12})
+    assert [found.width(("attn_out", layer)) for layer in (0, 1)] == [8, 12]
