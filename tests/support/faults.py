@@ -155,8 +155,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "The last layer, or every layer, is off by one",
         "runtime/worker/taps/taps.py",
-        "        if number == layer.index\n",
-        "        if number == min(layer.index + 1, max(n for _, n in taps))\n",
+        "        if number == layer.index:\n",
+        "        if number == min(layer.index + 1, max(n for _, n in taps)):\n",
         ENGINE + "test_parity.py"
         "::test_every_site_of_every_layer_reads_and_edits_as_hooks_in_transformers",
     ),
@@ -337,10 +337,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "One tensor-parallel rank does not apply the edits",
         "runtime/worker/request_table.py",
-        "            segments = acquire_segments(cut_plan, self._tables",
+        "            segments = acquire_segments(\n",
         "            if self._share.rank:\n"
         "                cut_plan = [segment._replace(edits=()) for segment in cut_plan]\n"
-        "            segments = acquire_segments(cut_plan, self._tables",
+        "            segments = acquire_segments(\n",
         SYSTEM + "test_ranks.py::test_two_tensor_ranks_give_what_one_rank_gives",
     ),
     Fault(

@@ -35,6 +35,7 @@ RowsLike = VectorLike | Sequence[VectorLike] | Mapping[int, VectorLike]
 RowsOrNames = VectorOrName | Sequence[VectorOrName] | Mapping[int, VectorLike]
 LayersLike = SupportsIndex | Literal["all"] | Sequence[SupportsIndex] | SupportsArray | Layers
 SitesLike = SiteName | str | Sequence[SiteName | str] | Sites
+IndicesLike = SupportsIndex | Sequence[SupportsIndex] | SupportsArray
 PhaseLike = Literal["all", "prompt", "generated"]
 PositionWord = Literal["all", "prompt", "generated", "last_prompt", "last"]
 PositionItem = (

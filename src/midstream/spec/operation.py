@@ -12,12 +12,14 @@ from typing import Any, ClassVar, TypeVar
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags
 from midstream.spec.argument_names import read_named
+from midstream.spec.heads import head_size, in_heads, read_indices
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import emit_rows
 from midstream.spec.named_lookup import Lookup, find_taps, from_start, pick, vectors_of
 from midstream.spec.named_vector import Named
 from midstream.spec.positions.positions import Positions
 from midstream.spec.selection import Layers, Sites, read_taps
+from midstream.spec.shape import VectorSize
 from midstream.spec.vector import Vector
 from midstream.validation import at, kind, read_float32, read_word
 
@@ -36,12 +38,15 @@ class Operation(ABC):
         positions: the tokens.
         left: which of "layer" and "site" were omitted. Allowed only with registered names: the
             taps are then those of the name, and `layers` and `sites` are ignored.
+        heads: the attention heads that are edited or read, where the vectors of the site are of
+            heads; the operation's vectors are then of one head. Empty: the whole vector.
     """
 
     layers: Layers
     sites: Sites
     positions: Positions
     left: tuple[str, ...]
+    heads: tuple[int, ...]
 
     # `op` of the JSON form; empty: the form has no `op`.
     op: ClassVar[str] = ""
@@ -56,14 +61,29 @@ class Operation(ABC):
 
     @abstractmethod
     def instructions(self, width: int) -> tuple[Instruction, ...]:
-        """Return the device instructions for one tap.
+        """Return the device instructions for vectors of one size, whatever `heads` are.
 
         Args:
-            width: the model's hidden size.
+            width: the size, maybe a `VectorSize`.
 
         Raises:
             SpecError: a vector has another width, or is a name that was not bound.
         """
+
+    def steps(self, size: VectorSize) -> tuple[Instruction, ...]:
+        """Return the device instructions for one tap.
+
+        Args:
+            size: number of components of the vectors there.
+
+        Raises:
+            SpecError: a vector has another width, or is a name that was not bound; or there are no
+                such heads.
+        """
+        if not self.heads:
+            return self.instructions(size)
+        steps = self.instructions(head_size(self.heads, size))
+        return in_heads(steps, self.heads, size)
 
     @classmethod
     def parse(cls: type[T], value: object) -> T:
@@ -94,12 +114,16 @@ class Operation(ABC):
         for name, place in places.items():
             if name not in self.left:
                 found[name] = place[0] if isinstance(place, list) and len(place) == 1 else place
+        if self.heads:
+            found["head"] = self.heads[0] if len(self.heads) == 1 else list(self.heads)
         return found | self.positions.to_dict()
 
     def replace(self: T, **changes: object) -> T:
         """Return a copy with some of the constructor's arguments changed."""
         given = {**self.own(), "layer": self.layers, "site": self.sites}
         given = {name: value for name, value in given.items() if name not in self.left}
+        if self.heads:
+            given["head"] = self.heads
         return type(self)(**{**given, "positions": self.positions, **changes})
 
     def names(self) -> tuple[str, ...]:
@@ -180,6 +204,7 @@ class Operation(ABC):
         positions: object,
         phase: object,
         exclude: object,
+        head: object = None,
         last: bool = False,
     ) -> None:
         """Read the location. Must follow the operation's own fields: names allow omissions.
@@ -195,6 +220,7 @@ class Operation(ABC):
                 "layer", "missing; it can be omitted only where the vector is a registered name"
             )
         self._set(layers=layers or Layers("all"), sites=sites or Sites(SITE))
+        self._set(heads=() if head is None else read_indices(head, "head"))
         found = Positions.within(positions, phase, exclude)
         if not last and "last" in found.include:
             raise SpecError(
@@ -219,7 +245,8 @@ def by_value(vector: Vector | Named, width: int) -> Vector:
     if isinstance(vector, Named):
         raise SpecError("", f"the vector `{vector.name}` is not registered")
     if vector.size != width:
-        raise SpecError("", f"expected {width} numbers, the model's hidden size, got {vector.size}")
+        size = width if isinstance(width, VectorSize) else VectorSize(width)
+        raise SpecError("", f"expected {size} numbers, {size.meaning}, got {vector.size}")
     return vector
 
 

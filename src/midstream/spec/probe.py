@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
@@ -56,6 +56,7 @@ class Probe(Operation):
         positions: PositionsLike = "all",
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,
+        head: SupportsIndex | None = None,
     ) -> None:
         """Create a probe; each field accepts any of its forms.
 
@@ -68,6 +69,8 @@ class Probe(Operation):
             positions: any form of Positions.
             phase: "prompt" or "generated" restricts the positions to tokens of that phase.
             exclude: positions to exclude.
+            head: the attention head that is read, at a site whose vectors are of heads; the
+                direction then has the size of a head.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -78,7 +81,9 @@ class Probe(Operation):
             self._set(bias=read_scalar(bias))
         with at("name"):
             self._set(name="probe" if name is None else _read_name(name))
-        self._set_place(layer, site, positions, phase, exclude, last=True)
+        self._set_place(layer, site, positions, phase, exclude, head, last=True)
+        if len(self.heads) > 1:
+            raise SpecError("head", "a probe reads one head; use one probe per head")
         layers = self.layers.indices
         if "layer" not in self.left and (layers == "all" or len(layers) > 1):
             shown = '"all"' if layers == "all" else f"{len(layers)} layers"

@@ -4,8 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from midstream.sites import Tap
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class VectorSize(int):
+    """The number of components of the vectors at a tap.
+
+    Attributes:
+        meaning: what that number is, for messages.
+        heads: number of attention heads that the components are of, one head after the other; 0:
+            they are not of heads.
+    """
+
+    meaning: str
+    heads: int
+
+    def __new__(cls, size: int, meaning: str = "the model's hidden size", heads: int = 0) -> Self:
+        found = super().__new__(cls, size)
+        found.meaning = meaning
+        found.heads = heads
+        return found
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -20,6 +43,7 @@ class ModelShape:
         dtype: name of the stream's dtype.
         widths: the taps whose vectors are not as wide as the residual stream, each with its width;
             sorted. Under tensor parallelism the width is that of all ranks together.
+        heads: the taps whose vectors are of attention heads, each with the number of heads; sorted.
     """
 
     num_layers: int
@@ -28,7 +52,9 @@ class ModelShape:
     reasons: tuple[tuple[Tap, str], ...]
     dtype: str
     widths: tuple[tuple[Tap, int], ...]
+    heads: tuple[tuple[Tap, int], ...]
     _width_of: dict[Tap, int] = field(init=False, compare=False, repr=False)
+    _heads_of: dict[Tap, int] = field(init=False, compare=False, repr=False)
 
     def __init__(
         self,
@@ -38,6 +64,7 @@ class ModelShape:
         reasons: Mapping[Tap, str] | Iterable[tuple[Tap, str]] = (),
         dtype: str = "float32",
         widths: Mapping[Tap, int] | Iterable[tuple[Tap, int]] = (),
+        heads: Mapping[Tap, int] | Iterable[tuple[Tap, int]] = (),
     ) -> None:
         object.__setattr__(self, "num_layers", num_layers)
         object.__setattr__(self, "hidden_size", hidden_size)
@@ -45,11 +72,31 @@ class ModelShape:
         object.__setattr__(self, "reasons", tuple(sorted(dict(reasons).items())))
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "widths", tuple(sorted(dict(widths).items())))
+        object.__setattr__(self, "heads", tuple(sorted(dict(heads).items())))
         object.__setattr__(self, "_width_of", dict(self.widths))
+        object.__setattr__(self, "_heads_of", dict(self.heads))
 
     def width(self, tap: Tap) -> int:
         """Return the number of components of a tap's vectors."""
         return self._width_of.get(tap, self.hidden_size)
+
+    def num_heads(self, tap: Tap) -> int:
+        """Return the number of heads that a tap's vectors are of; 0: they are not of heads."""
+        return self._heads_of.get(tap, 0)
+
+    def size(self, tap: Tap) -> VectorSize:
+        """Return the number of components of a tap's vectors, for `Operation.steps`."""
+        width, heads = self.width(tap), self.num_heads(tap)
+        if tap not in self._width_of and not heads:
+            return VectorSize(width)
+        of_heads = f", {heads} heads of {width // heads}" if heads else ""
+        return VectorSize(width, f"the width of {tap[0]}{of_heads}", heads)
+
+    @property
+    def sizes(self) -> frozenset[int]:
+        """The sizes that vectors of this model have: those of its taps, and of their heads."""
+        of_heads = (self.width(tap) // heads for tap, heads in self.heads)
+        return frozenset((self.hidden_size, *self._width_of.values(), *of_heads))
 
     def reason(self, tap: Tap) -> str | None:
         """Return why the model lacks this tap; None if it does not lack it."""

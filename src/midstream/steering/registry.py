@@ -15,6 +15,7 @@ from midstream.errors import NoRoomError, SpecError
 from midstream.sites import Tap, order
 from midstream.spec.named_lookup import NamedEdits, Registered
 from midstream.spec.named_vector import read_name
+from midstream.spec.operation import by_value
 from midstream.spec.operations import Edit
 from midstream.spec.resolve.tap_lookup import check_tapped, find_layer, find_taps
 from midstream.spec.shape import ModelShape
@@ -228,7 +229,8 @@ class VectorRegistry:
         else:
             read = Vector.parse(vectors)
         if isinstance(read, Vector):
-            self._check_width(read)
+            if read.size not in self._shape.sizes:
+                by_value(read, self._shape.hidden_size)
             return MappingProxyType({None: read})
         found: dict[Tap | None, Vector] = {}
         paths: dict[Tap, str] = {}
@@ -242,17 +244,10 @@ class VectorRegistry:
         return MappingProxyType(dict(sorted(found.items(), key=_in_order)))
 
     def _tap(self, one: Placed) -> Tap:
-        self._check_width(one.vector)
         tap = (one.site, find_layer(one.layer, self._shape))
         check_tapped(tap, self._shape, "", "")
+        by_value(one.vector, self._shape.size(tap))
         return tap
-
-    def _check_width(self, vector: Vector) -> None:
-        width = self._shape.hidden_size
-        if vector.size != width:
-            raise SpecError(
-                "", f"expected {width} numbers, the model's hidden size, got {vector.size}"
-            )
 
 
 def scaled(one: Placed) -> Vector:
@@ -290,9 +285,8 @@ def _describe(
     for tap, vector in found.items():
         content.update(f"{tap}:{vector.digest};".encode())
     norms = tuple(vector.norm for vector in found.values())
-    return Description(
-        name, tuple(found), norms, shape.hidden_size, content.hexdigest(), registered
-    )
+    size = max(vector.size for vector in found.values())
+    return Description(name, tuple(found), norms, size, content.hexdigest(), registered)
 
 
 def _taps_of(edit: Edit, shape: ModelShape) -> tuple[Tap, ...]:

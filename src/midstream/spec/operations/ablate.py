@@ -11,6 +11,7 @@ from midstream.ops.layout import Op
 from midstream.spec.algebra import float32, orthonormal
 from midstream.spec.argument_names import accept_spellings
 from midstream.spec.forms import (
+    IndicesLike,
     LayersLike,
     NumberLike,
     PhaseLike,
@@ -70,6 +71,7 @@ class Ablate(Operation):
         exclude: PositionsLike | None = None,
         subspace: bool | None = None,
         norm: Literal["keep"] | None = None,
+        head: IndicesLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -78,7 +80,7 @@ class Ablate(Operation):
                 base64 (with `shape` for several); a name, or a list that includes names; or
                 `{layer: direction}` without `layer`, one per layer.
             strength: a number.
-            layer, site, positions, phase, exclude: see Steer.
+            layer, site, positions, phase, exclude, head: see Steer.
             subspace: required for a matrix at several layers. True: remove the subspace of all
                 rows at each layer. False: remove one row per layer, in their order.
             norm: None, or "keep": the vector is rescaled to the norm that h had, as in Steer.
@@ -105,7 +107,7 @@ class Ablate(Operation):
         with at("strength"):
             self._set(strength=read_scalar(strength))
         self._set(norm=read_norm(norm))
-        self._set_place(layer, site, positions, phase, exclude)
+        self._set_place(layer, site, positions, phase, exclude, head)
         self._set(subspace=self._read_subspace(subspace, by_value=vectors == self.directions))
 
     def own(self) -> dict[str, Any]:

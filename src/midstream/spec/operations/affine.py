@@ -11,6 +11,7 @@ from midstream.ops.layout import Op
 from midstream.spec.algebra import float32, gram_error, wide
 from midstream.spec.argument_names import accept_spellings
 from midstream.spec.forms import (
+    IndicesLike,
     LayersLike,
     NumberLike,
     PhaseLike,
@@ -71,6 +72,7 @@ class Affine(Operation):
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,
         norm: Literal["keep"] | None = None,
+        head: IndicesLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -79,7 +81,7 @@ class Affine(Operation):
                 with `shape`.
             bias: [r], any form of Vector.parse, or one number for all rows.
             scale: a number.
-            layer, site, positions, phase, exclude: see Steer.
+            layer, site, positions, phase, exclude, head: see Steer.
             norm: None, or "keep": the vector is rescaled to the norm that h had, as in Steer.
 
         Raises:
@@ -94,7 +96,7 @@ class Affine(Operation):
         with at("scale"):
             self._set(scale=read_scalar(scale))
         self._set(norm=read_norm(norm))
-        self._set_place(layer, site, positions, phase, exclude)
+        self._set_place(layer, site, positions, phase, exclude, head)
 
     def own(self) -> dict[str, Any]:
         found = {"read": self.read, "write": self.write, "bias": self.bias, "scale": self.scale}
@@ -139,6 +141,7 @@ class LoReFT(Operation):
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,
         norm: Literal["keep"] | None = None,
+        head: IndicesLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -146,7 +149,7 @@ class LoReFT(Operation):
             rotation, weight: [r, width], or [width] for r = 1: lists, 2-D arrays or tensors, or
                 base64 with `shape`.
             bias: [r], any form of Vector.parse, or one number for all rows.
-            layer, site, positions, phase, exclude: see Steer.
+            layer, site, positions, phase, exclude, head: see Steer.
             norm: None, or "keep": the vector is rescaled to the norm that h had, as in Steer.
 
         Raises:
@@ -167,7 +170,7 @@ class LoReFT(Operation):
         with at("bias"):
             self._set(bias=_read_bias(bias, len(self.rotation)))
         self._set(norm=read_norm(norm))
-        self._set_place(layer, site, positions, phase, exclude)
+        self._set_place(layer, site, positions, phase, exclude, head)
 
     def own(self) -> dict[str, Any]:
         found = {"rotation": self.rotation, "weight": self.weight, "bias": self.bias}

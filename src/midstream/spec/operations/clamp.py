@@ -10,6 +10,7 @@ from midstream.ops.layout import Op
 from midstream.spec.algebra import check_nonzero, float32, unit
 from midstream.spec.argument_names import accept_spellings
 from midstream.spec.forms import (
+    IndicesLike,
     LayersLike,
     NumberLike,
     PhaseLike,
@@ -68,6 +69,7 @@ class Clamp(Operation):
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,
         norm: Literal["keep"] | None = None,
+        head: IndicesLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -76,7 +78,7 @@ class Clamp(Operation):
             value: the number to set the coordinate to; excludes `low` and `high`.
             low, high: numbers, low ≤ high; at least one of them if `value` is omitted.
             strength: a number.
-            layer, site, positions, phase, exclude: see Steer.
+            layer, site, positions, phase, exclude, head: see Steer.
             norm: None, or "keep": the vector is rescaled to the norm that h had, as in Steer.
 
         Raises:
@@ -103,7 +105,7 @@ class Clamp(Operation):
         with at("strength"):
             self._set(strength=read_scalar(strength))
         self._set(norm=read_norm(norm))
-        self._set_place(layer, site, positions, phase, exclude)
+        self._set_place(layer, site, positions, phase, exclude, head)
 
     def own(self) -> dict[str, Any]:
         found = {

@@ -10,6 +10,7 @@ from midstream.ops.layout import Op
 from midstream.spec.algebra import float32, wide
 from midstream.spec.argument_names import accept_spellings
 from midstream.spec.forms import (
+    IndicesLike,
     LayersLike,
     NumberLike,
     PhaseLike,
@@ -86,6 +87,7 @@ class Feature(Operation):
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,
         norm: Literal["keep"] | None = None,
+        head: IndicesLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -98,7 +100,7 @@ class Feature(Operation):
                 None: 0.
             decoder_bias: b_dec, any form of Vector.parse, for an SAE that subtracts it from h
                 before encoding: bias − ⟨encoder, decoder_bias⟩ becomes the attribute `bias`.
-            layer, site, positions, phase, exclude: see Steer.
+            layer, site, positions, phase, exclude, head: see Steer.
             norm: None, or "keep": the vector is rescaled to the norm that h had, as in Steer.
 
         Raises:
@@ -121,7 +123,7 @@ class Feature(Operation):
             if self.threshold < 0:
                 raise SpecError("", f"expected at least 0, got {self.threshold!r}")
         self._set(norm=read_norm(norm))
-        self._set_place(layer, site, positions, phase, exclude)
+        self._set_place(layer, site, positions, phase, exclude, head)
 
     def own(self) -> dict[str, Any]:
         found = {

@@ -29,6 +29,7 @@ from midstream.spec.operations.plain import PLAIN, PlainEdit, bad_edit, missing_
 from midstream.spec.positions.positions import Positions
 from midstream.spec.probe import Probe
 from midstream.spec.selection import Layers, Sites, read_taps
+from midstream.spec.shape import VectorSize
 from midstream.spec.vector import Vector
 from midstream.validation import at, read_fields, read_word
 
@@ -221,18 +222,22 @@ class Gate:
         }
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
-        """Return a GATE that reads the stream, then the edit's instructions with flag GATED.
+        """Return the device instructions for vectors of one size; see `steps`."""
+        return self.steps(width if isinstance(width, VectorSize) else VectorSize(width))
+
+    def steps(self, size: VectorSize) -> tuple[Instruction, ...]:
+        """Return a GATE that reads the vector, then the edit's instructions with flag GATED.
 
         Args:
-            width: the model's hidden size.
+            size: number of components of the vectors at the edit's tap.
 
         Raises:
             SpecError: a vector has another width, or is a name that was not bound.
         """
         with at("probe.direction"):
-            direction = by_value(self.probe.direction, width)
+            direction = by_value(self.probe.direction, size)
         with at("edit"):
-            steps = self.edit.instructions(width)
+            steps = self.edit.steps(size)
         step = self.sharpness is None
         gate = Instruction(
             Op.GATE,

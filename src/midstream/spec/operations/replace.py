@@ -9,6 +9,7 @@ from midstream.ops.layout import Flags, Op
 from midstream.spec.algebra import float32
 from midstream.spec.argument_names import accept_spellings
 from midstream.spec.forms import (
+    IndicesLike,
     LayersLike,
     NumberLike,
     PhaseLike,
@@ -16,6 +17,7 @@ from midstream.spec.forms import (
     RowsLike,
     SitesLike,
 )
+from midstream.spec.heads import read_indices, with_dims
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import read_rows
 from midstream.spec.operation import (
@@ -42,6 +44,7 @@ class Replace(Operation):
             token, in order.
         alpha: 1 replaces, 0 changes nothing.
         norm: None or "keep".
+        dims: the components that are replaced; empty: all.
     """
 
     op = "replace"
@@ -49,6 +52,7 @@ class Replace(Operation):
     rows: tuple[Vector, ...]
     alpha: float
     norm: str | None
+    dims: tuple[int, ...]
 
     @accept_spellings
     def __init__(
@@ -61,6 +65,8 @@ class Replace(Operation):
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,
         norm: Literal["keep"] | None = None,
+        head: IndicesLike | None = None,
+        dims: IndicesLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -68,9 +74,11 @@ class Replace(Operation):
             rows: [width] or [n, width], n at most 4096: a list, array or tensor, or base64 with
                 `shape`.
             alpha: a number.
-            layer, site, positions, phase, exclude: see Steer. n > 1 rows require n selected
+            layer, site, positions, phase, exclude, head: see Steer. n > 1 rows require n selected
                 positions; this is checked when the plan is resolved.
             norm: None, or "keep": the vector is rescaled to the norm that h had, as in Steer.
+            dims: components of the vector, counted from 0: only these are replaced; rows have all
+                components. None: all.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -80,13 +88,15 @@ class Replace(Operation):
         with at("alpha"):
             self._set(alpha=read_scalar(alpha))
         self._set(norm=read_norm(norm))
-        self._set_place(layer, site, positions, phase, exclude)
+        self._set(dims=() if dims is None else read_indices(dims, "dims"))
+        self._set_place(layer, site, positions, phase, exclude, head)
 
     def own(self) -> dict[str, Any]:
-        return with_norm({"rows": self.rows, "alpha": self.alpha}, self.norm)
+        found = with_norm({"rows": self.rows, "alpha": self.alpha}, self.norm)
+        return {**found, "dims": list(self.dims)} if self.dims else found
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
         rows = rows_by_value("rows", self.rows, width)
         flags = Flags.ROW_BY_POSITION if len(rows) > 1 else Flags.NONE
-        steps = [Instruction(Op.REPLACE, write=rows, a=float32(self.alpha), flags=flags)]
-        return one_edit(steps, self.norm)
+        step = Instruction(Op.REPLACE, write=rows, a=float32(self.alpha), flags=flags)
+        return one_edit([with_dims(step, self.dims, width)], self.norm)

@@ -12,6 +12,7 @@ from midstream.ops.layout import Flags, Op
 from midstream.spec.algebra import check_nonzero, float32, unit
 from midstream.spec.argument_names import accept_spellings
 from midstream.spec.forms import (
+    IndicesLike,
     LayersLike,
     NumberLike,
     PhaseLike,
@@ -77,6 +78,7 @@ class Steer(Operation):
         norm: Literal["match", "keep"] | None = None,
         exclude: PositionsLike | None = None,
         rows: RowsLike | None = None,
+        head: IndicesLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
@@ -96,6 +98,9 @@ class Steer(Operation):
             exclude: positions to exclude.
             rows: instead of `vector`: [n, width], n at most 4096, with n selected positions, which
                 is checked when the plan is resolved. A row may be zero. One row is one vector.
+            head: an attention head, counted from 0, or several: only these are changed, each in the
+                same way, at a site whose vectors are of heads. Vectors then have the size of a
+                head. None: the whole vector.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -112,7 +117,7 @@ class Steer(Operation):
         self._set(vector=vector)
         with at("scale"):
             self._set(scale=read_scalar(scale))
-        self._set_place(layer, site, positions, phase, exclude)
+        self._set_place(layer, site, positions, phase, exclude, head)
         if isinstance(self.vector, tuple):
             check_per_layer("vector", len(self.vector), self.layers)
         self._warn_of_scale()

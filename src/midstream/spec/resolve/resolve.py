@@ -25,7 +25,7 @@ from midstream.spec.resolve.resolved import (
     Steps,
 )
 from midstream.spec.resolve.tap_lookup import check_tapped, find_layer, find_taps
-from midstream.spec.shape import ModelShape
+from midstream.spec.shape import ModelShape, VectorSize
 from midstream.validation import at
 
 
@@ -132,33 +132,46 @@ class _Resolver:
 
     def _resolve_probe(self, probe: Probe) -> ResolvedProbe:
         (tap,) = find_taps(probe.layers, probe.sites, self._shape, "layer", "site")
-        (step,) = probe.instructions(self._shape.hidden_size)
+        (step,) = probe.steps(self._shape.size(tap))
         steps = Steps((replace(step, slot=self._new_slot()),))
         return ResolvedProbe(probe.name, *tap, steps, self._select(probe.positions))
 
     def _resolve_edit(
         self, edit: Edit, source: int, where: Where | None = None
     ) -> list[ResolvedEdit]:
-        instructions = edit.instructions(self._shape.hidden_size)
-        self._check_reach(edit, instructions)
         # A gate's location is in the inner edit.
         with at("edit") if isinstance(edit, Gate) else nullcontext():
             taps = find_taps(edit.layers, edit.sites, self._shape, "layer", "site")
             where = where or self._select(edit.positions)
-            parts = self._place_rows(instructions, where)
-        tap, slot = None, None
-        if isinstance(edit, Gate) and edit.probe.tap is not None:
-            tap, slot = self._gate_slot(edit, taps, instructions[0], where)
+        read, slot = None, None
         found = []
-        for steps, part in parts:
-            if tap is None:
-                shared = [Steps(steps)] * len(taps)
-            else:
-                shared = self._gated_steps(steps, taps, tap, slot)
-            found += [
-                ResolvedEdit(*tap, own, part, source) for tap, own in zip(taps, shared, strict=True)
-            ]
+        for size, mine in self._by_size(taps):
+            instructions = edit.steps(size)
+            self._check_reach(edit, instructions)
+            with at("edit") if isinstance(edit, Gate) else nullcontext():
+                parts = self._place_rows(instructions, where)
+            if isinstance(edit, Gate) and edit.probe.tap is not None and read is None:
+                read, slot = self._gate_slot(edit, taps, instructions[0], where)
+            for steps, part in parts:
+                if read is None:
+                    shared = [Steps(steps)] * len(mine)
+                else:
+                    shared = self._gated_steps(steps, mine, read, slot)
+                found += [
+                    ResolvedEdit(*tap, own, part, source)
+                    for tap, own in zip(mine, shared, strict=True)
+                ]
         return found
+
+    def _by_size(self, taps: tuple[Tap, ...]) -> list[tuple[VectorSize, tuple[Tap, ...]]]:
+        """Group taps by the size of their vectors."""
+        if not self._shape.widths:
+            return [(self._shape.size(taps[0]), taps)]
+        found: dict[tuple[int, int], list[Tap]] = {}
+        for tap in taps:
+            size = self._shape.size(tap)
+            found.setdefault((size, size.heads), []).append(tap)
+        return [(self._shape.size(mine[0]), tuple(mine)) for mine in found.values()]
 
     def _check_reach(self, edit: Edit, instructions: tuple[Instruction, ...]) -> None:
         """Check that the edit of a vector of usual length stays within the stream's range."""
@@ -233,33 +246,39 @@ class _Resolver:
 
         One per run if the edit has several rows, where the k-th position gets the k-th row.
         """
-        (nth, rows) = next(
-            ((nth, step.write) for nth, step in enumerate(steps) if len(step.write) > 1), (0, ())
-        )
-        if not rows:
+        several = [len(step.write) for step in steps if len(step.write) > 1]
+        if not several:
             return [(steps, where)]
+        rows = several[0]
         if where.matches or where.ranges[-1][1] is None:
             raise SpecError(
                 "positions",
-                f"with {len(rows)} rows, one per position, the positions must be fixed and "
+                f"with {rows} rows, one per position, the positions must be fixed and "
                 "bounded; give a single row, or positions like slice(3, 9)",
             )
         runs = [(start, stop) for start, stop in where.ranges if stop is not None]
         count = sum(stop - start for start, stop in runs)
-        if count != len(rows):
+        if count != rows:
             raise SpecError(
                 "rows",
-                f"got {len(rows)} rows for {count} positions; give one row, or one per position",
+                f"got {rows} rows for {count} positions; give one row, or one per position",
             )
         parts = []
         used = 0
         for start, stop in runs:
-            own = rows[used : used + stop - start]
+            chosen = slice(used, used + stop - start)
             used += stop - start
-            flags = steps[nth].flags | Flags.ROW_BY_POSITION
-            placed = replace(steps[nth], write=own, first=start, flags=flags)
-            parts.append(((*steps[:nth], placed, *steps[nth + 1 :]), Where(((start, stop),))))
+            placed = tuple(_with_rows(step, chosen, start) for step in steps)
+            parts.append((placed, Where(((start, stop),))))
         return parts
+
+
+def _with_rows(step: Instruction, chosen: slice, first: int) -> Instruction:
+    """Return an instruction with some of its rows, the first of them for position `first`."""
+    if len(step.write) <= 1:
+        return step
+    flags = step.flags | Flags.ROW_BY_POSITION
+    return replace(step, write=step.write[chosen], first=first, flags=flags)
 
 
 def _refreshed(steps: list[Instruction]) -> list[Instruction]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from support.answers import (
@@ -18,10 +19,18 @@ from support.answers import (
     rows,
     vector,
 )
+from support.fake_steps import MIXED, Fake, FakeEngine
 from support.plans import VECTORS, plan_of
+from support.stored import worker_info
 
+from midstream.codecs import Full8
 from midstream.errors import ReceiptError
-from midstream.spec import Where
+from midstream.runtime.frontend.results.assembly import assemble
+from midstream.runtime.frontend.rpc.remote_worker import RemoteWorker
+from midstream.runtime.protocol.results import WorkerAnswer
+from midstream.runtime.worker import result_buffer
+from midstream.runtime.worker.result_buffer import ResultBuffer
+from midstream.spec import ModelShape, Where
 
 EVERYWHERE = ((0, None),)
 READ = plan_of(captures=[([PRE, POST], EVERYWHERE)], prompt_len=3)
@@ -378,3 +387,39 @@ def test_a_request_that_the_engine_ended_says_why():
     plain.outputs[0].stop_reason = "it was served wrong KV"
     assemble_on(plain, STEER, [answer(("x", [2, 3, 3, 3], []))], "float32")
     assert plain.receipt.problems == ("it was served wrong KV",)
+
+
+@pytest.mark.parametrize("codec", ["raw", "full8"])
+@pytest.mark.parametrize("leased", [False, True])
+def test_rows_of_different_widths_are_those_of_their_taps(codec, leased, monkeypatch):
+    monkeypatch.setattr(result_buffer, "LEASED_BYTES", 0)
+    taps = list(MIXED)
+    plan = plan_of(captures=[(taps, ((0, 6),)), (taps[1:3], ((6, None),))], prompt_len=8)
+    plan = replace(plan, codec=codec)
+    engine = FakeEngine(mixed=True, bank_rows=256, ring_rows=64 * 12)
+    fake = Fake("x", plan)
+    engine.add(fake)
+    for count in (5, 3, 1):
+        engine.step([(fake, count)])
+    shape = ModelShape(3, WIDTH, taps, widths=MIXED)
+    info = worker_info(
+        taps=tuple(taps), widths=tuple(MIXED.values()), arena=engine.arena.leases.address
+    )
+    worker, buffer = RemoteWorker(info), ResultBuffer(engine.arena, engine.session.encoding)
+    header = buffer.put("u", engine.take("x"), mapped=leased)
+    assert (header.lease is not None) == leased
+    worker.see([header], [])
+    (data,) = buffer.inline(["u"])
+    lease = worker.leased(header.lease) if leased else None
+    answers = [WorkerAnswer(info, header, data or b"", lease)]
+    found = assemble(output(prompt=8, generated=2), plan, answers, shape)[0]
+    assert found.receipt.status == "ok"
+    assert {tap: len(found.activations.positions_of(*tap)) for tap in taps} == {
+        tap: 9 if tap in taps[1:3] else 6 for tap in taps
+    }
+    for tap in taps:
+        wanted = [fake.rows[tap, p] for p in found.activations.positions_of(*tap).tolist()]
+        rows = torch.tensor(np.array(wanted))
+        if codec == "full8":
+            rows = Full8().decode(Full8().encode(rows), MIXED[tap], torch.float32)
+        assert torch.equal(found.activations[tap], rows)
