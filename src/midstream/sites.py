@@ -17,6 +17,18 @@ and the branches, which read it and are added to it:
 | `mlp_in` | that the MLP reads: the stream after its norm | the MLP's input |
 | `mlp_out` | that the MLP adds to the stream | the MLP's output, or its post-norm's |
 
+and values inside attention and the MLP, whose vectors have widths of their own:
+
+| site | the vector … | in TransformerLens |
+|---|---|---|
+| `q`, `k`, `v` | of all heads that the projections return, before norms and RoPE | `attn.hook_q` … |
+| `rot_q`, `rot_k` | of all heads that attention compares, after norms and RoPE | `attn.hook_rot_q` … |
+| `z` | of all heads that the output projection reads | `attn.hook_z` |
+| `router` | of the experts' logits | |
+| `mlp_pre` | that the MLP's activation function reads: with a gate, the gate | `mlp.hook_pre` |
+| `mlp_pre_linear` | that the activated gate is multiplied with | `mlp.hook_pre_linear` |
+| `mlp_act` | that the MLP's last matrix reads: its neurons | `mlp.hook_post` |
+
 Names of other tools are read as well, see `parse`.
 
 For the last layer, transformers applies the final norm to its output; `resid_post` does not. The
@@ -35,9 +47,19 @@ Tap = tuple[str, int]  # (canonical site, layer from 0)
 SiteName = Literal[
     "resid_pre",
     "attn_in",
+    "q",
+    "k",
+    "v",
+    "rot_q",
+    "rot_k",
+    "z",
     "attn_out",
     "resid_mid",
     "mlp_in",
+    "router",
+    "mlp_pre",
+    "mlp_pre_linear",
+    "mlp_act",
     "mlp_out",
     "resid_post",
     "pre_attn",
@@ -55,25 +77,43 @@ class Site:
         aliases: other accepted names.
         order: rank in the order in which a layer reaches its sites.
         meaning: one phrase for tables and messages.
+        inner: whether it is inside attention or the MLP. The vectors of all others are as wide as
+            the residual stream.
     """
 
     name: str
     aliases: tuple[str, ...]
     order: int
     meaning: str
+    inner: bool = False
 
 
 SITES: tuple[Site, ...] = (
     Site("resid_pre", ("pre_attn",), 0, "the residual stream entering the layer"),
     Site("attn_in", (), 1, "what attention reads, normalised"),
-    Site("attn_out", (), 2, "what attention adds to the residual stream"),
-    Site("resid_mid", ("post_attn",), 3, "the residual stream after attention is added"),
-    Site("mlp_in", (), 4, "what the MLP reads, normalised"),
-    Site("mlp_out", (), 5, "what the MLP adds to the residual stream"),
-    Site("resid_post", ("post_block", "post_mlp"), 6, "the residual stream after the MLP is added"),
+    Site("q", (), 2, "the queries of all heads, before norms and RoPE", inner=True),
+    Site("k", (), 3, "the keys of all heads, before norms and RoPE", inner=True),
+    Site("v", (), 4, "the values of all heads", inner=True),
+    Site("rot_q", (), 5, "the queries of all heads, after norms and RoPE", inner=True),
+    Site("rot_k", (), 6, "the keys of all heads, after norms and RoPE", inner=True),
+    Site("z", (), 7, "what the heads return and the output projection reads", inner=True),
+    Site("attn_out", (), 8, "what attention adds to the residual stream"),
+    Site("resid_mid", ("post_attn",), 9, "the residual stream after attention is added"),
+    Site("mlp_in", (), 10, "what the MLP reads, normalised"),
+    Site("router", (), 11, "the router's logits of the experts", inner=True),
+    Site("mlp_pre", (), 12, "what the MLP's activation function reads", inner=True),
+    Site("mlp_pre_linear", (), 13, "what the activated gate is multiplied with", inner=True),
+    Site("mlp_act", (), 14, "the MLP's neurons, which its last matrix reads", inner=True),
+    Site("mlp_out", (), 15, "what the MLP adds to the residual stream"),
+    Site(
+        "resid_post", ("post_block", "post_mlp"), 16, "the residual stream after the MLP is added"
+    ),
 )
 
 NAMES: tuple[str, ...] = tuple(site.name for site in SITES)
+# The sites whose vectors are as wide as the residual stream, and the others.
+OUTER: tuple[str, ...] = tuple(site.name for site in SITES if not site.inner)
+INNER: tuple[str, ...] = tuple(site.name for site in SITES if site.inner)
 BY_NAME: dict[str, Site] = {name: site for site in SITES for name in (site.name, *site.aliases)}
 
 
@@ -98,12 +138,29 @@ _OTHERS: dict[str, str] = {
     "attn": "attn_out",
     "attn.input": "attn_in",
     "attn.output": "attn_out",
+    "attn.q_proj.output": "q",
+    "attn.k_proj.output": "k",
+    "attn.v_proj.output": "v",
+    "attn.o_proj.input": "z",
     "mlp": "mlp_out",
     "mlp.input": "mlp_in",
     "mlp.output": "mlp_out",
+    "mlp.gate.output": "router",
+    "mlp.gate_proj.output": "mlp_pre",
+    "mlp.up_proj.output": "mlp_pre_linear",
+    "mlp.down_proj.input": "mlp_act",
 }
-# TransformerLens's names of sites that are not `hook_` and the site.
-_HOOKS = {"attn_in": "attn.hook_in", "mlp_in": "mlp.hook_in"}
+# TransformerLens's names of sites that are not `hook_` and the site. It has none of the router.
+_HOOKS = {
+    "attn_in": "attn.hook_in",
+    "mlp_in": "mlp.hook_in",
+    **{site: f"attn.hook_{site}" for site in ("q", "k", "v", "rot_q", "rot_k", "z")},
+    "router": "mlp.hook_router",
+    "mlp_pre": "mlp.hook_pre",
+    "mlp_pre_linear": "mlp.hook_pre_linear",
+    "mlp_act": "mlp.hook_post",
+}
+_OTHERS |= {name: site for site, name in _HOOKS.items()}
 _MODULES = {
     **dict.fromkeys(("self_attn", "attention", "self_attention"), "attn"),
     **dict.fromkeys(("feed_forward", "ffn", "block_sparse_moe"), "mlp"),

@@ -38,7 +38,7 @@ from midstream.runtime.models.registry import (
     Returns,
     lookup,
 )
-from midstream.sites import NAMES
+from midstream.sites import OUTER
 
 each_release = pytest.mark.usefixtures("release")
 
@@ -183,7 +183,7 @@ def test_every_class_of_the_table_has_each_site_or_a_reason() -> None:
         for leaf in leaves(entry):
             if isinstance(leaf, Refusal):
                 continue
-            for site in NAMES:
+            for site in OUTER:
                 reason = leaf.lack(site)
                 assert reason is None or len(reason) > 10, (key, site)
                 if reason and "does not know" in reason:
@@ -292,7 +292,7 @@ def test_a_mixer_that_is_no_attention_has_no_site_of_attention_and_keeps_the_res
     ):
         convention = found(module, "Qwen3NextDecoderLayer", block_type=kind)
         assert convention.lack("attn_in") == convention.lack("attn_out") == reason
-        others = set(NAMES) - {"attn_in", "attn_out"}
+        others = set(OUTER) - {"attn_in", "attn_out"}
         assert [site for site in others if convention.lack(site)] == []
 
 

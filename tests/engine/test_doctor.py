@@ -13,7 +13,7 @@ from support.engines import prepare_vllm
 from midstream.runtime.models import registry as conventions
 from midstream.runtime.models.convention import Refusal, dead
 from midstream.runtime.worker.taps import taps
-from midstream.sites import NAMES
+from midstream.sites import OUTER
 from midstream.tools.doctor.cases import OPERATIONS
 from midstream.tools.doctor.examine import Options, examine, examine_config
 from midstream.tools.doctor.report import LACKING, OK, REFUSED, WRONG
@@ -36,12 +36,12 @@ def test_a_right_model_is_ok_at_every_site_of_every_layer_and_in_every_operation
     report = examine(Options(str(tiny_llama), size=None))
     assert (report.outcome, report.reason, report.status) == (OK, "", 0)
     assert {(one.site, one.layer) for one in report.sites} == {
-        (site, layer) for site in NAMES for layer in range(3)
+        (site, layer) for site in OUTER for layer in range(3)
     }
     assert {one.outcome for one in report.sites} == {OK}
     assert {one.name for one in report.operations} == set(OPERATIONS)
     steered = {(one.site, one.layer) for one in report.operations if one.name == "Steer"}
-    assert steered == {(site, layer) for site in NAMES for layer in range(3)}
+    assert steered == {(site, layer) for site in OUTER for layer in range(3)}
     assert report.worst is not None
     assert 0 < report.worst < 1e-4
     assert report.architecture == "LlamaForCausalLM"

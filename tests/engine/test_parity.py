@@ -20,7 +20,7 @@ from support.pool import Pool
 from torch import Tensor
 
 from midstream import Capture, SpecError, Steer
-from midstream.sites import NAMES
+from midstream.sites import OUTER
 
 TOLERANCE = 1e-4
 MAX_TOKENS = 5
@@ -148,7 +148,7 @@ def reference(name: str, folder: Path) -> tuple[Path, tuple[str, ...], list[Scen
     spec = tiny.MODELS[name]
     model = tiny.make(name, folder)
     oracle = Oracle(model, spec.layers, spec.mid, branches=BRANCHES.get(name, Branches()))
-    assert set(NAMES) - set(oracle.sites) == ({"resid_mid"} if spec.mid is None else set())
+    assert set(OUTER) - set(oracle.sites) == ({"resid_mid"} if spec.mid is None else set())
     return model, oracle.sites, scenarios(oracle, PROMPT)
 
 
@@ -168,7 +168,7 @@ def test_every_site_of_every_layer_reads_and_edits_as_hooks_in_transformers(
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     with engine(model, enforce_eager=eager, midstream={"sites": list(sites)}) as llm:
         check(llm, PROMPT, cases, sites)
-        for site in set(NAMES) - set(sites):
+        for site in set(OUTER) - set(sites):
             with pytest.raises(SpecError, match=rf"{site}.*in parallel"):
                 llm.generate(tokens(PROMPT), greedy(2), capture=Capture(layers=[0], sites=site))
         check_parameters(llm, model, tiny.MODELS[name].layers)
@@ -183,8 +183,8 @@ def test_smollm2_reads_and_edits_as_hooks_in_transformers(
 ) -> None:  # fmt: skip
     prompt, cases = smollm2_cases
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    with engine(smollm2, enforce_eager=eager, midstream={"sites": list(NAMES)}) as llm:
-        check(llm, prompt, cases, NAMES)
+    with engine(smollm2, enforce_eager=eager, midstream={"sites": list(OUTER)}) as llm:
+        check(llm, prompt, cases, OUTER)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from midstream.sites import NAMES, Tap
+from midstream.sites import OUTER, Tap
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Oracle:
         lacking = set() if mid else {"resid_mid"}
         if branches is None:
             lacking |= {"attn_in", "attn_out", "mlp_in", "mlp_out"}
-        self.sites = tuple(site for site in NAMES if site not in lacking)
+        self.sites = tuple(site for site in OUTER if site not in lacking)
 
     @torch.no_grad()
     def run(

@@ -12,11 +12,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from midstream.sites import NAMES
+from midstream.sites import OUTER
 from midstream.testing import inspect
 from support import engines
 
-EVERY_SITE = list(NAMES)
+EVERY_SITE = list(OUTER)
 PROFILES: dict[str, dict[str, Any]] = {
     # Steps of 64 tokens: longer prompts come in chunks.
     "standard": {"max_num_batched_tokens": 64, "max_num_seqs": 8},

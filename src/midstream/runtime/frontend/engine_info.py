@@ -66,5 +66,11 @@ def describe(answers: Sequence[Sequence[WorkerInfo]]) -> EngineInfo:
             for tap, width in zip(worker.taps, worker.widths, strict=True)
             if width != first.hidden_size
         },
+        heads={
+            tap: heads
+            for worker in workers
+            for tap, heads in zip(worker.taps, worker.heads, strict=True)
+            if heads
+        },
     )
     return EngineInfo(shape, first.dtype, first.codec, first.return_, first.room, workers)

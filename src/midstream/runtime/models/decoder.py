@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from midstream.errors import UnsupportedError
+from midstream.runtime.models.inner_sites import InnerPlace, find_inner_sites
 from midstream.runtime.models.registry import LAYER_LISTS, LayerConvention, Refusal, lookup
-from midstream.sites import NAMES, Tap
+from midstream.sites import INNER, OUTER, Tap
+
+
+_SPLIT = (
+    "each rank has a part of it under tensor parallelism, which midstream cannot read or edit yet; "
+    "use tensor_parallel_size=1"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +27,13 @@ class DecoderLayer:
         index: number of the layer in the whole model, over all pipeline stages.
         module: the layer.
         convention: what the layer takes and returns.
+        inner: places of its sites inside attention and the MLP.
     """
 
     index: int
     module: nn.Module
     convention: LayerConvention
+    inner: Mapping[str, InnerPlace] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +50,26 @@ class Decoder:
     layers: tuple[DecoderLayer, ...]
     lacking: dict[Tap, str]
 
+    @property
+    def inner(self) -> dict[Tap, InnerPlace]:
+        """Places of the sites inside attention and the MLP, over all layers of this rank."""
+        return {
+            (site, layer.index): place
+            for layer in self.layers
+            for site, place in layer.inner.items()
+        }
 
-def find_decoder(model: nn.Module, tensor_parallel_size: int, float16: bool) -> Decoder:
+
+def find_decoder(
+    model: nn.Module, tensor_parallel_size: int, float16: bool, sites: Collection[str] = OUTER
+) -> Decoder:
     """Find the decoder layers of a loaded model.
 
     Args:
         model: the model of the runner.
         tensor_parallel_size: number of ranks over which each layer is split.
         float16: whether the model runs in float16.
+        sites: the sites to look for.
 
     Raises:
         UnsupportedError: no layers are found, or the convention of a layer is unknown or
@@ -73,11 +95,20 @@ def find_decoder(model: nn.Module, tensor_parallel_size: int, float16: bool) -> 
                 f"{name} has a scaled-down stream in float16, which is not what would be "
                 "read or edited; use dtype=bfloat16"
             )
-        for site in NAMES:
+        for site in OUTER:
             reason = convention.lack(site, tensor_parallel=tensor_parallel_size > 1)
             if reason is not None:
                 lacking[site, index] = reason
-        layers.append(DecoderLayer(index, module, convention))
+        inner: dict[str, InnerPlace] = {}
+        found = find_inner_sites(module) if set(sites) & set(INNER) else {}
+        for site, place in found.items():
+            if not isinstance(place, InnerPlace):
+                lacking[site, index] = place.reason
+            elif place.ranks != "whole" and tensor_parallel_size > 1:
+                lacking[site, index] = _SPLIT
+            else:
+                inner[site] = place
+        layers.append(DecoderLayer(index, module, convention, inner))
     return Decoder(len(module_list), tuple(layers), lacking)
 
 

@@ -95,10 +95,15 @@ class WorkerEndpoint:
             model,
             parallel.tensor_parallel_size,
             vllm_config.model_config.dtype == torch.float16,
+            config.sites,
         )
         self._taps = _choose_taps(self._decoder, config)
         self._hidden_size: int = vllm_config.model_config.get_hidden_size()
-        self._buffers = _allocate(self._taps, runner, vllm_config, config)
+        inner = self._decoder.inner
+        widths = {
+            tap: inner[tap].width if tap in inner else self._hidden_size for tap in self._taps
+        }
+        self._buffers = _allocate(widths, runner, vllm_config, config)
         self._room, self._edits_per_site = _room(config), config.edits_per_site
         self._default_codec, self._default_return = config.codec, config.return_
         self._tensor_ranks: int = parallel.tensor_parallel_size
@@ -188,6 +193,7 @@ class WorkerEndpoint:
         return Acknowledged()
 
     def _describe(self) -> WorkerInfo:
+        inner = self._decoder.inner
         return WorkerInfo(
             stage=self._stage,
             tensor_rank=self._tensor_rank,
@@ -196,6 +202,7 @@ class WorkerEndpoint:
             hidden_size=self._hidden_size,
             taps=tuple(self._taps),
             widths=tuple(map(self._buffers.width, self._taps.values())),
+            heads=tuple(inner[tap].heads if tap in inner else 0 for tap in self._taps),
             lacking=tuple(MissingTap(*tap, why) for tap, why in self._decoder.lacking.items()),
             dtype=str(self._buffers.ring.dtype).removeprefix("torch."),
             capture_limit=self._ring_rows // self._max_tokens,
@@ -324,6 +331,20 @@ def _choose_taps(decoder: Decoder, config: Config) -> dict[Tap, int]:
     return {tap: index for index, tap in enumerate(taps)}
 
 
+def _widths(decoder: Decoder, taps: Iterable[Tap], hidden_size: int) -> dict[Tap, int]:
+    """Return the width of the vectors of each tap on this rank."""
+    inner = {(site, layer.index): place for layer in decoder.layers
+             for site, place in layer.inner.items()}
+    return {tap: inner[tap].width if tap in inner else hidden_size for tap in taps}
+
+
+def _heads(decoder: Decoder, taps: Iterable[Tap]) -> list[int]:
+    """Return the number of heads of each tap on this rank; 0: its vectors are not of heads."""
+    inner = {(site, layer.index): place.heads for layer in decoder.layers
+             for site, place in layer.inner.items()}
+    return [inner.get(tap, 0) for tap in taps]
+
+
 def _allocate(taps: dict[Tap, int], runner: Any, vllm_config: Any, config: Config) -> Buffers:
     model_config = vllm_config.model_config
     max_tokens = _largest_step(runner, vllm_config)
@@ -331,13 +352,13 @@ def _allocate(taps: dict[Tap, int], runner: Any, vllm_config: Any, config: Confi
     row_bytes = hidden_size * model_config.dtype.itemsize
     # Rows of two steps: those of one are copied while the next step fills the others.
     at_once = 2 if runner.device.type == "cuda" else 1
-    widths = dict.fromkeys(taps, hidden_size)
     rows_needed = at_once * max_tokens * max(1, -(-sum(widths.values()) // hidden_size))
     ring_rows = min(rows_needed, _staging_bytes(runner.device, config) // row_bytes)
-    if ring_rows < max_tokens:
+    least = max_tokens * -(-max(widths.values(), default=1) // hidden_size)
+    if ring_rows < least:
         raise UnsupportedError(
             f"the staging ring must hold one vector for each of the {max_tokens} tokens that a "
-            f"step may have, which takes {max_tokens * row_bytes} bytes; raise staging_bytes, or "
+            f"step may have, which takes {least * row_bytes} bytes; raise staging_bytes, or "
             "lower max_num_batched_tokens"
         )
     return Buffers.allocate(

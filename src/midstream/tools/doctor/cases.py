@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from midstream import Ablate, Affine, Clamp, Feature, Gate, LoReFT, Probe, Replace, Scale, Steer
-from midstream.sites import NAMES, Tap
+from midstream.sites import OUTER, Tap
 from midstream.tools.doctor import formulas
 from midstream.tools.doctor.reference import Reference
 
@@ -89,10 +89,10 @@ def operation_cases(reference: Reference, seed: int) -> list[Case]:
     found = [
         _operation_case(reference, "Steer", maker((site, layer)), prompt)
         for layer in sorted({0, count // 3, 2 * count // 3, count - 1})
-        for site in NAMES
+        for site in OUTER
         if reference.missing((site, layer)) is None
     ]
-    taps = [(site, count // 2) for site in NAMES]
+    taps = [(site, count // 2) for site in OUTER]
     taps = [tap for tap in taps if reference.missing(tap) is None]
     others = [name for name in OPERATIONS if name != "Steer"]
     for nth, name in enumerate(others):

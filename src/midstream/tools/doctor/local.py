@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from midstream.sites import NAMES, Tap
+from midstream.sites import OUTER, Tap
 from midstream.tools.doctor import formulas
 from midstream.tools.doctor.cases import Case
 from midstream.tools.doctor.compare import ErrorLimits, row_error
@@ -93,12 +93,12 @@ def _is_regular(
     """
     assert case.tap is not None
     size = len(case.prompt)
-    here = case.tap[1], NAMES.index(case.tap[0])
+    here = case.tap[1], OUTER.index(case.tap[0])
     return all(
         row_error(values[tap][:size], plain[tap][:size]) <= tolerance
         for nth, values in enumerate(others)
         for tap in values
-        if (tap[1], NAMES.index(tap[0])) < here or (nth and tap == case.tap)
+        if (tap[1], OUTER.index(tap[0])) < here or (nth and tap == case.tap)
     )
 
 
@@ -133,7 +133,7 @@ def _is_added_before(computed: str, site: str) -> bool:
 def _error_after(tap: Tap, errors: dict[Tap, float]) -> float | None:
     """Return the error of the next stream site in the same layer; None if there is none."""
     site, layer = tap
-    for name in NAMES[NAMES.index(site) :]:
+    for name in OUTER[OUTER.index(site) :]:
         if name.startswith("resid_") and (name, layer) in errors:
             return errors[name, layer]
     return None

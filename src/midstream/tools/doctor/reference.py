@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from midstream.sites import NAMES, Tap
+from midstream.sites import OUTER, Tap
 from midstream.tools.doctor.layers_kept import COUNTS
 from midstream.tools.doctor.site_finder import ModuleCall, Places, SitePlace, find
 
@@ -152,7 +152,7 @@ class Reference:
                 _entry(lambda hidden: record("resid_pre", hidden)), with_kwargs=True
             )
         ]
-        for site in NAMES:
+        for site in OUTER:
             place = self.places[index].found.get(site)
             if place is None:
                 continue

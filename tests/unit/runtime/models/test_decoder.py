@@ -16,7 +16,7 @@ from midstream.runtime.models.registry import (
     Refusal,
     Returns,
 )
-from midstream.sites import NAMES
+from midstream.sites import OUTER
 
 KNOWN = single("norm")
 
@@ -178,7 +178,7 @@ def test_sites_that_a_layer_lacks_are_listed_with_the_reason(known):
 def test_of_a_convention_that_says_nothing_of_branches_all_of_them_are_lacking(known):
     cls = known(LayerConvention(Returns.SINGLE, mid="norm"))
     lacking = find(holding("model.layers", [cls()])).lacking
-    assert [site for site in NAMES if (site, 0) in lacking] == [
+    assert [site for site in OUTER if (site, 0) in lacking] == [
         "attn_in", "attn_out", "mlp_in", "mlp_out",
     ]  # fmt: skip
     assert all("does not know where" in reason for reason in lacking.values())

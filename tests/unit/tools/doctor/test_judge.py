@@ -14,7 +14,7 @@ import pytest
 import transformers as hf
 
 from midstream.results.site_table import SiteTable
-from midstream.sites import NAMES
+from midstream.sites import OUTER
 from midstream.spec.shape import ModelShape
 from midstream.tools.doctor import cases as trying
 from midstream.tools.doctor import formulas
@@ -25,9 +25,9 @@ from midstream.tools.doctor.reference import Reference
 from midstream.tools.doctor.report import INCOMPARABLE, OK, STATUS, UNCOMPARED, WRONG
 from midstream.tools.doctor.small_config import Size
 
-TAPS = [(site, layer) for site in NAMES for layer in range(2)]
+TAPS = [(site, layer) for site in OUTER for layer in range(2)]
 # One of each site, at one layer or the other.
-SOME = [(site, nth % 2) for nth, site in enumerate(NAMES)]
+SOME = [(site, nth % 2) for nth, site in enumerate(OUTER)]
 TABLE = SiteTable.of(ModelShape(2, 64, TAPS))
 
 
@@ -201,7 +201,7 @@ def test_an_edit_that_is_not_done_to_a_model_that_is_another_is_wrong_still(
     ]
     found = judged(reference, asked, [*another[: len(plain)], *done])
     bad = {(one.name, one.site) for one in found.operations if one.outcome == WRONG}
-    assert bad == {("Steer", site) for site in NAMES}
+    assert bad == {("Steer", site) for site in OUTER}
 
 
 def test_outputs_that_are_no_numbers_are_not_blamed_on_the_taps(reference, asked, right):

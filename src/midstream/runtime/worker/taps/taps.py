@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from midstream.errors import TapError, UnsupportedError
 from midstream.ops.site import bind
 from midstream.runtime.models.decoder import DecoderLayer
+from midstream.runtime.models.inner_sites import InnerPlace
 from midstream.runtime.models.registry import Half, Input, LayerConvention, Output, Returns
 from midstream.runtime.worker.tables.device_buffers import Buffers
-from midstream.sites import Tap
+from midstream.sites import BY_NAME, Tap
 
 
 class TappedLayer(nn.Module):
@@ -56,8 +57,8 @@ class TappedModule(nn.Module):
     """First base of the class of a tapped module inside a layer, which may have several sites.
 
     Taps at its entry, in this order: `attn_out` as the first half of a pair, `resid_mid`, and the
-    input of attention or of the MLP, which is copied first if other modules use that tensor too. At
-    its exit: one branch.
+    input of attention or of the MLP, which is copied first if other modules use that tensor too,
+    and columns of its arguments. At its exit: one branch, and columns of what it returns.
     """
 
     midstream_half: Tensor | None
@@ -66,6 +67,8 @@ class TappedModule(nn.Module):
     midstream_parameter: tuple[str, int] | None
     midstream_copies: bool
     midstream_output: Tensor | None
+    midstream_taken: tuple[_Columns, ...]
+    midstream_given: tuple[_Columns, ...]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.midstream_half is not None:
@@ -79,12 +82,17 @@ class TappedModule(nn.Module):
                 given = given.clone()
                 args, kwargs = self._with_input(given, args, kwargs)
             _fire(self, self.midstream_input, given, None)
+        for columns in self.midstream_taken:
+            taken = (_argument(args, kwargs, columns.parameter),)
+            _fire_columns(self, columns, _first(taken, self))
         out = super().__call__(*args, **kwargs)
+        # Attention on the Transformers backend, some mixtures of experts and vLLM's linear layers
+        # return more than the value of the tap.
+        returned = out if isinstance(out, tuple) else (out,)
         if self.midstream_output is not None:
-            # Attention on the Transformers backend, some mixtures of experts and vLLM's linear
-            # layers return more than the branch.
-            returned = out if isinstance(out, tuple) else (out,)
             _fire(self, self.midstream_output, _first(returned, self), None)
+        for columns in self.midstream_given:
+            _fire_columns(self, columns, _first(returned, self))
         return out
 
     def _input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -100,6 +108,21 @@ class TappedModule(nn.Module):
         if name in kwargs:
             return args, {**kwargs, name: given}
         return (*args[:index], given, *args[index + 1 :]), kwargs
+
+
+class _Columns(NamedTuple):
+    """A site that is columns of a tensor.
+
+    Attributes:
+        table: the table of the tap.
+        start, stop: the columns.
+        parameter: (name, index) of the parameter that gets the tensor; not read at an exit.
+    """
+
+    table: Tensor
+    start: int
+    stop: int
+    parameter: tuple[str, int] = ("", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +155,9 @@ def modules_to_tap(layer: DecoderLayer, sites: Collection[str]) -> list[nn.Modul
         UnsupportedError: the layer differs from its convention.
     """
     roles = [role for role in _roles(layer.convention) if role.site in sites]
-    return [layer.module, *(_find_module(layer.module, role) for role in roles)]
+    paths = [(role.path, role.site) for role in roles]
+    paths += [(place.path, site) for site, place in layer.inner.items() if site in sites]
+    return [layer.module, *(_find_module(layer.module, *path) for path in paths)]
 
 
 def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> None:
@@ -170,14 +195,8 @@ def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> No
     for role in _roles(convention):
         if role.site not in tables:
             continue
-        inner = _find_module(module, role)
-        # A module may have several sites, also under several names.
-        if not any(inner is other for other in swapped):
-            _swap(inner, TappedModule, buffers)
-            inner.midstream_half = inner.midstream_mid = None
-            inner.midstream_input = inner.midstream_output = None
-            inner.midstream_copies, inner.midstream_parameter = False, None
-            swapped.append(inner)
+        inner = _find_module(module, role.path, role.site)
+        _tap_module(inner, swapped, buffers)
         if getattr(inner, role.attribute) is not None:
             raise UnsupportedError(
                 f"{type(layer.module).__qualname__}: {role.site} and another site are both the "
@@ -188,6 +207,37 @@ def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> No
         if role.parameter is not None:
             # The class is a tapped one by now, whose forward is the module's own.
             inner.midstream_parameter = _parameter(inner, role.parameter)
+    for site, place in sorted(layer.inner.items(), key=lambda item: BY_NAME[item[0]].order):
+        if site in tables:
+            inner = _find_module(module, place.path, site)
+            _tap_module(inner, swapped, buffers)
+            _add_columns(inner, place, tables[site])
+
+
+def _tap_module(module: Any, swapped: list[Any], buffers: Buffers) -> None:
+    """Make a module a `TappedModule` without taps, unless it is one of `swapped`, which it joins: a
+    module may have several sites, also under several names.
+    """
+    if any(module is other for other in swapped):
+        return
+    _swap(module, TappedModule, buffers)
+    module.midstream_half = module.midstream_mid = None
+    module.midstream_input = module.midstream_output = None
+    module.midstream_copies, module.midstream_parameter = False, None
+    module.midstream_taken = module.midstream_given = ()
+    swapped.append(module)
+
+
+def _add_columns(module: Any, place: InnerPlace, table: Tensor) -> None:
+    """Add the tap of an inner site to a module."""
+    stop = place.start + place.width
+    if place.at == "output":
+        module.midstream_given += (_Columns(table, place.start, stop),)
+        return
+    # The class is a tapped one by now, whose forward is the module's own.
+    names = _parameter_names(module)
+    parameter = _parameter(module, place.argument or names[0])
+    module.midstream_taken += (_Columns(table, place.start, stop, parameter),)
 
 
 def _roles(convention: LayerConvention) -> list[_Role]:
@@ -211,6 +261,15 @@ def _fire(module: Any, table: Tensor, hidden: Tensor, residual: Tensor | None) -
     if residual is not None and residual.dim() != 2:
         residual = residual.view(-1, width)
     torch.ops.midstream.site(flat, residual, table, module.midstream_tally)
+
+
+def _fire_columns(module: Any, columns: _Columns, value: Tensor) -> None:
+    # Heads are a dimension of their own in some models. A view fails where a copy would be needed,
+    # on which an edit would be lost.
+    flat = value if value.dim() == 2 else value.view(value.shape[0], -1)
+    if columns.start or columns.stop != flat.shape[1]:
+        flat = flat[:, columns.start : columns.stop]
+    torch.ops.midstream.site(flat, None, columns.table, module.midstream_tally)
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], where: tuple[str, int]) -> Any:
@@ -264,7 +323,7 @@ def _parameters(
 
 def _parameter(module: nn.Module, name: str) -> tuple[str, int]:
     """Return (name, index) of a parameter of a module's forward."""
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    names = _parameter_names(module)
     if name not in names:
         raise UnsupportedError(
             f"{type(module).__qualname__}.forward has no parameter {name!r}; it has "
@@ -273,14 +332,17 @@ def _parameter(module: nn.Module, name: str) -> tuple[str, int]:
     return name, names.index(name)
 
 
-def _find_module(module: nn.Module, role: _Role) -> Any:
+def _parameter_names(module: nn.Module) -> list[str]:
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def _find_module(module: nn.Module, path: str, site: str) -> Any:
     found: Any = module
-    for name in role.path.split("."):
+    for name in path.split("."):
         found = getattr(found, name, None)
     if not isinstance(found, nn.Module):
         raise UnsupportedError(
-            f"{type(module).__qualname__} has no module {role.path!r}, where its convention has "
-            f"{role.site}"
+            f"{type(module).__qualname__} has no module {path!r}, where its convention has {site}"
         )
     return found
 

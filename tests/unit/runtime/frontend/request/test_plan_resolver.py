@@ -28,6 +28,7 @@ def info(layers: int = 3) -> EngineInfo:
         hidden_size=HIDDEN,
         taps=tuple([("resid_post", layer) for layer in range(layers)]),
         widths=(HIDDEN,) * layers,
+        heads=(0,) * layers,
         lacking=(),
         dtype="float32",
         capture_limit=100,

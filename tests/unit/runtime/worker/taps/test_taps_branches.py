@@ -25,14 +25,14 @@ from midstream.runtime.models.decoder import DecoderLayer
 from midstream.runtime.models.registry import Half, Input, Lack, LayerConvention, Output, Returns
 from midstream.runtime.worker.tables.device_buffers import code
 from midstream.runtime.worker.taps.taps import tap_layer
-from midstream.sites import NAMES
+from midstream.sites import OUTER
 
 VALUES = (1.25, 1.75, -0.5, 2.0, 0.75, -1.5, 3.0)
 
 
 def has(kind) -> tuple[str, ...]:
     """The sites of a kind of layer."""
-    return tuple(name for name in NAMES if kind.convention.lack(name) is None)
+    return tuple(name for name in OUTER if kind.convention.lack(name) is None)
 
 
 def stream_of(kind, out) -> Tensor:
@@ -217,7 +217,7 @@ def test_a_module_shared_by_two_layers_is_refused():
     ],
 )
 def test_a_layer_that_is_not_as_its_convention_says_is_refused(convention, message):
-    taps = {(site, 0): n for n, site in enumerate(NAMES)}
+    taps = {(site, 0): n for n, site in enumerate(OUTER)}
     with pytest.raises(UnsupportedError, match=message):
         tap_layer(DecoderLayer(0, Single(), convention), taps, make_buffers(taps))
 
