@@ -21,6 +21,11 @@ _BY_NUMBER = frozenset(("to", "float", "type_as", "clamp", "clamp_", "mul_", "si
 # What is said about a tensor without reading it.
 _ABOUT = frozenset(("shape", "dtype", "device", "size", "dim", "numel", "ndim"))
 
+# A function of vLLM's that splits `(q_norm, k_norm, qkv, q_size, kv_size)` and norms q and k.
+NORMED_SPLIT = "MiniMaxText01RMSNormTP.forward_qkv"
+# Methods that a module's call ends in.
+_FORWARDS = ("forward", "forward_native", "forward_cuda")
+
 
 class UnreadableError(Exception):
     """A forward that the reader does not follow; the message is a clause."""
@@ -42,31 +47,53 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Trace:
+    """How one part reached a value.
+
+    Attributes:
+        part: the part.
+        changed: whether the numbers may differ from the part's.
+        through: what it went through since: paths of modules, and `name()` of other functions.
+    """
+
+    part: Part
+    changed: bool = False
+    through: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Value:
     """What a tensor is made of.
 
     Attributes:
-        parts: what it was computed from; empty for anything that no module of interest returned.
-        changed: whether its numbers may differ from its parts'.
-        through: what it went through since: paths of modules, and `name()` of other functions.
+        traces: how each of its parts reached it; none for anything that no matrix returned.
     """
 
-    parts: frozenset[Part] = frozenset()
-    changed: bool = False
-    through: frozenset[str] = frozenset()
+    traces: frozenset[Trace] = frozenset()
+
+    @property
+    def parts(self) -> frozenset[Part]:
+        """Return what it is made of."""
+        return frozenset(trace.part for trace in self.traces)
+
+    @property
+    def through(self) -> frozenset[str]:
+        """Return all that any of its parts went through."""
+        return frozenset().union(*(trace.through for trace in self.traces))
+
+    def of(self, path: str) -> Value:
+        """Return the value of the parts of one module alone."""
+        return Value(frozenset(trace for trace in self.traces if trace.part.path == path))
 
     def joined(self, *others: Value) -> Value:
-        """Return a value made of this one and the others, without a change of numbers."""
-        every = (self, *others)
-        return Value(
-            frozenset().union(*(one.parts for one in every)),
-            any(one.changed for one in every),
-            frozenset().union(*(one.through for one in every)),
-        )
+        """Return a value made of this one and the others."""
+        return Value(self.traces.union(*(one.traces for one in others)))
 
     def after(self, *through: str) -> Value:
-        """Return this value after functions that changed its numbers; itself if it has no part."""
-        return Value(self.parts, True, self.through.union(through)) if self.parts else self
+        """Return this value after functions that changed its numbers."""
+        return Value(
+            frozenset(Trace(one.part, True, one.through.union(through)) for one in self.traces)
+        )
 
 
 NOTHING = Value()
@@ -249,38 +276,34 @@ class _Reader:
         if pieces:
             return pieces
         # `q, k = self.rotary_emb(positions, q, k)`: what has the same name is the same vector.
-        arguments = {one.id for one in value.args if isinstance(one, ast.Name)}
+        arguments = {_vector_name(one) for one in value.args}
         wanted = [one.id if isinstance(one, ast.Name) else "" for one in target.elts]
         if {name for name in wanted if name != "_"} <= arguments:
-            through = path_of(value.func) if kind else f"{_called(value)}()"
-            return [env.get(name, NOTHING).after(through or "") for name in wanted]
+            path = path_of(value.func) or ""
+            above, _, last = path.rpartition(".")
+            if last in _FORWARDS and self._names.kind(above) == "module":
+                kind, path = "module", above
+            through = path if kind else f"{_called(value)}()"
+            return [env.get(name, NOTHING).after(through) for name in wanted]
         return [found.after("unpacking()")] * count
 
     def _pieces(self, call: ast.Call, env: _Env, count: int) -> list[Value]:
         """Return the pieces of `x.split([…], dim=-1)` or `x.chunk(n, dim=-1)`; none for others."""
-        name = _called(call)
-        if name not in ("split", "chunk") or not isinstance(call.func, ast.Attribute):
+        split = _split(call, count)
+        if split is None:
             return []
-        whole = self._value(call.func.value, env)
-        keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-        first = call.args[0] if call.args else keywords.get("chunks")
-        dim = call.args[1] if len(call.args) > 1 else keywords.get("dim")
+        tensor, sizes = split
+        whole = self._value(tensor, env)
         parts = list(whole.parts)
-        if len(parts) != 1 or parts[0].index is not None or first is None:
+        if len(parts) != 1 or parts[0].index is not None:
             return []
-        if dim is None or ast.unparse(dim) != "-1":
-            return []
-        sizes: tuple[str, ...] | int
-        if name == "split":
-            if not isinstance(first, ast.List) or len(first.elts) != count:
-                return []
-            sizes = tuple(ast.unparse(one) for one in first.elts)
-        else:
-            if ast.unparse(first) != str(count):
-                return []
-            sizes = count
         return [
-            Value(frozenset({Part(parts[0].path, i, sizes)}), whole.changed, whole.through)
+            Value(
+                frozenset(
+                    Trace(Part(parts[0].path, i, sizes), one.changed, one.through)
+                    for one in whole.traces
+                )
+            )
             for i in range(count)
         ]
 
@@ -318,7 +341,7 @@ class _Reader:
         inner_nodes = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr)]
         values = [self._value(one, env) for one in inner_nodes]
         joined = NOTHING.joined(*values)
-        return joined.after() if not isinstance(node, ast.Tuple | ast.Starred) else joined
+        return joined if isinstance(node, ast.Tuple | ast.Starred) else joined.after()
 
     def _attribute(self, node: ast.Attribute, env: _Env) -> Value:
         path = path_of(node)
@@ -344,9 +367,13 @@ class _Reader:
             path = path_of(node.func) or ""
             self.flow.calls.append(Call(path, tuple(args), kwargs))
             if kind == "matrix":
-                return Value(frozenset({Part(path)}))
+                return Value(frozenset({Trace(Part(path))}))
             return given.after(path)
         of = NOTHING
+        path = path_of(node.func) or ""
+        above, _, last = path.rpartition(".")
+        if last in _FORWARDS and self._names.kind(above) == "module":
+            return given.after(above)
         if isinstance(node.func, ast.Attribute):
             of = self._value(node.func.value, env)
             if of.parts and name in _ABOUT:
@@ -367,6 +394,35 @@ class _Reader:
         if isinstance(node, ast.Constant) and node.value is None:
             return None
         return self._value(node, env)
+
+
+def _split(call: ast.Call, count: int) -> tuple[ast.expr, tuple[str, ...] | int] | None:
+    """Return the tensor that a call splits into columns, and the pieces' widths."""
+    name = _called(call)
+    if ast.unparse(call.func) == NORMED_SPLIT and len(call.args) == 5 and count == 3:
+        q, kv = (ast.unparse(one) for one in call.args[3:])
+        return call.args[2], (q, kv, kv)
+    if name not in ("split", "chunk") or not isinstance(call.func, ast.Attribute):
+        return None
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+    first = call.args[0] if call.args else keywords.get("chunks")
+    dim = call.args[1] if len(call.args) > 1 else keywords.get("dim")
+    if first is None or dim is None or ast.unparse(dim) != "-1":
+        return None
+    if name == "chunk":
+        return (call.func.value, count) if ast.unparse(first) == str(count) else None
+    if not isinstance(first, ast.List) or len(first.elts) != count:
+        return None
+    return call.func.value, tuple(ast.unparse(one) for one in first.elts)
+
+
+def _vector_name(node: ast.expr) -> str:
+    """Return the name of a local vector that is passed, also as `q.float()` or reshaped."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr not in VIEWS | _BY_NUMBER:
+            return ""
+        node = node.func.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _called(call: ast.Call) -> str:

@@ -270,10 +270,11 @@ def _compared(owner: object, names: dict[str, Any], node: ast.Compare) -> Any:
     if isinstance(operator, ast.Is | ast.IsNot):
         return (left is right) == isinstance(operator, ast.Is)
     simple = int, float, str
-    if isinstance(left, simple) and isinstance(right, simple):
-        if isinstance(operator, ast.Eq | ast.NotEq):
-            return (left == right) == isinstance(operator, ast.Eq)
-    return _UNKNOWN
+    if not isinstance(operator, ast.Eq | ast.NotEq):
+        return _UNKNOWN
+    if not isinstance(left, simple) or not isinstance(right, simple):
+        return _UNKNOWN
+    return (left == right) == isinstance(operator, ast.Eq)
 
 
 def _called(owner: object, names: dict[str, Any], node: ast.Call) -> Any:

@@ -26,7 +26,7 @@ from torch import nn
 
 from midstream.runtime.models import forward_source
 from midstream.runtime.models.convention import Lack
-from midstream.runtime.models.forward_flow import Call, Flow, Part, UnreadableError, Value
+from midstream.runtime.models.forward_flow import Call, Flow, Part, Trace, UnreadableError, Value
 
 Ranks = Literal["whole", "sliced", "replicated"]
 _Split = tuple[Ranks, int]
@@ -92,6 +92,15 @@ NO_ROPE = "the model has no rotary embedding here; use {}"
 SHARED = "this layer uses the keys and values of an earlier one"
 INTERNAL_GATE = "the router runs inside the experts' module"
 BACKEND = "the Transformers backend calls attention outside of the layer"
+
+# Attention whose q and k are loaded with the channels of each head in another order than the
+# checkpoint's, always or if an attribute says so; a contract test looks for such loaders.
+PERMUTED: dict[str, str | None] = {
+    "Llama4Attention": None,
+    "K2HorizonAttention": "fold_rope_weights",
+    "K2HorizonMoVAAttention": "fold_rope_weights",
+}
+ORDER = "vLLM stores the channels of each head in another order than the checkpoint"
 
 # Functions that keep the order of heads and columns: a contract test has their forms.
 HEADWISE = frozenset(("_apply_qk_norm()", "apply_partial_rope()"))
@@ -230,6 +239,8 @@ class _Attention:
             return Lack(UNPROVEN)
         if _adds_bias_outside(linear):
             return Lack(BIAS)
+        if argument != "value" and self._is_permuted():
+            return Lack(ORDER)
         heads, size = self._shape(argument)
         sizes = _sizes(self.owner, part, linear)
         if sizes is None or sizes[part.index or 0] != heads * size:
@@ -256,6 +267,13 @@ class _Attention:
         split = projected.ranks, projected.copies
         return InnerPlace(self.path, "input", argument, 0, heads * size, heads, *split)
 
+    def _is_permuted(self) -> bool:
+        name = type(self.owner).__name__
+        if name not in PERMUTED:
+            return False
+        attribute = PERMUTED[name]
+        return attribute is None or bool(getattr(self.owner, attribute))
+
     def _is_rotary(self, name: str) -> bool:
         if name in ROTARY:
             return True
@@ -275,10 +293,10 @@ class _Attention:
             return Lack(UNPROVEN)
         reader, linear, value = readers[0]
         ranks = _ranks(linear)
-        if value == Value(frozenset({Part(name)})):
+        if value == Value(frozenset({Trace(Part(name))})):
             return InnerPlace(self.path, "output", None, 0, heads * size, heads, ranks)
         # A gate or a norm is between: what the projection reads is its own input.
-        unknown = self._unknown(value) - ELEMENTWISE
+        unknown = self._unknown(value.of(name)) - ELEMENTWISE
         if unknown or reader in self.flow.bypassed:
             return Lack(UNPROVEN)
         if linear.input_size_per_partition != heads * size:
@@ -387,12 +405,14 @@ def _halves(
         return dict.fromkeys(both, Lack(BIAS))
     width = down.input_size_per_partition
     path = _joined(owner_path, parts[0].path)
-    activation = type(forward_source.attribute(owner, functions[0])).__name__
+    activation = functions[0]
+    if not activation.endswith("()"):
+        activation = type(forward_source.attribute(owner, activation)).__name__
     if up.output_size_per_partition == width and activation not in GATE_FIRST | GATE_SECOND:
         pre = InnerPlace(path, "output", None, 0, width, 0, _ranks(up))
         return {"mlp_pre": pre, "mlp_pre_linear": Lack("this MLP has no gate")}
     if up.output_size_per_partition != 2 * width or activation not in GATE_FIRST | GATE_SECOND:
-        return dict.fromkeys(both, Lack(f"its activation is a {activation}"))
+        return dict.fromkeys(both, Lack(f"its activation is {activation}"))
     starts = (0, width) if activation in GATE_FIRST else (width, 0)
     return {
         site: InnerPlace(path, "output", None, start, width, 0, _ranks(up))
