@@ -92,11 +92,15 @@ def flow_of(owner: nn.Module, name: str, types: Types) -> Flow:
     cls = type(owner)
     if "forward" in vars(owner):
         raise UnreadableError("its forward was replaced")
-    function = tree_of(_defined(cls, "forward"))
-    if not _calls(function, name):
-        used = {one for one in _methods(function) if callable(getattr(cls, one, None))}
-        trees = [tree_of(_defined(cls, one)) for one in sorted(used)]
-        within = [tree for tree in trees if _calls(tree, name)]
+    function = _defined(cls, "forward")
+    if not _calls(tree_of(function), name):
+        used = sorted(_methods(tree_of(function)))
+        within = [
+            method
+            for one in used
+            if inspect.isfunction(method := inspect.getattr_static(cls, one, None))
+            if _calls(tree_of(method), name)
+        ]
         if len(within) != 1:
             raise UnreadableError(f"its forward does not call its {name!r}")
         function = within[0]
@@ -107,8 +111,8 @@ def flow_of(owner: nn.Module, name: str, types: Types) -> Flow:
             return "matrix"
         return "module" if isinstance(found, nn.Module) else None
 
-    module = inspect.getmodule(_defined(cls, function.name))
-    return read(function, Names(kind, functools.partial(_decide, owner, vars(module))))
+    decide = functools.partial(_decide, owner, function.__globals__)
+    return read(tree_of(function), Names(kind, decide))
 
 
 def check_called(layer: nn.Module, path: str) -> None:

@@ -100,7 +100,7 @@ PERMUTED: dict[str, str | None] = {
     "K2HorizonAttention": "fold_rope_weights",
     "K2HorizonMoVAAttention": "fold_rope_weights",
 }
-ORDER = "vLLM stores the channels of each head in another order than the checkpoint"
+CHANNELS = "vLLM stores the channels of each head in another order than the checkpoint"
 
 # Functions that keep the order of heads and columns: a contract test has their forms.
 HEADWISE = frozenset(("_apply_qk_norm()", "apply_partial_rope()"))
@@ -240,7 +240,7 @@ class _Attention:
         if _adds_bias_outside(linear):
             return Lack(BIAS)
         if argument != "value" and self._is_permuted():
-            return Lack(ORDER)
+            return Lack(CHANNELS)
         heads, size = self._shape(argument)
         sizes = _sizes(self.owner, part, linear)
         if sizes is None or sizes[part.index or 0] != heads * size:
@@ -351,6 +351,7 @@ def _mlp_sites(
     for path in modules:
         above, _, last = path.rpartition(".")
         inside = any(above == one or above.startswith(f"{one}.") for one in {*beside, *mixers})
+        inside = inside or last == "base_layer"  # of a LoRA layer
         if path and not inside and _is_row(modules[above], last, types):
             owners.setdefault(above, []).append(last)
     if len(owners) != 1 or len(next(iter(owners.values()))) != 1:
