@@ -49,7 +49,15 @@ from support.sources import (
 MATRIX = re.compile(r"(Linear|LinearNode)$")
 # The names under which models make vLLM's attention.
 ATTENTION = frozenset(
-    ("Attention", "attn_cls", "EncoderOnlyAttention", "ChunkedLocalAttention", "attn_layer_cls")
+    (
+        "Attention",
+        "EncoderOnlyAttention",
+        "ChunkedLocalAttention",
+        "attn_cls",
+        "attn_layer_cls",
+        "attention_cls",
+        "self._build_attention",
+    )
 )
 LATENT = re.compile(r"(MLAAttention|MultiHeadLatentAttentionWrapper|MLAModules)")
 FOUND = "found"
@@ -146,7 +154,8 @@ def _is_constructor(function: ast.FunctionDef) -> bool:
 
 def _is_module(name: str) -> bool:
     last = name.rpartition(".")[2]
-    return last[:1].isupper() or last.startswith(("get_rope", "get_act", "attn_cls", "attn_layer"))
+    made_by = "get_rope", "get_act", "attn_", "attention_cls", "_build_attention"
+    return last[:1].isupper() or last.startswith(made_by)
 
 
 def _stored(item: ast.AST) -> Iterator[tuple[str, ast.expr]]:
@@ -174,7 +183,8 @@ def _named(path: Path, node: ast.ClassDef) -> set[str]:
     names = set()
     for _, cls in _bases(path, node):
         for function in cls.body:
-            if isinstance(function, ast.FunctionDef) and _is_constructor(function):
+            by_class = isinstance(function, ast.AnnAssign | ast.Assign)
+            if by_class or (isinstance(function, ast.FunctionDef) and _is_constructor(function)):
                 names |= {one.id for one in ast.walk(function) if isinstance(one, ast.Name)}
                 names |= {
                     one.attr

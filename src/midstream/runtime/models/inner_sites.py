@@ -25,8 +25,9 @@ from typing import Any, Literal
 from torch import nn
 
 from midstream.runtime.models import forward_source
-from midstream.runtime.models.convention import Lack
+from midstream.runtime.models.convention import Input, Lack, Refusal
 from midstream.runtime.models.forward_flow import Call, Flow, Part, Trace, UnreadableError, Value
+from midstream.runtime.models.registry import lookup
 
 Ranks = Literal["whole", "sliced", "replicated"]
 _Split = tuple[Ranks, int]
@@ -123,6 +124,8 @@ def find_inner_sites(layer: nn.Module) -> dict[str, Found]:
     tapped.
     """
     types = forward_source.Types.of_vllm()
+    convention = lookup(type(layer), layer)
+    branches = {} if isinstance(convention, Refusal) else convention.branches
     found: dict[str, Found] = {}
     modules = dict(layer.named_modules())
     attention = [path for path, module in modules.items() if isinstance(module, types.attention)]
@@ -130,7 +133,7 @@ def find_inner_sites(layer: nn.Module) -> dict[str, Found]:
     mixers = [path for path, module in modules.items() if isinstance(module, types.mixer)]
     for sites, rule in (
         (ATTENTION, lambda: _attention_sites(layer, modules, attention, mixers, types)),
-        (MLP, lambda: _mlp_sites(layer, modules, [*attention, *mixers], experts, types)),
+        (MLP, lambda: _mlp_sites(layer, modules, [*attention, *mixers], experts, branches, types)),
         (("router",), lambda: _router_site(layer, modules, experts, types)),
     ):
         found.update(_guarded(sites, rule))
@@ -341,8 +344,12 @@ def _mlp_sites(
     modules: dict[str, nn.Module],
     mixers: list[str],
     experts: list[str],
+    branches: Mapping[str, object],
     types: forward_source.Types,
 ) -> dict[str, Found]:
+    entry, leaving = branches.get("mlp_in"), branches.get("mlp_out")
+    if isinstance(entry, Lack) and isinstance(leaving, Lack):
+        return dict.fromkeys(MLP, entry)
     if experts:
         return dict.fromkeys(MLP, Lack(EXPERTS))
     # Attention and other mixers end with such a matrix too: nothing beside or below them counts.
@@ -358,6 +365,8 @@ def _mlp_sites(
         return dict.fromkeys(MLP, Lack(NO_MLP))
     owner_path, (name,) = next(iter(owners.items()))
     owner = modules[owner_path]
+    if isinstance(entry, Input) and not _is_within(owner_path, entry.path):
+        return dict.fromkeys(MLP, Lack(UNPROVEN))
     if owner_path:
         forward_source.check_called(layer, owner_path)
     flow = forward_source.flow_of(owner, name, types)
@@ -470,6 +479,13 @@ def _is_row(owner: nn.Module, name: str, types: forward_source.Types) -> bool:
 
 def _adds_bias_outside(linear: Any) -> bool:
     return bool(linear.skip_bias_add) and linear.bias is not None
+
+
+def _is_within(owner: str, mlp: str) -> bool:
+    """Whether the owner of the last matrix is the MLP of the convention: the module that reads the
+    stream, one inside it, or the one that has both that and the last matrix.
+    """
+    return owner == mlp or owner.startswith(f"{mlp}.") or owner == _parent(mlp)
 
 
 def _parent(path: str) -> str:
