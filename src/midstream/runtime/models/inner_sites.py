@@ -89,7 +89,7 @@ MLA = "multi-head latent attention has no per-head keys and values"
 NO_ATTENTION = "this layer has no attention of its own"
 NO_MLP = "this layer has no MLP of a form that midstream knows"
 EXPERTS = "its experts run in one kernel"
-NO_ROPE = "the model has no rotary embedding here; use {}"
+NO_ROPE = "this layer has no rotary embedding; use {}"
 SHARED = "this layer uses the keys and values of an earlier one"
 INTERNAL_GATE = "the router runs inside the experts' module"
 BACKEND = "the Transformers backend calls attention outside of the layer"
@@ -261,12 +261,12 @@ class _Attention:
             return Lack(SHARED)
         if self._unknown(value) or not value.parts:
             return Lack(UNPROVEN)
-        if not any(self._is_rotary(name) for name in value.through):
-            return Lack(NO_ROPE.format("q" if argument == "query" else "k"))
-        heads, size = self._shape(argument)
         projected = self.projected(argument)
         if isinstance(projected, Lack):
             return projected
+        if not any(self._is_rotary(name) for name in value.through):
+            return Lack(NO_ROPE.format("q" if argument == "query" else "k"))
+        heads, size = self._shape(argument)
         split = projected.ranks, projected.copies
         return InnerPlace(self.path, "input", argument, 0, heads * size, heads, *split)
 
@@ -353,20 +353,19 @@ def _mlp_sites(
     if experts:
         return dict.fromkeys(MLP, Lack(EXPERTS))
     # Attention and other mixers end with such a matrix too: nothing beside or below them counts.
-    beside = {_parent(path) for path in mixers} - {""}
+    beside = {path.split(".")[0] for path in mixers if "." in path}
     owners: dict[str, list[str]] = {}
     for path in modules:
         above, _, last = path.rpartition(".")
-        inside = any(above == one or above.startswith(f"{one}.") for one in {*beside, *mixers})
-        inside = inside or last == "base_layer"  # of a LoRA layer
-        if path and not inside and _is_row(modules[above], last, types):
+        counts = path and last != "base_layer" and above.split(".")[0] not in beside
+        if isinstance(entry, Input):
+            counts = counts and _is_within(above, entry.path)
+        if counts and _is_row(modules[above], last, types):
             owners.setdefault(above, []).append(last)
     if len(owners) != 1 or len(next(iter(owners.values()))) != 1:
         return dict.fromkeys(MLP, Lack(NO_MLP))
     owner_path, (name,) = next(iter(owners.items()))
     owner = modules[owner_path]
-    if isinstance(entry, Input) and not _is_within(owner_path, entry.path):
-        return dict.fromkeys(MLP, Lack(UNPROVEN))
     if owner_path:
         forward_source.check_called(layer, owner_path)
     flow = forward_source.flow_of(owner, name, types)

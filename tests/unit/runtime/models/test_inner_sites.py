@@ -68,7 +68,7 @@ def test_the_places_hold_what_transformers_has(
 
 
 def test_sites_are_lacking_with_a_reason(examined: dict[str, dict[str, Any]]) -> None:
-    assert examined["gpt2"]["rot_q"] == "the model has no rotary embedding here; use q"
+    assert examined["gpt2"]["rot_q"] == "this layer has no rotary embedding; use q"
     assert examined["gpt2"]["mlp_pre_linear"] == "this MLP has no gate"
     assert examined["mixtral"]["mlp_act"] == EXPERTS
     assert examined["llama"]["router"] == "this layer has no experts"
@@ -275,7 +275,7 @@ def test_the_order_of_the_pieces_is_that_of_the_code() -> None:
     found = find_inner_sites(Layer(Swapped()))
     starts = [getattr(found[site], "start", None) for site in ("q", "k", "v")]
     assert starts == [32, 0, 16]
-    assert reasons(found)["rot_q"] == "the model has no rotary embedding here; use q"
+    assert reasons(found)["rot_q"] == "this layer has no rotary embedding; use q"
 
 
 def test_separate_projections_are_whole_outputs() -> None:
