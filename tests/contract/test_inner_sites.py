@@ -15,7 +15,15 @@ import re
 import pytest
 from support import inner_sources
 from support.inner_sources import Owner
-from support.sources import each_vllm_entry, file_of, is_in_this_release, tree_of, vllm_root
+from support.sources import (
+    class_node,
+    class_texts,
+    each_vllm_entry,
+    file_of,
+    is_in_this_release,
+    tree_of,
+    vllm_root,
+)
 
 from midstream.runtime.models.forward_flow import NORMED_SPLIT
 from midstream.runtime.models.inner_sites import (
@@ -26,8 +34,6 @@ from midstream.runtime.models.inner_sites import (
     PERMUTED,
     UNPROVEN,
 )
-from midstream.runtime.models.registry import key_of
-from midstream.runtime.models.vllm_layers import MODELS
 
 each_release = pytest.mark.usefixtures("release")
 
@@ -159,21 +165,38 @@ def test_a_router_is_called_by_its_block_or_known_to_be_inside_the_experts() -> 
     assert not wrong
 
 
-@each_release
-def test_every_name_of_the_tables_is_in_use() -> None:
-    names = {name for _, owners in layers() for name in owners}
-    assert names  # in some release each one is; the installed one may lack a few
-    known = {name.rpartition(".")[0] for name in MODELS}
-    assert {name.rpartition(".")[0] for name in LATENT | WITHOUT if "." in name} - known <= {
-        "deepseek_v32.amd.model",
-        "deepseek_v32.nvidia.model",
-        "hy_v4.amd.model",
-        "hy_v4.nvidia.model",
-        "kimi_k3.amd.linear",
-    }
-
-
 # ------------------------------------------------------------------ what the rules know
+
+
+CLASSES = {
+    "attention/attention.py": ("Attention",),
+    "attention/mla_attention.py": ("MLAAttention",),
+    "attention_layer_base.py": ("AttentionLayerBase",),
+    "linear.py": (
+        "LinearBase",
+        "ColumnParallelLinear",
+        "RowParallelLinear",
+        "QKVParallelLinear",
+        "ReplicatedLinear",
+    ),
+    "rotary_embedding/base.py": ("RotaryEmbeddingBase",),
+    "fused_moe/runner/moe_runner_interface.py": ("MoERunnerInterface",),
+}
+
+
+@each_release
+def test_vllm_has_the_classes_by_which_modules_are_recognised() -> None:
+    layers_folder = vllm_root() / "model_executor" / "layers"
+    for file, names in CLASSES.items():
+        assert set(names) <= class_texts(layers_folder / file).keys(), file
+    exported = (layers_folder / "attention" / "__init__.py").read_text()
+    assert "import Attention\n" in exported
+    assert "import MLAAttention\n" in exported
+    mla = class_node(layers_folder / "attention" / "mla_attention.py", "MLAAttention")
+    assert mla
+    assert "AttentionLayerBase" in [ast.unparse(base) for base in mla.bases]
+    mamba = class_texts(layers_folder / "mamba" / "abstract.py")["MambaBase"]
+    assert "class MambaBase(AttentionLayerBase)" in mamba
 
 
 @each_release
@@ -240,7 +263,3 @@ def test_loaders_that_reorder_channels_are_known() -> None:
         if loads and not known and module not in fine:
             wrong.append((name, loads[0]))
     assert not wrong
-
-
-def test_the_table_is_looked_up_by_the_class_of_the_forward() -> None:
-    assert key_of(type("Nothing", (), {})) is None

@@ -15,6 +15,7 @@ from torch import nn
 from midstream.runtime.models.forward_flow import Flow, Names, UnreadableError, path_of, read
 
 _LAYERS = "vllm.model_executor.layers"
+_UNKNOWN = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,8 @@ class Types:
 
 def attribute(module: object, path: str) -> Any:
     """Return the attribute at a dotted path; None if it is missing."""
-    found = module
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
+    found = _attribute(module, path)
+    return None if found is _UNKNOWN else found
 
 
 def linear_at(owner: object, path: str, types: Types) -> Any:
@@ -220,8 +219,6 @@ def _uses_method(tree: ast.AST, name: str) -> bool:
 
 # -------------------------------------------------------------------- conditions
 
-_UNKNOWN = object()
-
 
 def _decide(owner: object, names: dict[str, Any], test: ast.expr) -> bool | None:
     """Return the value of a condition on the module's attributes; None if it depends on others."""
@@ -262,7 +259,10 @@ def _evaluated(owner: object, names: dict[str, Any], node: ast.expr) -> Any:
 def _attribute(owner: object, path: str) -> Any:
     found: Any = owner
     for name in path.split("."):
-        found = getattr(found, name, _UNKNOWN)
+        try:
+            found = getattr(found, name, _UNKNOWN)
+        except (AssertionError, LookupError, NotImplementedError, RuntimeError, ValueError):
+            return _UNKNOWN  # a property that has no value here
     return found
 
 

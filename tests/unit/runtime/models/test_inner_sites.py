@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.engines import HAS_GPU
 from support.inner_models import ORDER
 from support.own_process import python
 from torch import Tensor, nn
@@ -42,6 +43,8 @@ MIXTURES = {"mixtral", "qwen3_moe"}
 
 @pytest.fixture(scope="module")
 def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    if HAS_GPU:
+        pytest.skip("the models are run on the CPU, which this build of vLLM does not")
     folder = tmp_path_factory.mktemp("inner")
     out = python("-m", "support.inner_models", folder, timeout=300)
     found: dict[str, dict[str, Any]] = json.loads(out.splitlines()[-1])
@@ -419,6 +422,22 @@ def test_an_attention_of_another_kind_gives_no_place() -> None:
     assert attention_reason(attention) == NO_ATTENTION
     attention.attn, attention.other = Attention(), Attention()  # type: ignore[assignment]
     assert attention_reason(attention) == "it has several attentions"
+
+
+def test_a_property_without_a_value_decides_nothing() -> None:
+    class Asserting(SelfAttention):
+        @property
+        def shared(self) -> bool:
+            raise AssertionError("not now")
+
+        def forward(self, positions: Any, hidden_states: Any) -> Any:
+            qkv, _ = self.qkv_proj(hidden_states)
+            q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+            if self.shared:
+                q = self.rotary_emb(q)
+            return self.o_proj(self.attn(q, k, v))[0]
+
+    assert isinstance(find_inner_sites(Layer(Asserting()))["k"], InnerPlace)
 
 
 def test_a_layer_that_calls_a_method_of_its_attention_gives_no_place() -> None:
