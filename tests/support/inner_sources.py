@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from midstream.errors import UnsupportedError
 from midstream.runtime.models.forward_flow import (
-    Call,
     Flow,
+    FlowCall,
     Names,
-    Part,
+    OutputPart,
     Trace,
-    UnreadableError,
     Value,
     path_of,
     read,
@@ -199,7 +199,7 @@ def method_calling(owner: Owner, name: str) -> tuple[ast.FunctionDef, Path]:
     bases = list(_bases(owner.path, owner.node))
     forward, home = next(((f, p) for p, n in bases if (f := forward_of(n))), (None, None))
     if forward is None or home is None:
-        raise UnreadableError("it has no forward")
+        raise UnsupportedError("it has no forward")
     if _calls(forward, name):
         return forward, home
     methods = {
@@ -211,7 +211,7 @@ def method_calling(owner: Owner, name: str) -> tuple[ast.FunctionDef, Path]:
     inner = [methods[one] for one in sorted(_methods(forward)) if one in methods]
     inner = [one for one in inner if _calls(one, name)]
     if len(inner) != 1:
-        raise UnreadableError(f"its forward does not call its {name!r}")
+        raise UnsupportedError(f"its forward does not call its {name!r}")
     return inner[0], home
 
 
@@ -242,7 +242,7 @@ def _attention(owner: Owner, attribute: str) -> str:
     """The sites that a form of attention shows, in words."""
     try:
         flow = flow_of(owner, attribute)
-    except UnreadableError as error:
+    except UnsupportedError as error:
         return f"unreadable: {error}"
     calls = flow.of(attribute)
     if not calls or attribute in flow.bypassed:
@@ -262,11 +262,11 @@ def _attention(owner: Owner, attribute: str) -> str:
     return " ".join([*parts, *rotary, *mixed]) + one
 
 
-def _argument(call: Call, number: int) -> Value | None:
+def _argument(call: FlowCall, number: int) -> Value | None:
     return call.argument(number, ("query", "key", "value")[number])
 
 
-def _is_piece(owner: Owner, flow: Flow, call: Call, number: int) -> bool:
+def _is_piece(owner: Owner, flow: Flow, call: FlowCall, number: int) -> bool:
     value = _argument(call, number)
     if value is None or len(value.parts) != 1:
         return False
@@ -277,7 +277,7 @@ def _is_piece(owner: Owner, flow: Flow, call: Call, number: int) -> bool:
     return part.index is None or part.index == number
 
 
-def _is_rotated(call: Call, number: int) -> bool:
+def _is_rotated(call: FlowCall, number: int) -> bool:
     value = _argument(call, number)
     return value is not None and any("rotary" in one or one in ROTARY for one in value.through)
 
@@ -293,7 +293,7 @@ def _mixed(owner: Owner, flow: Flow, attribute: str) -> list[str]:
     if len(given) != 1:
         return []
     path, value = given[0]
-    if value == Value(frozenset({Trace(Part(attribute))})):
+    if value == Value(frozenset({Trace(OutputPart(attribute))})):
         return ["z"]
     through = value.of(attribute).through
     unknown = {one for one in through if one.endswith("()")} - HEADWISE - ELEMENTWISE
@@ -319,7 +319,7 @@ def _mlp(owner: Owner, attributes: list[str]) -> str:
         return f"{len(attributes)} last matrices"
     try:
         flow = flow_of(owner, attributes[0])
-    except UnreadableError as error:
+    except UnsupportedError as error:
         return f"unreadable: {error}"
     calls = flow.of(attributes[0])
     value = calls[0].argument(0, "input_") if len(calls) == 1 else None
@@ -346,7 +346,7 @@ def routers(owners: dict[str, Owner]) -> dict[str, str]:
 def _router(owner: Owner, attribute: str) -> str:
     try:
         flow = flow_of(owner, attribute)
-    except UnreadableError as error:
+    except UnsupportedError as error:
         return f"unreadable: {error}"
     text = "\n".join(ast.unparse(cls) for _, cls in _bases(owner.path, owner.node))
     inner = " (gate given to the experts)" if re.search(r"\bgate=self\.", text) else ""

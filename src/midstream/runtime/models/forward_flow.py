@@ -12,12 +12,15 @@ import ast
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from midstream.errors import UnsupportedError
+
 # What gives the same numbers by head in the same order.
 VIEWS = frozenset(
     ("view", "reshape", "contiguous", "flatten", "unflatten", "view_as", "squeeze", "unsqueeze")
 )
 # What changes each number by itself, or its dtype.
 _BY_NUMBER = frozenset(("to", "float", "type_as", "clamp", "clamp_", "mul_", "sigmoid"))
+_ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div)
 # What is said about a tensor without reading it.
 _ABOUT = frozenset(("shape", "dtype", "device", "size", "dim", "numel", "ndim"))
 
@@ -27,12 +30,8 @@ NORMED_SPLIT = "MiniMaxText01RMSNormTP.forward_qkv"
 _FORWARDS = ("forward", "forward_native", "forward_cuda")
 
 
-class UnreadableError(Exception):
-    """A forward that the reader does not follow; the message is a clause."""
-
-
 @dataclass(frozen=True, slots=True)
-class Part:
+class OutputPart:
     """What a module returned, or columns of it.
 
     Attributes:
@@ -56,7 +55,7 @@ class Trace:
         through: what it went through since: paths of modules, and `name()` of other functions.
     """
 
-    part: Part
+    part: OutputPart
     changed: bool = False
     through: frozenset[str] = frozenset()
 
@@ -72,7 +71,7 @@ class Value:
     traces: frozenset[Trace] = frozenset()
 
     @property
-    def parts(self) -> frozenset[Part]:
+    def parts(self) -> frozenset[OutputPart]:
         """Return what it is made of."""
         return frozenset(trace.part for trace in self.traces)
 
@@ -100,7 +99,7 @@ NOTHING = Value()
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class FlowCall:
     """A call of a sub-module.
 
     Attributes:
@@ -131,11 +130,11 @@ class Flow:
         functions: names of the other functions that are called.
     """
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[FlowCall] = field(default_factory=list)
     bypassed: set[str] = field(default_factory=set)
     functions: set[str] = field(default_factory=set)
 
-    def of(self, path: str) -> list[Call]:
+    def of(self, path: str) -> list[FlowCall]:
         """Return the calls of a module."""
         return [call for call in self.calls if call.path == path]
 
@@ -162,7 +161,7 @@ def read(function: ast.FunctionDef, names: Names) -> Flow:
         names: what its attributes are.
 
     Raises:
-        UnreadableError: it is not a list of plain statements.
+        UnsupportedError: it is not a list of plain statements.
     """
     reader = _Reader(names)
     reader.run(function.body, {})
@@ -194,7 +193,7 @@ class _Reader:
         """Follow statements, which change `env`; return whether what comes after them is reached.
 
         Raises:
-            UnreadableError: one is no plain statement.
+            UnsupportedError: one is no plain statement.
         """
         for item in body:
             if isinstance(item, ast.Return):
@@ -238,7 +237,7 @@ class _Reader:
         elif isinstance(item, ast.Expr):
             self._effect(item.value, env)
         elif not isinstance(item, ast.Assert | ast.Delete | ast.Pass | ast.Import | ast.ImportFrom):
-            raise UnreadableError(f"its forward has a {type(item).__name__.lower()} statement")
+            raise UnsupportedError(f"its forward has a {type(item).__name__.lower()} statement")
 
     def _effect(self, node: ast.expr, env: _Env) -> None:
         """Follow a statement that is one expression: a call may change what it is given."""
@@ -300,7 +299,7 @@ class _Reader:
         return [
             Value(
                 frozenset(
-                    Trace(Part(parts[0].path, i, sizes), one.changed, one.through)
+                    Trace(OutputPart(parts[0].path, i, sizes), one.changed, one.through)
                     for one in whole.traces
                 )
             )
@@ -337,11 +336,15 @@ class _Reader:
             if decided is not None:
                 return self._value(node.body if decided else node.orelse, env)
         if isinstance(node, ast.Lambda | ast.GeneratorExp | ast.ListComp | ast.DictComp):
-            raise UnreadableError(f"its forward has a {type(node).__name__}")
+            raise UnsupportedError(f"its forward has a {type(node).__name__}")
         inner_nodes = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr)]
         values = [self._value(one, env) for one in inner_nodes]
         joined = NOTHING.joined(*values)
-        return joined if isinstance(node, ast.Tuple | ast.Starred) else joined.after()
+        if isinstance(node, ast.Tuple | ast.Starred):
+            return joined
+        if isinstance(node, ast.BinOp) and not isinstance(node.op, _ARITHMETIC):
+            return joined.after("operator()")  # a matrix product
+        return joined.after()
 
     def _attribute(self, node: ast.Attribute, env: _Env) -> Value:
         path = path_of(node)
@@ -365,9 +368,9 @@ class _Reader:
         given = NOTHING.joined(*(one for one in (*args, *kwargs.values()) if one is not None))
         if kind is not None:
             path = path_of(node.func) or ""
-            self.flow.calls.append(Call(path, tuple(args), kwargs))
+            self.flow.calls.append(FlowCall(path, tuple(args), kwargs))
             if kind == "matrix":
-                return Value(frozenset({Trace(Part(path))}))
+                return Value(frozenset({Trace(OutputPart(path))}))
             return given.after(path)
         of = NOTHING
         path = path_of(node.func) or ""

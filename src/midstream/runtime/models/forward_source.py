@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from midstream.runtime.models.forward_flow import Flow, Names, UnreadableError, path_of, read
+from midstream.errors import UnsupportedError
+from midstream.runtime.models.forward_flow import Flow, Names, path_of, read
 
 _LAYERS = "vllm.model_executor.layers"
 _UNKNOWN = object()
@@ -86,11 +87,11 @@ def flow_of(owner: nn.Module, name: str, types: Types) -> Flow:
     That is its forward, or the one method that its forward calls and that calls the sub-module.
 
     Raises:
-        UnreadableError: the code is not of a form that can be followed.
+        UnsupportedError: the code is not of a form that can be followed.
     """
     cls = type(owner)
     if "forward" in vars(owner):
-        raise UnreadableError("its forward was replaced")
+        raise UnsupportedError("its forward was replaced")
     function = _defined(cls, "forward")
     if not _calls(tree_of(function), name):
         used = sorted(_methods(tree_of(function)))
@@ -101,7 +102,7 @@ def flow_of(owner: nn.Module, name: str, types: Types) -> Flow:
             if _calls(tree_of(method), name)
         ]
         if len(within) != 1:
-            raise UnreadableError(f"its forward does not call its {name!r}")
+            raise UnsupportedError(f"its forward does not call its {name!r}")
         function = within[0]
 
     def kind(path: str) -> str | None:
@@ -118,14 +119,14 @@ def check_called(layer: nn.Module, path: str) -> None:
     """Check that each module on a path is called by the one above it, as a module.
 
     Raises:
-        UnreadableError: one is not, or one of its methods is called as well.
+        UnsupportedError: one is not, or one of its methods is called as well.
     """
     parent = layer
     for name in path.split("."):
         trees = [tree_of(one) for one in _own_methods(type(parent))]
         called = any(_calls(tree, name) for tree in trees)
         if not called or any(_uses_method(tree, name) for tree in trees):
-            raise UnreadableError(f"{type(parent).__qualname__} does not just call its {name!r}")
+            raise UnsupportedError(f"{type(parent).__qualname__} does not just call its {name!r}")
         parent = getattr(parent, name)
 
 
@@ -146,21 +147,21 @@ def tree_of(function: Any) -> ast.FunctionDef:
     """Return the source of a function.
 
     Raises:
-        UnreadableError: it is not to be had, or the function is decorated.
+        UnsupportedError: it is not to be had, or the function is decorated.
     """
     try:
         node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError) as error:
-        raise UnreadableError("its source is not available") from error
+        raise UnsupportedError("its source is not available") from error
     if not isinstance(node, ast.FunctionDef) or node.decorator_list:
-        raise UnreadableError(f"its {getattr(function, '__name__', 'forward')} is decorated")
+        raise UnsupportedError(f"its {getattr(function, '__name__', 'forward')} is decorated")
     return node
 
 
 def _defined(cls: type, name: str) -> Any:
     found = inspect.getattr_static(cls, name, None)
     if not inspect.isfunction(found):
-        raise UnreadableError(f"its {name} is no plain function")
+        raise UnsupportedError(f"its {name} is no plain function")
     return found
 
 
@@ -178,7 +179,7 @@ def _own_methods(cls: type) -> list[Any]:
 def _is_plain(function: Any) -> bool:
     try:
         tree_of(function)
-    except UnreadableError:
+    except UnsupportedError:
         return False
     return True
 

@@ -24,9 +24,10 @@ from typing import Any, Literal
 
 from torch import nn
 
+from midstream.errors import UnsupportedError
 from midstream.runtime.models import forward_source
 from midstream.runtime.models.convention import Input, Lack, Refusal
-from midstream.runtime.models.forward_flow import Call, Flow, Part, Trace, UnreadableError, Value
+from midstream.runtime.models.forward_flow import Flow, FlowCall, OutputPart, Trace, Value
 from midstream.runtime.models.registry import lookup
 
 Ranks = Literal["whole", "sliced", "replicated"]
@@ -149,7 +150,7 @@ def _guarded(sites: tuple[str, ...], rule: Callable[[], Mapping[str, Found]]) ->
     """Return what a rule finds; no site if it cannot read the code."""
     try:
         found = rule()
-    except UnreadableError as error:
+    except UnsupportedError as error:
         return dict.fromkeys(sites, Lack(f"midstream cannot read this model's code: {error}"))
     return {site: found.get(site, Lack(UNPROVEN)) for site in sites}
 
@@ -180,7 +181,7 @@ def _attention_sites(
     owner = modules[owner_path]
     flow = forward_source.flow_of(owner, name, types)
     calls = flow.of(name)
-    if len(calls) != 1 or name in flow.bypassed:
+    if len(calls) != 1 or "**" in calls[0].kwargs or name in flow.bypassed:
         return dict.fromkeys(ATTENTION, Lack(UNPROVEN))
     at = _Attention(owner, owner_path, path, module, flow, calls[0], types)
     return {
@@ -212,7 +213,7 @@ class _Attention:
     path: str
     module: Any
     flow: Flow
-    call: Call
+    call: FlowCall
     types: forward_source.Types
 
     def _given(self, argument: str) -> Value | None:
@@ -296,7 +297,7 @@ class _Attention:
             return Lack(UNPROVEN)
         reader, linear, value = readers[0]
         ranks = _ranks(linear)
-        if value == Value(frozenset({Trace(Part(name))})):
+        if value == Value(frozenset({Trace(OutputPart(name))})):
             return InnerPlace(self.path, "output", None, 0, heads * size, heads, ranks)
         # A gate or a norm is between: what the projection reads is its own input.
         unknown = self._unknown(value.of(name)) - ELEMENTWISE
@@ -308,7 +309,7 @@ class _Attention:
         return InnerPlace(path, "input", None, 0, heads * size, heads, ranks)
 
 
-def _sizes(owner: nn.Module, part: Part, linear: Any) -> list[int] | None:
+def _sizes(owner: nn.Module, part: OutputPart, linear: Any) -> list[int] | None:
     """Return the widths of the pieces of a matrix's output, which must be all of it."""
     width = linear.output_size_per_partition
     if part.sizes is None:

@@ -7,13 +7,13 @@ import textwrap
 
 import pytest
 
+from midstream.errors import UnsupportedError
 from midstream.runtime.models.forward_flow import (
     NOTHING,
     Flow,
     Names,
-    Part,
+    OutputPart,
     Trace,
-    UnreadableError,
     Value,
     read,
 )
@@ -36,7 +36,7 @@ def given(body: str, path: str = "attn", **decided: bool) -> list[Value | None]:
 
 
 def piece(index: int, *sizes: str, through: tuple[str, ...] = ()) -> Value:
-    part = Part("qkv", index, sizes)
+    part = OutputPart("qkv", index, sizes)
     return Value(frozenset({Trace(part, bool(through), frozenset(through))}))
 
 
@@ -64,7 +64,7 @@ def test_views_change_no_number_and_norms_do() -> None:
 
 def test_equal_pieces_are_counted() -> None:
     q, *_ = given("y = self.qkv(x)[0]\nq, k, v = y.chunk(chunks=3, dim=-1)\nself.attn(q, k, v)")
-    assert q == Value(frozenset({Trace(Part("qkv", 0, 3))}))
+    assert q == Value(frozenset({Trace(OutputPart("qkv", 0, 3))}))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,9 @@ def test_another_split_leaves_a_mark(split: str) -> None:
         assert any(name.endswith("()") for name in value.through)
 
 
-@pytest.mark.parametrize("change", ["q = q.transpose(0, 1)", "q = f(q)", "g(q)", "q[0] = k"])
+@pytest.mark.parametrize(
+    "change", ["q = q.transpose(0, 1)", "q = f(q)", "q = q @ self.w", "g(q)", "q[0] = k"]
+)
 def test_what_the_reader_does_not_know_leaves_a_mark(change: str) -> None:
     q, *_ = given(SPLIT + change + "\nself.attn(q, k, v)")
     assert q is not None
@@ -135,5 +137,5 @@ def test_none_is_told_from_a_value() -> None:
     "body", ["for i in x:\n    pass", "while x:\n    pass", "[f(y) for y in x]"]
 )
 def test_a_loop_cannot_be_read(body: str) -> None:
-    with pytest.raises(UnreadableError, match="its forward has a"):
+    with pytest.raises(UnsupportedError, match="its forward has a"):
         flow(body)
