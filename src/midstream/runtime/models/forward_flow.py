@@ -1,0 +1,435 @@
+"""Which sub-modules a module's forward calls, and with what, read from its source.
+
+The reader follows the tensors that the module's matrices and attention return through a forward
+that is a list of plain statements, and says for each call which of them its arguments are made of.
+It never guesses: what it does not know becomes part of a value's history (`Value.through`), and a
+loop makes the whole forward unreadable. Neither vLLM nor torch is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from midstream.errors import UnsupportedError
+
+# What gives the same numbers by head in the same order.
+VIEWS = frozenset(
+    ("view", "reshape", "contiguous", "flatten", "unflatten", "view_as", "squeeze", "unsqueeze")
+)
+# What changes each number by itself, or its dtype.
+_BY_NUMBER = frozenset(("to", "float", "type_as", "clamp", "clamp_", "mul_", "sigmoid"))
+_ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div)
+# What is said about a tensor without reading it.
+_ABOUT = frozenset(("shape", "dtype", "device", "size", "dim", "numel", "ndim"))
+
+# A function of vLLM's that splits `(q_norm, k_norm, qkv, q_size, kv_size)` and norms q and k.
+NORMED_SPLIT = "MiniMaxText01RMSNormTP.forward_qkv"
+# Methods that a module's call ends in.
+_FORWARDS = ("forward", "forward_native", "forward_cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPart:
+    """What a module returned, or columns of it.
+
+    Attributes:
+        path: attribute of the module, dotted.
+        index: number of the piece if the columns were split; None: all of them.
+        sizes: the pieces' widths as expressions of `self`; one number: so many equal pieces.
+    """
+
+    path: str
+    index: int | None = None
+    sizes: tuple[str, ...] | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """How one part reached a value.
+
+    Attributes:
+        part: the part.
+        changed: whether the numbers may differ from the part's.
+        through: what it went through since: paths of modules, and `name()` of other functions.
+    """
+
+    part: OutputPart
+    changed: bool = False
+    through: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What a tensor is made of.
+
+    Attributes:
+        traces: how each of its parts reached it; none for anything that no matrix returned.
+    """
+
+    traces: frozenset[Trace] = frozenset()
+
+    @property
+    def parts(self) -> frozenset[OutputPart]:
+        """Return what it is made of."""
+        return frozenset(trace.part for trace in self.traces)
+
+    @property
+    def through(self) -> frozenset[str]:
+        """Return all that any of its parts went through."""
+        return frozenset().union(*(trace.through for trace in self.traces))
+
+    def of(self, path: str) -> Value:
+        """Return the value of the parts of one module alone."""
+        return Value(frozenset(trace for trace in self.traces if trace.part.path == path))
+
+    def joined(self, *others: Value) -> Value:
+        """Return a value made of this one and the others."""
+        return Value(self.traces.union(*(one.traces for one in others)))
+
+    def after(self, *through: str) -> Value:
+        """Return this value after functions that changed its numbers."""
+        return Value(
+            frozenset(Trace(one.part, True, one.through.union(through)) for one in self.traces)
+        )
+
+
+NOTHING = Value()
+
+
+@dataclass(frozen=True, slots=True)
+class FlowCall:
+    """A call of a sub-module.
+
+    Attributes:
+        path: attribute of the module, dotted.
+        args: the positional arguments; None for the constant None.
+        kwargs: the keyword arguments.
+    """
+
+    path: str
+    args: tuple[Value | None, ...]
+    kwargs: dict[str, Value | None]
+
+    def argument(self, index: int, name: str) -> Value | None:
+        """Return an argument; None if it is None or missing."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        return self.args[index] if index < len(self.args) else None
+
+
+@dataclass(slots=True)
+class Flow:
+    """What a forward does with its sub-modules.
+
+    Attributes:
+        calls: the calls, in the order of the source.
+        bypassed: modules that are used otherwise than by a call: given to a function, or their
+            weights or methods are used.
+        functions: names of the other functions that are called.
+    """
+
+    calls: list[FlowCall] = field(default_factory=list)
+    bypassed: set[str] = field(default_factory=set)
+    functions: set[str] = field(default_factory=set)
+
+    def of(self, path: str) -> list[FlowCall]:
+        """Return the calls of a module."""
+        return [call for call in self.calls if call.path == path]
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What the reader is told about the attributes of the module that it reads.
+
+    Attributes:
+        kind: by the path of an attribute, `"matrix"` for a linear layer or attention, whose output
+            is a part; `"module"` for other modules; None for anything else.
+        decide: the value of the condition of an `if`; None if only the forward pass knows.
+    """
+
+    kind: Callable[[str], str | None]
+    decide: Callable[[ast.expr], bool | None] = lambda test: None
+
+
+def read(function: ast.FunctionDef, names: Names) -> Flow:
+    """Return what a forward does with its sub-modules.
+
+    Args:
+        function: the forward.
+        names: what its attributes are.
+
+    Raises:
+        UnsupportedError: it is not a list of plain statements.
+    """
+    reader = _Reader(names)
+    reader.run(function.body, {})
+    return reader.flow
+
+
+def path_of(node: ast.expr) -> str | None:
+    """Return the dotted path of an attribute of `self`; None for another expression."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    if isinstance(node, ast.Name) and node.id == "self" and names:
+        return ".".join(reversed(names))
+    return None
+
+
+_Env = dict[str, Value]
+
+
+class _Reader:
+    def __init__(self, names: Names) -> None:
+        self._names = names
+        self.flow = Flow()
+
+    # ------------------------------------------------------------ statements
+
+    def run(self, body: Sequence[ast.stmt], env: _Env) -> bool:
+        """Follow statements, which change `env`; return whether what comes after them is reached.
+
+        Raises:
+            UnsupportedError: one is no plain statement.
+        """
+        for item in body:
+            if isinstance(item, ast.Return):
+                if item.value is not None:
+                    self._value(item.value, env)
+                return False
+            if isinstance(item, ast.Raise):
+                return False
+            if isinstance(item, ast.If):
+                if not self._branch(item, env):
+                    return False
+            else:
+                self._statement(item, env)
+        return True
+
+    def _branch(self, item: ast.If, env: _Env) -> bool:
+        decided = self._names.decide(item.test)
+        if decided is not None:
+            return self.run(item.body if decided else item.orelse, env)
+        self._value(item.test, env)
+        ends = []
+        for body in (item.body, item.orelse):
+            inner = dict(env)
+            if self.run(body, inner):
+                ends.append(inner)
+        if not ends:
+            return False
+        found = {name for end in ends for name in end}
+        env.update({n: NOTHING.joined(*(end[n] for end in ends if n in end)) for n in found})
+        return True
+
+    def _statement(self, item: ast.stmt, env: _Env) -> None:
+        if isinstance(item, ast.Assign) and len(item.targets) == 1:
+            self._assign(item.targets[0], item.value, env)
+        elif isinstance(item, ast.AnnAssign):
+            if item.value is not None:
+                self._assign(item.target, item.value, env)
+        elif isinstance(item, ast.AugAssign):
+            value = self._value(item.value, env).joined(self._value(item.target, env)).after()
+            self._store(item.target, value, env)
+        elif isinstance(item, ast.Expr):
+            self._effect(item.value, env)
+        elif not isinstance(item, ast.Assert | ast.Delete | ast.Pass | ast.Import | ast.ImportFrom):
+            raise UnsupportedError(f"its forward has a {type(item).__name__.lower()} statement")
+
+    def _effect(self, node: ast.expr, env: _Env) -> None:
+        """Follow a statement that is one expression: a call may change what it is given."""
+        self._value(node, env)
+        if isinstance(node, ast.Call):
+            name = _called(node)
+            given = [*node.args, *(keyword.value for keyword in node.keywords)]
+            if isinstance(node.func, ast.Attribute):
+                given.append(node.func.value)
+            for part in given:
+                if isinstance(part, ast.Name) and part.id in env:
+                    by_number = name in _BY_NUMBER
+                    env[part.id] = env[part.id].after(*(() if by_number else (f"{name}()",)))
+
+    def _assign(self, target: ast.expr, value: ast.expr, env: _Env) -> None:
+        if not isinstance(target, ast.Tuple | ast.List):
+            self._store(target, self._value(value, env), env)
+            return
+        if isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts):
+            given = [self._value(one, env) for one in value.elts]
+        else:
+            given = self._unpacked(target, value, env)
+        for name, one in zip(target.elts, given, strict=True):
+            self._store(name, one, env)
+
+    def _unpacked(self, target: ast.Tuple | ast.List, value: ast.expr, env: _Env) -> list[Value]:
+        found = self._value(value, env)
+        count = len(target.elts)
+        if not isinstance(value, ast.Call):
+            return [found.after("unpacking()")] * count
+        kind = self._kind(value.func)
+        if kind == "matrix":  # (output, bias)
+            return [found] + [NOTHING] * (count - 1)
+        pieces = self._pieces(value, env, count)
+        if pieces:
+            return pieces
+        # `q, k = self.rotary_emb(positions, q, k)`: what has the same name is the same vector.
+        arguments = {_vector_name(one) for one in value.args}
+        wanted = [one.id if isinstance(one, ast.Name) else "" for one in target.elts]
+        if {name for name in wanted if name != "_"} <= arguments:
+            path = path_of(value.func) or ""
+            above, _, last = path.rpartition(".")
+            if last in _FORWARDS and self._names.kind(above) == "module":
+                kind, path = "module", above
+            through = path if kind else f"{_called(value)}()"
+            return [env.get(name, NOTHING).after(through) for name in wanted]
+        return [found.after("unpacking()")] * count
+
+    def _pieces(self, call: ast.Call, env: _Env, count: int) -> list[Value]:
+        """Return the pieces of `x.split([…], dim=-1)` or `x.chunk(n, dim=-1)`; none for others."""
+        split = _split(call, count)
+        if split is None:
+            return []
+        tensor, sizes = split
+        whole = self._value(tensor, env)
+        parts = list(whole.parts)
+        if len(parts) != 1 or parts[0].index is not None:
+            return []
+        return [
+            Value(
+                frozenset(
+                    Trace(OutputPart(parts[0].path, i, sizes), one.changed, one.through)
+                    for one in whole.traces
+                )
+            )
+            for i in range(count)
+        ]
+
+    def _store(self, target: ast.expr, value: Value, env: _Env) -> None:
+        if isinstance(target, ast.Name):
+            env[target.id] = value
+            return
+        inner = target
+        while isinstance(inner, ast.Subscript | ast.Attribute):
+            inner = inner.value
+        if isinstance(inner, ast.Name) and inner.id != "self":
+            env[inner.id] = env.get(inner.id, NOTHING).joined(value).after("[]=()")
+
+    # ----------------------------------------------------------- expressions
+
+    def _value(self, node: ast.expr, env: _Env) -> Value:
+        if isinstance(node, ast.Name):
+            return env.get(node.id, NOTHING)
+        if isinstance(node, ast.Attribute):
+            return self._attribute(node, env)
+        if isinstance(node, ast.Call):
+            return self._call(node, env)
+        if isinstance(node, ast.Subscript):
+            inner = self._value(node.value, env)
+            first = ast.unparse(node.slice) == "0" and isinstance(node.value, ast.Call)
+            if first and isinstance(node.value, ast.Call) and self._kind(node.value.func):
+                return inner  # `self.o_proj(x)[0]`
+            return inner.after("[]()")
+        if isinstance(node, ast.IfExp):
+            decided = self._names.decide(node.test)
+            if decided is not None:
+                return self._value(node.body if decided else node.orelse, env)
+        if isinstance(node, ast.Lambda | ast.GeneratorExp | ast.ListComp | ast.DictComp):
+            raise UnsupportedError(f"its forward has a {type(node).__name__}")
+        inner_nodes = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr)]
+        values = [self._value(one, env) for one in inner_nodes]
+        joined = NOTHING.joined(*values)
+        if isinstance(node, ast.Tuple | ast.Starred):
+            return joined
+        if isinstance(node, ast.BinOp) and not isinstance(node.op, _ARITHMETIC):
+            return joined.after("operator()")  # a matrix product
+        return joined.after()
+
+    def _attribute(self, node: ast.Attribute, env: _Env) -> Value:
+        path = path_of(node)
+        if path is None:
+            inner = self._value(node.value, env)
+            return NOTHING if node.attr in _ABOUT else inner.after(f".{node.attr}()")
+        names = path.split(".")
+        for count in range(1, len(names) + 1):
+            if self._names.kind(".".join(names[:count])) == "matrix":
+                self.flow.bypassed.add(".".join(names[:count]))
+        return NOTHING
+
+    def _kind(self, function: ast.expr) -> str | None:
+        path = path_of(function)
+        return None if path is None else self._names.kind(path)
+
+    def _call(self, node: ast.Call, env: _Env) -> Value:
+        name, kind = _called(node), self._kind(node.func)
+        args = [self._argument(one, env) for one in node.args]
+        kwargs = {one.arg or "**": self._argument(one.value, env) for one in node.keywords}
+        given = NOTHING.joined(*(one for one in (*args, *kwargs.values()) if one is not None))
+        if kind is not None:
+            path = path_of(node.func) or ""
+            self.flow.calls.append(FlowCall(path, tuple(args), kwargs))
+            if kind == "matrix":
+                return Value(frozenset({Trace(OutputPart(path))}))
+            return given.after(path)
+        of = NOTHING
+        path = path_of(node.func) or ""
+        above, _, last = path.rpartition(".")
+        if last in _FORWARDS and self._names.kind(above) == "module":
+            return given.after(above)
+        if isinstance(node.func, ast.Attribute):
+            of = self._value(node.func.value, env)
+            if of.parts and name in _ABOUT:
+                return NOTHING
+            if of.parts and name in VIEWS:
+                return of
+            if of.parts and name in _BY_NUMBER:
+                return of.joined(given).after()
+            if path_of(node.func):
+                self._attribute(node.func, env)
+        self.flow.functions.add(name)
+        # What is handed to a function is a module of the forward's own: it went through that too.
+        modules = [path_of(one) for one in node.args]
+        inner = [one for one in modules if one and self._names.kind(one) == "module"]
+        return of.joined(given).after(f"{name}()", *inner)
+
+    def _argument(self, node: ast.expr, env: _Env) -> Value | None:
+        if isinstance(node, ast.Constant) and node.value is None:
+            return None
+        return self._value(node, env)
+
+
+def _split(call: ast.Call, count: int) -> tuple[ast.expr, tuple[str, ...] | int] | None:
+    """Return the tensor that a call splits into columns, and the pieces' widths."""
+    name = _called(call)
+    if ast.unparse(call.func) == NORMED_SPLIT and len(call.args) == 5 and count == 3:
+        q, kv = (ast.unparse(one) for one in call.args[3:])
+        return call.args[2], (q, kv, kv)
+    if name not in ("split", "chunk") or not isinstance(call.func, ast.Attribute):
+        return None
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+    first = call.args[0] if call.args else keywords.get("chunks")
+    dim = call.args[1] if len(call.args) > 1 else keywords.get("dim")
+    if first is None or dim is None or ast.unparse(dim) != "-1":
+        return None
+    if name == "chunk":
+        return (call.func.value, count) if ast.unparse(first) == str(count) else None
+    if not isinstance(first, ast.List) or len(first.elts) != count:
+        return None
+    return call.func.value, tuple(ast.unparse(one) for one in first.elts)
+
+
+def _vector_name(node: ast.expr) -> str:
+    """Return the name of a local vector that is passed, also as `q.float()` or reshaped."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr not in VIEWS | _BY_NUMBER:
+            return ""
+        node = node.func.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _called(call: ast.Call) -> str:
+    function = call.func
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else "?"

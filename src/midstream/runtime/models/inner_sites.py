@@ -1,0 +1,496 @@
+"""Where the sites inside attention and the MLP are, in one loaded decoder layer of vLLM.
+
+| site | tensor | in TransformerLens |
+|---|---|---|
+| `q`, `k`, `v` | what the projections return, before norms and rotary embedding | `attn.hook_q` … |
+| `rot_q`, `rot_k` | queries and keys as attention uses them, after both | `attn.hook_rot_q` … |
+| `z` | what the output projection reads | `attn.hook_z` |
+| `mlp_pre` | what the MLP's activation function reads; with a gate, the gate | `mlp.hook_pre` |
+| `mlp_pre_linear` | what the gate is multiplied with | `mlp.hook_pre_linear` |
+| `mlp_act` | what the MLP's last matrix reads: its neurons | `mlp.hook_post` |
+| `router` | logits of the experts, before softmax or sigmoid | none |
+
+Places are found by rules over the modules of the layer and the sources of their forwards (see
+`forward_flow`), not by a table of classes: a piece of a projection's output is `q` because it is
+what reaches the argument `query` of vLLM's attention and is as wide as that. What the rules cannot
+prove is a `Lack`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from midstream.errors import UnsupportedError
+from midstream.runtime.models import forward_source
+from midstream.runtime.models.convention import Input, Lack, Refusal
+from midstream.runtime.models.forward_flow import Flow, FlowCall, OutputPart, Trace, Value
+from midstream.runtime.models.registry import lookup
+
+Ranks = Literal["whole", "sliced", "replicated"]
+_Split = tuple[Ranks, int]
+
+# Site to TransformerLens's name within a block; None: it has none.
+TRANSFORMER_LENS: dict[str, str | None] = {
+    "q": "attn.hook_q",
+    "k": "attn.hook_k",
+    "v": "attn.hook_v",
+    "rot_q": "attn.hook_rot_q",
+    "rot_k": "attn.hook_rot_k",
+    "z": "attn.hook_z",
+    "mlp_pre": "mlp.hook_pre",
+    "mlp_pre_linear": "mlp.hook_pre_linear",
+    "mlp_act": "mlp.hook_post",
+    "router": None,
+}
+SITES: tuple[str, ...] = tuple(TRANSFORMER_LENS)
+BY_HEAD = frozenset(("q", "k", "v", "rot_q", "rot_k", "z"))
+ATTENTION = ("q", "k", "v", "rot_q", "rot_k", "z")
+MLP = ("mlp_pre", "mlp_pre_linear", "mlp_act")
+
+
+@dataclass(frozen=True, slots=True)
+class InnerPlace:
+    """Columns of the input or output of a module inside a decoder layer, on this rank.
+
+    The tensor is `[tokens, width]` or `[tokens, heads, head_dim]`, whichever the model passes, and
+    may be a view of a wider one: its rows need not be contiguous.
+
+    Attributes:
+        path: the module within the layer, dotted; empty: the layer itself.
+        at: whether it is what the module is called with or what it returns (its first item, of a
+            tuple).
+        argument: parameter of the module's forward; None: the first positional argument.
+        start: first column.
+        width: number of columns.
+        heads: number of heads on this rank, of `width // heads` columns each; 0: not by head.
+        ranks: `"whole"`, each rank has all of it, as with one rank; `"sliced"`, each has its own
+            part, in the order of the ranks; `"replicated"`, so has each group of `copies` ranks.
+        copies: number of ranks with the same part; 1 unless `ranks` is `"replicated"`.
+    """
+
+    path: str
+    at: Literal["input", "output"]
+    argument: str | None
+    start: int
+    width: int
+    heads: int = 0
+    ranks: Ranks = "sliced"
+    copies: int = 1
+
+
+Found = InnerPlace | Lack
+
+UNPROVEN = "midstream cannot tell where it is from this model's code"
+BIAS = "its bias is added outside the module"
+MLA = "multi-head latent attention has no per-head keys and values"
+NO_ATTENTION = "this layer has no attention of its own"
+NO_MLP = "this layer has no MLP of a form that midstream knows"
+EXPERTS = "its experts run in one kernel"
+NO_ROPE = "this layer has no rotary embedding; use {}"
+SHARED = "this layer uses the keys and values of an earlier one"
+INTERNAL_GATE = "the router runs inside the experts' module"
+BACKEND = "the Transformers backend calls attention outside of the layer"
+
+# Attention whose q and k are loaded with the channels of each head in another order than the
+# checkpoint's, always or if an attribute says so; a contract test looks for such loaders.
+PERMUTED: dict[str, str | None] = {
+    "Llama4Attention": None,
+    "K2HorizonAttention": "fold_rope_weights",
+    "K2HorizonMoVAAttention": "fold_rope_weights",
+}
+CHANNELS = "vLLM stores the channels of each head in another order than the checkpoint"
+
+# Functions that keep the order of heads and columns: a contract test has their forms.
+HEADWISE = frozenset(("_apply_qk_norm()", "apply_partial_rope()"))
+# Functions of each number by itself.
+ELEMENTWISE = frozenset(("sigmoid()", "silu()", "softplus()"))
+ROTARY = frozenset(("apply_partial_rope()",))
+# Activations that compute `f(x[:d]) * g(x[d:])`: the gate is the first half.
+GATE_FIRST = frozenset(
+    ("SiluAndMul", "SiluAndMulWithClamp", "GeluAndMul", "GeluAndMulSparse", "FatreluAndMul",
+     "SwigluStepAndMul", "SituAndMul")
+)  # fmt: skip
+GATE_SECOND = frozenset(("MulAndSilu",))
+FUSED_QUANT = "maybe_fused_act_quant()"
+
+
+def find_inner_sites(layer: nn.Module) -> dict[str, Found]:
+    """Return where each site of `SITES` is in a loaded decoder layer of vLLM, or why it is not.
+
+    To be called after the weights are loaded and LoRA has replaced modules, before any module is
+    tapped.
+    """
+    types = forward_source.Types.of_vllm()
+    convention = lookup(type(layer), layer)
+    branches = {} if isinstance(convention, Refusal) else convention.branches
+    found: dict[str, Found] = {}
+    modules = dict(layer.named_modules())
+    attention = [path for path, module in modules.items() if isinstance(module, types.attention)]
+    experts = [path for path, module in modules.items() if isinstance(module, types.experts)]
+    mixers = [path for path, module in modules.items() if isinstance(module, types.mixer)]
+    for sites, rule in (
+        (ATTENTION, lambda: _attention_sites(layer, modules, attention, mixers, types)),
+        (MLP, lambda: _mlp_sites(layer, modules, [*attention, *mixers], experts, branches, types)),
+        (("router",), lambda: _router_site(layer, modules, experts, types)),
+    ):
+        found.update(_guarded(sites, rule))
+    return {site: found[site] for site in SITES}
+
+
+def head_dim(place: InnerPlace) -> int | None:
+    """Return the width of one head; None for a site that is not by head."""
+    return place.width // place.heads if place.heads else None
+
+
+def _guarded(sites: tuple[str, ...], rule: Callable[[], Mapping[str, Found]]) -> dict[str, Found]:
+    """Return what a rule finds; no site if it cannot read the code."""
+    try:
+        found = rule()
+    except UnsupportedError as error:
+        return dict.fromkeys(sites, Lack(f"midstream cannot read this model's code: {error}"))
+    return {site: found.get(site, Lack(UNPROVEN)) for site in sites}
+
+
+# --------------------------------------------------------------------- attention
+
+
+def _attention_sites(
+    layer: nn.Module,
+    modules: dict[str, nn.Module],
+    attention: list[str],
+    mixers: list[str],
+    types: forward_source.Types,
+) -> dict[str, Found]:
+    if type(layer).__module__.startswith("transformers."):
+        return dict.fromkeys(ATTENTION, Lack(BACKEND))
+    if len(attention) != 1:
+        reason = "it has several attentions" if attention else NO_ATTENTION
+        if any(isinstance(modules[path], types.latent) for path in mixers):
+            reason = MLA
+        return dict.fromkeys(ATTENTION, Lack(reason))
+    path = attention[0]
+    module: Any = modules[path]
+    if type(module).forward is not types.attention.forward or module.attn_type != "decoder":
+        return dict.fromkeys(ATTENTION, Lack(f"its attention is a {type(module).__qualname__}"))
+    forward_source.check_called(layer, path)
+    owner_path, _, name = path.rpartition(".")
+    owner = modules[owner_path]
+    flow = forward_source.flow_of(owner, name, types)
+    calls = flow.of(name)
+    if len(calls) != 1 or "**" in calls[0].kwargs or name in flow.bypassed:
+        return dict.fromkeys(ATTENTION, Lack(UNPROVEN))
+    at = _Attention(owner, owner_path, path, module, flow, calls[0], types)
+    return {
+        "q": at.projected("query"),
+        "k": at.projected("key"),
+        "v": at.projected("value"),
+        "rot_q": at.rotated("query"),
+        "rot_k": at.rotated("key"),
+        "z": at.mixed(),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """Attention of one layer.
+
+    Attributes:
+        owner: the module that calls it.
+        owner_path: that module within the layer.
+        path: vLLM's `Attention` within the layer.
+        module: the same.
+        flow: what the owner's forward does.
+        call: the call of attention in it.
+        types: classes of vLLM.
+    """
+
+    owner: nn.Module
+    owner_path: str
+    path: str
+    module: Any
+    flow: Flow
+    call: FlowCall
+    types: forward_source.Types
+
+    def _given(self, argument: str) -> Value | None:
+        return self.call.argument(("query", "key", "value").index(argument), argument)
+
+    def _shape(self, argument: str) -> tuple[int, int]:
+        """(heads, width of one) of an argument of attention on this rank."""
+        if argument == "query":
+            return self.module.num_heads, self.module.head_size
+        size = self.module.head_size if argument == "key" else self.module.head_size_v
+        return self.module.num_kv_heads, size
+
+    def _unknown(self, value: Value) -> set[str]:
+        """What a value went through that may have changed the order of heads or columns."""
+        return {name for name in value.through if name.endswith("()") and name not in HEADWISE}
+
+    def projected(self, argument: str) -> Found:
+        value = self._given(argument)
+        if value is None:
+            return Lack(SHARED)
+        parts = list(value.parts)
+        if len(parts) != 1 or self._unknown(value):
+            return Lack(UNPROVEN)
+        part = parts[0]
+        linear = forward_source.linear_at(self.owner, part.path, self.types)
+        if linear is None or part.path in self.flow.bypassed:
+            return Lack(UNPROVEN)
+        if _adds_bias_outside(linear):
+            return Lack(BIAS)
+        if argument != "value" and self._is_permuted():
+            return Lack(CHANNELS)
+        heads, size = self._shape(argument)
+        sizes = _sizes(self.owner, part, linear)
+        if sizes is None or sizes[part.index or 0] != heads * size:
+            return Lack(UNPROVEN)
+        split = _split_of(linear, argument, self.types)
+        if split is None:
+            return Lack(UNPROVEN)
+        path = _joined(self.owner_path, part.path)
+        start = sum(sizes[: part.index or 0])
+        return InnerPlace(path, "output", None, start, heads * size, heads, *split)
+
+    def rotated(self, argument: str) -> Found:
+        value = self._given(argument)
+        if value is None:
+            return Lack(SHARED)
+        if self._unknown(value) or not value.parts:
+            return Lack(UNPROVEN)
+        projected = self.projected(argument)
+        if isinstance(projected, Lack):
+            return projected
+        if not any(self._is_rotary(name) for name in value.through):
+            return Lack(NO_ROPE.format("q" if argument == "query" else "k"))
+        heads, size = self._shape(argument)
+        split = projected.ranks, projected.copies
+        return InnerPlace(self.path, "input", argument, 0, heads * size, heads, *split)
+
+    def _is_permuted(self) -> bool:
+        name = type(self.owner).__name__
+        if name not in PERMUTED:
+            return False
+        attribute = PERMUTED[name]
+        return attribute is None or bool(getattr(self.owner, attribute))
+
+    def _is_rotary(self, name: str) -> bool:
+        if name in ROTARY:
+            return True
+        return isinstance(forward_source.attribute(self.owner, name), self.types.rotary)
+
+    def mixed(self) -> Found:
+        heads, size = self.module.num_heads, self.module.head_size_v
+        name = self.path.rpartition(".")[2]
+        readers = [
+            (call.path, linear, value)
+            for call in self.flow.calls
+            if (linear := forward_source.linear_at(self.owner, call.path, self.types)) is not None
+            for value in (call.argument(0, "input_"),)
+            if value is not None and any(part.path == name for part in value.parts)
+        ]
+        if len(readers) != 1:
+            return Lack(UNPROVEN)
+        reader, linear, value = readers[0]
+        ranks = _ranks(linear)
+        if value == Value(frozenset({Trace(OutputPart(name))})):
+            return InnerPlace(self.path, "output", None, 0, heads * size, heads, ranks)
+        # A gate or a norm is between: what the projection reads is its own input.
+        unknown = self._unknown(value.of(name)) - ELEMENTWISE
+        if unknown or reader in self.flow.bypassed:
+            return Lack(UNPROVEN)
+        if linear.input_size_per_partition != heads * size:
+            return Lack(UNPROVEN)
+        path = _joined(self.owner_path, reader)
+        return InnerPlace(path, "input", None, 0, heads * size, heads, ranks)
+
+
+def _sizes(owner: nn.Module, part: OutputPart, linear: Any) -> list[int] | None:
+    """Return the widths of the pieces of a matrix's output, which must be all of it."""
+    width = linear.output_size_per_partition
+    if part.sizes is None:
+        return [width]
+    if isinstance(part.sizes, int):
+        return [width // part.sizes] * part.sizes if width % part.sizes == 0 else None
+    found = [forward_source.number(owner, text) for text in part.sizes]
+    sizes = [size for size in found if size is not None]
+    return sizes if len(sizes) == len(found) and sum(sizes) == width else None
+
+
+def _split_of(linear: Any, argument: str, types: forward_source.Types) -> _Split | None:
+    """Return how the heads of a projection are split over the ranks; None if that is not known."""
+    if linear.tp_size == 1:
+        return "whole", 1
+    if argument == "query" and isinstance(linear, types.column):
+        return "sliced", 1
+    if not isinstance(linear, types.qkv):
+        return None
+    copies: int = forward_source.attribute(linear, "num_kv_head_replicas")
+    return ("replicated", copies) if copies > 1 else ("sliced", 1)
+
+
+def _ranks(linear: Any) -> Ranks:
+    return "whole" if linear.tp_size == 1 else "sliced"
+
+
+# --------------------------------------------------------------------------- MLP
+
+
+def _mlp_sites(
+    layer: nn.Module,
+    modules: dict[str, nn.Module],
+    mixers: list[str],
+    experts: list[str],
+    branches: Mapping[str, object],
+    types: forward_source.Types,
+) -> dict[str, Found]:
+    entry, leaving = branches.get("mlp_in"), branches.get("mlp_out")
+    if isinstance(entry, Lack) and isinstance(leaving, Lack):
+        return dict.fromkeys(MLP, entry)
+    if experts:
+        return dict.fromkeys(MLP, Lack(EXPERTS))
+    # Attention and other mixers end with such a matrix too: nothing beside or below them counts.
+    beside = {path.split(".")[0] for path in mixers if "." in path}
+    owners: dict[str, list[str]] = {}
+    for path in modules:
+        above, _, last = path.rpartition(".")
+        counts = path and last != "base_layer" and above.split(".")[0] not in beside
+        if isinstance(entry, Input):
+            counts = counts and _is_within(above, entry.path)
+        if counts and _is_row(modules[above], last, types):
+            owners.setdefault(above, []).append(last)
+    if len(owners) != 1 or len(next(iter(owners.values()))) != 1:
+        return dict.fromkeys(MLP, Lack(NO_MLP))
+    owner_path, (name,) = next(iter(owners.items()))
+    owner = modules[owner_path]
+    if owner_path:
+        forward_source.check_called(layer, owner_path)
+    flow = forward_source.flow_of(owner, name, types)
+    calls = flow.of(name)
+    if len(calls) != 1:
+        return dict.fromkeys(MLP, Lack(UNPROVEN))
+    value = calls[0].argument(0, "input_")
+    down = forward_source.linear_at(owner, name, types)
+    if value is None or not value.parts or down is None:
+        return dict.fromkeys(MLP, Lack(UNPROVEN))
+    return {
+        "mlp_act": _neurons(owner, owner_path, name, flow, value, down),
+        **_halves(owner, owner_path, flow, value, down, types),
+    }
+
+
+def _neurons(
+    owner: nn.Module, owner_path: str, name: str, flow: Flow, value: Value, down: Any
+) -> Found:
+    if FUSED_QUANT in value.through:
+        if forward_source.reads_quantised(owner, name):
+            return Lack("the activation is quantised in the same kernel")
+    elif name in flow.bypassed:
+        return Lack(UNPROVEN)
+    path = _joined(owner_path, name)
+    return InnerPlace(path, "input", None, 0, down.input_size_per_partition, 0, _ranks(down))
+
+
+def _halves(
+    owner: nn.Module,
+    owner_path: str,
+    flow: Flow,
+    value: Value,
+    down: Any,
+    types: forward_source.Types,
+) -> dict[str, Found]:
+    both = "mlp_pre", "mlp_pre_linear"
+    parts = list(value.parts)
+    functions = [name for name in value.through if name != FUSED_QUANT]
+    if len(parts) != 1 or parts[0].index is not None or len(functions) != 1:
+        return dict.fromkeys(both, Lack(UNPROVEN))
+    up: Any = forward_source.linear_at(owner, parts[0].path, types)
+    if not isinstance(up, types.column) or parts[0].path in flow.bypassed:
+        return dict.fromkeys(both, Lack(UNPROVEN))
+    if _adds_bias_outside(up):
+        return dict.fromkeys(both, Lack(BIAS))
+    width = down.input_size_per_partition
+    path = _joined(owner_path, parts[0].path)
+    activation = functions[0]
+    if not activation.endswith("()"):
+        activation = type(forward_source.attribute(owner, activation)).__name__
+    if up.output_size_per_partition == width and activation not in GATE_FIRST | GATE_SECOND:
+        pre = InnerPlace(path, "output", None, 0, width, 0, _ranks(up))
+        return {"mlp_pre": pre, "mlp_pre_linear": Lack("this MLP has no gate")}
+    if up.output_size_per_partition != 2 * width or activation not in GATE_FIRST | GATE_SECOND:
+        return dict.fromkeys(both, Lack(f"its activation is {activation}"))
+    starts = (0, width) if activation in GATE_FIRST else (width, 0)
+    return {
+        site: InnerPlace(path, "output", None, start, width, 0, _ranks(up))
+        for site, start in zip(both, starts, strict=True)
+    }
+
+
+# ------------------------------------------------------------------------ router
+
+
+def _router_site(
+    layer: nn.Module,
+    modules: dict[str, nn.Module],
+    experts: list[str],
+    types: forward_source.Types,
+) -> dict[str, Found]:
+    if len(experts) != 1:
+        several = "it has several groups of experts" if experts else "this layer has no experts"
+        return {"router": Lack(several)}
+    path = experts[0]
+    module: Any = modules[path]
+    owner_path, _, name = path.rpartition(".")
+    owner = modules[owner_path]
+    if not owner_path:
+        return {"router": Lack(UNPROVEN)}
+    if getattr(module, "gate", None) is not None:
+        return {"router": Lack(INTERNAL_GATE)}
+    forward_source.check_called(layer, owner_path)
+    flow = forward_source.flow_of(owner, name, types)
+    calls = flow.of(name)
+    value = calls[0].argument(1, "router_logits") if len(calls) == 1 else None
+    if value is None or not value.parts:
+        return {"router": Lack(UNPROVEN)}
+    if "sequence_parallel_chunk" in flow.functions:
+        return {"router": Lack("its tokens are split over the ranks (sequence-parallel MoE)")}
+    parts = list(value.parts)
+    gate: Any = forward_source.linear_at(owner, parts[0].path, types)
+    known = len(parts) == 1 and isinstance(gate, types.replicated) and parts[0].index is None
+    if not known or value.through or parts[0].path in flow.bypassed:
+        return {"router": Lack(UNPROVEN)}
+    if _adds_bias_outside(gate):
+        return {"router": Lack(BIAS)}
+    gate_path = _joined(owner_path, parts[0].path)
+    return {"router": InnerPlace(gate_path, "output", None, 0, gate.output_size, ranks="whole")}
+
+
+# ----------------------------------------------------------------------- modules
+
+
+def _is_row(owner: nn.Module, name: str, types: forward_source.Types) -> bool:
+    linear = forward_source.linear_at(owner, name, types)
+    return isinstance(linear, types.row) and bool(linear.input_is_parallel)
+
+
+def _adds_bias_outside(linear: Any) -> bool:
+    return bool(linear.skip_bias_add) and linear.bias is not None
+
+
+def _is_within(owner: str, mlp: str) -> bool:
+    """Whether the owner of the last matrix is the MLP of the convention: the module that reads the
+    stream, one inside it, or the one that has both that and the last matrix.
+    """
+    return owner == mlp or owner.startswith(f"{mlp}.") or owner == _parent(mlp)
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _joined(owner: str, path: str) -> str:
+    return f"{owner}.{path}" if owner else path

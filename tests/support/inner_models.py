@@ -1,0 +1,279 @@
+"""Sites inside attention and the MLP: what midstream's places hold, against transformers.
+
+Run as a script: it builds tiny models in vLLM without an engine, with plain attention instead of
+vLLM's kernels, and prints one JSON object. `{model: {site: reason or relative error}}`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from torch import Tensor, nn
+
+from midstream.runtime.models.decoder import find_layers
+from midstream.runtime.models.inner_sites import InnerPlace, find_inner_sites
+from support import engines, tiny
+
+_MOE = {**tiny._GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_FALCON = {
+    "vocab_size": tiny.VOCAB,
+    "hidden_size": tiny.HIDDEN,
+    "num_hidden_layers": tiny.LAYERS,
+    "num_attention_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MORE: dict[str, tiny.Tiny] = {
+    "qwen3_moe": tiny.Tiny(lambda: hf.Qwen3MoeConfig(**_MOE)),
+    "gpt_neox": tiny.Tiny(lambda: hf.GPTNeoXConfig(**tiny._COMMON), layers="gpt_neox.layers"),
+    "stablelm": tiny.Tiny(
+        lambda: hf.StableLmConfig(
+            **{**tiny._COMMON, "num_key_value_heads": 1}, partial_rotary_factor=0.5
+        )
+    ),
+    "falcon": tiny.Tiny(
+        lambda: hf.FalconConfig(
+            **_FALCON, multi_query=True, parallel_attn=True, bias=False, alibi=False
+        ),
+        layers="transformer.h",
+    ),
+    "cohere": tiny.Tiny(lambda: hf.CohereConfig(**{**tiny._COMMON, "num_key_value_heads": 1})),
+    "olmo2": tiny.Tiny(lambda: hf.Olmo2Config(**{**tiny._COMMON, "num_key_value_heads": 1})),
+}
+# The first has experts, for which vLLM makes one more group of ranks.
+ORDER = ("mixtral", *(name for name in (*tiny.MODELS, *MORE) if name != "mixtral"))
+PROMPT = [3, 17, 42, 5, 99, 150, 7, 23, 64, 11, 180]
+Rows = dict[str, Tensor]
+
+
+def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    """vLLM's `Attention.forward` for one prompt without a cache."""
+    tokens = query.shape[0]
+    shape = tokens, -1, self.head_size
+    q, k, v = (one.reshape(shape).transpose(0, 1) for one in (query, key, value))
+    groups = self.num_heads // self.num_kv_heads
+    k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+    scores = q @ k.transpose(1, 2) * self.impl.scale
+    cap = getattr(self.impl, "logits_soft_cap", None) or getattr(self.impl, "softcap", None)
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+    return (weights @ v).transpose(0, 1).reshape(tokens, -1)
+
+
+# ------------------------------------------------------------------------- vLLM
+
+
+def vllm_model(path: Path) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """Return a loaded model, and a function that runs it on `PROMPT`."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.model_loader import get_model
+
+    config = EngineArgs(
+        model=str(path),
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        num_gpu_blocks_override=64,
+    ).create_engine_config()
+    with set_current_vllm_config(config):
+        if not torch.distributed.is_initialized():
+            init_distributed_environment(1, 0, f"file://{path}.rendezvous", 0, "gloo")
+            initialize_model_parallel(1, 1)
+        model = get_model(vllm_config=config)
+
+    def run() -> Tensor:
+        ids, positions = torch.tensor(PROMPT), torch.arange(len(PROMPT))
+        context = set_forward_context(None, config, num_tokens=len(PROMPT))
+        with torch.no_grad(), set_current_vllm_config(config), context:
+            out = model(input_ids=ids, positions=positions)
+        assert isinstance(out, Tensor)
+        return out.reshape(len(PROMPT), -1).clone()
+
+    return model, run
+
+
+def hooked(layer: nn.Module, place: InnerPlace, act: Callable[[Tensor], None]) -> Any:
+    """Call `act` with the columns of a place, which are no copy; return the hook's handle."""
+    module = layer.get_submodule(place.path)
+
+    def columns(tensor: Any) -> None:
+        whole = tensor[0] if isinstance(tensor, tuple) else tensor
+        assert isinstance(whole, Tensor)
+        flat = whole.view(len(PROMPT), -1)
+        act(flat[:, place.start : place.start + place.width])
+
+    if place.at == "output":
+        return module.register_forward_hook(lambda _, args, out: columns(out))
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = ["query", "key", "value"] if place.argument else [""]
+        name = place.argument or ""
+        columns(kwargs[name] if name in kwargs else args[names.index(name)])
+
+    return module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def captured(layer: nn.Module, places: dict[str, InnerPlace], run: Callable[[], Any]) -> Rows:
+    rows: Rows = {}
+    handles = [
+        hooked(layer, place, lambda part, site=site: rows.update({site: part.clone()}))  # type: ignore[misc]
+        for site, place in places.items()
+    ]
+    run()
+    for handle in handles:
+        handle.remove()
+    return rows
+
+
+def unmoved(layer: nn.Module, places: dict[str, InnerPlace], run: Callable[[], Tensor]) -> set[str]:
+    """Return the sites where an edit in place does not change what the model returns."""
+    plain = run()
+    still = set()
+    for site, place in places.items():
+        # The same for all keys would cancel.
+        handle = hooked(
+            layer, place, lambda part: part[::2].add_(torch.linspace(-1, 1, part.shape[1]))
+        )
+        if torch.allclose(run(), plain, atol=1e-4):
+            still.add(site)
+        handle.remove()
+    return still
+
+
+# ----------------------------------------------------------------- transformers
+
+
+def _spy(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
+
+    cap = kwargs.get("softcap")
+    if cap:
+        groups = query.shape[1] // key.shape[1]
+        k, v = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        scores = cap * torch.tanh(query @ k.transpose(2, 3) * kwargs["scaling"] / cap)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        mixed = (scores.masked_fill(future, float("-inf")).softmax(-1) @ v).transpose(1, 2)
+    else:
+        kwargs["is_causal"] = True
+        mixed = sdpa(module, query, key, value, None, **kwargs)[0]
+    rows = {"rot_q": query, "rot_k": key, "v": value}
+    module.spied = {name: one[0].transpose(0, 1).flatten(1) for name, one in rows.items()}
+    module.spied["z"] = mixed[0].flatten(1)
+    return mixed, None
+
+
+def _first(layer: nn.Module, *names: str) -> nn.Module | None:
+    for name in names:
+        for path, module in layer.named_modules():
+            if path.rpartition(".")[2] == name:
+                return module
+    return None
+
+
+def reference(path: Path, layers: str, index: int) -> Rows:
+    """Return what transformers has at each site of a layer that it is known to have."""
+    hf.AttentionInterface.register("spy", _spy)
+    own = "falcon" in path.name
+    model = hf.AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager" if own else "spy"
+    )
+    model = model.float().eval()
+    layer: nn.Module = model.get_submodule(layers)[index]  # type: ignore[index]
+    ins: Rows = {}
+    outs: Rows = {}
+
+    def remember(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+        ins[id(module)], outs[id(module)] = args[0].flatten(0, -2), out.flatten(0, -2).clone()
+
+    for module in layer.modules():
+        if isinstance(module, nn.Linear | hf.pytorch_utils.Conv1D):
+            module.register_forward_hook(remember)
+    gate = _first(layer, "gate")
+    if gate is not None:  # a router is no nn.Linear
+        gate.register_forward_pre_hook(lambda m, args: ins.update({id(m): args[0].flatten(0, -2)}))
+    with torch.no_grad():
+        model(torch.tensor([PROMPT]))
+    rows: Rows = {}
+    for module in layer.modules():
+        rows.update(getattr(module, "spied", {}))
+
+    def take(site: str, of: Rows, *names: str) -> None:
+        found = _first(layer, *names)
+        if found is not None and id(found) in of:
+            rows[site] = of[id(found)]
+
+    for site in "qkv":
+        take(site, outs, f"{site}_proj")
+    merged = _first(layer, "c_attn", "qkv_proj", "query_key_value")
+    if merged is not None and "neox" not in path.name:
+        whole = outs[id(merged)]
+        width = rows["rot_k"].shape[1] if "rot_k" in rows else 32
+        rows["q"], rows["k"], rows["v"] = whole.split([tiny.HIDDEN, width, width], dim=1)
+    if own:
+        take("z", ins, "dense")
+    take("mlp_act", ins, "down_proj", "fc2", "dense_4h_to_h")
+    take("mlp_pre", outs, "gate_proj", "fc1", "dense_h_to_4h", "c_fc")
+    take("mlp_pre_linear", outs, "up_proj")
+    if (mlp := getattr(layer, "mlp", None)) is not None and hasattr(mlp, "c_proj"):
+        rows["mlp_act"] = ins[id(mlp.c_proj)]
+    if (both := _first(layer, "gate_up_proj")) is not None and id(both) in outs:
+        rows["mlp_pre"], rows["mlp_pre_linear"] = outs[id(both)].chunk(2, dim=1)
+    if gate is not None and id(gate) in ins:
+        rows["router"] = F.linear(ins[id(gate)], gate.weight)  # type: ignore[arg-type]
+    return rows
+
+
+def examine(name: str, path: Path, wanted: Rows) -> dict[str, Any]:
+    """Return by site the reason why it is lacking, or how far the place is from transformers; a
+    site that transformers does not show has the error None.
+    """
+    model, run = vllm_model(path)
+    layer = find_layers(model)[1]
+    found = find_inner_sites(layer)
+    places = {site: place for site, place in found.items() if isinstance(place, InnerPlace)}
+    rows = captured(layer, places, run)
+    still = unmoved(layer, places, run)
+    assert not still, f"{name}: edits of {still} change nothing"
+    result: dict[str, Any] = {}
+    for site, place in found.items():
+        if not isinstance(place, InnerPlace):
+            result[site] = place.reason
+        elif site not in wanted:
+            result[site] = None
+        else:
+            assert rows[site].shape == wanted[site].shape, (name, site, rows[site].shape)
+            error = (rows[site] - wanted[site]).norm() / wanted[site].norm()
+            result[site] = float(error)
+    return result
+
+
+def main(folder: Path) -> None:
+    from vllm.model_executor.layers.attention import Attention
+
+    engines.prepare_vllm()
+    tiny.MODELS.update(MORE)
+    torch.accelerator.empty_cache = lambda: None
+    # Looked up by the class: the rules compare with what it has.
+    Attention.forward = attend  # type: ignore[method-assign]
+    names = sys.argv[2:] or ORDER
+    paths = {name: tiny.make(name, folder) for name in names}
+    # First of all: vLLM's Transformers backend changes the classes of transformers.
+    wanted = {name: reference(paths[name], tiny.MODELS[name].layers, 1) for name in names}
+    sys.stdout.write(json.dumps({name: examine(name, paths[name], wanted[name]) for name in names}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

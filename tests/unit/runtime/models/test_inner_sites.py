@@ -1,0 +1,497 @@
+"""Places of the sites inside attention and the MLP: the rules, on modules made here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from midstream.runtime.models.convention import Lack
+from midstream.runtime.models.forward_source import Types
+from midstream.runtime.models.inner_sites import (
+    BIAS,
+    EXPERTS,
+    INTERNAL_GATE,
+    MLA,
+    NO_ATTENTION,
+    SHARED,
+    UNPROVEN,
+    Found,
+    InnerPlace,
+    find_inner_sites,
+    head_dim,
+)
+
+# ------------------------------------------------------------------------- the rules
+
+
+class Linear(nn.Module):
+    """A matrix as vLLM's, without numbers."""
+
+    tp_size, skip_bias_add, input_is_parallel = 1, False, True
+    num_kv_head_replicas = 1
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.input_size = self.input_size_per_partition = inputs
+        self.output_size = self.output_size_per_partition = outputs
+        self.bias: nn.Parameter | None = None
+
+
+class Column(Linear):
+    pass
+
+
+class QKV(Column):
+    pass
+
+
+class Row(Linear):
+    pass
+
+
+class Replicated(Linear):
+    pass
+
+
+class Attention(nn.Module):
+    attn_type = "decoder"
+
+    def __init__(self, heads: int = 4, kv_heads: int = 2, size: int = 8) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_size = heads, kv_heads, size
+        self.head_size_v = size
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return query
+
+
+class OtherAttention(Attention):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return value
+
+
+class Latent(nn.Module):
+    pass
+
+
+class Rotary(nn.Module):
+    pass
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate: nn.Module | None = None
+
+
+class SiluAndMul(nn.Module):
+    pass
+
+
+class MulAndSilu(nn.Module):
+    pass
+
+
+class SwigluOAIAndMul(nn.Module):
+    pass
+
+
+class Mixer:
+    """The base of everything with a cache."""
+
+
+class Mamba(nn.Module, Mixer):
+    pass
+
+
+FAKE = Types(
+    attention=Attention,
+    latent=Latent,
+    mixer=(Attention, Latent, Mixer),  # type: ignore[arg-type]
+    linear=Linear,
+    column=Column,
+    row=Row,
+    qkv=QKV,
+    replicated=Replicated,
+    rotary=Rotary,
+    experts=Experts,
+)
+
+
+@pytest.fixture(autouse=True)
+def _fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Types, "of_vllm", staticmethod(lambda: FAKE))
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_size, self.kv_size = 32, 16
+        self.qkv_proj = QKV(64, 64)
+        self.rotary_emb = Rotary()
+        self.attn = Attention()
+        self.o_proj = Row(32, 64)
+
+    def forward(self, positions: Any, hidden_states: Any) -> Any:
+        qkv, _ = self.qkv_proj(hidden_states)
+        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q, k = self.rotary_emb(positions, q, k)
+        attn_output = self.attn(q, k, v)
+        output, _ = self.o_proj(attn_output)
+        return output
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = Column(64, 192)
+        self.act_fn: nn.Module = SiluAndMul()
+        self.down_proj = Row(96, 64)
+
+    def forward(self, x: Any) -> Any:
+        gate_up, _ = self.gate_up_proj(x)
+        x = self.act_fn(gate_up)
+        x, _ = self.down_proj(x)
+        return x
+
+
+class Layer(nn.Module):
+    def __init__(self, attention: nn.Module | None = None, mlp: nn.Module | None = None) -> None:
+        super().__init__()
+        self.self_attn = attention or SelfAttention()
+        self.mlp = mlp or MLP()
+
+    def forward(self, positions: Any, hidden_states: Any) -> Any:
+        hidden_states = self.self_attn(positions, hidden_states)
+        return self.mlp(hidden_states)
+
+
+def reasons(found: dict[str, Found]) -> dict[str, str]:
+    return {site: place.reason for site, place in found.items() if isinstance(place, Lack)}
+
+
+def attention_reason(attention: nn.Module, site: str = "q") -> str | None:
+    return reasons(find_inner_sites(Layer(attention))).get(site)
+
+
+def test_a_plain_layer_has_all_but_a_router() -> None:
+    found = find_inner_sites(Layer())
+    assert set(reasons(found)) == {"router"}
+    qkv, attn = "self_attn.qkv_proj", "self_attn.attn"
+    assert found["q"] == InnerPlace(qkv, "output", None, 0, 32, 4, "whole")
+    assert found["k"] == InnerPlace(qkv, "output", None, 32, 16, 2, "whole")
+    assert found["v"] == InnerPlace(qkv, "output", None, 48, 16, 2, "whole")
+    assert found["rot_k"] == InnerPlace(attn, "input", "key", 0, 16, 2, "whole")
+    assert found["z"] == InnerPlace(attn, "output", None, 0, 32, 4, "whole")
+    assert found["mlp_pre_linear"] == InnerPlace(
+        "mlp.gate_up_proj", "output", None, 96, 96, 0, "whole"
+    )
+    assert found["mlp_act"] == InnerPlace("mlp.down_proj", "input", None, 0, 96, 0, "whole")
+
+
+def test_heads_have_the_width_of_one() -> None:
+    found = find_inner_sites(Layer())
+    widths = {
+        site: head_dim(place) for site, place in found.items() if isinstance(place, InnerPlace)
+    }
+    by_head = dict.fromkeys(("q", "k", "v", "rot_q", "rot_k", "z"), 8)
+    assert widths == {**by_head, **dict.fromkeys(("mlp_pre", "mlp_pre_linear", "mlp_act"))}
+
+
+@pytest.mark.parametrize(("replicas", "ranks"), [(1, "sliced"), (2, "replicated")])
+def test_heads_are_split_over_the_ranks(replicas: int, ranks: str) -> None:
+    layer = Layer()
+    for module in layer.modules():
+        if isinstance(module, Linear):
+            module.tp_size, module.num_kv_head_replicas = 4, replicas
+    found = {site: one for site, one in find_inner_sites(layer).items() if site != "router"}
+    places = {site: one for site, one in found.items() if isinstance(one, InnerPlace)}
+    for site in ("k", "v", "rot_k"):
+        assert (places[site].ranks, places[site].copies) == (ranks, replicas)
+    assert {places[site].ranks for site in ("q", "rot_q", "z", "mlp_pre", "mlp_act")} == {"sliced"}
+
+
+def test_the_order_of_the_pieces_is_that_of_the_code() -> None:
+    class Swapped(SelfAttention):
+        def forward(self, positions: Any, hidden_states: Any) -> Any:
+            qkv, _ = self.qkv_proj(hidden_states)
+            k, v, q = qkv.split([self.kv_size, self.kv_size, self.q_size], dim=-1)
+            attn_output = self.attn(q, key=k, value=v)
+            return self.o_proj(attn_output)[0]
+
+    found = find_inner_sites(Layer(Swapped()))
+    starts = [getattr(found[site], "start", None) for site in ("q", "k", "v")]
+    assert starts == [32, 0, 16]
+    assert reasons(found)["rot_q"] == "this layer has no rotary embedding; use q"
+
+
+def test_separate_projections_are_whole_outputs() -> None:
+    class Separate(SelfAttention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj = Column(64, 32), Column(64, 16), Column(64, 16)
+
+        def forward(self, positions: Any, hidden_states: Any) -> Any:
+            q, _ = self.q_proj(hidden_states)
+            k, _ = self.k_proj(hidden_states)
+            v, _ = self.v_proj(hidden_states)
+            return self.o_proj(self.attn(q, k, v))[0]
+
+    found = find_inner_sites(Layer(Separate()))
+    assert found["k"] == InnerPlace("self_attn.k_proj", "output", None, 0, 16, 2, "whole")
+
+
+def test_a_gated_attention_has_z_in_front_of_its_projection_and_no_q() -> None:
+    class Gated(SelfAttention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv_proj = QKV(64, 96)
+
+        def forward(self, positions: Any, hidden_states: Any) -> Any:
+            qkv, _ = self.qkv_proj(hidden_states)
+            q, gate, k, v = self.split(qkv)
+            attn_output = self.attn(q, k, v)
+            attn_output = attn_output * torch.sigmoid(gate)
+            output, _ = self.o_proj(attn_output)
+            return output
+
+        def split(self, qkv: Any) -> Any:
+            return qkv
+
+    found = find_inner_sites(Layer(Gated()))
+    assert {site: reasons(found)[site] for site in ("q", "k", "v", "rot_q")} == dict.fromkeys(
+        ("q", "k", "v", "rot_q"), UNPROVEN
+    )
+    assert found["z"] == InnerPlace("self_attn.o_proj", "input", None, 0, 32, 4, "whole")
+
+
+def test_a_layer_that_shares_keys_and_values_has_only_q() -> None:
+    class Shared(SelfAttention):
+        is_shared = True
+
+        def forward(self, positions: Any, hidden_states: Any) -> Any:
+            qkv, _ = self.qkv_proj(hidden_states)
+            q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+            attn_output = self.attn(q, None, None) if self.is_shared else self.attn(q, k, v)
+            return self.o_proj(attn_output)[0]
+
+    found = find_inner_sites(Layer(Shared()))
+    assert isinstance(found["q"], InnerPlace)
+    assert isinstance(found["z"], InnerPlace)
+    assert {reasons(found)[site] for site in ("k", "v", "rot_k")} == {SHARED}
+
+
+def _with(forward: Any, **attributes: Any) -> nn.Module:
+    made = type("SelfAttention", (SelfAttention,), {"forward": forward})()
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+def _bypassing(self: Any, positions: Any, hidden_states: Any) -> Any:
+    qkv = torch.nn.functional.linear(hidden_states, self.qkv_proj.weight)
+    q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+    return self.o_proj(self.attn(q, k, v))[0]
+
+
+def _transposing(self: Any, positions: Any, hidden_states: Any) -> Any:
+    qkv, _ = self.qkv_proj(hidden_states)
+    q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+    q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+    return self.o_proj(self.attn(q, k, v))[0]
+
+
+def _by_impl(self: Any, positions: Any, hidden_states: Any) -> Any:
+    qkv, _ = self.qkv_proj(hidden_states)
+    q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+    if positions is None:
+        return self.attn(q, k, v)
+    return self.o_proj(self.attn.impl.forward(q, k, v))[0]
+
+
+def _twice(self: Any, positions: Any, hidden_states: Any) -> Any:
+    qkv, _ = self.qkv_proj(hidden_states)
+    q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+    return self.o_proj(self.attn(q, k, v) + self.attn(k, k, v))[0]
+
+
+def _looping(self: Any, positions: Any, hidden_states: Any) -> Any:
+    for _ in range(2):
+        hidden_states = self.attn(hidden_states, hidden_states, hidden_states)
+    return hidden_states
+
+
+@pytest.mark.parametrize("forward", [_bypassing, _transposing, _twice])
+def test_code_that_proves_nothing_gives_no_place(forward: Any) -> None:
+    assert attention_reason(_with(forward)) == UNPROVEN
+
+
+def test_code_that_cannot_be_read_gives_no_place() -> None:
+    for_ = "midstream cannot read this model's code: its forward has a for statement"
+    assert attention_reason(_with(_looping)) == for_
+    assert "does not just call its 'attn'" in (attention_reason(_with(_by_impl)) or "")
+    replaced = SelfAttention()
+    replaced.forward = lambda *args: args  # type: ignore[method-assign, assignment]
+    assert "its forward was replaced" in (attention_reason(replaced) or "")
+
+
+def test_sizes_that_are_not_attentions_give_no_place() -> None:
+    attention = SelfAttention()
+    attention.q_size, attention.kv_size = 16, 24
+    assert attention_reason(attention) == UNPROVEN
+    attention = SelfAttention()
+    attention.qkv_proj.output_size_per_partition = 80
+    assert attention_reason(attention) == UNPROVEN
+
+
+def test_a_bias_outside_the_module_gives_no_place() -> None:
+    layer = Layer()
+    for linear in (layer.self_attn.qkv_proj, layer.mlp.gate_up_proj):
+        linear.skip_bias_add = True  # type: ignore[union-attr, assignment]
+        linear.bias = nn.Parameter(torch.zeros(1))  # type: ignore[union-attr]
+    found = reasons(find_inner_sites(layer))
+    assert {found[site] for site in ("q", "k", "v", "mlp_pre", "mlp_pre_linear")} == {BIAS}
+
+
+def test_an_attention_of_another_kind_gives_no_place() -> None:
+    attention = SelfAttention()
+    attention.attn = OtherAttention()
+    assert attention_reason(attention) == "its attention is a OtherAttention"
+    attention.attn = Attention()
+    attention.attn.attn_type = "encoder_only"
+    assert attention_reason(attention) == "its attention is a Attention"
+    attention.attn = Latent()  # type: ignore[assignment]
+    assert attention_reason(attention) == MLA
+    attention.attn = Mamba()  # type: ignore[assignment]
+    assert attention_reason(attention) == NO_ATTENTION
+    attention.attn, attention.other = Attention(), Attention()  # type: ignore[assignment]
+    assert attention_reason(attention) == "it has several attentions"
+
+
+def test_a_property_without_a_value_decides_nothing() -> None:
+    class Asserting(SelfAttention):
+        @property
+        def shared(self) -> bool:
+            raise AssertionError("not now")
+
+        def forward(self, positions: Any, hidden_states: Any) -> Any:
+            qkv, _ = self.qkv_proj(hidden_states)
+            q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+            if self.shared:
+                q = self.rotary_emb(q)
+            return self.o_proj(self.attn(q, k, v))[0]
+
+    assert isinstance(find_inner_sites(Layer(Asserting()))["k"], InnerPlace)
+
+
+def test_a_layer_that_calls_a_method_of_its_attention_gives_no_place() -> None:
+    class Calling(Layer):
+        def forward(self, positions: Any, hidden_states: Any) -> Any:
+            return self.mlp(self.self_attn.run(positions, hidden_states))
+
+    found = reasons(find_inner_sites(Calling()))
+    assert found["q"].endswith("Calling does not just call its 'self_attn'")
+
+
+def test_attention_may_be_called_by_a_method_of_the_layer() -> None:
+    class Own(SelfAttention):
+        def forward(self, positions: Any, hidden_states: Any) -> Any:
+            return self.attend(positions, hidden_states)
+
+        def attend(self, positions: Any, hidden_states: Any) -> Any:
+            qkv, _ = self.qkv_proj(hidden_states)
+            q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+            return self.o_proj(self.attn(q, k, v))[0]
+
+    assert getattr(find_inner_sites(Own())["q"], "path", None) == "qkv_proj"
+
+
+def test_a_lora_layer_keeps_its_path() -> None:
+    class WithLoRA(nn.Module):
+        def __init__(self, base_layer: nn.Module) -> None:
+            super().__init__()
+            self.base_layer = base_layer
+
+    layer = Layer()
+    plain = find_inner_sites(layer)
+    for owner in (layer.self_attn, layer.mlp):
+        for name, module in list(owner.named_children()):
+            if isinstance(module, Linear):
+                setattr(owner, name, WithLoRA(module))
+    assert find_inner_sites(layer) == plain
+
+
+def test_channels_in_another_order_than_the_checkpoints_give_no_place() -> None:
+    llama4 = type("Llama4Attention", (SelfAttention,), {})()
+    found = reasons(find_inner_sites(Layer(llama4)))
+    assert found.keys() == {"q", "k", "rot_q", "rot_k", "router"}
+    assert (
+        found["q"] == "vLLM stores the channels of each head in another order than the checkpoint"
+    )
+
+
+@pytest.mark.parametrize(("activation", "starts"), [(SiluAndMul, (0, 96)), (MulAndSilu, (96, 0))])
+def test_the_activation_tells_the_gate(
+    activation: type[nn.Module], starts: tuple[int, int]
+) -> None:
+    layer = Layer()
+    layer.mlp.act_fn = activation()
+    found = find_inner_sites(layer)
+    assert tuple(getattr(found[s], "start", 0) for s in ("mlp_pre", "mlp_pre_linear")) == starts
+
+
+def test_an_unknown_activation_leaves_only_the_neurons() -> None:
+    layer = Layer()
+    layer.mlp.act_fn = SwigluOAIAndMul()
+    found = find_inner_sites(layer)
+    assert reasons(found)["mlp_pre"] == "its activation is SwigluOAIAndMul"
+    assert isinstance(found["mlp_act"], InnerPlace)
+
+
+def test_two_mlps_give_no_place() -> None:
+    layer = Layer()
+    layer.other = MLP()
+    found = reasons(find_inner_sites(layer))
+    assert found["mlp_act"] == "this layer has no MLP of a form that midstream knows"
+
+
+class Mixture(nn.Module):
+    is_internal_router = is_sequence_parallel = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Replicated(64, 8)
+        self.experts = Experts()
+
+    def forward(self, hidden_states: Any) -> Any:
+        if self.is_sequence_parallel:
+            hidden_states = sequence_parallel_chunk(hidden_states)  # type: ignore[name-defined] # noqa: F821
+        if self.is_internal_router:
+            return self.experts(hidden_states, router_logits=hidden_states)
+        router_logits, _ = self.gate(hidden_states)
+        return self.experts(hidden_states=hidden_states, router_logits=router_logits)
+
+
+def test_a_mixture_has_a_router_and_no_neurons() -> None:
+    found = find_inner_sites(Layer(mlp=Mixture()))
+    assert found["router"] == InnerPlace("mlp.gate", "output", None, 0, 8, 0, "whole")
+    assert {reasons(found)[site] for site in ("mlp_pre", "mlp_pre_linear", "mlp_act")} == {EXPERTS}
+
+
+def test_a_router_inside_the_experts_gives_no_place() -> None:
+    mixture = Mixture()
+    mixture.experts.gate = mixture.gate
+    assert reasons(find_inner_sites(Layer(mlp=mixture)))["router"] == INTERNAL_GATE
+    mixture = Mixture()
+    mixture.is_internal_router = True
+    assert reasons(find_inner_sites(Layer(mlp=mixture)))["router"] == UNPROVEN
+
+
+def test_a_router_of_some_of_the_tokens_gives_no_place() -> None:
+    mixture = Mixture()
+    mixture.is_sequence_parallel = True
+    reason = reasons(find_inner_sites(Layer(mlp=mixture)))["router"]
+    assert reason == "its tokens are split over the ranks (sequence-parallel MoE)"
