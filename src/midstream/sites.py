@@ -21,8 +21,8 @@ and values inside attention and the MLP, whose vectors have widths of their own:
 
 | site | the vector … | in TransformerLens |
 |---|---|---|
-| `q`, `k`, `v` | of all heads that the projections return, before norms and RoPE | `attn.hook_q` … |
-| `rot_q`, `rot_k` | of all heads that attention compares, after norms and RoPE | `attn.hook_rot_q` … |
+| `q`, `k`, `v` | of all heads, as projected, before norms and RoPE | `attn.hook_q` … |
+| `rot_q`, `rot_k` | of all heads, as attention uses them, after both | `attn.hook_rot_q` … |
 | `z` | of all heads that the output projection reads | `attn.hook_z` |
 | `router` | of the experts' logits | |
 | `mlp_pre` | that the MLP's activation function reads: with a gate, the gate | `mlp.hook_pre` |

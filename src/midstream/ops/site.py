@@ -16,7 +16,10 @@ from torch import Tensor
 from midstream.ops import layout
 from midstream.ops.site_ref import site_ref
 
-_SCHEMA = "site(Tensor(a!) hidden, Tensor? residual, Tensor table, Tensor(b!) tally) -> ()"
+_SCHEMA = (
+    "site(Tensor(a!) hidden, Tensor? residual, Tensor table, Tensor(b!) tally, int? start=None)"
+    " -> ()"
+)
 
 
 class SiteBuffers(Protocol):
@@ -84,7 +87,13 @@ def bind(table: Tensor, buffers: SiteBuffers, width: int) -> None:
     buffers.widths[table.data_ptr()] = width
 
 
-def site(hidden: Tensor, residual: Tensor | None, table: Tensor, tally: Tensor) -> None:
+def site(
+    hidden: Tensor,
+    residual: Tensor | None,
+    table: Tensor,
+    tally: Tensor,
+    start: int | None = None,
+) -> None:
     """Run each token's program at one site, then capture its vector.
 
     For each row t with `tokens[t, PROGRAM] != 0`, in float32:
@@ -113,6 +122,9 @@ def site(hidden: Tensor, residual: Tensor | None, table: Tensor, tally: Tensor) 
         table: int32 [programs, 4], the table of this site, which `bind` was called with. The op
             uses the tensors of its buffers, and mutates `scores` and `ring`.
         tally: `tally` of these buffers. Mutated: compilers keep the order of calls for that.
+        start: None, or the first of W columns of `hidden`, which then has more; `residual` is None.
+            A view of these columns cannot be given instead: Inductor makes wrong code for it (seen
+            with torch 2.13 on a CPU).
 
     Raises:
         ValueError: a shape or stride differs from the above, the table is not bound, there are
@@ -132,7 +144,15 @@ def site(hidden: Tensor, residual: Tensor | None, table: Tensor, tally: Tensor) 
         # All tokens are idle. Returning early is safe on a CPU, where no graph is replayed, and
         # saves most of the cost.
         return
-    _check_rows(hidden, residual, tokens.shape[0], buffers.widths[address])
+    width = buffers.widths[address]
+    if start is not None:
+        if residual is not None or not 0 <= start <= hidden.shape[1] - width:
+            raise ValueError(
+                f"start must be from 0 to {hidden.shape[1] - width}, without a residual, for "
+                f"{width} columns of {_describe(hidden)}, got {start}"
+            )
+        hidden = hidden[:, start : start + width]
+    _check_rows(hidden, residual, tokens.shape[0], width)
     if tally.shape != buffers.tally.shape or tally.dtype != torch.int32:
         raise ValueError(
             f"tally must be that of the buffers, {_describe(buffers.tally)}, got {_describe(tally)}"
@@ -188,7 +208,7 @@ def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}"
 
 
-def _fake(*_args: Tensor | None) -> None:
+def _fake(*_args: Tensor | int | None) -> None:
     """Do nothing: the op returns nothing, so there is no shape to infer."""
 
 

@@ -12,7 +12,6 @@ from midstream.runtime.models.inner_sites import InnerPlace, find_inner_sites
 from midstream.runtime.models.registry import LAYER_LISTS, LayerConvention, Refusal, lookup
 from midstream.sites import INNER, OUTER, Tap
 
-
 _SPLIT = (
     "each rank has a part of it under tensor parallelism, which midstream cannot read or edit yet; "
     "use tensor_parallel_size=1"

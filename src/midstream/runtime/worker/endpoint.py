@@ -331,21 +331,7 @@ def _choose_taps(decoder: Decoder, config: Config) -> dict[Tap, int]:
     return {tap: index for index, tap in enumerate(taps)}
 
 
-def _widths(decoder: Decoder, taps: Iterable[Tap], hidden_size: int) -> dict[Tap, int]:
-    """Return the width of the vectors of each tap on this rank."""
-    inner = {(site, layer.index): place for layer in decoder.layers
-             for site, place in layer.inner.items()}
-    return {tap: inner[tap].width if tap in inner else hidden_size for tap in taps}
-
-
-def _heads(decoder: Decoder, taps: Iterable[Tap]) -> list[int]:
-    """Return the number of heads of each tap on this rank; 0: its vectors are not of heads."""
-    inner = {(site, layer.index): place.heads for layer in decoder.layers
-             for site, place in layer.inner.items()}
-    return [inner.get(tap, 0) for tap in taps]
-
-
-def _allocate(taps: dict[Tap, int], runner: Any, vllm_config: Any, config: Config) -> Buffers:
+def _allocate(widths: dict[Tap, int], runner: Any, vllm_config: Any, config: Config) -> Buffers:
     model_config = vllm_config.model_config
     max_tokens = _largest_step(runner, vllm_config)
     hidden_size = model_config.get_hidden_size()

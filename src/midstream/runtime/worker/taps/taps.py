@@ -115,13 +115,14 @@ class _Columns(NamedTuple):
 
     Attributes:
         table: the table of the tap.
-        start, stop: the columns.
+        start: the first of the columns.
+        by_head: whether they are of heads, which are a dimension of their own in some models.
         parameter: (name, index) of the parameter that gets the tensor; not read at an exit.
     """
 
     table: Tensor
     start: int
-    stop: int
+    by_head: bool
     parameter: tuple[str, int] = ("", 0)
 
 
@@ -230,14 +231,14 @@ def _tap_module(module: Any, swapped: list[Any], buffers: Buffers) -> None:
 
 def _add_columns(module: Any, place: InnerPlace, table: Tensor) -> None:
     """Add the tap of an inner site to a module."""
-    stop = place.start + place.width
+    by_head = place.heads > 0
     if place.at == "output":
-        module.midstream_given += (_Columns(table, place.start, stop),)
+        module.midstream_given += (_Columns(table, place.start, by_head),)
         return
     # The class is a tapped one by now, whose forward is the module's own.
     names = _parameter_names(module)
     parameter = _parameter(module, place.argument or names[0])
-    module.midstream_taken += (_Columns(table, place.start, stop, parameter),)
+    module.midstream_taken += (_Columns(table, place.start, by_head, parameter),)
 
 
 def _roles(convention: LayerConvention) -> list[_Role]:
@@ -264,12 +265,13 @@ def _fire(module: Any, table: Tensor, hidden: Tensor, residual: Tensor | None) -
 
 
 def _fire_columns(module: Any, columns: _Columns, value: Tensor) -> None:
-    # Heads are a dimension of their own in some models. A view fails where a copy would be needed,
-    # on which an edit would be lost.
-    flat = value if value.dim() == 2 else value.view(value.shape[0], -1)
-    if columns.start or columns.stop != flat.shape[1]:
-        flat = flat[:, columns.start : columns.stop]
-    torch.ops.midstream.site(flat, None, columns.table, module.midstream_tally)
+    flat = value
+    if value.dim() != 2:
+        # [T, heads, size], or of the layers of transformers [1, T, width]. A view fails where a
+        # copy would be needed, on which an edit would be lost.
+        rows = value.shape[0] if columns.by_head else -1
+        flat = value.view(rows, -1 if columns.by_head else value.shape[-1])
+    torch.ops.midstream.site(flat, None, columns.table, module.midstream_tally, columns.start)
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], where: tuple[str, int]) -> Any:
