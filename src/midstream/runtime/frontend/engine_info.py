@@ -61,15 +61,15 @@ def describe(answers: Sequence[Sequence[WorkerInfo]]) -> EngineInfo:
         reasons=MappingProxyType(lacking),
         dtype=first.dtype,
         widths={
-            tap: width
+            tap: width * parts
             for worker in workers
-            for tap, width in zip(worker.taps, worker.widths, strict=True)
-            if width != first.hidden_size
+            for tap, width, parts in zip(worker.taps, worker.widths, worker.parts, strict=True)
+            if width * parts != first.hidden_size
         },
         heads={
-            tap: heads
+            tap: heads * parts
             for worker in workers
-            for tap, heads in zip(worker.taps, worker.heads, strict=True)
+            for tap, heads, parts in zip(worker.taps, worker.heads, worker.parts, strict=True)
             if heads
         },
     )

@@ -12,11 +12,6 @@ from midstream.runtime.models.inner_sites import InnerPlace, find_inner_sites
 from midstream.runtime.models.registry import LAYER_LISTS, LayerConvention, Refusal, lookup
 from midstream.sites import INNER, OUTER, Tap
 
-_SPLIT = (
-    "each rank has a part of it under tensor parallelism, which midstream cannot read or edit yet; "
-    "use tensor_parallel_size=1"
-)
-
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
@@ -103,8 +98,6 @@ def find_decoder(
         for site, place in found.items():
             if not isinstance(place, InnerPlace):
                 lacking[site, index] = place.reason
-            elif place.ranks != "whole" and tensor_parallel_size > 1:
-                lacking[site, index] = _SPLIT
             else:
                 inner[site] = place
         layers.append(DecoderLayer(index, module, convention, inner))

@@ -81,6 +81,10 @@ class InnerPlace:
     ranks: Ranks = "sliced"
     copies: int = 1
 
+    def parts(self, ranks: int) -> int:
+        """Return the number of parts in which a group of ranks has the vectors."""
+        return 1 if self.ranks == "whole" else ranks // self.copies
+
 
 Found = InnerPlace | Lack
 

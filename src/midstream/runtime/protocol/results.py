@@ -284,7 +284,7 @@ class WorkerResult:
         return found
 
     def _blocks(self, header: RowsHeader, data: memoryview) -> list[ResultBlock]:
-        """Return the rows of a header, one block for each width of vectors."""
+        """Return the rows of a header, one block for each width of vectors and number of parts."""
         names = self.worker.taps
         try:
             taps = [names[tap] for tap in header.taps]
@@ -295,7 +295,7 @@ class WorkerResult:
         record = 0
         try:
             codec = parse_codec(header.codec)
-            for width, same in groupby(header.taps, self.worker.widths.__getitem__):
+            for (width, _), same in groupby(header.taps, self._form_of):
                 parts.append(_Part(record, len(list(same)), codec.row_bytes(width, dtype)))
                 record += parts[-1].nbytes
         except MidstreamError as error:
@@ -333,6 +333,10 @@ class WorkerResult:
         if int(places[:, 2].sum()) != count:
             raise self._malformed(f"{places[:, 2].sum()} records at {count} positions")
         return _leased_chunks(places, self._leased, record)
+
+    def _form_of(self, tap: int) -> tuple[int, int]:
+        """Return the width of a tap's vectors, and their number of parts."""
+        return self.worker.widths[tap], self.worker.parts[tap]
 
     def _malformed(self, what: str) -> MessageError:
         return MessageError(f"worker {self.worker.place} sent malformed results: {what}")

@@ -97,22 +97,40 @@ NONFINITE = 0x8000
 
 
 class RankShare(NamedTuple):
-    """The part of captured rows that one rank of a tensor-parallel group transfers.
+    """The part of the work that one rank of a tensor-parallel group does alone.
 
     Attributes:
         rank: number of the rank in the group.
         ranks: size of the group.
+        parts: for each tap, by its index, the number of parts in which the ranks have its vectors;
+            1: each rank has all of it. Empty: 1 for every tap. With fewer parts than ranks, ranks
+            next to each other have the same part.
     """
 
     rank: int
     ranks: int
+    parts: tuple[int, ...] = ()
 
     def of(self, taps: tuple[T, ...], sharded: bool) -> tuple[T, ...]:
-        """Return the taps, of those captured together, whose rows this rank transfers."""
+        """Return the taps, of those captured together, whose rows this rank transfers, if each
+        rank has all of their vectors.
+        """
         if sharded:
             # Depends on these taps alone, so requests that capture the same taps agree.
             return taps[self.rank :: self.ranks]
         return () if self.rank else taps
+
+    def of_indices(self, taps: tuple[int, ...], sharded: bool) -> tuple[int, ...]:
+        """Return the taps, by index, whose rows or parts of rows this rank transfers."""
+        if not self.parts:
+            return self.of(taps, sharded)
+        whole = self.of(tuple(tap for tap in taps if self.parts[tap] == 1), sharded)
+        mine = [tap for tap in taps if self.parts[tap] > 1 and self.rank % self.copies(tap) == 0]
+        return tuple(sorted((*whole, *mine)))
+
+    def copies(self, tap: int) -> int:
+        """Return the number of ranks that have the same part of a tap's vectors."""
+        return self.ranks // self.parts[tap]
 
 
 WHOLE = RankShare(0, 1)
@@ -163,7 +181,8 @@ def cut(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[Plan
         places = tuple(sorted({tap for part in here for tap in part.taps}))
         scored = any(part.scored for part in here)
         end = FOREVER if stop is None else stop
-        pieces.append(PlanSegment(start, end, edits, share.of(places, plan.sharded), scored))
+        mine = share.of_indices(places, plan.sharded)
+        pieces.append(PlanSegment(start, end, edits, mine, scored))
     return pieces
 
 

@@ -53,6 +53,8 @@ class WorkerInfo(ProtocolMessage, frozen=True, kw_only=True):
         hidden_size: width of the residual stream.
         taps: the worker's taps, in the order in which a forward pass reaches them.
         widths: width of the vectors of each tap on this rank.
+        parts: number of parts in which the ranks of the group have the vectors of each tap, in the
+            order of the ranks; 1: each rank has whole vectors.
         heads: number of attention heads on this rank that they are of; 0: they are not of heads.
         lacking: taps that the settings select and the model does not have.
         dtype: name of the model's dtype, for example `bfloat16`.
@@ -77,6 +79,7 @@ class WorkerInfo(ProtocolMessage, frozen=True, kw_only=True):
     hidden_size: int
     taps: tuple[Tap, ...]
     widths: tuple[int, ...]
+    parts: tuple[int, ...]
     heads: tuple[int, ...]
     lacking: tuple[MissingTap, ...]
     dtype: str

@@ -103,6 +103,10 @@ class WorkerEndpoint:
         widths = {
             tap: inner[tap].width if tap in inner else self._hidden_size for tap in self._taps
         }
+        self._parts = tuple(
+            inner[tap].parts(parallel.tensor_parallel_size) if tap in inner else 1
+            for tap in self._taps
+        )
         self._buffers = _allocate(widths, runner, vllm_config, config)
         self._room, self._edits_per_site = _room(config), config.edits_per_site
         self._default_codec, self._default_return = config.codec, config.return_
@@ -123,7 +127,7 @@ class WorkerEndpoint:
             host_transport(self._buffers.ring, self._arena),
             self._arena,
             vllm_config.model_config.max_model_len,
-            RankShare(self._tensor_rank, self._tensor_ranks),
+            RankShare(self._tensor_rank, self._tensor_ranks, self._parts),
             self._checksum,
             config.on_nonfinite,
             only_armed=bool(replacements),
@@ -202,6 +206,7 @@ class WorkerEndpoint:
             hidden_size=self._hidden_size,
             taps=tuple(self._taps),
             widths=tuple(map(self._buffers.width, self._taps.values())),
+            parts=self._parts,
             heads=tuple(inner[tap].heads if tap in inner else 0 for tap in self._taps),
             lacking=tuple(MissingTap(*tap, why) for tap, why in self._decoder.lacking.items()),
             dtype=str(self._buffers.ring.dtype).removeprefix("torch."),

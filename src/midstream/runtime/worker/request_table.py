@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from midstream.runtime.protocol.failures import Failure
+from midstream.runtime.protocol.rank_parts import part_of_steps
 from midstream.runtime.protocol.segments import PlanSegment, RankShare, cut
 from midstream.runtime.protocol.vector_update import VectorUpdate
 from midstream.runtime.worker.rank_check import RankChecksum
@@ -208,7 +210,25 @@ class RequestTable:
 
     def _parse_and_cut(self, plan: bytes) -> tuple[ResolvedPlan, list[PlanSegment]]:
         resolved = from_bytes(plan, self._vectors.by_digest)
-        return resolved, cut(resolved, self._taps, self._share)
+        return resolved, [self._own_part(piece) for piece in cut(resolved, self._taps, self._share)]
+
+    def _own_part(self, piece: PlanSegment) -> PlanSegment:
+        """Return a piece of a plan whose edits are those of this rank's parts of the vectors."""
+        share = self._share
+        if all(parts == 1 for parts in share.parts):
+            return piece
+        edits = tuple(
+            replace(
+                edit,
+                steps=part_of_steps(
+                    edit.steps, share.rank // share.copies(edit.tap), share.parts[edit.tap]
+                ),
+            )
+            if share.parts[edit.tap] > 1
+            else edit
+            for edit in piece.edits
+        )
+        return piece._replace(edits=edits)
 
     def _remove_settled(self) -> None:
         """Remove finished requests whose steps are all settled from the slots."""

@@ -7,8 +7,9 @@ it may capture, so that no step ever waits for a reader.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -232,7 +233,13 @@ def row_limit(workers: Sequence[RemoteWorker], config: Config) -> RowLimit:
     )
 
 
-def max_row_bytes(plan: ResolvedPlan, shape: ModelShape, length: int, ranks: int) -> int:
+def max_row_bytes(
+    plan: ResolvedPlan,
+    shape: ModelShape,
+    length: int,
+    ranks: int,
+    parts: Mapping[Tap, int] = MappingProxyType({}),
+) -> int:
     """Return the bytes of the rows that a plan can capture; where ranks share rows, of the first.
 
     Args:
@@ -240,6 +247,7 @@ def max_row_bytes(plan: ResolvedPlan, shape: ModelShape, length: int, ranks: int
         shape: the model.
         length: largest number of tokens of the request.
         ranks: number of ranks in a tensor-parallel group.
+        parts: number of parts of the vectors that the ranks have in parts, by tap.
     """
     if not plan.captures:
         return 0
@@ -249,7 +257,9 @@ def max_row_bytes(plan: ResolvedPlan, shape: ModelShape, length: int, ranks: int
     for start, stop, indices in overlay([each.where.possible for each in plan.captures]):
         taps = tuple({tap for nth in indices for tap in plan.captures[nth].taps})
         positions = max(0, (length if stop is None else min(stop, length)) - start)
-        nbytes += sum(sizes[tap] for tap in first.of(taps, plan.sharded)) * positions
+        whole = first.of(tuple(tap for tap in taps if tap not in parts), plan.sharded)
+        split = sum(sizes[tap] // parts[tap] for tap in taps if tap in parts)
+        nbytes += (sum(sizes[tap] for tap in whole) + split) * positions
     return nbytes
 
 

@@ -21,6 +21,7 @@ from midstream.runtime.frontend.request.call_plan import CallPlan
 from midstream.runtime.frontend.request.prompt.text_map import text_map
 from midstream.runtime.frontend.request.sent_vectors import named_vectors
 from midstream.runtime.protocol.cache_keys import CacheKeys, cache_keys
+from midstream.runtime.protocol.rank_parts import check_parts
 from midstream.sites import order
 from midstream.spec import Capture, ModelShape, Plan, Positions, Prompt, ResolvedPlan
 from midstream.spec.capture import SHARDED
@@ -109,6 +110,12 @@ class PlanResolver:
         self._engine = engine
         self._max_length: int = engine.vllm_config.model_config.max_model_len
         self._taps = all_taps(sorted(info.shape.taps, key=order))
+        self._parts = {
+            tap: parts
+            for worker in info.workers
+            for tap, parts in zip(worker.taps, worker.parts, strict=True)
+            if parts > 1
+        }
         # By id of the plan, length of the prompt and max_tokens: a plan that is the very object
         # that was resolved before is not compared part by part, as for `_by_length`.
         self._recent: dict[tuple[int, int, int | None], _Recent] = {}
@@ -228,6 +235,7 @@ class PlanResolver:
         rows = self._max_row_bytes(resolved, prompt.length, max_tokens)
         need = replace(need, rows=rows, vectors=named)
         self._check_ring(resolved)
+        check_parts(resolved, self._parts)
         self._check_gates(resolved)
         # Workers do not read the prompt's length: without it, prompts of any length have one plan,
         # which a worker reads once.
@@ -240,7 +248,7 @@ class PlanResolver:
             length = min(length, prompt_len + max_tokens)
         ranks = self._info.workers[0].tensor_ranks
         with at("capture[0]"):
-            return max_row_bytes(plan, self._info.shape, length, ranks)
+            return max_row_bytes(plan, self._info.shape, length, ranks, self._parts)
 
     def _codec(self, captures: tuple[Capture, ...]) -> str:
         """Return the codec that all of these captures have."""
@@ -280,12 +288,14 @@ class PlanResolver:
         wanted = {tap for capture in plan.captures for tap in capture.taps}
         for worker in self._info.workers:
             # Under pipeline parallelism each stage captures its own layers.
-            pairs = zip(worker.taps, worker.widths, strict=True)
-            widths = [width for tap, width in pairs if tap in wanted]
+            triples = zip(worker.taps, worker.widths, worker.parts, strict=True)
+            mine = [(width, parts) for tap, width, parts in triples if tap in wanted]
+            widths = [width for width, parts in mine if parts == 1]
             if plan.sharded:
                 ranks = worker.tensor_ranks
                 widths = max((widths[rank::ranks] for rank in range(ranks)), key=sum)
-            at_once = -(-sum(widths) // worker.hidden_size)
+            split = sum(width for width, parts in mine if parts > 1)
+            at_once = -(-(sum(widths) + split) // worker.hidden_size)
             if at_once > worker.capture_limit:
                 raise SpecError(
                     "capture",

@@ -19,6 +19,7 @@ from midstream.results.gathered_rows import GatheredRows, RowGroup
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Receipt
 from midstream.runtime.frontend.results.receipts import make_receipt
+from midstream.runtime.protocol.rank_parts import joined_blocks
 from midstream.runtime.protocol.results import (
     ResultBlock,
     WorkerAnswers,
@@ -80,7 +81,7 @@ def assemble(
     for completion in output.outputs:
         tokens = tokens_of(output, completion, plan)
         parts = children.get(completion.index, [])
-        blocks = [block for part in parts for block in part.blocks()] if plan.captures else []
+        blocks = joined_blocks(parts) if plan.captures else []
         earlier = before.get(completion.index, ())
         every = _activations(plan, [*earlier, *blocks], tokens, nothing)
         is_bare = any(block.is_bare for block in earlier)

@@ -16,6 +16,7 @@ from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.request.sink_routes import SinkRoute
 from midstream.runtime.frontend.results.progress import RequestProgress
 from midstream.runtime.frontend.results.row_selection import RowSelection
+from midstream.runtime.protocol.rank_parts import joined_blocks
 from midstream.runtime.protocol.results import ResultBlock, WorkerAnswers, index_of, split
 from midstream.runtime.protocol.runs import Ints
 from midstream.sinks import Delivery
@@ -162,10 +163,8 @@ class PartialRows:
         nbytes = 0
         for index, results in split(answers, self._count).items():
             mine = self._completions[index]
-            for rank, block in (
-                (one.worker.tensor_rank, block) for one in results for block in one.blocks()
-            ):
-                if rank == 0:
+            for block in joined_blocks(results):
+                if block.rank == 0:
                     nbytes += block.nbytes
                 mine.received.append(block if self._needs_all_at_end else block.bare())
                 if self._streamed:

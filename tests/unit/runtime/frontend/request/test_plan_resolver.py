@@ -28,6 +28,7 @@ def info(layers: int = 3) -> EngineInfo:
         hidden_size=HIDDEN,
         taps=tuple([("resid_post", layer) for layer in range(layers)]),
         widths=(HIDDEN,) * layers,
+        parts=(1,) * layers,
         heads=(0,) * layers,
         lacking=(),
         dtype="float32",

@@ -1,0 +1,158 @@
+"""Taps whose vectors the ranks of a tensor-parallel group have in parts: heads and neurons.
+
+Each rank edits and captures its part. The front end joins the captured parts, and rejects edits
+that would need numbers of several parts for one result, as no rank has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from midstream.errors import SpecError
+from midstream.ops.layout import Flags, Op
+from midstream.results.encoded_rows import Scattered
+from midstream.runtime.protocol.results import ResultBlock, WorkerResult
+from midstream.runtime.protocol.runs import Ints
+from midstream.sites import Tap
+from midstream.spec import ResolvedPlan
+from midstream.spec.instructions import Instruction
+from midstream.spec.vector import Vector
+from midstream.validation import at
+
+_READING = (Op.CLIP, Op.LINEAR, Op.FEATURE)
+
+
+def check_parts(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> None:
+    """Check that each rank can carry out its part of a plan.
+
+    Args:
+        plan: the plan.
+        parts: number of parts of the vectors of each tap that the ranks have in parts.
+
+    Raises:
+        SpecError: an edit or probe needs several parts at once, or the codec does.
+    """
+    if plan.codec != "raw":
+        for tap in plan.taps:
+            if tap in parts:
+                raise SpecError(
+                    "capture",
+                    f"{tap[0]} is split over {parts[tap]} ranks, so its vectors cannot be encoded "
+                    f'by {plan.codec}; use codec="raw"',
+                )
+    for nth, probe in enumerate(plan.probes):
+        if (probe.site, probe.layer) in parts:
+            with at(f"probes[{nth}]" if probe.name else "edits"):
+                raise _needs_all(probe.site, "a probe or gate that reads it")
+    for edit in plan.edits:
+        count = parts.get((edit.site, edit.layer))
+        if count is not None and not all(_is_local(s, count) for s in edit.steps.instructions):
+            with at(f"edits[{edit.source}]"):
+                raise _needs_all(edit.site, "an edit that reads or rescales the whole vector")
+
+
+def _needs_all(site: str, what: str) -> SpecError:
+    return SpecError(
+        "",
+        f"{site} is split over the ranks under tensor parallelism, and {what} needs all of it; "
+        "give head=, so that it needs one head, or use tensor_parallel_size=1",
+    )
+
+
+def _is_local(step: Instruction, parts: int) -> bool:
+    """Return whether each rank can run an instruction on its part."""
+    if step.op is Op.PROBE or (step.op is Op.GATE and step.read is not None):
+        return False
+    read: set[int] = set()
+    if step.op in _READING and step.read is not None:
+        read = _parts_of(step.read, parts)
+    elif step.op is Op.ADD_MATCHED or Flags.KEEP in step.flags:
+        read = set(range(parts)) if step.mask is None else _parts_of(step.mask, parts)
+    if not read and step.op not in _READING:
+        return True
+    written = [step.mask] if step.op is Op.SCALE else list(step.write)
+    touched = {part for each in written if each is not None for part in _parts_of(each, parts)}
+    return len(read | touched) <= 1
+
+
+def _parts_of(vector: Vector, parts: int) -> set[int]:
+    """Return the parts in which a vector is not zero."""
+    size = vector.size // parts
+    return set((np.flatnonzero(vector.numpy()) // size).tolist())
+
+
+def part_of_steps(steps: tuple[Instruction, ...], part: int, parts: int) -> tuple[Instruction, ...]:
+    """Return the instructions of one part of the vectors.
+
+    Args:
+        steps: instructions for whole vectors, which `check_parts` accepts.
+        part: number of the part.
+        parts: number of parts.
+    """
+
+    def cut(vector: Vector) -> Vector:
+        nbytes = len(vector.data) // parts
+        return Vector(vector.data[part * nbytes : (part + 1) * nbytes])
+
+    return tuple(
+        replace(
+            step,
+            read=None if step.read is None else cut(step.read),
+            write=tuple(cut(vector) for vector in step.write),
+            mask=None if step.mask is None else cut(step.mask),
+        )
+        for step in steps
+    )
+
+
+def joined_blocks(results: Iterable[WorkerResult]) -> list[ResultBlock]:
+    """Return the captured rows of several workers, with the parts of each row joined.
+
+    A position of which a rank dropped its part has no row.
+
+    Raises:
+        MessageError: a header does not fit the data or the worker.
+    """
+    whole: list[ResultBlock] = []
+    split: dict[Tap, dict[int, list[ResultBlock]]] = {}
+    for result in results:
+        if max(result.worker.parts, default=1) == 1:
+            whole += result.blocks()
+            continue
+        parts_of = dict(zip(result.worker.taps, result.worker.parts, strict=True))
+        for block in result.blocks():
+            parts = parts_of[block.taps[0]]  # of all taps of the block
+            if parts == 1:
+                whole.append(block)
+                continue
+            copies = result.worker.tensor_ranks // parts
+            part = result.worker.tensor_rank // copies
+            for tap in block.taps:
+                split.setdefault(tap, {}).setdefault(part, []).append(block)
+    return whole + [_joined(tap, [of[part] for part in sorted(of)]) for tap, of in split.items()]
+
+
+def _joined(tap: Tap, parts: Sequence[Sequence[ResultBlock]]) -> ResultBlock:
+    found = [_rows_of(tap, blocks) for blocks in parts]
+    positions = found[0][0]
+    for others, _ in found[1:]:
+        positions = np.intersect1d(positions, others, assume_unique=True)
+    rows = [each[torch.from_numpy(np.searchsorted(known, positions))] for known, each in found]
+    first = parts[0][0]
+    return ResultBlock([tap], first.codec, positions, [torch.cat(rows, 1)[:, None]], first.rank)
+
+
+def _rows_of(tap: Tap, blocks: Sequence[ResultBlock]) -> tuple[Ints, torch.Tensor]:
+    """Return the positions of one part of a tap's rows, ascending, and the rows [n, bytes]."""
+    rows = []
+    for block in blocks:
+        place = block.taps.index(tap)
+        for chunk in block.chunks:
+            rows.append(chunk.of(place) if isinstance(chunk, Scattered) else chunk[:, place])
+    positions = np.concatenate([block.positions for block in blocks])
+    order = np.argsort(positions, kind="stable")
+    return positions[order], torch.cat(rows)[torch.from_numpy(order)]

@@ -1,0 +1,132 @@
+"""Sites inside attention and the MLP over several ranks give what one rank gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+from support.engines import GPU_MEMORY, engine, generated, greedy, tokens
+from support.ranks import MEASURE, PIPELINE, ranks
+
+from midstream import Ablate, Capture, Clamp, Probe, Replace, Scale, SpecError, Steer
+from midstream.sites import INNER, NAMES
+
+# Two heads of queries and one of keys and values, which two ranks both have.
+HEAD, HIDDEN, NEURONS = 32, 64, 96
+EVERY = [site for site in NAMES if site != "router"]
+INSIDE = [site for site in INNER if site != "router"]
+SETTINGS = {
+    "max_model_len": 128, "max_num_seqs": 16, "max_num_batched_tokens": 48,
+    "enable_prefix_caching": False, **GPU_MEMORY,
+}  # fmt: skip
+draw = torch.Generator().manual_seed(7)
+PROMPTS = [torch.randint(3, tiny.VOCAB, (n,), generator=draw).tolist() for n in (5, 70, 23)]
+
+
+def vector(size: int, scale: float = 2.0) -> list[float]:
+    return (torch.randn(size, generator=draw) * scale).tolist()
+
+
+EDITS: list[Any] = [
+    Steer(vector(HIDDEN), 1, site="z"),
+    Steer(vector(HEAD), 1, site="z", head=1),
+    Steer(vector(HEAD), 1, site="q", head=[0, 1], norm="match", scale=0.5),
+    Steer(vector(HEAD), 0, site="rot_q", head=0, norm="keep"),
+    Scale(0.0, "all", site="z", head=1),
+    Scale(0.25, 1, site="k"),
+    Scale(-1.0, 1, site="v"),
+    Scale(0.0, 2, site="mlp_act", dims=[3, 50, 95]),
+    Scale(1.5, 1, site="mlp_pre", dims=range(40, 60)),
+    Replace(vector(HEAD), 1, site="rot_k", positions=slice(1, 4)),
+    Replace(vector(HEAD), 2, site="z", head=0, positions=slice(2, None)),
+    Replace(vector(NEURONS), 0, 0.5, site="mlp_pre_linear", dims=[0, 47, 48]),
+    Ablate([vector(HEAD), vector(HEAD)], 1, site="z", head=1),
+    Ablate(vector(HEAD), 1, site="v", head=0),
+    Clamp(vector(HEAD), 1, site="z", head=[0, 1], low=3.0),
+]
+
+
+@pytest.fixture(scope="module")
+def path(tiny_models: Path) -> Path:
+    return tiny.make("llama", tiny_models)
+
+
+@pytest.fixture(scope="module")
+def alone(path: Path) -> Iterator[Any]:
+    with engine(path, midstream={"sites": EVERY}, **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module", params=["tensor", "pipeline"])
+def several(request: Any, path: Path) -> Iterator[Any]:
+    how = {"tensor_parallel_size": 2} if request.param == "tensor" else PIPELINE
+    midstream = {"sites": EVERY, "check_ranks": True}
+    with ranks(path, midstream=midstream, **SETTINGS, **how) as llm:
+        yield llm
+
+
+def run(llm: Any, capture: Capture, edits: list[Any] | None = None) -> list[Any]:
+    """Every prompt plain, and one of them with each edit, in one batch."""
+    given = [None, None, None, *([edit] for edit in edits or ())]
+    prompts = [tokens(PROMPTS[nth % 3]) for nth in range(len(given))]
+    found: list[Any] = llm.generate(
+        prompts, greedy(4, detokenize=False), capture=capture, edits=given, use_tqdm=False
+    )
+    return found
+
+
+def assert_same(found: list[Any], wanted: list[Any]) -> None:
+    for nth, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert one.receipt.status == other.receipt.status == "ok"
+        assert generated(one) == generated(other), nth
+        assert list(one.activations) == list(other.activations)
+        for tap in one.activations:
+            mine, theirs = one.activations[tap].float(), other.activations[tap].float()
+            assert mine.shape == theirs.shape
+            error = MEASURE.error(mine.flatten(1), theirs.flatten(1))
+            assert error < MEASURE.rows, f"{nth}, {tap}: off by {error}"
+
+
+@pytest.mark.parametrize("how", ["gathered", "sharded"])
+def test_rows_of_every_site_are_those_of_one_rank(alone, several, how):
+    capture = Capture("all", EVERY, return_=how)
+    assert_same(run(several, capture), run(alone, capture))
+
+
+def test_edits_of_every_rank_do_what_they_do_on_one(alone, several):
+    capture = Capture("all", [*INSIDE, "resid_post"], positions=[0, 3, "last"])
+    plain, edited = run(alone, capture), run(alone, capture, EDITS)
+    assert_same(run(several, capture, EDITS), edited)
+    for nth, one in enumerate(edited[3:], 3):
+        last, before = (each.activations["resid_post", 2][-1] for each in (one, plain[nth % 3]))
+        assert (last - before).norm() > 1e-3, EDITS[nth - 3]
+
+
+def test_the_model_has_the_widths_and_heads_of_all_ranks(several):
+    shape = several.info.shape
+    assert [shape.size(("z", 1)), shape.num_heads(("z", 1))] == [HIDDEN, 2]
+    assert [shape.size(("k", 1)), shape.num_heads(("k", 1))] == [HEAD, 1]
+    assert shape.size(("mlp_act", 2)) == NEURONS
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        ({"edits": Ablate(vector(HIDDEN), 1, site="z")}, "edits.*z is split over the ranks"),
+        ({"edits": Steer(vector(HIDDEN), 1, site="q", norm="keep")}, "edits.*q is split over"),
+        ({"probes": Probe(vector(HIDDEN), 1, site="z")}, "probes.*z is split over the ranks"),
+        ({"capture": Capture(1, "mlp_act", codec="full8")}, "mlp_act is split over 2 ranks"),
+    ],
+)
+def test_what_needs_the_parts_of_several_ranks_at_once_is_refused(several, asked, problem):
+    prompts, params = [tokens(PROMPTS[0])], greedy(1, detokenize=False)
+    if several.info.workers[0].tensor_ranks == 1:
+        # The ranks of a pipeline have whole vectors.
+        assert several.generate(prompts, params, **asked)[0].receipt.status == "ok"
+        return
+    with pytest.raises(SpecError, match=problem):
+        several.generate(prompts, params, **asked)
