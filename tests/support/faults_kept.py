@@ -278,6 +278,20 @@ KEPT: tuple[Fault, ...] = (
         "tests/unit/ops/test_site.py::test_any_mix_of_programs_is_carried_out_as_defined",
     ),
     Fault(
+        "A tensor-parallel rank edits its heads with another rank's part of the vector",
+        "runtime/worker/request_table.py",
+        "                    edit.steps, share.rank // share.copies(edit.tap), share.parts[edit.tap]\n",
+        "                    edit.steps, 0, share.parts[edit.tap]\n",
+        "tests/system/test_inner_ranks.py::test_edits_of_every_rank_do_what_they_do_on_one",
+    ),
+    Fault(
+        "Keys that several ranks have are captured once for each of them",
+        "runtime/protocol/segments.py",
+        "        mine = [tap for tap in taps if self.parts[tap] > 1 and self.rank % self.copies(tap) == 0]\n",
+        "        mine = [tap for tap in taps if self.parts[tap] > 1 or self.rank == 1]\n",
+        "tests/system/test_inner_ranks.py::test_rows_of_every_site_are_those_of_one_rank",
+    ),
+    Fault(
         "A replaced head takes the other heads' components with it",
         "spec/heads.py",
         "_OF_H = (Op.ADD_MATCHED, Op.REPLACE, Op.SCALE)",

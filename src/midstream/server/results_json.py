@@ -13,7 +13,7 @@ import torch
 
 from midstream.config.http import HttpSettings
 from midstream.errors import HttpError
-from midstream.results.activations import Activations, owns_memory, rows_after
+from midstream.results.activations import Activations, groups_of, owns_memory, rows_after
 from midstream.results.probe_scores import Probes
 from midstream.results.serialization import PackedRows, pack
 from midstream.server.capture_cache import CachedCapture, CaptureCache
@@ -123,8 +123,12 @@ class ResultEncoder:
 
     async def _inline(self, rows: Activations) -> dict[str, Any]:
         # Check the size before any row is copied.
-        width = rows.codec.row_bytes(*self._vectors)
-        size = (width + 16) * sum(rows.counts().values())
+        size = sum(
+            (rows.codec.row_bytes(group.nothing.hidden, group.nothing.dtype) + 16)
+            * len(group.positions)
+            * len(group.taps)
+            for group in groups_of(rows)
+        )
         if size > self._settings.inline_bytes:
             raise HttpError(
                 413,
