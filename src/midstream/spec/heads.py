@@ -60,7 +60,11 @@ def head_size(
             field, f"the vectors of {where} are not of heads; use the sites q, k, v or z"
         )
     if heads[-1] >= size.heads:
-        raise SpecError(field, f"head {heads[-1]} is out of range: there are {size.heads} heads")
+        raise SpecError(
+            field,
+            f"head {heads[-1]} is out of range: there are {size.heads} heads in the vectors of "
+            f"{where}",
+        )
     return VectorSize(size // size.heads, "the size of a head")
 
 
