@@ -1,8 +1,10 @@
-"""Rows of attention heads, by head: against transformers' hooks, offline, streamed and as bytes."""
+"""Rows of attention heads, by head: against transformers' hooks, and as bytes.
+
+`system/test_async` has those of a stream.
+"""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,34 +150,3 @@ def test_heads_that_are_not_there_are_refused_by_name(
     with pytest.raises(SpecError, match=problem) as caught:
         captured(llm, capture)
     assert caught.value.path == "capture.heads"
-
-
-def test_streamed_rows_are_by_head(model: Path, seen: Any) -> None:
-    from vllm import AsyncEngineArgs
-
-    from midstream import AsyncLLM
-
-    async def run() -> list[tuple[torch.Tensor, bool]]:
-        args = AsyncEngineArgs(
-            model=str(model), dtype="float32", max_model_len=256, enforce_eager=True,
-            skip_tokenizer_init=True, disable_log_stats=True, num_gpu_blocks_override=64,
-            additional_config={"midstream": {"sites": SITES}},
-        )  # fmt: skip
-        llm = AsyncLLM.from_engine_args(args)
-        try:
-            capture = Capture(1, "z", heads=[0, 3], stream=True)
-            return [
-                (output.activations["z", 1].clone(), output.finished)
-                async for output in llm.generate(tokens(PROMPT), greedy(4), "x", capture=capture)
-                if output.activations is not None
-            ]
-        finally:
-            llm.shutdown()
-
-    shown = asyncio.run(run())
-    assert [finished for _, finished in shown][-2:] == [False, True]
-    for rows, _ in shown:
-        assert rows.shape[1:] == (2, SIZE)
-        torch.testing.assert_close(rows, shown[-1][0][: len(rows)])
-    wanted = seen["z", 1].unflatten(1, (HEADS, SIZE))[:, [0, 3]]
-    torch.testing.assert_close(shown[-1][0][: len(PROMPT)], wanted, atol=2e-5, rtol=1e-4)

@@ -188,11 +188,8 @@ class PartialRows:
         """
         (mine,) = self._completions.values()
         start, stop = mine.shown if is_delta else 0, self.stop(len(tokens))
-        blocks = [
-            block
-            for block in (mine.unshown if is_delta else mine.received)
-            if block.positions[0] < stop
-        ]
+        every = mine.unshown if is_delta else mine.received
+        blocks = [block for block in every if block.positions[0] < stop]
         mine.shown = stop
         mine.unshown = [block for block in mine.unshown if block.positions[-1] >= stop]
         rows = self._selection.decided(self._streamed, blocks, tokens[:stop], start)
