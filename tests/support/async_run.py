@@ -20,6 +20,7 @@ import torch
 from midstream.testing import inspect
 from support.engines import ALL_SITES, engine, greedy, name_vectors, tokens
 
+TAPPED = [*ALL_SITES, "z"]
 WIDTH = 64
 COUNT = 20
 KINDS = ("CUMULATIVE", "DELTA", "FINAL_ONLY")
@@ -33,7 +34,7 @@ SETTINGS: dict[str, Any] = {
     "seed": 0,
     "max_num_batched_tokens": 64,
     "max_num_seqs": 8,
-    "midstream": {"sites": ALL_SITES, "bank_rows": 24},
+    "midstream": {"sites": TAPPED, "bank_rows": 24},
 }
 
 
@@ -243,10 +244,12 @@ async def streams(llm: Any, found: dict[str, Any]) -> None:
         Capture(1, ALL_SITES),
     ]
 
-    async def watch(nth: int, kind: str, abort_at: int = 0) -> dict[str, Any]:
-        shown, generated, name = [], 0, f"watch {nth} {kind} {abort_at}"
+    async def watch(
+        nth: int, kind: str, abort_at: int = 0, capture: Any = captures
+    ) -> dict[str, Any]:
+        shown, generated, name = [], 0, f"watch {nth} {kind} {abort_at} {capture is captures}"
         sampling = params(0, max_tokens=20, kind=kind)
-        given = {"capture": captures, "probes": Probe(vector(0), 1, name="p")}
+        given = {"capture": capture, "probes": Probe(vector(0), 1, name="p")}
         async for output in llm.generate(prompt(nth), sampling, name, **given):
             count = len(output.outputs[0].token_ids)
             generated = generated + count if kind == "DELTA" else count
@@ -267,6 +270,11 @@ async def streams(llm: Any, found: dict[str, Any]) -> None:
         )
     )
     found["stream aborted"] = await watch(1, "CUMULATIVE", 2)
+    heads = Capture([0, 2], "z", heads=1, stream=True)
+    found["stream heads"] = [
+        await watch(3, "CUMULATIVE", capture=capture)
+        for capture in (heads, replace(heads, heads=None))
+    ]
 
     async def inputs() -> Any:
         yield StreamingInput(prompt(0))

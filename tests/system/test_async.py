@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.async_run import ALL_SITES, COUNT, KINDS, plan, prompt
+from support.async_run import ALL_SITES, COUNT, KINDS, TAPPED, plan, prompt
 from support.own_process import python
 
 
@@ -158,7 +158,7 @@ def test_server_wide_edits_reach_requests_without_a_plan(found):
 
 def test_the_engine_says_what_is_tapped_once_it_was_asked(found):
     assert "await llm.ready()" in found["early"]
-    assert found["sites"] == sorted((site, layer) for site in ALL_SITES for layer in range(3))
+    assert found["sites"] == sorted((site, layer) for site in TAPPED for layer in range(3))
 
 
 # ---------------------------------------------------------------- rows on the way
@@ -205,3 +205,20 @@ def test_rows_on_the_way_are_refused_where_no_output_would_show_them(found):
         assert problem.startswith("capture[1].stream: with output_kind=FINAL_ONLY")
     assert session[0] == "SpecError"
     assert session[1].startswith("capture[1].stream: rows of a session of streaming input")
+
+
+def test_rows_of_heads_on_the_way_are_by_head(found):
+    mine, whole = (
+        {
+            (generated, tap): values
+            for generated, _, shown in one["shown"]
+            for tap, (values, *_) in shown.items()
+        }
+        for one in found["stream heads"]
+    )
+    last = max(generated for generated, _ in whole)
+    assert len(mine) > 2
+    for (_, tap), values in mine.items():
+        every = whole[last, tap]
+        assert every.shape[1:] == (2, 32)
+        torch.testing.assert_close(values, every[: len(values), [1]], rtol=1e-4, atol=1e-4)

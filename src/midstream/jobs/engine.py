@@ -13,7 +13,7 @@ from midstream.config.config import KEY
 from midstream.errors import SpecError
 from midstream.jobs.job import Job
 from midstream.jobs.records import Failed, Record
-from midstream.results.activations import Activations
+from midstream.results.activations import Activations, with_heads
 from midstream.results.receipt import Receipt
 from midstream.sinks.base import Origin
 from midstream.validation import show
@@ -34,7 +34,7 @@ class Reply:
         generated_token_ids: generated token ids; the last one was sampled but never computed on.
         finish_reason: vLLM's finish reason.
         receipt: receipt without problems.
-        activations: captured rows.
+        activations: captured rows, [rows, width] at every site.
     """
 
     line: int
@@ -196,5 +196,5 @@ class VllmEngine:
             generated_token_ids=tuple(completion.token_ids),
             finish_reason=completion.finish_reason,
             receipt=receipt,
-            activations=output.activations,
+            activations=with_heads(output.activations, {}),  # stores have whole vectors
         )

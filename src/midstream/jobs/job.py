@@ -65,8 +65,8 @@ class Job:
         data: a JSON lines or Parquet file, a Hugging Face dataset by name or folder, or `-` for
             JSON lines on standard input.
         out: directory of the store, or `s3://bucket/prefix`.
-        capture: rows to capture. Its sink, tag, request_id and metadata must not be set; the job
-            sets them.
+        capture: rows to capture. Its sink, tag, request_id, metadata and heads must not be set; the
+            job sets them.
         max_tokens: number of tokens to generate per prompt, at temperature 0. With 1, only the
             prompt has rows.
         tag: tag of every request.
@@ -117,6 +117,8 @@ class Job:
             raise SpecError(
                 "capture", "leave out sink, tag, request_id and metadata: the job sets them"
             )
+        if self.capture.heads is not None:
+            raise SpecError("capture.heads", "leave out: a store has whole vectors")
         for name, least in (("max_tokens", 1), ("limit", 1)):
             _check_count(name, getattr(self, name), least)
         with at("tag"):

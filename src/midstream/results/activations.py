@@ -10,10 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 from midstream import sites
 from midstream.console import format_ranges
-from midstream.results.arrays import array_of, encode_blocks, save_tensors, stack_arrays, to_numpy
+from midstream.results.arrays import (
+    Heads,
+    array_of,
+    encode_blocks,
+    save_tensors,
+    stack_arrays,
+    to_numpy,
+)
 from midstream.results.encoded_rows import Rows, rows_of
 from midstream.results.gathered_rows import GatheredRows, RowGroup
-from midstream.results.rows_file import POSITIONS, TOKENS, header_of, read_rows_file, widths_of
+from midstream.results.rows_file import (
+    POSITIONS,
+    TOKENS,
+    header_of,
+    heads_of,
+    read_rows_file,
+    widths_of,
+)
 from midstream.sites import Tap
 from midstream.validation import as_number, hint, is_int
 
@@ -35,6 +49,9 @@ class Activations:
     copies and queues of processes take a tensor's own bytes alone. A client without torch has
     arrays of NumPy in place of tensors, with bfloat16 widened to float32.
 
+    At the sites q, k, v, rot_q, rot_k and z it is [rows, heads, head_dim]: one vector per query
+    head, at k, v and rot_k per key-value head. A `Capture` with `heads` has these heads only.
+
     `positions` and `token_ids` describe all sites and layers if these were captured at the same
     positions, as with a single `Capture`; otherwise use `positions_of` and `token_ids_of`.
 
@@ -42,6 +59,7 @@ class Activations:
         positions: int64 [rows], index of each row's token in its request, prompt first.
         token_ids: int64 [rows], the tokens at those positions.
         num_layers: layers of the model; None: unknown.
+        heads: the heads of each (site, layer) that is [rows, heads, head_dim].
     """
 
     def __init__(
@@ -50,20 +68,23 @@ class Activations:
         positions: Mapping[Tap, Tensor],
         tokens: Tensor | Sequence[int],
         num_layers: int | None = None,
+        heads: Mapping[Tap, Heads] | None = None,
     ) -> None:
         """Create from tensors or encoded rows, which are not copied and are read on first access.
 
         Args:
-            values: per (site, layer), [rows, hidden], or the encoded rows.
+            values: per (site, layer), [rows, width], or the encoded rows; of all heads.
             positions: per (site, layer), int64 [rows], ascending.
             tokens: tokens of the whole request that were computed, from position 0.
             num_layers: layers of the model, for negative layers; None: unknown.
+            heads: per (site, layer), the heads that are shown.
         """
         self._given = values
         self._values: dict[Tap, Tensor] = {}
         self._positions = positions
         self._given_tokens = tokens
         self.num_layers = num_layers
+        self.heads = {tap: one for tap, one in (heads or {}).items() if tap in values}
 
     def __getitem__(self, key: tuple[str, int] | str | int) -> Tensor:
         """Return captured vectors, in the model's dtype.
@@ -71,13 +92,14 @@ class Activations:
         Args:
             key: (site, layer), a name with both (`blocks.10.hook_resid_post`,
                 `model.layers.10.output`, `resid_post.10`), or a layer if one site was captured:
-                [rows, width]. A site alone: its layers stacked, [layers, rows, width], ascending.
-                Layer −1 is the model's last one. Sites have all names of `midstream.sites.parse`.
+                [rows, width], or [rows, heads, head_dim]. A site alone: its layers stacked along a
+                new first dimension, ascending. Layer −1 is the model's last one. Sites have all
+                names of `midstream.sites.parse`.
 
         Raises:
             KeyError: the site and layer were not captured; the message lists those that were.
             ValueError: the layers of a site were captured at different positions, or differ in
-                width.
+                width or heads.
         """
         try:
             return self._values[key]  # type: ignore[index]
@@ -87,7 +109,7 @@ class Activations:
             named = sites.parse(key)
             if named is not None and named[1] is None:
                 return _stacked(self, named[0])
-        return self._value(self._find(key))
+        return self._value(_find(self, key))
 
     @property
     def codec(self) -> Codec:
@@ -98,20 +120,20 @@ class Activations:
         return next(found, Raw())
 
     def encoded(self, site: str, layer: int) -> Tensor:
-        """Return the encoded rows of one site and layer, uint8 [rows, bytes of a row].
+        """Return the encoded rows of one site and layer, uint8 [rows, bytes of a row]; all heads.
 
         Raises:
             KeyError: the site and layer were not captured.
         """
         from midstream.results.interleaved_rows import interleaved
 
-        return interleaved(self._rows(self._find((site, layer))).encoded())
+        return interleaved(self._rows(_find(self, (site, layer))).encoded())
 
     def copy(self) -> Activations:
         """Return the rows in memory of their own, so that the worker's memory can be freed."""
         rows = {tap: self._rows(tap).copy() for tap in self._given}
         positions = {tap: self._positions[tap].clone() for tap in self._given}
-        return Activations(rows, positions, self._tokens.clone(), self.num_layers)
+        return Activations(rows, positions, self._tokens.clone(), self.num_layers, self.heads)
 
     def __contains__(self, key: object) -> bool:
         named = sites.parse(key) if isinstance(key, str) else None
@@ -176,7 +198,7 @@ class Activations:
         Raises:
             KeyError: the site and layer were not captured.
         """
-        return self._positions[self._find((site, layer))]
+        return self._positions[_find(self, (site, layer))]
 
     def token_ids_of(self, site: str, layer: int) -> Tensor:
         """Return the token ids of one site and layer, int64 [rows].
@@ -193,23 +215,23 @@ class Activations:
         return {tap: positions.shape[0] for tap, positions in self._positions.items()}
 
     def to_transformer_lens(self) -> dict[str, Tensor]:
-        """Return the vectors [1, rows, hidden] by TransformerLens's names, as its cache has them.
+        """Return the vectors by TransformerLens's names, as its cache has them: [1, rows, hidden],
+        or [1, rows, heads, head_dim].
 
         `blocks.10.hook_resid_post` is `resid_post` of layer 10; rows are those that were captured.
         """
         return {sites.transformer_lens_name(tap): value[None] for tap, value in self.items()}
 
     def numpy(self) -> dict[Tap, NDArray[np.generic]]:
-        """Return an array [rows, hidden] by (site, layer); bfloat16, which NumPy lacks, becomes
-        float32.
-        """
+        """Return an array by (site, layer); bfloat16, which NumPy lacks, becomes float32."""
         return {key: to_numpy(value) for key, value in self.items()}
 
     def save(self, path: str | Path, codec: str | None = None) -> Path:
         """Write a safetensors file, and return its path.
 
         It has the tensors `{site}.{layer}`, `{site}.{layer}.positions` and
-        `{site}.{layer}.token_ids` for each captured site and layer.
+        `{site}.{layer}.token_ids` for each captured site and layer. Rows are [rows, width], of all
+        heads; the metadata name the heads.
 
         Args:
             path: the file.
@@ -259,20 +281,8 @@ class Activations:
 
     def _value(self, tap: Tap) -> Tensor:
         if tap not in self._values:
-            self._values |= _decoded(self._given, tap)
+            self._values |= _decoded(self._given, tap, self.heads)
         return self._values[tap]
-
-    def _find(self, key: Any) -> Tap:
-        try:
-            is_tap = key in self._given
-        except TypeError:  # unhashable, such as a slice
-            is_tap = False
-        if is_tap:
-            return key  # type: ignore[no-any-return]
-        tap = _tap_of(self, key)
-        if tap is None or tap not in self._given:
-            raise KeyError(_explain(self, key, tap))
-        return tap
 
 
 def groups_of(activations: Activations) -> tuple[RowGroup, ...]:
@@ -305,21 +315,41 @@ def _group_of(tap: Tap, rows: Rows, positions: Tensor) -> RowGroup:
     return RowGroup((tap,), positions, (block,), None, nothing)
 
 
-def _decoded(given: Mapping[Tap, Tensor | Rows], tap: Tap) -> dict[Tap, Tensor]:
+def _decoded(
+    given: Mapping[Tap, Tensor | Rows], tap: Tap, heads: Mapping[Tap, Heads]
+) -> dict[Tap, Tensor]:
     """Return the rows of a tap, and of those that are decoded together with it."""
+    mine = heads.get(tap)
     if isinstance(given, GatheredRows):
         from midstream.results.interleaved_rows import mark_interleaved
 
         found = given.group(tap).decoded()
         if found is not None:
-            mark_interleaved(tuple(found.values()))
+            for each in found.keys() & heads.keys():
+                found[each] = heads[each].of(found[each])
+            chosen = {each for each, one in heads.items() if one.chosen is not None}
+            mark_interleaved([found[each] for each in found if each not in chosen])
             return found
     rows = given[tap]
     if not isinstance(rows, Rows):
-        return {tap: rows}
+        return {tap: rows if mine is None else mine.of(rows)}
     from midstream.results.interleaved_rows import interleaved
 
-    return {tap: interleaved(rows.decoded())}
+    found_rows = rows.decoded()
+    return {tap: interleaved(found_rows if mine is None else mine.of(found_rows))}
+
+
+def with_heads(activations: Activations, heads: Mapping[Tap, Heads]) -> Activations:
+    """Return the same rows with other heads shown, by (site, layer): without any, [rows, width]."""
+    if activations.heads == heads:
+        return activations
+    return Activations(
+        activations._given,  # noqa: SLF001
+        activations._positions,  # noqa: SLF001
+        activations._given_tokens,  # noqa: SLF001
+        activations.num_layers,
+        heads,
+    )
 
 
 def rows_after(
@@ -338,7 +368,23 @@ def rows_after(
         later = (every > last.get(tap, -1)).nonzero()[:, 0]
         chosen = later if rows.chosen is None else rows.chosen[later]
         values[tap], positions[tap] = replace(rows, chosen=chosen), every[later]
-    return Activations(values, positions, activations._given_tokens, activations.num_layers)  # noqa: SLF001
+    tokens = activations._given_tokens  # noqa: SLF001
+    return Activations(values, positions, tokens, activations.num_layers, activations.heads)
+
+
+def _find(rows: Activations, key: Any) -> Tap:
+    """Return the captured tap that a key means."""
+    given = rows._given  # noqa: SLF001
+    try:
+        is_tap = key in given
+    except TypeError:  # unhashable, such as a slice
+        is_tap = False
+    if is_tap:
+        return key  # type: ignore[no-any-return]
+    tap = _tap_of(rows, key)
+    if tap is None or tap not in given:
+        raise KeyError(_explain(rows, key, tap))
+    return tap
 
 
 def _tap_of(rows: Activations, key: Any) -> Tap | None:
@@ -373,7 +419,7 @@ def _explain(rows: Activations, key: Any, tap: Tap | None) -> str:
 
 
 def _stacked(rows: Activations, site: str) -> Tensor:
-    """Return the vectors of a site, [layers, rows, width]."""
+    """Return the vectors of a site, [layers, rows, width] or [layers, rows, heads, head_dim]."""
     taps = [(site, layer) for layer in rows.layers if (site, layer) in rows]
     if not taps:
         raise KeyError(f"{site!r} was not captured; there is {repr(rows)[12:-1]}")
@@ -387,21 +433,26 @@ def _stacked(rows: Activations, site: str) -> Tensor:
             )
     values = [rows[tap] for tap in taps]
     for tap, value in zip(taps, values, strict=True):
-        if value.shape[1] != values[0].shape[1]:
+        if value.shape != values[0].shape:
             raise ValueError(
-                f"{site} is {value.shape[1]} wide at layer {tap[1]} and {values[0].shape[1]} at "
-                f"layer {taps[0][1]}, so the layers cannot be stacked; read "
-                "activations[site, layer]"
+                f"{site} is {show_size(value.shape[1:])} wide at layer {tap[1]} and "
+                f"{show_size(values[0].shape[1:])} at layer {taps[0][1]}, so the layers cannot be "
+                "stacked; read activations[site, layer]"
             )
     stacked: Tensor = stack_arrays(values)
     return stacked
 
 
+def show_size(shape: Sequence[int]) -> str:
+    """Return the size of vectors, as `64`, or as `4 × 16` of 4 heads."""
+    return " × ".join(map(str, shape))
+
+
 def _html(rows: Activations) -> str:
-    head = "<tr><th>site</th><th>layer</th><th>rows × hidden</th><th>positions</th></tr>"
+    head = "<tr><th>site</th><th>layer</th><th>rows × size</th><th>positions</th></tr>"
     lines = [
         f"<tr><td>{html.escape(site)}</td><td>{layer}</td>"
-        f"<td>{count} × {rows[site, layer].shape[1]}</td>"
+        f"<td>{show_size((count, *rows[site, layer].shape[1:]))}</td>"
         f"<td>{format_ranges(tuple(rows.positions_of(site, layer).tolist()))}</td></tr>"
         for (site, layer), count in rows.counts().items()
     ]
@@ -411,7 +462,7 @@ def _html(rows: Activations) -> str:
 def _save(activations: Activations, target: Path, codec: str | None) -> Path:
     rows: dict[str, Any] = {}
     indices: dict[str, Any] = {}
-    for (site, layer), value in activations.items():
+    for (site, layer), value in with_heads(activations, {}).items():
         rows[f"{site}.{layer}"] = value
         indices[f"{site}.{layer}.{POSITIONS}"] = activations.positions_of(site, layer)
         indices[f"{site}.{layer}.{TOKENS}"] = activations.token_ids_of(site, layer)
@@ -420,7 +471,7 @@ def _save(activations: Activations, target: Path, codec: str | None) -> Path:
         rows, encoding = encode_blocks(rows, codec)
         widths = {name: len(block) for name, block in rows.items()}
         metadata |= encoding | widths_of(widths, int(encoding.get("hidden", 0)))
-    save_tensors(rows, indices, target, metadata)
+    save_tensors(rows, indices, target, metadata | heads_of(activations.heads))
     return target
 
 
@@ -432,14 +483,16 @@ def _describe(acts: Activations) -> str:
     shown = str(rows[0]) if len(rows) == 1 else f"{rows[0]}–{rows[-1]}"
     return (
         f"Activations({', '.join(acts.sites)}; layers {format_ranges(acts.layers)}; "
-        f"{shown} rows of {' or '.join(map(str, _widths(acts)))}, "
+        f"{shown} rows of {' or '.join(_sizes(acts))}, "
         f"{str(first.dtype).removeprefix('torch.')})"
     )
 
 
-def _widths(acts: Activations) -> list[int]:
-    """Return the distinct widths of the vectors, ascending; of each only one tap is decoded."""
+def _sizes(acts: Activations) -> list[str]:
+    """Return the distinct sizes of the vectors, ascending; of each only one tap is decoded."""
     taps = {}
     for tap, given in acts._given.items():  # noqa: SLF001
-        taps[given.hidden if isinstance(given, Rows) else given.shape[1]] = tap
-    return sorted({acts[tap].shape[1] for tap in taps.values()})
+        width = given.hidden if isinstance(given, Rows) else given.shape[1]
+        taps[width, acts.heads.get(tap)] = tap
+    shapes = sorted({tuple(acts[tap].shape[1:]) for tap in taps.values()})
+    return [show_size(shape) for shape in shapes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,24 @@ _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32,
     "U8": np.uint8,
 }  # fmt: skip
+
+
+class Heads(NamedTuple):
+    """Attention heads of vectors that are those of all heads, one after the other.
+
+    Attributes:
+        num_heads: number of heads that the vectors have.
+        chosen: indices of the heads that are shown, ascending; None: all.
+    """
+
+    num_heads: int
+    chosen: tuple[int, ...] | None = None
+
+    def of(self, values: Any) -> Any:
+        """Return rows [n, width] as [n, heads, head_dim]; a view if all heads are shown."""
+        head_dim = values.shape[1] // self.num_heads
+        every = values.reshape(values.shape[0], self.num_heads, head_dim)
+        return every if self.chosen is None else every[:, list(self.chosen)]
 
 
 def array_of(values: Sequence[Any] | NDArray[Any], dtype: str) -> Tensor:

@@ -8,11 +8,12 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from midstream import sites
 from midstream.errors import CodecError, SpecError, UnsupportedError
-from midstream.results.arrays import PER_DIM, array_of, load_tensors
+from midstream.results.arrays import PER_DIM, Heads, array_of, load_tensors
 from midstream.results.encoded_rows import Rows
 from midstream.sites import Tap, order
 from midstream.validation import INT_LIMIT, is_int, read_json, show
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 FORMAT = "midstream.activations"
 VERSION = "1"
-# Of files with rows of several widths, which readers of version 1 reject.
+# Of files with rows of several widths or of heads, which readers of version 1 reject.
 WIDTHS_VERSION = "2"
 # Above any context length; bounds the memory that a hostile file can make its reader allocate.
 MAX_POSITION = 1 << 26
@@ -36,7 +37,7 @@ _NUMBER = re.compile("[1-9][0-9]{0,8}")
 
 def read_rows_file(
     data: bytes,
-) -> tuple[dict[Tap, Tensor | Rows], dict[Tap, Tensor], Tensor, int | None]:
+) -> tuple[dict[Tap, Tensor | Rows], dict[Tap, Tensor], Tensor, int | None, dict[Tap, Heads]]:
     """Return the arguments of `Activations` from the bytes of a file; see `serialization.pack`.
 
     Raises:
@@ -59,17 +60,20 @@ def read_rows_file(
         )
     taps = _taps(tensors)
     names = [f"{site}.{layer}" for site, layer in taps]
-    widths = _widths(metadata, names)
+    widths, heads = _widths(metadata, names), _heads(metadata, names)
     if "hidden" not in metadata:
         metadata |= _described(tensors)
         widths = {name: tensors[name].shape[-1] for name in names if tensors[name].ndim == 2}
     check = _checker(metadata, widths)
     values: dict[Tap, Tensor | Rows] = {}
+    heads_of_taps: dict[Tap, Heads] = {}
     positions: dict[Tap, Tensor] = {}
     found = np.zeros(0, np.int64)
     for tap in sorted(taps, key=order):
         name = f"{tap[0]}.{tap[1]}"
         values[tap] = check(name, tensors[name])
+        if name in heads:
+            heads_of_taps[tap] = _checked_heads(name, values[tap], heads[name])
         positions[tap] = _indices(tensors, name, POSITIONS, len(values[tap]), MAX_POSITION)
         ids = _indices(tensors, name, TOKENS, len(values[tap]), INT_LIMIT)
         length = int(positions[tap].max()) + 1 if len(ids) else 0
@@ -78,7 +82,7 @@ def read_rows_file(
         found[np.asarray(positions[tap])] = np.asarray(ids)
     count = metadata.get("num_layers", "")
     num_layers = int(count) if _NUMBER.fullmatch(count) else None
-    return values, positions, array_of(found, "int64"), num_layers
+    return values, positions, array_of(found, "int64"), num_layers, heads_of_taps
 
 
 def header_of(num_layers: int | None) -> dict[str, str]:
@@ -102,6 +106,15 @@ def widths_of(widths: Mapping[str, int], hidden: int) -> dict[str, str]:
     return {"version": WIDTHS_VERSION, "widths": text} if others else {}
 
 
+def heads_of(heads: Mapping[Tap, Heads]) -> dict[str, str]:
+    """Return the metadata of rows of heads, which replace those of `header_of`; an empty dict if
+    there are none.
+    """
+    named = {f"{site}.{layer}": one for (site, layer), one in heads.items()}
+    text = json.dumps(named, separators=(",", ":"))
+    return {"version": WIDTHS_VERSION, "heads": text} if named else {}
+
+
 def _widths(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, int]:
     """Return the widths that a file's metadata state, by names of its tensors of rows.
 
@@ -109,7 +122,7 @@ def _widths(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, int]
         SpecError: they are invalid, or the file's version has none.
     """
     text = metadata.get("widths")
-    if text is None and metadata["version"] == VERSION:
+    if text is None and (metadata["version"] == VERSION or "heads" in metadata):
         return {}
     widths = read_json(text) if isinstance(text, str) else None
     if (
@@ -126,6 +139,53 @@ def _widths(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, int]
             f"{WIDTHS_VERSION} and the positive width of some of the file's tensors by name",
         )
     return widths
+
+
+def _heads(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, Heads]:
+    """Return the heads that a file's metadata state, by names of its tensors of rows.
+
+    Raises:
+        SpecError: they are invalid, or the file's version has none.
+    """
+    text = metadata.get("heads")
+    if text is None:
+        return {}
+    try:
+        found = msgspec.convert(read_json(text), dict[str, Heads])
+    except (SpecError, msgspec.ValidationError):
+        found = {}
+    if metadata["version"] == VERSION or not found or not set(found) <= set(names):
+        raise SpecError(
+            "",
+            f"version {metadata['version']}, heads {show(str(text))}: expected version "
+            f"{WIDTHS_VERSION} and [number of heads, those to show or null] of some of the file's "
+            "tensors by name",
+        )
+    return found
+
+
+def _checked_heads(name: str, rows: Any, heads: Heads) -> Heads:
+    """Return the heads of a tensor of rows, or of encoded rows.
+
+    Raises:
+        SpecError: the rows are not of as many heads, or are sketches; or the shown ones are not
+            among these, each once and ascending.
+    """
+    is_sketch = False
+    if isinstance(rows, Rows):
+        from midstream.codecs import Rp8
+
+        width, is_sketch = rows.hidden, isinstance(rows.codec, Rp8)
+    else:
+        width = rows.shape[1]
+    count, chosen = heads
+    fits = 1 <= count <= width and width % count == 0 and not is_sketch
+    if chosen is not None:
+        fits = fits and bool(chosen) and list(chosen) == sorted(set(chosen))
+        fits = fits and chosen[0] >= 0 and chosen[-1] < count
+    if not fits:
+        raise SpecError("", f"{name}: {width} numbers cannot be of heads {show(str(list(heads)))}")
+    return heads
 
 
 def _checker(

@@ -11,7 +11,14 @@ import numpy as np
 
 from midstream.results.activations import Activations, groups_of
 from midstream.results.gathered_rows import RowGroup
-from midstream.results.rows_file import POSITIONS, TOKENS, header_of, read_rows_file, widths_of
+from midstream.results.rows_file import (
+    POSITIONS,
+    TOKENS,
+    header_of,
+    heads_of,
+    read_rows_file,
+    widths_of,
+)
 from midstream.sites import Tap
 
 if TYPE_CHECKING:
@@ -56,6 +63,7 @@ class PackedRows:
             "hidden": str(hidden),
             "dtype": str(dtype).removeprefix("torch."),
             **widths_of(widths, hidden),
+            **heads_of(activations.heads),
         }
         shapes = tuple([_shape_of(group, codec == "raw") for group in self._groups])
         self._header, size = _header_of(shapes, tuple(metadata.items()))
@@ -81,7 +89,9 @@ def pack(activations: Activations, hidden: int, dtype: torch.dtype) -> bytes:
     `{site}.{layer}.token_ids` are int64 [rows]. The metadata have `format`, `version`, `codec`,
     `hidden` and `dtype`, and `num_layers` if it is known. If vectors are not all as wide as
     `hidden`, the version is 2, and `widths` is a JSON object with the width of each of the other
-    tensors by name.
+    tensors by name. If some are of attention heads, one after the other, the version is 2 too, and
+    `heads` is a JSON object with [number of heads, indices of those that are shown or null] by
+    name; the tensors have all heads.
 
     Args:
         activations: the rows.

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
-from midstream.results.activations import Activations
+from midstream.results.activations import Activations, show_size
 from midstream.results.arrays import stack_arrays
 from midstream.spec.selection import Layers, read_taps
 from midstream.validation import read_int
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 def stack(
     outputs: Iterable[Any], site: object = None, layers: object = None, row: object = None
 ) -> Tensor:
-    """Return the captured vectors of several prompts, [prompts, layers, rows, hidden].
+    """Return the captured vectors of several prompts, [prompts, layers, rows, hidden], or of
+    attention heads [prompts, layers, rows, heads, head_dim].
 
     Args:
         outputs: outputs of `generate` or `chat`, completions, or Activations; one per prompt.
         site: a site in any spelling; None: the one that was captured.
         layers: any form of Layers; None or "all": all that were captured, ascending.
         row: index of one captured row, −1 for the last; the result is then [prompts, layers,
-            hidden]. None: all rows, whose number must be the same for all prompts.
+            hidden], without rows. None: all rows, whose number must be the same for all prompts.
 
     Returns:
         A tensor in the dtype of the captured vectors; an array of NumPy without torch.
@@ -53,9 +54,11 @@ def stack(
         except (KeyError, IndexError) as error:
             raise SpecError(f"outputs[{nth}]", str(error.args[0])) from None
         shapes = {tuple(value.shape) for value in values}
-        widths = {shape[-1] for shape in shapes} | {one.shape[-1] for one in stacked}
-        if len(widths) > 1:
-            shown = ", ".join(map(str, sorted(widths)))
+        first_dim = 1 if nth_row is None else 0
+        sizes = {shape[first_dim:] for shape in shapes}
+        sizes |= {tuple(one.shape[1 + first_dim :]) for one in stacked}
+        if len(sizes) > 1:
+            shown = ", ".join(map(show_size, sorted(sizes)))
             raise SpecError(
                 f"outputs[{nth}]",
                 f"its vectors differ in width from layer to layer or from others: {shown}, which "

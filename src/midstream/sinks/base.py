@@ -70,7 +70,8 @@ class Delivery:
         receipt: receipt of the completion. While the request runs it only has the number of rows
             delivered per site and layer, including this piece, as `expected` and as `actual`.
         activations: the rows; for a sink with `wants = "rows"` those of this piece. A site and
-            layer without rows is present and empty.
+            layer without rows is present and empty. [rows, width] at every site: the heads of q,
+            k, v, rot_q, rot_k and z are one after the other.
         piece: index of the piece, from 0, for a sink with `wants = "rows"`.
         is_last: whether this is the last piece; its receipt covers the whole completion.
         return_: "sharded" or "gathered", as the captures have it; see `Capture`.

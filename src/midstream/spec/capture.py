@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.spec.argument_names import accept_spellings, read_named
-from midstream.spec.forms import LayersLike, PhaseLike, PositionsLike, SitesLike
+from midstream.spec.forms import IndicesLike, LayersLike, PhaseLike, PositionsLike, SitesLike
+from midstream.spec.heads import read_indices
 from midstream.spec.positions.positions import Positions
 from midstream.spec.selection import Layers, Sites, read_taps
 from midstream.spec.sink_target import MEMORY, NO_METADATA, Metadata, read_name
@@ -28,6 +29,7 @@ FIELDS = (
     "metadata",
     "stream",
     "layout",
+    "heads",
 )
 
 
@@ -49,6 +51,7 @@ class Capture:
     metadata: Metadata
     stream: bool
     layout: str
+    heads: tuple[int, ...] | None
 
     @accept_spellings
     def __init__(
@@ -67,6 +70,7 @@ class Capture:
         metadata: Mapping[str, Any] | None = None,
         stream: bool = False,
         layout: str = "",
+        heads: IndicesLike | None = None,
     ) -> None:
         """Create a capture; each field accepts any of its forms.
 
@@ -96,6 +100,11 @@ class Capture:
                 sink "memory" and `AsyncLLM.generate`.
             layout: layout of the files of sinks that have several, such as `filesystem`:
                 "per_file", "packed" or "sharded"; empty: that of the sink's settings.
+            heads: an attention head or a list of heads to return, at sites whose vectors are of
+                heads: [rows, heads, head_dim], heads ascending. At k, v and rot_k, key-value heads.
+                Only for the sink "memory". The vectors of all heads are transferred, and count as
+                bytes; heads are chosen as the rows are read. If several captures of a request
+                select a site of a layer, its rows have the heads of any of them. None: all heads.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -123,6 +132,7 @@ class Capture:
             object.__setattr__(self, "stream", _read_stream(stream, self.sink))
         with at("layout"):
             object.__setattr__(self, "layout", _read_layout(layout, self.sink))
+        object.__setattr__(self, "heads", _read_heads(heads, self.sink))
 
     @staticmethod
     def parse(value: object) -> Capture:
@@ -174,6 +184,8 @@ class Capture:
             found["stream"] = True
         if self.layout:
             found["layout"] = self.layout
+        if self.heads:
+            found["heads"] = list(self.heads)
         return found
 
 
@@ -207,6 +219,19 @@ def _read_layout(value: object, sink: str) -> str:
     found = read_name(value)
     if found and sink == MEMORY:
         raise SpecError("", "must be omitted for the sink memory, which writes no files")
+    return found
+
+
+def _read_heads(value: object, sink: str) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    found = read_indices(value, "heads")
+    if sink != MEMORY:
+        raise SpecError(
+            "heads",
+            f'heads are chosen only for the sink "memory", got {show(sink)}, which gets whole '
+            "vectors: omit `heads`",
+        )
     return found
 
 

@@ -41,18 +41,30 @@ def read_indices(value: object, field: str) -> tuple[int, ...]:
         return tuple(sorted(indices))
 
 
-def head_size(heads: tuple[int, ...], size: VectorSize) -> VectorSize:
+def head_size(
+    heads: tuple[int, ...], size: VectorSize, field: str = "head", where: str = "this site"
+) -> VectorSize:
     """Return the number of components of one head's vectors.
+
+    Args:
+        heads: the heads, ascending.
+        size: number of components of all heads.
+        field: name of the field that names the heads, for messages.
+        where: what the vectors are of, for messages.
 
     Raises:
         SpecError: the vectors are not of heads, or there is no such head.
     """
     if not size.heads:
         raise SpecError(
-            "head", "the vectors of this site are not of heads; use the sites q, k, v or z"
+            field, f"the vectors of {where} are not of heads; use the sites q, k, v or z"
         )
     if heads[-1] >= size.heads:
-        raise SpecError("head", f"head {heads[-1]} is out of range: there are {size.heads} heads")
+        raise SpecError(
+            field,
+            f"head {heads[-1]} is out of range: there are {size.heads} heads in the vectors of "
+            f"{where}",
+        )
     return VectorSize(size // size.heads, "the size of a head")
 
 

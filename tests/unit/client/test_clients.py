@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import serving_fake
 from support.serving_fake import make, rows
 from unit.client.both import KINDS, Both
 
@@ -18,6 +19,8 @@ from midstream import Capture, Probe, Steer
 from midstream.client import AsyncClient, Client, ServerError, extra_body
 from midstream.client.outputs import Reader
 from midstream.errors import ConfigError, SpecError
+from midstream.results.activations import with_heads
+from midstream.results.arrays import Heads
 from midstream.spec.vector import Vector
 
 V = [1.0, 2.0, 2.0]
@@ -57,6 +60,28 @@ def test_an_answer_has_what_the_offline_api_returns(both, site, activations):
     assert site.seen == [{"model": "m", "prompt": "abc"}]
     # What was fetched is not held any longer.
     assert len(site.server.captures) == 0
+
+
+@pytest.mark.parametrize("activations", ["handle", "inline"])
+@pytest.mark.parametrize("chosen", [None, (0, 2)])
+def test_rows_of_heads_come_by_head(both, monkeypatch, activations, chosen):
+    def by_head(*args):
+        found = rows(*args)
+        return with_heads(found, {tap: Heads(3, chosen) for tap in found})
+
+    monkeypatch.setattr(serving_fake, "rows", by_head)
+    asked = {"capture": Capture([1], stream=True), "activations": activations}
+    expected = by_head((1,), 5)["resid_post", 1]
+    assert expected.shape == (5, 3 if chosen is None else 2, 1)
+    output = both.call("complete", "abc", **asked)
+    assert torch.equal(output.activations["resid_post", 1], expected)
+    (last,) = both.stream(lambda output: output, "abc", **asked)[-1:]
+    early = torch.cat([each["resid_post", 1] for each in last.outputs[0].rows])
+    assert torch.equal(early, expected[: len(early)])
+    assert len(early)
+    rest = both.stream(lambda output: output, "abc", **{**asked, "activations": "none"})[-1]
+    every = torch.cat([each["resid_post", 1] for each in rest.outputs[0].rows])
+    assert torch.equal(every, expected)
 
 
 def test_rows_that_nobody_wants_are_not_there(both, site):

@@ -31,6 +31,7 @@ from midstream.spec import Capture
         ({"engine_args": {"additional_config": {}}}, "engine_args.additional_config"),
         ({"capture": Capture(0, sink="store")}, "capture: leave out sink"),
         ({"capture": Capture(0, metadata={"a": 1})}, "capture: leave out sink"),
+        ({"capture": Capture(0, "z", heads=1)}, "capture.heads: leave out: a store has whole"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

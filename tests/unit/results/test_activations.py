@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 
+from midstream.codecs import parse_codec
 from midstream.errors import SpecError
-from midstream.results.activations import Activations
+from midstream.results.activations import Activations, rows_after, with_heads
+from midstream.results.arrays import Heads
+from midstream.results.encoded_rows import Rows
+from midstream.results.gathered_rows import GatheredRows, RowGroup
 from midstream.results.stack import stack
 
 TOKENS = torch.tensor([11, 12, 13, 14, 15, 16])
@@ -188,3 +195,140 @@ def test_rows_of_two_widths_are_shown_with_both_and_stacked_only_by_width():
     with pytest.raises(SpecError, match=r"outputs\[0\]: .* differ in width .*: 8, 12, which"):
         stack([acts])
     assert stack([acts, acts], layers=1).shape == (2, 1, 2, 12)
+
+
+Z, K, STREAM = ("z", 3), ("k", 3), ("resid_post", 3)
+HEADS = {Z: Heads(4), K: Heads(2, (1,))}
+
+
+def of_heads(kind="tensors", dtype=torch.float32):
+    """Three rows of 4 query heads of 2, of 2 key heads of 2 of which one is shown, and of none."""
+    values = {Z: torch.randn(3, 8).to(dtype), K: torch.randn(3, 4).to(dtype)}
+    values[STREAM] = torch.randn(3, 8).to(dtype)
+    at = torch.arange(3)
+    if kind == "tensors":
+        return values, Activations(values, dict.fromkeys(values, at), TOKENS, heads=HEADS)
+    codec = parse_codec("raw" if kind == "gathered" else kind)
+    groups = []
+    for taps in ([Z, STREAM], [K]):
+        chunk = torch.stack([codec.encode(values[tap]) for tap in taps], 1)
+        block = SimpleNamespace(taps=taps, chunks=[chunk], is_leased=True)
+        nothing = Rows(codec, values[taps[0]].shape[1], dtype, (), ())
+        groups.append(RowGroup(tuple(taps), at, [block], None, nothing))
+        values |= {
+            tap: codec.decode(codec.encode(values[tap]), values[tap].shape[1], dtype)
+            for tap in taps
+        }
+    rows = GatheredRows([Z, K, STREAM], groups)
+    return values, Activations(rows, rows.positions(), TOKENS, heads=HEADS)
+
+
+KINDS = ["tensors", "gathered", "full8"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sites_of_heads_have_a_dimension_of_heads_and_others_none(kind, dtype):
+    values, found = of_heads(kind, dtype)
+    assert torch.equal(found["z", 3], values[Z].view(3, 4, 2))
+    assert torch.equal(found["k", 3], values[K].view(3, 2, 2)[:, [1]])
+    assert torch.equal(found["resid_post", 3], values[STREAM])
+    assert found["z", 3].dtype == values[Z].dtype
+    assert {tap: tuple(value.shape) for tap, value in found.items()} == {
+        Z: (3, 4, 2), K: (3, 1, 2), STREAM: (3, 8),
+    }  # fmt: skip
+    assert found.numpy()[Z].shape == (3, 4, 2)
+    assert found["z"].shape == (1, 3, 4, 2)
+    assert found.to_transformer_lens()["blocks.3.attn.hook_z"].shape == (1, 3, 4, 2)
+    assert found.heads == HEADS
+    assert found.counts() == {Z: 3, K: 3, STREAM: 3}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_encoded_rows_are_of_all_heads(kind):
+    _, found = of_heads(kind)
+    whole = with_heads(found, {})
+    for tap in found:
+        assert torch.equal(found.encoded(*tap), whole.encoded(*tap))
+    assert whole["z", 3].shape == (3, 8)
+    assert whole["k", 3].shape == (3, 4)
+    assert with_heads(found, HEADS) is found
+
+
+def test_rows_of_all_heads_are_a_view_that_leaves_the_process_alone():
+    _, found = of_heads("gathered")
+    memory = found._given.groups[0].blocks[0].chunks[0]
+    shown = found["z", 3]
+    assert shown.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+    left = pickle.loads(pickle.dumps(shown))
+    assert torch.equal(left, shown)
+    assert left.untyped_storage().nbytes() == shown.nbytes
+    again = pickle.loads(pickle.dumps(found))
+    assert torch.equal(again["k", 3], found["k", 3])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_and_later_rows_have_the_same_heads(kind):
+    _, found = of_heads(kind)
+    for other in (found.copy(), pickle.loads(pickle.dumps(found))):
+        assert {tap: value.tolist() for tap, value in other.items()} == {
+            tap: value.tolist() for tap, value in found.items()
+        }
+    later = rows_after(found, {Z: 0}, [Z])
+    assert torch.equal(later["z", 3], found["z", 3][1:])
+    assert later.heads == {Z: Heads(4)}
+
+
+def test_no_rows_of_heads_keep_their_shape():
+    empty = torch.zeros(0).long()
+    found = Activations({K: torch.zeros(0, 4)}, {K: empty}, TOKENS, heads=HEADS)
+    assert found["k", 3].shape == (0, 1, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_are_shown_in_words_and_in_html(kind):
+    _, found = of_heads(kind)
+    assert (
+        repr(found)
+        == "Activations(k, z, resid_post; layers 3; 3 rows of 1 × 2 or 4 × 2 or 8, float32)"
+    )
+    shown = found._repr_html_()
+    assert "<td>z</td><td>3</td><td>3 × 4 × 2</td>" in shown
+    assert "<td>k</td><td>3</td><td>3 × 1 × 2</td>" in shown
+    assert "<td>resid_post</td><td>3</td><td>3 × 8</td>" in shown
+
+
+def test_heads_are_stacked_only_where_there_are_as_many():
+    taps = {("z", 0): torch.randn(2, 8), ("z", 1): torch.randn(2, 8)}
+    at = dict.fromkeys(taps, torch.arange(2))
+    same = Activations(taps, at, TOKENS, heads=dict.fromkeys(taps, Heads(4, (0, 3))))
+    assert same["z"].shape == (2, 2, 2, 2)
+    assert stack([same, same]).shape == (2, 2, 2, 2, 2)
+    last = stack([same, same], "z", 1, row=-1)
+    assert torch.equal(last[0, 0], taps["z", 1][-1].view(4, 2)[[0, 3]])
+    other = Activations(taps, at, TOKENS, heads={("z", 0): Heads(4), ("z", 1): Heads(4, (2,))})
+    with pytest.raises(ValueError, match="z is 1 × 2 wide at layer 1 and 4 × 2 at layer 0, so"):
+        other["z"]
+    with pytest.raises(
+        SpecError, match=r"outputs\[0\]: .* differ in width .*: 1 × 2, 4 × 2, which"
+    ):
+        stack([other])
+    with pytest.raises(
+        SpecError, match=r"outputs\[1\]: .* differ in width .*: 1 × 2, 2 × 2, which"
+    ):
+        stack([same, other], layers=1)
+
+
+@pytest.mark.parametrize("codec", [None, "full8:per=dim"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_are_saved_and_loaded_and_the_file_has_all_of_them(tmp_path, kind, codec):
+    values, found = of_heads(kind)
+    path = found.save(tmp_path / "rows.safetensors", codec)
+    again = Activations.load(path)
+    assert again.heads == HEADS
+    if codec is None:
+        assert all(torch.equal(again[tap], value) for tap, value in found.items())
+        with safe_open(path, "pt") as file:
+            assert torch.equal(file.get_tensor("k.3"), values[K])
+    assert again["k", 3].shape == (3, 1, 2)
+    assert Activations.load(again.save(tmp_path / "again"))["z", 3].shape == (3, 4, 2)

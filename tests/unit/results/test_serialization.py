@@ -20,6 +20,7 @@ from support.codec_rows import CODECS, DTYPES, finite_rows
 from midstream.codecs import Full8PerDim, Raw, parse_codec
 from midstream.errors import SpecError
 from midstream.results.activations import Activations
+from midstream.results.arrays import Heads
 from midstream.results.encoded_rows import Rows, Scattered
 from midstream.results.gathered_rows import GatheredRows, RowGroup
 from midstream.results.rows_file import FORMAT
@@ -227,6 +228,54 @@ def test_taps_of_two_widths_are_saved_and_loaded(tmp_path, codec):
         assert same_bits(found[tap], read)
 
 
+def of_heads(codec, chosen):
+    """Rows of 4 heads of 3 numbers, and of the stream."""
+    values = torch.randn(5, 12), torch.randn(5, 12)
+    taps = {("z", 1): encoded(codec, values[0]), STREAM: encoded(codec, values[1])}
+    at = dict.fromkeys(taps, torch.arange(5))
+    heads = {("z", 1): Heads(4, chosen)}
+    return Activations(taps, at, torch.arange(7, 5007), heads=heads)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in CODECS if not spec.startswith("rp8")])
+@pytest.mark.parametrize("chosen", [None, (1, 3)])
+def test_rows_of_heads_come_out_by_head(spec, chosen):
+    given_ = of_heads(parse_codec(spec), chosen)
+    packed = pack(given_, 12, torch.float32)
+    assert PackedRows(given_, 12, torch.float32).nbytes == len(packed)
+    metadata = metadata_of(packed)
+    assert metadata["version"] == "2"
+    assert "widths" not in metadata
+    shown = None if chosen is None else list(chosen)
+    assert json.loads(metadata["heads"]) == {"z.1": [4, shown]}
+    found = unpack(packed)
+    assert found.heads == given_.heads
+    assert found["z", 1].shape == (5, 4 if chosen is None else 2, 3)
+    for tap in found:
+        assert same_bits(found[tap], given_[tap])
+        assert same_bits(found.encoded(*tap), given_.encoded(*tap))
+    narrow = pack(given_, 8, torch.float32)
+    assert json.loads(metadata_of(narrow)["widths"]) == {"z.1": 12, "resid_post.1": 12}
+    assert same_bits(unpack(narrow)["z", 1], given_["z", 1])
+
+
+def test_heads_of_sketches_are_refused():
+    packed = pack(of_heads(parse_codec("rp8:k=16,seed=3"), None), 12, torch.float32)
+    with pytest.raises(SpecError, match="z.1: 12 numbers cannot be of heads"):
+        unpack(packed)
+
+
+def test_rows_of_heads_are_read_and_saved_without_torch(monkeypatch, tmp_path):
+    given_ = of_heads(Raw(), (1, 3))
+    packed, wanted = pack(given_, 12, torch.float32), given_["z", 1].numpy()
+    for name in ("torch", "safetensors.torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    found = unpack(packed)
+    assert np.array_equal(found["z", 1], wanted)
+    assert np.array_equal(Activations.load(found.save(tmp_path / "rows"))["z", 1], wanted)
+    assert "5 rows of 2 × 3 or 12" in repr(found)
+
+
 def test_taps_at_different_positions_keep_their_own():
     one, two = torch.tensor([0, 2]), torch.tensor([1])
     given_ = Activations(
@@ -251,6 +300,11 @@ def tensors(**changes):
 
 def test_what_is_crafted_here_would_be_read():
     assert len(unpack(save(tensors(), METADATA))["resid_post", 1]) == 2
+
+
+def test_what_is_crafted_here_of_heads_would_be_read():
+    metadata = {**METADATA, "version": "2", "heads": '{"resid_post.1":[2,[1]]}'}
+    assert unpack(save(tensors(), metadata))["resid_post", 1].shape == (2, 1, 1)
 
 
 def crafted(metadata=METADATA, **changes):
@@ -287,6 +341,36 @@ HOSTILE = {
             '{"resid_post.1.positions":2}',
             '{"resid_post.1":2,"resid_post.1":2}',
             '{"resid_post.1":' + "9" * 5000 + "}",
+            '{"x":' * 50_000,
+        )
+    },
+    "version 1 with heads": crafted({**METADATA, "heads": '{"resid_post.1":[2,null]}'}),
+    **{
+        f"heads {heads[:30]}": crafted({**METADATA, "version": "2", "heads": heads})
+        for heads in (
+            "",
+            "{}",
+            "[2,null]",
+            '{"resid_post.1":2}',
+            '{"resid_post.1":[]}',
+            '{"resid_post.1":[2,null,null]}',
+            '{"resid_post.1":[3,null]}',
+            '{"resid_post.1":[4,null]}',
+            '{"resid_post.1":[0,null]}',
+            '{"resid_post.1":[-1,null]}',
+            '{"resid_post.1":[true,null]}',
+            '{"resid_post.1":["2",null]}',
+            '{"resid_post.1":[2,[]]}',
+            '{"resid_post.1":[2,[2]]}',
+            '{"resid_post.1":[2,[-1]]}',
+            '{"resid_post.1":[2,[1,0]]}',
+            '{"resid_post.1":[2,[1,1]]}',
+            '{"resid_post.1":[2,0]}',
+            '{"resid_post.1":[2,[0.0]]}',
+            '{"resid_post.2":[2,null]}',
+            '{"resid_post.1.positions":[2,null]}',
+            '{"resid_post.1":[2,null],"resid_post.1":[2,null]}',
+            '{"resid_post.1":[' + "9" * 5000 + ",null]}",
             '{"x":' * 50_000,
         )
     },

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from midstream.errors import SpecError
@@ -164,3 +165,46 @@ def test_other_ways_to_leave_are_refused(value, message):
         Capture(0, return_=value)
     with pytest.raises(SpecError, match=message):
         Capture.parse({"layers": 0, "return": value})
+
+
+def test_heads_are_read_in_order_and_survive_json():
+    capture = Capture([5], "z", heads=[7, 3])
+    assert capture.heads == (3, 7)
+    assert capture.to_dict()["heads"] == [3, 7]
+    assert Capture.parse(json.loads(json.dumps(capture.to_dict()))) == capture
+    assert hash(Capture.parse(capture.to_dict())) == hash(capture)
+    assert Capture([5], "z", heads=np.array([3, 7])) == capture
+    assert Capture([5], "z", heads=3).heads == (3,)
+    assert capture not in (Capture([5], "z"), Capture([5], "z", heads=[3]))
+    assert dataclasses.replace(capture, layers=6) == Capture(6, "z", heads=[3, 7])
+    assert dataclasses.replace(capture, heads=None) == Capture([5], "z")
+    assert capture.without_place() is capture
+    assert Capture(5, "z", heads=3, stream=True).without_place() == Capture(5, "z", heads=3)
+    assert Capture(5, "z").heads is None
+    assert "heads" not in Capture(5, "z").to_dict()
+
+
+@pytest.mark.parametrize(
+    ("heads", "problem"),
+    [
+        ([], "expected 1 to"),
+        ((), "expected 1 to"),
+        (-1, "expected an index from 0 on, got -1"),
+        ([1, 1], "given twice"),
+        ("all", "expected an `int` or a list"),
+        (True, "expected an `int` or a list"),
+        (1.5, "expected an `int` or a list"),
+    ],
+)
+def test_malformed_heads_are_refused_at_their_field(heads, problem):
+    with pytest.raises(SpecError, match=problem) as caught:
+        Capture(0, "z", heads=heads)
+    assert caught.value.path.startswith("heads")
+
+
+def test_heads_are_chosen_for_memory_alone():
+    with pytest.raises(SpecError, match='sink "memory", got .*store') as caught:
+        Capture(0, "z", heads=1, sink="store")
+    assert caught.value.path == "heads"
+    with pytest.raises(SpecError, match="memory"):
+        dataclasses.replace(Capture(0, "z", heads=1), sink="store")

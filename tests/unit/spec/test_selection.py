@@ -26,8 +26,7 @@ def test_aliases_become_canonical_names():
         (
             [],
             "",
-            "at least one site; known: `resid_pre`, `attn_in`, `attn_out`, `resid_mid`, "
-            "`mlp_in`, `mlp_out`, `resid_post`",
+            "at least one site; known: `resid_pre`, `attn_in`, `q`, .*, `mlp_out`, `resid_post`",
         ),
         (
             "resid_pots",
@@ -37,8 +36,7 @@ def test_aliases_become_canonical_names():
         (
             "",
             "",
-            "unknown site ''; known: `resid_pre`, `attn_in`, `attn_out`, `resid_mid`, "
-            "`mlp_in`, `mlp_out`, `resid_post`",
+            "unknown site ''; known: `resid_pre`, `attn_in`, `q`, .*, `mlp_out`, `resid_post`",
         ),
         (["resid_post", "x" * 10_000], "[1]", "unknown site 'x{59}…; known"),
         (

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from midstream.codecs import Rp8, parse_codec
+from midstream.results.arrays import Heads
 from midstream.runtime.frontend.request.sink_routes import SinkRoute
-from midstream.spec import Plan, ResolvedPlan
+from midstream.sites import Tap
+from midstream.spec import ModelShape, Plan, ResolvedPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +26,29 @@ class AdmittedRequest:
     plan: ResolvedPlan
     own: Plan | None = None
     routes: tuple[SinkRoute, ...] = ()
+
+    def heads(self, captures: tuple[int, ...], shape: ModelShape) -> dict[Tap, Heads]:
+        """Return the attention heads that outputs show of the taps of some captures.
+
+        Taps whose rows are not of heads are left out, and so are sketches of the codec `rp8`. A tap
+        of several captures has the heads of any of them.
+
+        Args:
+            captures: indices of the plan's captures.
+            shape: the model.
+        """
+        if not shape.heads or isinstance(parse_codec(self.plan.codec), Rp8):
+            return {}
+        own = () if self.own is None else self.own.captures
+        found: dict[Tap, Heads] = {}
+        for capture in (self.plan.captures[nth] for nth in captures):
+            mine = own[capture.source].heads if capture.source >= 0 else None
+            for tap in capture.taps:
+                count = shape.num_heads(tap)
+                if count:
+                    before = found.get(tap, Heads(count, ())).chosen
+                    if mine is None or before is None:
+                        found[tap] = Heads(count)
+                    else:
+                        found[tap] = Heads(count, tuple(sorted({*mine, *before})))
+        return found

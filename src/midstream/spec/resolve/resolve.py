@@ -9,6 +9,7 @@ from midstream.errors import NothingSelectedError, SpecError
 from midstream.ops.layout import Flags, Op, limit_of
 from midstream.sites import Tap, order
 from midstream.spec.capture import Capture
+from midstream.spec.heads import head_size
 from midstream.spec.instructions import Instruction
 from midstream.spec.operations import Edit, Gate, Steer
 from midstream.spec.plan import Plan
@@ -50,7 +51,8 @@ def resolve(
 
     Raises:
         SpecError: the model lacks a layer, a site is not tapped, a vector's size is not the
-            hidden size, or nothing is selected. The path is relative to `plan.to_dict()`.
+            hidden size, a head does not exist, or nothing is selected. The path is relative to
+            `plan.to_dict()`.
     """
     return _Resolver(shape, prompt, max_tokens).resolve(plan or NOTHING, before, also)
 
@@ -128,6 +130,10 @@ class _Resolver:
 
     def _resolve_capture(self, capture: Capture, source: int) -> ResolvedCapture:
         taps = find_taps(capture.layers, capture.sites, self._shape, "layers", "sites")
+        if capture.heads is not None:
+            for site, layer in taps:
+                size = self._shape.size((site, layer))
+                head_size(capture.heads, size, "heads", f"{site} of layer {layer}")
         return ResolvedCapture(taps, self._select(capture.positions), source)
 
     def _resolve_probe(self, probe: Probe) -> ResolvedProbe:

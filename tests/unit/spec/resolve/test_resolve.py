@@ -352,3 +352,32 @@ def test_the_range_is_that_of_the_streams_dtype(dtype, scale, fits):
 
 def of_dtype(shape, dtype):
     return ModelShape(shape.num_layers, shape.hidden_size, shape.taps, shape.reasons, dtype)
+
+
+OF_HEADS = ModelShape(
+    2,
+    8,
+    [(site, layer) for site in ("z", "k", "resid_post") for layer in range(2)],
+    widths={("k", 0): 4, ("k", 1): 4},
+    heads={("z", 0): 4, ("z", 1): 4, ("k", 0): 2, ("k", 1): 1},
+)
+
+
+def test_a_capture_of_heads_is_resolved_as_that_of_whole_vectors():
+    whole = _resolve(Capture("all", ["z", "k"]), shape=OF_HEADS)
+    assert _resolve(Capture("all", ["z", "k"], heads=0), shape=OF_HEADS) == whole
+
+
+@pytest.mark.parametrize(
+    ("capture", "problem"),
+    [
+        (Capture(0, "resid_post", heads=0), "of resid_post of layer 0 are not of heads"),
+        (Capture("all", ["z", "resid_post"], heads=0), "of resid_post of layer 0 are not of heads"),
+        (Capture(0, "z", heads=4), "head 4 is out of range: there are 4 heads .* z of layer 0"),
+        (Capture("all", "k", heads=1), "head 1 is out of range: there are 1 heads .* k of layer 1"),
+    ],
+)
+def test_heads_that_a_site_lacks_are_refused_by_name(capture, problem):
+    with pytest.raises(SpecError, match=problem) as caught:
+        _resolve([Capture(0), capture], shape=OF_HEADS)
+    assert caught.value.path == "capture[1].heads"

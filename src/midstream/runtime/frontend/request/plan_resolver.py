@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from midstream.codecs import Rp8, parse_codec
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
 from midstream.runtime.frontend.request.budget import (
@@ -223,6 +224,7 @@ class PlanResolver:
             resolved = replace(
                 resolved, codec=self._codec(decisive), sharded=self._return(decisive) == SHARDED
             )
+            _check_heads(own, resolved.codec)
         first = self._info.workers[0]
         need = need_of(
             resolved,
@@ -352,3 +354,14 @@ def _prompt_len(request: Any) -> int:
     if request.prompt_token_ids is not None:
         return len(request.prompt_token_ids)
     return int(request.prompt_embeds.shape[0])
+
+
+def _check_heads(captures: tuple[Capture, ...], codec: str) -> None:
+    """Check that heads can be chosen from the rows that a codec encoded."""
+    for index, capture in enumerate(captures):
+        if capture.heads is not None and isinstance(parse_codec(codec), Rp8):
+            raise SpecError(
+                f"capture[{index}].heads",
+                f"rows of the codec {codec} are sketches of whole vectors, without heads; use "
+                "another codec, or omit `heads`",
+            )

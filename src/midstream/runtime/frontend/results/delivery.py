@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from midstream.results.activations import Activations
+from midstream.results.activations import Activations, with_heads
 from midstream.results.encoded_rows import Rows
 from midstream.results.receipt import CaptureResult, Receipt
 from midstream.runtime.frontend.admitted import AdmittedRequest
@@ -177,7 +177,8 @@ def shares_of(finished: FinishedRequest) -> list[SinkShare]:
                     tokens = tokens_of(output, completion, admitted.plan)
                     rows = _rows_of(rows, admitted.plan.only(route.captures), tokens, shape)
                 if route.sink == MEMORY:
-                    shares.append(SinkShare(index, route, None, rows))
+                    shown = with_heads(rows, admitted.heads(route.captures, shape))
+                    shares.append(SinkShare(index, route, None, shown))
                     continue
                 size = sum(sizes[tap] * count for tap, count in rows.counts().items())
             delivery = _source(output, completion).delivery(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from midstream.results.activations import Activations
+from midstream.results.activations import Activations, with_heads
 from midstream.results.receipt import Captured, CaptureResult, Receipt
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.request.sink_routes import SinkRoute
@@ -98,6 +98,7 @@ class PartialRows:
         paces = {route: sinks.pace(route.sink) for route in admitted.routes}
         self._paces = {route: pace for route, pace in paces.items() if pace is not None}
         self._streamed = _streamed(admitted)
+        self._heads = admitted.heads(self._streamed, shape)
         self._selection = RowSelection(admitted.plan, shape)
         self._needs_all_at_end = len(self._paces) < len(admitted.routes)
         self._last_request = time.monotonic()
@@ -186,14 +187,12 @@ class PartialRows:
         """
         (mine,) = self._completions.values()
         start, stop = mine.shown if is_delta else 0, self.stop(len(tokens))
-        blocks = [
-            block
-            for block in (mine.unshown if is_delta else mine.received)
-            if block.positions[0] < stop
-        ]
+        every = mine.unshown if is_delta else mine.received
+        blocks = [block for block in every if block.positions[0] < stop]
         mine.shown = stop
         mine.unshown = [block for block in mine.unshown if block.positions[-1] >= stop]
-        return self._selection.decided(self._streamed, blocks, tokens[:stop], start)
+        rows = self._selection.decided(self._streamed, blocks, tokens[:stop], start)
+        return with_heads(rows, self._heads)
 
     # -- pieces for sinks -------------------------------------------------------------------
 

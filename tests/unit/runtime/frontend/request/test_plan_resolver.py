@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from midstream.errors import SpecError
 from midstream.runtime.frontend.engine_info import EngineInfo, describe
 from midstream.runtime.frontend.request import plan_resolver
 from midstream.runtime.frontend.request.call_plan import CallPlan
@@ -19,17 +21,17 @@ from midstream.transport.leases import Address
 HIDDEN = 4
 
 
-def info(layers: int = 3) -> EngineInfo:
+def info(layers: int = 3, site: str = "resid_post", heads: int = 0) -> EngineInfo:
     worker = WorkerInfo(
         stage=0,
         tensor_rank=0,
         tensor_ranks=1,
         num_layers=layers,
         hidden_size=HIDDEN,
-        taps=tuple([("resid_post", layer) for layer in range(layers)]),
+        taps=tuple([(site, layer) for layer in range(layers)]),
         widths=(HIDDEN,) * layers,
         parts=(1,) * layers,
-        heads=(0,) * layers,
+        heads=(heads,) * layers,
         lacking=(),
         dtype="float32",
         capture_limit=100,
@@ -67,6 +69,15 @@ def prepare(resolver: Any, plan: Plan | None, ids=(1, 2, 3), tokens=4, before=()
         sampling_params=SimpleNamespace(max_tokens=tokens),
     )
     return resolver.resolver.resolve(CallPlan(plan), before, also, lookup, request)
+
+
+@pytest.fixture
+def of_heads(resolver) -> Any:
+    """A resolver for `z` of 2 heads."""
+    known = info(site="z", heads=2)
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64))
+    resolver.resolver = PlanResolver(known, SimpleNamespace(vllm_config=config))
+    return resolver
 
 
 VECTORS = {"v": [1.0] * HIDDEN}
@@ -140,3 +151,19 @@ def test_bytes_that_are_returned_are_counted_for_the_captures_that_return_them(r
     for _ in range(2):
         assert prepared.returned_bytes(both, shape) == 2 * 3 * HIDDEN * 4
         assert prepared.returned_bytes(one, shape) == 3 * HIDDEN * 4
+
+
+def test_captures_of_heads_send_what_captures_of_whole_vectors_send(of_heads):
+    whole = prepare(of_heads, Plan((Capture(0, "z"),)))
+    assert prepare(of_heads, Plan((Capture(0, "z", heads=1),))) == whole
+
+
+@pytest.mark.parametrize("codec", ["rp8:k=2,seed=0", None])
+def test_heads_of_sketches_are_refused(of_heads, codec):
+    if codec is None:  # the engine's setting
+        known = of_heads.resolver._info
+        of_heads.resolver._info = replace(known, codec="rp8:k=2,seed=0")
+    plan = Plan((Capture(1, "z", codec=codec), Capture(0, "z", codec=codec, heads=1)))
+    with pytest.raises(SpecError, match="are sketches of whole vectors") as caught:
+        prepare(of_heads, plan)
+    assert caught.value.path == "capture[1].heads"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support.answers import answer, output, rows, shape_of, vector
 from support.plans import plan_of
 from support.sinking import Keeping
 
+from midstream.results.arrays import Heads
 from midstream.results.receipt import CaptureResult
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.runtime.frontend.request.sink_routes import SinkRoute
@@ -26,7 +29,7 @@ from midstream.runtime.frontend.results.progress import RequestProgress
 from midstream.sinks.delivery import run_puts
 from midstream.sinks.queue import SinkQueue
 from midstream.sinks.sink_set import Pace
-from midstream.spec import Capture, Plan
+from midstream.spec import Capture, ModelShape, Plan
 from midstream.spec.sink_target import NO_METADATA, Metadata
 
 PRE, POST = ("resid_pre", 0), ("resid_post", 1)
@@ -269,3 +272,63 @@ def test_every_name_that_outputs_get_is_cleared_on_those_without_results():
     assert set(RESULTS) == {
         "activations", "probes", "receipt", "capture_results", "activation_manifest",
     }  # fmt: skip
+
+
+Z = ("z", 1)
+OF_HEADS = ModelShape(2, 4, (), heads={Z: 2})
+
+
+def of_heads(*captures, routes=None):
+    """An output with rows of 2 heads of 2 at `z`, as captures of it show them."""
+    plan = plan_of(captures=[([Z, POST], EVERYWHERE)] * len(captures), prompt_len=3)
+    routes = routes or (route("memory", tuple(range(len(captures))), len(captures)),)
+    found = finished(plan, [answer(("x", [2] * 4, [rows([Z, POST], range(4))]))])
+    asked = AdmittedRequest("u", plan, Plan(captures), routes)
+    return asked, FinishedRequest(asked, found, OF_HEADS, found.results)
+
+
+@pytest.mark.parametrize(
+    ("heads", "shown"),
+    [
+        ([None], None),
+        ([1], (1,)),
+        ([1, 0], (0, 1)),
+        ([0, 0], (0,)),
+        ([1, None], None),
+        ([None, 1], None),
+        ([None, 0, 1], None),
+    ],
+)
+def test_outputs_show_the_heads_of_any_capture_of_a_tap(sinks, heads, shown):
+    captures = tuple(Capture(1, "z", [n], heads=one) for n, one in enumerate(heads))
+    _, whole = of_heads(*captures)
+    deliver(sinks, whole).set_results(whole.output)
+    activations = whole.output.activations
+    assert activations.heads == {Z: Heads(2, shown)}
+    values = torch.tensor([vector(Z, p) for p in range(4)]).view(4, 2, 2)
+    assert torch.equal(activations[Z], values if shown is None else values[:, list(shown)])
+    assert activations[POST].shape == (4, 4)
+    assert whole.output.receipt.status == "ok"
+    assert {one.site: one.actual for one in whole.output.receipt.captured} == {
+        "z": 4, "resid_post": 4,
+    }  # fmt: skip
+
+
+def test_sinks_get_whole_vectors_of_what_the_output_has_by_head(sinks, one):
+    captures = Capture(1, "z", heads=1), Capture(1, "z", [0], sink="one")
+    asked, whole = of_heads(*captures, routes=(route("one", (0, 1), 2), route("memory", (0, 1), 2)))
+    deliver(sinks, whole).set_results(whole.output)
+    sinks.drain()
+    (given,) = one.given
+    assert given.activations[Z].tolist() == [vector(Z, p) for p in range(4)]
+    assert whole.output.activations[Z].shape == (4, 2, 2)
+    assert asked.heads((0,), OF_HEADS) == {Z: Heads(2, (1,))}
+
+
+def test_captures_of_every_request_have_all_heads_and_sketches_none():
+    asked, _ = of_heads(Capture(1, "z", heads=1))
+    everywhere = replace(asked.plan, captures=(replace(asked.plan.captures[0], source=-1),))
+    assert replace(asked, plan=everywhere, own=None).heads((0,), OF_HEADS) == {Z: Heads(2)}
+    sketches = replace(asked.plan, codec="rp8:k=2,seed=0")
+    assert replace(asked, plan=sketches).heads((0,), OF_HEADS) == {}
+    assert asked.heads((0,), shape_of()) == {}

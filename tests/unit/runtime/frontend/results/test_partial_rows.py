@@ -19,7 +19,7 @@ from midstream.runtime.frontend.results import partial_rows as module
 from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.progress import RequestProgress, lengths_of, running_of
 from midstream.sinks.sink_set import Pace
-from midstream.spec import Capture, Plan
+from midstream.spec import Capture, ModelShape, Plan
 from midstream.spec.positions.position_set import Match, Where
 from midstream.spec.sink_target import NO_METADATA
 
@@ -177,6 +177,22 @@ def test_outputs_show_what_is_there_for_the_tokens_that_they_show(wheres, steps,
         stop = partial.stop(3 + generated)
         wanted = [p for a, b in certain.final(stop, tokens[:stop].tolist()) for p in range(a, b)]
         assert before == {(POST, p): (vector(POST, p), int(tokens[p])) for p in wanted}
+
+
+def test_outputs_show_heads_and_sinks_get_whole_vectors():
+    plan = plan_of(captures=[([POST], EVERYWHERE)] * 2, prompt_len=3)
+    own = Plan((Capture(1, heads=1, stream=True), Capture(1, sink="rows")))
+    asked = AdmittedRequest("u", plan, own, (route("memory", (0,)), route("rows", (1,))))
+    partial = PartialRows(asked, "x", 1, Sinks(), ModelShape(2, WIDTH, (), heads={POST: 2}))
+    partial.ids.append("x")
+    partial.request({"x": known(2)})
+    partial.receive(handed(range(4)))
+    tokens = np.array([*PROMPT, 200, 201])
+    values = np.array([vector(POST, p) for p in range(4)])
+    shown = partial.shown(tokens, is_delta=True)
+    assert shown[POST].tolist() == values.reshape(4, 2, 2)[:, [1]].tolist()
+    (given,) = put(partial)
+    assert given.delivery.activations[POST].tolist() == values.tolist()
 
 
 def test_a_request_whose_rows_nobody_wants_before_its_end_has_none():
