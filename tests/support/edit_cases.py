@@ -287,7 +287,7 @@ def problems(
     seen = oracle.run(ids, case.edits)
     found = []
     for tap, value in output.activations.items():
-        error = row_error(value, seen.values[tap])
+        error = row_error(value.reshape(len(value), -1), seen.values[tap])
         if not error <= tolerance:
             found.append(f"{tap}: {error:.2e}")
     found += _logprob_problems(seen, output, len(prompt), tie)

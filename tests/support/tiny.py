@@ -106,12 +106,14 @@ MODELS: dict[str, Tiny] = {
 }
 
 
-def make(name: str, folder: Path) -> Path:
-    """Saves the model `name`, with weights large enough that every layer matters."""
+def make(name: str, folder: Path, spec: Tiny | None = None) -> Path:
+    """Saves the model `name`, or another one by that name, with weights large enough that every
+    layer matters.
+    """
     target = folder / name
     if not (target / "config.json").exists():
         torch.manual_seed(sum(map(ord, name)))
-        model = hf.AutoModelForCausalLM.from_config(MODELS[name].config()).float()
+        model = hf.AutoModelForCausalLM.from_config((spec or MODELS[name]).config()).float()
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.15)

@@ -192,7 +192,9 @@ def bind_part(part: Part, lookup: Lookup, shape: ModelShape) -> Iterator[Edit]:
 def _check(edit: Edit, shape: ModelShape) -> None:
     """Raise SpecError if the edit cannot be applied to any request of this model."""
     taps = find_taps(edit.layers, edit.sites, shape, "layer", "site")
-    steps = edit.steps(shape.size(taps[0]))
+    inner = edit.edit if isinstance(edit, Gate) else edit
+    with nullcontext() if inner is edit else at("edit"):
+        steps = inner.steps(shape.size(taps[0]))
     # Positions depend on the request, and are checked at admission.
     rows = max(len(step.write) for step in steps)
     placed = changed(edit, positions="all" if rows <= 1 else slice(0, rows))

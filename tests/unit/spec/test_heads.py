@@ -67,6 +67,29 @@ def test_a_gate_reads_the_whole_vector_and_changes_the_head(name):
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7)
 
 
+def test_a_gates_direction_has_the_size_of_what_it_reads_whatever_the_edit_has():
+    """One of the edit's size, read of a vector of another, would give a score of nothing."""
+    shape = ModelShape(1, 8, [("resid_pre", 0), ("attn_out", 0)], widths={("attn_out", 0): SIZE},
+                       heads={("attn_out", 0): HEADS})  # fmt: skip
+
+    def gated(size, **edit):
+        reading = {"direction": [1.0] * size, "site": "resid_pre", "layer": 0}
+        return Plan.make(edits=Gate(Scale(0, 0, site="attn_out", **edit), reading))
+
+    for edit in ({}, {"head": 1}):
+        found = resolve(gated(8, **edit), shape, Prompt(4), 1)
+        (read,) = found.probes
+        assert (read.site, read.layer) == ("resid_pre", 0)
+        assert read.steps.instructions[0].read.size == 8
+        with pytest.raises(SpecError, match=r"^edits\[0\]\.probe\.direction: expected 8 numbers"):
+            resolve(gated(SIZE, **edit), shape, Prompt(4), 1)
+
+
+def test_a_gate_does_not_read_the_head_of_a_probe():
+    with pytest.raises(SpecError, match=r"^probe\.head: a gate reads whole vectors"):
+        Gate(Scale(0, 0, site="z", head=1), Probe(U, 0, site="z", head=1))
+
+
 def test_a_probe_reads_its_head_alone():
     scores: dict[int, object] = {}
     (step,) = Probe(U, 0, bias=0.5, head=2).steps(WHOLE)

@@ -39,7 +39,7 @@ class Reading:
     """The probe of a gate: score = ⟨h, direction⟩ + bias.
 
     Attributes:
-        direction: a vector of the model's hidden size, or a name.
+        direction: a vector of the size of those that are read, or a name.
         bias: in units of the score.
         tap: (canonical site, layer) at which h is read; layer −1 is the last. None: the tap of
             the edit, with earlier edits applied.
@@ -225,17 +225,18 @@ class Gate:
         """Return the device instructions for vectors of one size; see `steps`."""
         return self.steps(width if isinstance(width, VectorSize) else VectorSize(width))
 
-    def steps(self, size: VectorSize) -> tuple[Instruction, ...]:
+    def steps(self, size: VectorSize, read: VectorSize | None = None) -> tuple[Instruction, ...]:
         """Return a GATE that reads the vector, then the edit's instructions with flag GATED.
 
         Args:
             size: number of components of the vectors at the edit's tap.
+            read: the same of those that the gate reads; None: it is the edit's tap.
 
         Raises:
             SpecError: a vector has another width, or is a name that was not bound.
         """
         with at("probe.direction"):
-            direction = by_value(self.probe.direction, size)
+            direction = by_value(self.probe.direction, size if read is None else read)
         with at("edit"):
             steps = self.edit.steps(size)
         step = self.sharpness is None
@@ -348,6 +349,10 @@ def _from_probe(probe: Probe) -> Reading:
     if probe.positions != Positions("all"):
         raise SpecError(
             "positions", "a gate uses the edit's positions; give a probe without positions"
+        )
+    if probe.heads:
+        raise SpecError(
+            "head", "a gate reads whole vectors; give a direction of their size, 0 outside the head"
         )
     layers = probe.layers.indices
     layer = None if "layer" in probe.left or layers == "all" else layers[0]

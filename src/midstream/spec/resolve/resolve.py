@@ -149,15 +149,18 @@ class _Resolver:
         with at("edit") if isinstance(edit, Gate) else nullcontext():
             taps = find_taps(edit.layers, edit.sites, self._shape, "layer", "site")
             where = where or self._select(edit.positions)
-        read, slot = None, None
+        read, slot, placed = self._gate_tap(edit), None, False
         found = []
         for size, mine in self._by_size(taps):
-            instructions = edit.steps(size)
+            if isinstance(edit, Gate) and read is not None:
+                instructions = edit.steps(size, self._shape.size(read))
+            else:
+                instructions = edit.steps(size)
             self._check_reach(edit, instructions)
             with at("edit") if isinstance(edit, Gate) else nullcontext():
                 parts = self._place_rows(instructions, where)
-            if isinstance(edit, Gate) and edit.probe.tap is not None and read is None:
-                read, slot = self._gate_slot(edit, taps, instructions[0], where)
+            if read is not None and not placed:
+                slot, placed = self._gate_slot(read, taps, instructions[0], where), True
             for steps, part in parts:
                 if read is None:
                     shared = [Steps(steps)] * len(mine)
@@ -191,33 +194,36 @@ class _Resolver:
                 "use a smaller scale or shorter vectors",
             )
 
-    def _gate_slot(
-        self, edit: Gate, taps: tuple[Tap, ...], gate: Instruction, where: Where
-    ) -> tuple[Tap, int | None]:
-        """Return the tap at which a gate's score is read, and its slot.
-
-        The slot is None if the gate applies at that tap only.
-        """
-        assert edit.probe.tap is not None
+    def _gate_tap(self, edit: Edit) -> Tap | None:
+        """Return the tap that a gate names to be read; None: there is none."""
+        if not isinstance(edit, Gate) or edit.probe.tap is None:
+            return None
         site, index = edit.probe.tap
         with at("probe"):
             with at("layer"):
-                layer = find_layer(index, self._shape)
-            tap = (site, layer)
+                tap = (site, find_layer(index, self._shape))
             check_tapped(tap, self._shape, "site", "layer")
-            late = [each for each in taps if order(each) < order(tap)]
-            if late:
-                raise SpecError(
-                    "layer",
-                    f"the gate reads {site} of layer {layer}, which is computed after "
-                    f"{late[0][0]} of layer {late[0][1]}, where its edit applies; read an earlier "
-                    "site, or the site of the edit",
-                )
+        return tap
+
+    def _gate_slot(
+        self, tap: Tap, taps: tuple[Tap, ...], gate: Instruction, where: Where
+    ) -> int | None:
+        """Return the slot of a gate's score, which is read at `tap`; None if the gate applies at
+        that tap only.
+        """
+        late = [each for each in taps if order(each) < order(tap)]
+        if late:
+            raise SpecError(
+                "probe.layer",
+                f"the gate reads {tap[0]} of layer {tap[1]}, which is computed after "
+                f"{late[0][0]} of layer {late[0][1]}, where its edit applies; read an earlier "
+                "site, or the site of the edit",
+            )
         if taps == (tap,):
-            return tap, None
+            return None
         if tap in taps:
             # The edit stores the score itself, before it changes the vector.
-            return tap, self._new_slot()
+            return self._new_slot()
         probe = Instruction(Op.PROBE, gate.read, a=gate.a, flags=Flags.FRESH | Flags.COUNTED)
         # Gates that differ in threshold or sharpness alone share a score.
         key = (tap, probe, where)
@@ -225,7 +231,7 @@ class _Resolver:
         if slot is None:
             slot = self._gate_slots[key] = self._new_slot()
             self._probes.append(ResolvedProbe("", *tap, Steps((replace(probe, slot=slot),)), where))
-        return tap, slot
+        return slot
 
     def _gated_steps(
         self, steps: tuple[Instruction, ...], taps: tuple[Tap, ...], tap: Tap, slot: int | None

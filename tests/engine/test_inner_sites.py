@@ -1,0 +1,446 @@
+"""Sites inside attention and the MLP, and edits of single heads, against hooks in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.engines import engine, generated
+from support.inner_cases import END, InnerMaker, all_problems, cases, fresh, with_neighbours
+from support.inner_oracle import INNER, InnerOracle, rows_of
+from support.inner_served import (
+    BLOCK,
+    PROMPTS,
+    TIE,
+    TOLERANCE,
+    Served,
+    assert_decoded,
+    assert_rows,
+    reference,
+    settings,
+)
+from support.nightly import NIGHTLY
+from support.oracle_edits import At, Seen, row_error
+from support.pool import Pool
+from torch import Tensor
+
+from midstream import Capture, Gate, Probe, Replace, Scale, SpecError, Steer
+from midstream.sites import INNER as EVERY_INNER
+from midstream.store import open_store
+
+MODELS = list(INNER)
+# The llama has four heads, two of keys, and a width of all heads that is not the model's.
+ONE = pytest.mark.parametrize("served", ["llama"], indirect=True)
+LONG = 90  # two steps, and two whole blocks
+COMPILED = [
+    "llama",
+    "gpt2",
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("phi3", "gemma3", "mixtral")),
+]
+# Why each model is without a site.
+REASONS = {
+    "rot_q": "no rotary embedding; use q",
+    "rot_k": "no rotary embedding; use k",
+    "router": "no experts",
+    "mlp_pre": "experts run in one kernel",
+    "mlp_pre_linear": "experts run in one kernel|no gate",
+    "mlp_act": "experts run in one kernel",
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def served(
+    request: pytest.FixtureRequest, tiny_models: Path, tmp_path_factory: Any, pool: Pool
+) -> Iterator[Served]:
+    if request.param == "mixtral":
+        pool.close()  # experts need groups of processes that vLLM makes for such a model only
+    path, oracle = reference(request.param, tiny_models)
+    with engine(path, **settings(oracle, tmp_path_factory.mktemp("rows"))) as llm:
+        yield Served(request.param, oracle, llm)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def check_reads(served: Served) -> None:
+    """A prompt of several steps among short ones; then again, with a hit of the prefix cache."""
+    long = fresh(1, LONG)
+    prompts = [long, *PROMPTS]
+    every = {(site, layer) for site in (*served.oracle.sites, END) for layer in range(3)}
+    for prompt, output in zip(prompts, served.ask(prompts, 5), strict=True):
+        assert output.num_cached_tokens == 0
+        assert set(output.activations) == every
+        assert output.activations.positions.tolist() == list(range(len(prompt) + 4))
+        assert output.receipt.status == "ok"
+        served.assert_is(prompt, output)
+    (whole,) = served.ask([long], 5)
+    served.assert_is(long, whole)
+    ends = Capture("all", (*served.oracle.sites, END), ["last_prompt", "generated"])
+    (output,) = served.ask([long], 5, capture=ends)
+    assert output.num_cached_tokens == LONG // BLOCK * BLOCK
+    assert output.activations.positions.tolist() == list(range(LONG - 1, LONG + 4))
+    assert generated(output) == generated(whole)
+    served.assert_is(long, output)
+
+
+def test_rows_of_inner_sites_are_what_the_modules_of_transformers_read_and_return(
+    served: Served,
+) -> None:
+    check_reads(served)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_too(
+    name: str, tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Pool
+) -> None:
+    if name == "mixtral":
+        pool.close()
+    path, oracle = reference(name, tiny_models)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    with engine(path, enforce_eager=False, **settings(oracle, tmp_path)) as llm:
+        assert int(llm.llm_engine.vllm_config.compilation_config.mode) > 0
+        served = Served(name, oracle, llm)
+        check_reads(served)
+        check_edits(served, every=10)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    "eager",
+    [True, pytest.param(False, marks=pytest.mark.nightly)],
+    ids=["eager", "compiled"],
+)
+def test_rows_and_edits_of_smollm2(
+    eager: bool, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer
+
+    text = "The capital of France is the city of Paris, and two and two are four; water boils. " * 5
+    prompt = list(AutoTokenizer.from_pretrained(smollm2)(text).input_ids)[:LONG]
+    assert len(prompt) == LONG
+    oracle = InnerOracle(smollm2, INNER["llama"])
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    with engine(smollm2, enforce_eager=eager, **settings(oracle, tmp_path)) as llm:
+        served = Served("smollm2", oracle, llm)
+        three = Capture([2, 14, 29], (*oracle.sites, END))
+        ats = [
+            At(Scale(0, 5, site="z", head=[0, 7])),
+            At(Steer(served.vector("k", 9, True), 9, site="k", head=1, positions=slice(4, 70)),
+               range(4, 70).__contains__),
+            At(Replace(served.vector("v", 20, True), 20, site="v", head=[0, 2], phase="generated"),
+               lambda position: position >= LONG),
+            At(Scale(0, 11, site="mlp_act", dims=range(0, 1536, 2))),
+        ]  # fmt: skip
+        asked: list[list[At]] = [[], ats[:2], ats]
+        outputs = served.ask(
+            [prompt] * len(asked), 3, capture=three,
+            edits=[[at.edit for at in each] or None for each in asked],
+        )  # fmt: skip
+        for each, output in zip(asked, outputs, strict=True):
+            served.assert_is(prompt, output, *each)
+
+
+# ---------------------------------------------------------------- edits
+
+
+def check_edits(served: Served, every: int) -> None:
+    given = cases(served.oracle, PROMPTS, lambda nth: (1, 0, 1, 2)[nth % 4], every)
+    assert len({case.name for case in given}) == len(given) > 50
+    mixed = with_neighbours(given, PROMPTS)
+    found = all_problems(served.llm, served.oracle, mixed, TOLERANCE, TIE)
+    assert not found, "\n".join([f"of {len(mixed)} cases:", *found[:40]])
+
+
+def test_every_operation_at_inner_sites_and_heads_does_what_its_formula_says_in_a_mixed_batch(
+    served: Served,
+) -> None:
+    """What is downstream and the tokens are the reference's; neighbours stay what they are."""
+    check_edits(served, (1 if NIGHTLY else 2) if served.name == "llama" else 8)
+
+
+@ONE
+@pytest.mark.parametrize("plain_first", [False, True], ids=["edited first", "plain first"])
+@pytest.mark.parametrize("head", [None, 1])
+@pytest.mark.parametrize("site", ["k", "v", "rot_k"])
+def test_later_tokens_attend_to_edited_keys_and_values_and_no_other_request_does(
+    served: Served, site: str, head: int | None, plain_first: bool
+) -> None:
+    """The second and third block are edited; the first may be anybody's."""
+    prompt = fresh(10 + 4 * ["k", "v", "rot_k"].index(site) + 2 * (head or 0) + plain_first, 100)
+    where = {"site": site, "positions": slice(40, 90), "head": head}
+    one, other = (
+        At(Steer(served.vector(site, 1, head is not None, seed), 1, **where),
+           range(40, 90).__contains__)
+        for seed in (3, 4)
+    )  # fmt: skip
+    ends = Capture("all", (*served.oracle.sites, END), "generated")
+
+    def ask(hit: int, *ats: At) -> Seen:
+        edits = [at.edit for at in ats] or None
+        (output,) = served.ask([prompt], 5, capture=ends, edits=edits)
+        assert output.num_cached_tokens == hit
+        edited = output.receipt.edited
+        if ats:
+            assert edited.applied + edited.cached == edited.expected == 50
+            assert edited.cached == max(0, min(hit, 90) - 40)
+        assert output.receipt.status == "ok"
+        return served.assert_is(prompt, output, *ats)
+
+    if plain_first:
+        plain, edited = ask(0), ask(BLOCK, one)
+    else:
+        edited, plain = ask(0, one), ask(BLOCK)
+    after = slice(100, 103)
+    moved = row_error(edited.values[END, 2][after], plain.values[END, 2][after])
+    assert moved > 0.01, "nothing attends to what is edited: this tests nothing"
+    ask(3 * BLOCK)
+    ask(3 * BLOCK, one)
+    ask(BLOCK, other)
+    ask(3 * BLOCK, one)
+    ask(3 * BLOCK)
+
+
+# ---------------------------------------------------------------- heads
+
+
+@ONE
+def test_a_head_scaled_to_nothing_is_one_whose_columns_are_zero_where_o_proj_reads(
+    served: Served,
+) -> None:
+    heads = [(layer, head) for layer in range(3) for head in range(served.oracle.num_heads)]
+    prompt = PROMPTS[2]
+    outputs = served.ask(
+        [prompt] * len(heads), 1, edits=[[Scale(0, at, site="z", head=h)] for at, h in heads]
+    )
+    plain = served.oracle.run(prompt).values[END, 2]
+    for (layer, head), output in zip(heads, outputs, strict=True):
+        seen = served.oracle.silenced(prompt, layer, head)
+        assert row_error(seen.values[END, 2], plain) > 1e-3
+        assert_rows(output.activations, seen)
+        z = rows_of(output.activations["z", layer]).unflatten(-1, (-1, served.oracle.head_dim))
+        assert not z[:, head].any()
+        assert z.any(dim=-1).sum() == len(prompt) * (served.oracle.num_heads - 1)
+
+
+@ONE
+def test_a_head_is_patched_with_its_captured_rows_of_another_prompt(served: Served) -> None:
+    oracle, size, source, prompt = served.oracle, served.oracle.head_dim, PROMPTS[0], PROMPTS[2]
+    (given,) = served.ask([source], 1)
+    theirs = oracle.run(source).values["z", 1]
+    heads = range(oracle.num_heads)
+    captured = rows_of(given.activations["z", 1])
+    outputs = served.ask(
+        [prompt] * len(heads), 1,
+        edits=[
+            [Replace(captured[2:6, head * size : (head + 1) * size], 1, site="z", head=head,
+                     positions=slice(3, 7))]
+            for head in heads
+        ],
+    )  # fmt: skip
+    for head, output in zip(heads, outputs, strict=True):
+        part = slice(head * size, (head + 1) * size)
+
+        def patch(rows: Tensor, part: slice = part) -> None:
+            rows[3:7, part] = theirs[2:6, part]
+
+        assert_rows(output.activations, oracle.changed(prompt, ("z", 1), patch))
+
+
+@ONE
+def test_single_components_are_scaled_and_replaced(served: Served) -> None:
+    oracle, size, prompt = served.oracle, served.oracle.head_dim, PROMPTS[2]
+    dims = [3, 50, 95, 94]
+    row = served.vector("mlp_act", 1, False)
+    rows = torch.stack([served.vector("q", 2, True, seed) for seed in (5, 6, 7)])
+    of_heads = [head * size + dim for head in (1, 2) for dim in (0, 5, 31)]
+
+    def replaced(h: Tensor) -> None:
+        h[:, dims] = 0.25 * h[:, dims] + 0.75 * row[dims]
+
+    def replaced_in_heads(h: Tensor) -> None:
+        for nth, position in enumerate((1, 4, 9)):
+            h[position, of_heads] = rows[nth, [0, 5, 31] * 2]
+
+    wanted: dict[Any, Any] = {
+        Scale(0, 1, site="mlp_act", dims=dims): lambda h: _zero(h, dims),
+        Scale(0, 0, site="q", head=[1, 2], dims=[0, 5, 31]): lambda h: _zero(h, of_heads),
+        Scale(-1.5, 2, site="rot_k", dims=range(7)): lambda h: h[:, :7].mul_(-1.5),
+        Replace(row, 1, 0.75, site="mlp_act", dims=dims): replaced,
+        Replace(rows, 2, site="q", head=[1, 2], dims=[0, 5, 31], positions=[1, 4, 9]):
+            replaced_in_heads,
+    }  # fmt: skip
+    plain = oracle.run(prompt).values[END, 2]
+    outputs = served.ask([prompt] * len(wanted), 1, edits=[[edit] for edit in wanted])
+    for (edit, change), output in zip(wanted.items(), outputs, strict=True):
+        tap = edit.sites.names[0], edit.layers.indices[0]
+        seen = oracle.changed(prompt, tap, change)
+        assert row_error(seen.values[END, 2], plain) > 1e-3, tap
+        assert_rows(output.activations, seen)
+
+
+def _zero(rows: Tensor, columns: list[int]) -> None:
+    rows[:, columns] = 0
+
+
+# ---------------------------------------------------------------- rows elsewhere
+
+
+@ONE
+@pytest.mark.parametrize("codec", ["full8", "topk8:k=8"])
+def test_codecs_encode_rows_of_each_width_by_itself(served: Served, codec: str) -> None:
+    prompt, sites = PROMPTS[2], ("q", "k", "z", "mlp_act", END)
+    captures = [Capture([0, 2], sites, codec=codec), Capture(1, ("v", "mlp_pre"), codec=codec)]
+    (output,) = served.ask([prompt], capture=[captures])
+    seen = served.oracle.run([*prompt, *generated(output)][:-1])
+    assert set(output.activations) == {
+        *((site, layer) for site in sites for layer in (0, 2)), ("v", 1), ("mlp_pre", 1)
+    }  # fmt: skip
+    for tap, value in output.activations.items():
+        assert_decoded(value, seen.values[tap], codec)
+
+
+@ONE
+def test_each_of_several_completions_has_its_rows_and_edits(served: Served) -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        n=3, temperature=1.5, seed=3, max_tokens=5, ignore_eos=True, detokenize=False
+    )
+    at = At(Scale(0.0, 1, site="v", head=1))
+    prompt = PROMPTS[1]
+    (output,) = served.ask([prompt], params=params, edits=[at.edit])
+    assert len({tuple(one.token_ids) for one in output.outputs}) == 3
+    for one in output.outputs:
+        ids = [*prompt, *one.token_ids][:-1]
+        assert one.activations.token_ids.tolist() == ids
+        assert_rows(one.activations, served.oracle.run(ids, [at]))
+
+
+@ONE
+def test_rows_of_several_widths_are_read_back_from_a_store_and_from_files(served: Served) -> None:
+    prompt, sites = PROMPTS[0], ("k", "z", "mlp_act", END)
+    captures = [Capture([0, 2], sites, sink=sink) for sink in ("memory", "store", "npz")]
+    (output,) = served.ask([prompt], capture=[captures])
+    seen = served.assert_is(prompt, output)
+    place = output.capture_results["store"].manifest
+    kept = open_store(place["store"]).find(place["request"], place["child"]).activations()
+    assert set(kept) == set(output.activations)
+    assert_rows(kept, seen)
+    for tap in kept:
+        assert torch.equal(kept[tap], output.activations[tap])
+    files = output.activation_manifest["files"]
+    assert {(one["site"], one["layer"]) for one in files} == set(kept)
+    for one in files:
+        tap = one["site"], one["layer"]
+        with np.load(one["path"]) as found:
+            assert np.array_equal(found["rows"], kept[tap].numpy()), tap
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_inner_sites_that_a_model_lacks_are_refused_by_name_and_reason(served: Served) -> None:
+    lacking = set(EVERY_INNER) - set(served.oracle.sites)
+    assert lacking
+    for site in sorted(lacking):
+        for asked in ({"capture": Capture(1, site)}, {"edits": [Scale(0, 1, site=site)]}):
+            with pytest.raises(SpecError, match=f"{site}.*({REASONS[site]})"):
+                served.ask(PROMPTS[:1], 1, **asked)
+
+
+@ONE
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        (Scale(0, 1, site="z", head=4), "head.*head 4 is out of range: there are 4 heads"),
+        (Scale(0, 1, site="k", head=[0, 2]), "head.*head 2 is out of range: there are 2 heads"),
+        (Scale(0, 1, head=0), "head.*not of heads"),
+        (Scale(0, 1, site="mlp_act", head=0), "head.*not of heads"),
+        (Steer([1.0] * 64, 1, site="z", head=1), "vector.*expected 32 numbers, the size of a head"),
+        (Steer([1.0] * 64, 1, site="z"), "vector.*expected 128 numbers, the width of z.*got 64"),
+        (Steer([1.0] * 128, 1, site="k"), "vector.*expected 64 numbers, the width of k.*got 128"),
+        (Replace([1.0] * 64, 1, site="mlp_act"), "rows.*expected 96 numbers.*mlp_act.*got 64"),
+        (Steer([1.0] * 96, 1), "vector.*expected 64 numbers, the model's hidden size"),
+        (Scale(0, 1, site="mlp_act", dims=96), "dims.*96 is out of range.*96 numbers"),
+        (Scale(0, 1, site="q", head=1, dims=32), "dims.*32 is out of range.*32 numbers"),
+        (Gate(Scale(0, 1, site="z", head=1), [1.0] * 32), r"probe\.direction.*128 numbers"),
+        (Scale(0, 1, site="attn_out"), "attn_out.*not tapped"),
+        (Scale(0, 3, site="z"), "layer.*3"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_wrong_edits_are_refused_by_name(served: Served, edit: Any, told: str) -> None:
+    with pytest.raises(SpecError, match=rf"edits\[0\].*{told}"):
+        served.ask(PROMPTS[:1], 1, edits=[edit])
+
+
+@ONE
+def test_wrong_probes_are_refused_by_name_and_the_next_request_is_served(served: Served) -> None:
+    for probe, told in (
+        (Probe([1.0] * 32, 1, site="z", head=4), "head 4 is out of range"),
+        (Probe([1.0] * 64, 1, head=0), "not of heads"),
+        (Probe([1.0] * 64, 1, site="q", head=1), "expected 32 numbers, the size of a head"),
+    ):
+        with pytest.raises(SpecError, match=rf"probes\[0\].*{told}"):
+            served.ask(PROMPTS[:1], 1, probes=[probe])
+    with pytest.raises(SpecError, match="one head"):
+        Probe([1.0] * 32, 1, site="z", head=[0, 1])
+    (output,) = served.ask(PROMPTS[:1])
+    served.assert_is(PROMPTS[0], output)
+
+
+# ---------------------------------------------------------------- several at once
+
+
+@ONE
+def test_one_edit_of_sites_of_several_widths_and_edits_of_many_sites_at_once(
+    served: Served,
+) -> None:
+    """Also across the steps of a long prompt, where each position has a row of its own."""
+    oracle, long = served.oracle, fresh(40, LONG)
+    draw, plain = torch.Generator().manual_seed(9), oracle.run(long)
+    every = [InnerMaker((site, 1), (), oracle.head_dim, plain, draw) for site in oracle.sites]
+    widths = Scale(0.6, "all", site=["q", "k", "z", "mlp_act"])
+    of_heads = Scale(-0.5, [0, 2], site=["q", "v"], head=[0, 1])
+    far = {"site": "resid_post", "layer": 0, "direction": every[0].direction((END, 0))}
+    rows = torch.stack([served.vector("k", 1, True, seed) for seed in range(12)])
+    lists: list[list[At]] = [
+        [At(widths)],
+        [At(of_heads)],
+        [At(Gate(Scale(0.3, [1, 2], site=["q", "mlp_pre"]), far))],
+        [At(maker.steer()) for maker in every],
+        [At(Scale(0.5, 1, site="z", head=2)), At(every[5].steer()), At(Scale(2, 1, site="z"))],
+        [At(Replace(rows, 1, site="k", head=1, positions=slice(58, 70)),
+            range(58, 70).__contains__)],
+    ]  # fmt: skip
+    edits = [[at.edit for at in ats] for ats in lists]
+    outputs = served.ask([long, *[long] * len(lists)], 3, edits=[None, *edits])
+    for ats, output in zip([[], *lists], outputs, strict=True):
+        seen = served.assert_is(long, output, *ats)
+        assert not ats or row_error(seen.values[END, 2][:LONG], plain.values[END, 2]) > 1e-3
+        edited = output.receipt.edited
+        assert not ats or edited.applied == edited.expected > 0
+
+
+@ONE
+def test_steering_of_all_requests_and_named_vectors_of_a_heads_size(served: Served) -> None:
+    vector, llm = served.vector("v", 1, True), served.llm
+    reading = {"direction": served.vector(END, 0, False), "layer": 0, "site": END}
+    gate, one = Gate(Scale(0.3, 1, site="q", head=3), reading), At(Scale(0, 2, site="z", head=0))
+    llm.vectors.register("of-a-head", vector)
+    named = Steer("of-a-head", 1, site="v", head=1)
+    try:
+        llm.steering.set(base=[gate, named])
+        outputs = served.ask(PROMPTS, edits=[None, [one.edit], None])
+    finally:
+        llm.steering.clear()
+        llm.vectors.remove("of-a-head")
+    always = [At(gate), At(Steer(vector, 1, site="v", head=1))]
+    for prompt, more, output in zip(PROMPTS, ([], [one], []), outputs, strict=True):
+        served.assert_is(prompt, output, *always, *more)
+    (output,) = served.ask(PROMPTS[:1])
+    served.assert_is(PROMPTS[0], output)

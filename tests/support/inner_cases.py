@@ -1,0 +1,188 @@
+"""One request for each operation at sites inside attention and the MLP: whole vectors and heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor
+
+from midstream import Capture, Gate, Probe
+from midstream.sites import BY_NAME, Tap
+from support import tiny
+from support.edit_cases import MAX_TOKENS, Case, Maker, problems
+from support.engines import greedy, tokens
+from support.inner_oracle import InnerOracle
+from support.oracle_edits import At, Seen
+
+# More heads than the other tiny models have, and a width of all heads that is not the model's.
+HEADS = tiny.Tiny(
+    lambda: hf.LlamaConfig(
+        **{**tiny._COMMON, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    )
+)
+END = "resid_post"
+
+
+class InnerMaker(Maker):
+    """Edits of some heads of a tap, or of its whole vectors, sized by what is there."""
+
+    def __init__(
+        self, tap: Tap, heads: tuple[int, ...], head_dim: int, plain: Seen, draw: torch.Generator
+    ) -> None:
+        super().__init__(tap, plain, draw)
+        self.heads = heads
+        if heads:
+            self.h = self.h[:, heads[0] * head_dim : (heads[0] + 1) * head_dim]
+            self.size = float(self.h.norm(dim=-1).median())
+            self.place |= {"head": heads[0] if len(heads) == 1 else list(heads)}
+
+    def gate(self, edit: Any, tap: Tap | None = None, soft: bool = False) -> Gate:
+        """The same as without heads: a gate reads whole vectors."""
+        read = tap or (self.site, self.layer)
+        found = super().gate(edit, read, soft)
+        reading = found.probe if tap else found.probe.at_tap(found.probe.direction, None)
+        return Gate(edit, reading, found.threshold, found.sharpness)
+
+    def probes(self) -> list[Probe]:
+        here: dict[str, Any] = {"bias": 0.5, "site": self.site, "name": "here"}
+        if self.heads:
+            here["head"] = self.heads[-1]
+        end = torch.randn(self.plain.values[END, 0].shape[1], generator=self.draw)
+        return [
+            Probe(self.direction(), self.layer, **here),
+            Probe(end, -1, name="end", positions="generated"),
+        ]
+
+
+def earlier(oracle: InnerOracle, tap: Tap) -> list[Tap]:
+    """An earlier site of the same layer, of another width where there is one, and of the one
+    before.
+    """
+    site, layer = tap
+    before = [name for name in oracle.sites if BY_NAME[name].order < BY_NAME[site].order]
+    found = [(before[len(before) // 2], layer)] if before else []
+    return [*found, (END, layer - 1), (oracle.sites[-1], layer - 1)] if layer else found
+
+
+def head_choices(oracle: InnerOracle, site: str) -> list[tuple[int, ...]]:
+    """No heads; the last one; and several, if there are: not side by side, where that can be."""
+    count = oracle.heads(site)
+    found: list[tuple[int, ...]] = [()]
+    if count:
+        found.append((count - 1,))
+    if count > 1:
+        found.append((0, 2) if count > 2 else (0, 1))
+    return found
+
+
+def cases(
+    oracle: InnerOracle,
+    prompts: Sequence[list[int]],
+    layers: Callable[[int], int],
+    every: int = 1,
+) -> list[Case]:
+    """Each operation at each inner site, of each choice of heads; of these every so-many-th.
+
+    Args:
+        layers: the layer at which the nth site is edited.
+    """
+    draw = torch.Generator().manual_seed(23)
+    plain = [oracle.run(prompt) for prompt in prompts]
+    found: list[Case] = []
+    number = 0
+    for nth_site, site in enumerate(oracle.sites):
+        tap = (site, layers(nth_site))
+        for heads in head_choices(oracle, site):
+            for nth, (prompt, seen) in enumerate(zip(prompts, plain, strict=True)):
+                phase = ("all", "prompt", "generated")[(number + nth) % 3]
+                maker = InnerMaker(tap, heads, oracle.head_dim, seen, draw)
+                mine = _of_one_tap(maker, prompt, phase, earlier(oracle, tap))
+                found += list(mine)[nth :: len(prompts)]
+            number += 1
+    return found[::every]
+
+
+def _of_one_tap(
+    maker: InnerMaker, prompt: list[int], phase: str, before: Sequence[Tap]
+) -> Iterator[Case]:
+    size, tap = len(prompt), (maker.site, maker.layer)
+    wheres: dict[str, Callable[[int], bool]] = {
+        "all": lambda position: True,
+        "prompt": lambda position: position < size,
+        "generated": lambda position: position >= size,
+    }
+
+    def case(name: str, at: At, partial: bool = False) -> Case:
+        # Each of several heads may leave other tokens alone.
+        partial = partial and (len(maker.heads) < 2 or isinstance(at.edit, Gate))
+        whole = f"{name} at {tap[0]} {list(maker.heads)} of layer {tap[1]}"
+        return Case(whole, prompt, [at], maker.probes(), tap, partial)
+
+    for name, edit in maker.plain_edits(phase):
+        yield case(f"{name} ({phase})", At(edit, wheres[phase]))
+    for name, edit, some in maker.conditional_edits(before):
+        yield case(name, At(edit), some)
+    for name, edit, places in maker.placed_edits(size):
+        yield case(name, At(edit, frozenset(places).__contains__))
+
+
+def with_neighbours(given: Sequence[Case], prompts: Sequence[list[int]]) -> list[Case]:
+    """The cases, and between them requests of the same prompts that are edited nowhere."""
+    found = []
+    for nth, case in enumerate(given):
+        if nth % 12 == 0:
+            prompt = prompts[nth // 12 % len(prompts)]
+            found.append(Case(f"neighbour {nth // 12}", prompt, []))
+        found.append(case)
+    return found
+
+
+def ask(llm: Any, oracle: InnerOracle, given: Sequence[Case], count: int = MAX_TOKENS) -> list[Any]:
+    """All the cases as one batch. Captured are the edited layer's inner sites, and the ends of all
+    layers: what is downstream of the edit.
+    """
+    return llm.generate(
+        [tokens(case.prompt) for case in given],
+        greedy(count, logprobs=3, detokenize=False),
+        capture=[
+            [
+                Capture(oracle.num_layers - 1 if case.tap is None else case.tap[1], oracle.sites),
+                Capture("all", END),
+            ]
+            for case in given
+        ],
+        edits=[[at.edit for at in case.edits] or None for case in given],
+        probes=[case.probes or None for case in given],
+        use_tqdm=False,
+    )
+
+
+def all_problems(
+    llm: Any,
+    oracle: InnerOracle,
+    given: Sequence[Case],
+    tolerance: float,
+    tie: float,
+    count: int = MAX_TOKENS,
+) -> list[str]:
+    """Asks the cases in one batch, and says in what they differ from the reference's."""
+    judge = partial(problems, oracle, tolerance=tolerance, tie=tie)
+    outputs = ask(llm, oracle, given, count)
+    return [
+        each for case, output in zip(given, outputs, strict=True) for each in judge(case, output)
+    ]
+
+
+def fresh(seed: int, count: int) -> list[int]:
+    """A prompt of its own for each seed."""
+    draw = torch.Generator().manual_seed(1000 + seed)
+    return torch.randint(3, tiny.VOCAB, (count,), generator=draw).tolist()
+
+
+def columns(oracle: InnerOracle, rows: Tensor, head: int) -> Tensor:
+    """A head's part of captured rows."""
+    return rows[:, head * oracle.head_dim : (head + 1) * oracle.head_dim]
