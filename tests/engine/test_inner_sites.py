@@ -38,8 +38,10 @@ ONE = pytest.mark.parametrize("served", ["llama"], indirect=True)
 LONG = 90  # two steps, and two whole blocks
 COMPILED = [
     "llama",
-    "gpt2",
-    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("phi3", "gemma3", "mixtral")),
+    *(
+        pytest.param(name, marks=pytest.mark.nightly)
+        for name in ("gpt2", "phi3", "gemma3", "mixtral")
+    ),
 ]
 # Why each model is without a site.
 REASONS = {

@@ -55,7 +55,11 @@ class Decoder:
 
 
 def find_decoder(
-    model: nn.Module, tensor_parallel_size: int, float16: bool, sites: Collection[str] = OUTER
+    model: nn.Module,
+    tensor_parallel_size: int,
+    float16: bool,
+    sites: Collection[str] = OUTER,
+    max_width: int | None = None,
 ) -> Decoder:
     """Find the decoder layers of a loaded model.
 
@@ -64,6 +68,7 @@ def find_decoder(
         tensor_parallel_size: number of ranks over which each layer is split.
         float16: whether the model runs in float16.
         sites: the sites to look for.
+        max_width: largest width of the vectors of a site on this rank; None: there is no limit.
 
     Raises:
         UnsupportedError: no layers are found, or the convention of a layer is unknown or
@@ -98,6 +103,11 @@ def find_decoder(
         for site, place in found.items():
             if not isinstance(place, InnerPlace):
                 lacking[site, index] = place.reason
+            elif max_width is not None and place.width > max_width:
+                lacking[site, index] = (
+                    f"its vectors have {place.width} numbers on each rank, and at most {max_width} "
+                    "are supported on a GPU"
+                )
             else:
                 inner[site] = place
         layers.append(DecoderLayer(index, module, convention, inner))

@@ -96,6 +96,7 @@ class WorkerEndpoint:
             parallel.tensor_parallel_size,
             vllm_config.model_config.dtype == torch.float16,
             config.sites,
+            _max_width(runner.device),
         )
         self._taps = _choose_taps(self._decoder, config)
         self._hidden_size: int = vllm_config.model_config.get_hidden_size()
@@ -334,6 +335,15 @@ def _choose_taps(decoder: Decoder, config: Config) -> dict[Tap, int]:
             f"none of the sites {', '.join(config.sites)} exists in this model: {reasons}"
         )
     return {tap: index for index, tap in enumerate(taps)}
+
+
+def _max_width(device: torch.device) -> int | None:
+    """Return the largest width of vectors that the op supports on a device; None: no limit."""
+    if device.type != "cuda":
+        return None
+    from midstream.ops.site_triton import MAX_WIDTH
+
+    return MAX_WIDTH
 
 
 def _allocate(widths: dict[Tap, int], runner: Any, vllm_config: Any, config: Config) -> Buffers:

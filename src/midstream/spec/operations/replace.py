@@ -76,7 +76,8 @@ class Replace(Operation):
             alpha: a number.
             layer, site, positions, phase, exclude, head: see Steer. n > 1 rows require n selected
                 positions; this is checked when the plan is resolved.
-            norm: None, or "keep": the vector is rescaled to the norm that h had, as in Steer.
+            norm: None, or "keep": the vector is rescaled to the norm that h had, as in Steer; with
+                `dims`, these components to the norm that they had.
             dims: components of the vector, counted from 0: only these are replaced; rows have all
                 components. None: all.
 
