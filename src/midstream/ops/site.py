@@ -22,6 +22,9 @@ _SCHEMA = (
 )
 
 
+_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
+
+
 class SiteBuffers(Protocol):
     """Tensors of the op that do not move.
 
@@ -171,6 +174,8 @@ def site(
 def _check_rows(hidden: Tensor, residual: Tensor | None, rows: int, width: int) -> None:
     if hidden.dim() != 2 or hidden.stride(1) != 1:
         raise ValueError(f"hidden must be [T, W] with contiguous rows, got {_describe(hidden)}")
+    if hidden.dtype not in _DTYPES:
+        raise ValueError(f"hidden must be float32, bfloat16 or float16, got {_describe(hidden)}")
     if hidden.shape[1] != width:
         raise ValueError(f"hidden must be {width} wide at this site, got {_describe(hidden)}")
     if hidden.shape[0] > rows:

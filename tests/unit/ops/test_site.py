@@ -178,6 +178,7 @@ def test_buffers_of_wrong_shapes_strides_and_dtypes_are_not_bound(change, messag
         ({"hidden": torch.zeros(6, 64)[:, ::2]}, "hidden must be"),
         ({"hidden": torch.zeros(60, 32), "residual": None}, "hidden must have at most"),
         ({"hidden": torch.zeros(6, 33), "residual": None}, "width must be a multiple of 32"),
+        ({"hidden": torch.zeros(6, 32, dtype=torch.int32)}, "must be float32, bfloat16 or"),
     ],
 )
 def test_rows_that_do_not_fit_their_buffers_are_refused(change, message):

@@ -172,6 +172,16 @@ def test_wrong_heads_and_components_are_refused_by_name(make, problem):
         make()
 
 
+def test_an_edit_of_a_head_is_refused_where_a_site_of_the_same_width_has_none():
+    taps: list[Tap] = [("z", 0), ("resid_post", 0)]
+    shape = ModelShape(1, SIZE, taps, heads={taps[0]: HEADS})
+    for edit in (Scale(0, 0, site=["z", "resid_post"], head=1), Scale(0, 0, head=1)):
+        with pytest.raises(SpecError, match=r"edits\[0\].head: .*are not of heads"):
+            resolve(Plan.make(edits=edit), shape, Prompt(2), 1)
+    found = resolve(Plan.make(edits=Scale(0, 0, site="z", head=1)), shape, Prompt(2), 1)
+    assert [(one.site, one.layer) for one in found.edits] == [("z", 0)]
+
+
 def test_one_edit_at_taps_of_different_widths_fits_each():
     taps: list[Tap] = [("attn_out", 0), ("mlp_out", 0)]
     shape = ModelShape(1, 8, taps, widths={taps[0]: SIZE}, heads={taps[0]: HEADS})

@@ -173,8 +173,8 @@ class _Resolver:
         return found
 
     def _by_size(self, taps: tuple[Tap, ...]) -> list[tuple[VectorSize, tuple[Tap, ...]]]:
-        """Group taps by the size of their vectors."""
-        if not self._shape.widths:
+        """Group taps by the size of their vectors, and the number of heads that they are of."""
+        if not self._shape.widths and not self._shape.heads:
             return [(self._shape.size(taps[0]), taps)]
         found: dict[tuple[int, int], list[Tap]] = {}
         for tap in taps:
