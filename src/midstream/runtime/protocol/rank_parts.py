@@ -119,6 +119,7 @@ def joined_blocks(results: Iterable[WorkerResult]) -> list[ResultBlock]:
     """
     whole: list[ResultBlock] = []
     split: dict[Tap, dict[int, list[ResultBlock]]] = {}
+    counts: dict[Tap, int] = {}
     for result in results:
         if max(result.worker.parts, default=1) == 1:
             whole += result.blocks()
@@ -132,8 +133,11 @@ def joined_blocks(results: Iterable[WorkerResult]) -> list[ResultBlock]:
             copies = result.worker.tensor_ranks // parts
             part = result.worker.tensor_rank // copies
             for tap in block.taps:
+                counts[tap] = parts
                 split.setdefault(tap, {}).setdefault(part, []).append(block)
-    return whole + [_joined(tap, [of[part] for part in sorted(of)]) for tap, of in split.items()]
+    complete = (tap for tap, of in split.items() if len(of) == counts[tap])
+    joined = [_joined(tap, [split[tap][part] for part in sorted(split[tap])]) for tap in complete]
+    return whole + [block for block in joined if block.positions.size]
 
 
 def _joined(tap: Tap, parts: Sequence[Sequence[ResultBlock]]) -> ResultBlock:

@@ -123,6 +123,13 @@ class Result:
         return found
 
 
+@pytest.mark.parametrize("kept", [[], [3]])
+def test_a_row_of_which_a_rank_dropped_its_part_is_no_row(kept):
+    whole, part = ([0, 1], np.ones((2, 6))), (kept, np.ones((len(kept), 6)))
+    results = [Result(0, 2, 2, [whole]), Result(1, 2, 2, [part] if kept else [])]
+    assert joined_blocks(results) == []
+
+
 @given(st.sampled_from([(2, 2), (3, 3), (4, 2), (6, 3)]), st.integers(0, 2**32 - 1))
 @settings(max_examples=rounds(suite=60, nightly=600), deadline=None)
 def test_rows_come_together_by_part_whatever_blocks_each_rank_has_them_in(split, seed):
