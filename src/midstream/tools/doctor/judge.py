@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.results.site_table import SiteTable
-from midstream.sites import Tap
+from midstream.sites import OUTER, Tap
 from midstream.tools.doctor import compare, local
 from midstream.tools.doctor.cases import EDITED, Case
 from midstream.tools.doctor.compare import ErrorLimits
@@ -131,8 +131,9 @@ def _compare_locally(
 def _sites(
     reference: Reference, table: SiteTable, errors: Mapping[Tap, float | None], limits: ErrorLimits
 ) -> list[SiteFound]:
+    """Return what was found at each site that is not inside attention or the MLP."""
     found = []
-    for state in table.states:
+    for state in (state for state in table.states if state.site in OUTER):
         tap = state.site, state.layer
         missing, error = reference.missing(tap), errors.get(tap)
         if not state.tapped:
