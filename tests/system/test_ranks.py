@@ -135,7 +135,8 @@ def run_the_mix(model: Model, llm: Any, folder: Path) -> None:
         found.generate(tokens(ids), greedy(4, detokenize=False), **asked)[0]
         for found in (llm, model.single)
     )
-    assert cached.num_cached_tokens >= CHUNK and not alone.num_cached_tokens
+    assert cached.num_cached_tokens >= CHUNK
+    assert not alone.num_cached_tokens
     assert set(cached.activations) == set(alone.activations)
     for tap in alone.activations:
         assert MEASURE.error(cached.activations[tap], alone.activations[tap]) < MEASURE.rows
