@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
-from support.engines import GPU_MEMORY, engine, generated, greedy, tokens
-from support.ranks import MEASURE, PIPELINE, ranks
+from support.engines import GPU_MEMORY, engine, greedy, tokens
+from support.ranks import PIPELINE, assert_same, ranks
 
 from midstream import Ablate, Capture, Clamp, Probe, Replace, Scale, SpecError, Steer
 from midstream.runtime.protocol.segments import RankShare
@@ -80,18 +80,6 @@ def run(llm: Any, capture: Capture, edits: list[Any] | None = None) -> list[Any]
         prompts, greedy(4, detokenize=False), capture=capture, edits=given, use_tqdm=False
     )
     return found
-
-
-def assert_same(found: list[Any], wanted: list[Any]) -> None:
-    for nth, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        assert one.receipt.status == other.receipt.status == "ok"
-        assert generated(one) == generated(other), nth
-        assert list(one.activations) == list(other.activations)
-        for tap in one.activations:
-            mine, theirs = one.activations[tap].float(), other.activations[tap].float()
-            assert mine.shape == theirs.shape
-            error = MEASURE.error(mine.flatten(1), theirs.flatten(1))
-            assert error < MEASURE.rows, f"{nth}, {tap}: off by {error}"
 
 
 @pytest.mark.parametrize("how", ["gathered", "sharded"])
