@@ -100,7 +100,7 @@ class InnerReference:
 
     @contextmanager
     def recording(self, records: Mapping[tuple[str, int], Record]) -> Iterator[None]:
-        """SubmoduleCall a function with the rows at each of some (site, layer) while this is open."""
+        """Call a function with the rows at each of some (site, layer) while this is open."""
         arguments: dict[tuple[int, str], Record] = {}
         handles = []
         for (site, index), record in records.items():
