@@ -299,4 +299,34 @@ KEPT: tuple[Fault, ...] = (
         "tests/unit/spec/test_heads.py"
         "::test_an_edit_of_heads_does_to_each_what_it_does_to_a_vector_of_that_size",
     ),
+    Fault(
+        "A logit that is raised is no larger than the largest",
+        "ops/site_ref.py",
+        "largest + margin * largest.abs().clamp_min(1.0)",
+        "largest + 0 * margin",
+        "tests/unit/ops/test_site.py::test_any_mix_of_programs_is_carried_out_as_defined",
+    ),
+    Fault(
+        "An activated expert is raised above what the edit's bias has not changed yet",
+        "spec/operation.py",
+        "            if not in_turn:\n                break\n",
+        "            break\n",
+        "tests/unit/spec/operations/test_route.py"
+        "::test_its_instructions_compute_its_formula_and_choose_as_they_say",
+    ),
+    Fault(
+        "A gate around a choice of experts drops the order of its parts",
+        "spec/operations/gate.py",
+        "first.flags & ~Flags.FRESH), *rest",
+        "first.flags & ~Flags.FRESH), *(\n"
+        "            replace(each, flags=each.flags & ~Flags.FRESH) for each in rest\n        )",
+        "tests/unit/spec/operations/test_route.py::test_behind_a_gate_it_is_all_or_nothing",
+    ),
+    Fault(
+        "Experts of groups are forced as if the largest logits were chosen",
+        "runtime/models/expert_choice.py",
+        "    if experts.use_grouped_topk:\n",
+        "    if False:\n",
+        "tests/unit/runtime/models/test_expert_choice.py::test_any_other_choice_is_named",
+    ),
 )

@@ -17,11 +17,12 @@ first `GATE`), a program is a list of instructions, each of which adds f · v to
 | `FEATURE` | c · act(⟨h, read⟩ + a) + d, act(x) = x where x > b, else 0 | write |
 | `REPLACE` | a | write − h |
 | `SCALE` | a − 1 | h |
+| `RAISE` | a | m + b · max(\|m\|, 1) + write − h, m the largest component of h |
 | `GATE` | none: g = σ(c · (x − b)), or x > b with `STEP`; x = ⟨h, read⟩ + a, or a score | |
 | `PROBE` | none: score = ⟨h, read⟩ + a | |
 
 An instruction with a mask, a vector of ones and zeros, reads and changes only the components where
-the mask is one: in its row of the table, h and v are zero elsewhere.
+the mask is one: in its row of the table, h and v are zero elsewhere. m is that of all components.
 """
 
 from __future__ import annotations
@@ -95,8 +96,9 @@ class Op(IntEnum):
     FEATURE = 4
     REPLACE = 5
     SCALE = 6
-    GATE = 7
-    PROBE = 8
+    RAISE = 7
+    GATE = 8
+    PROBE = 9
 
 
 class Flags(IntFlag):

@@ -18,6 +18,7 @@ from midstream.spec.operations import (
     LoReFT,
     Reading,
     Replace,
+    Route,
     Scale,
     Steer,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "ResolvedPlan",
     "ResolvedProbe",
     "Role",
+    "Route",
     "Scale",
     "Sites",
     "Span",

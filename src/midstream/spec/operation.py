@@ -276,19 +276,23 @@ def with_norm(found: dict[str, Any], norm: str | None) -> dict[str, Any]:
     return found if norm is None else {**found, "norm": norm}
 
 
-def one_edit(steps: list[Instruction], norm: str | None = None) -> tuple[Instruction, ...]:
+def one_edit(
+    steps: list[Instruction], norm: str | None = None, in_turn: bool = False
+) -> tuple[Instruction, ...]:
     """Set the flags of one edit's instructions: all read the same h, and count as one edit.
 
     Args:
         steps: the instructions.
         norm: "keep": after the last one the whole vector is rescaled to the norm of h.
+        in_turn: each instruction reads what those before it made of h instead.
     """
     if norm == "keep":
         steps[-1] = steps[-1].with_flags(Flags.KEEP)
     for index, step in enumerate(steps):
         if step.reads:
             steps[index] = step.with_flags(Flags.FRESH)
-            break
+            if not in_turn:
+                break
     steps[-1] = steps[-1].with_flags(Flags.COUNTED)
     return tuple(steps)
 

@@ -16,6 +16,7 @@ from midstream.spec.operations.gate import Gate, Reading
 from midstream.spec.operations.named_edits import bind_edit
 from midstream.spec.operations.plain import PLAIN, PlainEdit, bad_edit, missing_op
 from midstream.spec.operations.replace import Replace
+from midstream.spec.operations.route import Route
 from midstream.spec.operations.scale import Scale
 from midstream.spec.operations.steer import Steer
 from midstream.validation import at, read_word
@@ -41,6 +42,7 @@ __all__ = [
     "Reading",
     "Registered",
     "Replace",
+    "Route",
     "Scale",
     "Steer",
     "bind_edit",

@@ -173,14 +173,15 @@ class _Resolver:
         return found
 
     def _by_size(self, taps: tuple[Tap, ...]) -> list[tuple[VectorSize, tuple[Tap, ...]]]:
-        """Group taps by the size of their vectors, and the number of heads that they are of."""
-        if not self._shape.widths and not self._shape.heads:
-            return [(self._shape.size(taps[0]), taps)]
-        found: dict[tuple[int, int], list[Tap]] = {}
+        """Group taps by the size of their vectors, and what these are of."""
+        shape = self._shape
+        if not (shape.widths or shape.heads or shape.routing):
+            return [(shape.size(taps[0]), taps)]
+        found: dict[tuple[int, int, int | str], list[Tap]] = {}
         for tap in taps:
-            size = self._shape.size(tap)
-            found.setdefault((size, size.heads), []).append(tap)
-        return [(self._shape.size(mine[0]), tuple(mine)) for mine in found.values()]
+            size = shape.size(tap)
+            found.setdefault((size, size.heads, size.routing), []).append(tap)
+        return [(shape.size(mine[0]), tuple(mine)) for mine in found.values()]
 
     def _check_reach(self, edit: Edit, instructions: tuple[Instruction, ...]) -> None:
         """Check that the edit of a vector of usual length stays within the stream's range."""
