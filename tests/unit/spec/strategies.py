@@ -227,6 +227,8 @@ def named_edits(draw: st.DrawFn) -> Edit:
                 Ablate(name, **place),
                 Ablate([name, "another", [1.0, 0.0, 0.0]], **place),
                 Clamp(name, value=1, **place),
+                Replace(name, alpha=draw(eighths), **place),
+                Replace([name, [1.0, 0.0, 0.0]], **place),
                 Gate(Steer(name, **place), name),
             ]
         )

@@ -14,12 +14,13 @@ from midstream.spec.forms import (
     NumberLike,
     PhaseLike,
     PositionsLike,
-    RowsLike,
+    RowsOrNames,
     SitesLike,
 )
 from midstream.spec.heads import read_indices, with_dims
 from midstream.spec.instructions import Instruction
-from midstream.spec.matrix import read_rows
+from midstream.spec.matrix import read_rows_or_names
+from midstream.spec.named_vector import Named
 from midstream.spec.operation import (
     Operation,
     one_edit,
@@ -40,8 +41,8 @@ class Replace(Operation):
     (arXiv:2004.12265), Meng et al. 2022 (arXiv:2202.05262), Wang et al. 2022 (arXiv:2211.00593).
 
     Attributes:
-        rows: vectors of the model's hidden size: one for all selected tokens, or one per selected
-            token, in order.
+        rows: vectors of the model's hidden size, or names: one for all selected tokens, or one per
+            selected token, in order.
         alpha: 1 replaces, 0 changes nothing.
         norm: None or "keep".
         dims: the components that are replaced; empty: all.
@@ -49,7 +50,7 @@ class Replace(Operation):
 
     op = "replace"
 
-    rows: tuple[Vector, ...]
+    rows: tuple[Vector | Named, ...]
     alpha: float
     norm: str | None
     dims: tuple[int, ...]
@@ -57,7 +58,7 @@ class Replace(Operation):
     @accept_spellings
     def __init__(
         self,
-        rows: RowsLike,
+        rows: RowsOrNames,
         layer: LayersLike | None = None,
         alpha: NumberLike = 1.0,
         site: SitesLike | None = None,
@@ -72,7 +73,8 @@ class Replace(Operation):
 
         Args:
             rows: [width] or [n, width], n at most 4096: a list, array or tensor, or base64 with
-                `shape`.
+                `shape`. Any row may be the name of a registered vector, which has one for each of
+                its layers: `Replace("mean", layer="all")`.
             alpha: a number.
             layer, site, positions, phase, exclude, head: see Steer. n > 1 rows require n selected
                 positions; this is checked when the plan is resolved.
@@ -85,7 +87,7 @@ class Replace(Operation):
             SpecError: a field is malformed; its path starts with the field's name.
         """
         with at("rows"):
-            self._set(rows=read_rows(rows, MAX_ITEMS))
+            self._set(rows=read_rows_or_names(rows, MAX_ITEMS))
         with at("alpha"):
             self._set(alpha=read_scalar(alpha))
         self._set(norm=read_norm(norm))
