@@ -329,4 +329,25 @@ KEPT: tuple[Fault, ...] = (
         "    if False:\n",
         "tests/unit/runtime/models/test_expert_choice.py::test_any_other_choice_is_named",
     ),
+    Fault(
+        "Rows that the server keeps for one client patch another's request",
+        "server/patched_rows.py",
+        "                if not owns(found[0]):\n",
+        "                if False:\n",
+        "tests/unit/server/test_patched_rows.py::test_rows_of_another_client_are_not_there",
+    ),
+    Fault(
+        "Captured rows are used in the order of the file instead of by their positions",
+        "server/patched_rows.py",
+        "rows[[row_of[position] for position in positions]]",
+        "rows[list(positions)[: len(rows)]]",
+        "tests/unit/server/test_patched_rows.py::test_captured_rows_are_found_by_their_positions",
+    ),
+    Fault(
+        "Each head is patched with the first head's captured part",
+        "spec/operations/captured_edits.py",
+        "head * width + dim for head in edit.heads",
+        "dim for head in edit.heads[:1]",
+        "tests/unit/spec/test_captured_rows.py::test_each_head_gets_its_own_part_of_the_rows",
+    ),
 )

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags
 from midstream.spec.argument_names import read_named
+from midstream.spec.captured_rows import CapturedRows
 from midstream.spec.heads import head_size, in_heads, read_indices
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import emit_rows
@@ -306,7 +307,7 @@ def _parameters(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _emit(value: object) -> object:
-    if isinstance(value, (Vector, Named)):
+    if isinstance(value, (Vector, Named, CapturedRows)):
         return value.emit()
     return emit_rows(value) if isinstance(value, tuple) else value
 

@@ -68,6 +68,7 @@ def _added(edit: Any, h: Tensor) -> Tensor:
         rotation = _rows(edit.rotation)
         return (h @ _rows(edit.weight).T + _row(edit.bias) - h @ rotation.T) @ rotation
     if isinstance(edit, Replace):
+        assert isinstance(edit.rows, tuple)
         return edit.alpha * (_row(edit.rows[0]) - h)
     if isinstance(edit, Scale):
         return (edit.factor - 1) * h
