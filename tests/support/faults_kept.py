@@ -350,4 +350,19 @@ KEPT: tuple[Fault, ...] = (
         "dim for head in edit.heads[:1]",
         "tests/unit/spec/test_captured_rows.py::test_each_head_gets_its_own_part_of_the_rows",
     ),
+    Fault(
+        "A factor for each component is added to the 1 that is there already",
+        "spec/operations/scale.py",
+        'factors.astype("f8") - 1',
+        'factors.astype("f8")',
+        "tests/unit/spec/operations/test_algebra.py"
+        "::test_each_component_has_its_factor_and_its_shift",
+    ),
+    Fault(
+        "The op multiplies by components of the vector that the edit began with",
+        "ops/site_ref.py",
+        "vectors = vectors * self.base[rows]",
+        "vectors = vectors * (self.base if self.entered is None else self.entered)[rows]",
+        "tests/unit/ops/test_site.py::test_any_mix_of_programs_is_carried_out_as_defined",
+    ),
 )

@@ -140,7 +140,9 @@ def _added(edit: Edit, h: Array, g: Array, rows: ArrayLike | None) -> Array:
             alpha = g * edit.alpha
             return (1 - alpha) * h + alpha * given
         case Scale():
-            return (1 + g * (edit.factor - 1)) * h
+            factor = wide(edit.factor) if isinstance(edit.factor, Vector) else edit.factor
+            shift = 0.0 if edit.shift is None else wide(edit.shift)
+            return h + g * (factor * h + shift - h)
         case Route():
             return (1 - g) * h + g * _routed(edit, h)
     raise TypeError(f"no formula for {type(edit).__name__}")
@@ -244,6 +246,8 @@ def _amount(
             return step.a, write - h
         case Op.SCALE:
             return step.a - 1, h
+        case Op.MULTIPLY:
+            return step.a, write * h
         case Op.RAISE:
             largest = whole.max(axis=-1, keepdims=True)
             return step.a, write + largest + step.b * np.maximum(np.abs(largest), 1) - h

@@ -17,6 +17,7 @@ first `GATE`), a program is a list of instructions, each of which adds f · v to
 | `FEATURE` | c · act(⟨h, read⟩ + a) + d, act(x) = x where x > b, else 0 | write |
 | `REPLACE` | a | write − h |
 | `SCALE` | a − 1 | h |
+| `MULTIPLY` | a | write ⊙ h |
 | `RAISE` | a | m + b · max(\|m\|, 1) + write − h, m the largest component of h |
 | `GATE` | none: g = σ(c · (x − b)), or x > b with `STEP`; x = ⟨h, read⟩ + a, or a score | |
 | `PROBE` | none: score = ⟨h, read⟩ + a | |
@@ -96,9 +97,10 @@ class Op(IntEnum):
     FEATURE = 4
     REPLACE = 5
     SCALE = 6
-    RAISE = 7
-    GATE = 8
-    PROBE = 9
+    MULTIPLY = 7
+    RAISE = 8
+    GATE = 9
+    PROBE = 10
 
 
 class Flags(IntFlag):

@@ -403,7 +403,9 @@ class _Work:
                 rows_before = by_position * self._words[at, layout.POSITION]
                 write = write + rows_before * self._device.units
             vectors = self._device.vectors(write)
-            if op is Op.REPLACE or op is Op.RAISE:
+            if op is Op.MULTIPLY:
+                vectors = vectors * self.base[rows]
+            elif op is Op.REPLACE or op is Op.RAISE:
                 base = self.base[rows]
                 if op is Op.RAISE:
                     vectors = vectors + self._above(base, which)

@@ -178,7 +178,12 @@ def plain_edits(
             eighths,
             at,
         ),
-        st.builds(lambda factor, place: Scale(factor, **place), eighths, at),
+        st.builds(
+            lambda factor, shift, place: Scale(factor, shift=shift, **place),
+            eighths | numbers(width),
+            st.none() | numbers(width),
+            at,
+        ),
     )
     return st.builds(_with_norm, edits, st.sampled_from([None, "keep"]))
 
