@@ -11,7 +11,7 @@ from midstream.sites import Tap, order
 from midstream.spec.capture import Capture
 from midstream.spec.heads import head_size
 from midstream.spec.instructions import Instruction
-from midstream.spec.operations import Edit, Gate, Steer
+from midstream.spec.operations import Edit, Gate, Route, Steer
 from midstream.spec.plan import Plan
 from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.positions import Positions
@@ -185,6 +185,8 @@ class _Resolver:
 
     def _check_reach(self, edit: Edit, instructions: tuple[Instruction, ...]) -> None:
         """Check that the edit of a vector of usual length stays within the stream's range."""
+        if isinstance(edit.edit if isinstance(edit, Gate) else edit, Route):
+            return  # No layer squares logits, and a Route bounds what it makes of them.
         limit = limit_of(self._shape.dtype)
         reach = max(step.reach for step in instructions)
         if reach > limit:

@@ -158,6 +158,12 @@ def test_what_a_models_router_cannot_do_is_rejected(route, path, problem):
         assert caught.value.path == f"edits[0].{prefix}{path}"
 
 
+def test_logits_of_float16_hold_what_it_makes_of_them():
+    shape = ModelShape(1, 64, [SMALL], dtype="float16", routing={SMALL: 2})
+    route = Route([0, 1], range(2, 60), {0: 10000, 61: -10000}, layer=0)
+    assert len(resolve(Plan.make(None, route), shape, Prompt(4), 2).edits) == 1
+
+
 def test_what_it_can_do_is_resolved():
     plan = Plan.make(None, [Route([0, 1, 2], [3, 4, 5], layer=1), Route(bias={5: 1}, layer=2)])
     found = resolve(plan, SHAPE, Prompt(4), 2).edits
