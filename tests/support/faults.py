@@ -193,8 +193,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A named and an inline vector at one site: one of them is dropped",
         "spec/plan.py",
-        "                edits.extend(bind_edit(edit, lookup, num_layers))\n",
-        "                edits[:] = list(bind_edit(edit, lookup, num_layers))\n",
+        "                edits.extend(expand(edit))\n",
+        "                edits[:] = list(expand(edit))\n",
         ENGINE + "test_tiers.py::test_named_and_inline_and_server_wide_vectors_add_up_at_one_site",
     ),
     Fault(

@@ -15,6 +15,7 @@ from midstream.results.arrays import array_of
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import CaptureResult, Receipt
 from midstream.results.serialization import unpack
+from midstream.spec.captured_rows import CapturedRows
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class ServedCompletion:
         receipt: the receipt; None until the choice has ended, or if the request had no plan.
         capture_results: results of sinks by name; None if no rows went to a sink.
         rows: of a stream, partial rows of captures with `stream`, in the order received.
+        captured: rows that the server keeps for edits of later requests; None if it keeps none.
     """
 
     index: int
@@ -41,6 +43,7 @@ class ServedCompletion:
     receipt: Receipt | None = None
     capture_results: Mapping[str, CaptureResult] | None = None
     rows: list[Activations] = field(default_factory=list)
+    captured: CapturedRows | None = None
 
 
 @dataclass(slots=True)
@@ -161,6 +164,8 @@ class Reader:
                 one.activations = unpack(base64.b64decode(rows["base64"]))
             elif rows["url"] in fetched:
                 one.activations = unpack(fetched[rows["url"]])
+            else:
+                one.captured = CapturedRows(rows["id"])
 
     def _probes(self, index: int, results: Mapping[str, Any]) -> Probes:
         """Return all scores so far; each event has new scores only."""

@@ -6,6 +6,7 @@ Pure Python: importable without torch and without vLLM.
 from __future__ import annotations
 
 from midstream.spec.capture import Capture
+from midstream.spec.captured_rows import CapturedRows
 from midstream.spec.instructions import Instruction
 from midstream.spec.named_vector import Named
 from midstream.spec.operations import (
@@ -18,6 +19,7 @@ from midstream.spec.operations import (
     LoReFT,
     Reading,
     Replace,
+    Route,
     Scale,
     Steer,
 )
@@ -41,6 +43,7 @@ __all__ = [
     "Ablate",
     "Affine",
     "Capture",
+    "CapturedRows",
     "Clamp",
     "Edit",
     "Feature",
@@ -62,6 +65,7 @@ __all__ = [
     "ResolvedPlan",
     "ResolvedProbe",
     "Role",
+    "Route",
     "Scale",
     "Sites",
     "Span",

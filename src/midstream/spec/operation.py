@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags
 from midstream.spec.argument_names import read_named
+from midstream.spec.captured_rows import CapturedRows
 from midstream.spec.heads import head_size, in_heads, read_indices
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import emit_rows
@@ -276,19 +277,23 @@ def with_norm(found: dict[str, Any], norm: str | None) -> dict[str, Any]:
     return found if norm is None else {**found, "norm": norm}
 
 
-def one_edit(steps: list[Instruction], norm: str | None = None) -> tuple[Instruction, ...]:
+def one_edit(
+    steps: list[Instruction], norm: str | None = None, in_turn: bool = False
+) -> tuple[Instruction, ...]:
     """Set the flags of one edit's instructions: all read the same h, and count as one edit.
 
     Args:
         steps: the instructions.
         norm: "keep": after the last one the whole vector is rescaled to the norm of h.
+        in_turn: each instruction reads what those before it made of h instead.
     """
     if norm == "keep":
         steps[-1] = steps[-1].with_flags(Flags.KEEP)
     for index, step in enumerate(steps):
         if step.reads:
             steps[index] = step.with_flags(Flags.FRESH)
-            break
+            if not in_turn:
+                break
     steps[-1] = steps[-1].with_flags(Flags.COUNTED)
     return tuple(steps)
 
@@ -302,7 +307,7 @@ def _parameters(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _emit(value: object) -> object:
-    if isinstance(value, (Vector, Named)):
+    if isinstance(value, (Vector, Named, CapturedRows)):
         return value.emit()
     return emit_rows(value) if isinstance(value, tuple) else value
 

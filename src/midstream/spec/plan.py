@@ -9,10 +9,12 @@ from typing import TypeVar
 
 from midstream.errors import SpecError
 from midstream.spec.capture import Capture
+from midstream.spec.captured_rows import OpenRows
 from midstream.spec.consumers import names_consumers, read_consumers
 from midstream.spec.named_lookup import Lookup
-from midstream.spec.operations import Edit, bind_edit, parse_edit
+from midstream.spec.operations import Edit, bind_edit, fill_edit, parse_edit
 from midstream.spec.probe import Probe
+from midstream.spec.shape import ModelShape
 from midstream.validation import MAX_PARTS, at, kind, read_fields, read_json
 
 T = TypeVar("T")
@@ -193,17 +195,37 @@ class Plan:
         """
         if all(part.is_bound for part in (*self.edits, *self.probes)):
             return self
-        edits: list[Edit] = []
-        origins: list[int] = []
-        for index, edit in enumerate(self.edits):
-            with at(f"edits[{index}]"):
-                edits.extend(bind_edit(edit, lookup, num_layers))
-            origins += [self.origin(index)] * (len(edits) - len(origins))
+        edits, origins = self._expanded(lambda edit: bind_edit(edit, lookup, num_layers))
         probes: list[Probe] = []
         for index, probe in enumerate(self.probes):
             with at(f"probes[{index}]"):
                 probes.extend(probe.bind(lookup, num_layers))
-        return Plan(self.captures, tuple(edits), tuple(probes), tuple(origins), self.coming_from)
+        return Plan(self.captures, edits, tuple(probes), origins, self.coming_from)
+
+    def fill(self, open_rows: OpenRows, shape: ModelShape) -> Plan:
+        """Return the plan with rows of earlier requests by value; see `fill_edit`.
+
+        Args:
+            open_rows: returns the rows of an id.
+            shape: the model.
+
+        Raises:
+            SpecError: there are no such rows. The path is relative to this plan.
+        """
+        edits, origins = self._expanded(lambda edit: fill_edit(edit, open_rows, shape))
+        return replace(self, edits=edits, origins=origins)
+
+    def _expanded(
+        self, expand: Callable[[Edit], tuple[Edit, ...]]
+    ) -> tuple[tuple[Edit, ...], tuple[int, ...]]:
+        """Return the edits that each edit becomes, and each one's index in the plan as given."""
+        edits: list[Edit] = []
+        origins: list[int] = []
+        for index, edit in enumerate(self.edits):
+            with at(f"edits[{index}]"):
+                edits.extend(expand(edit))
+            origins += [self.origin(index)] * (len(edits) - len(origins))
+        return tuple(edits), tuple(origins)
 
 
 def _read_parts(name: str, value: object, read: Callable[[object], T]) -> tuple[T, ...]:

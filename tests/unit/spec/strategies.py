@@ -178,7 +178,12 @@ def plain_edits(
             eighths,
             at,
         ),
-        st.builds(lambda factor, place: Scale(factor, **place), eighths, at),
+        st.builds(
+            lambda factor, shift, place: Scale(factor, shift=shift, **place),
+            eighths | numbers(width),
+            st.none() | numbers(width),
+            at,
+        ),
     )
     return st.builds(_with_norm, edits, st.sampled_from([None, "keep"]))
 
@@ -227,6 +232,8 @@ def named_edits(draw: st.DrawFn) -> Edit:
                 Ablate(name, **place),
                 Ablate([name, "another", [1.0, 0.0, 0.0]], **place),
                 Clamp(name, value=1, **place),
+                Replace(name, alpha=draw(eighths), **place),
+                Replace([name, [1.0, 0.0, 0.0]], **place),
                 Gate(Steer(name, **place), name),
             ]
         )

@@ -65,7 +65,7 @@ def _needs_all(site: str, what: str) -> SpecError:
 
 def _is_local(step: Instruction, parts: int) -> bool:
     """Return whether each rank can run an instruction on its part."""
-    if step.op is Op.PROBE or (step.op is Op.GATE and step.read is not None):
+    if step.op in (Op.PROBE, Op.RAISE) or (step.op is Op.GATE and step.read is not None):
         return False
     read: set[int] = set()
     if step.op in _READING and step.read is not None:

@@ -209,6 +209,7 @@ class WorkerEndpoint:
             widths=tuple(map(self._buffers.width, self._taps.values())),
             parts=self._parts,
             heads=tuple(inner[tap].heads if tap in inner else 0 for tap in self._taps),
+            routing=tuple(inner[tap].routing if tap in inner else 0 for tap in self._taps),
             lacking=tuple(MissingTap(*tap, why) for tap, why in self._decoder.lacking.items()),
             dtype=str(self._buffers.ring.dtype).removeprefix("torch."),
             capture_limit=self._ring_rows // self._max_tokens,

@@ -26,6 +26,7 @@ from midstream.spec.named_lookup import (
 from midstream.spec.named_vector import Named, read_direction
 from midstream.spec.operation import SITE, by_value, read_scalar
 from midstream.spec.operations.plain import PLAIN, PlainEdit, bad_edit, missing_op
+from midstream.spec.operations.route import Route
 from midstream.spec.positions.positions import Positions
 from midstream.spec.probe import Probe
 from midstream.spec.selection import Layers, Sites, read_taps
@@ -173,6 +174,10 @@ class Gate:
                 raise SpecError(
                     "", "must not be 0, where the gate is always ½; omit `sharpness` for a step"
                 )
+            if found is not None and isinstance(self.edit, Route) and self.edit.forces:
+                raise SpecError(
+                    "", "an expert is chosen or not: omit `sharpness`, or give a Route of `bias`"
+                )
             object.__setattr__(self, "sharpness", found)
 
     @property
@@ -248,11 +253,9 @@ class Gate:
             c=0.0 if self.sharpness is None else float32(self.sharpness),
             flags=Flags.FRESH | (Flags.STEP if step else Flags.NONE),
         )
-        # The GATE already read h and does not change it, so no further FRESH is needed.
-        return (
-            gate,
-            *(replace(each, flags=(each.flags | Flags.GATED) & ~Flags.FRESH) for each in steps),
-        )
+        # The GATE already read h and does not change it, so the first one need not read it again.
+        first, *rest = (each.with_flags(Flags.GATED) for each in steps)
+        return gate, replace(first, flags=first.flags & ~Flags.FRESH), *rest
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the registered vectors in use, each once."""

@@ -11,7 +11,7 @@ from midstream.sites import Tap, order
 from midstream.spec.capture import Capture
 from midstream.spec.heads import head_size
 from midstream.spec.instructions import Instruction
-from midstream.spec.operations import Edit, Gate, Steer
+from midstream.spec.operations import Edit, Gate, Route, Steer
 from midstream.spec.plan import Plan
 from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.positions import Positions
@@ -173,17 +173,20 @@ class _Resolver:
         return found
 
     def _by_size(self, taps: tuple[Tap, ...]) -> list[tuple[VectorSize, tuple[Tap, ...]]]:
-        """Group taps by the size of their vectors, and the number of heads that they are of."""
-        if not self._shape.widths and not self._shape.heads:
-            return [(self._shape.size(taps[0]), taps)]
-        found: dict[tuple[int, int], list[Tap]] = {}
+        """Group taps by the size of their vectors, and what these are of."""
+        shape = self._shape
+        if not (shape.widths or shape.heads or shape.routing):
+            return [(shape.size(taps[0]), taps)]
+        found: dict[tuple[int, int, int | str], list[Tap]] = {}
         for tap in taps:
-            size = self._shape.size(tap)
-            found.setdefault((size, size.heads), []).append(tap)
-        return [(self._shape.size(mine[0]), tuple(mine)) for mine in found.values()]
+            size = shape.size(tap)
+            found.setdefault((size, size.heads, size.routing), []).append(tap)
+        return [(shape.size(mine[0]), tuple(mine)) for mine in found.values()]
 
     def _check_reach(self, edit: Edit, instructions: tuple[Instruction, ...]) -> None:
         """Check that the edit of a vector of usual length stays within the stream's range."""
+        if isinstance(edit.edit if isinstance(edit, Gate) else edit, Route):
+            return  # No layer squares logits, and a Route bounds what it makes of them.
         limit = limit_of(self._shape.dtype)
         reach = max(step.reach for step in instructions)
         if reach > limit:
