@@ -27,8 +27,10 @@ from support.adversary_judge import Measure
 from support.adversary_mix import Mix, Shape
 from support.adversary_run import assert_idle_and_clean, rewinding
 from support.engines import engine
+from support.inner_cases import HEADS
+from support.inner_oracle import INNER, InnerOracle
 from support.nightly import NIGHTLY
-from support.oracle_edits import EVERY_SITE, PLACES, EditOracle
+from support.oracle_edits import EVERY_SITE
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -40,11 +42,13 @@ BLOCKS = 14  # of 32 tokens, one of which is nobody's: two long requests and a b
 
 
 @pytest.fixture(scope="module")
-def wordy_llama(tiny_llama: Path, tiny_models: Path) -> Path:
-    """The tiny Llama with a tokenizer of a word per token, so that texts can stop a generation."""
+def wordy_llama(tiny_models: Path) -> Path:
+    """A tiny Llama of four heads, two of keys, with a tokenizer of a word per token, so that texts
+    can stop a generation.
+    """
     target = tiny_models / "wordy-llama"
     if not target.exists():
-        shutil.copytree(tiny_llama, target)
+        shutil.copytree(tiny.make("llama-inner", tiny_models, HEADS), target)
         core = Tokenizer(models.WordLevel({f"w{n}": n for n in range(tiny.VOCAB)}, unk_token="w0"))
         core.pre_tokenizer = pre_tokenizers.Whitespace()
         PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(target)
@@ -52,8 +56,8 @@ def wordy_llama(tiny_llama: Path, tiny_models: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def hooks(tiny_llama: Path) -> EditOracle:
-    return EditOracle(tiny_llama, PLACES["llama"])
+def hooks(wordy_llama: Path) -> InnerOracle:
+    return InnerOracle(wordy_llama, INNER["llama"])
 
 
 def families(seed: int) -> tuple[tuple[int, ...], ...]:
@@ -64,8 +68,9 @@ def families(seed: int) -> tuple[tuple[int, ...], ...]:
 
 
 @contextmanager
-def bench(model: Path, hooks: EditOracle, folder: Path, **mixed: Any) -> Iterator[Bench]:
-    common = {"midstream": {"sites": list(EVERY_SITE)}, "max_model_len": LONGEST, "max_num_seqs": 8}
+def bench(model: Path, hooks: InnerOracle, folder: Path, **mixed: Any) -> Iterator[Bench]:
+    sites = [*EVERY_SITE, *hooks.sites]
+    common = {"midstream": {"sites": sites}, "max_model_len": LONGEST, "max_num_seqs": 8}
     with (
         rewinding(),
         engine(
@@ -84,14 +89,14 @@ def bench(model: Path, hooks: EditOracle, folder: Path, **mixed: Any) -> Iterato
 
 @pytest.fixture(scope="module")
 def eager(
-    wordy_llama: Path, hooks: EditOracle, tmp_path_factory: pytest.TempPathFactory
+    wordy_llama: Path, hooks: InnerOracle, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bench]:
     with bench(wordy_llama, hooks, tmp_path_factory.mktemp("mixes")) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def choices(hooks: EditOracle) -> Catalogue:
+def choices(hooks: InnerOracle) -> Catalogue:
     return catalogue(hooks, families(SEED)[0][:24], SEED)
 
 
@@ -107,6 +112,10 @@ def assert_it_showed_something(totals: Totals, asked: int) -> None:
         "chunked": 5,
         "hits": 6,
         "edited_hits": 15,
+        "inner_edits": 4,
+        "inner_rows": 4,
+        "of_heads": 6,
+        "of_dims": 40,
         "captured_hits": 25,
         "cached_edits": 1,
         "given_up": 40,
@@ -151,7 +160,7 @@ def test_a_mix_that_differs_is_made_as_small_as_it_can_be(choices: Catalogue) ->
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_so_it_is_for_thousands(
     wordy_llama: Path,
-    hooks: EditOracle,
+    hooks: InnerOracle,
     choices: Catalogue,
     tmp_path: Path,
     compiled: bool,

@@ -10,11 +10,12 @@ import torch
 import transformers as hf
 from support.engines import prepare_vllm
 
+from midstream.runtime.models import inner_sites
 from midstream.runtime.models import registry as conventions
 from midstream.runtime.models.convention import Refusal, dead
 from midstream.runtime.worker.taps import taps
-from midstream.sites import OUTER
-from midstream.tools.doctor.cases import OPERATIONS
+from midstream.sites import INNER, NAMES
+from midstream.tools.doctor.cases import OF_PARTS, OPERATIONS
 from midstream.tools.doctor.examine import Options, examine, examine_config
 from midstream.tools.doctor.report import LACKING, OK, REFUSED, WRONG
 
@@ -36,12 +37,22 @@ def test_a_right_model_is_ok_at_every_site_of_every_layer_and_in_every_operation
     report = examine(Options(str(tiny_llama), size=None))
     assert (report.outcome, report.reason, report.status) == (OK, "", 0)
     assert {(one.site, one.layer) for one in report.sites} == {
-        (site, layer) for site in OUTER for layer in range(3)
+        (site, layer) for site in NAMES for layer in range(3)
     }
-    assert {one.outcome for one in report.sites} == {OK}
-    assert {one.name for one in report.operations} == set(OPERATIONS)
+    assert {one.site for one in report.sites if one.outcome != OK} == {"router"}
+    assert {one.name for one in report.operations} == {*OPERATIONS, *OF_PARTS}
     steered = {(one.site, one.layer) for one in report.operations if one.name == "Steer"}
-    assert steered == {(site, layer) for site in OUTER for layer in range(3)}
+    assert steered == {(site, layer) for site in NAMES if site != "router" for layer in range(3)}
+    parts = {(one.name, one.site) for one in report.operations if one.name in OF_PARTS}
+    assert {site for name, site in parts if "head" in name} == {
+        "q",
+        "k",
+        "v",
+        "rot_q",
+        "rot_k",
+        "z",
+    }
+    assert {site for name, site in parts if "components" in name} == {*INNER} - {"router"}
     assert report.worst is not None
     assert 0 < report.worst < 1e-4
     assert report.architecture == "LlamaForCausalLM"
@@ -54,8 +65,8 @@ def test_a_small_copy_says_what_its_layers_lack(tmp_path: Path) -> None:
     report = examine(Options(str(tmp_path)))
     assert (report.outcome, report.reason) == (OK, "")
     lacking = {(one.site, one.reason) for one in report.sites if one.outcome == LACKING}
-    assert [site for site, _ in lacking] == ["resid_mid"]
-    assert "parallel" in lacking.pop()[1]
+    assert {site for site, _ in lacking} == {"resid_mid", "router"}
+    assert any("parallel" in reason for _, reason in lacking)
 
 
 def test_a_convention_that_reads_half_of_the_stream_is_wrong_where_it_does(
@@ -82,9 +93,20 @@ def test_an_edit_that_is_not_written_is_wrong_though_all_is_read_rightly(
     monkeypatch.setattr(taps, "_fire", on_a_copy)
     report = examine(Options(str(tiny_llama), size=None))
     assert (report.outcome, report.status) == (WRONG, 1)
-    assert {one.outcome for one in report.sites} == {OK}
+    assert {one.site for one in report.sites if one.outcome != OK} == {"router"}
     bad = {one.name for one in report.operations if one.outcome == WRONG}
     assert bad == set(OPERATIONS) - {"Probe"}
+
+
+def test_halves_of_a_gated_mlp_that_are_taken_for_each_other_are_wrong(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inner_sites, "GATE_FIRST", inner_sites.GATE_SECOND)
+    monkeypatch.setattr(inner_sites, "GATE_SECOND", frozenset(("SiluAndMul",)))
+    report = examine(Options(str(tiny_llama), size=None))
+    assert (report.outcome, report.status) == (WRONG, 1)
+    wrong = {one.site for one in report.sites if one.outcome == WRONG}
+    assert wrong == {"mlp_pre", "mlp_pre_linear"}
 
 
 def test_a_refused_class_is_refused_with_its_reason(

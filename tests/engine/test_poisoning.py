@@ -6,7 +6,6 @@ tokens the cache served is asserted to the token. A block is 32 tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,68 +15,16 @@ from support import tiny
 from support.adversary_judge import Measure, differences
 from support.adversary_mix import Ask
 from support.adversary_run import assert_idle_and_clean, counter
+from support.cached_pair import BLOCK, SIZE, WHOLE, Pair, fresh, reused
 from support.engines import engine, generated, greedy
 from support.oracle_edits import EVERY_SITE
 
 from midstream import Capture, Gate, Probe, Reading, Replace, Scale, Steer, TokenIds
 
-BLOCK = 32
-SIZE = 100  # three whole blocks, 96 tokens, and a bit
-WHOLE = 96
-
-
-@dataclass
-class Pair:
-    """An engine with a prefix cache, and one without."""
-
-    cached: Any
-    plain: Any
-
-    def ask(
-        self,
-        prompt: list[int],
-        hit: int | None,
-        *,
-        count: int = 5,
-        alone: dict[str, Any] | None = None,
-        salt: str | None = None,
-        params: dict[str, Any] | None = None,
-        **asked: Any,
-    ) -> Any:
-        """The output, which must be that of the engine without a cache.
-
-        Args:
-            prompt: token ids.
-            hit: how many tokens the cache must serve; None: nothing is said of that.
-            count: tokens generated.
-            alone: what the engine without a cache is asked for; None: the same.
-            salt: the caller's own.
-            params: more of SamplingParams.
-            **asked: captures, edits and probes.
-        """
-        settings = greedy(count, logprobs=2, detokenize=False)
-        for name, value in (params or {}).items():
-            setattr(settings, name, value)
-        given: dict[str, Any] = {"prompt_token_ids": prompt}
-        expected = self.plain.generate(
-            dict(given), settings, use_tqdm=False, **(asked if alone is None else alone)
-        )[0]
-        if salt is not None:
-            given["cache_salt"] = salt
-        found = self.cached.generate(given, settings, use_tqdm=False, **asked)[0]
-        ask = Ask(0, 0, prompt, {}, None, {}, {}, None)
-        assert not differences(ask, found, expected, Measure())
-        assert hit is None or found.num_cached_tokens == hit
-        assert expected.num_cached_tokens == 0
-        return found
-
 
 @pytest.fixture
 def pair(wide: Any, uncached: Any) -> Pair:
     return Pair(wide, uncached)
-
-
-_made = iter(range(1000, 9999))
 
 
 @pytest.fixture
@@ -86,24 +33,12 @@ def prompt() -> list[int]:
     return fresh(SIZE)
 
 
-def fresh(count: int) -> list[int]:
-    draw = torch.Generator().manual_seed(next(_made))
-    return torch.randint(3, tiny.VOCAB, (count,), generator=draw).tolist()
-
-
 def vector(seed: int, size: float = 3.0) -> torch.Tensor:
     return size * torch.randn(tiny.HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
 def steer(seed: int = 1, **where: Any) -> Steer:
     return Steer(vector(seed), **{"layer": 1, **where})
-
-
-def reused(output: Any) -> int:
-    """How many of its edits came with what the cache served."""
-    edited = output.receipt.edited
-    assert edited.applied + edited.cached == edited.expected
-    return edited.cached
 
 
 # ---------------------------------------------------------------- the whole prompt

@@ -23,8 +23,9 @@ from support.adversary_judge import Measure
 from support.adversary_mix import Mix, Shape
 from support.adversary_run import assert_idle_and_clean
 from support.engines import GPU_MEMORY, engine
+from support.inner_oracle import INNER, InnerOracle
 from support.oracle import relative_error
-from support.oracle_edits import EVERY_SITE, PLACES, EditOracle
+from support.oracle_edits import EVERY_SITE
 
 SEED = int(os.environ.get("MIDSTREAM_ADVERSARY_SEED", "20261121"))
 REQUESTS = int(os.environ.get("MIDSTREAM_ADVERSARY_REQUESTS", "400"))
@@ -54,12 +55,13 @@ def families(smollm2: Path) -> tuple[tuple[int, ...], ...]:
 
 @pytest.fixture(scope="module")
 def bench(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    hooks = InnerOracle(smollm2, INNER["llama"], "cuda")
     common: dict[str, Any] = {
         "max_model_len": LONGEST,
         "max_num_seqs": 8,
         "skip_tokenizer_init": False,
         **GPU_MEMORY,
-        "midstream": {"sites": list(EVERY_SITE)},
+        "midstream": {"sites": [*EVERY_SITE, *hooks.sites]},
     }
     folder = os.environ.get("MIDSTREAM_ADVERSARY_FOLDER") or tmp_path_factory.mktemp("mixes")
     with (
@@ -79,7 +81,6 @@ def bench(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[B
             smollm2, enable_prefix_caching=False, max_num_batched_tokens=1024, **common
         ) as single,
     ):
-        hooks = EditOracle(smollm2, PLACES["llama"], "cuda")
         yield Bench(mixed, single, hooks, ALIKE, CHUNK, Path(folder), HOOKED)
 
 
@@ -107,5 +108,7 @@ def test_every_request_of_a_random_mix_gets_what_it_gets_alone(
     assert totals.edited_hits > 0, totals
     assert totals.captured_hits > 0, totals
     assert totals.cached_edits > 0, totals
+    assert totals.inner_rows > 0, totals
+    assert totals.of_heads > 0, totals
     # Where tokens are as likely; many would mean that something else makes them part.
     assert totals.parted <= max(2, totals.completions // 20), totals

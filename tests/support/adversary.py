@@ -14,9 +14,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from midstream.sites import INNER
 from support.adversary_judge import Measure, against_hooks, completions, differences, parted
 from support.adversary_mix import Ask, Mix
 from support.adversary_run import Driver, Ran, alone, assert_idle_and_clean
+from support.adversary_where import Place
 from support.oracle_edits import EditOracle
 
 HELD_AGAINST_HOOKS = 10
@@ -38,6 +40,10 @@ class Totals:
     chunked: int = 0
     hits: int = 0
     edited_hits: int = 0
+    inner_edits: int = 0
+    inner_rows: int = 0
+    of_heads: int = 0
+    of_dims: int = 0
     captured_hits: int = 0
     cached_edits: int = 0
     stopped: int = 0
@@ -178,7 +184,19 @@ def _count(ask: Ask, output: Any, totals: Totals, chunk: int) -> None:
     totals.hits += hit
     totals.edited_hits += hit and bool(ask.parts)
     totals.captured_hits += hit and bool(ask.alone and ask.alone.get("capture"))
+    inner = [edit for edit in map(_changing, ask.parts) if edit.sites.names[0] in INNER]
+    totals.inner_edits += bool(inner)
+    totals.of_heads += any(edit.heads for edit in inner)
+    totals.of_dims += any(getattr(edit, "dims", ()) for edit in map(_changing, ask.parts))
+    totals.inner_rows += any(
+        site in INNER for _, holder in completions(output) for site, _ in holder.activations or ()
+    )
     totals.stopped += any(one.finish_reason == "stop" for one in output.outputs)
     for _, holder in completions(output):
         edited = None if holder.receipt is None else holder.receipt.edited
         totals.cached_edits += 0 if edited is None else edited.cached
+
+
+def _changing(part: tuple[Any, Place]) -> Any:
+    """The edit, or the one behind a gate."""
+    return getattr(part[0], "edit", part[0])

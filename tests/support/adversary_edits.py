@@ -1,4 +1,4 @@
-"""Edits and probes of one model for random requests: every operation, at many taps."""
+"""Edits and probes of one model for random requests: every operation, at many taps and heads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from midstream import Feature, Gate, Probe, Replace, Vector
+from midstream import Feature, Gate, Probe, Replace, Scale, Vector
 from support.edit_cases import Maker, earlier_taps
+from support.inner_cases import InnerMaker, earlier, head_choices
+from support.inner_oracle import InnerOracle
 from support.oracle_edits import EVERY_SITE, EditOracle, Tap
 
 MOST_ROWS = 40
@@ -23,16 +25,16 @@ class Spread:
     """A `Replace` whose rows are laid over as many positions; how many is the request's choice.
 
     Attributes:
-        rows: [MOST_ROWS, hidden].
+        rows: [MOST_ROWS, width].
+        place: the arguments of a `Replace` that name layer, site and heads.
     """
 
     rows: Tensor
-    tap: Tap
+    place: dict[str, Any]
 
     def over(self, count: int, written: dict[str, Any]) -> Replace:
         """Its first rows, one for each of `count` positions."""
-        site, layer = self.tap
-        return Replace(self.rows[:count], layer=layer, site=site, **written)
+        return Replace(self.rows[:count], **self.place, **written)
 
 
 @dataclass(frozen=True)
@@ -40,24 +42,34 @@ class Catalogue:
     """What requests choose from.
 
     Attributes:
-        edits: without positions; the first `FEW` are of one tap.
+        edits: without positions; the first `FEW` are of one tap of the stream or a branch, and as
+            many after them of the values of one layer, where the oracle knows them.
         spreads: as many rows as positions.
-        directions: for probes, by tap.
+        probes: without names and positions.
         taps: all that the model has.
+        heads: the number of heads of each site that has heads.
     """
 
     edits: tuple[Any, ...]
     spreads: tuple[Spread, ...]
-    directions: dict[Tap, Tensor]
+    probes: tuple[Probe, ...]
     taps: tuple[Tap, ...]
+    heads: dict[str, int]
 
     def edit(self, draw: random.Random) -> Any:
-        """One of them; a few, all of one tap, are asked for again and again."""
-        return draw.choice(self.edits[:FEW] if draw.random() < 0.4 else self.edits)
+        """One of them; a few, of one tap or two, are asked for again and again."""
+        few = FEW * (2 if self.heads else 1)
+        return draw.choice(self.edits[:few] if draw.random() < 0.4 else self.edits)
 
     def probe(self, draw: random.Random, name: str, written: dict[str, Any]) -> Probe:
-        tap = draw.choice(list(self.directions))
-        return Probe(self.directions[tap], tap[1], bias=0.5, site=tap[0], name=name, **written)
+        return draw.choice(self.probes).replace(name=name, **written)
+
+    def heads_of(self, draw: random.Random, sites: Sequence[str]) -> list[int] | None:
+        """Heads that all of some sites have; at times, and where one has none, None: all of it."""
+        most = min(self.heads.get(site, 0) for site in sites)
+        if not most or draw.random() < 0.3:
+            return None
+        return draw.sample(range(most), draw.randint(1, most))
 
 
 def catalogue(
@@ -66,7 +78,8 @@ def catalogue(
     """Every operation, sized by a plain run.
 
     Args:
-        oracle: the model, in transformers.
+        oracle: the model, in transformers. One that knows inner sites has edits of these too: of
+            whole vectors, of one head, of several, and of some components.
         prompt: of the plain run; at least a dozen different tokens.
         seed: of what is drawn.
         jumps: whether edits may jump from one token to the next as a score passes a threshold.
@@ -81,20 +94,44 @@ def catalogue(
     chosen += choose.sample(
         [tap for tap in every if tap not in chosen], max(0, taps - len(EVERY_SITE))
     )
+    makers: list[tuple[Maker, list[Tap]]] = [
+        (Maker(tap, plain, draw), earlier_taps(tap)) for tap in chosen
+    ]
+    inner = oracle if isinstance(oracle, InnerOracle) else None
+    heads: dict[str, int] = {}
+    if inner is not None:
+        every += [(site, layer) for layer in range(inner.num_layers) for site in inner.sites]
+        heads = {site: inner.heads(site) for site in inner.sites if inner.heads(site)}
+        for site in inner.sites:
+            tap = (site, choose.randrange(inner.num_layers))
+            whole, *of_heads = head_choices(inner, site)
+            for some in [whole, *of_heads[-1:]]:
+                maker = InnerMaker(tap, some, inner.head_dim, plain, draw)
+                makers.append((maker, earlier(inner, tap)))
     edits: list[Any] = []
-    spreads, directions = [], {}
-    for tap in chosen:
-        maker = Maker(tap, plain, draw)
+    spreads, probes = [], []
+    for maker, before in makers:
         edits += [edit for _, edit in maker.plain_edits("all")]
-        edits += [edit for _, edit, _ in maker.conditional_edits(earlier_taps(tap))]
+        edits += [edit for _, edit, _ in maker.conditional_edits(before)]
+        for count in () if inner is None else (1, 9):
+            dims = choose.sample(range(maker.h.shape[1]), count)
+            edits.append(Scale(-0.7, dims=dims, **maker.place))
+            edits.append(Replace(maker.vector(), alpha=0.8, dims=dims, **maker.place))
         rows = torch.stack([maker.vector() for _ in range(MOST_ROWS)])
-        spreads.append(Spread(rows, tap))
-        directions[tap] = maker.direction()
+        spreads.append(Spread(rows, maker.place))
+        probes += maker.probes()[:1]
     edits = [edit for edit in edits if jumps or not _jumps(edit)]
     choose.shuffle(edits)
     # What differs in nothing but the operation or the vector is what keys must tell apart.
-    edits.sort(key=lambda edit: (edit.sites.names[0], edit.layers.indices[0]) != chosen[-1])
-    return Catalogue(tuple(edits), tuple(spreads), directions, tuple(every))
+    few = _few(edits, chosen[-1])
+    if inner is not None:
+        few += _few(edits, next((m.site, m.layer) for m, _ in makers if m.site == "v"))
+    rest = [edit for edit in edits if not any(edit is one for one in few)]
+    return Catalogue(tuple(few + rest), tuple(spreads), tuple(probes), tuple(every), heads)
+
+
+def _few(edits: Sequence[Any], tap: Tap) -> list[Any]:
+    return [e for e in edits if (e.sites.names[0], e.layers.indices[0]) == tap][:FEW]
 
 
 def placed(edit: Any, **written: Any) -> Any:

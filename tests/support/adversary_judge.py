@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from midstream.sites import Tap
 from support.adversary_mix import Ask
+from support.inner_oracle import InnerOracle
 from support.oracle_edits import At, EditOracle, row_error
 
 
@@ -80,11 +82,12 @@ def against_hooks(ask: Ask, output: Any, oracle: EditOracle, measure: Measure) -
         seen = oracle.run(ids, edits)
         for tap, value in (holder.activations or {}).items():
             where = holder.activations.positions_of(*tap)
-            said += _rows_apart(tap, value, seen.values[tap][where], measure)
+            expected = _of_heads(ask, oracle, tap, seen.values[tap][where])
+            said += _rows_apart(tap, value, expected, measure)
         for probe in ask.probes:
             where = holder.probes.positions_of(probe.name)
-            expected = torch.from_numpy(oracle.scores(probe, seen))[where]
-            said += _apart(f"probe {probe.name}", holder.probes[probe.name], expected, measure)
+            scores = torch.from_numpy(oracle.scores(probe, seen))[where]
+            said += _apart(f"probe {probe.name}", holder.probes[probe.name], scores, measure)
         said += _placed(ask, holder, ids)
         if ask.params["temperature"] == 0:
             rows = seen.logits[len(ask.prompt) - 1 :]
@@ -243,8 +246,21 @@ def _scores(found: Any, expected: Any, rows: int, measure: Measure) -> list[str]
 
 def _rows_apart(tap: Any, found: Any, expected: Any, measure: Measure) -> list[str]:
     # A selection may be empty, for example if no generated token has one of its ids.
-    error = measure.error(found, expected) if len(expected) else 0.0
+    if found.shape != expected.shape:
+        return [f"{tap} is {tuple(found.shape)}, expected {tuple(expected.shape)}"]
+    error = measure.error(found.flatten(1), expected.flatten(1)) if len(expected) else 0.0
     return [] if error <= measure.rows else [f"{tap} is {error:.2e} off"]
+
+
+def _of_heads(ask: Ask, oracle: EditOracle, tap: Tap, rows: Tensor) -> Tensor:
+    """Rows of all heads as those of the heads that the request's captures of the tap name."""
+    if not isinstance(oracle, InnerOracle) or not oracle.heads(tap[0]):
+        return rows
+    heads: set[int] = set()
+    for capture in (ask.alone or {})["capture"]:
+        if tap[0] in capture["sites"] and tap[1] in capture["layers"]:
+            heads |= set(capture.get("heads") or range(oracle.heads(tap[0])))
+    return rows.unflatten(-1, (-1, oracle.head_dim))[:, sorted(heads)]
 
 
 def _apart(name: str, found: Any, expected: Any, measure: Measure) -> list[str]:

@@ -256,7 +256,8 @@ class Mix:
             place = places.any(for_edit=False)
             taps = draw.sample(self.catalogue.taps, draw.randint(1, 2))
             layers, sites = sorted({tap[1] for tap in taps}), sorted({tap[0] for tap in taps})
-            captures[Capture(layers, sites, **place.written)] = place
+            heads = self.catalogue.heads_of(draw, sites)
+            captures[Capture(layers, sites, heads=heads, **place.written)] = place
         probes = []
         for nth in range(draw.choice((0, 0, 0, 1, 2))):
             place = places.any(for_edit=False)

@@ -117,6 +117,14 @@ class Maker:
         rows = torch.stack([self.direction() for _ in range(rank)])
         return torch.linalg.qr(rows.double().T).Q.T.contiguous().float()
 
+    def probes(self) -> list[Probe]:
+        """One of the tap, and one of the stream at the end of the model."""
+        end = torch.randn(self.plain.values["resid_post", 0].shape[1], generator=self.draw)
+        return [
+            Probe(self.direction(), bias=0.5, name="here", **self.place),
+            Probe(end, -1, name="end", positions="generated"),
+        ]
+
     # -- the operations, by name ---------------------------------------------------------------
 
     def plain_edits(self, phase: str) -> Iterator[tuple[str, Any]]:
@@ -237,12 +245,8 @@ def _of_one_tap(maker: Maker, prompt: list[int], phase: str) -> Iterator[Case]:
     }
 
     def case(name: str, at: At, partial: bool = False) -> Case:
-        probes = [
-            Probe(maker.direction(), tap[1], bias=0.5, site=tap[0], name="here"),
-            Probe(maker.direction(), -1, name="end", positions="generated"),
-        ]
         whole = f"{name} at {tap[0]} of layer {tap[1]}"
-        return Case(whole, prompt, [at], probes, tap, partial)
+        return Case(whole, prompt, [at], maker.probes(), tap, partial)
 
     for name, edit in maker.plain_edits(phase):
         yield case(f"{name} ({phase})", At(edit, wheres[phase]))

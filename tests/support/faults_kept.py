@@ -365,4 +365,12 @@ KEPT: tuple[Fault, ...] = (
         "vectors = vectors * (self.base if self.entered is None else self.entered)[rows]",
         "tests/unit/ops/test_site.py::test_any_mix_of_programs_is_carried_out_as_defined",
     ),
+    Fault(
+        "Edits of different heads share KV",
+        "spec/resolve/resolved.py",
+        "            *([] if step.mask is None else [step.mask.digest]),\n",
+        "",
+        "tests/engine/test_inner_poisoning.py"
+        "::test_whatever_is_different_about_an_inner_edit_its_kv_is_its_own",
+    ),
 )

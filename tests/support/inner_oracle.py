@@ -83,8 +83,8 @@ INNER: dict[str, Inner] = {
 class InnerOracle(EditOracle):
     """Any edits, at any of the sites, inner ones included, without a KV cache."""
 
-    def __init__(self, path: Path, inner: Inner):
-        super().__init__(path, inner.outer)
+    def __init__(self, path: Path, inner: Inner, device: str = "cpu"):
+        super().__init__(path, inner.outer, device)
         config = self.model.config
         self.sites = inner.sites()
         self.num_heads = int(config.num_attention_heads)

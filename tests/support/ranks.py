@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from support.adversary_judge import Measure
-from support.engines import engine
+from support.engines import engine, generated
 from support.forkserver import in_place_of_spawning
 from support.oracle import relative_error
 
@@ -38,13 +38,28 @@ def ranks(model: Path, **args: Any) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        # A core for each rank; there are two.
+        count = max(2, args.get("tensor_parallel_size", 1))
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join("0101"[:count]))
         with in_place_of_spawning(), engine(model, **{"enforce_eager": not GPUS, **args}) as llm:
             try:
                 yield llm
             finally:
                 # Other engines of this process keep running; the last one would shut it down.
                 llm.llm_engine.engine_core.shutdown()
+
+
+def assert_same(found: list[Any], wanted: list[Any]) -> None:
+    """The tokens and rows of one engine's outputs are those of another's."""
+    for nth, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert one.receipt.status == other.receipt.status == "ok"
+        assert generated(one) == generated(other), nth
+        assert list(one.activations) == list(other.activations)
+        for tap in one.activations:
+            mine, theirs = one.activations[tap].float(), other.activations[tap].float()
+            assert mine.shape == theirs.shape
+            error = MEASURE.error(mine.flatten(1), theirs.flatten(1))
+            assert error < MEASURE.rows, f"{nth}, {tap}: off by {error}"
 
 
 def usage(llm: Any) -> list[dict[str, Any]]:

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
-from support.engines import GPU_MEMORY, engine, generated, greedy, tokens
-from support.ranks import MEASURE, PIPELINE, ranks
+from support.engines import GPU_MEMORY, engine, greedy, tokens
+from support.ranks import PIPELINE, assert_same, ranks
 
 from midstream import Ablate, Capture, Clamp, Probe, Replace, Scale, SpecError, Steer
+from midstream.runtime.protocol.segments import RankShare
 from midstream.sites import INNER, NAMES
+from midstream.tools.capacity import read_model
+from midstream.tools.capacity.job import ranks as ranks_transfer
 
 # Two heads of queries and one of keys and values, which two ranks both have.
 HEAD, HIDDEN, NEURONS = 32, 64, 96
@@ -79,18 +82,6 @@ def run(llm: Any, capture: Capture, edits: list[Any] | None = None) -> list[Any]
     return found
 
 
-def assert_same(found: list[Any], wanted: list[Any]) -> None:
-    for nth, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        assert one.receipt.status == other.receipt.status == "ok"
-        assert generated(one) == generated(other), nth
-        assert list(one.activations) == list(other.activations)
-        for tap in one.activations:
-            mine, theirs = one.activations[tap].float(), other.activations[tap].float()
-            assert mine.shape == theirs.shape
-            error = MEASURE.error(mine.flatten(1), theirs.flatten(1))
-            assert error < MEASURE.rows, f"{nth}, {tap}: off by {error}"
-
-
 @pytest.mark.parametrize("how", ["gathered", "sharded"])
 def test_rows_of_every_site_are_those_of_one_rank(alone, several, how):
     capture = Capture("all", EVERY, return_=how)
@@ -111,6 +102,17 @@ def test_the_model_has_the_widths_and_heads_of_all_ranks(several):
     assert [shape.size(("z", 1)), shape.num_heads(("z", 1))] == [HIDDEN, 2]
     assert [shape.size(("k", 1)), shape.num_heads(("k", 1))] == [HEAD, 1]
     assert shape.size(("mlp_act", 2)) == NEURONS
+
+
+def test_a_planned_job_counts_what_each_rank_transfers(several, path):
+    size = read_model(str(path))
+    for way in ("gathered", "sharded"):
+        for worker in several.info.workers:
+            taps, ranks_of_tap = worker.taps, worker.tensor_ranks
+            planned = ranks_transfer(size, taps, ranks_of_tap, way)[worker.tensor_rank]
+            share = RankShare(worker.tensor_rank, ranks_of_tap, worker.parts)
+            mine = share.of_indices(tuple(range(len(taps))), way == "sharded")
+            assert sorted(planned) == sorted(worker.widths[tap] for tap in mine)
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,12 @@ from support.adversary_edits import catalogue
 from support.adversary_mix import Mix, Shape
 from support.adversary_run import assert_idle_and_clean
 from support.engines import GPU_MEMORY, engine, greedy, tokens
-from support.oracle_edits import EVERY_SITE, PLACES, EditOracle
+from support.inner_oracle import INNER, InnerOracle
+from support.oracle_edits import EVERY_SITE
 from support.ranks import GPUS, HOOKED, MEASURE, PIPELINE, ranks, usage
 
 from midstream import Capture, Gate, SamplingParams, SpecError, Steer
+from midstream.sites import INNER as INSIDE
 from midstream.spec.operations import KINDS_BY_OP
 
 SEED = int(os.environ.get("MIDSTREAM_ADVERSARY_SEED", "20261122"))
@@ -42,8 +44,13 @@ TENSOR = {"tensor_parallel_size": 2}
 COMMON = {"max_model_len": LONGEST, "max_num_seqs": 8, **GPU_MEMORY}
 
 
+# The two heads of queries and the neurons are split over two ranks; the one of keys both have.
+EVERY = [*EVERY_SITE, *(site for site in INSIDE if site != "router")]
+SPLIT = {"q", "rot_q", "z", "mlp_pre", "mlp_pre_linear", "mlp_act"}
+
+
 def settings(**more: Any) -> dict[str, Any]:
-    return {"sites": list(EVERY_SITE), "check_ranks": True, **more}
+    return {"sites": EVERY, "check_ranks": True, **more}
 
 
 def mixed(**more: Any) -> dict[str, Any]:
@@ -63,30 +70,46 @@ class Model:
 
     def __init__(self, name: str, folder: Path, single: Any) -> None:
         self.path = tiny.make(name, folder)
-        self.hooks = EditOracle(self.path, PLACES[name])
+        self.hooks = InnerOracle(self.path, INNER[name])
         self.single = single
         draw = torch.Generator().manual_seed(SEED)
         self.families = tuple(
             tuple(torch.randint(3, tiny.VOCAB, (140,), generator=draw).tolist()) for _ in range(2)
         )
 
-    def mix(self, stages: dict[int, int]) -> Mix:
+    def mix(self, stages: dict[int, int], split: set[str]) -> Mix:
         """A mix for an engine.
 
         Args:
             stages: on which pipeline stage each layer is.
+            split: sites whose vectors the ranks have in parts, each its own heads.
         """
         # Where a score may fall on either side of a threshold, no edit jumps there.
         found = catalogue(self.hooks, self.families[0][:24], SEED, jumps=not GPUS)
-        edits = tuple(edit for edit in found.edits if not _reads_another_stage(edit, stages))
+        edits = tuple(
+            edit
+            for edit in found.edits
+            if not _reads_another_stage(edit, stages) and not _needs_several_ranks(edit, split)
+        )
+        probes = tuple(probe for probe in found.probes if probe.sites.names[0] not in split)
         shape = Shape(self.families, LONGEST, CHUNK, sampled=False)
-        return Mix(SEED, REQUESTS, shape, replace(found, edits=edits))
+        return Mix(SEED, REQUESTS, shape, replace(found, edits=edits, probes=probes))
 
 
 def _reads_another_stage(edit: Any, stages: dict[int, int]) -> bool:
     """Whether it is a gate whose score is on another stage, which is refused."""
     read = edit.probe.tap if isinstance(edit, Gate) else None
     return read is not None and stages[read[1]] != stages[edit.layers.indices[0]]
+
+
+def _needs_several_ranks(edit: Any, split: set[str]) -> bool:
+    """Whether it reads a whole vector that the ranks have in parts, which is refused."""
+    if isinstance(edit, Gate):
+        read = edit.probe.tap or (edit.edit.sites.names[0], 0)
+        return read[0] in split or _needs_several_ranks(edit.edit, split)
+    if edit.sites.names[0] not in split or edit.heads:
+        return False
+    return edit.op not in ("steer", "scale", "replace") or getattr(edit, "norm", None) is not None
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +123,7 @@ def alone(tiny_models: Path) -> Iterator[Callable[[str], Model]]:
                 tiny.make(name, tiny_models),
                 enable_prefix_caching=False,
                 max_num_batched_tokens=1024,
-                midstream={"sites": list(EVERY_SITE)},
+                midstream={"sites": EVERY},
                 **COMMON,
             )
             return Model(name, tiny_models, stack.enter_context(single))
@@ -114,7 +137,9 @@ def model(alone: Callable[[str], Model]) -> Model:
 
 
 def run_the_mix(model: Model, llm: Any, folder: Path) -> None:
-    mix = model.mix({layer: w.stage for w in llm.info.workers for _, layer in w.taps})
+    parallel = any(worker.tensor_rank for worker in llm.info.workers)
+    stages = {layer: w.stage for w in llm.info.workers for _, layer in w.taps}
+    mix = model.mix(stages, SPLIT if parallel else set())
     drawn = {edit.op for edit in mix.catalogue.edits}
     assert drawn == set(KINDS_BY_OP), f"the mix has {drawn}"
     totals = Totals()
@@ -122,7 +147,8 @@ def run_the_mix(model: Model, llm: Any, folder: Path) -> None:
     assert totals.requests == REQUESTS
     for name, share in {
         "edited": 2, "captured": 3, "probed": 8, "given_up": 40, "chunked": 5, "hits": 20,
-        "edited_hits": 80, "held_against_hooks": 15,
+        "edited_hits": 80, "held_against_hooks": 15, "inner_edits": 5, "inner_rows": 5,
+        "of_heads": 10,
     }.items():  # fmt: skip
         assert getattr(totals, name) > REQUESTS / share, f"{name}: the mix shows little\n{totals}"
     assert totals.preemptions > 0, totals

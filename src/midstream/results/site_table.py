@@ -19,12 +19,23 @@ class SiteState:
         layer: from 0.
         tapped: whether requests can use it.
         reason: why it is not tapped; empty if it is.
+        width: number of components of its vectors; 0 if it is not tapped.
+        heads: number of attention heads that these are of; 0: they are not of heads.
     """
 
     site: str
     layer: int
     tapped: bool
     reason: str = ""
+    width: int = 0
+    heads: int = 0
+
+    @property
+    def shape(self) -> str:
+        """The width for display, such as `576` or `9 heads of 64`; empty if it is not tapped."""
+        if self.heads:
+            return f"{self.heads} heads of {self.width // self.heads}"
+        return str(self.width or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +64,8 @@ class SiteTable:
                         (site, layer),
                         "not tapped; add it to midstream's settings `sites` and `layers`",
                     ),
+                    shape.width((site, layer)) if (site, layer) in shape.taps else 0,
+                    shape.num_heads((site, layer)),
                 )
                 for layer in range(shape.num_layers)
                 for site in sites.NAMES
@@ -72,24 +85,27 @@ class SiteTable:
                 return state
         raise KeyError(f"there is no {site} at layer {layer}")
 
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Return (site, layers, state) rows for display, with equal layers grouped."""
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """Return (site, layers, width, state) rows for display, with equal layers grouped."""
         found = []
         for site in sites.NAMES:
-            alike: dict[tuple[bool, str], list[int]] = {}
+            alike: dict[tuple[str, str], list[int]] = {}
             for state in self.states:
                 if state.site == site:
-                    alike.setdefault((state.tapped, state.reason), []).append(state.layer)
-            for (tapped, reason), layers in alike.items():
-                found.append((site, format_ranges(layers), "tapped" if tapped else reason))
+                    shown = "tapped" if state.tapped else state.reason
+                    alike.setdefault((state.shape, shown), []).append(state.layer)
+            for (shape, shown), layers in alike.items():
+                found.append((site, format_ranges(layers), shape, shown))
         return found
 
     def __str__(self) -> str:
-        rows = [("site", "layers", ""), *self.rows()]
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        rows = [("site", "layers", "width", ""), *self.rows()]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
         return "\n".join(
-            f"{site:<{widths[0]}}  {layers:<{widths[1]}}  {state}".rstrip()
-            for site, layers, state in rows
+            "  ".join(
+                [*(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)), row[-1]]
+            ).rstrip()
+            for row in rows
         )
 
     def _repr_html_(self) -> str:
@@ -97,4 +113,4 @@ class SiteTable:
             "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
             for row in self.rows()
         )
-        return f"<table><tr><th>site</th><th>layers</th><th></th></tr>{body}</table>"
+        return f"<table><tr><th>site</th><th>layers</th><th>width</th><th></th></tr>{body}</table>"

@@ -214,3 +214,6 @@ async def test_what_can_be_steered_is_what_is_tapped():
         table = (await client.get("/v1/midstream/sites")).json()
         assert (table["num_layers"], table["hidden_size"]) == (4, 3)
         assert len(table["sites"]) > 4
+        widths = {(one["site"], one["tapped"]): one["width"] for one in table["sites"]}
+        assert widths["resid_post", True] == 3
+        assert widths["z", False] == 0

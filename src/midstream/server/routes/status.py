@@ -11,7 +11,7 @@ from midstream.server.routes.common import MidstreamRoute, ServerDep, error_resp
 
 router = APIRouter(route_class=MidstreamRoute, tags=["midstream: status"])
 
-_SITE = {"site": "resid_post", "layer": 0, "tapped": True, "reason": ""}
+_SITE = {"site": "z", "layer": 0, "tapped": True, "reason": "", "width": 576, "heads": 9}
 _STATUS = {
     "midstream": "0.1.0",
     "vllm": "0.32.0",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from midstream.errors import SpecError
@@ -153,15 +154,17 @@ class PlannedJob:
             names = Sites.parse(sites)
         with at("layers"):
             chosen = Layers.parse(layers)
+        reasons = size.inner.reasons
         every = [(site, layer) for site in names.names for layer in range(size.num_layers)]
-        shape = ModelShape(size.num_layers, size.hidden_size, every)
+        tapped = [tap for tap in every if tap not in reasons]
+        shape = ModelShape(size.num_layers, size.hidden_size, tapped, reasons)
         taps = find_taps(chosen, names, shape, "layers", "sites")
         return PlannedJob(size, taps, tokens, request_tokens, fraction, step_tokens, fleet)
 
-    def taps_of_stages(self) -> list[int]:
-        """Return the number of taps of each pipeline stage."""
+    def taps_of_stages(self) -> list[list[Tap]]:
+        """Return the taps of each pipeline stage."""
         bounds = stages(self.size.num_layers, self.fleet.pp)
-        return [sum(layer in part for _, layer in self.taps) for part in bounds]
+        return [[tap for tap in self.taps if tap[1] in part] for part in bounds]
 
 
 def stages(layers: int, pp: int) -> list[range]:
@@ -175,14 +178,23 @@ def stages(layers: int, pp: int) -> list[range]:
     return [range(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
 
 
-def ranks(taps: int, tp: int, returned: str) -> list[int]:
-    """Return how many of a stage's taps each of its ranks transfers.
+def ranks(size: ModelSize, taps: Sequence[Tap], tp: int, returned: str) -> list[list[int]]:
+    """Return the widths of the rows, or parts of rows, that each rank of a stage transfers.
 
-    Gathered: the first rank transfers all. Sharded: each rank transfers every tp-th.
+    Of vectors that each rank has: gathered, the first rank transfers all rows; sharded, each rank
+    those of every tp-th tap. Of heads and neurons each rank transfers its part.
     """
-    if returned == GATHERED:
-        return [taps] + [0] * (tp - 1)
-    return [len(range(rank, taps, tp)) for rank in range(tp)]
+    found: list[list[int]] = [[] for _ in range(tp)]
+    whole = 0
+    for tap in taps:
+        width, parts = size.width(tap), size.parts(tap, tp)
+        if parts > 1:
+            for rank in range(0, tp, tp // parts):
+                found[rank].append(width // parts)
+            continue
+        found[0 if returned == GATHERED else whole % tp].append(width)
+        whole += 1
+    return found
 
 
 def read_return(text: str, tp: int) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,7 +71,7 @@ class Load:
     Attributes:
         codec: codec spec.
         returned: gathered or sharded.
-        row_bytes: bytes of one encoded row.
+        row_bytes: bytes of one encoded row; of sites of several widths, their mean.
         rows: rows per token.
         token_bytes: bytes per token of encoded rows.
         stored_bytes: bytes per token in the store, overhead included.
@@ -180,31 +181,36 @@ def load_of(job: PlannedJob, codec: Codec, returned: str, rates: Rates) -> Load:
         rates: available rates.
 
     Raises:
-        SpecError: the codec does not support vectors this short, or the model's speed is unknown.
+        SpecError: the codec does not support vectors this short or split over ranks, or the model's
+            speed is unknown.
     """
     size, fleet = job.size, job.fleet
-    row_bytes = codec.row_bytes(size.hidden_size, getattr(torch, size.dtype))
-    by_rank = [ranks(taps, fleet.tp, returned) for taps in job.taps_of_stages()]
+    _check_codec(job, codec)
+    widths = {size.width(tap) for tap in job.taps}
+    by_rank = [ranks(size, taps, fleet.tp, returned) for taps in job.taps_of_stages()]
+    every = widths.union(*(rank for stage in by_rank for rank in stage))
+    bytes_of = {width: codec.row_bytes(width, getattr(torch, size.dtype)) for width in every}
     rank_bytes = tuple(
-        tuple(taps * row_bytes * job.fraction for taps in stage) for stage in by_rank
+        tuple(sum(map(bytes_of.__getitem__, rank)) * job.fraction for rank in stage)
+        for stage in by_rank
     )
-    most = max(max(stage) for stage in by_rank)
+    most = max((rank for stage in by_rank for rank in stage), key=sum)
+    row_bytes = sum(bytes_of[size.width(tap)] for tap in job.taps) / len(job.taps)
     token_bytes = len(job.taps) * row_bytes * job.fraction
     name, k = codec.spec.partition(":")[0], codec.k if isinstance(codec, Rp8 | Topk8) else 0
-    costs = _Costs(
-        engine_rate(job, rates), row_seconds(name, size.vector_bytes, k), encoder_rate(name, k)
-    )
+    mean_bytes = round(sum(most) / max(1, len(most)) * size.itemsize)
+    costs = _Costs(engine_rate(job, rates), row_seconds(name, mean_bytes, k), encoder_rate(name, k))
     stored = stored_bytes(job, codec)
-    busiest = _Busiest(job, most, most * row_bytes * job.fraction, token_bytes, stored)
+    busiest = _Busiest(job, most, max(map(max, rank_bytes)), token_bytes, stored)
     return Load(
         codec=codec.spec,
         returned=returned,
-        row_bytes=row_bytes,
+        row_bytes=round(row_bytes),
         rows=len(job.taps) * job.fraction,
         token_bytes=token_bytes,
         stored_bytes=stored,
         rank_bytes=rank_bytes,
-        ring_bytes=most * size.vector_bytes * job.step_tokens,
+        ring_bytes=sum(most) * size.itemsize * job.step_tokens,
         resources=tuple(_resources(busiest, costs, rates)),
         engine=costs.engine,
         row=costs.row,
@@ -213,6 +219,17 @@ def load_of(job: PlannedJob, codec: Codec, returned: str, rates: Rates) -> Load:
         gpus=fleet.gpus,
         tokens=job.tokens,
     )
+
+
+def _check_codec(job: PlannedJob, codec: Codec) -> None:
+    for tap in job.taps:
+        parts = job.size.parts(tap, job.fleet.tp)
+        if parts > 1 and codec.spec != "raw":
+            raise SpecError(
+                "codec",
+                f"{tap[0]} is split over {parts} ranks, so its vectors cannot be encoded by "
+                f"{codec.spec}; use raw",
+            )
 
 
 def stored_bytes(job: PlannedJob, codec: Codec) -> float:
@@ -226,6 +243,9 @@ def stored_bytes(job: PlannedJob, codec: Codec) -> float:
         model=size.name[-1024:],
         revision="",
         hidden_size=size.hidden_size,
+        widths=tuple(
+            (tap, size.width(tap)) for tap in job.taps if size.width(tap) != size.hidden_size
+        ),
         dtype=size.dtype,
         codec=codec.spec,
         vllm="0.00.0",
@@ -252,14 +272,14 @@ class _Busiest:
 
     Attributes:
         job: the planned job.
-        taps: taps of the rank that transfers the most.
+        widths: widths of the rows, or parts of rows, of the rank that transfers the most.
         rank_bytes: bytes per token of that rank's rows.
         token_bytes: bytes per token of all rows.
         stored_bytes: bytes per token in the store.
     """
 
     job: PlannedJob
-    taps: int
+    widths: Sequence[int]
     rank_bytes: float
     token_bytes: float
     stored_bytes: float
@@ -276,7 +296,7 @@ class _Costs:
 
 def _resources(one: _Busiest, costs: _Costs, rates: Rates) -> list[Resource]:
     job, fleet, speed = one.job, one.job.fleet, costs.engine.value
-    rows = one.taps * job.fraction
+    rows = len(one.widths) * job.fraction
     slower = 1 + speed * rows * costs.row.value
     found = [Resource(COMPUTE, "engine", slower, None, None, costs.engine.basis)]
 
@@ -288,7 +308,7 @@ def _resources(one: _Busiest, costs: _Costs, rates: Rates) -> list[Resource]:
         found.append(Resource(name, where, seconds * speed, None, None, basis))
 
     if costs.encoder is not None:
-        vectors = rows * job.size.vector_bytes
+        vectors = sum(one.widths) * job.size.itemsize * job.fraction
         bytes_through(ENCODING, "busiest rank", vectors, costs.encoder)
     bytes_through(BUS, "busiest rank", one.rank_bytes, rates.bus)
     wider = max(1.0, len(job.taps) / MEASURED_TAPS)

@@ -1,15 +1,17 @@
-"""Size of a model: width, number of layers, and weights active per token."""
+"""Size of a model: widths, number of layers, and weights active per token."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from midstream.errors import SpecError
+from midstream.sites import Tap
 from midstream.tools.capacity.weights import Weights, count_weights
+from midstream.tools.capacity.widths import InnerWidths, inner_widths
 from midstream.validation import hint, is_int, kind, listed, show
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -100,6 +102,7 @@ class ModelSize:
         num_layers: number of decoder layers.
         dtype: dtype of the vectors: bfloat16, float16 or float32.
         weights: numbers of weights; None for an unknown model family.
+        inner: widths of the sites inside attention and the MLP.
     """
 
     name: str
@@ -108,6 +111,7 @@ class ModelSize:
     num_layers: int
     dtype: str
     weights: Weights | None
+    inner: InnerWidths = field(default_factory=InnerWidths)
 
     @property
     def itemsize(self) -> int:
@@ -118,6 +122,14 @@ class ModelSize:
     def vector_bytes(self) -> int:
         """Bytes of one vector of the residual stream."""
         return self.hidden_size * self.itemsize
+
+    def width(self, tap: Tap) -> int:
+        """Return the number of components of a tap's vectors."""
+        return self.inner.widths.get(tap, self.hidden_size)
+
+    def parts(self, tap: Tap, tp: int) -> int:
+        """Return the number of parts in which `tp` ranks have a tap's vectors; 1: each has all."""
+        return min(tp, self.inner.parts.get(tap, 1))
 
 
 def read_model(model: str, dtype: str = "auto") -> ModelSize:
@@ -169,13 +181,15 @@ def read_config(config: Mapping[str, Any], name: str, source: str, dtype: str) -
     # The language model's part of a multimodal configuration.
     inner = config.get("text_config")
     text: Mapping[str, Any] = {**config, **inner} if isinstance(inner, dict) else config
+    hidden_size, layers = _number(text, "hidden_size"), _number(text, "num_hidden_layers")
     return ModelSize(
         name,
         source,
-        _number(text, "hidden_size"),
-        _number(text, "num_hidden_layers"),
+        hidden_size,
+        layers,
         _dtype(text, dtype),
         count_weights(text),
+        inner_widths(text, hidden_size, layers),
     )
 
 

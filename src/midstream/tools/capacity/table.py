@@ -11,6 +11,7 @@ from midstream.tools.capacity.advice import PACE, Advice
 from midstream.tools.capacity.job import PlannedJob
 from midstream.tools.capacity.load import BUS, NETWORK, STORE, WRITER, Load, Resource
 from midstream.tools.capacity.rates import Figure, Rates
+from midstream.tools.capacity.shape import ModelSize
 
 _WIDTH = 96
 
@@ -35,9 +36,10 @@ def render(job: PlannedJob, loads: Sequence[Load], advice: Advice, rates: Rates)
 def to_dict(job: PlannedJob, loads: Sequence[Load], advice: Advice, rates: Rates) -> dict[str, Any]:
     """Return the whole estimate as JSON values, in bytes, seconds and tokens."""
     return {
-        "model": {**asdict(job.size), "vector_bytes": job.size.vector_bytes},
+        "model": {**_fields(job.size), "vector_bytes": job.size.vector_bytes},
         "job": {
             "taps": [list(tap) for tap in job.taps],
+            "widths": [job.size.width(tap) for tap in job.taps],
             "tokens": job.tokens,
             "request_tokens": job.request_tokens,
             "fraction": job.fraction,
@@ -57,6 +59,10 @@ def to_dict(job: PlannedJob, loads: Sequence[Load], advice: Advice, rates: Rates
             "room": [asdict(one) for one in advice.capacities],
         },
     }
+
+
+def _fields(size: ModelSize) -> dict[str, Any]:
+    return {name: value for name, value in asdict(size).items() if name != "inner"}
 
 
 def _load_dict(load: Load) -> dict[str, Any]:
@@ -90,11 +96,19 @@ def _head(job: PlannedJob) -> str:
                 f"{size.dtype}{weights}"
             ),
             f"{job.tokens:,} tokens in requests of {job.request_tokens:,}; {sites} at {layers} "
-            f"layers: {len(job.taps)} rows for {kept}",
+            f"layers: {len(job.taps)} rows{_widths(job)} for {kept}",
             f"{_count(fleet.engines, 'engine')} of {_count(fleet.gpus, 'GPU')} (TP {fleet.tp}, "
             f"PP {fleet.pp}) on {_count(fleet.nodes, 'machine')} of {fleet.gpus_per_node}",
         ]
     )
+
+
+def _widths(job: PlannedJob) -> str:
+    """Return the widths of the rows for the head, if there are others than the stream's."""
+    found = sorted({job.size.width(tap) for tap in job.taps})
+    if found == [job.size.hidden_size]:
+        return ""
+    return f" of {' and '.join(f'{width:,}' for width in found)} numbers"
 
 
 def _per_token(load: Load) -> str:

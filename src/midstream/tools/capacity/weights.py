@@ -56,16 +56,16 @@ def count_weights(config: Mapping[str, Any]) -> Weights | None:
     hidden, layers, heads, vocabulary = (int(config[name]) for name in _NEEDED)
     attention, width = _attention(config, hidden, heads)
     total = met = 0
-    has_experts = False
+    mixed = False
     for layer in range(layers):
-        routed = _has_experts(config, layer)
-        has_experts |= routed
+        routed = has_experts(config, layer)
+        mixed |= routed
         every, some = _experts(config, hidden) if routed else _dense(config, hidden)
         total += attention + every
         met += attention + some
     tied = config.get("tie_word_embeddings", str(config["model_type"]).startswith("gemma"))
     embeddings = vocabulary * hidden * (1 if tied else 2)
-    return Weights(total + embeddings, met, width, has_experts)
+    return Weights(total + embeddings, met, width, mixed)
 
 
 def _attention(config: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int]:
@@ -96,20 +96,22 @@ def _dense(config: Mapping[str, Any], hidden: int) -> tuple[int, int]:
 def _experts(config: Mapping[str, Any], hidden: int) -> tuple[int, int]:
     """Return (all weights of a layer with experts, weights active for one token)."""
     one = 3 * hidden * int(config.get("moe_intermediate_size") or config["intermediate_size"])
-    count, chosen = _experts_of(config), int(config["num_experts_per_tok"])
+    count, chosen = experts_of(config), int(config["num_experts_per_tok"])
     shared = one * int(config.get("n_shared_experts") or 0)
     shared += 3 * hidden * int(config.get("shared_expert_intermediate_size") or 0)
     router = hidden * count
     return count * one + shared + router, chosen * one + shared + router
 
 
-def _experts_of(config: Mapping[str, Any]) -> int:
+def experts_of(config: Mapping[str, Any]) -> int:
+    """Return the number of routed experts; 0 without experts."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     return next((int(config[name]) for name in names if config.get(name)), 0)
 
 
-def _has_experts(config: Mapping[str, Any], layer: int) -> bool:
-    if not _experts_of(config):
+def has_experts(config: Mapping[str, Any], layer: int) -> bool:
+    """Return whether a layer has routed experts."""
+    if not experts_of(config):
         return False
     if layer in (config.get("mlp_only_layers") or ()):
         return False

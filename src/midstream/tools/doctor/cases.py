@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from midstream import Ablate, Affine, Clamp, Feature, Gate, LoReFT, Probe, Replace, Scale, Steer
-from midstream.sites import OUTER, Tap
+from midstream.sites import INNER, NAMES, OUTER, Tap
 from midstream.tools.doctor import formulas
 from midstream.tools.doctor.reference import Reference
 
@@ -37,8 +37,9 @@ class Case:
         probe: probe with its direction by value, or None.
         tokens: greedy continuation, token ids.
         logits: float32 [T, V] over prompt and continuation, without the last token.
-        values: float32 [T, H] by tap.
+        values: float32 [T, H] by tap, of the taps that `compares` names.
         effect: norm of the edit's change at its tap, relative to the norm before the edit.
+        heads: number of heads that the vectors at the tap are of; 0: none.
     """
 
     name: str
@@ -50,6 +51,14 @@ class Case:
     logits: Tensor
     values: dict[Tap, Tensor]
     effect: float = 0.0
+    heads: int = 0
+
+
+def compares(case_tap: Tap | None, tap: Tap) -> bool:
+    """Return whether a tap's values are compared in a request with an operation at `case_tap`: of
+    inner sites, which take far more memory than the others, only those of the same layer.
+    """
+    return case_tap is None or tap[0] in OUTER or tap[1] == case_tap[1]
 
 
 def prompts(vocabulary: int, seed: int) -> list[list[int]]:
@@ -73,7 +82,9 @@ def operation_cases(reference: Reference, seed: int) -> list[Case]:
     """Return requests that test each operation.
 
     `Steer` is tested at every site of up to four layers. Each other operation is tested in the
-    middle layer, at the last site of the stream and at one further site, which rotates.
+    middle layer, at the last site of the stream and at one further site, which rotates. Edits and
+    probes of single heads and components are tested in the middle layer, at the sites that have
+    these.
 
     Args:
         reference: transformers' model, after `find_sites`.
@@ -84,13 +95,16 @@ def operation_cases(reference: Reference, seed: int) -> list[Case]:
     plain = reference.run(prompt)
 
     def maker(tap: Tap, nth: int = 0) -> _Maker:
-        return _Maker(tap, plain.values[tap], seed + nth)
+        return _Maker(tap, plain.values[tap], seed + nth, reference.heads(tap))
+
+    def can_edit(tap: Tap) -> bool:
+        return reference.missing(tap) is None and not reference.is_fixed(tap)
 
     found = [
         _operation_case(reference, "Steer", maker((site, layer)), prompt)
         for layer in sorted({0, count // 3, 2 * count // 3, count - 1})
-        for site in OUTER
-        if reference.missing((site, layer)) is None
+        for site in NAMES
+        if can_edit((site, layer))
     ]
     taps = [(site, count // 2) for site in OUTER]
     taps = [tap for tap in taps if reference.missing(tap) is None]
@@ -99,11 +113,15 @@ def operation_cases(reference: Reference, seed: int) -> list[Case]:
         # The engine may lack a branch site; the stream site always exists.
         for tap in dict.fromkeys((taps[nth % len(taps)], taps[-1])):
             found.append(_operation_case(reference, name, maker(tap, nth), prompt))
+    inner = [(site, count // 2) for site in INNER if can_edit((site, count // 2))]
+    for name in OF_PARTS:
+        for tap in inner if "head" not in name else filter(reference.heads, inner):
+            found.append(_operation_case(reference, name, maker(tap), prompt))
     return found
 
 
 def _operation_case(reference: Reference, name: str, maker: _Maker, prompt: list[int]) -> Case:
-    made = OPERATIONS[name](maker)
+    made = {**OPERATIONS, **OF_PARTS}[name](maker)
     if isinstance(made, Probe):
         return _case(reference, name, maker.tap, prompt, None, made, EDITED_TOKENS)
     return _case(reference, name, maker.tap, prompt, made, None, EDITED_TOKENS)
@@ -118,24 +136,36 @@ def _case(
     probe: Any,
     count: int,
 ) -> Case:
-    changes = {} if edit is None or tap is None else {tap: lambda rows: formulas.apply(edit, rows)}
+    heads = 0 if tap is None else reference.heads(tap)
+    changes = {}
+    if edit is not None and tap is not None:
+        changes = {tap: lambda rows: formulas.apply(edit, rows, heads)}
     tokens, seen = reference.generate(prompt, count, changes)
     effect = 0.0
     if changes and tap is not None:
         moved = seen.values[tap] - seen.before[tap]
         effect = float(moved.norm() / seen.before[tap].norm())
-    return Case(name, tap, prompt, edit, probe, tokens, seen.logits, seen.values, effect)
+    values = {one: rows for one, rows in seen.values.items() if compares(tap, one)}
+    return Case(name, tap, prompt, edit, probe, tokens, seen.logits, values, effect, heads)
 
 
 class _Maker:
     """Random edit parameters for one tap, scaled to the activations there."""
 
-    def __init__(self, tap: Tap, rows: Tensor, seed: int) -> None:
+    def __init__(self, tap: Tap, rows: Tensor, seed: int, heads: int = 0) -> None:
         self.tap = tap
         self.rows = rows.double()
+        self.heads = heads
         self.size = float(rows.norm(dim=-1).median())
         self.place: dict[str, Any] = {"site": tap[0], "layer": tap[1]}
         self._draw = torch.Generator().manual_seed(seed)
+
+    def of_last_head(self) -> _Maker:
+        """Return the same for the last head's part of the vectors."""
+        part = self.rows[:, -(self.rows.shape[1] // self.heads) :]
+        found = _Maker(self.tap, part.float(), self._draw.initial_seed())
+        found.place["head"] = self.heads - 1
+        return found
 
     def vector(self, length: float = 1.0) -> Tensor:
         """Return a random vector whose norm is `length` times the median activation norm."""
@@ -207,4 +237,13 @@ OPERATIONS: dict[str, Callable[[_Maker], Any]] = {
     "Replace": lambda make: Replace(make.vector(), alpha=0.7, **make.place),
     "Scale": lambda make: Scale(1.5, **make.place),
     "Probe": lambda make: Probe(make.direction(), bias=0.5, name="score", **make.place),
+}
+# Edits and probes of single heads and components, at inner sites.
+OF_PARTS: dict[str, Callable[[_Maker], Any]] = {
+    "Steer of a head": lambda make: OPERATIONS["Steer"](make.of_last_head()),
+    "Ablate of a head": lambda make: OPERATIONS["Ablate"](make.of_last_head()),
+    "Probe of a head": lambda make: OPERATIONS["Probe"](make.of_last_head()),
+    "Scale of components": lambda make: Scale(
+        -0.5, dims=range(0, make.rows.shape[1], 2), **make.place
+    ),
 }

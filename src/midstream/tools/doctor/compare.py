@@ -80,7 +80,7 @@ def site_errors(cases: Sequence[Case], outputs: Sequence[Any], tie: float) -> di
         rows, _ = same_rows(case, output, tie)
         for tap, value in output.activations.items():
             if tap in case.values:
-                error = row_error(value[:rows], case.values[tap][:rows])
+                error = row_error(value[:rows].flatten(1), case.values[tap][:rows])
                 found[tap] = max(found[tap], error)
     return dict(found)
 
@@ -148,11 +148,11 @@ def judge_operation(
     for tap, value in output.activations.items():
         if tap in skipped or tap not in case.values:
             continue
-        error = row_error(value[:rows], case.values[tap][:rows])
+        error = row_error(value[:rows].flatten(1), case.values[tap][:rows])
         if error > worst:
             worst, where = error, f"{tap[0]} of layer {tap[1]}"
     if case.probe is not None:
-        expected = formulas.score(case.probe, case.values[case.tap])[:rows]
+        expected = formulas.score(case.probe, case.values[case.tap], case.heads)[:rows]
         scores = output.probes["score"].double()[:rows]
         error = float((scores - expected).abs().max() / expected.abs().max())
         if error > worst:

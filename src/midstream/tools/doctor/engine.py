@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from midstream import Capture
-from midstream.sites import OUTER
-from midstream.tools.doctor.cases import Case
+from midstream.sites import NAMES, Tap
+from midstream.tools.doctor.cases import Case, compares
 
 MAX_MODEL_LEN = 256
 BLOCKS = 128
@@ -47,7 +47,7 @@ def engine(folder: str | Path, dtype: str, **more: Any) -> Iterator[Any]:
         "seed": 0,
         **more,
     }
-    llm = LLM(str(folder), midstream={"sites": list(OUTER)}, **settings)
+    llm = LLM(str(folder), midstream={"sites": list(NAMES)}, **settings)
     try:
         yield llm
     finally:
@@ -55,13 +55,16 @@ def engine(folder: str | Path, dtype: str, **more: Any) -> Iterator[Any]:
 
 
 def run_cases(llm: Any, cases: Sequence[Case], taps: Sequence[tuple[str, int]]) -> list[Any]:
-    """Run all cases as one batch, each with captures at `taps`, and return vLLM's outputs."""
+    """Run all cases as one batch, each with captures of its part of `taps`; return the outputs."""
     from midstream import SamplingParams
 
-    captures = [
-        Capture(layers=sorted(layer for site, layer in taps if site == name), sites=name)
-        for name in dict.fromkeys(site for site, _ in taps)
-    ]
+    def captures(tap: Tap | None) -> list[Capture]:
+        layers: dict[str, list[int]] = {}
+        for site, layer in taps:
+            if compares(tap, (site, layer)):
+                layers.setdefault(site, []).append(layer)
+        return [Capture(layers=sorted(chosen), sites=site) for site, chosen in layers.items()]
+
     found: list[Any] = llm.generate(
         [{"prompt_token_ids": case.prompt} for case in cases],
         [
@@ -74,7 +77,7 @@ def run_cases(llm: Any, cases: Sequence[Case], taps: Sequence[tuple[str, int]]) 
             )
             for case in cases
         ],
-        capture=[captures for _ in cases],
+        capture=[captures(case.tap) for case in cases],
         edits=[None if case.edit is None else [case.edit] for case in cases],
         probes=[None if case.probe is None else [case.probe] for case in cases],
         use_tqdm=False,

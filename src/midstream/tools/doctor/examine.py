@@ -117,7 +117,12 @@ def _examine_folder(options: Options, folder: str) -> Report:
         classes, architecture = _model_of(llm)
         table = SiteTable.of(llm.info.shape)
         taps = [(state.site, state.layer) for state in table.states if state.tapped]
-        edited = [case for case in edited if case.tap in taps]
+        # Where even the widths differ, the rows of plain requests show it.
+        edited = [
+            case
+            for case in edited
+            if case.tap in taps and case.values[case.tap].shape[1] == llm.info.shape.width(case.tap)
+        ]
         outputs = run_cases(llm, [*plain, *edited], taps)
     plain_outputs = CaseOutputs(plain, outputs[: len(plain)])
     edited_outputs = CaseOutputs(edited, outputs[len(plain) :])

@@ -21,17 +21,42 @@ from midstream.spec import (
 )
 
 
-def apply(edit: Any, hidden: Tensor) -> Tensor:
+def apply(edit: Any, hidden: Tensor, heads: int = 0) -> Tensor:
     """Return the edited vectors.
 
     Args:
-        edit: edit with vectors by value; a Gate must read at the tap of its edit.
+        edit: edit with vectors by value; a Gate must read at the tap of its edit, and be of all
+            heads and components.
         hidden: [T, H], the tokens that the edit applies to.
+        heads: number of heads that these are of; 0: none.
 
     Returns:
         float64 [T, H].
     """
     h: Tensor = hidden.double()
+    dims: tuple[int, ...] = getattr(edit, "dims", ())
+    if dims or getattr(edit, "heads", ()):
+        return _in_parts(edit, h, heads, list(dims))
+    return _whole(edit, h)
+
+
+def _in_parts(edit: Any, h: Tensor, heads: int, dims: list[int]) -> Tensor:
+    """Return vectors of which only some heads, or components of these, are edited."""
+    changed = h.clone()
+    for part in columns(edit, h.shape[1], heads):
+        new = _whole(edit, h[:, part])
+        chosen = dims or list(range(new.shape[1]))
+        changed[:, torch.arange(h.shape[1])[part][chosen]] = new[:, chosen]
+    return changed
+
+
+def columns(edit: Any, width: int, heads: int) -> list[slice]:
+    """Return the columns of the heads that an edit or a probe names; all for none."""
+    size = width // heads if edit.heads else width
+    return [slice(head * size, (head + 1) * size) for head in edit.heads or (0,)]
+
+
+def _whole(edit: Any, h: Tensor) -> Tensor:
     if not isinstance(edit, Gate):
         return h + _added(edit, h)
     score = h @ _row(edit.probe.direction) + edit.probe.bias
@@ -40,9 +65,10 @@ def apply(edit: Any, hidden: Tensor) -> Tensor:
     return h + g * _added(edit.edit, h)
 
 
-def score(probe: Any, hidden: Tensor) -> Tensor:
-    """Return ⟨h, direction⟩ + bias, float64 [T]."""
-    read: Tensor = hidden.double() @ _row(probe.direction)
+def score(probe: Any, hidden: Tensor, heads: int = 0) -> Tensor:
+    """Return ⟨h, direction⟩ + bias, float64 [T], of one head if the probe names one."""
+    (part,) = columns(probe, hidden.shape[1], heads)
+    read: Tensor = hidden[:, part].double() @ _row(probe.direction)
     return read + float(probe.bias)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from midstream.sites import OUTER, Tap
+from midstream.sites import INNER, OUTER, Tap
+from midstream.tools.doctor.inner_reference import InnerReference
 from midstream.tools.doctor.layers_kept import COUNTS
 from midstream.tools.doctor.site_finder import ModuleCall, Places, SitePlace, find
 
@@ -45,6 +46,7 @@ class Reference:
         width: width of the residual stream.
         vocabulary: number of token ids.
         places: locations of each layer's sites, set by `find_sites`.
+        inner: those inside attention and the MLP, likewise.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -64,10 +66,11 @@ class Reference:
         self.width = int(text.hidden_size)
         self.vocabulary = int(text.vocab_size)
         self.places: list[Places] = []
+        self.inner = InnerReference(self.layers, text)
 
     @torch.no_grad()
     def find_sites(self, tokens: Sequence[int]) -> None:
-        """Find the sites of every layer in one plain forward pass over `tokens`."""
+        """Find the sites of every layer in two plain forward passes over `tokens`."""
         recorder = _CallRecorder(self.width)
         handles = [
             handle
@@ -81,13 +84,31 @@ class Reference:
             for handle in handles:
                 handle.remove()
         self.places = [recorder.places(index) for index in range(len(self.layers))]
+        branches = [places.found.get("mlp_out") for places in self.places]
+        self.inner.find(
+            lambda: self.model(torch.tensor([list(tokens)]), use_cache=False),
+            len(tokens),
+            [None if place is None else place.path for place in branches],
+        )
 
     def missing(self, tap: Tap) -> str | None:
         """Return why a tap cannot be compared; None if it can."""
         site, layer = tap
+        if site in INNER:
+            return self.inner.places[layer].missing.get(site)
         if site in ("resid_pre", "resid_post") or site in self.places[layer].found:
             return None
         return self.places[layer].missing.get(site, "it was not found in transformers' layer")
+
+    def heads(self, tap: Tap) -> int:
+        """Return the number of heads that the vectors at a tap are of; 0: they are not of heads."""
+        site, layer = tap
+        return self.inner.places[layer].found[site].heads if site in INNER else 0
+
+    def is_fixed(self, tap: Tap) -> bool:
+        """Return whether transformers' values at a tap can be read, but not edited."""
+        site, layer = tap
+        return site in INNER and self.inner.places[layer].found[site].fixed
 
     @torch.no_grad()
     def run(
@@ -105,8 +126,14 @@ class Reference:
             for index, layer in enumerate(self.layers)
             for handle in self._hooks(layer, index, changes or {}, forward)
         ]
+        inner = {
+            (site, index): partial(_record, forward, changes or {}, (site, index))
+            for index, places in enumerate(self.inner.places)
+            for site in places.found
+        }
         try:
-            logits = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+            with self.inner.recording(inner):
+                logits = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
         finally:
             for handle in handles:
                 handle.remove()
@@ -137,15 +164,7 @@ class Reference:
         """Register hooks on one layer that record into `forward`; return their handles."""
 
         def record(site: str, hidden: Tensor) -> Tensor | None:
-            tap = site, index
-            rows = hidden.reshape(-1, hidden.shape[-1])
-            change = changes.get(tap)
-            if change is None:
-                forward.values[tap] = rows.clone()
-                return None
-            forward.before[tap] = rows.clone()
-            forward.values[tap] = change(rows).to(rows.dtype)
-            return forward.values[tap].reshape(hidden.shape).clone()
+            return _record(forward, changes, (site, index), hidden)
 
         found = [
             layer.register_forward_pre_hook(
@@ -160,6 +179,20 @@ class Reference:
             found.append(_hook(module, place, partial(record, site), site))
         found.append(layer.register_forward_hook(_exit(lambda h: record("resid_post", h))))
         return found
+
+
+def _record(
+    forward: ForwardPass, changes: Mapping[Tap, Change], tap: Tap, hidden: Tensor
+) -> Tensor | None:
+    """Record the values at a tap; return what an edit makes of them, or None without one."""
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    change = changes.get(tap)
+    if change is None:
+        forward.values[tap] = rows.clone()
+        return None
+    forward.before[tap] = rows.clone()
+    forward.values[tap] = change(rows).to(rows.dtype)
+    return forward.values[tap].reshape(hidden.shape).clone()
 
 
 def _hook(

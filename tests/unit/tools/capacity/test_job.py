@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from unit.tools.capacity.plans import job
 
 from midstream.errors import SpecError
-from midstream.tools.capacity import Fleet
+from midstream.tools.capacity import Fleet, read_model
 from midstream.tools.capacity.job import ranks, read_return, stages
 
 
@@ -23,14 +23,25 @@ def test_layers_are_shared_out_as_vllm_does_it(layers, pp):
     ]
 
 
-@given(st.integers(0, 200), st.sampled_from((1, 2, 4, 8)))
-def test_the_ranks_of_a_stage_move_each_row_once(taps, tp):
-    sharded, gathered = ranks(taps, tp, "sharded"), ranks(taps, tp, "gathered")
-    assert sum(sharded) == sum(gathered) == taps
-    assert len(sharded) == len(gathered) == tp
-    assert gathered[0] == taps
-    assert max(sharded) - min(sharded) <= 1
-    assert sharded == [sum(i % tp == rank for i in range(taps)) for rank in range(tp)]
+@given(st.integers(0, 32), st.sampled_from((1, 2, 4, 8)))
+def test_the_ranks_of_a_stage_move_each_row_once(count, tp):
+    size = read_model("llama-8b")
+    taps = [("resid_post", layer) for layer in range(count)]
+    sharded, gathered = (ranks(size, taps, tp, way) for way in ("sharded", "gathered"))
+    assert gathered == [[4096] * count] + [[]] * (tp - 1)
+    assert sharded == [[4096 for i in range(count) if i % tp == rank] for rank in range(tp)]
+
+
+@pytest.mark.parametrize(("tp", "copies"), [(2, 1), (4, 1), (8, 1), (16, 2)])
+@pytest.mark.parametrize("returned", ["gathered", "sharded"])
+def test_each_rank_moves_its_heads_and_neurons_and_keys_of_several_ranks_once(tp, copies, returned):
+    """Eight heads of keys; of both layouts, as no rank has the others' heads."""
+    size = read_model("llama-8b")
+    found = ranks(size, [("q", 3), ("k", 3), ("mlp_act", 3), ("resid_post", 3)], tp, returned)
+    keys = 1024 // (tp // copies)
+    for rank, widths in enumerate(found):
+        mine = [4096 // tp, *([] if rank % copies else [keys]), 14336 // tp]
+        assert widths == [*mine, *([] if rank else [4096])]
 
 
 @pytest.mark.parametrize(

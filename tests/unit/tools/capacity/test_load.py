@@ -17,7 +17,8 @@ from midstream.jobs import capture_dataset
 from midstream.spec import Capture
 from midstream.store import Entry, Header, TapRows, Writer, open_store
 from midstream.store.format.lines import dump
-from midstream.tools.capacity import load_of
+from midstream.tools.capacity import Fleet, load_of
+from midstream.tools.capacity.advice import loads_of
 from midstream.tools.capacity.load import METADATA_BYTES, STORE, WRITER, engine_rate
 from midstream.tools.capacity.rates import WIDE
 from midstream.tools.capacity.shape import DTYPES, read_config
@@ -47,25 +48,35 @@ def test_a_row_is_as_wide_as_the_codec_encodes_it(codec, dtype, hidden):
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(
-    ("layers", "length"),
-    [([3], 8), ([0, 5, 9], 64), pytest.param("all", 200, marks=pytest.mark.nightly)],
+    ("layers", "length", "sites"),
+    [
+        ([3], 8, ["resid_post"]),
+        ([0, 5, 9], 64, ["resid_post"]),
+        ([0, 5], 64, ["resid_post", "k", "mlp_act"]),
+        pytest.param("all", 200, ["resid_post"], marks=pytest.mark.nightly),
+    ],
 )
-def test_a_store_that_is_written_takes_what_was_reckoned(tmp_path, codec, layers, length):
+def test_a_store_that_is_written_takes_what_was_reckoned(tmp_path, codec, layers, length, sites):
     """Of many requests with the metadata that is reckoned with, in one shard: within 1 %."""
-    config = {"hidden_size": 576, "num_hidden_layers": 12, "model_type": "other"}
+    config = {
+        "hidden_size": 576, "num_hidden_layers": 12, "model_type": "other",
+        "num_attention_heads": 9, "intermediate_size": 1536,
+        "num_key_value_heads": 8 if codec.startswith("rp8") else 3,
+    }  # fmt: skip
     size = read_config(config, "m", "", "bfloat16")
     planned = replace(job(layers=[0]), size=size, request_tokens=length)
     chosen = range(12) if layers == "all" else layers
-    planned = replace(planned, taps=tuple(("resid_post", n) for n in chosen))
+    planned = replace(planned, taps=tuple((site, n) for n in chosen for site in sites))
     spec = parse_codec(codec)
     header = Header(
         model="m", revision="", hidden_size=576, dtype="bfloat16", codec=spec.spec,
+        widths={tap: size.width(tap) for tap in planned.taps if size.width(tap) != 576},
         vllm="0.26.0", midstream="0.1.0",
     )  # fmt: skip
     metadata = {"filled": "x" * (METADATA_BYTES - len(dump({"filled": ""})))}
     ids = torch.arange(length)
     taps = {
-        tap: TapRows(spec.encode(torch.randn(length, 576).bfloat16()), ids, ids)
+        tap: TapRows(spec.encode(torch.randn(length, size.width(tap)).bfloat16()), ids, ids)
         for tap in planned.taps
     }
     with Writer(tmp_path, header, shard_bytes=1 << 32) as writer:
@@ -97,6 +108,31 @@ def test_requests_without_a_row_take_nothing_of_the_store():
     some = load_of(job(fraction=1 / 512), parse_codec("raw"), "gathered", RATES)
     fewer = load_of(job(fraction=1 / 5120), parse_codec("raw"), "gathered", RATES)
     assert fewer.stored_bytes == pytest.approx(some.stored_bytes / 10)
+
+
+def test_rows_of_heads_and_neurons_are_counted_by_their_own_width():
+    """Llama 8B has 32 heads of queries and 8 of keys, of 128 each, and 14,336 neurons."""
+    taps = ["resid_post", "q", "k", "z", "mlp_act"]
+    planned = job(layers=[3], sites=taps)
+    one = load_of(planned, parse_codec("raw"), "gathered", RATES)
+    assert one.token_bytes == 2 * (4096 * 3 + 1024 + 14336)
+    assert one.ring_bytes == one.token_bytes * planned.step_tokens
+    split = load_of(
+        replace(planned, fleet=Fleet.of(4, 1, 8, None, 1)), parse_codec("raw"), "gathered", RATES
+    )
+    assert split.token_bytes == one.token_bytes
+    assert split.rank_bytes == ((2 * 4096 + (one.token_bytes - 8192) / 4,) + (5888 * 2,) * 3,)
+
+
+def test_what_a_model_lacks_and_codecs_that_need_all_ranks_are_refused():
+    with pytest.raises(SpecError, match="sites: .*this layer has no experts"):
+        job(sites="router")
+    with pytest.raises(SpecError, match="sites: .*experts run in one kernel"):
+        job("qwen3-30b-a3b", sites="mlp_act")
+    assert job("qwen3-30b-a3b", sites="router").size.width(("router", 1)) == 128
+    with pytest.raises(SpecError, match="codec: z is split over 4 ranks"):
+        load_of(job(sites="z", tp=4), parse_codec("full8"), "gathered", RATES)
+    assert {one.codec for one in loads_of(job(sites="z", tp=4), (), LAYOUTS, RATES)} == {"raw"}
 
 
 # ---------------------------------------------------------------- properties

@@ -1,0 +1,330 @@
+"""Location of the sites inside attention and the MLP of a transformers layer, by arithmetic.
+
+A plain forward pass records what each sub-module of the layer reads and returns, and with what
+attention's function is called: these are `rot_q` and `rot_k`. A rotary embedding changes nothing at
+position 0, so `q` and `k` are the columns of a matrix's output that equal the queries and keys
+there, up to a factor; or, where a norm returned those, the columns that the norm read. `v` equals
+attention's values at all positions. `z` is what the matrix reads whose output is attention's, and
+`mlp_act` what the matrix reads whose output is the MLP's. `mlp_pre` is what was given to the module
+whose output is `mlp_act`, or is `mlp_act` once multiplied with a matrix's output: `mlp_pre_linear`.
+`router` is the product of the MLP's input and a matrix with one row per expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from midstream.sites import INNER
+
+# Relative to the norms; see `site_finder.TOLERANCE`.
+TOLERANCE = 1e-5
+ATTENTION = ("q", "k", "v", "rot_q", "rot_k", "z")
+NO_FUNCTION = "transformers' attention calls no function with queries, keys and values"
+NO_COLUMNS = "no matrix of transformers' attention returns it in adjoining columns"
+NO_MATRIX = "no matrix returns what this branch adds to the stream"
+NO_ACTIVATION = "transformers has no module for the activation, or one for several matrices"
+NO_EXPERTS = "no matrix of transformers' layer has one row per expert"
+
+
+@dataclass(frozen=True)
+class InnerSitePlace:
+    """Location of an inner site in a transformers layer.
+
+    Attributes:
+        path: module within the layer; of `query` and `key`: the attention.
+        at: the module's input or output, or an argument of attention's function.
+        start, width: the columns.
+        heads: number of heads that these are of; 0: none.
+        fixed: whether an edit cannot be made there: the module returns further values made of it.
+    """
+
+    path: str
+    at: Literal["input", "output", "query", "key"]
+    start: int
+    width: int
+    heads: int = 0
+    fixed: bool = False
+
+
+@dataclass
+class InnerSitePlaces:
+    """Locations of one layer's inner sites.
+
+    Attributes:
+        found: location by site.
+        missing: reason why a site was not found, by site.
+    """
+
+    found: dict[str, InnerSitePlace] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SubmoduleCall:
+    """One call of a sub-module in a plain pass.
+
+    Attributes:
+        path: path of the module within the layer.
+        module: the module.
+        given, returned: its first tensor argument and result as [T, W]; None if it has none.
+        several: whether it returned more than one value.
+    """
+
+    path: str
+    module: nn.Module
+    given: Tensor | None
+    returned: Tensor | None
+    several: bool
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the module multiplies with its weight."""
+        weight = getattr(self.module, "weight", None)
+        return isinstance(weight, Tensor) and weight.dim() == 2
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The call of attention's function in one layer.
+
+    Attributes:
+        path: the attention within the layer.
+        states: queries, keys and values as [T, heads · width].
+        heads: number of heads of each.
+    """
+
+    path: str
+    states: tuple[Tensor, Tensor, Tensor]
+    heads: tuple[int, int, int]
+
+
+def rows_of(value: Any, length: int) -> Tensor | None:
+    """Return a tensor of a single request as [T, W], heads side by side; None for another shape."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return None
+    if value.dim() in (3, 4) and value.shape[0] == 1:
+        value = value[0]
+    if value.dim() == 3 and value.shape[0] != length and value.shape[1] == length:
+        value = value.transpose(0, 1)
+    if value.dim() not in (2, 3) or value.shape[0] != length:
+        return None
+    rows: Tensor = value.detach().flatten(1)
+    return rows
+
+
+def find_inner(
+    calls: Sequence[SubmoduleCall],
+    attention: Sequence[AttentionCall],
+    mlp_out: Tensor | None,
+    hidden_size: int,
+    experts: int,
+) -> InnerSitePlaces:
+    """Return the locations of all inner sites of one layer.
+
+    Args:
+        calls: calls of the layer's sub-modules, by order of their ends.
+        attention: calls of attention's function.
+        mlp_out: what the MLP adds to the stream, [T, H]; None: not known, for example because it is
+            scaled. The last matrix with such an output and an activation in front is then taken
+            for the MLP's.
+        hidden_size: width of the stream, H.
+        experts: number of experts of the model; 0: none.
+    """
+    places = InnerSitePlaces()
+    above = None
+    if len(attention) == 1:
+        above = attention[0].path
+        _find_attention(places, attention[0], [one for one in calls if _within(one.path, above)])
+    else:
+        places.missing.update(dict.fromkeys(ATTENTION, NO_FUNCTION))
+    others = [one for one in calls if above is None or not _within(one.path, above)]
+    _find_mlp(places, others, mlp_out, hidden_size)
+    _find_router(places, others, experts)
+    assert {*places.found, *places.missing} == set(INNER)
+    return places
+
+
+def _within(path: str, above: str) -> bool:
+    return path == above or path.startswith(f"{above}.") or not above
+
+
+# --------------------------------------------------------------------- attention
+
+
+def _find_attention(
+    places: InnerSitePlaces, call: AttentionCall, calls: Sequence[SubmoduleCall]
+) -> None:
+    for nth, site in enumerate(("q", "k", "v")):
+        rotated = site != "v"
+        found = _source(call.states[nth], calls, slice(0, 1) if rotated else slice(None), rotated)
+        if found is None:
+            places.missing[site] = NO_COLUMNS
+        else:
+            one, start = found
+            width = call.states[nth].shape[1]
+            places.found[site] = InnerSitePlace(one.path, "output", start, width, call.heads[nth])
+    for site, at, nth in (("rot_q", "query", 0), ("rot_k", "key", 1)):
+        width = call.states[nth].shape[1]
+        places.found[site] = InnerSitePlace(call.path, at, 0, width, call.heads[nth])  # type: ignore[arg-type]
+    own = next(one for one in calls if one.path == call.path)
+    last = None if own.returned is None else _returning(own.returned, calls)
+    if last is None or last.given is None:
+        places.missing["z"] = NO_MATRIX
+    else:
+        places.found["z"] = InnerSitePlace(
+            last.path, "input", 0, last.given.shape[1], call.heads[0]
+        )
+
+
+def _source(
+    wanted: Tensor, calls: Sequence[SubmoduleCall], rows: slice, scaled: bool
+) -> tuple[SubmoduleCall, int] | None:
+    """Return the matrix, and its first column, that returned these vectors, through a norm or not.
+
+    Args:
+        wanted: [T, W].
+        calls: calls inside attention.
+        rows: positions at which the columns are those vectors.
+        scaled: whether they may have a factor.
+    """
+    for one, start in _columns(wanted, calls, rows, scaled):
+        if one.is_matrix:
+            return one, start
+        if one.given is not None and one.given.shape == wanted.shape:
+            for other, column in _columns(one.given, calls, slice(None), False):
+                if other.is_matrix:
+                    return other, column
+    return None
+
+
+def _columns(
+    wanted: Tensor, calls: Sequence[SubmoduleCall], rows: slice, scaled: bool
+) -> Iterator[tuple[SubmoduleCall, int]]:
+    """Yield the calls that returned vectors in adjoining columns, and the first of these."""
+    width = wanted.shape[1]
+    for one in calls:
+        if one.returned is None or one.returned.shape[1] < width:
+            continue
+        whole = one.returned[rows]
+        for start in range(0, whole.shape[1] - width + 1, 4):
+            if _same(whole[:, start : start + width], wanted[rows], scaled):
+                yield one, start
+                break
+
+
+def _returning(wanted: Tensor, calls: Sequence[SubmoduleCall]) -> SubmoduleCall | None:
+    """Return the matrix whose output these vectors are."""
+    for one in calls:
+        if one.is_matrix and one.returned is not None and _same(one.returned, wanted):
+            return one
+    return None
+
+
+# --------------------------------------------------------------------------- MLP
+
+
+def _find_mlp(
+    places: InnerSitePlaces,
+    calls: Sequence[SubmoduleCall],
+    mlp_out: Tensor | None,
+    hidden_size: int,
+) -> None:
+    # A norm may follow the MLP's last matrix.
+    wanted = [] if mlp_out is None else [mlp_out]
+    for one in calls:
+        if mlp_out is None or one.given is None or one.returned is None:
+            continue
+        if _same(one.returned, mlp_out):
+            wanted.append(one.given)
+    last = next(filter(None, (_returning(each, calls) for each in wanted)), None)
+    if last is not None and last.given is not None:
+        places.found["mlp_act"] = InnerSitePlace(last.path, "input", 0, last.given.shape[1])
+        found = _halves_of(last.given, calls)
+        places.found |= found.found
+        places.missing |= found.missing
+        return
+    for one in reversed(calls) if mlp_out is None else ():
+        if not one.is_matrix or one.given is None or one.returned is None:
+            continue
+        # Which matrix it is shows in that an activation is in front of it.
+        found = _halves_of(one.given, calls)
+        if one.returned.shape[1] == hidden_size and "mlp_pre" in found.found:
+            places.found["mlp_act"] = InnerSitePlace(one.path, "input", 0, one.given.shape[1])
+            places.found |= found.found
+            places.missing |= found.missing
+            return
+    places.missing.update(dict.fromkeys(("mlp_pre", "mlp_pre_linear", "mlp_act"), NO_MATRIX))
+
+
+def _halves_of(act: Tensor, calls: Sequence[SubmoduleCall]) -> InnerSitePlaces:
+    """Return the locations of `mlp_pre` and `mlp_pre_linear`, of which these neurons are made."""
+    places = InnerSitePlaces()
+    for one in calls:
+        if one.is_matrix or one.given is None or one.returned is None:
+            continue
+        if one.given.shape != act.shape or one.returned.shape != act.shape:
+            continue
+        gate = next(_halves(one.given, calls, partial(_same, one.given)), None)
+        if gate is None:
+            continue
+        if _same(one.returned, act) and not torch.equal(one.given, one.returned):
+            places.found["mlp_pre"] = gate
+            places.missing["mlp_pre_linear"] = "this MLP has no gate"
+            return places
+        linear = next(_halves(act, calls, partial(_is_product, one.returned, act)), None)
+        if linear is not None:
+            places.found |= {"mlp_pre": gate, "mlp_pre_linear": linear}
+            return places
+    places.missing.update(dict.fromkeys(("mlp_pre", "mlp_pre_linear"), NO_ACTIVATION))
+    return places
+
+
+def _is_product(one: Tensor, product: Tensor, other: Tensor) -> bool:
+    return _same(one * other, product)
+
+
+def _halves(
+    like: Tensor, calls: Sequence[SubmoduleCall], holds: Callable[[Tensor], bool]
+) -> Iterator[InnerSitePlace]:
+    """Yield the outputs of matrices, or halves of them, for which a condition holds."""
+    width = like.shape[1]
+    for one in calls:
+        if not one.is_matrix or one.returned is None:
+            continue
+        for start in (0, width):
+            part = one.returned[:, start : start + width]
+            fits = part.shape == like.shape and one.returned.shape[1] in (width, 2 * width)
+            if fits and holds(part):
+                yield InnerSitePlace(one.path, "output", start, width)
+
+
+def _find_router(places: InnerSitePlaces, calls: Sequence[SubmoduleCall], experts: int) -> None:
+    for one in calls:
+        if not one.is_matrix or one.given is None or one.returned is None:
+            continue
+        weight: Any = one.module.weight
+        if one.returned.shape[1] != experts or weight.shape != (experts, one.given.shape[1]):
+            continue
+        product = one.given.float() @ weight.float().T
+        bias = getattr(one.module, "bias", None)
+        if _same(one.returned.float(), product if bias is None else product + bias):
+            places.found["router"] = InnerSitePlace(
+                one.path, "output", 0, experts, fixed=one.several
+            )
+            return
+    places.missing["router"] = NO_EXPERTS
+
+
+def _same(one: Tensor, other: Tensor, scaled: bool = False) -> bool:
+    """Return whether two tensors [n, W] are equal up to rounding, and a factor if `scaled`."""
+    if one.shape != other.shape or not one.any():
+        return False
+    if scaled:
+        one = one * ((one * other).sum() / one.square().sum())
+    return float((one - other).norm()) <= TOLERANCE * float(one.norm() + other.norm())
