@@ -5,6 +5,7 @@ Pure Python: importable without torch and without vLLM.
 
 from __future__ import annotations
 
+from midstream.spec.attention import Attention, Entropy, Mass, TopKeys
 from midstream.spec.capture import Capture
 from midstream.spec.instructions import Instruction
 from midstream.spec.named_vector import Named
@@ -40,14 +41,17 @@ from midstream.spec.vector import Vector
 __all__ = [
     "Ablate",
     "Affine",
+    "Attention",
     "Capture",
     "Clamp",
     "Edit",
+    "Entropy",
     "Feature",
     "Gate",
     "Instruction",
     "Layers",
     "LoReFT",
+    "Mass",
     "Match",
     "ModelShape",
     "Named",
@@ -69,6 +73,7 @@ __all__ = [
     "Steps",
     "Text",
     "TokenIds",
+    "TopKeys",
     "Vector",
     "Where",
     "Window",
