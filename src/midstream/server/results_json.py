@@ -21,6 +21,7 @@ from midstream.results.serialization import PackedRows, pack
 from midstream.server.capture_cache import CachedCapture, CaptureCache
 from midstream.server.http_request import ChoiceUpdate, RequestContext
 from midstream.sites import Tap
+from midstream.spec.attention import Attention
 from midstream.spec.selection import Layers
 from midstream.spec.sink_target import MEMORY
 
@@ -189,7 +190,8 @@ def handle_of(cached: CachedCapture) -> dict[str, Any]:
 def _streamed(context: RequestContext, rows: Activations) -> list[Tap]:
     """Return the taps whose rows a stream has as they are computed."""
     plan = context.request_field.plan
-    captures = () if plan is None else [one for one in plan.captures if one.stream]
+    given = () if plan is None else plan.captures
+    captures = [one for one in given if one.stream and not isinstance(one, Attention)]
     return [
         (site, layer)
         for site, layer in rows
