@@ -84,7 +84,10 @@ def measure(attention: Any, num_blocks: int, size: int) -> KeyLayout:
             "own dtype are supported"
         )
     heads, head_dim = attention.num_kv_heads, attention.head_size
-    for dim in (dim for dim, count in enumerate(cache.shape) if count == num_blocks):
+    for dim, count in enumerate(cache.shape):
+        # Before vLLM 0.32 a block of the scheduler may be several of the backend.
+        if count % num_blocks:
+            continue
         block = cache.select(dim, _NULL_BLOCK)
         before = block.clone()
         try:
