@@ -128,18 +128,6 @@ def test_preempted_requests_have_each_row_once(served: AttentionServed) -> None:
         assert served.assert_is(prompt, outputs[name], EVERYTHING) <= TOLERANCE
 
 
-def test_draft_tokens_leave_nothing(tmp_path: Any) -> None:
-    path, model = reference("llama", tmp_path)
-    method = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
-    settings = {**ROOM, "midstream": {"sites": ["rot_q"]}, "speculative_config": method}
-    with engine(path, **settings) as llm:
-        mine = AttentionServed(model, llm)
-        prompts = [PROMPTS[2][:4] * 6, LONG]
-        for prompt, output in zip(prompts, mine.ask(prompts, EVERYTHING, 24), strict=True):
-            assert output.receipt.status == "ok"
-            assert mine.assert_is(prompt, output, EVERYTHING) <= TOLERANCE
-
-
 def test_several_completions_have_their_own(served: AttentionServed) -> None:
     params = greedy(5, detokenize=False)
     params.n, params.temperature, params.seed = 2, 1.0, 3

@@ -92,6 +92,10 @@ def results(holder: Any) -> dict[str, Any]:
             tap: (rows, holder.activations.positions_of(*tap))
             for tap, rows in holder.activations.items()
         }
+    if getattr(holder, "attention", None) is not None:
+        found["attention"] = {
+            key: (rows.values.flatten(1), rows.positions) for key, rows in holder.attention.items()
+        }
     if holder.receipt is not None:
         found["receipt"] = {**holder.receipt.to_dict(), "request_id": ""}
     return found
