@@ -6,6 +6,7 @@ Most are what another tool does, or did: an edit or a capture that is silently w
 from __future__ import annotations
 
 from support.fault import Fault
+from support.faults_attention import ATTENTION
 from support.faults_kept import KEPT
 
 ENGINE = "tests/engine/"
@@ -477,4 +478,5 @@ FAULTS: tuple[Fault, ...] = (
         "::test_running_plans_take_the_union_of_their_things_whether_or_not_they_share_a_need",
     ),
     *KEPT,
+    *ATTENTION,
 )

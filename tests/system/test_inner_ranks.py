@@ -12,7 +12,20 @@ from support import tiny
 from support.engines import GPU_MEMORY, engine, greedy, tokens
 from support.ranks import PIPELINE, assert_same, ranks
 
-from midstream import Ablate, Capture, Clamp, Probe, Replace, Scale, SpecError, Steer
+from midstream import (
+    Ablate,
+    Attention,
+    Capture,
+    Clamp,
+    Entropy,
+    Mass,
+    Probe,
+    Replace,
+    Scale,
+    SpecError,
+    Steer,
+    TopKeys,
+)
 from midstream.runtime.protocol.segments import RankShare
 from midstream.sites import INNER, NAMES
 from midstream.tools.capacity import read_model
@@ -72,12 +85,13 @@ def several(request: Any, path: Path) -> Iterator[Any]:
         yield llm
 
 
-def run(llm: Any, capture: Capture, edits: list[Any] | None = None) -> list[Any]:
+def run(llm: Any, capture: Any, edits: list[Any] | None = None) -> list[Any]:
     """Every prompt plain, and one of them with each edit, in one batch."""
     given = [None, None, None, *([edit] for edit in edits or ())]
     prompts = [tokens(PROMPTS[nth % 3]) for nth in range(len(given))]
+    captures = [capture] * len(given)
     found: list[Any] = llm.generate(
-        prompts, greedy(4, detokenize=False), capture=capture, edits=given, use_tqdm=False
+        prompts, greedy(4, detokenize=False), capture=captures, edits=given, use_tqdm=False
     )
     return found
 
@@ -132,3 +146,26 @@ def test_what_needs_the_parts_of_several_ranks_at_once_is_refused(several, asked
         return
     with pytest.raises(SpecError, match=problem):
         several.generate(prompts, params, **asked)
+
+
+def test_attention_of_every_head_is_that_of_one_rank(alone, several):
+    """Each rank computes its heads; those that are asked for are chosen where all come together."""
+    asked = [
+        Attention("all", reduce="full"),
+        Attention([0, 2], heads=[1], queries="generated", reduce=TopKeys(5), name="top"),
+        Attention(1, heads=0, reduce=Mass(slice(1, 4)), name="mass"),
+        Attention("all", queries=[0, 3, "last"], reduce=Entropy(), name="entropy"),
+        Capture("all", ["resid_post", "rot_q"], return_="sharded"),
+    ]
+    for one, other in zip(run(several, asked), run(alone, asked), strict=True):
+        assert one.receipt.status == other.receipt.status == "ok"
+        assert list(one.activations) == list(other.activations)
+        assert list(one.attention) == list(other.attention)
+        for key, rows in other.attention.items():
+            mine = one.attention[key]
+            assert (mine.heads, mine.positions.tolist()) == (rows.heads, rows.positions.tolist())
+            assert torch.allclose(mine.values, rows.values, atol=1e-4), key
+            assert (mine.keys is None) == (rows.keys is None)
+            if rows.keys is not None:
+                certain = rows.values - rows.values.roll(-1, -1) > 1e-3
+                assert torch.equal(mine.keys[certain], rows.keys[certain])

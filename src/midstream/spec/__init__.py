@@ -5,6 +5,7 @@ Pure Python: importable without torch and without vLLM.
 
 from __future__ import annotations
 
+from midstream.spec.attention import Attention, Entropy, Mass, TopKeys
 from midstream.spec.capture import Capture
 from midstream.spec.captured_rows import CapturedRows
 from midstream.spec.instructions import Instruction
@@ -42,15 +43,18 @@ from midstream.spec.vector import Vector
 __all__ = [
     "Ablate",
     "Affine",
+    "Attention",
     "Capture",
     "CapturedRows",
     "Clamp",
     "Edit",
+    "Entropy",
     "Feature",
     "Gate",
     "Instruction",
     "Layers",
     "LoReFT",
+    "Mass",
     "Match",
     "ModelShape",
     "Named",
@@ -73,6 +77,7 @@ __all__ = [
     "Steps",
     "Text",
     "TokenIds",
+    "TopKeys",
     "Vector",
     "Where",
     "Window",

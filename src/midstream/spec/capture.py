@@ -141,13 +141,21 @@ class Capture:
         Raises:
             SpecError: a field is unknown, missing or malformed.
         """
-        if isinstance(value, Capture):
+        if type(value) is Capture:
             return value
+        if isinstance(value, Capture):
+            problem = f"`{type(value).__name__}` is for single requests; capture activations here"
+            raise SpecError("", problem)
         if not isinstance(value, Mapping):
             raise bad_capture(value)
         given = read_named(value, (), FIELDS)
         by_rank = given.pop("return", None)
         return Capture(**given, return_=by_rank)
+
+    @property
+    def selections(self) -> tuple[Positions, ...]:
+        """All positions that the capture names."""
+        return (self.positions,)
 
     @property
     def place(self) -> tuple[str, str, str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from midstream.errors import SpecError
+from midstream.spec.attention import parse_capture
 from midstream.spec.capture import Capture
 from midstream.spec.captured_rows import OpenRows
 from midstream.spec.consumers import names_consumers, read_consumers
@@ -119,8 +120,8 @@ class Plan:
         """Create a plan from Python values; None if all arguments are None.
 
         Args:
-            capture: None, a Capture or dict, or a list or tuple of these; or a dict by sink, see
-                `read_consumers`.
+            capture: None, a Capture, an Attention or the dict of one, or a list or tuple of these;
+                or a dict by sink, see `read_consumers`.
             edits: None, an edit or a dict with `op`, or a list or tuple of these.
             probes: None, a Probe or dict, or a list or tuple of these.
 
@@ -133,7 +134,7 @@ class Plan:
         if capture is None and edits is None and probes is None:
             return None
         return Plan(
-            _read_parts("capture", capture, Capture.parse),
+            _read_parts("capture", capture, parse_capture),
             _read_parts("edits", edits, parse_edit),
             _read_parts("probes", probes, Probe.parse),
         )
@@ -165,8 +166,9 @@ class Plan:
     @property
     def needs_prompt(self) -> bool:
         """Whether the selected positions depend on more of the prompt than its length."""
-        parts = (*self.captures, *self.edits, *self.probes)
-        return any(part.positions.needs_prompt for part in parts)
+        found = [part.positions for part in (*self.edits, *self.probes)]
+        found += [one for capture in self.captures for one in capture.selections]
+        return any(positions.needs_prompt for positions in found)
 
     def without_places(self) -> Plan:
         """Return the plan without its captures' destinations.

@@ -19,7 +19,7 @@ prove is a `Lack`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -260,10 +260,9 @@ class _Attention:
         if isinstance(projected, Lack):
             return projected
         if not any(self._is_rotary(name) for name in value.through):
-            return Lack(NO_ROPE.format("q" if argument == "query" else "k"))
-        heads, size = self._shape(argument)
-        split = projected.ranks, projected.copies
-        return InnerPlace(self.path, "input", argument, 0, heads * size, heads, *split)
+            between = "".join(f" and then {name}" for name in sorted(value.through))
+            return Lack(NO_ROPE.format("q" if argument == "query" else "k") + between)
+        return replace(projected, path=self.path, at="input", argument=argument, start=0)
 
     def _is_permuted(self) -> bool:
         name = type(self.owner).__name__

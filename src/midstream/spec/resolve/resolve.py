@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from midstream.errors import NothingSelectedError, SpecError
 from midstream.ops.layout import Flags, Op, limit_of
 from midstream.sites import Tap, order
+from midstream.spec.attention import Attention, queries_named
 from midstream.spec.capture import Capture
 from midstream.spec.heads import head_size
 from midstream.spec.instructions import Instruction
@@ -18,6 +19,7 @@ from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.positions.select import MAX_RANGES, select
 from midstream.spec.probe import Probe
+from midstream.spec.resolve.attention import check_attention, resolve_attention
 from midstream.spec.resolve.resolved import (
     ResolvedCapture,
     ResolvedEdit,
@@ -96,6 +98,7 @@ class _Resolver:
         for index, capture in enumerate(plan.captures):
             with at(f"capture[{index}]"):
                 captures.append(self._resolve_capture(capture, index))
+        check_attention(captures)
         for index, capture in enumerate(also, -len(also)):
             with at(f"sinks[{index}]"), suppress(NothingSelectedError):
                 captures.append(self._resolve_capture(capture, index))
@@ -129,6 +132,11 @@ class _Resolver:
         return where
 
     def _resolve_capture(self, capture: Capture, source: int) -> ResolvedCapture:
+        if isinstance(capture, Attention):
+            with queries_named():
+                where = self._select(capture.positions)
+            given = (self._shape, self._prompt, self._max_tokens)
+            return resolve_attention(capture, source, where, *given)
         taps = find_taps(capture.layers, capture.sites, self._shape, "layers", "sites")
         if capture.heads is not None:
             for site, layer in taps:
