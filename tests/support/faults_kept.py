@@ -373,4 +373,18 @@ KEPT: tuple[Fault, ...] = (
         "tests/engine/test_inner_poisoning.py"
         "::test_whatever_is_different_about_an_inner_edit_its_kv_is_its_own",
     ),
+    Fault(
+        "The embedding is read after learned positions were added",
+        "runtime/models/trunk_ends.py",
+        "    if _SUMMED not in states:\n",
+        "    if True:\n",
+        "tests/engine/test_ends.py::test_rows_are_what_transformers_embeds_and_what_its_head_reads",
+    ),
+    Fault(
+        "A layer given to a site that has none is ignored",
+        "spec/selection.py",
+        "        if found is not None:\n            shown =",
+        "        if False:\n            shown =",
+        "tests/unit/test_sites.py::test_a_layer_at_a_site_without_one_is_refused",
+    ),
 )

@@ -18,6 +18,7 @@ from midstream import (
     Capture,
     Clamp,
     Entropy,
+    Gate,
     Mass,
     Probe,
     Replace,
@@ -33,7 +34,7 @@ from midstream.tools.capacity.job import ranks as ranks_transfer
 
 # Two heads of queries and one of keys and values, which two ranks both have.
 HEAD, HIDDEN, NEURONS = 32, 64, 96
-EVERY = [site for site in NAMES if site != "router"]
+EVERY = [site for site in NAMES if site != "router"]  # those without a layer too
 INSIDE = [site for site in INNER if site != "router"]
 SETTINGS = {
     "max_model_len": 128, "max_num_seqs": 16, "max_num_batched_tokens": 48,
@@ -63,6 +64,9 @@ EDITS: list[Any] = [
     Ablate([vector(HEAD), vector(HEAD)], 1, site="z", head=1),
     Ablate(vector(HEAD), 1, site="v", head=0),
     Clamp(vector(HEAD), 1, site="z", head=[0, 1], low=3.0),
+    Steer(vector(HIDDEN), site="embed"),
+    Clamp(vector(HIDDEN), site="final_norm", low=3.0),
+    Gate(Scale(-1.0, site="final_norm"), vector(HIDDEN)),
 ]
 
 
@@ -103,11 +107,11 @@ def test_rows_of_every_site_are_those_of_one_rank(alone, several, how):
 
 
 def test_edits_of_every_rank_do_what_they_do_on_one(alone, several):
-    capture = Capture("all", [*INSIDE, "resid_post"], positions=[0, 3, "last"])
+    capture = Capture("all", [*INSIDE, "resid_post", "final_norm"], positions=[0, 3, "last"])
     plain, edited = run(alone, capture), run(alone, capture, EDITS)
     assert_same(run(several, capture, EDITS), edited)
     for nth, one in enumerate(edited[3:], 3):
-        last, before = (each.activations["resid_post", 2][-1] for each in (one, plain[nth % 3]))
+        last, before = (each.activations["final_norm"][-1] for each in (one, plain[nth % 3]))
         assert (last - before).norm() > 1e-3, EDITS[nth - 3]
 
 

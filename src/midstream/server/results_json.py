@@ -20,7 +20,7 @@ from midstream.results.probe_scores import Probes
 from midstream.results.serialization import PackedRows, pack
 from midstream.server.capture_cache import CachedCapture, CaptureCache
 from midstream.server.http_request import ChoiceUpdate, RequestContext
-from midstream.sites import Tap
+from midstream.sites import ENDS, Tap
 from midstream.spec.attention import Attention
 from midstream.spec.selection import Layers
 from midstream.spec.sink_target import MEMORY
@@ -196,7 +196,7 @@ def _streamed(context: RequestContext, rows: Activations) -> list[Tap]:
         (site, layer)
         for site, layer in rows
         for one in captures
-        if site in one.sites.names and _has_layer(one.layers, layer)
+        if site in one.sites.names and (site in ENDS or _has_layer(one.layers, layer))
     ]
 
 

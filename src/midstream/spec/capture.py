@@ -76,7 +76,8 @@ class Capture:
 
         Args:
             layers: any form of Layers: "all", an int, or a list, tuple, range or array of ints.
-                May be omitted where the names of `sites` have layers.
+                May be omitted where the names of `sites` have layers, and must be where no site
+                has any, as `embed` and `final_norm`; among others, they are captured once.
             sites: any form of Sites: a name or a list of names; default "resid_post". Or names
                 that have layers, such as `blocks.10.hook_resid_post`, see `midstream.sites.parse`.
             positions: any form of Positions.
@@ -172,7 +173,7 @@ class Capture:
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads; destination fields only where set."""
         found: dict[str, object] = {
-            "layers": self.layers.emit(),
+            **({"layers": self.layers.emit()} if self.sites.in_layers else {}),
             "sites": self.sites.emit(),
             **self.positions.to_dict(),
         }

@@ -58,7 +58,7 @@ from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.runtime.worker.taps.tap_check import check_taps
 from midstream.runtime.worker.taps.tapped_model import add_taps
 from midstream.runtime.worker.taps.taps import check_drafter
-from midstream.sites import Tap
+from midstream.sites import ENDS, Tap
 from midstream.spec.resolve.attention import ATTENTION
 from midstream.transport.arena import Arena
 from midstream.transport.ring_copy import host_transport
@@ -100,6 +100,7 @@ class WorkerEndpoint:
             vllm_config.model_config.dtype == torch.float16,
             config.sites,
             _max_width(runner.device),
+            embeds_given=_gets_embeddings(runner, vllm_config),
         )
         self._taps = _choose_taps(self._decoder, config)
         self._hidden_size: int = vllm_config.model_config.get_hidden_size()
@@ -336,17 +337,29 @@ def _place(parallel: Any, rank: int) -> tuple[int, int]:
     return within // tensor_parallel_size, within % tensor_parallel_size
 
 
+def _gets_embeddings(runner: Any, vllm_config: Any) -> bool:
+    """Return whether the model may get embeddings in place of token ids."""
+    given = bool(getattr(vllm_config.model_config, "enable_prompt_embeds", False))
+    return given or bool(getattr(runner, "supports_mm_inputs", False))
+
+
 def _choose_taps(decoder: Decoder, config: Config) -> dict[Tap, int]:
     """Return the taps of this rank, in the order of a forward pass, with their indices."""
     wanted = set(config.resolve_layers(decoder.num_layers))
     taps = [
         (site, layer.index)
         for layer in decoder.layers
-        if layer.index in wanted
         for site in config.sites
+        if (site in layer.ends if site in ENDS else layer.index in wanted)
         if (site, layer.index) not in decoder.lacking
     ]
-    if not taps and decoder.layers and any(layer.index in wanted for layer in decoder.layers):
+    in_layers = set(config.sites) - set(ENDS)
+    if (
+        not taps
+        and in_layers
+        and decoder.layers
+        and any(layer.index in wanted for layer in decoder.layers)
+    ):
         reasons = "; ".join(sorted(set(decoder.lacking.values())))
         raise UnsupportedError(
             f"none of the sites {', '.join(config.sites)} exists in this model: {reasons}"

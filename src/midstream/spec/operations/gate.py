@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
-from midstream.sites import Tap
+from midstream.sites import ENDS, Tap
 from midstream.spec.algebra import float32
 from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.forms import LayersLike, NumberLike, SitesLike, VectorOrName
@@ -64,7 +64,8 @@ class Reading:
             direction: any form of Vector.parse, or a name.
             bias: a number.
             layer: an int; None: the tap of the edit.
-            site: a site's name or alias, only with `layer`; default "resid_post".
+            site: a site's name or alias, only with `layer` unless it has none; default
+                "resid_post".
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -75,7 +76,11 @@ class Reading:
             object.__setattr__(self, "bias", read_scalar(bias))
         tap = None
         layers, sites = read_taps(layer, site, "layer", "site")
-        if layers is not None:
+        if sites is not None and not sites.in_layers:
+            if len(sites) > 1:
+                raise SpecError("site", f"a gate reads one site, got {len(sites)}")
+            tap = sites.names[0], ENDS[sites.names[0]]
+        elif layers is not None:
             if layers.indices == "all" or len(layers.indices) > 1:
                 raise SpecError("layer", "a gate reads one layer, expected an `int`")
             if sites is not None and len(sites) > 1:
@@ -110,11 +115,14 @@ class Reading:
         found: dict[str, object] = {"direction": self.direction.emit(), "bias": self.bias}
         if self.tap is not None:
             found |= {"layer": self.tap[1], "site": self.tap[0]}
+            if self.tap[0] in ENDS:
+                del found["layer"]
         return found
 
     def at_tap(self, direction: Vector, tap: Tap | None) -> Reading:
         """Return a copy with the direction by value, read at `tap`."""
         site, layer = (None, None) if tap is None else tap
+        layer = None if site in ENDS else layer
         return Reading(direction, self.bias, layer, site)
 
 
@@ -311,7 +319,7 @@ class Gate:
         if tap is not None or is_plain(registered):
             vector = registered[None] if tap is None else pick(name, registered, tap)
             return [self._wrap(edit, self.probe.at_tap(vector, tap))]
-        layers = from_start(edit.layers, num_layers).indices
+        layers = from_start(edit.layers, num_layers).indices if edit.sites.in_layers else ()
         if layers == "all":
             raise SpecError(
                 "layer",
@@ -359,5 +367,6 @@ def _from_probe(probe: Probe) -> Reading:
         )
     layers = probe.layers.indices
     layer = None if "layer" in probe.left or layers == "all" else layers[0]
-    site = None if layer is None or "site" in probe.left else probe.sites.names[0]
+    named = layer is not None or not probe.sites.in_layers
+    site = probe.sites.names[0] if named and "site" not in probe.left else None
     return Reading(probe.direction, probe.bias, layer, site)

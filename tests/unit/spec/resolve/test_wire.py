@@ -269,7 +269,7 @@ INFINITE = struct.pack("<3f", 0, 0, float("inf"))
         ([*STEP, 7], -8, r"steps\[.*\]: expected `int` >= 0"),
         ([*STEP, 8], -2, r"steps\[.*\]: expected `int` >= 0"),
         ([*STEP, 9], -1, r"steps\[.*\]: expected `int` >= 0"),
-        (["edits", 0, "site"], "resid", r"edits\[0\].site: expected one of `resid_pre`"),
+        (["edits", 0, "site"], "resid", r"edits\[0\].site: expected one of `embed`"),
         (["edits", 0, "site"], "post_block", r"edits\[0\].site: expected one of"),
         (["edits", 1, "layer"], -1, r"edits\[.*\].layer: expected `int` >= 0"),
         (["edits", 0, "steps"], 3, r"edits\[0\]: there is no steps 3, of 3"),
