@@ -56,6 +56,8 @@ EDITS: list[Any] = [
     Scale(0.0, "all", site="z", head=1),
     Scale(0.25, 1, site="k"),
     Scale(-1.0, 1, site="v"),
+    Scale(vector(HIDDEN), 1, site="z", shift=vector(HIDDEN)),
+    Scale(vector(NEURONS, 1.0), 0, site="mlp_act"),
     Scale(0.0, 2, site="mlp_act", dims=[3, 50, 95]),
     Scale(1.5, 1, site="mlp_pre", dims=range(40, 60)),
     Replace(vector(HEAD), 1, site="rot_k", positions=slice(1, 4)),
