@@ -8,6 +8,8 @@ from typing import Any
 
 import markers
 
+from midstream.sites import INNER
+
 DATA = markers.ROOT / "docs/data/models.json"
 OUTCOMES = ("ok", "not comparable", "refused", "not compared", "cannot be built", "wrong")
 
@@ -23,6 +25,7 @@ def blocks() -> dict[str, str]:
     return {
         "survey counts": counts(found),
         "survey ok": right(by_outcome["ok"]),
+        "survey inner": inner(by_outcome["ok"]),
         **{
             f"survey {outcome}": by_reason(by_outcome[outcome])
             for outcome in ("not comparable", "refused", "not compared", "cannot be built")
@@ -53,8 +56,8 @@ def right(models: dict[str, dict[str, Any]]) -> str:
             f"`{name}`",
             "backend" if one["runs"] != "vLLM" else "vLLM",
             ", ".join(f"`{_short(each)}`" for each in one["layer_classes"]),
-            _sites(one["lacking"]),
-            _sites(one["not compared"]),
+            _sites(_outer(one["lacking"])),
+            _sites(_outer(one["not compared"])),
             f"{one['worst']:.0e}",
             "wider" if one["reason"] else "",
         ]
@@ -62,6 +65,39 @@ def right(models: dict[str, dict[str, Any]]) -> str:
     ]
     head = ["architecture", "run by", "layers", "missing", "not compared", "worst error", "bound"]
     return markers.table(head, rows)
+
+
+def inner(models: dict[str, dict[str, Any]]) -> str:
+    """Return the table of sites inside attention and the MLP: architectures that lack the same."""
+    found: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, one in models.items():
+        parts = [_inner(one[outcome]) for outcome in ("lacking", "not compared")]
+        absent = {site for part in parts for sites in part.values() for site in sites}
+        cells = tuple(
+            "; ".join(f"{_names(sites)}: {_cell(reason)}" for reason, sites in part.items())
+            for part in parts
+        )
+        has = _names([site for site in INNER if site not in absent])
+        found[(has, *cells)].append(f"`{name}`")
+    rows = [
+        [", ".join(names), *cells]
+        for cells, names in sorted(found.items(), key=lambda each: (-len(each[0][0]), each))
+    ]
+    return markers.table(["architectures", "have in all layers", "missing", "not compared"], rows)
+
+
+def _inner(reasons: dict[str, list[str]]) -> dict[str, list[str]]:
+    found = {
+        reason: [site for site in INNER if site in sites]
+        for reason, sites in sorted(reasons.items())
+    }
+    return {reason: sites for reason, sites in found.items() if sites}
+
+
+def _outer(reasons: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {
+        reason: [site for site in sites if site not in INNER] for reason, sites in reasons.items()
+    }
 
 
 def by_reason(models: dict[str, dict[str, Any]]) -> str:
@@ -76,8 +112,11 @@ def by_reason(models: dict[str, dict[str, Any]]) -> str:
 
 
 def _sites(reasons: dict[str, list[str]]) -> str:
-    names = {name: None for each in reasons.values() for name in each}
-    return ", ".join(f"`{name}`" for name in names)
+    return _names(list({name: None for each in reasons.values() for name in each}))
+
+
+def _names(sites: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sites)
 
 
 def _short(name: str) -> str:

@@ -411,6 +411,40 @@ def test_wrong_probes_are_refused_by_name_and_the_next_request_is_served(served:
     served.assert_is(PROMPTS[0], output)
 
 
+@pytest.mark.parametrize("served", ["mixtral"], indirect=True)
+def test_experts_are_forced_in_and_out_by_their_logits_for_some_tokens_of_some_requests(
+    served: Served,
+) -> None:
+    """Each request of one batch its own: two experts out at all tokens, one in and one out at three
+    of them, one out at generated tokens, and no edit at all.
+    """
+    count, prompt = 4, PROMPTS[2]
+
+    def put(value: float, expert: int | list[int], **where: Any) -> Replace:
+        return Replace([value] * count, "all", site="router", dims=expert, **where)
+
+    few = {"positions": [2, 5, 7]}
+    asked: list[list[At]] = [
+        [At(put(-1e4, [0, 3]))],
+        [At(put(1e4, 1, **few), {2, 5, 7}.__contains__),
+         At(put(-1e4, 2, **few), {2, 5, 7}.__contains__)],
+        [At(put(-1e4, 1, phase="generated"), lambda position: position >= len(prompt))],
+        [],
+    ]  # fmt: skip
+    outputs = served.ask([prompt] * 4, edits=[[at.edit for at in ats] or None for ats in asked])
+    chosen = []
+    for ats, output in zip(asked, outputs, strict=True):
+        served.assert_is(prompt, output, *ats)
+        chosen.append(output.activations["router", 1].topk(2, dim=-1).indices)
+    assert set(chosen[0].unique().tolist()) == {1, 2}
+    assert (chosen[1][[2, 5, 7]] == 1).any(-1).all()
+    assert not (chosen[1][[2, 5, 7]] == 2).any()
+    assert torch.equal(chosen[2][: len(prompt)], chosen[3][: len(prompt)])
+    assert not (chosen[2][len(prompt) :] == 1).any()
+    (again,) = served.ask([prompt])
+    served.assert_is(prompt, again)
+
+
 # ---------------------------------------------------------------- several at once
 
 

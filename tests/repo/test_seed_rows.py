@@ -6,6 +6,7 @@ import ast
 import functools
 from pathlib import Path
 
+from support import rival_rows
 from support.seed_rows import COUNTS, DESIGN, HERE, OPEN, ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,3 +51,31 @@ def test_the_rows_that_are_run_are_those_that_tests_name():
         if isinstance(argument, ast.Constant)
     ]
     assert sorted(named) == sorted(row for row, (_, shown) in ROWS.items() if shown == HERE)
+
+
+# ---------------------------------------------------------------- tests of other projects
+
+
+def test_what_other_projects_ask_is_shown_by_a_test_or_named_as_lacking():
+    reasons = set()
+    for row in rival_rows.ROWS:
+        if row.shown.startswith("lacking: "):
+            reasons.add(row.shown.removeprefix("lacking: "))
+        elif row.shown != "nothing":
+            path, _, name = row.shown.partition("::")
+            assert f"test_{name}" in functions(path), f"{row}: {row.shown} does not exist"
+    assert reasons == set(rival_rows.LACKING), "each reason has a row"
+
+
+def test_the_page_has_their_numbers():
+    page = " ".join((ROOT / "docs/coming-from.md").read_text().split())
+    counts = rival_rows.counts()
+    said = (
+        f"Of {sum(counts.values())} test functions of EasySteer and interp-engine about sites "
+        f"inside layers, {counts['pass']} ask what midstream's own tests show, "
+        f"{counts['lacking']} ask for something that cannot be said, and {counts['nothing']} are "
+        "about the other project's own parts."
+    )
+    assert said in page
+    for reason in rival_rows.LACKING.values():
+        assert reason in page
