@@ -120,12 +120,45 @@ def test_preempted_requests_have_each_row_once(served: AttentionServed) -> None:
         for output in core.step():
             outputs[output.request_id] = output
         if nth == 4:
+            # Both have generated, and are computed again from their first token on.
+            assert all(len(one.outputs[0].token_ids) > 1 for one in outputs.values())
+            assert len(outputs) == 2
             assert core.reset_prefix_cache(reset_running_requests=True)
         if not core.has_unfinished_requests():
             break
     for name, prompt in prompts.items():
         assert outputs[name].receipt.status == "ok"
         assert served.assert_is(prompt, outputs[name], EVERYTHING) <= TOLERANCE
+
+
+def test_in_bfloat16_the_weights_are_those_of_the_queries_and_keys(tmp_path: Any) -> None:
+    """Which are not quite those of a float32 model: the reference is what is captured."""
+    path, _ = reference("llama", tmp_path)
+    settings = {**ROOM, "dtype": "bfloat16", "midstream": {"sites": ["rot_q", "rot_k"]}}
+    with engine(path, **settings) as llm:
+        captures = [Attention("all", reduce="full"), Capture("all", ["rot_q", "rot_k"])]
+        (output,) = AttentionServed(None, llm).ask([LONG], captures)
+        for layer in range(3):
+            q = output.activations["rot_q", layer].float()
+            k = output.activations["rot_k", layer].float().repeat_interleave(2, 1)
+            scores = torch.einsum("qhd,khd->qhk", q, k) * q.shape[-1] ** -0.5
+            late = torch.arange(len(q))[None, None] > torch.arange(len(q))[:, None, None]
+            expected = torch.softmax(scores.masked_fill(late, -torch.inf), -1)
+            assert (output.attention[layer].values - expected).abs().max() <= 1e-5
+
+
+def test_rows_that_find_no_room_are_dropped_by_request(tmp_path: Any) -> None:
+    path, model = reference("llama", tmp_path)
+    own = {"sites": ["rot_q"], "overflow": "drop", "arena_bytes": 1 << 20}
+    asked = [Attention("all", 0, reduce="full"), EVERYTHING[1]]
+    with engine(path, **ROOM, midstream=own) as llm:
+        mine = AttentionServed(model, llm)
+        outputs = mine.ask([LONG[nth:] for nth in range(12)], asked, 4)
+        assert sum(output.receipt.dropped for output in outputs) > 0
+        statuses = {output.receipt.status for output in outputs}
+        assert statuses == {"ok", "partial"}
+        for nth, output in enumerate(outputs):
+            assert mine.assert_is(LONG[nth:], output, asked) <= TOLERANCE
 
 
 def test_several_completions_have_their_own(served: AttentionServed) -> None:

@@ -82,6 +82,8 @@ def difference(rows: Any, asked: Attention, weights: Tensor, prompt: list[int]) 
     """The largest difference between rows and the same reduction of the reference's weights."""
     heads = asked.heads or tuple(range(weights.shape[1]))
     assert rows.heads == heads
+    if not len(rows):
+        return 0.0  # all were dropped
     expected = weights[rows.positions][:, list(heads)]
     reduce = asked.to_dict()["reduce"]
     if reduce == "full":

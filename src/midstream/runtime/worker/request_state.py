@@ -39,6 +39,8 @@ class Segment:
         codec: number of the encoding of the captured rows.
         units: ring units of a record of `taps`.
         patterns: rows of attention that are made of the queries in `taps`.
+        returned: number of rows of each token that are returned: of `taps` that are more than
+            queries of `patterns`, and of `patterns`.
     """
 
     start: int
@@ -52,6 +54,7 @@ class Segment:
     codec: int = 0
     units: int = 0
     patterns: tuple[PatternRead, ...] = ()
+    returned: int = 0
 
     @property
     def content(self) -> tuple[int, ...]:
@@ -164,7 +167,7 @@ def acquire_segments(
             units = codecs.units_of(taps)
             kind = rows.kind(returned, number, units // codecs.encoding(number).units)
             where = (start, stop, edits, taps, program, group, kind, scored, number, units)
-            segments.append(Segment(*where, patterns))
+            segments.append(Segment(*where, patterns, len(returned) + len(patterns)))
     except SpecError:
         release_segments(segments, tables)
         raise

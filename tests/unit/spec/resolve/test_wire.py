@@ -79,6 +79,7 @@ MESSAGE = {
             "taps": [["resid_post", 3]],
             "where": {"ranges": [[0, 1]], "matches": [], "last_from": 9},
             "source": 0,
+            "pattern": None,
         }
     ],
     "probes": [

@@ -30,6 +30,9 @@ class KeyLayout:
         size: tokens of a block.
         strides: elements between tokens, heads and numbers; None: they are at no equal distance.
         index: int64 [tokens, heads, head_dim], elements from `offset` on; None: see `strides`.
+        heads: number of key-value heads.
+        head_dim: numbers of a key.
+        span: elements from the first number of a key to the last; only with `index`.
     """
 
     dim: int
@@ -39,6 +42,7 @@ class KeyLayout:
     index: Tensor | None
     heads: int
     head_dim: int
+    span: int = 0
 
     def read(self, cache: Tensor, blocks: Tensor) -> Tensor:
         """Return the keys of some blocks, [requests, tokens, heads, head_dim].
@@ -54,8 +58,7 @@ class KeyLayout:
             found = cache.as_strided(shape, (stride, *self.strides), start)[blocks]
         else:
             assert self.index is not None
-            span = int(self.index.max()) + 1 if self.index.numel() else 0
-            flat = cache.as_strided((count, span), (stride, 1), start)
+            flat = cache.as_strided((count, self.span), (stride, 1), start)
             found = flat[blocks[..., None], self.index.view(-1)]
         requests, per_request = blocks.shape
         return found.reshape(requests, per_request * self.size, self.heads, self.head_dim)
@@ -153,7 +156,8 @@ def _layout(
     if strides is not None:
         first += int(index[0, 0, 0])
         return KeyLayout(dim, first, size, strides, None, heads, head_dim)
-    return KeyLayout(dim, first, size, None, index.to(block.device), heads, head_dim)
+    span = int(index.max()) + 1
+    return KeyLayout(dim, first, size, None, index.to(block.device), heads, head_dim, span)
 
 
 def _strides(index: Tensor) -> tuple[int, int, int] | None:

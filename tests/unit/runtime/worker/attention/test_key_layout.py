@@ -106,3 +106,38 @@ def test_a_backend_that_stores_something_else_is_refused_by_name() -> None:
     quantised = backend.attention(kv_cache=backend.cache.to(torch.uint8), kv_cache_dtype="fp8")
     with pytest.raises(UnsupportedError, match="has the dtype fp8"):
         measure(quantised, BLOCKS, SIZE)
+
+
+@pytest.mark.skipif(not hasattr(torch.ops, "_C"), reason="vLLM's operations are not built")
+@pytest.mark.parametrize(
+    ("isa", "dtype", "size", "dim", "is_regular"),
+    [
+        ("vec", torch.float32, 128, 32, True),
+        ("vec", torch.bfloat16, 32, 64, True),
+        ("vec16", torch.float16, 16, 80, True),
+        ("amx", torch.bfloat16, 32, 64, False),
+    ],
+)
+def test_the_layouts_of_vllms_cpu_backend_are_found(
+    isa: str, dtype: torch.dtype, size: int, dim: int, is_regular: bool
+) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+
+    if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
+        pytest.skip("this vLLM is not built for the CPU")
+    impl: Any = SimpleNamespace(attn_type="decoder", kv_cache_dtype="auto")
+    impl.do_kv_cache_update = lambda *given: CPUAttentionBackendImpl.do_kv_cache_update(
+        impl, *given
+    )
+    cache = torch.randn(5, HEADS, size, 2 * dim).to(dtype)
+    attention = SimpleNamespace(
+        impl=impl, attn_backend=CPUAttentionBackend, kv_cache=cache, kv_cache_dtype="auto",
+        dtype=dtype, num_kv_heads=HEADS, head_size=dim, head_size_v=dim, isa=isa,
+        _k_scale_float=1.0, _v_scale_float=1.0,
+    )  # fmt: skip
+    found = measure(attention, 5, size)
+    assert (found.strides is not None) == is_regular
+    keys = torch.randn(5 * size, HEADS, dim).to(dtype)
+    impl.do_kv_cache_update(attention, keys, keys, cache, torch.arange(5 * size))
+    expected = keys.unflatten(0, (5, size))[[4, 2]].flatten(0, 1)
+    assert torch.equal(found.read(cache, torch.tensor([[4, 2]]))[0], expected)
