@@ -29,6 +29,14 @@ and values inside attention and the MLP, whose vectors have widths of their own:
 | `mlp_pre_linear` | that the activated gate is multiplied with | `mlp.hook_pre_linear` |
 | `mlp_act` | that the MLP's last matrix reads: its neurons | `mlp.hook_post` |
 
+and the ends of the model, which have no layer: requests and results name the site alone. Inside,
+they are at the first and at the last layer.
+
+| site | the vector … | in transformers |
+|---|---|---|
+| `embed` | of the token's embedding, scaled, before learned positions | the scaled embedding |
+| `final_norm` | that the final norm returns and the head reads | `output_hidden_states[-1]` |
+
 Names of other tools are read as well, see `parse`.
 
 For the last layer, transformers applies the final norm to its output; `resid_post` does not. The
@@ -45,6 +53,7 @@ from typing import Literal
 Tap = tuple[str, int]  # (canonical site, layer from 0)
 # The names and aliases of `SITES`, for type checkers and editors.
 SiteName = Literal[
+    "embed",
     "resid_pre",
     "attn_in",
     "q",
@@ -62,6 +71,7 @@ SiteName = Literal[
     "mlp_act",
     "mlp_out",
     "resid_post",
+    "final_norm",
     "pre_attn",
     "post_attn",
     "post_block",
@@ -79,6 +89,8 @@ class Site:
         meaning: one phrase for tables and messages.
         inner: whether it is inside attention or the MLP. The vectors of all others are as wide as
             the residual stream.
+        layer: of a site that has no layer, the one whose number it has inside: 0 or −1; None: each
+            layer has the site.
     """
 
     name: str
@@ -86,9 +98,11 @@ class Site:
     order: int
     meaning: str
     inner: bool = False
+    layer: int | None = None
 
 
 SITES: tuple[Site, ...] = (
+    Site("embed", (), -1, "the token's embedding, before learned positions", layer=0),
     Site("resid_pre", ("pre_attn",), 0, "the residual stream entering the layer"),
     Site("attn_in", (), 1, "what attention reads, normalised"),
     Site("q", (), 2, "the queries of all heads, before norms and RoPE", inner=True),
@@ -108,12 +122,16 @@ SITES: tuple[Site, ...] = (
     Site(
         "resid_post", ("post_block", "post_mlp"), 16, "the residual stream after the MLP is added"
     ),
+    Site("final_norm", (), 17, "what the final norm returns and the head reads", layer=-1),
 )
 
 NAMES: tuple[str, ...] = tuple(site.name for site in SITES)
-# The sites whose vectors are as wide as the residual stream, and the others.
-OUTER: tuple[str, ...] = tuple(site.name for site in SITES if not site.inner)
+# The sites of each layer whose vectors are as wide as the residual stream, and the others.
+OUTER: tuple[str, ...] = tuple(site.name for site in SITES if not site.inner and site.layer is None)
 INNER: tuple[str, ...] = tuple(site.name for site in SITES if site.inner)
+IN_LAYERS: tuple[str, ...] = tuple(site.name for site in SITES if site.layer is None)
+# The sites without a layer, and the layer, 0 or −1, whose number each has inside.
+ENDS: dict[str, int] = {site.name: site.layer for site in SITES if site.layer is not None}
 BY_NAME: dict[str, Site] = {name: site for site in SITES for name in (site.name, *site.aliases)}
 
 
@@ -161,6 +179,18 @@ _HOOKS = {
     "mlp_act": "mlp.hook_post",
 }
 _OTHERS |= {name: site for site, name in _HOOKS.items()}
+# What other tools call the sites without a layer. TransformerLens's `ln_final.hook_normalized` is
+# before the norm's weight; modules of embeddings return vectors that some models scale afterwards.
+_END_NAMES = {
+    "hook_embed": "embed",
+    "embed.hook_out": "embed",
+    "ln_final.hook_out": "final_norm",
+    "model.norm": "final_norm",
+    "model.norm.output": "final_norm",
+    "transformer.ln_f": "final_norm",
+    "transformer.ln_f.output": "final_norm",
+}
+_END_HOOKS = {"embed": "hook_embed", "final_norm": "ln_final.hook_out"}
 _MODULES = {
     **dict.fromkeys(("self_attn", "attention", "self_attention"), "attn"),
     **dict.fromkeys(("feed_forward", "ffn", "block_sparse_moe"), "mlp"),
@@ -191,8 +221,10 @@ def parse(name: str) -> tuple[str, int | None] | None:
     """
     if name in BY_NAME:
         return BY_NAME[name].name, None
+    if name in _END_NAMES:
+        return _END_NAMES[name], None
     address = _ADDRESS.fullmatch(name)
-    if address and address[1] in BY_NAME:
+    if address and address[1] in BY_NAME and BY_NAME[address[1]].layer is None:
         return BY_NAME[address[1]].name, int(address[2])
     path = _PATH.fullmatch(name)
     if path:
@@ -212,6 +244,8 @@ def is_elsewhere(name: str) -> bool:
 def transformer_lens_name(tap: Tap) -> str:
     """Return TransformerLens's name of a tap, such as `blocks.10.hook_resid_post`."""
     site, layer = tap
+    if site in ENDS:
+        return _END_HOOKS[site]
     return f"blocks.{layer}." + _HOOKS.get(site, f"hook_{site}")
 
 
@@ -225,6 +259,12 @@ def _plain(suffix: str) -> str:
     """Return the path within a layer with its first module named `attn` or `mlp`."""
     module, dot, rest = suffix.partition(".")
     return _MODULES.get(module, module) + dot + rest
+
+
+def show_tap(tap: Tap) -> str:
+    """Return a tap for messages, `z at layer 3`; a site without a layer alone."""
+    site, layer = tap
+    return site if site in ENDS else f"{site} at layer {layer}"
 
 
 def order(tap: Tap) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from support.tokenizers import byte_level
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     "README.md",
+    "docs/attention.md",
     "docs/coming-from.md",
     "docs/dataset-capture.md",
     "docs/guide.md",

@@ -10,7 +10,7 @@ from support import tiny
 from support.engines import ALL_SITES, finish, generated, greedy, tokens
 from torch import Tensor
 
-from midstream import Ablate, Capture, Clamp, SamplingParams, Scale, SpecError, Steer
+from midstream import Ablate, Capture, Clamp, Replace, SamplingParams, Scale, SpecError, Steer
 
 PROMPT = [9, 41, 7, 150, 66, 12]
 EVERYTHING = Capture("all", ALL_SITES)
@@ -145,6 +145,14 @@ def test_named_vectors_are_their_values(llm: Any) -> None:
     assert_same(ask(llm, edits=[Steer("up"), Steer(W, 2)]), ask(llm, edits=[
         Steer(U, 1, site="resid_mid"), Steer(V, 2), Steer(W, 2)
     ]))  # fmt: skip
+    some: dict[str, Any] = {"alpha": 0.5, "positions": slice(2, 5)}
+    value = [Replace(U, 1, site="resid_mid", **some), Replace(V, 2, **some)]
+    assert_same(ask(llm, edits=[Replace("up", **some)]), ask(llm, edits=value))
+    rows = torch.stack([W, U])
+    assert_same(
+        ask(llm, edits=[Replace(["any", U], 1, positions=[1, 3])]),
+        ask(llm, edits=[Replace(rows, 1, positions=[1, 3])]),
+    )
     llm.vectors.remove("up")
     with pytest.raises(SpecError, match=r"edits.*up"):
         ask(llm, edits=[Steer("up")])

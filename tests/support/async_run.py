@@ -20,7 +20,7 @@ import torch
 from midstream.testing import inspect
 from support.engines import ALL_SITES, engine, greedy, name_vectors, tokens
 
-TAPPED = [*ALL_SITES, "z"]
+TAPPED = [*ALL_SITES, "rot_q", "z"]
 WIDTH = 64
 COUNT = 20
 KINDS = ("CUMULATIVE", "DELTA", "FINAL_ONLY")
@@ -91,6 +91,10 @@ def results(holder: Any) -> dict[str, Any]:
         found["activations"] = {
             tap: (rows, holder.activations.positions_of(*tap))
             for tap, rows in holder.activations.items()
+        }
+    if getattr(holder, "attention", None) is not None:
+        found["attention"] = {
+            key: (rows.values.flatten(1), rows.positions) for key, rows in holder.attention.items()
         }
     if holder.receipt is not None:
         found["receipt"] = {**holder.receipt.to_dict(), "request_id": ""}
@@ -276,6 +280,10 @@ async def streams(llm: Any, found: dict[str, Any]) -> None:
         for capture in (heads, replace(heads, heads=None))
     ]
 
+    found["stream attention"] = [
+        await stream_of_attention(llm, f"attention {kind}", kind) for kind in KINDS[:2]
+    ]
+
     async def inputs() -> Any:
         yield StreamingInput(prompt(0))
 
@@ -292,6 +300,25 @@ async def streams(llm: Any, found: dict[str, Any]) -> None:
         )
     ]
     await inspect(llm).check_integrity()
+
+
+async def stream_of_attention(llm: Any, name: str, kind: str) -> list[Any]:
+    """(positions, weights, keys) on each output of a request."""
+    from midstream import Attention, Entropy, TopKeys
+
+    asked = [
+        Attention(1, heads=1, reduce=TopKeys(3), stream=True),
+        Attention(1, reduce=Entropy(), name="end"),
+    ]
+    sampling, shown = params(0, max_tokens=20, kind=kind), []
+    async for output in llm.generate(prompt(5), sampling, name, capture=asked):
+        attention = output.attention
+        assert output.activations is None
+        if attention is not None:
+            rows = attention[1]
+            shown.append((output.finished, rows.positions, rows.values, rows.keys))
+            assert (("end", 1) in attention) == output.finished
+    return shown
 
 
 async def aborts(llm: Any, found: dict[str, Any]) -> None:

@@ -26,8 +26,8 @@ def differences(
             continue
         if mine["receipt"] != wanted["receipt"]:
             problems.append(f"{name}: {mine['receipt']} instead of {wanted['receipt']}")
-        for what in ("activations", "probes"):
-            there, asked = mine[what] or {}, wanted[what] or {}
+        for what in ("activations", "probes", "attention"):
+            there, asked = mine.get(what) or {}, wanted.get(what) or {}
             if set(there) != set(asked):
                 problems.append(f"{name}: {sorted(there)} instead of {sorted(asked)}")
                 continue
@@ -79,10 +79,10 @@ def cut_at_ties(
 def _cut(result: dict[str, Any], shared: int, stop: int) -> dict[str, Any]:
     """A result without what depends on tokens from the first that differs on."""
     short = {**result, "generated": result["generated"][:shared], "receipt": None}
-    for what in ("activations", "probes"):
+    for what in ("activations", "probes", "attention"):
         short[what] = {
             key: (values[positions < stop], positions[positions < stop])
-            for key, (values, positions, *_) in (result[what] or {}).items()
+            for key, (values, positions, *_) in (result.get(what) or {}).items()
             if key != "last"
         }
     return short

@@ -153,6 +153,8 @@ class Maker:
         yield "loreft keep", LoReFT(self.orthonormal(2), weight, bias, norm="keep", **at)
         yield "replace all by one row, in part", Replace(self.vector(), alpha=0.6, **at)
         yield "scale", Scale(1.5, **at)
+        each = 1 + 0.5 * torch.randn(self.h.shape[1], generator=self.draw)
+        yield "scale by components and shift", Scale(each, shift=self.vector(0.5), **at)
         yield "scale to nothing", Scale(0.0 if self.site in BRANCHES else -0.5, **at)
         yield "feature add", self.feature("add", 0.7 * self.size, False).replace(**at)
 
@@ -177,6 +179,8 @@ class Maker:
         yield "gate, sigmoid", self.gate(self.steer(), soft=True), False
         yield "gate around scale", self.gate(Scale(1.7, **self.place)), True
         ablate = Ablate(self.direction(), **self.place)
+        each = torch.randn(self.h.shape[1], generator=self.draw)
+        yield "gate around components", self.gate(Scale(-each, **self.place), soft=True), False
         yield "gate around ablate", self.gate(ablate, soft=True), False
         yield "gate around keep", self.gate(keep, soft=True), False
         yield "gate around replace", self.gate(Replace(self.vector(), **self.place)), True

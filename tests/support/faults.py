@@ -6,6 +6,7 @@ Most are what another tool does, or did: an edit or a capture that is silently w
 from __future__ import annotations
 
 from support.fault import Fault
+from support.faults_attention import ATTENTION
 from support.faults_kept import KEPT
 
 ENGINE = "tests/engine/"
@@ -193,8 +194,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "A named and an inline vector at one site: one of them is dropped",
         "spec/plan.py",
-        "                edits.extend(bind_edit(edit, lookup, num_layers))\n",
-        "                edits[:] = list(bind_edit(edit, lookup, num_layers))\n",
+        "                edits.extend(expand(edit))\n",
+        "                edits[:] = list(expand(edit))\n",
         ENGINE + "test_tiers.py::test_named_and_inline_and_server_wide_vectors_add_up_at_one_site",
     ),
     Fault(
@@ -477,4 +478,5 @@ FAULTS: tuple[Fault, ...] = (
         "::test_running_plans_take_the_union_of_their_things_whether_or_not_they_share_a_need",
     ),
     *KEPT,
+    *ATTENTION,
 )

@@ -300,12 +300,92 @@ KEPT: tuple[Fault, ...] = (
         "::test_an_edit_of_heads_does_to_each_what_it_does_to_a_vector_of_that_size",
     ),
     Fault(
+        "A logit that is raised is no larger than the largest",
+        "ops/site_ref.py",
+        "largest + margin * largest.abs().clamp_min(1.0)",
+        "largest + 0 * margin",
+        "tests/unit/ops/test_site.py::test_any_mix_of_programs_is_carried_out_as_defined",
+    ),
+    Fault(
+        "An activated expert is raised above what the edit's bias has not changed yet",
+        "spec/operation.py",
+        "            if not in_turn:\n                break\n",
+        "            break\n",
+        "tests/unit/spec/operations/test_route.py"
+        "::test_its_instructions_compute_its_formula_and_choose_as_they_say",
+    ),
+    Fault(
+        "A gate around a choice of experts drops the order of its parts",
+        "spec/operations/gate.py",
+        "first.flags & ~Flags.FRESH), *rest",
+        "first.flags & ~Flags.FRESH), *(\n"
+        "            replace(each, flags=each.flags & ~Flags.FRESH) for each in rest\n        )",
+        "tests/unit/spec/operations/test_route.py::test_behind_a_gate_it_is_all_or_nothing",
+    ),
+    Fault(
+        "Experts of groups are forced as if the largest logits were chosen",
+        "runtime/models/expert_choice.py",
+        "    if experts.use_grouped_topk:\n",
+        "    if False:\n",
+        "tests/unit/runtime/models/test_expert_choice.py::test_any_other_choice_is_named",
+    ),
+    Fault(
+        "Rows that the server keeps for one client patch another's request",
+        "server/patched_rows.py",
+        "                if not owns(found[0]):\n",
+        "                if False:\n",
+        "tests/unit/server/test_patched_rows.py::test_rows_of_another_client_are_not_there",
+    ),
+    Fault(
+        "Captured rows are used in the order of the file instead of by their positions",
+        "server/patched_rows.py",
+        "rows[[row_of[position] for position in positions]]",
+        "rows[list(positions)[: len(rows)]]",
+        "tests/unit/server/test_patched_rows.py::test_captured_rows_are_found_by_their_positions",
+    ),
+    Fault(
+        "Each head is patched with the first head's captured part",
+        "spec/operations/captured_edits.py",
+        "head * width + dim for head in edit.heads",
+        "dim for head in edit.heads[:1]",
+        "tests/unit/spec/test_captured_rows.py::test_each_head_gets_its_own_part_of_the_rows",
+    ),
+    Fault(
+        "A factor for each component is added to the 1 that is there already",
+        "spec/operations/scale.py",
+        'factors.astype("f8") - 1',
+        'factors.astype("f8")',
+        "tests/unit/spec/operations/test_algebra.py"
+        "::test_each_component_has_its_factor_and_its_shift",
+    ),
+    Fault(
+        "The op multiplies by components of the vector that the edit began with",
+        "ops/site_ref.py",
+        "vectors = vectors * self.base[rows]",
+        "vectors = vectors * (self.base if self.entered is None else self.entered)[rows]",
+        "tests/unit/ops/test_site.py::test_any_mix_of_programs_is_carried_out_as_defined",
+    ),
+    Fault(
         "Edits of different heads share KV",
         "spec/resolve/resolved.py",
         "            *([] if step.mask is None else [step.mask.digest]),\n",
         "",
         "tests/engine/test_inner_poisoning.py"
         "::test_whatever_is_different_about_an_inner_edit_its_kv_is_its_own",
+    ),
+    Fault(
+        "The embedding is read after learned positions were added",
+        "runtime/models/trunk_ends.py",
+        "    if _SUMMED not in states:\n",
+        "    if True:\n",
+        "tests/engine/test_ends.py::test_rows_are_what_transformers_embeds_and_what_its_head_reads",
+    ),
+    Fault(
+        "A layer given to a site that has none is ignored",
+        "spec/selection.py",
+        "        if found is not None:\n            shown =",
+        "        if False:\n            shown =",
+        "tests/unit/test_sites.py::test_a_layer_at_a_site_without_one_is_refused",
     ),
     Fault(
         "A planned capture counts rows of heads and neurons as wide as the stream",

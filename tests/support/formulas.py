@@ -22,6 +22,7 @@ from midstream.spec import (
     LoReFT,
     Probe,
     Replace,
+    Route,
     Scale,
     Steer,
     Vector,
@@ -139,8 +140,24 @@ def _added(edit: Edit, h: Array, g: Array, rows: ArrayLike | None) -> Array:
             alpha = g * edit.alpha
             return (1 - alpha) * h + alpha * given
         case Scale():
-            return (1 + g * (edit.factor - 1)) * h
+            factor = wide(edit.factor) if isinstance(edit.factor, Vector) else edit.factor
+            shift = 0.0 if edit.shift is None else wide(edit.shift)
+            return h + g * (factor * h + shift - h)
+        case Route():
+            return (1 - g) * h + g * _routed(edit, h)
     raise TypeError(f"no formula for {type(edit).__name__}")
+
+
+def _routed(edit: Route, h: Array) -> Array:
+    bias, found = dict(edit.bias), h.copy()
+    for expert in bias.keys() - set(edit.activate):
+        found[..., expert] += bias[expert]
+    found[..., list(edit.deactivate)] = -30000.0
+    largest = found.max(axis=-1)
+    for expert in edit.activate:
+        raised = largest + np.maximum(np.abs(largest), 1) / 64
+        found[..., expert] = raised + bias.get(expert, 0.0)
+    return found
 
 
 # ---------------------------------------------------------------- instructions
@@ -182,7 +199,7 @@ def run(
             if step.slot is not None and isinstance(scores, dict):
                 scores[step.slot] = (along(seen, wide(step.read)) + step.a)[..., 0]
             continue
-        f, v = _amount(step, seen, where)
+        f, v = _amount(step, seen, fresh, where)
         now = now + (g * f if Flags.GATED in step.flags else f) * v * mask
         if Flags.KEEP in step.flags:
             length = norm(now * mask)
@@ -202,8 +219,10 @@ def _gate(step: Instruction, h: Array | None, scores: Mapping[int, ArrayLike] | 
     return sigmoid(step.c * (x - step.b))
 
 
-def _amount(step: Instruction, h: Array | None, positions: ArrayLike | None) -> tuple[Any, Any]:
-    """(f, v) of the table."""
+def _amount(
+    step: Instruction, h: Array | None, whole: Array | None, positions: ArrayLike | None
+) -> tuple[Any, Any]:
+    """(f, v) of the table; `whole` is h without a mask."""
     x = None if step.read is None else along(h, wide(step.read))
     write = None
     if Flags.ROW_BY_POSITION in step.flags:
@@ -227,4 +246,9 @@ def _amount(step: Instruction, h: Array | None, positions: ArrayLike | None) -> 
             return step.a, write - h
         case Op.SCALE:
             return step.a - 1, h
+        case Op.MULTIPLY:
+            return step.a, write * h
+        case Op.RAISE:
+            largest = whole.max(axis=-1, keepdims=True)
+            return step.a, write + largest + step.b * np.maximum(np.abs(largest), 1) - h
     raise TypeError(f"no formula for {step.op}")

@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from midstream import Capture, Gate, Probe
+from midstream import Capture, Gate, Probe, Route
 from midstream.sites import BY_NAME, Tap
 from support import tiny
 from support.edit_cases import MAX_TOKENS, Case, Maker, problems
@@ -46,6 +46,22 @@ class InnerMaker(Maker):
         found = super().gate(edit, read, soft)
         reading = found.probe if tap else found.probe.at_tap(found.probe.direction, None)
         return Gate(edit, reading, found.threshold, found.sharpness)
+
+    def routes(self) -> Iterator[tuple[str, Route, bool]]:
+        """Choices of the experts of a router with four, which chooses two; and whether they leave
+        some tokens alone.
+        """
+        at = {"layer": self.layer}
+        yield "route, activate", Route(1, **at), False
+        yield "route, activate all", Route([0, 3], **at), False
+        yield "route, deactivate", Route(None, [0, 2], **at), False
+        yield "route, bias", Route(bias={0: 2 * self.size, 2: -0.5 * self.size}, **at), False
+        both = Route(3, 1, {0: self.size, 3: 0.5 * self.size}, **at)
+        yield "route, all three", both, False
+        yield "route, gated", self.gate(both), True
+        yield "route, gated elsewhere", self.gate(both, (END, 0)), True
+        soft = Route(bias={1: self.size}, **at)
+        yield "route, soft gate", self.gate(soft, soft=True), False
 
     def probes(self) -> list[Probe]:
         here: dict[str, Any] = {"bias": 0.5, "site": self.site, "name": "here"}
@@ -93,6 +109,7 @@ def cases(
     draw = torch.Generator().manual_seed(23)
     plain = [oracle.run(prompt) for prompt in prompts]
     found: list[Case] = []
+    routes: list[Case] = []
     number = 0
     for nth_site, site in enumerate(oracle.sites):
         tap = (site, layers(nth_site))
@@ -102,8 +119,10 @@ def cases(
                 maker = InnerMaker(tap, heads, oracle.head_dim, seen, draw)
                 mine = _of_one_tap(maker, prompt, phase, earlier(oracle, tap))
                 found += list(mine)[nth :: len(prompts)]
+                if site == "router":
+                    routes += list(_of_experts(maker, prompt))[nth :: len(prompts)]
             number += 1
-    return found[::every]
+    return found[::every] + routes
 
 
 def _of_one_tap(
@@ -128,6 +147,12 @@ def _of_one_tap(
         yield case(name, At(edit), some)
     for name, edit, places in maker.placed_edits(size):
         yield case(name, At(edit, frozenset(places).__contains__))
+
+
+def _of_experts(maker: InnerMaker, prompt: list[int]) -> Iterator[Case]:
+    tap = (maker.site, maker.layer)
+    for name, edit, some in maker.routes():
+        yield Case(f"{name} of layer {tap[1]}", prompt, [At(edit)], maker.probes(), tap, some)
 
 
 def with_neighbours(given: Sequence[Case], prompts: Sequence[list[int]]) -> list[Case]:

@@ -42,7 +42,6 @@ from support.sources import (
     forward_of,
     is_in_this_release,
     leaves_of,
-    tree_of,
     vllm_root,
 )
 
@@ -101,11 +100,16 @@ def _bases(path: Path, node: ast.ClassDef) -> Iterator[tuple[Path, ast.ClassDef]
             yield from _bases(*found)
 
 
+IMPORT = re.compile(r"^[ \t]*(from [.\w]+ import (?:\([^)]*\)|[^\n(]+))", re.MULTILINE)
+
+
 @functools.cache
 def _imports(path: Path) -> dict[str, tuple[Path, str]]:
     """The file of vLLM in which each imported name may be defined, and its name there."""
     found = {}
-    for item in ast.walk(tree_of(path)):
+    # To parse the imports alone is many times as fast as to parse the files.
+    for text in IMPORT.findall(path.read_text()):
+        (item,) = ast.parse(text).body
         if isinstance(item, ast.ImportFrom):
             above = path
             for _ in range(item.level):

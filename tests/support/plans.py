@@ -70,6 +70,8 @@ PLAIN: list[tuple[Instruction, ...]] = [
     ),
     (Instruction(Op.FEATURE, SMALL[2], (VECTORS[1],), 0.25, 0.125, -1.0, 0.5, ONE),),
     (Instruction(Op.REPLACE, write=(VECTORS[4],), a=0.75, flags=ONE),),
+    (Instruction(Op.MULTIPLY, write=(SMALL[1],), a=1.0, flags=ONE),),
+    (Instruction(Op.RAISE, write=(VECTORS[4],), a=1.0, b=0.015625, flags=ONE, mask=MASK),),
     (Instruction(Op.SCALE, a=1.5, flags=ONE),),
     (Instruction(Op.SCALE, a=0.0, flags=ONE, mask=MASK),),
     (Instruction(Op.REPLACE, write=(VECTORS[4],), a=1.0, flags=ONE | Flags.KEEP, mask=MASK),),

@@ -142,6 +142,7 @@ def completion(index: int = 0, **changes: Any) -> SimpleNamespace:
         "activations": None,
         "receipt": None,
         "capture_results": None,
+        "attention": None,
     }
     return SimpleNamespace(**{**made, **changes})
 

@@ -199,6 +199,8 @@ def random_steps(draw: Any, count: int, width: int, bank_rows: int = 11) -> list
             Op.FEATURE: (normal(), normal(), shrink * normal(), shrink * normal()),
             Op.REPLACE: (draw.random(), 0, 0, 0),
             Op.SCALE: (2 * draw.random(), 0, 0, 0),
+            Op.MULTIPLY: (0.3 * normal(), 0, 0, 0),
+            Op.RAISE: (draw.random(), abs(normal()), 0, 0),
             Op.GATE: (normal(), normal(), normal() * float(draw.choice([1, 1e30])), 0),
             Op.PROBE: (normal(), 0, 0, 0),
         }[op]
@@ -339,11 +341,18 @@ class _Run:
             Op.FEATURE: c * active + d,
             Op.REPLACE: a,
             Op.SCALE: a - 1,
+            Op.MULTIPLY: a,
+            Op.RAISE: a,
         }[Op(op)]
         if Flags.GATED in flags:
             factor *= self.gate
         vector = self.base if op == Op.SCALE else bank[write]
-        if op == Op.REPLACE:
+        if op == Op.MULTIPLY:
+            vector = vector * self.base
+        if op == Op.RAISE:
+            largest = self.base.max()
+            vector = vector + largest + b * largest.abs().clamp_min(1)
+        if op in (Op.REPLACE, Op.RAISE):
             vector = vector - self.base
         vector = torch.where(chosen, vector, 0.0)
         self.delta = self.delta + torch.tensor(factor, dtype=torch.float32) * vector

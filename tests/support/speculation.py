@@ -35,7 +35,7 @@ COMMON = {
     # What is computed, not what is cached, is at stake here.
     "enable_prefix_caching": False,
     "disable_log_stats": False,
-    "midstream": {"sites": SITES},
+    "midstream": {"sites": [*SITES, "rot_q"]},
 }
 SPECULATION: dict[str, dict[str, Any]] = {
     "alone": {},
@@ -69,7 +69,18 @@ def cases(width: int, layers: int, vocabulary: int) -> list[Case]:
     Args:
         width, layers, vocabulary: the model's.
     """
-    from midstream import Ablate, Capture, Gate, Probe, Replace, Scale, Steer, TokenIds
+    from midstream import (
+        Ablate,
+        Attention,
+        Capture,
+        Gate,
+        Mass,
+        Probe,
+        Replace,
+        Scale,
+        Steer,
+        TokenIds,
+    )
 
     def vector(seed: int) -> torch.Tensor:
         return torch.randn(width, generator=torch.Generator().manual_seed(seed))
@@ -115,6 +126,11 @@ def cases(width: int, layers: int, vocabulary: int) -> list[Case]:
         "one token": {"capture": everything},
         "stopped": {"capture": everything, "edits": [Steer(vector(2), 1, positions="generated")]},
         "to the end": {"capture": everything, "edits": [Steer(vector(9), 1, positions="prompt")]},
+        "attended": {"capture": Attention("all", reduce="full")},
+        "attended generated": {
+            "capture": Attention("all", 1, "generated", reduce=Mass(slice(4, 18))),
+            "edits": [Steer(vector(9), 1, positions="prompt")],
+        },
     }
     sampling: dict[str, dict[str, Any]] = {
         "one token": {"max_tokens": 1},

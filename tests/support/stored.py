@@ -97,6 +97,7 @@ def worker_info(**fields) -> WorkerInfo:
     found.setdefault("widths", (found["hidden_size"],) * len(found["taps"]))
     found.setdefault("parts", (1,) * len(found["taps"]))
     found.setdefault("heads", (0,) * len(found["taps"]))
+    found.setdefault("routing", (0,) * len(found["taps"]))
     return WorkerInfo(**found)
 
 

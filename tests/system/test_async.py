@@ -222,3 +222,20 @@ def test_rows_of_heads_on_the_way_are_by_head(found):
         every = whole[last, tap]
         assert every.shape[1:] == (2, 32)
         torch.testing.assert_close(values, every[: len(values), [1]], rtol=1e-4, atol=1e-4)
+
+
+def test_streamed_attention_comes_with_its_tokens_and_ends_whole(found):
+    for kind, shown in zip(KINDS, found["stream attention"], strict=False):
+        *partial, (finished, positions, values, keys) = shown
+        assert finished
+        assert positions.tolist() == list(range(rows(5) + 20 - 1))
+        assert values.shape == keys.shape == (len(positions), 1, 3)
+        assert len(partial) > 2
+        came = 0
+        for is_last, some, part, named in partial:
+            assert not is_last
+            expected = slice(came if kind == "DELTA" else 0, int(some[-1]) + 1)
+            assert torch.equal(some, positions[expected])
+            assert torch.equal(part, values[expected])
+            assert torch.equal(named, keys[expected])
+            came = expected.stop

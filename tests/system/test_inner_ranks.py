@@ -12,7 +12,21 @@ from support import tiny
 from support.engines import GPU_MEMORY, engine, greedy, tokens
 from support.ranks import PIPELINE, assert_same, ranks
 
-from midstream import Ablate, Capture, Clamp, Probe, Replace, Scale, SpecError, Steer
+from midstream import (
+    Ablate,
+    Attention,
+    Capture,
+    Clamp,
+    Entropy,
+    Gate,
+    Mass,
+    Probe,
+    Replace,
+    Scale,
+    SpecError,
+    Steer,
+    TopKeys,
+)
 from midstream.runtime.protocol.segments import RankShare
 from midstream.sites import INNER, NAMES
 from midstream.tools.capacity import read_model
@@ -20,7 +34,7 @@ from midstream.tools.capacity.job import ranks as ranks_transfer
 
 # Two heads of queries and one of keys and values, which two ranks both have.
 HEAD, HIDDEN, NEURONS = 32, 64, 96
-EVERY = [site for site in NAMES if site != "router"]
+EVERY = [site for site in NAMES if site != "router"]  # those without a layer too
 INSIDE = [site for site in INNER if site != "router"]
 SETTINGS = {
     "max_model_len": 128, "max_num_seqs": 16, "max_num_batched_tokens": 48,
@@ -42,6 +56,8 @@ EDITS: list[Any] = [
     Scale(0.0, "all", site="z", head=1),
     Scale(0.25, 1, site="k"),
     Scale(-1.0, 1, site="v"),
+    Scale(vector(HIDDEN), 1, site="z", shift=vector(HIDDEN)),
+    Scale(vector(NEURONS, 1.0), 0, site="mlp_act"),
     Scale(0.0, 2, site="mlp_act", dims=[3, 50, 95]),
     Scale(1.5, 1, site="mlp_pre", dims=range(40, 60)),
     Replace(vector(HEAD), 1, site="rot_k", positions=slice(1, 4)),
@@ -50,6 +66,9 @@ EDITS: list[Any] = [
     Ablate([vector(HEAD), vector(HEAD)], 1, site="z", head=1),
     Ablate(vector(HEAD), 1, site="v", head=0),
     Clamp(vector(HEAD), 1, site="z", head=[0, 1], low=3.0),
+    Steer(vector(HIDDEN), site="embed"),
+    Clamp(vector(HIDDEN), site="final_norm", low=3.0),
+    Gate(Scale(-1.0, site="final_norm"), vector(HIDDEN)),
 ]
 
 
@@ -72,12 +91,13 @@ def several(request: Any, path: Path) -> Iterator[Any]:
         yield llm
 
 
-def run(llm: Any, capture: Capture, edits: list[Any] | None = None) -> list[Any]:
+def run(llm: Any, capture: Any, edits: list[Any] | None = None) -> list[Any]:
     """Every prompt plain, and one of them with each edit, in one batch."""
     given = [None, None, None, *([edit] for edit in edits or ())]
     prompts = [tokens(PROMPTS[nth % 3]) for nth in range(len(given))]
+    captures = [capture] * len(given)
     found: list[Any] = llm.generate(
-        prompts, greedy(4, detokenize=False), capture=capture, edits=given, use_tqdm=False
+        prompts, greedy(4, detokenize=False), capture=captures, edits=given, use_tqdm=False
     )
     return found
 
@@ -89,11 +109,11 @@ def test_rows_of_every_site_are_those_of_one_rank(alone, several, how):
 
 
 def test_edits_of_every_rank_do_what_they_do_on_one(alone, several):
-    capture = Capture("all", [*INSIDE, "resid_post"], positions=[0, 3, "last"])
+    capture = Capture("all", [*INSIDE, "resid_post", "final_norm"], positions=[0, 3, "last"])
     plain, edited = run(alone, capture), run(alone, capture, EDITS)
     assert_same(run(several, capture, EDITS), edited)
     for nth, one in enumerate(edited[3:], 3):
-        last, before = (each.activations["resid_post", 2][-1] for each in (one, plain[nth % 3]))
+        last, before = (each.activations["final_norm"][-1] for each in (one, plain[nth % 3]))
         assert (last - before).norm() > 1e-3, EDITS[nth - 3]
 
 
@@ -132,3 +152,26 @@ def test_what_needs_the_parts_of_several_ranks_at_once_is_refused(several, asked
         return
     with pytest.raises(SpecError, match=problem):
         several.generate(prompts, params, **asked)
+
+
+def test_attention_of_every_head_is_that_of_one_rank(alone, several):
+    """Each rank computes its heads; those that are asked for are chosen where all come together."""
+    asked = [
+        Attention("all", reduce="full"),
+        Attention([0, 2], heads=[1], queries="generated", reduce=TopKeys(5), name="top"),
+        Attention(1, heads=0, reduce=Mass(slice(1, 4)), name="mass"),
+        Attention("all", queries=[0, 3, "last"], reduce=Entropy(), name="entropy"),
+        Capture("all", ["resid_post", "rot_q"], return_="sharded"),
+    ]
+    for one, other in zip(run(several, asked), run(alone, asked), strict=True):
+        assert one.receipt.status == other.receipt.status == "ok"
+        assert list(one.activations) == list(other.activations)
+        assert list(one.attention) == list(other.attention)
+        for key, rows in other.attention.items():
+            mine = one.attention[key]
+            assert (mine.heads, mine.positions.tolist()) == (rows.heads, rows.positions.tolist())
+            assert torch.allclose(mine.values, rows.values, atol=1e-4), key
+            assert (mine.keys is None) == (rows.keys is None)
+            if rows.keys is not None:
+                certain = rows.values - rows.values.roll(-1, -1) > 1e-3
+                assert torch.equal(mine.keys[certain], rows.keys[certain])

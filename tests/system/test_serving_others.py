@@ -1,5 +1,5 @@
 """A server reads requests in other tools' words, or rejects them; it never ignores a field. And the
-parameters that it allows are read from it.
+parameters that it allows are read from it; and it returns attention weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from support.others_words import direction, packed
 from support.serving import NAME, Running
 from support.serving_offline import HELLO, TOKENS, VECTOR, assert_equal, plain
 
-from midstream import Capture, Client, Steer
+from midstream import Attention, Capture, Client, Mass, Steer, TopKeys
 from midstream.client import ServerError
 from midstream.compat.foreign_fields import FOREIGN, OWN
 
@@ -28,7 +28,7 @@ PROMPT = "The capital of France is"
 @pytest.fixture(scope="module")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     allowed = serving.settings(http={"parameters": ["lm_head.weight", "model.norm.weight"]})
-    command = serving.command(smollm2, "--sites=resid_post", allowed)
+    command = serving.command(smollm2, "--sites=resid_post,rot_q", allowed)
     with serving.running(command, tmp_path_factory.mktemp("others")) as found:
         yield found
 
@@ -94,3 +94,35 @@ def test_clients_read_the_allowed_parameters_as_the_checkpoint_has_them(client, 
     assert torch.equal(client.parameter("model.norm.weight"), stored["model.norm.weight"].float())
     with pytest.raises(ServerError, match=r"may not read.*'model.embed_tokens.weight'"):
         client.parameter("model.embed_tokens.weight")
+
+
+@pytest.mark.parametrize("asks", ["complete", "stream"])
+def test_attention_comes_over_http(client, asks):
+    asked = [
+        Attention([10], heads=[0, 3], queries=["last_prompt", "generated"], reduce="full"),
+        Attention([10, -1], reduce=TopKeys(2), name="top", stream=asks == "stream"),
+        Attention(10, heads=0, queries="generated", reduce=Mass(slice(0, 3)), name="mass"),
+        Capture([10], positions="last_prompt"),
+    ]
+    if asks == "stream":
+        *_, found = client.stream(PROMPT, **ASKED, capture=asked)
+    else:
+        found = client.complete(PROMPT, **ASKED, capture=asked)
+    [one] = found.outputs
+    assert one.receipt.status == "ok"
+    assert found.activations.layers == (10,)
+    full, top, mass = (found.attention[key] for key in (10, ("top", 10), ("mass", 10)))
+    queries = 1 + TOKENS - 1
+    assert full.values.shape == (queries, 2, 5 + TOKENS - 1)
+    torch.testing.assert_close(full.values.sum(-1), torch.ones(queries, 2))
+    weights, places = full.values.topk(2)
+    torch.testing.assert_close(top.values[4:, [0, 3]], weights)
+    certain = full.values.topk(3).values.diff().abs().amin(-1) > 1e-3
+    assert torch.equal(top.keys[4:, [0, 3]][certain], places[certain])
+    torch.testing.assert_close(mass.values[:, 0], full.values[1:, 0, :3].sum(-1))
+    assert len(found.attention["top", 29]) == 5 + TOKENS - 1
+    came = [part["top", 10] for part in one.attention_rows]
+    assert bool(came) == (asks == "stream")
+    if came:
+        keys = torch.cat([part.keys for part in came])
+        assert torch.equal(keys, top.keys[: len(keys)])

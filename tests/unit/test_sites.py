@@ -11,7 +11,7 @@ from midstream.errors import SpecError
 from midstream.spec import Reading
 
 LAYERS = st.integers(0, 999)
-TAPS = st.tuples(st.sampled_from(sites.NAMES), LAYERS)
+TAPS = st.tuples(st.sampled_from(sites.IN_LAYERS), LAYERS)
 
 
 @given(TAPS)
@@ -88,7 +88,7 @@ def test_names_of_other_tools_mean_sites(name, tap):
         "blocks.3.hook_attn_in",
         "blocks.3.hook_mlp_in",
         "blocks.3.mlp.hook_mid",
-        "hook_embed",
+        "hook_pos_embed",
         "ln_final.hook_normalized",
         "model.layers.3.self_attn.q_proj",
         "model.layers.3.self_attn.o_proj.output",
@@ -97,9 +97,64 @@ def test_names_of_other_tools_mean_sites(name, tap):
     ],
 )
 def test_a_place_of_other_tools_without_a_site_is_unsupported(name):
-    problem = "has no site here; unsupported. Sites: `resid_pre`, .*`resid_post`"
+    problem = "has no site here; unsupported. Sites: `embed`, .*`final_norm`"
     with pytest.raises(SpecError, match=problem):
         Capture(3, sites=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "site"),
+    [
+        ("embed", "embed"),
+        ("hook_embed", "embed"),
+        ("final_norm", "final_norm"),
+        ("ln_final.hook_out", "final_norm"),
+        ("model.norm", "final_norm"),
+        ("transformer.ln_f.output", "final_norm"),
+    ],
+)
+def test_names_of_sites_without_a_layer(name, site):
+    assert sites.parse(name) == (site, None)
+    assert sites.parse(sites.transformer_lens_name((site, 7))) == (site, None)
+    assert Capture(sites=name) == Capture(sites=[site]) == Capture.parse({"sites": site})
+    assert Capture(sites=name).to_dict() == {"sites": [site], "positions": ["all"], "phase": "all"}
+    for one in (Steer([1], site=name), Scale(2, sites=name), Replace([1], site=name)):
+        assert "layer" not in one.to_dict()
+        assert type(one).parse(one.to_dict()) == one == one.replace(site=site)
+    probe = Probe([1], site=name)
+    assert Probe.parse(probe.to_dict()) == probe
+    assert (
+        Reading([1], site=name)
+        == Reading.parse(probe)
+        == Reading.parse({"direction": [1], "site": site})
+    )
+    assert Reading.parse(Reading([1], site=name).to_dict()) == Reading([1], site=name)
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "problem"),
+    [
+        (lambda: Capture(3, "final_norm"), "layers", "got 3, but `final_norm` has no layer: omit"),
+        (lambda: Capture("all", ["embed", "final_norm"]), "layers", 'got "all", but .* have no la'),
+        (lambda: Capture(sites=["embed", "resid_post"]), "", "missing field `layers`"),
+        (lambda: Capture(sites="final_norm.3"), "sites", "unknown site|no site here"),
+        (lambda: Steer([1], [2, 3], site="embed"), "layer", "got 2, 3, but `embed` has no layer"),
+        (lambda: Steer({2: [1]}, site="embed"), "layer", "got 2, but `embed` has no layer"),
+        (lambda: Scale(2, 3, site=["embed", "q"]), "site", "embed has no layer and others have"),
+        (lambda: Probe([1], 0, site="embed"), "layer", "got 0, but `embed` has no layer"),
+        (lambda: Reading([1], layer=0, site="embed"), "layer", "got 0, but `embed` has no layer"),
+    ],
+)
+def test_a_layer_at_a_site_without_one_is_refused(make, path, problem):
+    with pytest.raises(SpecError, match=problem) as caught:
+        make()
+    assert caught.value.path == path
+
+
+def test_among_others_their_layers_are_not_chosen():
+    one = Capture([3], ["resid_post", "final_norm"])
+    assert one.to_dict()["layers"] == [3]
+    assert Capture(sites=["blocks.3.hook_resid_post", "ln_final.hook_out"]) == one
 
 
 def test_names_with_layers_are_several_taps():

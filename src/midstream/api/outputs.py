@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
     from midstream.results.activations import Activations
+    from midstream.results.attention import AttentionResults
     from midstream.results.probe_scores import Probes
     from midstream.results.receipt import CaptureResult, Receipt
 
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
         """One completion of an output.
 
         Attributes:
-            activations, probes, receipt, capture_results: of this completion, if n > 1; else None.
+            activations, attention, probes, receipt, capture_results: of this completion, if n > 1;
+                else None.
         """
 
         activations: Activations
+        attention: AttentionResults
         probes: Probes
         receipt: Receipt
         capture_results: Mapping[str, CaptureResult]
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
         Attributes:
             outputs: completions.
             activations: captured rows; None if nothing was captured.
+            attention: attention weights by layer; None if none were asked for.
             probes: scores by probe name; None without probes.
             receipt: what was asked for, against what the device counted; None without a plan.
             capture_results: what each sink did; None without captures.
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
 
         outputs: list[GenerateCompletion]
         activations: Activations
+        attention: AttentionResults
         probes: Probes
         receipt: Receipt
         capture_results: Mapping[str, CaptureResult]

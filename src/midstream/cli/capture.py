@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from midstream.cli.output import REFUSED, print_json, read_json_option, read_positions, refusals
+from midstream.sites import ENDS
 
 if TYPE_CHECKING:
     from midstream.jobs import CaptureRun
@@ -142,7 +143,7 @@ def capture(
             data=data,
             out=out,
             capture=Capture(
-                read_layers(layers),
+                _layers_of(layers, sites),
                 [name.strip() for name in sites.split(",")],
                 read_positions(positions),
                 codec=codec,
@@ -257,6 +258,12 @@ def read_layers(text: str) -> Any:
         return [int(part) for part in text.split(",")]
     except ValueError:
         return text
+
+
+def _layers_of(text: str, sites: str) -> Any:
+    """Return the layers of a capture; None for "all" at sites that have no layers."""
+    in_layers = any(name.strip() not in ENDS for name in sites.split(","))
+    return read_layers(text) if in_layers or text != "all" else None
 
 
 def with_address(arguments: Sequence[str]) -> list[str]:

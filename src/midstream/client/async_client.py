@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 from midstream.client import protocol
 from midstream.client.outputs import ServedOutput
 from midstream.client.protocol import Exchange, HttpResponse
+from midstream.spec.captured_rows import CapturedRows
 
 T = TypeVar("T")
 
@@ -51,13 +52,11 @@ class AsyncClient:
 
     async def complete(self, prompt: Any, **given: Any) -> ServedOutput:
         """Complete a prompt; see `Client.complete`."""
-        body = protocol.body_of(given, prompt=prompt)
-        return await self._run(protocol.complete(protocol.COMPLETIONS, body))
+        return await self._run(protocol.complete(protocol.COMPLETIONS, given, prompt=prompt))
 
     async def chat(self, messages: Any, **given: Any) -> ServedOutput:
         """Answer a conversation; see `Client.chat`."""
-        body = protocol.body_of(given, messages=messages)
-        return await self._run(protocol.complete(protocol.CHAT, body))
+        return await self._run(protocol.complete(protocol.CHAT, given, messages=messages))
 
     async def stream(
         self, prompt: Any = None, *, messages: Any = None, **given: Any
@@ -88,6 +87,10 @@ class AsyncClient:
     async def parameter(self, name: str) -> Any:
         """Return a parameter of the model; see `Client.parameter`."""
         return await self._run(protocol.parameter(name))
+
+    async def delete(self, captured: CapturedRows) -> None:
+        """Delete rows on the server; see `Client.delete`."""
+        await self._run(protocol.delete(captured))
 
     async def call(self, method: str, path: str, json: Any = None) -> Any:
         """Send one request; see `Client.call`."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 from midstream.client import protocol
 from midstream.client.outputs import ServedOutput
 from midstream.client.protocol import Exchange, HttpResponse
+from midstream.spec.captured_rows import CapturedRows
 
 T = TypeVar("T")
 
@@ -56,16 +57,16 @@ class Client:
         Args:
             prompt: as for `/v1/completions`.
             **given: `capture`, `steer`, `edits`, `probes` and `activations` as for `extra_body`;
-                all others are fields of the request body, such as `model`, `max_tokens`,
-                `temperature`.
+                with `activations="keep"` the rows stay on the server, for edits of later requests:
+                `output.outputs[0].captured` refers to them. All others are fields of the request
+                body, such as `model`, `max_tokens`, `temperature`.
 
         Raises:
             SpecError: an argument for midstream is malformed.
             ServerError: the server rejected the request, or midstream is not enabled there.
             httpx.HTTPError: the server is unreachable, or the connection failed.
         """
-        body = protocol.body_of(given, prompt=prompt)
-        return self._run(protocol.complete(protocol.COMPLETIONS, body))
+        return self._run(protocol.complete(protocol.COMPLETIONS, given, prompt=prompt))
 
     def chat(self, messages: Any, **given: Any) -> ServedOutput:
         """Answer a conversation; arguments and exceptions are those of `complete`.
@@ -74,8 +75,7 @@ class Client:
             messages: as for `/v1/chat/completions`.
             **given: as for `complete`.
         """
-        body = protocol.body_of(given, messages=messages)
-        return self._run(protocol.complete(protocol.CHAT, body))
+        return self._run(protocol.complete(protocol.CHAT, given, messages=messages))
 
     def stream(
         self, prompt: Any = None, *, messages: Any = None, **given: Any
@@ -130,6 +130,14 @@ class Client:
             ServerError: the server does not allow it, or the model has no such parameter.
         """
         return self._run(protocol.parameter(name))
+
+    def delete(self, captured: CapturedRows) -> None:
+        """Delete rows on the server, which otherwise expire.
+
+        Raises:
+            ServerError: there are no such rows.
+        """
+        self._run(protocol.delete(captured))
 
     def call(self, method: str, path: str, json: Any = None) -> Any:
         """Send one request, and return the JSON of its response; None if it is empty.

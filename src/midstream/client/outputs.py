@@ -12,9 +12,12 @@ from midstream.config.config import KEY
 from midstream.errors import ServerError
 from midstream.results.activations import Activations
 from midstream.results.arrays import array_of
+from midstream.results.attention import AttentionResults
+from midstream.results.attention_json import from_json
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import CaptureResult, Receipt
 from midstream.results.serialization import unpack
+from midstream.spec.captured_rows import CapturedRows
 
 
 @dataclass(slots=True)
@@ -28,9 +31,12 @@ class ServedCompletion:
         activations: captured rows; None if nothing was captured, not yet known, or kept on the
             server.
         probes: probe scores; of a stream, the scores so far. None if there are none.
+        attention: attention weights by layer; None if none were asked for, or not yet known.
         receipt: the receipt; None until the choice has ended, or if the request had no plan.
         capture_results: results of sinks by name; None if no rows went to a sink.
         rows: of a stream, partial rows of captures with `stream`, in the order received.
+        attention_rows: of a stream, partial rows of an `Attention` with `stream`, likewise.
+        captured: rows that the server keeps for edits of later requests; None if it keeps none.
     """
 
     index: int
@@ -41,6 +47,9 @@ class ServedCompletion:
     receipt: Receipt | None = None
     capture_results: Mapping[str, CaptureResult] | None = None
     rows: list[Activations] = field(default_factory=list)
+    captured: CapturedRows | None = None
+    attention: AttentionResults | None = None
+    attention_rows: list[AttentionResults] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -66,6 +75,12 @@ class ServedOutput:
     def activations(self) -> Activations | None:
         """Activations of the only choice; None with several choices."""
         found: Activations | None = self._only("activations")
+        return found
+
+    @property
+    def attention(self) -> AttentionResults | None:
+        """Attention weights of the only choice; None with several choices."""
+        found: AttentionResults | None = self._only("attention")
         return found
 
     @property
@@ -155,12 +170,17 @@ class Reader:
             }
         for rows in results.get("rows", ()):
             one.rows.append(unpack(base64.b64decode(rows["base64"])))
+        one.attention_rows += [from_json(each) for each in results.get("attention_rows", ())]
+        if "attention" in results:
+            one.attention = from_json(results["attention"])
         rows = results.get("activations")
         if rows is not None:
             if "base64" in rows:
                 one.activations = unpack(base64.b64decode(rows["base64"]))
             elif rows["url"] in fetched:
                 one.activations = unpack(fetched[rows["url"]])
+            else:
+                one.captured = CapturedRows(rows["id"])
 
     def _probes(self, index: int, results: Mapping[str, Any]) -> Probes:
         """Return all scores so far; each event has new scores only."""

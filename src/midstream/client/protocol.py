@@ -18,15 +18,18 @@ from midstream.config.http import ADMIN_HEADER
 from midstream.errors import ConfigError, ServerError
 from midstream.http.sse import DONE, Event, Events
 from midstream.results.arrays import load_tensors
+from midstream.spec.captured_rows import CapturedRows
 from midstream.spec.named_vector import read_name
 from midstream.validation import at
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 VECTORS, STEERING = "/v1/midstream/vectors", "/v1/midstream/steering"
-PARAMETERS = "/v1/midstream/parameters"
+PARAMETERS, ROWS = "/v1/midstream/parameters", "/v1/midstream/activations"
 SITES, STATUS = "/v1/midstream/sites", "/v1/midstream/status"
 PLAN = ("capture", "steer", "edits", "probes")
 FIELDS = (*PLAN, "activations")
+# A value of `activations` for clients alone: the rows stay on the server.
+KEEP = "keep"
 
 T = TypeVar("T")
 
@@ -72,30 +75,44 @@ def call(method: str, path: str, json: Any = None) -> Exchange[Any]:
     return check(response.status, response.content)
 
 
-def complete(path: str, body: dict[str, Any]) -> Exchange[ServedOutput]:
+def complete(path: str, given: Mapping[str, Any], **more: Any) -> Exchange[ServedOutput]:
     """Return the output of a completion, with its rows.
 
     Args:
         path: path of the endpoint.
-        body: see `body_of`.
+        given, more: see `body_of`.
 
     Raises:
+        SpecError: an argument for midstream is malformed.
         ServerError: the server rejected the request, or midstream is not enabled there.
     """
+    body = body_of(given, **more)
     value = yield from call("POST", path, body)
-    output = yield from read(value)
+    output = yield from read(value, _keeps(given))
     return check_enabled(body, output)
 
 
-def read(answer: Any) -> Exchange[ServedOutput]:
-    """Return a response of any client as a ServedOutput; see `Client.read`."""
+def read(answer: Any, keep: bool = False) -> Exchange[ServedOutput]:
+    """Return a response of any client as a ServedOutput; see `Client.read`.
+
+    Args:
+        answer: JSON of the response, or an object with `model_dump`.
+        keep: whether cached rows stay on the server.
+    """
     reader, value = Reader(), plain(answer)
-    return reader.read(value, (yield from _fetch_rows(reader, value)))
+    return reader.read(value, (yield from _fetch_rows(reader, value, keep)))
 
 
-def _fetch_rows(reader: Reader, value: dict[str, Any]) -> Exchange[dict[str, bytes]]:
+def _keeps(given: Mapping[str, Any]) -> bool:
+    """Return whether cached rows stay on the server."""
+    return bool(given.get("activations") == KEEP)
+
+
+def _fetch_rows(reader: Reader, value: dict[str, Any], keep: bool) -> Exchange[dict[str, bytes]]:
     """Fetch the rows that the server has cached for a response, and delete them there."""
-    found = {}
+    found: dict[str, bytes] = {}
+    if keep:
+        return found
     for url in reader.handles(value):
         found[url] = yield from _fetch(url)
         yield HttpRequest("DELETE", url)
@@ -131,6 +148,7 @@ class OutputStream:
         path = COMPLETIONS if messages is None else CHAT
         body = body_of(given, prompt=prompt, messages=messages, stream=True)
         self.request = HttpRequest("POST", path, body)
+        self._keeps = _keeps(given)
         self._stream = Stream()
         self._reader = Reader()
 
@@ -153,7 +171,12 @@ class OutputStream:
         check_enabled(self.request.json, self._reader.output)
 
     def _output(self, value: dict[str, Any]) -> Exchange[ServedOutput]:
-        return self._reader.read(value, (yield from _fetch_rows(self._reader, value)))
+        return self._reader.read(value, (yield from _fetch_rows(self._reader, value, self._keeps)))
+
+
+def delete(captured: CapturedRows) -> Exchange[None]:
+    """Delete cached rows."""
+    yield from call("DELETE", f"{ROWS}/{captured.id}")
 
 
 def register_vectors(name: str, vectors: Any) -> Exchange[dict[str, Any]]:
@@ -200,6 +223,8 @@ def body_of(given: Mapping[str, Any], **more: Any) -> dict[str, Any]:
         SpecError: an argument for midstream is malformed.
     """
     fields = {name: given[name] for name in FIELDS if name in given}
+    if _keeps(given):
+        fields["activations"] = "handle"
     body = {name: value for name, value in given.items() if name not in FIELDS}
     body |= {name: value for name, value in more.items() if value is not None}
     return {**body, **extra_body(**fields)} if fields else body

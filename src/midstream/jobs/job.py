@@ -117,6 +117,8 @@ class Job:
             raise SpecError(
                 "capture", "leave out sink, tag, request_id and metadata: the job sets them"
             )
+        if type(self.capture) is not Capture:
+            raise SpecError("capture", "a store has activations; give a `Capture`")
         if self.capture.heads is not None:
             raise SpecError("capture.heads", "leave out: a store has whole vectors")
         for name, least in (("max_tokens", 1), ("limit", 1)):

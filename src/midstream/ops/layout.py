@@ -17,11 +17,13 @@ first `GATE`), a program is a list of instructions, each of which adds f · v to
 | `FEATURE` | c · act(⟨h, read⟩ + a) + d, act(x) = x where x > b, else 0 | write |
 | `REPLACE` | a | write − h |
 | `SCALE` | a − 1 | h |
+| `MULTIPLY` | a | write ⊙ h |
+| `RAISE` | a | m + b · max(\|m\|, 1) + write − h, m the largest component of h |
 | `GATE` | none: g = σ(c · (x − b)), or x > b with `STEP`; x = ⟨h, read⟩ + a, or a score | |
 | `PROBE` | none: score = ⟨h, read⟩ + a | |
 
 An instruction with a mask, a vector of ones and zeros, reads and changes only the components where
-the mask is one: in its row of the table, h and v are zero elsewhere.
+the mask is one: in its row of the table, h and v are zero elsewhere. m is that of all components.
 """
 
 from __future__ import annotations
@@ -95,8 +97,10 @@ class Op(IntEnum):
     FEATURE = 4
     REPLACE = 5
     SCALE = 6
-    GATE = 7
-    PROBE = 8
+    MULTIPLY = 7
+    RAISE = 8
+    GATE = 9
+    PROBE = 10
 
 
 class Flags(IntFlag):

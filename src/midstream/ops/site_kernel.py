@@ -53,6 +53,8 @@ _LINEAR = tl.constexpr(int(Op.LINEAR))
 _FEATURE = tl.constexpr(int(Op.FEATURE))
 _REPLACE = tl.constexpr(int(Op.REPLACE))
 _SCALE = tl.constexpr(int(Op.SCALE))
+_MULTIPLY = tl.constexpr(int(Op.MULTIPLY))
+_RAISE = tl.constexpr(int(Op.RAISE))
 _GATE = tl.constexpr(int(Op.GATE))
 _PROBE = tl.constexpr(int(Op.PROBE))
 
@@ -252,7 +254,13 @@ def _run(
                             write += tl.load(token + _POSITION) * (width // unit)
                         start_of = write.to(tl.int64) * unit
                         vector = tl.load(bank + start_of + columns, mask=inside, other=0.0)
-                        if op == _REPLACE:
+                        if op == _MULTIPLY:
+                            vector = vector * base
+                        if op == _RAISE:
+                            top = tl.max(tl.where(inside, base, float("-inf")), axis=0)
+                            top += tl.load(param + _B) * tl.maximum(tl.abs(top), 1.0)
+                            vector += tl.where(inside, top, 0.0)
+                        if (op == _REPLACE) | (op == _RAISE):
                             vector = vector - base
                         vector = _masked(vector, mask, bank, columns, inside, unit)
                         delta = delta + factor * vector

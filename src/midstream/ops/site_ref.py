@@ -338,7 +338,8 @@ class _Work:
                 if infinite.any():
                     self.spoiled = np.isin(np.arange(len(self.delta)), at[infinite]) | self.spoiled
         else:
-            self._add(op, at, words, self._factor(op, _index(at), words, (a, b, c, d)))
+            factor = self._factor(op, _index(at), words, (a, b, c, d))
+            self._add(op, at, which, words, factor)
             kept = (words[:, layout.FLAGS] & _KEEP) != 0
             if kept.any():
                 self._restore_norm(at[kept], words[kept])
@@ -379,7 +380,7 @@ class _Work:
         x = x + a
         return c * torch.where(x > b, x, 0.0) + d
 
-    def _add(self, op: Op, at: Rows, words: Ints, factor: Tensor) -> None:
+    def _add(self, op: Op, at: Rows, which: Ints, words: Ints, factor: Tensor) -> None:
         """Add f · v; add exactly nothing where f or the gate is 0."""
         flags = words[:, layout.FLAGS]
         gated = (flags & _GATED) != 0
@@ -390,7 +391,7 @@ class _Work:
         if not live.all():
             if not live.any():
                 return
-            at, words, flags = at[live], words[live], flags[live]
+            at, which, words, flags = at[live], which[live], words[live], flags[live]
             factor = factor[torch.from_numpy(live)]
         rows = _index(at)
         if op is Op.SCALE:
@@ -402,8 +403,13 @@ class _Work:
                 rows_before = by_position * self._words[at, layout.POSITION]
                 write = write + rows_before * self._device.units
             vectors = self._device.vectors(write)
-            if op is Op.REPLACE:
-                vectors = vectors - self.base[rows]
+            if op is Op.MULTIPLY:
+                vectors = vectors * self.base[rows]
+            elif op is Op.REPLACE or op is Op.RAISE:
+                base = self.base[rows]
+                if op is Op.RAISE:
+                    vectors = vectors + self._above(base, which)
+                vectors = vectors - base
         vectors = self._masked(vectors, words)
         # The product is rounded separately, so that +v and −v cancel exactly.
         change = factor[:, None] * vectors
@@ -412,6 +418,12 @@ class _Work:
         else:
             self.delta[rows] += change
         self._moved = True
+
+    def _above(self, base: Tensor, which: Ints) -> Tensor:
+        """Return what a RAISE makes of components where its vector is 0, [n, 1]."""
+        margin = self._device.params[torch.from_numpy(which.astype(np.int64)), layout.B]
+        largest = base.amax(1)
+        return (largest + margin * largest.abs().clamp_min(1.0))[:, None]
 
     def _restore_norm(self, at: Rows, words: Ints) -> None:
         """Rescale the stream of rows `at` to the norm of h, where their mask is not zero."""

@@ -15,7 +15,8 @@ from midstream.results.arrays import (
     array_of,
     encode_blocks,
     save_tensors,
-    stack_arrays,
+    show_size,
+    stack_layers,
     to_numpy,
 )
 from midstream.results.encoded_rows import Rows, rows_of
@@ -48,6 +49,9 @@ class Activations:
     worker's shared memory; that memory is freed when the tensor is. `torch.save`, pickles, deep
     copies and queues of processes take a tensor's own bytes alone. A client without torch has
     arrays of NumPy in place of tensors, with bfloat16 widened to float32.
+
+    The sites `embed` and `final_norm` have no layer: `activations["final_norm"]` is [rows, hidden].
+    In keys they have the number of the first and of the last layer.
 
     At the sites q, k, v, rot_q, rot_k and z it is [rows, heads, head_dim]: one vector per query
     head, at k, v and rot_k per key-value head. A `Capture` with `heads` has these heads only.
@@ -93,8 +97,8 @@ class Activations:
             key: (site, layer), a name with both (`blocks.10.hook_resid_post`,
                 `model.layers.10.output`, `resid_post.10`), or a layer if one site was captured:
                 [rows, width], or [rows, heads, head_dim]. A site alone: its layers stacked along a
-                new first dimension, ascending. Layer −1 is the model's last one. Sites have all
-                names of `midstream.sites.parse`.
+                new first dimension, ascending; of a site without layers, its rows. Layer −1 is the
+                model's last one. Sites have all names of `midstream.sites.parse`.
 
         Raises:
             KeyError: the site and layer were not captured; the message lists those that were.
@@ -107,8 +111,8 @@ class Activations:
             pass  # not read yet, another form of a key, or no key
         if isinstance(key, str):
             named = sites.parse(key)
-            if named is not None and named[1] is None:
-                return _stacked(self, named[0])
+            if named is not None and named[1] is None and named[0] not in sites.ENDS:
+                return stack_layers(self, named[0])
         return self._value(_find(self, key))
 
     @property
@@ -163,8 +167,8 @@ class Activations:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The captured layers, ascending."""
-        return tuple(sorted({layer for _, layer in self._given}))
+        """The captured layers, ascending, of the sites that have layers."""
+        return tuple(sorted({layer for site, layer in self._given if site not in sites.ENDS}))
 
     @property
     def positions(self) -> Tensor:
@@ -192,16 +196,16 @@ class Activations:
         """
         return self._tokens[self.positions]
 
-    def positions_of(self, site: str, layer: int) -> Tensor:
-        """Return the positions of one site and layer, int64 [rows].
+    def positions_of(self, site: str, layer: int | None = None) -> Tensor:
+        """Return the positions of one site and layer, int64 [rows]; no layer where a site has none.
 
         Raises:
             KeyError: the site and layer were not captured.
         """
-        return self._positions[_find(self, (site, layer))]
+        return self._positions[_find(self, site if layer is None else (site, layer))]
 
-    def token_ids_of(self, site: str, layer: int) -> Tensor:
-        """Return the token ids of one site and layer, int64 [rows].
+    def token_ids_of(self, site: str, layer: int | None = None) -> Tensor:
+        """Return the token ids of one site and layer, int64 [rows]; see `positions_of`.
 
         Raises:
             KeyError: the site and layer were not captured.
@@ -392,6 +396,8 @@ def _tap_of(rows: Activations, key: Any) -> Tap | None:
     found: tuple[str, Any] | None = None
     if isinstance(key, str):
         found = sites.parse(key)
+        if found is not None and found[0] in sites.ENDS:
+            return next((tap for tap in rows if tap[0] == found[0]), None)
     elif is_int(as_number(key)) and len(rows.sites) == 1:
         found = rows.sites[0], as_number(key)
     elif isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], str):
@@ -400,6 +406,8 @@ def _tap_of(rows: Activations, key: Any) -> Tap | None:
     if found is None or not is_int(found[1]):
         return None
     site, layer = found[0], int(found[1])
+    if site in sites.ENDS and (site, layer) not in rows._given:  # noqa: SLF001
+        return None
     if layer < 0 and rows.num_layers is not None:
         layer += rows.num_layers
     return site, layer
@@ -415,43 +423,15 @@ def _explain(rows: Activations, key: Any, tap: Tap | None) -> str:
     site = key[0] if isinstance(key, tuple) and key else key
     if isinstance(site, str) and sites.parse(site) is None:
         return f"{problem}; {site!r} is no site{hint(site, sites.NAMES)}"
+    if isinstance(site, str) and sites.canonical(site) in sites.ENDS:
+        return f"{problem}; {site} has no layer, its name alone is its key"
     return f'{problem}; a key is (site, layer), as ["resid_post", 3]; a site alone has all layers'
-
-
-def _stacked(rows: Activations, site: str) -> Tensor:
-    """Return the vectors of a site, [layers, rows, width] or [layers, rows, heads, head_dim]."""
-    taps = [(site, layer) for layer in rows.layers if (site, layer) in rows]
-    if not taps:
-        raise KeyError(f"{site!r} was not captured; there is {repr(rows)[12:-1]}")
-    first = rows.positions_of(*taps[0])
-    for tap in taps[1:]:
-        mine = rows.positions_of(*tap)
-        if mine is not first and mine.tolist() != first.tolist():
-            raise ValueError(
-                f"{site} was captured at other positions at layer {tap[1]} than at layer "
-                f"{taps[0][1]}, so the layers cannot be stacked; read activations[site, layer]"
-            )
-    values = [rows[tap] for tap in taps]
-    for tap, value in zip(taps, values, strict=True):
-        if value.shape != values[0].shape:
-            raise ValueError(
-                f"{site} is {show_size(value.shape[1:])} wide at layer {tap[1]} and "
-                f"{show_size(values[0].shape[1:])} at layer {taps[0][1]}, so the layers cannot be "
-                "stacked; read activations[site, layer]"
-            )
-    stacked: Tensor = stack_arrays(values)
-    return stacked
-
-
-def show_size(shape: Sequence[int]) -> str:
-    """Return the size of vectors, as `64`, or as `4 × 16` of 4 heads."""
-    return " × ".join(map(str, shape))
 
 
 def _html(rows: Activations) -> str:
     head = "<tr><th>site</th><th>layer</th><th>rows × size</th><th>positions</th></tr>"
     lines = [
-        f"<tr><td>{html.escape(site)}</td><td>{layer}</td>"
+        f"<tr><td>{html.escape(site)}</td><td>{'' if site in sites.ENDS else layer}</td>"
         f"<td>{show_size((count, *rows[site, layer].shape[1:]))}</td>"
         f"<td>{format_ranges(tuple(rows.positions_of(site, layer).tolist()))}</td></tr>"
         for (site, layer), count in rows.counts().items()
@@ -481,8 +461,9 @@ def _describe(acts: Activations) -> str:
     first = acts[acts.keys()[0]]
     rows = sorted(set(acts.counts().values()))
     shown = str(rows[0]) if len(rows) == 1 else f"{rows[0]}–{rows[-1]}"
+    layers = f"layers {format_ranges(acts.layers)}; " if acts.layers else ""
     return (
-        f"Activations({', '.join(acts.sites)}; layers {format_ranges(acts.layers)}; "
+        f"Activations({', '.join(acts.sites)}; {layers}"
         f"{shown} rows of {' or '.join(_sizes(acts))}, "
         f"{str(first.dtype).removeprefix('torch.')})"
     )

@@ -153,3 +153,33 @@ def _array(each: Mapping[str, Any]) -> Any:
     if dtype is None:
         raise ValueError(f"dtype {each['dtype']} requires torch")
     return np.frombuffer(each["data"], dtype).reshape(each["shape"])
+
+
+def stack_layers(rows: Any, site: str) -> Tensor:
+    """Return the vectors of a site, [layers, rows, width] or [layers, rows, heads, head_dim]."""
+    taps = [(site, layer) for layer in rows.layers if (site, layer) in rows]
+    if not taps:
+        raise KeyError(f"{site!r} was not captured; there is {repr(rows)[12:-1]}")
+    first = rows.positions_of(*taps[0])
+    for tap in taps[1:]:
+        mine = rows.positions_of(*tap)
+        if mine is not first and mine.tolist() != first.tolist():
+            raise ValueError(
+                f"{site} was captured at other positions at layer {tap[1]} than at layer "
+                f"{taps[0][1]}, so the layers cannot be stacked; read activations[site, layer]"
+            )
+    values = [rows[tap] for tap in taps]
+    for tap, value in zip(taps, values, strict=True):
+        if value.shape != values[0].shape:
+            raise ValueError(
+                f"{site} is {show_size(value.shape[1:])} wide at layer {tap[1]} and "
+                f"{show_size(values[0].shape[1:])} at layer {taps[0][1]}, so the layers cannot be "
+                "stacked; read activations[site, layer]"
+            )
+    stacked: Tensor = stack_arrays(values)
+    return stacked
+
+
+def show_size(shape: Sequence[int]) -> str:
+    """Return the size of vectors, as `64`, or as `4 × 16` of 4 heads."""
+    return " × ".join(map(str, shape))

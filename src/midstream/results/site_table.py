@@ -16,7 +16,7 @@ class SiteState:
 
     Attributes:
         site: canonical name.
-        layer: from 0.
+        layer: from 0; of a site without layers, that of the first or of the last layer.
         tapped: whether requests can use it.
         reason: why it is not tapped; empty if it is.
         width: number of components of its vectors; 0 if it is not tapped.
@@ -69,19 +69,20 @@ class SiteTable:
                 )
                 for layer in range(shape.num_layers)
                 for site in sites.NAMES
+                if layer == sites.ENDS.get(site, layer) % shape.num_layers
             )
         )
 
-    def __getitem__(self, key: tuple[str, int]) -> SiteState:
-        """Return the state of a (site or alias, layer).
+    def __getitem__(self, key: tuple[str, int] | str) -> SiteState:
+        """Return the state of a (site or alias, layer), or of a site without layers.
 
         Raises:
             KeyError: there is no such site or layer.
         """
-        site, layer = key
+        site, layer = (key, None) if isinstance(key, str) else key
         name = sites.canonical(site)
         for state in self.states:
-            if (state.site, state.layer) == (name, layer):
+            if state.site == name and (layer == state.layer or name in sites.ENDS):
                 return state
         raise KeyError(f"there is no {site} at layer {layer}")
 
@@ -95,7 +96,8 @@ class SiteTable:
                     shown = "tapped" if state.tapped else state.reason
                     alike.setdefault((state.shape, shown), []).append(state.layer)
             for (shape, shown), layers in alike.items():
-                found.append((site, format_ranges(layers), shape, shown))
+                where = "–" if site in sites.ENDS else format_ranges(layers)
+                found.append((site, where, shape, shown))
         return found
 
     def __str__(self) -> str:

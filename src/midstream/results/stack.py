@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
-from midstream.results.activations import Activations, show_size
-from midstream.results.arrays import stack_arrays
+from midstream.results.activations import Activations
+from midstream.results.arrays import show_size, stack_arrays
+from midstream.sites import ENDS
 from midstream.spec.selection import Layers, read_taps
 from midstream.validation import read_int
 
@@ -48,7 +49,11 @@ def stack(
     stacked: list[Any] = []
     for nth, each in enumerate(found):
         try:
-            values = [each[names[0], layer] for layer in indices]
+            values = (
+                [each[names[0]]]
+                if names[0] in ENDS
+                else [each[names[0], layer] for layer in indices]
+            )
             if nth_row is not None:
                 values = [value[nth_row] for value in values]
         except (KeyError, IndexError) as error:

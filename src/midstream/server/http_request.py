@@ -27,12 +27,14 @@ class ChoiceUpdate:
     Attributes:
         probes: latest scores by name, cumulative; None if there are none.
         rows: partial rows received since the last update, without overlap.
+        attention: partial rows of attention, likewise.
         final: vLLM's CompletionOutput, once the choice has ended; else None.
         request_id: vLLM's request id.
     """
 
     probes: Any = None
     rows: list[Any] = field(default_factory=list)
+    attention: list[Any] = field(default_factory=list)
     final: Any = None
     request_id: str = ""
 
@@ -139,5 +141,8 @@ class RequestContext:
             update.probes = completion.probes
         if completion.receipt is not None:
             update.final = completion
-        elif completion.activations is not None:
+            return
+        if completion.activations is not None:
             update.rows.append(completion.activations)
+        if completion.attention is not None:
+            update.attention.append(completion.attention)

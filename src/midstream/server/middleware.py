@@ -159,6 +159,7 @@ class Middleware:
             return None, body
         self._server.check_host(Headers(scope=scope))
         request_field, value, rest = parsed
+        request_field = await self._server.fill(scope, request_field)
         return self._server.begin(scope, value, request_field), rest
 
     def _fields_of(self, scope: Scope, path: str) -> frozenset[str] | None:

@@ -79,6 +79,9 @@ def _request_schema() -> dict[str, Any]:
                 sink={"type": "string"},
                 tag={"type": "string"},
                 stream={"type": "boolean"},
+                heads={},
+                queries={},
+                reduce={},
             ),
             "edits": edits,
             "steer": {**edits, "description": "Edits; `op` defaults to `steer`."},
@@ -113,6 +116,7 @@ def _response_schema() -> dict[str, Any]:
                 "type": "object",
                 "description": "Captured rows as safetensors: in base64, or the URL to fetch.",
             },
+            "attention": {"type": "array", "description": "Attention weights, by layer."},
             "captures": {"type": "object", "description": "Result of storing the rows, by sink."},
         },
     }

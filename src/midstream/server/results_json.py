@@ -14,11 +14,14 @@ import torch
 from midstream.config.http import HttpSettings
 from midstream.errors import HttpError
 from midstream.results.activations import Activations, groups_of, owns_memory, rows_after
+from midstream.results.attention import AttentionResults
+from midstream.results.attention_json import nbytes_of, to_json
 from midstream.results.probe_scores import Probes
 from midstream.results.serialization import PackedRows, pack
 from midstream.server.capture_cache import CachedCapture, CaptureCache
 from midstream.server.http_request import ChoiceUpdate, RequestContext
-from midstream.sites import Tap
+from midstream.sites import ENDS, Tap
+from midstream.spec.attention import Attention
 from midstream.spec.selection import Layers
 from midstream.spec.sink_target import MEMORY
 
@@ -71,6 +74,10 @@ class ResultEncoder:
                 sent.update(
                     {tap: int(each.positions_of(*tap)[-1]) for tap, n in each.counts().items() if n}
                 )
+        if update.attention:
+            encoded["attention_rows"] = [self._attention(each) for each in update.attention]
+        if update.final is not None and update.final.attention is not None:
+            encoded["attention"] = self._attention(update.final.attention)
         if update.final is not None:
             sinks = {
                 sink: {"status": one.status, "reason": one.reason, "paths": list(one.paths)}
@@ -88,6 +95,18 @@ class ResultEncoder:
             elif rows is not None:
                 encoded["activations"] = await self._whole(context, update.request_id, rows)
         return encoded
+
+    def _attention(self, results: AttentionResults) -> list[dict[str, Any]]:
+        size = nbytes_of(results)
+        if size > self._settings.inline_bytes:
+            raise HttpError(
+                413,
+                f"midstream.attention: {size} bytes exceed the limit of "
+                f"{self._settings.inline_bytes} bytes per response (http.inline_bytes); ask for "
+                "fewer queries, layers or heads, or a smaller reduction",
+                "midstream.capture",
+            )
+        return to_json(results)
 
     async def _whole(
         self, context: RequestContext, request_id: str, rows: Activations
@@ -171,12 +190,13 @@ def handle_of(cached: CachedCapture) -> dict[str, Any]:
 def _streamed(context: RequestContext, rows: Activations) -> list[Tap]:
     """Return the taps whose rows a stream has as they are computed."""
     plan = context.request_field.plan
-    captures = () if plan is None else [one for one in plan.captures if one.stream]
+    given = () if plan is None else plan.captures
+    captures = [one for one in given if one.stream and not isinstance(one, Attention)]
     return [
         (site, layer)
         for site, layer in rows
         for one in captures
-        if site in one.sites.names and _has_layer(one.layers, layer)
+        if site in one.sites.names and (site in ENDS or _has_layer(one.layers, layer))
     ]
 
 

@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from midstream.runtime.frontend.results.sink_setup import origin_of
 from midstream.server import audit_log, metrics
 from midstream.server.capture_cache import CachedCapture, CaptureCache
 from midstream.server.http_request import CURRENT, RequestContext
+from midstream.server.patched_rows import opened_rows
 from midstream.server.request_field import MidstreamField
 from midstream.server.results_json import ResultEncoder
 from midstream.spec import Plan
+from midstream.spec.operations import has_captured
 from midstream.steering.edit_forms import TIERS
 from midstream.steering.tiers import SteeringState
 from midstream.version import __version__
@@ -133,6 +136,28 @@ class Server:
             return hashlib.sha256(key.encode()).hexdigest()[:16]
         client = scope.get("client")
         return client[0] if client else ""
+
+    async def fill(self, scope: Scope, request_field: MidstreamField) -> MidstreamField:
+        """Return the field of a request with the cached rows that its edits refer to.
+
+        Raises:
+            HttpError: 503, the engine is not ready; 507, no memory is left.
+            SpecError: there are no such rows, or they are another client's.
+        """
+        plan = request_field.plan
+        if plan is None or not any(map(has_captured, plan.edits)):
+            return request_field
+        shape = self.llm.info.shape
+
+        def filled() -> Plan:
+            most = self.settings.max_body_bytes
+            with opened_rows(self.captures, partial(self.owns, scope), most) as open_rows:
+                return plan.fill(open_rows, shape)
+
+        try:
+            return replace(request_field, plan=await asyncio.to_thread(filled))
+        except SpecError as error:
+            raise request_field.explain(error) from None
 
     def begin(
         self, scope: Scope, body: Mapping[str, Any], request_field: MidstreamField

@@ -5,7 +5,9 @@ Pure Python: importable without torch and without vLLM.
 
 from __future__ import annotations
 
+from midstream.spec.attention import Attention, Entropy, Mass, TopKeys
 from midstream.spec.capture import Capture
+from midstream.spec.captured_rows import CapturedRows
 from midstream.spec.instructions import Instruction
 from midstream.spec.named_vector import Named
 from midstream.spec.operations import (
@@ -18,6 +20,7 @@ from midstream.spec.operations import (
     LoReFT,
     Reading,
     Replace,
+    Route,
     Scale,
     Steer,
 )
@@ -40,14 +43,18 @@ from midstream.spec.vector import Vector
 __all__ = [
     "Ablate",
     "Affine",
+    "Attention",
     "Capture",
+    "CapturedRows",
     "Clamp",
     "Edit",
+    "Entropy",
     "Feature",
     "Gate",
     "Instruction",
     "Layers",
     "LoReFT",
+    "Mass",
     "Match",
     "ModelShape",
     "Named",
@@ -62,6 +69,7 @@ __all__ = [
     "ResolvedPlan",
     "ResolvedProbe",
     "Role",
+    "Route",
     "Scale",
     "Sites",
     "Span",
@@ -69,6 +77,7 @@ __all__ = [
     "Steps",
     "Text",
     "TokenIds",
+    "TopKeys",
     "Vector",
     "Where",
     "Window",

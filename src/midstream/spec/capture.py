@@ -76,7 +76,8 @@ class Capture:
 
         Args:
             layers: any form of Layers: "all", an int, or a list, tuple, range or array of ints.
-                May be omitted where the names of `sites` have layers.
+                May be omitted where the names of `sites` have layers, and must be where no site
+                has any, as `embed` and `final_norm`; among others, they are captured once.
             sites: any form of Sites: a name or a list of names; default "resid_post". Or names
                 that have layers, such as `blocks.10.hook_resid_post`, see `midstream.sites.parse`.
             positions: any form of Positions.
@@ -141,13 +142,21 @@ class Capture:
         Raises:
             SpecError: a field is unknown, missing or malformed.
         """
-        if isinstance(value, Capture):
+        if type(value) is Capture:
             return value
+        if isinstance(value, Capture):
+            problem = f"`{type(value).__name__}` is for single requests; capture activations here"
+            raise SpecError("", problem)
         if not isinstance(value, Mapping):
             raise bad_capture(value)
         given = read_named(value, (), FIELDS)
         by_rank = given.pop("return", None)
         return Capture(**given, return_=by_rank)
+
+    @property
+    def selections(self) -> tuple[Positions, ...]:
+        """All positions that the capture names."""
+        return (self.positions,)
 
     @property
     def place(self) -> tuple[str, str, str]:
@@ -164,7 +173,7 @@ class Capture:
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads; destination fields only where set."""
         found: dict[str, object] = {
-            "layers": self.layers.emit(),
+            **({"layers": self.layers.emit()} if self.sites.in_layers else {}),
             "sites": self.sites.emit(),
             **self.positions.to_dict(),
         }

@@ -68,7 +68,7 @@ class Instruction:
         The limits of a `CLIP` and the threshold of a `FEATURE` are not counted.
         """
         longest = max((vector.norm for vector in self.write), default=1.0)
-        if self.op in (Op.ADD, Op.ADD_MATCHED, Op.REPLACE):
+        if self.op in (Op.ADD, Op.ADD_MATCHED, Op.REPLACE, Op.MULTIPLY, Op.RAISE):
             return abs(self.a) * longest
         if self.op is Op.SCALE:
             return abs(self.a - 1)

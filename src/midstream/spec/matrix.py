@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.spec.named_vector import Named, is_named, read_direction
+from midstream.spec.named_vector import Named, is_named, read_direction, read_row
 from midstream.spec.vector import Vector, read_base64
 from midstream.validation import at, kind, read_fields, read_int
 
@@ -29,13 +29,18 @@ def read_rows(value: object, most: int = MAX_RANK) -> tuple[Vector, ...]:
         SpecError: another form, rows of different widths, or a number that is not finite. The
             path has the row's index.
     """
-    found = _read(value, most, named=False)
+    found = _read(value, most, Vector.parse)
     return tuple(row for row in found if isinstance(row, Vector))
 
 
 def read_directions(value: object, most: int = MAX_RANK) -> tuple[Vector | Named, ...]:
     """Read rows like `read_rows`; any row may also be the name of a registered vector."""
-    return _read(value, most, named=True)
+    return _read(value, most, read_direction)
+
+
+def read_rows_or_names(value: object, most: int = MAX_RANK) -> tuple[Vector | Named, ...]:
+    """Read rows like `read_directions`; the rows' lengths matter."""
+    return _read(value, most, read_row)
 
 
 def emit_rows(rows: tuple[Vector | Named, ...]) -> object:
@@ -50,16 +55,14 @@ def emit_rows(rows: tuple[Vector | Named, ...]) -> object:
     }
 
 
-def _read(value: object, most: int, named: bool) -> tuple[Vector | Named, ...]:
+def _read(
+    value: object, most: int, read: Callable[[object], Vector | Named]
+) -> tuple[Vector | Named, ...]:
     if isinstance(value, Mapping) and "shape" in value:
         return _from_base64(value, most)
     if is_matrix(value):
-        return _from_list(_rows_of(value), most, named)
-    return (_row(value, named),)
-
-
-def _row(value: object, named: bool) -> Vector | Named:
-    return read_direction(value) if named else Vector.parse(value)
+        return _from_list(_rows_of(value), most, read)
+    return (read(value),)
 
 
 def is_matrix(value: object) -> bool:
@@ -84,13 +87,15 @@ def _rows_of(value: Any) -> Any:
     return value.detach().to("cpu") if hasattr(value, "detach") else value
 
 
-def _from_list(rows: Any, most: int, named: bool) -> tuple[Vector | Named, ...]:
+def _from_list(
+    rows: Any, most: int, read: Callable[[object], Vector | Named]
+) -> tuple[Vector | Named, ...]:
     _check_count(len(rows), most)
     found: list[Vector | Named] = []
     width = 0
     for index, value in enumerate(rows):
         with at(f"[{index}]"):
-            row = _row(value, named)
+            row = read(value)
             if isinstance(row, Vector):
                 width = width or row.size
                 if row.size != width:

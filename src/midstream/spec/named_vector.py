@@ -89,11 +89,21 @@ def read_direction(value: object) -> Vector | Named:
     Raises:
         SpecError: a malformed vector, or a name with a scale other than 1.
     """
+    return _unscaled(value, "only the direction of `{}` is used here")
+
+
+def read_row(value: object) -> Vector | Named:
+    """Read a vector like `read_vector`, which is used as it is.
+
+    Raises:
+        SpecError: a malformed vector, or a name with a scale other than 1.
+    """
+    return _unscaled(value, "`{}` is used as it is registered here")
+
+
+def _unscaled(value: object, why: str) -> Vector | Named:
     found = read_vector(value)
     if isinstance(found, Named) and found.scale != 1.0:
-        raise SpecError(
-            "scale",
-            f"expected 1, because only the direction of `{found.name}` is used here, got "
-            f"{show(found.scale)}",
-        )
+        reason = why.format(found.name)
+        raise SpecError("scale", f"expected 1, because {reason}, got {show(found.scale)}")
     return found

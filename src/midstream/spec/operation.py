@@ -11,7 +11,9 @@ from typing import Any, ClassVar, TypeVar
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags
+from midstream.sites import ENDS
 from midstream.spec.argument_names import read_named
+from midstream.spec.captured_rows import CapturedRows
 from midstream.spec.heads import head_size, in_heads, read_indices
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import emit_rows
@@ -33,7 +35,8 @@ class Operation(ABC):
     """An edit or a probe: an operation on the vectors h of selected tokens at selected taps.
 
     Attributes:
-        layers: the layers; −1 is the last one, "all" every layer at which the site is tapped.
+        layers: the layers; −1 is the last one, "all" every layer at which the site is tapped; not
+            read where no site has layers.
         sites: the sites of each of these layers.
         positions: the tokens.
         left: which of "layer" and "site" were omitted. Allowed only with registered names: the
@@ -112,7 +115,7 @@ class Operation(ABC):
         # A single layer or site is written without a list, the usual form of the input.
         places: dict[str, object] = {"layer": self.layers.emit(), "site": self.sites.emit()}
         for name, place in places.items():
-            if name not in self.left:
+            if name not in self.left and (name == "site" or self.sites.in_layers):
                 found[name] = place[0] if isinstance(place, list) and len(place) == 1 else place
         if self.heads:
             found["head"] = self.heads[0] if len(self.heads) == 1 else list(self.heads)
@@ -122,6 +125,8 @@ class Operation(ABC):
         """Return a copy with some of the constructor's arguments changed."""
         given = {**self.own(), "layer": self.layers, "site": self.sites}
         given = {name: value for name, value in given.items() if name not in self.left}
+        if not self.sites.in_layers:
+            del given["layer"]
         if self.heads:
             given["head"] = self.heads
         return type(self)(**{**given, "positions": self.positions, **changes})
@@ -220,6 +225,11 @@ class Operation(ABC):
                 "layer", "missing; it can be omitted only where the vector is a registered name"
             )
         self._set(layers=layers or Layers("all"), sites=sites or Sites(SITE))
+        ends = [name for name in self.sites if name in ENDS]
+        if ends and self.sites.in_layers:
+            raise SpecError(
+                "site", f"{ends[0]} has no layer and others have: use one edit for each"
+            )
         self._set(heads=() if head is None else read_indices(head, "head"))
         found = Positions.within(positions, phase, exclude)
         if not last and "last" in found.include:
@@ -276,19 +286,23 @@ def with_norm(found: dict[str, Any], norm: str | None) -> dict[str, Any]:
     return found if norm is None else {**found, "norm": norm}
 
 
-def one_edit(steps: list[Instruction], norm: str | None = None) -> tuple[Instruction, ...]:
+def one_edit(
+    steps: list[Instruction], norm: str | None = None, in_turn: bool = False
+) -> tuple[Instruction, ...]:
     """Set the flags of one edit's instructions: all read the same h, and count as one edit.
 
     Args:
         steps: the instructions.
         norm: "keep": after the last one the whole vector is rescaled to the norm of h.
+        in_turn: each instruction reads what those before it made of h instead.
     """
     if norm == "keep":
         steps[-1] = steps[-1].with_flags(Flags.KEEP)
     for index, step in enumerate(steps):
         if step.reads:
             steps[index] = step.with_flags(Flags.FRESH)
-            break
+            if not in_turn:
+                break
     steps[-1] = steps[-1].with_flags(Flags.COUNTED)
     return tuple(steps)
 
@@ -302,7 +316,7 @@ def _parameters(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _emit(value: object) -> object:
-    if isinstance(value, (Vector, Named)):
+    if isinstance(value, (Vector, Named, CapturedRows)):
         return value.emit()
     return emit_rows(value) if isinstance(value, tuple) else value
 

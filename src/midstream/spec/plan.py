@@ -8,11 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from midstream.errors import SpecError
+from midstream.spec.attention import parse_capture
 from midstream.spec.capture import Capture
+from midstream.spec.captured_rows import OpenRows
 from midstream.spec.consumers import names_consumers, read_consumers
 from midstream.spec.named_lookup import Lookup
-from midstream.spec.operations import Edit, bind_edit, parse_edit
+from midstream.spec.operations import Edit, bind_edit, fill_edit, parse_edit
 from midstream.spec.probe import Probe
+from midstream.spec.shape import ModelShape
 from midstream.validation import MAX_PARTS, at, kind, read_fields, read_json
 
 T = TypeVar("T")
@@ -117,8 +120,8 @@ class Plan:
         """Create a plan from Python values; None if all arguments are None.
 
         Args:
-            capture: None, a Capture or dict, or a list or tuple of these; or a dict by sink, see
-                `read_consumers`.
+            capture: None, a Capture, an Attention or the dict of one, or a list or tuple of these;
+                or a dict by sink, see `read_consumers`.
             edits: None, an edit or a dict with `op`, or a list or tuple of these.
             probes: None, a Probe or dict, or a list or tuple of these.
 
@@ -131,7 +134,7 @@ class Plan:
         if capture is None and edits is None and probes is None:
             return None
         return Plan(
-            _read_parts("capture", capture, Capture.parse),
+            _read_parts("capture", capture, parse_capture),
             _read_parts("edits", edits, parse_edit),
             _read_parts("probes", probes, Probe.parse),
         )
@@ -163,8 +166,9 @@ class Plan:
     @property
     def needs_prompt(self) -> bool:
         """Whether the selected positions depend on more of the prompt than its length."""
-        parts = (*self.captures, *self.edits, *self.probes)
-        return any(part.positions.needs_prompt for part in parts)
+        found = [part.positions for part in (*self.edits, *self.probes)]
+        found += [one for capture in self.captures for one in capture.selections]
+        return any(positions.needs_prompt for positions in found)
 
     def without_places(self) -> Plan:
         """Return the plan without its captures' destinations.
@@ -193,17 +197,37 @@ class Plan:
         """
         if all(part.is_bound for part in (*self.edits, *self.probes)):
             return self
-        edits: list[Edit] = []
-        origins: list[int] = []
-        for index, edit in enumerate(self.edits):
-            with at(f"edits[{index}]"):
-                edits.extend(bind_edit(edit, lookup, num_layers))
-            origins += [self.origin(index)] * (len(edits) - len(origins))
+        edits, origins = self._expanded(lambda edit: bind_edit(edit, lookup, num_layers))
         probes: list[Probe] = []
         for index, probe in enumerate(self.probes):
             with at(f"probes[{index}]"):
                 probes.extend(probe.bind(lookup, num_layers))
-        return Plan(self.captures, tuple(edits), tuple(probes), tuple(origins), self.coming_from)
+        return Plan(self.captures, edits, tuple(probes), origins, self.coming_from)
+
+    def fill(self, open_rows: OpenRows, shape: ModelShape) -> Plan:
+        """Return the plan with rows of earlier requests by value; see `fill_edit`.
+
+        Args:
+            open_rows: returns the rows of an id.
+            shape: the model.
+
+        Raises:
+            SpecError: there are no such rows. The path is relative to this plan.
+        """
+        edits, origins = self._expanded(lambda edit: fill_edit(edit, open_rows, shape))
+        return replace(self, edits=edits, origins=origins)
+
+    def _expanded(
+        self, expand: Callable[[Edit], tuple[Edit, ...]]
+    ) -> tuple[tuple[Edit, ...], tuple[int, ...]]:
+        """Return the edits that each edit becomes, and each one's index in the plan as given."""
+        edits: list[Edit] = []
+        origins: list[int] = []
+        for index, edit in enumerate(self.edits):
+            with at(f"edits[{index}]"):
+                edits.extend(expand(edit))
+            origins += [self.origin(index)] * (len(edits) - len(origins))
+        return tuple(edits), tuple(origins)
 
 
 def _read_parts(name: str, value: object, read: Callable[[object], T]) -> tuple[T, ...]:

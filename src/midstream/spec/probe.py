@@ -85,7 +85,8 @@ class Probe(Operation):
         if len(self.heads) > 1:
             raise SpecError("head", "a probe reads one head; use one probe per head")
         layers = self.layers.indices
-        if "layer" not in self.left and (layers == "all" or len(layers) > 1):
+        several = layers == "all" or len(layers) > 1
+        if several and "layer" not in self.left and self.sites.in_layers:
             shown = '"all"' if layers == "all" else f"{len(layers)} layers"
             raise SpecError(
                 "layer", f"a probe reads one layer, got {shown}; use one probe per layer"

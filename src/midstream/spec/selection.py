@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from midstream.errors import SpecError
-from midstream.sites import NAMES, is_elsewhere, parse
+from midstream.sites import ENDS, NAMES, is_elsewhere, parse
 from midstream.validation import (
     MAX_ITEMS,
     as_list,
@@ -52,7 +52,8 @@ def read_taps(
     """Read the layers and sites of a capture or an operation.
 
     Names of sites may have the layers, as `blocks.10.hook_resid_post` does; the layers are then
-    omitted. Several such names must be every combination of their layers and sites.
+    omitted. Several such names must be every combination of their layers and sites. Sites that have
+    no layer may be among the others, whose layers these are; alone, they are returned with "all".
 
     Args:
         layers: any form of Layers; None: not given.
@@ -69,8 +70,10 @@ def read_taps(
     if isinstance(sites, (str, list, tuple)):
         with at(sites_field):
             names = [_read_name(sites)] if isinstance(sites, str) else _read_names(sites)
+    ends = [site for site, _ in names if site in ENDS]
     own = dict.fromkeys(layer for _, layer in names if layer is not None)
     if own:
+        names = [name for name in names if name[0] not in ENDS]
         only = list(dict.fromkeys(site for site, _ in names))
         if any(layer is None for _, layer in names):
             raise SpecError(sites_field, "either every name or none must have a layer")
@@ -86,11 +89,22 @@ def read_taps(
             if layers is not None and Layers.parse(layers).indices != tuple(own):
                 shown = ", ".join(map(str, own))
                 raise SpecError("", f"the names of the sites have layer {shown}; omit it here")
-        return Layers(list(own)), Sites(only)
+        return Layers(list(own)), Sites([*only, *ends])
     with at(layers_field):
         found = None if layers is None else Layers.parse(layers)
     with at(sites_field):
-        return found, None if sites is None else Sites.parse(sites)
+        chosen = None if sites is None else Sites.parse(sites)
+    if chosen is not None and not chosen.in_layers:
+        if found is not None:
+            shown = ", ".join(map(str, found.emit())) if found.indices != "all" else '"all"'
+            listed_sites = listed(chosen.names)
+            raise SpecError(
+                layers_field,
+                f"got {shown}, but {listed_sites} {'has' if len(chosen) == 1 else 'have'} no "
+                f"layer: omit `{layers_field}`",
+            )
+        found = Layers("all")
+    return found, chosen
 
 
 def _read_names(values: list[object] | tuple[object, ...]) -> list[Name]:
@@ -127,6 +141,11 @@ class Sites:
     def emit(self) -> list[str]:
         """Return the JSON form, which `parse` reads."""
         return list(self.names)
+
+    @property
+    def in_layers(self) -> bool:
+        """Whether any of the sites has layers; `embed` and `final_norm` have none."""
+        return any(name not in ENDS for name in self.names)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)

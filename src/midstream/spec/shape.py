@@ -19,15 +19,25 @@ class VectorSize(int):
         meaning: what that number is, for messages.
         heads: number of attention heads that the components are of, one head after the other; 0:
             they are not of heads.
+        routing: number of experts that are chosen by the largest components; or why the choice is
+            not the largest ones; 0: they are not of experts.
     """
 
     meaning: str
     heads: int
+    routing: int | str
 
-    def __new__(cls, size: int, meaning: str = "the model's hidden size", heads: int = 0) -> Self:
+    def __new__(
+        cls,
+        size: int,
+        meaning: str = "the model's hidden size",
+        heads: int = 0,
+        routing: int | str = 0,
+    ) -> Self:
         found = super().__new__(cls, size)
         found.meaning = meaning
         found.heads = heads
+        found.routing = routing
         return found
 
 
@@ -44,6 +54,7 @@ class ModelShape:
         widths: the taps whose vectors are not as wide as the residual stream, each with its width;
             sorted. Under tensor parallelism the width is that of all ranks together.
         heads: the taps whose vectors are of attention heads, each with the number of heads; sorted.
+        routing: the taps of routers, each with `VectorSize.routing`; sorted.
     """
 
     num_layers: int
@@ -53,6 +64,7 @@ class ModelShape:
     dtype: str
     widths: tuple[tuple[Tap, int], ...]
     heads: tuple[tuple[Tap, int], ...]
+    routing: tuple[tuple[Tap, int | str], ...]
     _width_of: dict[Tap, int] = field(init=False, compare=False, repr=False)
     _heads_of: dict[Tap, int] = field(init=False, compare=False, repr=False)
 
@@ -65,6 +77,7 @@ class ModelShape:
         dtype: str = "float32",
         widths: Mapping[Tap, int] | Iterable[tuple[Tap, int]] = (),
         heads: Mapping[Tap, int] | Iterable[tuple[Tap, int]] = (),
+        routing: Mapping[Tap, int | str] | Iterable[tuple[Tap, int | str]] = (),
     ) -> None:
         object.__setattr__(self, "num_layers", num_layers)
         object.__setattr__(self, "hidden_size", hidden_size)
@@ -73,6 +86,7 @@ class ModelShape:
         object.__setattr__(self, "dtype", dtype)
         object.__setattr__(self, "widths", tuple(sorted(dict(widths).items())))
         object.__setattr__(self, "heads", tuple(sorted(dict(heads).items())))
+        object.__setattr__(self, "routing", tuple(sorted(dict(routing).items())))
         object.__setattr__(self, "_width_of", dict(self.widths))
         object.__setattr__(self, "_heads_of", dict(self.heads))
 
@@ -87,10 +101,11 @@ class ModelShape:
     def size(self, tap: Tap) -> VectorSize:
         """Return the number of components of a tap's vectors, for `Operation.steps`."""
         width, heads = self.width(tap), self.num_heads(tap)
+        routing = dict(self.routing).get(tap, 0)
         if tap not in self._width_of and not heads:
-            return VectorSize(width)
+            return VectorSize(width, routing=routing)
         of_heads = f", {heads} heads of {width // heads}" if heads else ""
-        return VectorSize(width, f"the width of {tap[0]}{of_heads}", heads)
+        return VectorSize(width, f"the width of {tap[0]}{of_heads}", heads, routing)
 
     @property
     def sizes(self) -> frozenset[int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.errors import SpecError
-from midstream.sites import BY_NAME, NAMES, canonical
+from midstream.sites import BY_NAME, ENDS, NAMES, canonical
 from midstream.spec.vector import Vector
 from midstream.validation import (
     MAX_ITEMS,
@@ -101,6 +101,7 @@ def read_key(key: str) -> tuple[str, int]:
     if place is None or place in LAYER_WORDS:
         return DEFAULT_SITE, int(match["layer"])
     site = canonical(place)
+    _check_layers(site)
     if site is None:
         raise SpecError(
             "",
@@ -128,6 +129,15 @@ def _items(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
     if len(value) > MAX_ITEMS:
         raise SpecError("", f"expected at most {MAX_ITEMS} vectors, got {len(value)}")
     return list(value.items())
+
+
+def _check_layers(site: str | None) -> None:
+    if site in ENDS:
+        raise SpecError(
+            "",
+            f"{site} has no layer; register a single vector, and give the site where it is used: "
+            f'Steer("name", site="{site}")',
+        )
 
 
 def _read_layers(path: str, site: str, value: object) -> list[Placed]:
@@ -173,6 +183,7 @@ def _read_layer(key: object) -> int:
 
 
 def _read_one(path: str, site: str, layer: int, value: object) -> Placed:
+    _check_layers(site)
     if not isinstance(value, Mapping) or "f32" in value:
         return Placed(path, site, layer, Vector.parse(value))
     given = read_fields(value, required=("vector",), optional=("scale",))

@@ -16,7 +16,7 @@ from midstream.sites import Tap, order
 from midstream.spec.named_lookup import NamedEdits, Registered
 from midstream.spec.named_vector import read_name
 from midstream.spec.operation import by_value
-from midstream.spec.operations import Edit
+from midstream.spec.operations import Edit, Gate
 from midstream.spec.resolve.tap_lookup import check_tapped, find_layer, find_taps
 from midstream.spec.shape import ModelShape
 from midstream.spec.vector import Vector
@@ -45,10 +45,9 @@ class _Entry:
 
     @property
     def nbytes(self) -> int:
-        width = self.description.width
         if isinstance(self.found, NamedEdits):
-            return sum(_nbytes(edit, width) for edit in self.found.edits)
-        return 4 * width * len(self.found)
+            return sum(map(_nbytes, self.found.edits))
+        return 4 * self.description.width * len(self.found)
 
 
 class VectorRegistry:
@@ -293,7 +292,11 @@ def _taps_of(edit: Edit, shape: ModelShape) -> tuple[Tap, ...]:
     return find_taps(edit.layers, edit.sites, shape, "layer", "site")
 
 
-def _nbytes(edit: Edit, width: int) -> int:
+def _nbytes(edit: Edit) -> int:
     """Return the size of the vectors that an edit holds, in bytes."""
-    steps = edit.instructions(width)
-    return 4 * width * sum(len(step.write) + (step.read is not None) for step in steps)
+    if isinstance(edit, Gate):
+        direction = edit.probe.direction
+        return _nbytes(edit.edit) + (4 * direction.size if isinstance(direction, Vector) else 0)
+    values = edit.own().values()
+    rows = [row for value in values for row in (value if isinstance(value, tuple) else (value,))]
+    return sum(4 * row.size for row in rows if isinstance(row, Vector))

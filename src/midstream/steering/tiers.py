@@ -192,6 +192,7 @@ def _show_taps(edit: Edit) -> str:
     indices = edit.layers.indices
     layers = ["all"] if indices == "all" else [str(index) for index in indices]
     taps = [f"{site}.{layer}" for layer in layers for site in edit.sites]
+    taps = taps if edit.sites.in_layers else list(edit.sites)
     more = f", … ({len(taps)})" if len(taps) > _SHOWN_TAPS else ""
     return ", ".join(taps[:_SHOWN_TAPS]) + more
 

@@ -19,11 +19,14 @@ class Parcel:
         first: the first unit.
         num_units: number of units.
         encoding: how they are encoded.
+        encoded: the encoded rows on the device, uint8 [rows, row_bytes], if they are not made of
+            the units alone; nobody else changes them. None: the transport encodes the units.
     """
 
     first: int
     num_units: int
     encoding: RowEncoding
+    encoded: Tensor | None = None
 
 
 class Shipment(Protocol):

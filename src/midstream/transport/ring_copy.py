@@ -229,7 +229,12 @@ def _allocate(arena: Arena, ring: Tensor, parcel: Parcel) -> Extent | None:
 def _send(ring: Tensor, parcel: Parcel, extent: Extent) -> None:
     """Queue the encoding and the copy on the current stream."""
     units = ring[parcel.first : parcel.first + parcel.num_units]
-    encoded = parcel.encoding.encode(units)
+    encoded = parcel.encoded
+    if encoded is None:
+        encoded = parcel.encoding.encode(units)
+    elif encoded.is_cuda:
+        # It was made on another stream, on which its memory must not be used again before the copy.
+        encoded.record_stream(torch.cuda.current_stream(ring.device))
     # A copy into a file blocks: file-backed pages cannot be pinned.
     extent.memory.view(encoded.shape).copy_(encoded, non_blocking=extent.pinned)
 

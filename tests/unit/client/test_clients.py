@@ -15,7 +15,7 @@ from support import serving_fake
 from support.serving_fake import make, rows
 from unit.client.both import KINDS, Both
 
-from midstream import Capture, Probe, Steer
+from midstream import Capture, Probe, Replace, Steer
 from midstream.client import AsyncClient, Client, ServerError, extra_body
 from midstream.client.outputs import Reader
 from midstream.errors import ConfigError, SpecError
@@ -82,6 +82,28 @@ def test_rows_of_heads_come_by_head(both, monkeypatch, activations, chosen):
     rest = both.stream(lambda output: output, "abc", **{**asked, "activations": "none"})[-1]
     every = torch.cat([each["resid_post", 1] for each in rest.outputs[0].rows])
     assert torch.equal(every, expected)
+
+
+def test_rows_that_stay_on_the_server_are_used_by_later_requests(both, site):
+    output = both.call("complete", "abc", capture=Capture([1]), activations="keep")
+    captured = output.outputs[0].captured
+    assert output.activations is None
+    assert output.receipt.status == "ok"
+    assert len(site.server.captures) == 1
+    site.engine.calls.clear()
+    edit = Replace(captured.at([0, 2]), layer=1, positions=[1, 2])
+    assert both.call("complete", "abc", edits=edit).outputs[0].captured is None
+    ((_, params, _),) = site.engine.calls
+    (patched,) = params.extra_args["midstream"].plan.edits
+    assert patched == edit.replace(rows=rows((1,), 5)["resid_post", 1][[0, 2]])
+    (last,) = both.stream(lambda found: found, "abc", capture=Capture([1]), activations="keep")[-1:]
+    both.call("delete", last.outputs[0].captured)
+    both.call("delete", captured)
+    assert len(site.server.captures) == 0
+    with pytest.raises(ServerError, match="there are no rows"):
+        both.call("complete", "abc", edits=edit)
+    with pytest.raises(ServerError, match="there are no rows"):
+        both.call("delete", captured)
 
 
 def test_rows_that_nobody_wants_are_not_there(both, site):

@@ -99,7 +99,7 @@ def test_all_layers_may_be_written_as_a_word_or_a_list_of_it(value):
         ({"staging_bytes": "1G"}, "midstream.staging_bytes: expected `int`, got `str` '1G'"),
         ({"sites": []}, "midstream.sites: expected one or more site names, got []"),
         ({"sites": {"resid_post": 1}}, "midstream.sites: expected one or more site names"),
-        ({"sites": ["resid"]}, "midstream.sites: unknown site 'resid'; there are resid_pre"),
+        ({"sites": ["resid"]}, "midstream.sites: unknown site 'resid'; there are embed, resid_pre"),
         ({"sites": [3]}, "midstream.sites: unknown site 3"),
         ({"sites": ["resid_post", "post_block"]}, "midstream.sites: resid_post is listed twice"),
         ({"layers": []}, 'midstream.layers: expected "all" or a list of indices, got []'),

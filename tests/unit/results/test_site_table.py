@@ -22,7 +22,8 @@ TABLE = SiteTable.of(SHAPE)
 def test_it_has_every_site_of_every_layer_in_the_order_of_a_forward():
     places = [(state.layer, sites.NAMES.index(state.site)) for state in TABLE.states]
     assert places == sorted(places)
-    assert len(places) == 5 * len(sites.NAMES)
+    assert len(places) == 5 * len(sites.IN_LAYERS) + len(sites.ENDS)
+    assert TABLE["final_norm"].layer == 4
     assert {(state.site, state.layer) for state in TABLE.states if state.tapped} == SHAPE.taps
     assert all(bool(state.reason) != state.tapped for state in TABLE.states)
 

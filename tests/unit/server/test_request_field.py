@@ -24,6 +24,15 @@ def test_wishes_are_a_plan_and_how_rows_come():
     assert read_field({"capture": CAPTURE}).activations == "handle"
 
 
+def test_sites_without_a_layer_need_none():
+    found = read_field({"capture": {"sites": ["embed", "final_norm"], "positions": "last_prompt"}})
+    assert found.plan == Plan((Capture(sites=["embed", "final_norm"], positions="last_prompt"),))
+    steer = {"op": "steer", "vector": [1.0], "site": "final_norm"}
+    assert read_field({"edits": steer}).plan.edits == (Steer([1.0], site="final_norm"),)
+    with pytest.raises(SpecError, match="got 3, but `final_norm` has no layer: omit `layer`"):
+        read_field({"edits": {**steer, "layer": 3}})
+
+
 def test_steer_needs_no_op_and_goes_before_the_edits():
     steer = {"vector": [1.0], "layer": 1}
     found = read_field({"steer": steer, "edits": [{"op": "scale", "factor": 2, "layer": 2}]})

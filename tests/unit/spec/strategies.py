@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from unit.spec.position_strategies import capture_positions, edit_positions
 
 from midstream.errors import SpecError
-from midstream.sites import NAMES
+from midstream.sites import IN_LAYERS
 from midstream.spec import (
     Ablate,
     Affine,
@@ -57,7 +57,7 @@ eighths = st.integers(-32, 32).map(lambda number: number / 8)
 biases = eighths | floats32.filter(lambda number: abs(number) < 1e3)
 
 layers = st.just("all") | st.lists(st.integers(0, 3), min_size=1, max_size=3, unique=True)
-sites = st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True)
+sites = st.lists(st.sampled_from(IN_LAYERS), min_size=1, max_size=3, unique=True)
 names = st.sampled_from(["happy", "org/refuse", "a.b:c-1"])
 
 
@@ -178,7 +178,12 @@ def plain_edits(
             eighths,
             at,
         ),
-        st.builds(lambda factor, place: Scale(factor, **place), eighths, at),
+        st.builds(
+            lambda factor, shift, place: Scale(factor, shift=shift, **place),
+            eighths | numbers(width),
+            st.none() | numbers(width),
+            at,
+        ),
     )
     return st.builds(_with_norm, edits, st.sampled_from([None, "keep"]))
 
@@ -193,7 +198,7 @@ def readings(width: int = WIDTH, own: bool = True) -> st.SearchStrategy[Reading]
     if own:
         return here
     return here | st.builds(
-        Reading, numbers(width), eighths, st.integers(-2, 3), st.sampled_from(NAMES)
+        Reading, numbers(width), eighths, st.integers(-2, 3), st.sampled_from(IN_LAYERS)
     )
 
 
@@ -227,6 +232,8 @@ def named_edits(draw: st.DrawFn) -> Edit:
                 Ablate(name, **place),
                 Ablate([name, "another", [1.0, 0.0, 0.0]], **place),
                 Clamp(name, value=1, **place),
+                Replace(name, alpha=draw(eighths), **place),
+                Replace([name, [1.0, 0.0, 0.0]], **place),
                 Gate(Steer(name, **place), name),
             ]
         )
@@ -241,7 +248,7 @@ def probes(
         numbers(WIDTH),
         layer=st.integers(0, 3),
         bias=biases,
-        site=st.sampled_from(NAMES),
+        site=st.sampled_from(IN_LAYERS),
         positions=positions,
     )
 

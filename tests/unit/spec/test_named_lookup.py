@@ -16,6 +16,7 @@ from midstream.spec import (
     Plan,
     Probe,
     Reading,
+    Replace,
     Scale,
     Sites,
     Steer,
@@ -97,6 +98,19 @@ def test_the_scale_of_the_name_multiplies_that_of_the_edit():
     assert bound == Steer(V7, 7, scale=-6)
 
 
+def test_a_replaced_row_can_be_a_name():
+    bound = Replace("happy", alpha=0.5, positions="prompt", norm="keep").bind(lookup)
+    assert places(bound) == [(3, "resid_post"), (5, "resid_mid"), (5, "resid_post")]
+    assert [edit.rows for edit in bound] == [(V3,), (M5,), (V5,)]
+    assert {(edit.alpha, edit.norm, edit.positions.include) for edit in bound} == {
+        (0.5, "keep", ("prompt",))
+    }
+    rows = Replace([[9, 9], "any", "low"], 5, positions=range(3)).bind(lookup)[0].rows
+    assert rows == (Vector.parse([9, 9]), ANY, V5)
+    (gated,) = Gate(Replace("sad", dims=1), "any").bind(lookup)
+    assert gated.edit == Replace(V7, 7, site="resid_post", dims=1)
+
+
 def test_directions_can_be_names_beside_vectors():
     bound = Ablate(["low", [1.0, 9.0]], strength=0.5).bind(lookup)
     assert bound == (
@@ -141,6 +155,8 @@ def test_a_probe_by_name_is_at_the_one_tap_of_the_name():
 @pytest.mark.parametrize(
     ("edit", "path", "problem"),
     [
+        (Replace("nobody"), "", "no vector is registered as `nobody`"),
+        (Replace("any"), "layer", "missing: `any` is registered without layers"),
         (Steer("nobody"), "", "no vector is registered as `nobody`"),
         (Steer("any"), "layer", "missing: `any` is registered without layers"),
         (Steer("any", site="resid_mid"), "layer", "missing: `any` is registered without layers"),

@@ -26,17 +26,17 @@ def test_aliases_become_canonical_names():
         (
             [],
             "",
-            "at least one site; known: `resid_pre`, `attn_in`, `q`, .*, `mlp_out`, `resid_post`",
+            "at least one site; known: `embed`, `resid_pre`, .*, `resid_post`, `final_norm`",
         ),
         (
             "resid_pots",
             "",
-            "unknown site 'resid_pots' .did you mean `resid_post`.*known: `resid_pre`",
+            "unknown site 'resid_pots' .did you mean `resid_post`.*known: `embed`",
         ),
         (
             "",
             "",
-            "unknown site ''; known: `resid_pre`, `attn_in`, `q`, .*, `mlp_out`, `resid_post`",
+            "unknown site ''; known: `embed`, `resid_pre`, .*, `resid_post`, `final_norm`",
         ),
         (["resid_post", "x" * 10_000], "[1]", "unknown site 'x{59}…; known"),
         (

@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 
 from midstream.client.protocol import upload_of
 from midstream.errors import NoRoomError, SpecError
-from midstream.spec import Ablate, Clamp, Gate, ModelShape, Named, Plan, Probe, Scale, Steer
+from midstream.spec import (
+    Ablate,
+    Clamp,
+    Gate,
+    ModelShape,
+    Named,
+    Plan,
+    Probe,
+    Route,
+    Scale,
+    Steer,
+)
 from midstream.spec.operations import NamedEdits, bind_edit
 from midstream.steering import VectorRegistry
 from midstream.steering.tiers import Steering
@@ -159,8 +170,8 @@ def test_the_digest_follows_the_edits(registry):
 
 def test_the_limit_of_bytes_counts_the_vectors_of_the_edits(registry):
     with pytest.raises(NoRoomError):
-        VectorRegistry(SHAPE).register("calm", CALM, room=12 * 6 - 1)
-    VectorRegistry(SHAPE).register("calm", CALM, room=12 * 6)
+        VectorRegistry(SHAPE).register("calm", CALM, room=12 * 4 - 1)
+    VectorRegistry(SHAPE).register("calm", CALM, room=12 * 4)
 
 
 def test_a_saved_name_is_registered_from_its_file(registry, tmp_path):
@@ -213,3 +224,15 @@ def test_a_lookup_finds_one_registration_while_others_replace_it(registry):
 def test_a_client_sends_whole_edits_as_json_that_the_server_registers_alike(registry):
     registry.register("sent", json.loads(json.dumps(upload_of(CALM))))
     assert registry.lookup("sent") == registry.lookup("calm")
+
+
+def test_edits_of_sites_of_any_width_are_registered_within_a_limit():
+    z, router = ("z", 0), ("router", 0)
+    shape = ModelShape(1, 3, [z, router], widths={z: 6, router: 8}, heads={z: 2})
+    registry = VectorRegistry(shape)
+    edits = [Steer([1.0] * 6, 0, site="z"), Steer(V, 0, site="z", head=1), Route(7, layer=0),
+             Gate(Scale([1.0] * 6, 0, site="z"), [1.0] * 6)]  # fmt: skip
+    found = registry.register("x", {"edits": edits}, room=84)
+    assert found.edits == ("steer", "steer", "route", "gate")
+    with pytest.raises(NoRoomError, match="84 bytes"):
+        registry.register("y", {"edits": edits}, room=167)

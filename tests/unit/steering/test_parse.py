@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midstream.errors import SpecError
-from midstream.sites import BY_NAME, NAMES, canonical
+from midstream.sites import BY_NAME, ENDS, NAMES, canonical
 from midstream.spec import Vector
 from midstream.steering.parse import LAYER_WORDS, read_key, read_placed
 
@@ -105,13 +105,21 @@ def test_what_is_wrong_is_named_with_its_path(name):
 
 
 @given(
-    place=st.sampled_from([None, *BY_NAME, *LAYER_WORDS]),
+    place=st.sampled_from([None, *(name for name in BY_NAME if name not in ENDS), *LAYER_WORDS]),
     sep=st.sampled_from(".:"),
     layer=st.integers(-999_999, 999_999),
 )
 def test_a_key_is_read_back_as_it_was_made(place, sep, layer):
     key = str(layer) if place is None else f"{place}{sep}{layer}"
     assert read_key(key) == (canonical(place or "resid_post") or "resid_post", layer)
+
+
+@pytest.mark.parametrize(
+    "value", [{"embed": {0: [1]}}, {("final_norm", 3): [1]}, {"final_norm.3": [1]}]
+)
+def test_a_site_without_a_layer_has_no_vector_per_layer(value):
+    with pytest.raises(SpecError, match=r'has no layer; register a single .*site="(embed|final_n)'):
+        read_placed(value)
 
 
 @given(key=st.text(max_size=20) | st.from_regex(r"[a-z_]{0,12}[.: /]?-?[0-9]{0,8}", fullmatch=True))

@@ -12,6 +12,7 @@ import torch
 from support.stored import make_arena
 
 from midstream.codecs import Full8, Raw, RowEncoding, parse_codec
+from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
 from midstream.transport.arena import Arena, ArenaSettings
 from midstream.transport.base import Parcel, Shipment
 from midstream.transport.ring_copy import CpuTransport, CudaTransport, PinnedStaging, host_transport
@@ -49,6 +50,19 @@ def rows_of(shipment: Shipment, nth: int = 0, dtype=torch.float32, width: int = 
 
 def test_a_ring_on_the_cpu_gets_the_transport_of_the_cpu():
     assert isinstance(host_transport(ring(), make_arena()), CpuTransport)
+
+
+def test_rows_that_are_encoded_already_are_shipped_as_they_are():
+    """As rows of attention, which are not made of the ring's units alone."""
+    transport = host_transport(ring(), make_arena())
+    encoded = torch.arange(2 * 8, dtype=torch.uint8).view(2, 8)
+    columns = PatternColumns(0, 0, 0, 0, 6, "full", 1, (), 2)
+    mixed = PatternEncoding(Raw(), (), 2, (), (columns,))
+    first = transport.reserve(6)
+    parcels = [Parcel(first, 4, mixed, encoded), *raw(first + 4, 2)]
+    shipment = transport.ship(parcels, tally(), scores())
+    assert torch.equal(rows_of(shipment, 0, torch.uint8, 8), encoded)
+    assert torch.equal(rows_of(shipment, 1), ring()[4:6])
 
 
 def test_a_shipment_has_the_rows_and_the_tally_of_its_step():

@@ -21,7 +21,7 @@ from midstream.jobs.ray.placement import Placement
 from midstream.jobs.records import Failed, Record, read_value
 from midstream.jobs.request_ids import Identity
 from midstream.jobs.sources import STDIN
-from midstream.sites import Tap
+from midstream.sites import ENDS, Tap
 from midstream.spec import Capture
 
 if TYPE_CHECKING:
@@ -191,7 +191,11 @@ class _Capturer:
         capture, layers = self._job.capture, self._engine.origin.num_layers
         which = capture.layers.indices
         indices = range(layers) if which == "all" else sorted({int(i) % layers for i in which})
-        return [(site, layer) for site in capture.sites.names for layer in indices]
+        return [
+            (site, layer)
+            for site in capture.sites.names
+            for layer in ([ENDS[site] % layers] if site in ENDS else indices)
+        ]
 
     def _no_rows(self, tap: Tap) -> Any:
         origin = self._engine.origin

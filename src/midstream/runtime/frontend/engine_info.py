@@ -72,5 +72,11 @@ def describe(answers: Sequence[Sequence[WorkerInfo]]) -> EngineInfo:
             for tap, heads, parts in zip(worker.taps, worker.heads, worker.parts, strict=True)
             if heads
         },
+        routing={
+            tap: routing
+            for worker in workers
+            for tap, routing in zip(worker.taps, worker.routing, strict=True)
+            if routing
+        },
     )
     return EngineInfo(shape, first.dtype, first.codec, first.return_, first.room, workers)

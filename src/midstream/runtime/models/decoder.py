@@ -10,7 +10,8 @@ from torch import nn
 from midstream.errors import UnsupportedError
 from midstream.runtime.models.inner_sites import InnerPlace, find_inner_sites
 from midstream.runtime.models.registry import LAYER_LISTS, LayerConvention, Refusal, lookup
-from midstream.sites import INNER, OUTER, Tap
+from midstream.runtime.models.trunk_ends import NoEnd, find_end
+from midstream.sites import ENDS, INNER, OUTER, Tap
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,15 @@ class DecoderLayer:
         module: the layer.
         convention: what the layer takes and returns.
         inner: places of its sites inside attention and the MLP.
+        ends: modules whose outputs are the sites without a layer, at the first and the last layer.
+            None: the site is at the layer's entry.
     """
 
     index: int
     module: nn.Module
     convention: LayerConvention
     inner: Mapping[str, InnerPlace] = field(default_factory=dict)
+    ends: Mapping[str, nn.Module | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ def find_decoder(
     float16: bool,
     sites: Collection[str] = OUTER,
     max_width: int | None = None,
+    embeds_given: bool = False,
 ) -> Decoder:
     """Find the decoder layers of a loaded model.
 
@@ -69,6 +74,7 @@ def find_decoder(
         float16: whether the model runs in float16.
         sites: the sites to look for.
         max_width: largest width of the vectors of a site on this rank; None: there is no limit.
+        embeds_given: whether the model may get embeddings in place of token ids.
 
     Raises:
         UnsupportedError: no layers are found, or the convention of a layer is unknown or
@@ -110,7 +116,15 @@ def find_decoder(
                 )
             else:
                 inner[site] = place
-        layers.append(DecoderLayer(index, module, convention, inner))
+        ends: dict[str, nn.Module | None] = {}
+        for site in set(sites) & set(ENDS):
+            if ENDS[site] % len(module_list) == index:
+                end = find_end(site, model, module_list, convention, embeds_given)
+                if isinstance(end, NoEnd):
+                    lacking[site, index] = end.reason
+                else:
+                    ends[site] = end
+        layers.append(DecoderLayer(index, module, convention, inner, ends))
     return Decoder(len(module_list), tuple(layers), lacking)
 
 

@@ -111,8 +111,8 @@ def flow_of(owner: nn.Module, name: str, types: Types) -> Flow:
             return "matrix"
         return "module" if isinstance(found, nn.Module) else None
 
-    decide = functools.partial(_decide, owner, function.__globals__)
-    return read(tree_of(function), Names(kind, decide))
+    known = functools.partial(decide, owner, function.__globals__)
+    return read(tree_of(function), Names(kind, known))
 
 
 def check_called(layer: nn.Module, path: str) -> None:
@@ -221,7 +221,7 @@ def _uses_method(tree: ast.AST, name: str) -> bool:
 # -------------------------------------------------------------------- conditions
 
 
-def _decide(owner: object, names: dict[str, Any], test: ast.expr) -> bool | None:
+def decide(owner: object, names: dict[str, Any], test: ast.expr) -> bool | None:
     """Return the value of a condition on the module's attributes; None if it depends on others."""
     value = _evaluated(owner, names, test)
     plain = isinstance(value, bool | int | float | str | nn.Module | None | list | tuple | dict)
@@ -235,10 +235,10 @@ def _evaluated(owner: object, names: dict[str, Any], node: ast.expr) -> Any:
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        inner = _decide(owner, names, node.operand)
+        inner = decide(owner, names, node.operand)
         return _UNKNOWN if inner is None else not inner
     if isinstance(node, ast.BoolOp):
-        values = [_decide(owner, names, one) for one in node.values]
+        values = [decide(owner, names, one) for one in node.values]
         ends = isinstance(node.op, ast.Or)
         if ends in values:
             return ends

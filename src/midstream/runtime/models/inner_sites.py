@@ -19,7 +19,7 @@ prove is a `Lack`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -27,29 +27,16 @@ from torch import nn
 from midstream.errors import UnsupportedError
 from midstream.runtime.models import forward_source
 from midstream.runtime.models.convention import Input, Lack, Refusal
+from midstream.runtime.models.expert_choice import routing_of
 from midstream.runtime.models.forward_flow import Flow, FlowCall, OutputPart, Trace, Value
 from midstream.runtime.models.registry import lookup
 
 Ranks = Literal["whole", "sliced", "replicated"]
 _Split = tuple[Ranks, int]
 
-# Site to TransformerLens's name within a block; None: it has none.
-TRANSFORMER_LENS: dict[str, str | None] = {
-    "q": "attn.hook_q",
-    "k": "attn.hook_k",
-    "v": "attn.hook_v",
-    "rot_q": "attn.hook_rot_q",
-    "rot_k": "attn.hook_rot_k",
-    "z": "attn.hook_z",
-    "mlp_pre": "mlp.hook_pre",
-    "mlp_pre_linear": "mlp.hook_pre_linear",
-    "mlp_act": "mlp.hook_post",
-    "router": None,
-}
-SITES: tuple[str, ...] = tuple(TRANSFORMER_LENS)
-BY_HEAD = frozenset(("q", "k", "v", "rot_q", "rot_k", "z"))
 ATTENTION = ("q", "k", "v", "rot_q", "rot_k", "z")
 MLP = ("mlp_pre", "mlp_pre_linear", "mlp_act")
+SITES: tuple[str, ...] = (*ATTENTION, *MLP, "router")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +57,8 @@ class InnerPlace:
         ranks: `"whole"`, each rank has all of it, as with one rank; `"sliced"`, each has its own
             part, in the order of the ranks; `"replicated"`, so has each group of `copies` ranks.
         copies: number of ranks with the same part; 1 unless `ranks` is `"replicated"`.
+        routing: of a router's logits, how many of the largest are chosen; or why the choice is
+            another; 0: it is no router.
     """
 
     path: str
@@ -80,6 +69,7 @@ class InnerPlace:
     heads: int = 0
     ranks: Ranks = "sliced"
     copies: int = 1
+    routing: int | str = 0
 
     def parts(self, ranks: int) -> int:
         """Return the number of parts in which a group of ranks has the vectors."""
@@ -270,10 +260,9 @@ class _Attention:
         if isinstance(projected, Lack):
             return projected
         if not any(self._is_rotary(name) for name in value.through):
-            return Lack(NO_ROPE.format("q" if argument == "query" else "k"))
-        heads, size = self._shape(argument)
-        split = projected.ranks, projected.copies
-        return InnerPlace(self.path, "input", argument, 0, heads * size, heads, *split)
+            between = "".join(f" and then {name}" for name in sorted(value.through))
+            return Lack(NO_ROPE.format("q" if argument == "query" else "k") + between)
+        return replace(projected, path=self.path, at="input", argument=argument, start=0)
 
     def _is_permuted(self) -> bool:
         name = type(self.owner).__name__
@@ -469,8 +458,9 @@ def _router_site(
         return {"router": Lack(UNPROVEN)}
     if _adds_bias_outside(gate):
         return {"router": Lack(BIAS)}
-    gate_path = _joined(owner_path, parts[0].path)
-    return {"router": InnerPlace(gate_path, "output", None, 0, gate.output_size, ranks="whole")}
+    gate_path, routing = _joined(owner_path, parts[0].path), routing_of(module)
+    place = InnerPlace(gate_path, "output", None, 0, gate.output_size, 0, "whole", 1, routing)
+    return {"router": place}
 
 
 # ----------------------------------------------------------------------- modules

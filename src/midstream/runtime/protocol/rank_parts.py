@@ -65,7 +65,7 @@ def _needs_all(site: str, what: str) -> SpecError:
 
 def _is_local(step: Instruction, parts: int) -> bool:
     """Return whether each rank can run an instruction on its part."""
-    if step.op is Op.PROBE or (step.op is Op.GATE and step.read is not None):
+    if step.op in (Op.PROBE, Op.RAISE) or (step.op is Op.GATE and step.read is not None):
         return False
     read: set[int] = set()
     if step.op in _READING and step.read is not None:
@@ -121,12 +121,8 @@ def joined_blocks(results: Iterable[WorkerResult]) -> list[ResultBlock]:
     split: dict[Tap, dict[int, list[ResultBlock]]] = {}
     counts: dict[Tap, int] = {}
     for result in results:
-        if max(result.worker.parts, default=1) == 1:
-            whole += result.blocks()
-            continue
-        parts_of = dict(zip(result.worker.taps, result.worker.parts, strict=True))
         for block in result.blocks():
-            parts = parts_of[block.taps[0]]  # of all taps of the block
+            parts = block.parts
             if parts == 1:
                 whole.append(block)
                 continue

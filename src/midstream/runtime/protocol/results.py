@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from midstream.codecs import Codec, parse_codec
+from midstream.codecs import Codec, Raw, parse_codec
 from midstream.errors import MessageError, MidstreamError
 from midstream.results.encoded_rows import Chunk, Scattered
 from midstream.runtime.protocol.codec import Natural, ProtocolMessage, Runs
@@ -33,6 +33,20 @@ _SCORE = 4  # bytes of a score
 _RUN = 3 * 8  # bytes of a run of records in the arena
 
 
+class PatternHeader(ProtocolMessage, frozen=True, array_like=True):
+    """A row of attention in each record of a block, after its captured rows.
+
+    Attributes:
+        tap: what the plan calls it.
+        queries: index of the worker's tap at which its queries were read.
+        nbytes: bytes of a row.
+    """
+
+    tap: Tap
+    queries: Natural
+    nbytes: Natural
+
+
 class RowsHeader(ProtocolMessage, frozen=True, array_like=True):
     """A block of captured rows.
 
@@ -41,12 +55,14 @@ class RowsHeader(ProtocolMessage, frozen=True, array_like=True):
         codec: spec of the codec.
         runs: the positions, ascending.
         nbytes: length in the data.
+        patterns: rows of attention, in order.
     """
 
     taps: tuple[Natural, ...]
     codec: str
     runs: Runs
     nbytes: Natural
+    patterns: tuple[PatternHeader, ...] = ()
 
 
 class ScoresHeader(ProtocolMessage, frozen=True, array_like=True):
@@ -198,6 +214,7 @@ class ResultBlock:
         positions: int64 [n], ascending.
         chunks: [positions, taps, bytes of a row] each, one after the other.
         rank: tensor-parallel rank that transferred them.
+        parts: number of parts in which the ranks have the rows; 1: these are whole rows.
         is_leased: whether the chunks are in the worker's arena, which they keep in use.
     """
 
@@ -207,6 +224,7 @@ class ResultBlock:
     chunks: list[Chunk]
     rank: int = 0
     is_leased: bool = False
+    parts: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -288,6 +306,8 @@ class WorkerResult:
         names = self.worker.taps
         try:
             taps = [names[tap] for tap in header.taps]
+            if any(pattern.queries >= len(names) for pattern in header.patterns):
+                raise IndexError
         except IndexError:
             raise self._malformed(f"taps {header.taps} of {len(names)}") from None
         dtype = getattr(torch, self.worker.dtype)
@@ -295,9 +315,15 @@ class WorkerResult:
         record = 0
         try:
             codec = parse_codec(header.codec)
-            for (width, _), same in groupby(header.taps, self._form_of):
-                parts.append(_Part(record, len(list(same)), codec.row_bytes(width, dtype)))
+            for (width, split), same in groupby(header.taps, self._form_of):
+                row_bytes = codec.row_bytes(width, dtype)
+                parts.append(_Part(record, len(list(same)), row_bytes, codec, split))
                 record += parts[-1].nbytes
+            for pattern in header.patterns:
+                split = self.worker.parts[pattern.queries]
+                parts.append(_Part(record, 1, pattern.nbytes, Raw(), split))
+                taps.append(pattern.tap)
+                record += pattern.nbytes
         except MidstreamError as error:
             raise self._malformed(f"codec {header.codec!r}: {error}") from None
         records = self._records(header, data, record)
@@ -309,7 +335,9 @@ class WorkerResult:
             first += part.taps
             chunks = [part.of(each) for each in records]
             rank = self.worker.tensor_rank
-            blocks.append(ResultBlock(mine, codec, positions, chunks, rank, is_leased))
+            blocks.append(
+                ResultBlock(mine, part.codec, positions, chunks, rank, is_leased, part.parts)
+            )
         return blocks
 
     def _records(self, header: RowsHeader, data: memoryview, record: int) -> list[Chunk]:
@@ -382,11 +410,15 @@ class _Part:
         start: byte of the record at which they begin.
         taps: number of rows.
         row_bytes: bytes of a row.
+        codec: how they are encoded.
+        parts: see `ResultBlock`.
     """
 
     start: int
     taps: int
     row_bytes: int
+    codec: Codec
+    parts: int
 
     @property
     def nbytes(self) -> int:

@@ -12,6 +12,7 @@ from midstream.sites import Tap
 from midstream.spec import Instruction, ResolvedPlan, Vector
 from midstream.spec.positions.range_set import overlay
 from midstream.spec.positions.ranges import Ranges
+from midstream.spec.resolve.resolved import Pattern
 
 T = TypeVar("T")
 
@@ -132,8 +133,33 @@ class RankShare(NamedTuple):
         """Return the number of ranks that have the same part of a tap's vectors."""
         return self.ranks // self.parts[tap]
 
+    def parts_of(self, tap: int) -> int:
+        """Return the number of parts in which the ranks have the vectors of a tap."""
+        return self.parts[tap] if self.parts else 1
+
+    def reads(self, tap: int) -> bool:
+        """Return whether this rank makes rows of attention of its queries at a tap."""
+        return self.rank % self.copies(tap) == 0 if self.parts_of(tap) > 1 else self.rank == 0
+
 
 WHOLE = RankShare(0, 1)
+
+
+class PatternRead(NamedTuple):
+    """A row of attention that is made of the queries at a tap.
+
+    Attributes:
+        tap: index of the tap, on this rank.
+        capture, place: index of the plan's capture, and of the row's tap in it.
+        pattern: what the row is.
+        num_heads: number of heads that this rank computes.
+    """
+
+    tap: int
+    capture: int
+    place: int
+    pattern: Pattern
+    num_heads: int
 
 
 class PlanSegment(NamedTuple):
@@ -142,8 +168,9 @@ class PlanSegment(NamedTuple):
     Attributes:
         start, stop: the positions.
         edits: edits, then probes.
-        taps: indices of captured taps, on this rank.
+        taps: indices of taps whose vectors are returned, on this rank.
         scored: whether a score there is returned to the caller.
+        patterns: rows of attention that are returned.
     """
 
     start: int
@@ -151,6 +178,14 @@ class PlanSegment(NamedTuple):
     edits: Edits
     taps: tuple[int, ...]
     scored: bool
+    patterns: tuple[PatternRead, ...] = ()
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """Taps whose vectors are copied into the staging ring."""
+        if not self.patterns:
+            return self.taps
+        return tuple(sorted({*self.taps, *(read.tap for read in self.patterns)}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +196,7 @@ class _Part:
     edit: TapProgramStep | None = None
     taps: tuple[int, ...] = ()
     scored: bool = False
+    patterns: tuple[PatternRead, ...] = ()
 
 
 def cut(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[PlanSegment]:
@@ -182,7 +218,8 @@ def cut(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[Plan
         scored = any(part.scored for part in here)
         end = FOREVER if stop is None else stop
         mine = share.of_indices(places, plan.sharded)
-        pieces.append(PlanSegment(start, end, edits, mine, scored))
+        reads = tuple(read for part in here for read in part.patterns)
+        pieces.append(PlanSegment(start, end, edits, mine, scored, reads))
     return pieces
 
 
@@ -206,8 +243,24 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
             scored = share.rank == 0 and bool(probe.name)
             # The front end drops scores at positions that the probe turns out not to select.
             parts.append(_Part(probe.where.possible, read, scored=scored))
-    for capture in plan.captures:
+    for nth, capture in enumerate(plan.captures):
+        if capture.pattern is not None:
+            reads = _reads(nth, capture.pattern, taps, share)
+            if reads:
+                parts.append(_Part(capture.where.possible, patterns=reads))
+            continue
         places = tuple(taps[tap] for tap in capture.taps if tap in taps)
         if places:
             parts.append(_Part(capture.where.possible, taps=places))
     return parts
+
+
+def _reads(
+    capture: int, pattern: Pattern, taps: dict[Tap, int], share: RankShare
+) -> tuple[PatternRead, ...]:
+    """Return the rows of attention of a capture that a rank makes."""
+    return tuple(
+        PatternRead(index, capture, place, pattern, pattern.counts[place] // share.parts_of(index))
+        for place, tap in enumerate(pattern.reads)
+        if (index := taps.get(tap)) is not None and share.reads(index)
+    )

@@ -56,6 +56,8 @@ class WorkerInfo(ProtocolMessage, frozen=True, kw_only=True):
         parts: number of parts in which the ranks of the group have the vectors of each tap, in the
             order of the ranks; 1: each rank has whole vectors.
         heads: number of attention heads on this rank that they are of; 0: they are not of heads.
+        routing: of a router's tap, how many of the largest logits are chosen, or why others may be;
+            0: the tap is of no router.
         lacking: taps that the settings select and the model does not have.
         dtype: name of the model's dtype, for example `bfloat16`.
         capture_limit: most vectors of the stream's width that one token may have captured.
@@ -81,6 +83,7 @@ class WorkerInfo(ProtocolMessage, frozen=True, kw_only=True):
     widths: tuple[int, ...]
     parts: tuple[int, ...]
     heads: tuple[int, ...]
+    routing: tuple[int | str, ...]
     lacking: tuple[MissingTap, ...]
     dtype: str
     capture_limit: int

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from midstream.runtime.vllm.seam_attention import (
+    ATTENTION_FIELDS,
+    ATTENTION_V1_FIELDS,
+    ATTENTION_V1_SEAMS,
+    ATTENTION_V2_FIELDS,
+)
 from midstream.runtime.vllm.seam_types import Fields, Seam
 
 _DRAFTER = "a drafter that shares tapped modules is rejected"
@@ -61,6 +67,7 @@ MODEL_SEAMS: tuple[Seam, ...] = (
 
 _PARAMETERS = "parameters are gathered over ranks"
 MODEL_FIELDS: tuple[Fields, ...] = (
+    *ATTENTION_FIELDS,
     Fields(
         "vllm.compilation.wrapper",
         "TorchCompileWithNoGuardsWrapper",
@@ -90,6 +97,7 @@ MODEL_FIELDS: tuple[Fields, ...] = (
 
 _V1 = "vllm.v1.worker.gpu_model_runner"
 V1_SEAMS: tuple[Seam, ...] = (
+    *ATTENTION_V1_SEAMS,
     Seam(
         _V1,
         "GPUModelRunner._update_states",
@@ -169,6 +177,7 @@ V2_SEAMS: tuple[Seam, ...] = (
 )
 
 V1_FIELDS: tuple[Fields, ...] = (
+    *ATTENTION_V1_FIELDS,
     Fields(
         _V1,
         "GPUModelRunner",
@@ -215,6 +224,7 @@ V1_FIELDS: tuple[Fields, ...] = (
 )
 
 V2_FIELDS: tuple[Fields, ...] = (
+    *ATTENTION_V2_FIELDS,
     Fields(
         _V2,
         "GPUModelRunner",

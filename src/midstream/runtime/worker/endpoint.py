@@ -44,6 +44,8 @@ from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import replicas_of
 from midstream.runtime.vllm.attributes import ENDPOINT
 from midstream.runtime.vllm.engine_rules import check_settings
+from midstream.runtime.worker.attention.layers import RankAttention
+from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.model_runner import v1, v2
 from midstream.runtime.worker.model_runner.hooks import Hooks
 from midstream.runtime.worker.model_runner.model_switch import ModelSwitch
@@ -56,7 +58,8 @@ from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.runtime.worker.taps.tap_check import check_taps
 from midstream.runtime.worker.taps.tapped_model import add_taps
 from midstream.runtime.worker.taps.taps import check_drafter
-from midstream.sites import Tap
+from midstream.sites import ENDS, Tap
+from midstream.spec.resolve.attention import ATTENTION
 from midstream.transport.arena import Arena
 from midstream.transport.ring_copy import host_transport
 from midstream.transport.sizing import arena_settings
@@ -97,6 +100,7 @@ class WorkerEndpoint:
             vllm_config.model_config.dtype == torch.float16,
             config.sites,
             _max_width(runner.device),
+            embeds_given=_gets_embeddings(runner, vllm_config),
         )
         self._taps = _choose_taps(self._decoder, config)
         self._hidden_size: int = vllm_config.model_config.get_hidden_size()
@@ -122,6 +126,16 @@ class WorkerEndpoint:
         workers = parallel.world_size * replicas_of(vllm_config)
         self._arena = Arena(arena_settings(config, workers), device == "cuda")
         self._checksum = RankChecksum() if config.check_ranks else None
+        is_v2 = seams.is_v2_runner(runner)
+        seams.check_runner(runner, is_v2)
+        adapter = v2 if is_v2 else v1
+        self._attention = RankAttention(
+            self._decoder,
+            self._taps,
+            runner,
+            parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size,
+            lambda group: adapter.block_size(runner, group),
+        )
         self._session = WorkerSession(
             self._buffers,
             self._taps,
@@ -132,10 +146,11 @@ class WorkerEndpoint:
             self._checksum,
             config.on_nonfinite,
             only_armed=bool(replacements),
+            patterns=PatternReader(
+                self._attention.at, lambda group: adapter.block_table(runner, group)
+            ),
         )
         self._results = ResultBuffer(self._arena, self._session.encoding)
-        is_v2 = seams.is_v2_runner(runner)
-        seams.check_runner(runner, is_v2)
         switch = ModelSwitch(
             worker,
             replacements,
@@ -144,7 +159,7 @@ class WorkerEndpoint:
             lambda run: check_taps(self._buffers, self._taps, run),
         )
         switch.attach()
-        (v2 if is_v2 else v1).attach(runner, Hooks(self._session, switch, _ahead(vllm_config)))
+        adapter.attach(runner, Hooks(self._session, switch, _ahead(vllm_config)))
         self._runner = runner
         self._ties_head = bool(
             getattr(vllm_config.model_config.hf_text_config, "tie_word_embeddings", False)
@@ -199,6 +214,8 @@ class WorkerEndpoint:
 
     def _describe(self) -> WorkerInfo:
         inner = self._decoder.inner
+        lacking = dict(self._decoder.lacking)
+        lacking |= {(ATTENTION, layer): why for layer, why in self._attention.reasons.items()}
         return WorkerInfo(
             stage=self._stage,
             tensor_rank=self._tensor_rank,
@@ -209,7 +226,8 @@ class WorkerEndpoint:
             widths=tuple(map(self._buffers.width, self._taps.values())),
             parts=self._parts,
             heads=tuple(inner[tap].heads if tap in inner else 0 for tap in self._taps),
-            lacking=tuple(MissingTap(*tap, why) for tap, why in self._decoder.lacking.items()),
+            routing=tuple(inner[tap].routing if tap in inner else 0 for tap in self._taps),
+            lacking=tuple(MissingTap(*tap, why) for tap, why in lacking.items()),
             dtype=str(self._buffers.ring.dtype).removeprefix("torch."),
             capture_limit=self._ring_rows // self._max_tokens,
             step_tokens=self._max_tokens,
@@ -319,17 +337,29 @@ def _place(parallel: Any, rank: int) -> tuple[int, int]:
     return within // tensor_parallel_size, within % tensor_parallel_size
 
 
+def _gets_embeddings(runner: Any, vllm_config: Any) -> bool:
+    """Return whether the model may get embeddings in place of token ids."""
+    given = bool(getattr(vllm_config.model_config, "enable_prompt_embeds", False))
+    return given or bool(getattr(runner, "supports_mm_inputs", False))
+
+
 def _choose_taps(decoder: Decoder, config: Config) -> dict[Tap, int]:
     """Return the taps of this rank, in the order of a forward pass, with their indices."""
     wanted = set(config.resolve_layers(decoder.num_layers))
     taps = [
         (site, layer.index)
         for layer in decoder.layers
-        if layer.index in wanted
         for site in config.sites
+        if (site in layer.ends if site in ENDS else layer.index in wanted)
         if (site, layer.index) not in decoder.lacking
     ]
-    if not taps and decoder.layers and any(layer.index in wanted for layer in decoder.layers):
+    in_layers = set(config.sites) - set(ENDS)
+    if (
+        not taps
+        and in_layers
+        and decoder.layers
+        and any(layer.index in wanted for layer in decoder.layers)
+    ):
         reasons = "; ".join(sorted(set(decoder.lacking.values())))
         raise UnsupportedError(
             f"none of the sites {', '.join(config.sites)} exists in this model: {reasons}"

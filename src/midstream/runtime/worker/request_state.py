@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from midstream.errors import SpecError
 from midstream.ops import layout
-from midstream.runtime.protocol.segments import FOREVER, Edits, PlanSegment
+from midstream.runtime.protocol.segments import FOREVER, Edits, PatternRead, PlanSegment
 from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, RowBlock, Scores
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.program_table import ProgramTable
@@ -38,6 +38,9 @@ class Segment:
         scored: whether scores are returned to the caller.
         codec: number of the encoding of the captured rows.
         units: ring units of a record of `taps`.
+        patterns: rows of attention that are made of the queries in `taps`.
+        returned: number of rows of each token that are returned: of `taps` that are more than
+            queries of `patterns`, and of `patterns`.
     """
 
     start: int
@@ -50,6 +53,8 @@ class Segment:
     scored: bool = False
     codec: int = 0
     units: int = 0
+    patterns: tuple[PatternRead, ...] = ()
+    returned: int = 0
 
     @property
     def content(self) -> tuple[int, ...]:
@@ -143,12 +148,16 @@ def acquire_segments(
     """
     segments: list[Segment] = []
     try:
-        for start, stop, edits, taps, scored in plan:
-            if not edits and not taps:
+        for piece in plan:
+            start, stop, edits, _, scored, patterns = piece
+            if not edits and not piece.captured:
                 segments.append(idle_segment(start, stop))
                 continue
-            taps = codecs.in_order(taps)
-            number = codecs.number(codec, taps) if taps else 0
+            taps, returned = codecs.in_order(piece.captured), codecs.in_order(piece.taps)
+            if patterns:
+                number = codecs.pattern_number(codec, taps, returned, patterns)
+            else:
+                number = codecs.number(codec, taps) if taps else 0
             program = tables.acquire_program(edits)
             try:
                 group = tables.acquire_group(taps)
@@ -156,10 +165,9 @@ def acquire_segments(
                 tables.release_program(edits)
                 raise
             units = codecs.units_of(taps)
-            kind = rows.kind(taps, number, units // codecs.encoding(number).units)
-            segments.append(
-                Segment(start, stop, edits, taps, program, group, kind, scored, number, units)
-            )
+            kind = rows.kind(returned, number, units // codecs.encoding(number).units)
+            where = (start, stop, edits, taps, program, group, kind, scored, number, units)
+            segments.append(Segment(*where, patterns, len(returned) + len(patterns)))
     except SpecError:
         release_segments(segments, tables)
         raise

@@ -16,6 +16,7 @@ from midstream.errors import FetchError
 from midstream.runtime.protocol.results import (
     Lease,
     LeasedSegment,
+    PatternHeader,
     RequestHeader,
     ResultHeader,
     RowsHeader,
@@ -24,6 +25,7 @@ from midstream.runtime.protocol.results import (
 from midstream.runtime.protocol.runs import runs_of
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.row_index import ArenaRows, RowBlock
+from midstream.runtime.worker.tables.pattern_records import PatternEncoding
 from midstream.transport.arena import Arena
 
 INLINE_BYTES = 4 << 20
@@ -75,6 +77,7 @@ class ResultBuffer:
                         codec=self._encoding(block.codec).codec.spec,
                         runs=runs_of(block.positions),
                         nbytes=len(parts[-1]),
+                        patterns=_patterns(self._encoding(block.codec), request),
                     )
                 )
             for read in request.scores:
@@ -143,6 +146,17 @@ class ResultBuffer:
         self._arena.use(segments)
         known = self._arena.describe(segments)
         return Lease(number, [LeasedSegment(one, *place) for one, place in known.items()])
+
+
+def _patterns(encoding: RowEncoding, request: RequestState) -> tuple[PatternHeader, ...]:
+    """Return the headers of the rows of attention of an encoding."""
+    if not isinstance(encoding, PatternEncoding):
+        return ()
+    captures = request.plan.captures
+    return tuple(
+        PatternHeader(captures[each.capture].taps[each.place], each.tap, each.nbytes)
+        for each in encoding.patterns
+    )
 
 
 def _copied(block: RowBlock[ArenaRows], places: Places) -> bytes:

@@ -6,6 +6,7 @@ import time
 
 from midstream.codecs import RowEncoding
 from midstream.runtime.protocol.segments import RankShare
+from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.collection import Collection
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.request_table import RequestTable
@@ -43,6 +44,7 @@ class WorkerSession:
         checksum: RankChecksum | None = None,
         on_nonfinite: str = "raise",
         only_armed: bool = False,
+        patterns: PatternReader | None = None,
     ) -> None:
         """Args:
         buffers: the rank's buffers.
@@ -55,6 +57,7 @@ class WorkerSession:
         on_nonfinite: the setting of that name.
         only_armed: whether every forward pass that fires the taps is a step with a plan, as where
             all other steps run vLLM's own model.
+        patterns: makes rows of attention; None: no request asks for any.
         """
         self._checksum = checksum
         self._codecs = CodecTable(buffers)
@@ -62,7 +65,14 @@ class WorkerSession:
         slots = SlotTable(max_model_len, on_nonfinite)
         self._planner = StepPlanner(slots, self._tables)
         self._recorder = StepRecorder(
-            buffers, transport, arena, slots, self._codecs, taps, only_armed=only_armed
+            buffers,
+            transport,
+            arena,
+            slots,
+            self._codecs,
+            taps,
+            only_armed=only_armed,
+            patterns=patterns,
         )
         self.requests = RequestTable(
             slots, self._tables, self._codecs, self._recorder, taps, share, checksum

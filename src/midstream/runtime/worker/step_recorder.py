@@ -10,6 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from midstream.ops import layout
+from midstream.runtime.worker.attention.queries import queries_of
+from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scores
 from midstream.runtime.worker.step.armed_buffers import ArmedBuffers
@@ -25,6 +27,7 @@ from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.device_buffers import Buffers
+from midstream.runtime.worker.tables.pattern_records import PatternEncoding
 from midstream.runtime.worker.taps.tap_check import TapSignature
 from midstream.sites import Tap
 from midstream.transport.arena import Arena
@@ -80,6 +83,7 @@ class StepRecorder:
         taps: Iterable[Tap],
         *,
         only_armed: bool = False,
+        patterns: PatternReader | None = None,
     ) -> None:
         """Args:
         buffers: the rank's buffers.
@@ -89,6 +93,7 @@ class StepRecorder:
         codecs: the encodings of captured rows.
         taps: the rank's taps.
         only_armed: every forward pass that fires the taps is armed. Nothing is disarmed then.
+        patterns: makes rows of attention; None: no request asks for any.
         """
         self.counts = StepCounts()
         self.rows: CapturedRowIndex[ArenaRows] = CapturedRowIndex()
@@ -99,6 +104,7 @@ class StepRecorder:
         self._arena = arena
         self._slots = slots
         self._codecs = codecs
+        self._patterns = patterns
         self._signature = TapSignature(taps)
         self._score_kind = self.scores.kind((0,))
         self._armed = ArmedBuffers(buffers, only_armed)
@@ -116,7 +122,7 @@ class StepRecorder:
         if plan.by_id:
             ids = batch.token_ids()
             self._buffers.ids[: ids.shape[0]].copy_(ids)
-        self.prepared = PreparedStep(plan, first, self._copy_positions(plan, batch))
+        self.prepared = PreparedStep(plan, first, self._copy_positions(plan, batch), batch)
 
     def disarm(self) -> None:
         """Disarm the buffers for a forward pass without a program."""
@@ -166,12 +172,18 @@ class StepRecorder:
     def _ship(
         self, prepared: PreparedStep, batches: Sequence[CodecBatch], tally: Tensor, scores: Tensor
     ) -> Shipment:
-        parcels = [
-            Parcel(
-                prepared.first + batch.first, batch.num_units, self._codecs.encoding(batch.codec)
-            )
-            for batch in batches
-        ]
+        parcels = []
+        for batch in batches:
+            first, encoding = prepared.first + batch.first, self._codecs.encoding(batch.codec)
+            encoded = None
+            if isinstance(encoding, PatternEncoding):
+                assert self._patterns is not None
+                units = self._buffers.ring[first : first + batch.num_units]
+                records = units.view(-1, encoding.units * units.shape[1])
+                encoded = self._patterns.encode(
+                    encoding, records, *queries_of(prepared, batch, self._slots, records.device)
+                )
+            parcels.append(Parcel(first, batch.num_units, encoding, encoded))
         return self._transport.ship(parcels, tally, scores)
 
     def _record_rows(

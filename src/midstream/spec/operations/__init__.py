@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from midstream.spec.named_lookup import Lookup, NamedEdits, Registered
 from midstream.spec.operations.ablate import Ablate
 from midstream.spec.operations.affine import Affine, LoReFT
+from midstream.spec.operations.captured_edits import fill_edit, has_captured
 from midstream.spec.operations.clamp import Clamp
 from midstream.spec.operations.feature import Feature
 from midstream.spec.operations.gate import Gate, Reading
 from midstream.spec.operations.named_edits import bind_edit
 from midstream.spec.operations.plain import PLAIN, PlainEdit, bad_edit, missing_op
 from midstream.spec.operations.replace import Replace
+from midstream.spec.operations.route import Route
 from midstream.spec.operations.scale import Scale
 from midstream.spec.operations.steer import Steer
 from midstream.validation import at, read_word
@@ -41,9 +43,12 @@ __all__ = [
     "Reading",
     "Registered",
     "Replace",
+    "Route",
     "Scale",
     "Steer",
     "bind_edit",
+    "fill_edit",
+    "has_captured",
     "parse_edit",
 ]
 

@@ -146,7 +146,8 @@ class Ablate(Operation):
             return None if count == 1 else False
         if count == 1 or not by_value:
             return None
-        if given is None and (indices == "all" or len(indices) > 1):
+        several = self.sites.in_layers and (indices == "all" or len(indices) > 1)
+        if given is None and several:
             shown = "all" if indices == "all" else str(len(indices))
             raise SpecError(
                 "directions",

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
-from midstream.sites import Tap
+from midstream.sites import ENDS, Tap
 from midstream.spec.algebra import float32
 from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.forms import LayersLike, NumberLike, SitesLike, VectorOrName
@@ -26,6 +26,7 @@ from midstream.spec.named_lookup import (
 from midstream.spec.named_vector import Named, read_direction
 from midstream.spec.operation import SITE, by_value, read_scalar
 from midstream.spec.operations.plain import PLAIN, PlainEdit, bad_edit, missing_op
+from midstream.spec.operations.route import Route
 from midstream.spec.positions.positions import Positions
 from midstream.spec.probe import Probe
 from midstream.spec.selection import Layers, Sites, read_taps
@@ -63,7 +64,8 @@ class Reading:
             direction: any form of Vector.parse, or a name.
             bias: a number.
             layer: an int; None: the tap of the edit.
-            site: a site's name or alias, only with `layer`; default "resid_post".
+            site: a site's name or alias, only with `layer` unless it has none; default
+                "resid_post".
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -74,7 +76,11 @@ class Reading:
             object.__setattr__(self, "bias", read_scalar(bias))
         tap = None
         layers, sites = read_taps(layer, site, "layer", "site")
-        if layers is not None:
+        if sites is not None and not sites.in_layers:
+            if len(sites) > 1:
+                raise SpecError("site", f"a gate reads one site, got {len(sites)}")
+            tap = sites.names[0], ENDS[sites.names[0]]
+        elif layers is not None:
             if layers.indices == "all" or len(layers.indices) > 1:
                 raise SpecError("layer", "a gate reads one layer, expected an `int`")
             if sites is not None and len(sites) > 1:
@@ -109,11 +115,14 @@ class Reading:
         found: dict[str, object] = {"direction": self.direction.emit(), "bias": self.bias}
         if self.tap is not None:
             found |= {"layer": self.tap[1], "site": self.tap[0]}
+            if self.tap[0] in ENDS:
+                del found["layer"]
         return found
 
     def at_tap(self, direction: Vector, tap: Tap | None) -> Reading:
         """Return a copy with the direction by value, read at `tap`."""
         site, layer = (None, None) if tap is None else tap
+        layer = None if site in ENDS else layer
         return Reading(direction, self.bias, layer, site)
 
 
@@ -172,6 +181,10 @@ class Gate:
             if found is not None and float32(found) == 0:
                 raise SpecError(
                     "", "must not be 0, where the gate is always ½; omit `sharpness` for a step"
+                )
+            if found is not None and isinstance(self.edit, Route) and self.edit.forces:
+                raise SpecError(
+                    "", "an expert is chosen or not: omit `sharpness`, or give a Route of `bias`"
                 )
             object.__setattr__(self, "sharpness", found)
 
@@ -248,11 +261,9 @@ class Gate:
             c=0.0 if self.sharpness is None else float32(self.sharpness),
             flags=Flags.FRESH | (Flags.STEP if step else Flags.NONE),
         )
-        # The GATE already read h and does not change it, so no further FRESH is needed.
-        return (
-            gate,
-            *(replace(each, flags=(each.flags | Flags.GATED) & ~Flags.FRESH) for each in steps),
-        )
+        # The GATE already read h and does not change it, so the first one need not read it again.
+        first, *rest = (each.with_flags(Flags.GATED) for each in steps)
+        return gate, replace(first, flags=first.flags & ~Flags.FRESH), *rest
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the registered vectors in use, each once."""
@@ -308,7 +319,7 @@ class Gate:
         if tap is not None or is_plain(registered):
             vector = registered[None] if tap is None else pick(name, registered, tap)
             return [self._wrap(edit, self.probe.at_tap(vector, tap))]
-        layers = from_start(edit.layers, num_layers).indices
+        layers = from_start(edit.layers, num_layers).indices if edit.sites.in_layers else ()
         if layers == "all":
             raise SpecError(
                 "layer",
@@ -356,5 +367,6 @@ def _from_probe(probe: Probe) -> Reading:
         )
     layers = probe.layers.indices
     layer = None if "layer" in probe.left or layers == "all" else layers[0]
-    site = None if layer is None or "site" in probe.left else probe.sites.names[0]
+    named = layer is not None or not probe.sites.in_layers
+    site = probe.sites.names[0] if named and "site" not in probe.left else None
     return Reading(probe.direction, probe.bias, layer, site)

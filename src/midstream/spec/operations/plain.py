@@ -8,11 +8,12 @@ from midstream.spec.operations.affine import Affine, LoReFT
 from midstream.spec.operations.clamp import Clamp
 from midstream.spec.operations.feature import Feature
 from midstream.spec.operations.replace import Replace
+from midstream.spec.operations.route import Route
 from midstream.spec.operations.scale import Scale
 from midstream.spec.operations.steer import Steer
 from midstream.validation import kind, listed
 
-PlainEdit = Steer | Ablate | Clamp | Feature | Affine | LoReFT | Replace | Scale
+PlainEdit = Steer | Ablate | Clamp | Feature | Affine | LoReFT | Replace | Scale | Route
 
 KINDS: tuple[type[PlainEdit], ...] = (
     Steer,
@@ -23,6 +24,7 @@ KINDS: tuple[type[PlainEdit], ...] = (
     LoReFT,
     Replace,
     Scale,
+    Route,
 )
 PLAIN: dict[str, type[PlainEdit]] = {each.op: each for each in KINDS}
 

@@ -5,21 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.spec.algebra import float32
 from midstream.spec.argument_names import accept_spellings
+from midstream.spec.captured_rows import CapturedRows, is_captured
 from midstream.spec.forms import (
     IndicesLike,
     LayersLike,
     NumberLike,
     PhaseLike,
     PositionsLike,
-    RowsLike,
+    RowsOrNames,
     SitesLike,
 )
 from midstream.spec.heads import read_indices, with_dims
 from midstream.spec.instructions import Instruction
-from midstream.spec.matrix import read_rows
+from midstream.spec.matrix import read_rows_or_names
+from midstream.spec.named_vector import Named
 from midstream.spec.operation import (
     Operation,
     one_edit,
@@ -40,8 +43,8 @@ class Replace(Operation):
     (arXiv:2004.12265), Meng et al. 2022 (arXiv:2202.05262), Wang et al. 2022 (arXiv:2211.00593).
 
     Attributes:
-        rows: vectors of the model's hidden size: one for all selected tokens, or one per selected
-            token, in order.
+        rows: vectors of the model's hidden size, or names: one for all selected tokens, or one per
+            selected token, in order; or a reference to rows that a server has.
         alpha: 1 replaces, 0 changes nothing.
         norm: None or "keep".
         dims: the components that are replaced; empty: all.
@@ -49,7 +52,7 @@ class Replace(Operation):
 
     op = "replace"
 
-    rows: tuple[Vector, ...]
+    rows: tuple[Vector | Named, ...] | CapturedRows
     alpha: float
     norm: str | None
     dims: tuple[int, ...]
@@ -57,7 +60,7 @@ class Replace(Operation):
     @accept_spellings
     def __init__(
         self,
-        rows: RowsLike,
+        rows: RowsOrNames | CapturedRows,
         layer: LayersLike | None = None,
         alpha: NumberLike = 1.0,
         site: SitesLike | None = None,
@@ -72,7 +75,9 @@ class Replace(Operation):
 
         Args:
             rows: [width] or [n, width], n at most 4096: a list, array or tensor, or base64 with
-                `shape`.
+                `shape`. Any row may be the name of a registered vector, which has one for each of
+                its layers: `Replace("mean", layer="all")`. In a request to a server also a
+                CapturedRows: rows that the server cached for an earlier request.
             alpha: a number.
             layer, site, positions, phase, exclude, head: see Steer. n > 1 rows require n selected
                 positions; this is checked when the plan is resolved.
@@ -85,7 +90,10 @@ class Replace(Operation):
             SpecError: a field is malformed; its path starts with the field's name.
         """
         with at("rows"):
-            self._set(rows=read_rows(rows, MAX_ITEMS))
+            if is_captured(rows):
+                self._set(rows=CapturedRows.parse(rows))
+            else:
+                self._set(rows=read_rows_or_names(rows, MAX_ITEMS))
         with at("alpha"):
             self._set(alpha=read_scalar(alpha))
         self._set(norm=read_norm(norm))
@@ -97,6 +105,12 @@ class Replace(Operation):
         return {**found, "dims": list(self.dims)} if self.dims else found
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
+        if isinstance(self.rows, CapturedRows):
+            raise SpecError(
+                "rows.captured",
+                "rows that a server cached can be used only in a request to that server; give the "
+                "rows themselves",
+            )
         rows = rows_by_value("rows", self.rows, width)
         flags = Flags.ROW_BY_POSITION if len(rows) > 1 else Flags.NONE
         step = Instruction(Op.REPLACE, write=rows, a=float32(self.alpha), flags=flags)

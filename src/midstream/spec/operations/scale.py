@@ -1,7 +1,8 @@
-"""`Scale`: multiplying h by a number."""
+"""`Scale`: multiplying h by a number, or each component by its own, and shifting it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,33 +16,40 @@ from midstream.spec.forms import (
     PhaseLike,
     PositionsLike,
     SitesLike,
+    VectorLike,
 )
 from midstream.spec.heads import read_indices, with_dims
 from midstream.spec.instructions import Instruction
-from midstream.spec.operation import Operation, one_edit, read_scalar
+from midstream.spec.operation import Operation, by_value, one_edit, read_scalar
+from midstream.spec.vector import Vector
 from midstream.validation import at
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Scale(Operation):
-    """Multiply the selected tokens' vectors by a number: h ← factor · h.
+    """Multiply the selected tokens' vectors by a number, or by one for each component, and add a
+    shift: h ← factor · h + shift.
 
-    At `attn_out` or `mlp_out`, factor 0 removes that branch's contribution (zero ablation).
+    At `attn_out` or `mlp_out`, factor 0 removes that branch's contribution (zero ablation). With a
+    factor and a shift for each component this is Linear-AcT, Rodríguez et al. 2024
+    (arXiv:2410.23054).
 
     Attributes:
-        factor: 1 changes nothing.
-        dims: the components that are multiplied; empty: all.
+        factor: 1 changes nothing; a number, or a vector of the size of h.
+        shift: a vector of that size; None: 0.
+        dims: the components that are changed; empty: all.
     """
 
     op = "scale"
 
-    factor: float
+    factor: float | Vector
+    shift: Vector | None
     dims: tuple[int, ...]
 
     @accept_spellings
     def __init__(
         self,
-        factor: NumberLike,
+        factor: NumberLike | VectorLike,
         layer: LayersLike | None = None,
         site: SitesLike | None = None,
         positions: PositionsLike = "all",
@@ -49,26 +57,50 @@ class Scale(Operation):
         exclude: PositionsLike | None = None,
         head: IndicesLike | None = None,
         dims: IndicesLike | None = None,
+        shift: VectorLike | None = None,
     ) -> None:
         """Create an edit; each field accepts any of its forms.
 
         Args:
-            factor: a number.
+            factor: a number, or any form of Vector.parse: a number for each component.
             layer, site, positions, phase, exclude, head: see Steer.
-            dims: components of the vector, counted from 0: only these are multiplied; with `head`,
-                of a head's vector. None: all.
+            dims: components of the vector, counted from 0: only these are changed; with `head`, of
+                a head's vector. None: all.
+            shift: any form of Vector.parse, added to the product. None: nothing is.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
         with at("factor"):
-            self._set(factor=read_scalar(factor))
+            self._set(factor=_read_factor(factor))
+        with at("shift"):
+            self._set(shift=None if shift is None else Vector.parse(shift))
         self._set(dims=() if dims is None else read_indices(dims, "dims"))
         self._set_place(layer, site, positions, phase, exclude, head)
 
     def own(self) -> dict[str, Any]:
-        return {"factor": self.factor} | ({"dims": list(self.dims)} if self.dims else {})
+        found: dict[str, Any] = {"factor": self.factor}
+        if self.shift is not None:
+            found["shift"] = self.shift
+        return {**found, "dims": list(self.dims)} if self.dims else found
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
-        step = Instruction(Op.SCALE, a=float32(self.factor))
-        return one_edit([with_dims(step, self.dims, width)])
+        if isinstance(self.factor, Vector):
+            with at("factor"):
+                factors = by_value(self.factor, width).numpy()
+            # Rounded once, so that a factor of 1 changes no bit.
+            change = Vector.parse(factors.astype("f8") - 1)
+            steps = [Instruction(Op.MULTIPLY, write=(change,), a=1.0)]
+        else:
+            steps = [Instruction(Op.SCALE, a=float32(self.factor))]
+        if self.shift is not None:
+            with at("shift"):
+                steps.append(Instruction(Op.ADD, write=(by_value(self.shift, width),), a=1.0))
+        return one_edit([with_dims(step, self.dims, width) for step in steps])
+
+
+def _read_factor(value: object) -> float | Vector:
+    is_several = isinstance(value, (Vector, Mapping, list, tuple)) or (
+        len(getattr(value, "shape", ())) == 1 and len(value) > 1  # type: ignore[arg-type]
+    )
+    return Vector.parse(value) if is_several else read_scalar(value)

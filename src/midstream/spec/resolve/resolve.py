@@ -8,16 +8,18 @@ from dataclasses import dataclass, replace
 from midstream.errors import NothingSelectedError, SpecError
 from midstream.ops.layout import Flags, Op, limit_of
 from midstream.sites import Tap, order
+from midstream.spec.attention import Attention, queries_named
 from midstream.spec.capture import Capture
 from midstream.spec.heads import head_size
 from midstream.spec.instructions import Instruction
-from midstream.spec.operations import Edit, Gate, Steer
+from midstream.spec.operations import Edit, Gate, Route, Steer
 from midstream.spec.plan import Plan
 from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.positions.select import MAX_RANGES, select
 from midstream.spec.probe import Probe
+from midstream.spec.resolve.attention import check_attention, resolve_attention
 from midstream.spec.resolve.resolved import (
     ResolvedCapture,
     ResolvedEdit,
@@ -96,6 +98,7 @@ class _Resolver:
         for index, capture in enumerate(plan.captures):
             with at(f"capture[{index}]"):
                 captures.append(self._resolve_capture(capture, index))
+        check_attention(captures)
         for index, capture in enumerate(also, -len(also)):
             with at(f"sinks[{index}]"), suppress(NothingSelectedError):
                 captures.append(self._resolve_capture(capture, index))
@@ -129,6 +132,11 @@ class _Resolver:
         return where
 
     def _resolve_capture(self, capture: Capture, source: int) -> ResolvedCapture:
+        if isinstance(capture, Attention):
+            with queries_named():
+                where = self._select(capture.positions)
+            given = (self._shape, self._prompt, self._max_tokens)
+            return resolve_attention(capture, source, where, *given)
         taps = find_taps(capture.layers, capture.sites, self._shape, "layers", "sites")
         if capture.heads is not None:
             for site, layer in taps:
@@ -173,17 +181,20 @@ class _Resolver:
         return found
 
     def _by_size(self, taps: tuple[Tap, ...]) -> list[tuple[VectorSize, tuple[Tap, ...]]]:
-        """Group taps by the size of their vectors, and the number of heads that they are of."""
-        if not self._shape.widths and not self._shape.heads:
-            return [(self._shape.size(taps[0]), taps)]
-        found: dict[tuple[int, int], list[Tap]] = {}
+        """Group taps by the size of their vectors, and what these are of."""
+        shape = self._shape
+        if not (shape.widths or shape.heads or shape.routing):
+            return [(shape.size(taps[0]), taps)]
+        found: dict[tuple[int, int, int | str], list[Tap]] = {}
         for tap in taps:
-            size = self._shape.size(tap)
-            found.setdefault((size, size.heads), []).append(tap)
-        return [(self._shape.size(mine[0]), tuple(mine)) for mine in found.values()]
+            size = shape.size(tap)
+            found.setdefault((size, size.heads, size.routing), []).append(tap)
+        return [(shape.size(mine[0]), tuple(mine)) for mine in found.values()]
 
     def _check_reach(self, edit: Edit, instructions: tuple[Instruction, ...]) -> None:
         """Check that the edit of a vector of usual length stays within the stream's range."""
+        if isinstance(edit.edit if isinstance(edit, Gate) else edit, Route):
+            return  # No layer squares logits, and a Route bounds what it makes of them.
         limit = limit_of(self._shape.dtype)
         reach = max(step.reach for step in instructions)
         if reach > limit:

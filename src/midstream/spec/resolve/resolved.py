@@ -6,12 +6,13 @@ import hashlib
 import json
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from midstream.sites import Tap, order
+from midstream.sites import BY_NAME, Tap
 from midstream.spec.instructions import Instruction
 from midstream.spec.positions.position_set import Where
-from midstream.spec.positions.ranges import clip, merge
+from midstream.spec.positions.ranges import Ranges, clip, merge
+from midstream.spec.shape import ModelShape
 
 Final = tuple[tuple[int, int], ...]  # bounded ranges [start, stop) of positions
 T = TypeVar("T")
@@ -99,20 +100,60 @@ class ResolvedProbe:
         return slot
 
 
+PatternKind = Literal["top", "mass", "entropy", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """What the rows of an `Attention` have for each query and head: numbers of 4 bytes.
+
+    Attributes:
+        kind: the reduction.
+        size: numbers of a head: of `top`, k positions as int32 and then k weights; of `full`, the
+            weights of so many keys; else 1.
+        keys: of `mass`, the positions of the keys.
+        heads: the query heads that are computed, ascending; empty: all.
+        reads: for each tap of the capture, the tap at which its queries are read.
+        counts: for each of these, the number of heads that are computed, over all ranks.
+    """
+
+    kind: PatternKind
+    size: int
+    keys: Ranges
+    heads: tuple[int, ...]
+    reads: tuple[Tap, ...]
+    counts: tuple[int, ...]
+
+    def width(self, place: int) -> int:
+        """Return the numbers of a row of one tap, by its index in the capture."""
+        return self.counts[place] * self.size
+
+
 @dataclass(frozen=True, slots=True)
 class ResolvedCapture:
     """One capture: its taps and positions.
 
     Attributes:
-        taps: in the order of a forward pass.
+        taps: in the order of a forward pass. Those of an `Attention` are no taps of the engine: a
+            site that begins with "attention", and the layer.
         where: the positions.
         source: index of the plan's capture; negative: of the server-wide captures, whose last is
             −1.
+        pattern: of an `Attention`, what its rows are; else None.
     """
 
     taps: tuple[Tap, ...]
     where: Where
     source: int = 0
+    pattern: Pattern | None = None
+
+    def of_all_heads(self, shape: ModelShape) -> ResolvedCapture:
+        """Return the capture with rows of attention of all heads."""
+        pattern = self.pattern
+        if pattern is None or not pattern.heads:
+            return self
+        counts = tuple(shape.num_heads(tap) for tap in pattern.reads)
+        return replace(self, pattern=replace(pattern, heads=(), counts=counts))
 
 
 class Alike(NamedTuple):
@@ -143,6 +184,7 @@ class ResolvedPlan:
         sharded: whether all ranks of a tensor-parallel group transfer captured vectors; otherwise
             the first rank transfers all.
         taps: all captured taps, in the order of a forward pass.
+        pattern_widths: numbers of a row of each tap of an `Attention`.
         alike: `taps` grouped by the captures that select them; taps of a group have equal rows.
         reads_tokens: whether some positions are selected by the ids of generated tokens.
     """
@@ -155,6 +197,7 @@ class ResolvedPlan:
     sharded: bool = False
     # Computed once, because many requests share a plan.
     taps: tuple[Tap, ...] = field(init=False, compare=False, repr=False)
+    pattern_widths: dict[Tap, int] = field(init=False, compare=False, repr=False)
     alike: tuple[Alike, ...] = field(init=False, compare=False, repr=False)
     reads_tokens: bool = field(init=False, compare=False, repr=False)
     _known: dict[Hashable, Any] = field(init=False, compare=False, repr=False, default_factory=dict)
@@ -164,16 +207,32 @@ class ResolvedPlan:
         for index, capture in enumerate(self.captures):
             for tap in capture.taps:
                 captures_of.setdefault(tap, []).append(index)
-        taps = tuple(sorted(captures_of, key=order))
+        taps = tuple(sorted(captures_of, key=_order))
+        widths = {
+            tap: capture.pattern.width(place)
+            for capture in self.captures
+            if capture.pattern is not None
+            for place, tap in enumerate(capture.taps)
+        }
         alike: dict[tuple[int, ...], list[Tap]] = {}
         for tap in taps:
             alike.setdefault(tuple(captures_of[tap]), []).append(tap)
         found = tuple(Alike(captures, tuple(each)) for captures, each in alike.items())
         object.__setattr__(self, "taps", taps)
+        object.__setattr__(self, "pattern_widths", widths)
         object.__setattr__(self, "alike", found)
         where = [one.where for one in self.edits] + [one.where for one in self.captures]
         where += [one.where for one in self.probes]
         object.__setattr__(self, "reads_tokens", any(one.matches for one in where))
+
+    @property
+    def read_taps(self) -> tuple[Tap, ...]:
+        """All taps of the engine whose vectors are copied into the staging ring, each once."""
+        taps = dict.fromkeys(tap for tap in self.taps if tap not in self.pattern_widths)
+        for capture in self.captures:
+            if capture.pattern is not None:
+                taps.update(dict.fromkeys(capture.pattern.reads))
+        return tuple(taps)
 
     def remember(self, what: Hashable, length: int, make: Callable[[], T]) -> T:
         """Return what follows from the plan and the number of rows alone: requests that share the
@@ -228,3 +287,9 @@ class ResolvedPlan:
         steps = [probe.steps for probe in self.probes] + [edit.steps for edit in self.edits]
         slots = [one.slot for each in steps for one in each.instructions if one.slot is not None]
         return 1 + max(slots, default=-1)
+
+
+def _order(tap: Tap) -> tuple[int, int, str]:
+    """Return the sort key of a tap: the order of a forward pass, attention before `z`."""
+    site = BY_NAME.get(tap[0], BY_NAME["z"])
+    return tap[1], site.order, tap[0]

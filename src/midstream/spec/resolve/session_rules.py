@@ -39,7 +39,8 @@ def check_growing(plan: Plan | None, before: Sequence[Edit], also: Sequence[Capt
         return
     for index, capture in enumerate(plan.captures):
         with at(f"capture[{index}]"):
-            _check(capture.positions)
+            for positions in capture.selections:
+                _check(positions)
     for index, probe in enumerate(plan.probes):
         with at(f"probes[{index}]"):
             _check(probe.positions)

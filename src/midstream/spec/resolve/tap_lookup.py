@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from midstream.errors import SpecError
-from midstream.sites import Tap, order
+from midstream.sites import ENDS, Tap, order, show_tap
 from midstream.spec.selection import Layers, Sites
 from midstream.spec.shape import ModelShape
 from midstream.validation import at
@@ -15,7 +15,8 @@ def find_taps(
     """Return the selected taps, in the order of a forward pass.
 
     Args:
-        layers, sites: the selection; "all" means every layer at which the site is tapped.
+        layers, sites: the selection; "all" means every layer at which the site is tapped. The
+            layers of sites that have none are not chosen.
         shape: the model and its taps.
         layer_field, site_field: names of the fields, for error paths.
 
@@ -24,8 +25,17 @@ def find_taps(
     """
     names = sites.names
     taps: list[Tap] = []
+    for place, site in enumerate(names):
+        if site in ENDS:
+            path = _element(site_field, place, len(names))
+            taps.append((site, ENDS[site] % shape.num_layers))
+            check_tapped(taps[-1], shape, path, path)
+    if not sites.in_layers:
+        return tuple(sorted(taps, key=order))
     if layers.indices == "all":
         for place, site in enumerate(names):
+            if site in ENDS:
+                continue
             tapped = shape.tapped_layers(site)
             if not tapped:
                 raise SpecError(_element(site_field, place, len(names)), _why_nowhere(site, shape))
@@ -45,6 +55,8 @@ def find_taps(
                 )
         chosen[layer] = index
         for nth, site in enumerate(names):
+            if site in ENDS:
+                continue
             check_tapped((site, layer), shape, _element(site_field, nth, len(names)), layer_path)
             taps.append((site, layer))
     return tuple(sorted(taps, key=order))
@@ -77,9 +89,9 @@ def check_tapped(tap: Tap, shape: ModelShape, site_path: str, layer_path: str) -
     site, layer = tap
     reason = shape.reason(tap)
     if reason is not None:
-        raise SpecError(layer_path, f"{site} at layer {layer} cannot be tapped: {reason}")
+        raise SpecError(layer_path, f"{show_tap(tap)} cannot be tapped: {reason}")
     path = layer_path if shape.tapped_layers(site) else site_path
-    raise SpecError(path, _not_tapped(f"{site} at layer {layer}"))
+    raise SpecError(path, _not_tapped(show_tap(tap)))
 
 
 def _why_nowhere(site: str, shape: ModelShape) -> str:

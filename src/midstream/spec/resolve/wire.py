@@ -23,6 +23,7 @@ from midstream.spec.positions.position_set import Match, Where
 from midstream.spec.positions.range_set import intersect
 from midstream.spec.positions.ranges import Ranges, well_formed
 from midstream.spec.resolve.resolved import (
+    Pattern,
     ResolvedCapture,
     ResolvedEdit,
     ResolvedPlan,
@@ -271,13 +272,27 @@ def _read_probe(given: ProbeMessage, steps: Sequence[Steps]) -> ResolvedProbe:
 
 
 def _check_capture(capture: ResolvedCapture) -> None:
-    for nth, (site, layer) in enumerate(capture.taps):
+    pattern = capture.pattern
+    for nth, (site, layer) in enumerate(capture.taps if pattern is None else pattern.reads):
         with at(f"taps[{nth}]"):
             _check_tap(site, layer)
+    if pattern is not None:
+        _check_pattern(pattern, len(capture.taps))
     if not capture.taps or len(set(capture.taps)) < len(capture.taps):
         raise SpecError("taps", "expected at least one tap, and each once")
     _check_where(capture.where)
     _check_int("source", capture.source, -INT_LIMIT)
+
+
+def _check_pattern(pattern: Pattern, taps: int) -> None:
+    with at("pattern"):
+        if len(pattern.reads) != taps or len(pattern.counts) != taps:
+            raise SpecError("", f"expected the queries and heads of {taps} taps")
+        _check_ranges(pattern.keys)
+        for number in (pattern.size, *pattern.counts):
+            _check_int("size", number, 1)
+        for head in pattern.heads:
+            _check_int("heads", head)
 
 
 def _check_tap(site: str, layer: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from midstream import Ablate, Affine, Clamp, Feature, Gate, LoReFT, Probe, Replace, Scale, Steer
-from midstream.sites import INNER, NAMES, OUTER, Tap
+from midstream.sites import IN_LAYERS, INNER, OUTER, Tap
 from midstream.tools.doctor import formulas
 from midstream.tools.doctor.reference import Reference
 
@@ -103,7 +103,7 @@ def operation_cases(reference: Reference, seed: int) -> list[Case]:
     found = [
         _operation_case(reference, "Steer", maker((site, layer)), prompt)
         for layer in sorted({0, count // 3, 2 * count // 3, count - 1})
-        for site in NAMES
+        for site in IN_LAYERS
         if can_edit((site, layer))
     ]
     taps = [(site, count // 2) for site in OUTER]

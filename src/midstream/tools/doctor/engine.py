@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from midstream import Capture
-from midstream.sites import NAMES, Tap
+from midstream.sites import IN_LAYERS, Tap
 from midstream.tools.doctor.cases import Case, compares
 
 MAX_MODEL_LEN = 256
@@ -47,7 +47,7 @@ def engine(folder: str | Path, dtype: str, **more: Any) -> Iterator[Any]:
         "seed": 0,
         **more,
     }
-    llm = LLM(str(folder), midstream={"sites": list(NAMES)}, **settings)
+    llm = LLM(str(folder), midstream={"sites": list(IN_LAYERS)}, **settings)
     try:
         yield llm
     finally:

@@ -7,7 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from midstream.spec import Ablate, Affine, Clamp, Feature, Gate, LoReFT, Replace, Scale, Steer
+from midstream.spec import (
+    Ablate,
+    Affine,
+    Clamp,
+    Feature,
+    Gate,
+    LoReFT,
+    Replace,
+    Scale,
+    Steer,
+    Vector,
+)
 
 
 def apply(edit: Any, hidden: Tensor, heads: int = 0) -> Tensor:
@@ -94,7 +105,10 @@ def _added(edit: Any, h: Tensor) -> Tensor:
         rotation = _rows(edit.rotation)
         return (h @ _rows(edit.weight).T + _row(edit.bias) - h @ rotation.T) @ rotation
     if isinstance(edit, Replace):
+        assert isinstance(edit.rows, tuple)
         return edit.alpha * (_row(edit.rows[0]) - h)
     if isinstance(edit, Scale):
+        # The doctor tests one factor for all components.
+        assert not isinstance(edit.factor, Vector)
         return (edit.factor - 1) * h
     raise TypeError(f"no formula for {type(edit).__name__}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.results.site_table import SiteTable
-from midstream.sites import INNER, Tap
+from midstream.sites import IN_LAYERS, INNER, Tap
 from midstream.tools.doctor import compare, local
 from midstream.tools.doctor.cases import EDITED, Case
 from midstream.tools.doctor.compare import ErrorLimits
@@ -133,7 +133,7 @@ def _sites(
 ) -> list[SiteFound]:
     """Return what was found at each site of each layer."""
     found = []
-    for state in table.states:
+    for state in (state for state in table.states if state.site in IN_LAYERS):
         tap = state.site, state.layer
         missing, error = reference.missing(tap), errors.get(tap)
         if not state.tapped:

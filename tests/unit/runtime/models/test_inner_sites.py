@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from midstream.runtime.models.convention import Lack
+from midstream.runtime.models.expert_choice import UNKNOWN
 from midstream.runtime.models.forward_source import Types
 from midstream.runtime.models.inner_sites import (
     BIAS,
@@ -477,7 +478,7 @@ class Mixture(nn.Module):
 
 def test_a_mixture_has_a_router_and_no_neurons() -> None:
     found = find_inner_sites(Layer(mlp=Mixture()))
-    assert found["router"] == InnerPlace("mlp.gate", "output", None, 0, 8, 0, "whole")
+    assert found["router"] == InnerPlace("mlp.gate", "output", None, 0, 8, 0, "whole", 1, UNKNOWN)
     assert {reasons(found)[site] for site in ("mlp_pre", "mlp_pre_linear", "mlp_act")} == {EXPERTS}
 
 

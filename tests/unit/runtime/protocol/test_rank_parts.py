@@ -119,7 +119,8 @@ class Result:
         for positions, rows in self._blocks:
             encoded = Raw().encode(torch.as_tensor(rows, dtype=torch.float32))[:, None]
             mine = np.array(positions)
-            found.append(ResultBlock([TAP], Raw(), mine, [encoded], self.worker.tensor_rank))
+            rank, parts = self.worker.tensor_rank, self.worker.parts[0]
+            found.append(ResultBlock([TAP], Raw(), mine, [encoded], rank, parts=parts))
         return found
 
 

@@ -49,8 +49,17 @@ def test_what_changes_nothing_changes_no_bit(v, h):
         Affine(rows, rows, 0, bias=3, scale=0),
         Replace(v, 0, alpha=0),
         Scale(1, 0),
+        Scale([1] * WIDTH, 0, shift=[0] * WIDTH),
     ):
         assert (do(h, edit) == h).all(), edit
+
+
+def test_each_component_has_its_factor_and_its_shift():
+    h, factor, shift = np.array([[1.0, 2.0, -3.0, 4.0]]), [2, 0, 1, -0.5], [0, 1, -1, 8]
+    assert do(h, Scale(factor, 0)).tolist() == [[2, 0, -3, -2]]
+    assert do(h, Scale(factor, 0, shift=shift)).tolist() == [[2, 1, -4, 6]]
+    assert do(h, Scale(3, 0, shift=shift)).tolist() == [[3, 7, -10, 20]]
+    assert do(h, Scale(factor, 0, shift=shift, dims=[1, 3])).tolist() == [[1, 1, -3, 6]]
 
 
 @given(plain_edits(WIDTH).filter(lambda edit: len(edit.own().get("rows", "1")) == 1), hidden)

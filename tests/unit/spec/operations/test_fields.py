@@ -154,6 +154,21 @@ def test_a_features_bias_has_that_of_the_decoder_in_it():
     assert "decoder_bias" not in folded.to_dict()
 
 
+def test_a_scale_has_one_factor_or_one_for_each_component():
+    each = Scale([1, 2], 0, shift=[3, 4])
+    assert (each.factor, each.shift) == (Vector.parse([1, 2]), Vector.parse([3, 4]))
+    assert each == Scale(np.array([1.0, 2.0]), 0, shift=torch.tensor([3, 4]))
+    assert each == Scale({"f32": "AACAPwAAAEA="}, 0, shift={"f32": "AABAQAAAgEA="})
+    assert Scale(torch.tensor([2.0]), 0) == Scale(2, 0)
+    assert "shift" not in Scale(2, 0).to_dict()
+    with pytest.raises(SpecError, match="expected 3 numbers.*got 2") as caught:
+        each.instructions(3)
+    assert caught.value.path == "factor"
+    with pytest.raises(SpecError, match="expected 3 numbers.*got 2") as caught:
+        Scale(2, 0, shift=[1, 2]).instructions(3)
+    assert caught.value.path == "shift"
+
+
 def test_a_scalar_is_rounded_to_float32_only_when_lowered():
     assert Scale(0.1, 0).to_dict()["factor"] == 0.1
     assert Scale(0.1, 0).instructions(2)[0].a == np.float32(0.1)
@@ -196,6 +211,8 @@ NEARLY = [[1.0, 0.01], [0.0, 1.0]]
         (lambda: Steer([1], 0, exclude="nope"), "exclude", "got 'nope'"),
         (lambda: Steer([1], 0, norm="kept"), "norm", "got 'kept' .did you mean `keep`"),
         (lambda: Steer([0, 0], 0, norm="match"), "vector", "the vector is zero"),
+        (lambda: Scale([1, None], 0), "factor[1]", "expected a number, got `None`"),
+        (lambda: Scale(1, 0, shift=2), "shift", "got `int`"),
         (lambda: Ablate([[1, 0], [0, 0]], 0), "directions[1]", "the row is zero"),
         (lambda: Ablate([0.0], 0), "directions[0]", "the row is zero"),
         (lambda: Ablate([[1, 2], [3, 1], [1, 1]], 0), "directions[2]", "dependent on earlier rows"),
@@ -250,7 +267,9 @@ NEARLY = [[1.0, 0.01], [0.0, 1.0]]
         (lambda: Steer(rows=[[1], [1, 2]], layer=0), "rows[1]", "expected 1 numbers"),
         (lambda: Steer(rows=[[1], [2]]), "layer", "missing; it can be omitted only where"),
         (lambda: Replace([], 0), "rows", "expected at least one row, got none"),
-        (lambda: Replace("happy", 0), "rows", "got `str`"),
+        (lambda: Replace("no such name!", 0), "rows", "1 to 128 of the characters"),
+        (lambda: Replace(Named("x", 2), 0), "rows.scale", "1, because `x` is used as it is"),
+        (lambda: Replace(["x", Named("y", 2)], 0), "rows[1].scale", "`y` is used as it is"),
         (lambda: Scale(None, 0), "factor", "expected a number, got `None`"),
         (lambda: Scale("happy", 0), "factor", "expected a number, got `str`"),
     ],

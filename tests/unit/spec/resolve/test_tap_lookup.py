@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midstream.errors import SpecError
-from midstream.sites import NAMES, order
+from midstream.sites import IN_LAYERS, NAMES, order
 from midstream.spec import Layers, ModelShape, Sites
 from midstream.spec.resolve.tap_lookup import check_tapped, find_layer, find_taps
 
@@ -32,11 +32,23 @@ def test_taps_are_ordered_as_a_forward_pass_reaches_them():
     st.lists(st.integers(-4, 3), min_size=1, max_size=4, unique_by=lambda layer: layer % 4),
     st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True),
 )
-def test_each_site_of_each_layer_is_found_once(layers, sites):
+def test_each_site_of_each_layer_is_found_once_and_those_without_layers_too(layers, sites):
     found = find_taps(Layers.parse(layers), Sites.parse(sites), SHAPE, "layers", "sites")
-    assert set(found) == set(itertools.product(sites, {layer % 4 for layer in layers}))
+    ends = {(site, layer) for site, layer in (("embed", 0), ("final_norm", 3)) if site in sites}
+    others = [site for site in sites if site in IN_LAYERS]
+    assert set(found) == {*itertools.product(others, {layer % 4 for layer in layers}), *ends}
     assert list(found) == sorted(found, key=order)
-    assert len(found) == len(layers) * len(sites)
+    assert len(found) == len(layers) * len(others) + len(ends)
+
+
+@pytest.mark.parametrize("layers", ["all", [1]])
+def test_a_site_without_a_layer_that_is_not_tapped_is_refused_by_its_name(layers):
+    shape = ModelShape(4, 3, [("resid_post", 1)], {("embed", 0): "it adds positions"})
+    for site, problem in (("embed", "embed cannot be tapped: it adds positions"),
+                          ("final_norm", "final_norm is not tapped; add it")):  # fmt: skip
+        with pytest.raises(SpecError, match=problem) as caught:
+            find_taps(Layers(layers), Sites(["resid_post", site]), shape, "layers", "sites")
+        assert caught.value.path == "sites[1]"
 
 
 def test_all_layers_are_those_at_which_the_site_is_tapped():

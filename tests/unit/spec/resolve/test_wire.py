@@ -61,7 +61,7 @@ MESSAGE = {
     "steps": [
         [[0, None, [0], 1.0, 0.0, 0.0, 0.0, 8, None, 0, None]],
         [[3, 1, [1], -1.0, 0.0, 0.0, 0.0, 9, None, 0, None]],
-        [[8, 1, [], 0.5, 0.0, 0.0, 0.0, 9, 0, 0, None]],
+        [[10, 1, [], 0.5, 0.0, 0.0, 0.0, 9, 0, 0, None]],
     ],
     "edits": [
         {"site": "resid_post", "layer": 0, "steps": 0, "where": EVERYWHERE, "source": 0},
@@ -79,6 +79,7 @@ MESSAGE = {
             "taps": [["resid_post", 3]],
             "where": {"ranges": [[0, 1]], "matches": [], "last_from": 9},
             "source": 0,
+            "pattern": None,
         }
     ],
     "probes": [
@@ -254,7 +255,7 @@ INFINITE = struct.pack("<3f", 0, 0, float("inf"))
         (["steps", 0], [], r"steps\[.*\]: expected `array` of length >= 1"),
         (["steps", 0], {}, r"steps\[.*\]: expected `array`, got `object`"),
         ([*STEP], [0], r"expected `array` of at least length 11, got 1"),
-        ([*STEP, 0], 9, r"steps\[.*\]: invalid enum value 9"),
+        ([*STEP, 0], 11, r"steps\[.*\]: invalid enum value 11"),
         ([*STEP, 0], -1, r"steps\[.*\]: invalid enum value -1"),
         ([*STEP, 0], "ADD", r"steps\[.*\]: expected `int`, got `str`"),
         ([*STEP, 1], 2, r"steps\[1\]: there is no vector 2, of 2"),
@@ -269,7 +270,7 @@ INFINITE = struct.pack("<3f", 0, 0, float("inf"))
         ([*STEP, 7], -8, r"steps\[.*\]: expected `int` >= 0"),
         ([*STEP, 8], -2, r"steps\[.*\]: expected `int` >= 0"),
         ([*STEP, 9], -1, r"steps\[.*\]: expected `int` >= 0"),
-        (["edits", 0, "site"], "resid", r"edits\[0\].site: expected one of `resid_pre`"),
+        (["edits", 0, "site"], "resid", r"edits\[0\].site: expected one of `embed`"),
         (["edits", 0, "site"], "post_block", r"edits\[0\].site: expected one of"),
         (["edits", 1, "layer"], -1, r"edits\[.*\].layer: expected `int` >= 0"),
         (["edits", 0, "steps"], 3, r"edits\[0\]: there is no steps 3, of 3"),
@@ -391,7 +392,7 @@ def test_a_plan_cut_off_anywhere_is_refused():
 
 
 def test_every_code_of_an_instruction_is_known():
-    assert len(Op) == 9
+    assert len(Op) == 11
     # Any number up to the sum of the flags is a combination of them.
     assert wires._ALL_FLAGS == 127
     assert sorted(int(flag) for flag in Flags) in (

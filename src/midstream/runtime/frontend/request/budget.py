@@ -95,8 +95,8 @@ def need_of(
             kinds["programs"][piece.edits] = 1
             length = sum(len(edit.steps) for edit in piece.edits)
             kinds["max_edits"][piece.edits] = length
-        if piece.taps:
-            kinds["groups"][piece.taps] = 1
+        if piece.captured:
+            kinds["groups"][piece.captured] = 1
         for edit in piece.edits:
             if edit.ids:
                 kinds["token_ids"][edit.ids] = len(edit.ids)
@@ -270,7 +270,11 @@ def row_sizes(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, int]:
         SpecError: the codec does not support vectors this short.
     """
     codec, dtype = parse_codec(plan.codec), getattr(torch, shape.dtype)
-    return {tap: codec.row_bytes(shape.width(tap), dtype) for tap in plan.taps}
+    patterns = plan.pattern_widths
+    return {
+        tap: 4 * patterns[tap] if tap in patterns else codec.row_bytes(shape.width(tap), dtype)
+        for tap in plan.taps
+    }
 
 
 def check_rows(need: Need, room: RowLimit) -> None:

@@ -24,7 +24,7 @@ from midstream.runtime.frontend.request.sent_vectors import named_vectors
 from midstream.runtime.protocol.cache_keys import CacheKeys, cache_keys
 from midstream.runtime.protocol.rank_parts import check_parts
 from midstream.sites import order
-from midstream.spec import Capture, ModelShape, Plan, Positions, Prompt, ResolvedPlan
+from midstream.spec import Attention, Capture, ModelShape, Plan, Positions, Prompt, ResolvedPlan
 from midstream.spec.capture import SHARDED
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.operations import Edit
@@ -220,11 +220,12 @@ class PlanResolver:
         if resolved.captures:
             # Captures of every request use codec and ranks of the request's own, if it has any.
             own = () if plan is None else plan.captures
-            decisive = own or also
+            decisive = tuple(each for each in own if not isinstance(each, Attention)) or also or own
             resolved = replace(
                 resolved, codec=self._codec(decisive), sharded=self._return(decisive) == SHARDED
             )
             _check_heads(own, resolved.codec)
+        resolved = self._with_parts(resolved)
         first = self._info.workers[0]
         need = need_of(
             resolved,
@@ -249,8 +250,23 @@ class PlanResolver:
         if max_tokens is not None:
             length = min(length, prompt_len + max_tokens)
         ranks = self._info.workers[0].tensor_ranks
+        # Of rows of attention each rank has those of its heads.
+        parts = self._parts | {
+            tap: self._parts.get(read, 1)
+            for capture in plan.captures
+            if capture.pattern is not None
+            for tap, read in zip(capture.taps, capture.pattern.reads, strict=True)
+        }
         with at("capture[0]"):
-            return max_row_bytes(plan, self._info.shape, length, ranks, self._parts)
+            return max_row_bytes(plan, self._info.shape, length, ranks, parts)
+
+    def _with_parts(self, plan: ResolvedPlan) -> ResolvedPlan:
+        """Return the plan with attention of all heads where ranks have parts of these."""
+        if not any(tap in self._parts for tap in plan.read_taps):
+            return plan
+        return replace(
+            plan, captures=tuple(one.of_all_heads(self._info.shape) for one in plan.captures)
+        )
 
     def _codec(self, captures: tuple[Capture, ...]) -> str:
         """Return the codec that all of these captures have."""
@@ -287,7 +303,7 @@ class PlanResolver:
         return tokenizer
 
     def _check_ring(self, plan: ResolvedPlan) -> None:
-        wanted = {tap for capture in plan.captures for tap in capture.taps}
+        wanted = set(plan.read_taps)
         for worker in self._info.workers:
             # Under pipeline parallelism each stage captures its own layers.
             triples = zip(worker.taps, worker.widths, worker.parts, strict=True)
@@ -359,7 +375,8 @@ def _prompt_len(request: Any) -> int:
 def _check_heads(captures: tuple[Capture, ...], codec: str) -> None:
     """Check that heads can be chosen from the rows that a codec encoded."""
     for index, capture in enumerate(captures):
-        if capture.heads is not None and isinstance(parse_codec(codec), Rp8):
+        is_sketch = isinstance(parse_codec(codec), Rp8) and not isinstance(capture, Attention)
+        if capture.heads is not None and is_sketch:
             raise SpecError(
                 f"capture[{index}].heads",
                 f"rows of the codec {codec} are sketches of whole vectors, without heads; use "

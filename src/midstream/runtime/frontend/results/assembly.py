@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from midstream.codecs import parse_codec
+from midstream.codecs import Raw, parse_codec
 from midstream.results.activations import Activations
 from midstream.results.encoded_rows import Rows
 from midstream.results.gathered_rows import GatheredRows, RowGroup
@@ -98,22 +98,31 @@ def assemble(
 
 
 def no_rows(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, Rows]:
-    """Return encoded rows of each captured tap, without any. Taps whose vectors have the same width
+    """Return encoded rows of each captured tap, without any. Taps whose rows have the same form
     have the same object.
     """
     codec, dtype = parse_codec(plan.codec), getattr(torch, shape.dtype)
-    if not shape.widths:
+    if not shape.widths and not plan.pattern_widths:
         return dict.fromkeys(plan.taps, Rows(codec, shape.hidden_size, dtype, (), ()))
-    widths = {tap: shape.width(tap) for tap in plan.taps}
-    found = {width: Rows(codec, width, dtype, (), ()) for width in set(widths.values())}
-    return {tap: found[width] for tap, width in widths.items()}
+    vectors: dict[int, Rows] = {}
+    patterns: dict[int, Rows] = {}
+    found = {}
+    for tap in plan.taps:
+        numbers = plan.pattern_widths.get(tap)
+        if numbers is None:
+            width = shape.width(tap)
+            found[tap] = vectors.setdefault(width, Rows(codec, width, dtype, (), ()))
+        else:
+            row = Rows(Raw(), numbers, torch.float32, (), ())
+            found[tap] = patterns.setdefault(numbers, row)
+    return found
 
 
-def _of_one_width(taps: Sequence[Tap], nothing: Mapping[Tap, Rows]) -> list[list[Tap]]:
-    """Group taps by the width of their vectors."""
+def _of_one_form(taps: Sequence[Tap], nothing: Mapping[Tap, Rows]) -> list[list[Tap]]:
+    """Group taps by the form of their rows."""
     found: dict[int, list[Tap]] = {}
     for tap in taps:
-        found.setdefault(nothing[tap].hidden, []).append(tap)
+        found.setdefault(id(nothing[tap]), []).append(tap)
     return list(found.values())
 
 
@@ -185,7 +194,7 @@ def activations_of(
     groups = []
     for captures, taps in plan.alike:
         selected = select(captures)
-        for alike in _of_one_width(taps, nothing):
+        for alike in _of_one_form(taps, nothing):
             for together, mine in _found_together(alike, blocks):
                 there, chosen = _choose([block.positions for block in mine], selected)
                 at = torch.from_numpy(there)

@@ -13,6 +13,7 @@ from midstream.runtime.frontend.engine_info import EngineInfo
 from midstream.runtime.frontend.input_session import InputSession, as_one_request, closing
 from midstream.runtime.frontend.request.budget import row_sizes
 from midstream.runtime.frontend.results.assembly import assemble
+from midstream.runtime.frontend.results.attention import parted
 from midstream.runtime.frontend.results.call import GenerateCall
 from midstream.runtime.frontend.results.delivery import (
     RESULTS,
@@ -103,7 +104,8 @@ class AsyncCompletion:
             output.probes = single.probes = call.stream.probes()
             if call.partial_rows is not None and call.partial_rows.is_streamed:
                 shown = await self._streamer.show(call, output.finished)
-                output.activations = single.activations = shown
+                output.activations, output.attention = parted(shown, call.admitted)
+                single.activations, single.attention = output.activations, output.attention
         if call.failure is not None:
             raise call.failure
 

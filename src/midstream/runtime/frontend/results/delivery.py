@@ -23,6 +23,7 @@ from midstream.runtime.frontend.results.assembly import (
     select_final,
     tokens_of,
 )
+from midstream.runtime.frontend.results.attention import parted
 from midstream.runtime.frontend.results.partial_rows import PartialRows
 from midstream.runtime.frontend.results.several_completions import SeveralCompletions
 from midstream.runtime.protocol.results import ResultBlock
@@ -33,7 +34,14 @@ from midstream.spec.capture import GATHERED, SHARDED
 from midstream.spec.sink_target import MEMORY
 
 # All attributes that midstream sets on an output and its completions.
-RESULTS = ("activations", "probes", "receipt", "capture_results", "activation_manifest")
+RESULTS = (
+    "activations",
+    "attention",
+    "probes",
+    "receipt",
+    "capture_results",
+    "activation_manifest",
+)
 # Result of rows that are on the output.
 _DONE: Future[CaptureResult] = Future()
 _DONE.set_result(CaptureResult())
@@ -230,7 +238,8 @@ def _set_results(
         kept = tuple((sink, one) for sink, one in joined.items() if sink != MEMORY)
         if kept:
             receipt = replace(receipt, kept=kept, problems=(*receipt.problems, *problems))
-        completion.activations = activations
+        shown = parted(activations, finished.admitted)
+        completion.activations, completion.attention = shown
         completion.probes = mine.probes
         completion.receipt = receipt
         completion.capture_results = joined or None

@@ -9,6 +9,7 @@ from vllm import RequestOutput
 # Attributes that each completion has of its own.
 PER_COMPLETION = (
     "activations",
+    "attention",
     "probes",
     "receipt",
     "hidden_states",

@@ -38,6 +38,19 @@ def attach(runner: Any, hooks: Hooks) -> None:
     report_failures(runner, hooks)
 
 
+def block_size(runner: Any, group: int) -> int:
+    """Return the tokens of a block of a KV cache group."""
+    size: int = runner.input_batch.block_table[group].block_size
+    return size
+
+
+def block_table(runner: Any, group: int) -> torch.Tensor:
+    """Return the blocks of the requests of the batch, int32 [requests, blocks]."""
+    batch = runner.input_batch
+    table: torch.Tensor = batch.block_table[group].get_device_tensor(batch.num_reqs)
+    return table
+
+
 def _clear_nonfinite(runner: Any, request_ids: Iterable[str]) -> None:
     """Replace values that are not finite in the KV blocks of ended requests.
 

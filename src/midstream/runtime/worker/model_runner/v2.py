@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from midstream.runtime.worker.model_runner.hooks import Hooks, report_failures
 from midstream.runtime.worker.step.step_batch import StepBatch
 
@@ -36,6 +38,20 @@ def attach(runner: Any, hooks: Hooks) -> None:
     state.__class__ = type(f"Armed{cls.__name__}", (cls,), namespace)
     runner.execute_model = execute_model_hooked
     report_failures(runner, hooks)
+
+
+def block_size(runner: Any, group: int) -> int:
+    """Return the tokens of a block of a KV cache group."""
+    size: int = runner.block_tables.block_sizes[group]
+    return size
+
+
+def block_table(runner: Any, group: int) -> Tensor:
+    """Return the blocks of the requests of the batch, int32 [requests, blocks], and further rows
+    without a meaning.
+    """
+    table: Tensor = runner.block_tables.input_block_tables[group]
+    return table
 
 
 def _batch(batch: Any, hooks: Hooks) -> StepBatch:

@@ -11,6 +11,7 @@ from midstream.ops import layout
 from midstream.runtime.protocol.runs import Ints
 from midstream.runtime.protocol.segments import APPLIED_0, MOST_APPLIED
 from midstream.runtime.worker.row_index import PendingPositions
+from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_plan import StepPlan
 from midstream.transport.base import Copy, Shipment
 
@@ -23,11 +24,13 @@ class PreparedStep:
         plan: the step's plan.
         first: ring unit at which the plan's first record begins.
         positions: copy of each row's position to the host; None if the plan has the positions.
+        batch: the batch of the step.
     """
 
     plan: StepPlan
     first: int
     positions: Copy | None
+    batch: StepBatch
 
 
 @dataclass(slots=True)  # see `TokenRuns`

@@ -143,12 +143,15 @@ class SlotTable:
 
     def drop(self, runs: TokenRuns, chosen: Ints) -> None:
         """Count the captured rows of some runs of a step as dropped."""
-        slots, counts = runs.slot[chosen], runs.length[chosen] * runs.vectors[chosen]
+        slots, length, position = runs.slot[chosen], runs.length[chosen], runs.position[chosen]
         self.incomplete[slots] = True
-        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+        for slot, count, first in zip(
+            slots.tolist(), length.tolist(), position.tolist(), strict=True
+        ):
             request = self._by_slot[slot]
             assert request is not None
-            request.dropped += count
+            (segment,) = request.segments_within(first, first + 1)
+            request.dropped += count * segment.returned
 
     def slots_of(self, request_ids: Sequence[str]) -> Ints:
         """Return the slot of each request, −1 for requests without a plan. The array is the same

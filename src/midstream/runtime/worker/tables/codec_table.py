@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from midstream.codecs import Raw, RowEncoding, parse_codec
+from midstream.runtime.protocol.segments import PatternRead
 from midstream.runtime.worker.tables.device_buffers import Buffers
+from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
 
 
 class CodecTable:
@@ -31,11 +33,55 @@ class CodecTable:
             SpecError: there is no such codec, or its parameters are invalid.
         """
         widths = [self._buffers.width(tap) for tap in taps]
-        encoding = RowEncoding.of(parse_codec(spec), widths, self._buffers.unit)
+        return self._number(RowEncoding.of(parse_codec(spec), widths, self._buffers.unit))
+
+    def pattern_number(
+        self,
+        spec: str,
+        taps: Sequence[int],
+        returned: Sequence[int],
+        patterns: Sequence[PatternRead],
+    ) -> int:
+        """Return the number of the encoding of records with queries.
+
+        Args:
+            spec: text of the codec.
+            taps: the taps of a record, as indices on this rank, in order.
+            returned: those of them whose vectors are returned, in order.
+            patterns: the rows of attention that are returned.
+
+        Raises:
+            SpecError: there is no such codec, or its parameters are invalid.
+        """
+        width, start = self._buffers.width, 0
+        starts = {}
+        for tap in taps:
+            starts[tap] = start
+            start += width(tap)
+        columns = tuple(
+            PatternColumns(
+                read.capture,
+                read.place,
+                read.tap,
+                starts[read.tap],
+                width(read.tap),
+                read.pattern.kind,
+                read.pattern.size,
+                read.pattern.heads,
+                read.num_heads,
+            )
+            for read in patterns
+        )
+        vectors = tuple((starts[tap], width(tap)) for tap in returned)
+        units = self.units_of(taps)
+        return self._number(PatternEncoding(parse_codec(spec), (), units, vectors, columns))
+
+    def _number(self, encoding: RowEncoding) -> int:
         number = self._numbers.get(encoding)
         if number is None:
             # Encoding no rows allocates what the codec needs on the device, before a step needs it.
-            encoding.encode(self._buffers.ring[:0])
+            if not isinstance(encoding, PatternEncoding):
+                encoding.encode(self._buffers.ring[:0])
             self._encodings.append(encoding)
             number = self._numbers[encoding] = len(self._encodings) - 1
         return number

@@ -153,7 +153,8 @@ def add_taps(
             tap_layer(layer, taps, buffers)
         return []
     for layer in decoder.layers:
-        tap_layer(replace(layer, module=copies[layer.module]), taps, buffers)
+        ends = {site: None if end is None else copies[end] for site, end in layer.ends.items()}
+        tap_layer(replace(layer, module=copies[layer.module], ends=ends), taps, buffers)
     for one in copies.replacements:
         separate_compilation(one, vllm_config)
     return copies.replacements

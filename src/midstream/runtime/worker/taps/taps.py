@@ -26,9 +26,11 @@ from midstream.sites import BY_NAME, Tap
 
 class TappedLayer(nn.Module):
     """First base of a tapped decoder layer's class, with the taps in this order: at its entry
-    `resid_pre`; at its exit the branch that is the first half of what it returns, and `resid_post`.
+    `embed`, if the first layer gets that as it is, and `resid_pre`; at its exit the branch that is
+    the first half of what it returns, and `resid_post`.
     """
 
+    midstream_embed: Tensor | None
     midstream_pre: Tensor | None
     midstream_branch: Tensor | None
     midstream_post: Tensor | None
@@ -37,6 +39,9 @@ class TappedLayer(nn.Module):
     midstream_residual: tuple[str, int] | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.midstream_embed is not None:
+            hidden = _argument(args, kwargs, self.midstream_hidden)
+            _fire(self, self.midstream_embed, hidden, None)
         if self.midstream_pre is not None:
             hidden = _argument(args, kwargs, self.midstream_hidden)
             residual = None
@@ -146,7 +151,7 @@ class _Role:
 
 
 def modules_to_tap(layer: DecoderLayer, sites: Collection[str]) -> list[nn.Module]:
-    """Return the layer, and the modules in it whose class `tap_layer` replaces.
+    """Return the layer, and the modules in it and beside it whose class `tap_layer` replaces.
 
     Args:
         layer: the layer.
@@ -158,7 +163,8 @@ def modules_to_tap(layer: DecoderLayer, sites: Collection[str]) -> list[nn.Modul
     roles = [role for role in _roles(layer.convention) if role.site in sites]
     paths = [(role.path, role.site) for role in roles]
     paths += [(place.path, site) for site, place in layer.inner.items() if site in sites]
-    return [layer.module, *(_find_module(layer.module, *path) for path in paths)]
+    ends = [end for site, end in layer.ends.items() if site in sites and end is not None]
+    return [layer.module, *(_find_module(layer.module, *path) for path in paths), *ends]
 
 
 def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> None:
@@ -181,13 +187,17 @@ def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> No
             tables[site] = buffers.table[index]
             bind(tables[site], buffers, buffers.width(index))
     at_exit = [site for site, place in convention.branches.items() if place is Half.AT_EXIT]
-    if tables.keys() & {"resid_pre", "resid_post", *at_exit}:
+    entry = {"resid_pre"}
+    if "embed" in layer.ends and layer.ends["embed"] is None:
+        entry.add("embed")
+    if tables.keys() & {*entry, "resid_post", *at_exit}:
         parameters = _parameters(module, convention)
         _swap(module, TappedLayer, buffers)
         module.midstream_pre, module.midstream_post = (
             tables.get("resid_pre"),
             tables.get("resid_post"),
         )
+        module.midstream_embed = tables.get("embed") if "embed" in entry else None
         module.midstream_branch = next((tables[s] for s in at_exit if s in tables), None)
         module.midstream_returns = convention.returns
         module.midstream_hidden = parameters[0]
@@ -213,6 +223,10 @@ def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> No
             inner = _find_module(module, place.path, site)
             _tap_module(inner, swapped, buffers)
             _add_columns(inner, place, tables[site])
+    for site, end in layer.ends.items():
+        if site in tables and end is not None:
+            _tap_module(end, [], buffers)
+            end.midstream_output = tables[site]
 
 
 def _tap_module(module: Any, swapped: list[Any], buffers: Buffers) -> None:
@@ -363,7 +377,7 @@ def _swap(module: Any, tapped: type[nn.Module], buffers: Buffers) -> None:
 
 def check_drafter(runner: Any) -> None:
     """Reject a drafter that shares tapped modules with the model: its forward pass would fire the
-    taps. Embeddings, the head and rotary tables, which many drafters share, have no taps.
+    taps. The head and rotary tables, which many drafters share, have no taps.
 
     Args:
         runner: vLLM's model runner, whose model is tapped.

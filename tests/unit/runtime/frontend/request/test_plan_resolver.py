@@ -32,6 +32,7 @@ def info(layers: int = 3, site: str = "resid_post", heads: int = 0) -> EngineInf
         widths=(HIDDEN,) * layers,
         parts=(1,) * layers,
         heads=(heads,) * layers,
+        routing=(0,) * layers,
         lacking=(),
         dtype="float32",
         capture_limit=100,

@@ -270,7 +270,7 @@ def test_a_request_that_captures_nothing_has_no_results(sinks, one):
 
 def test_every_name_that_outputs_get_is_cleared_on_those_without_results():
     assert set(RESULTS) == {
-        "activations", "probes", "receipt", "capture_results", "activation_manifest",
+        "activations", "attention", "probes", "receipt", "capture_results", "activation_manifest",
     }  # fmt: skip
 
 
@@ -317,8 +317,9 @@ def test_outputs_show_the_heads_of_any_capture_of_a_tap(sinks, heads, shown):
 def test_sinks_get_whole_vectors_of_what_the_output_has_by_head(sinks, one):
     captures = Capture(1, "z", heads=1), Capture(1, "z", [0], sink="one")
     asked, whole = of_heads(*captures, routes=(route("one", (0, 1), 2), route("memory", (0, 1), 2)))
-    deliver(sinks, whole).set_results(whole.output)
+    pending = deliver(sinks, whole)
     sinks.drain()
+    pending.set_results(whole.output)
     (given,) = one.given
     assert given.activations[Z].tolist() == [vector(Z, p) for p in range(4)]
     assert whole.output.activations[Z].shape == (4, 2, 2)

@@ -1,0 +1,105 @@
+"""Attention weights of one completion's queries, by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from midstream.validation import as_number, is_int
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Key = tuple[str, int]  # (name of the `Attention`, layer from 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionRows:
+    """What an `Attention` returned of one layer.
+
+    Attributes:
+        reduce: `"top_keys"`, `"mass"`, `"entropy"` or `"full"`.
+        values: float32. Of `top_keys` [queries, heads, k], the weights, descending; of `mass` and
+            `entropy` [queries, heads]; of `full` [queries, heads, keys], the weight of each key
+            from position 0 to the last query's, 0 for keys after a query.
+        keys: of `top_keys`, int64 [queries, heads, k], the positions of the keys, −1 where there
+            are fewer keys with a weight; else None.
+        positions: int64 [queries], the positions of the queries, ascending.
+        heads: the query heads, ascending.
+    """
+
+    reduce: str
+    values: Tensor
+    keys: Tensor | None
+    positions: Tensor
+    heads: tuple[int, ...]
+
+    def __len__(self) -> int:
+        """Return the number of queries."""
+        return len(self.positions)
+
+    def __repr__(self) -> str:
+        shape = " × ".join(map(str, self.values.shape))
+        return f"AttentionRows({self.reduce}: {shape})"
+
+
+class AttentionResults(Mapping[Key, AttentionRows]):
+    """What the `Attention`s of a request returned for one completion.
+
+    `attention[5]` is that of layer 5, and `attention["name", 5]` that of the `Attention` with this
+    name. Layer −1 is the model's last one. Keys are (name, layer), with an empty name where none
+    was given.
+    """
+
+    def __init__(self, rows: Mapping[Key, AttentionRows], num_layers: int | None = None) -> None:
+        """Create from rows.
+
+        Args:
+            rows: by (name, layer from 0).
+            num_layers: layers of the model, for negative layers; None: unknown.
+        """
+        self._rows = dict(rows)
+        self._num_layers = num_layers
+
+    def __getitem__(self, key: Any) -> AttentionRows:
+        """Return the rows of a layer, or of a (name, layer).
+
+        Raises:
+            KeyError: there are none; the message lists those that there are.
+        """
+        name, layer = key if isinstance(key, tuple) and len(key) == 2 else ("", key)
+        layer = as_number(layer)
+        if is_int(layer):
+            number = int(layer)
+            if number < 0 and self._num_layers is not None:
+                number += self._num_layers
+            if (name, number) in self._rows:
+                return self._rows[name, number]
+        known = ", ".join(repr(one if one[0] else one[1]) for one in self._rows)
+        raise KeyError(f"there is no attention of {key!r}; there is {known}")
+
+    def __contains__(self, key: object) -> bool:
+        try:
+            self[key]
+        except KeyError:
+            return False
+        return True
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers, ascending."""
+        return tuple(sorted({layer for _, layer in self._rows}))
+
+    def __repr__(self) -> str:
+        parts = (
+            f"{f'{name}, ' if name else ''}layer {layer}: {rows!r}"
+            for (name, layer), rows in self._rows.items()
+        )
+        return f"AttentionResults({'; '.join(parts)})"

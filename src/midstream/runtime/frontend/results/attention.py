@@ -1,0 +1,86 @@
+"""Rows of attention among the rows of a completion, as the caller gets them."""
+
+from __future__ import annotations
+
+import torch
+
+from midstream.results.activations import Activations
+from midstream.results.attention import AttentionResults, AttentionRows, Key
+from midstream.results.gathered_rows import GatheredRows
+from midstream.runtime.frontend.admitted import AdmittedRequest
+from midstream.sites import Tap
+from midstream.spec.attention import Attention
+from midstream.spec.resolve.resolved import Pattern
+
+_WORDS = {"top": "top_keys"}
+
+
+def parted(
+    rows: Activations | None, admitted: AdmittedRequest
+) -> tuple[Activations | None, AttentionResults | None]:
+    """Return the captured vectors among some rows, and the attention; None where there is none.
+
+    Args:
+        rows: rows of captures of a request.
+        admitted: the request.
+    """
+    widths = admitted.plan.pattern_widths
+    if rows is None or not any(tap in widths for tap in rows):
+        return rows, None
+    assert admitted.own is not None
+    found: dict[Key, AttentionRows] = {}
+    for capture in admitted.plan.captures:
+        if capture.pattern is None:
+            continue
+        asked = admitted.own.captures[capture.source]
+        assert isinstance(asked, Attention)
+        for place, tap in enumerate(capture.taps):
+            if tap in rows.counts():
+                count = capture.pattern.counts[place]
+                found[asked.name, tap[1]] = _rows_of(rows, tap, capture.pattern, count, asked.heads)
+    return _vectors(rows, widths), AttentionResults(found, rows.num_layers)
+
+
+def _vectors(rows: Activations, patterns: dict[Tap, int]) -> Activations | None:
+    """Return the rows without those of attention; None if there are no others."""
+    taps = [tap for tap in rows if tap not in patterns]
+    if not taps:
+        return None
+    given = rows._given  # noqa: SLF001
+    assert isinstance(given, GatheredRows)
+    # Rows of attention are in groups of their own, as they have another form.
+    groups = [group for group in given.groups if group.taps[0] not in patterns]
+    mine = GatheredRows(taps, groups)
+    tokens = rows._given_tokens  # noqa: SLF001
+    return Activations(mine, mine.positions(), tokens, rows.num_layers, rows.heads)
+
+
+def _rows_of(
+    rows: Activations, tap: Tap, pattern: Pattern, count: int, asked: tuple[int, ...] | None
+) -> AttentionRows:
+    """Return the rows of attention of one layer, in memory of their own.
+
+    Args:
+        rows: the rows.
+        tap: what the plan calls them.
+        pattern: what they are.
+        count: number of heads that a row has.
+        asked: the heads that the caller gets; None: all.
+    """
+    values = rows[tap].as_subclass(torch.Tensor).unflatten(1, (count, pattern.size))
+    heads = tuple(range(count)) if asked is None else asked
+    if asked is not None and not pattern.heads:
+        values = values[:, list(asked)]
+    positions = rows.positions_of(*tap).clone()
+    keys = None
+    match pattern.kind:
+        case "top":
+            k = pattern.size // 2
+            keys = values[..., :k].contiguous().view(torch.int32).long()
+            values = values[..., k:]
+        case "full":
+            values = values[..., : int(positions[-1]) + 1 if len(positions) else 0]
+        case _:
+            values = values[..., 0]
+    word = _WORDS.get(pattern.kind, pattern.kind)
+    return AttentionRows(word, values.clone(), keys, positions, heads)

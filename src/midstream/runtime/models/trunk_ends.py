@@ -1,0 +1,287 @@
+"""Where a loaded model has the sites without a layer: its embedding, and its final norm.
+
+The module that has the list of layers, the trunk, is followed through the source of its forward,
+with its attributes as they are now: from the embedding to the first layer, and from the last layer
+to what it returns. A model that does more on the way than is known has no such site.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from midstream.errors import UnsupportedError
+from midstream.runtime.models.convention import LayerConvention
+from midstream.runtime.models.forward_flow import path_of
+from midstream.runtime.models.forward_source import attribute, decide, tree_of
+
+_EMBED = ("embed_input_ids", "get_input_embeddings")
+# What a value is: the embedding as a module returned it or the caller gave it, scaled, or with
+# positions added to it; the output of the final norm, as `norm <path of the module>`.
+_GIVEN, _SCALED, _SUMMED, _OTHER = "given", "scaled", "summed", "other"
+_NORM, _MODULE = "norm ", "module "
+
+_Values = dict[str, frozenset[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class NoEnd:
+    """A model without a site; the reason is a clause that can follow a colon."""
+
+    reason: str
+
+
+def find_end(
+    site: str,
+    model: nn.Module,
+    layers: nn.ModuleList,
+    convention: LayerConvention,
+    embeds_given: bool,
+) -> nn.Module | NoEnd | None:
+    """Return the module whose output is a site; None: it is what the first layer gets.
+
+    Args:
+        site: `embed` or `final_norm`.
+        model: the loaded model.
+        layers: its list of layers.
+        convention: of the first layer, or of the last.
+        embeds_given: whether the model may get embeddings in place of token ids.
+    """
+    trunk = next(one for one in model.modules() if any(layers is each for each in one.children()))
+    try:
+        if site == "final_norm":
+            return _final_norm(trunk, layers)
+        return _embedding(trunk, layers, convention, embeds_given)
+    except UnsupportedError as error:
+        return NoEnd(f"{type(trunk).__qualname__} is not known to have it: {error}")
+
+
+def _final_norm(trunk: nn.Module, layers: nn.ModuleList) -> nn.Module:
+    walk = _Walk(trunk, layers)
+    returned = {state for states in walk.returned for state in states}
+    norms = {state for state in returned if state.startswith(_NORM)}
+    if len(norms) != 1 or returned != norms:
+        raise UnsupportedError("what it returns is not the output of one norm")
+    found: nn.Module = attribute(trunk, norms.pop().removeprefix(_NORM))
+    return found
+
+
+def _embedding(
+    trunk: nn.Module, layers: nn.ModuleList, convention: LayerConvention, embeds_given: bool
+) -> nn.Module | None:
+    states = _Walk(trunk, layers).into_layers
+    if not states:
+        raise UnsupportedError("its layers do not get what its embedding returns")
+    modules = {state for state in states if state.startswith(_MODULE)}
+    states -= modules
+    if _OTHER in states:
+        raise UnsupportedError("it changes the embeddings before the first layer")
+    if _SUMMED not in states:
+        if convention.no_pre:
+            raise UnsupportedError(convention.no_pre)
+        return None
+    if states != {_SUMMED} or len(modules) != 1:
+        raise UnsupportedError("it adds positions to embeddings that no one module returns")
+    if embeds_given:
+        raise UnsupportedError(
+            "it adds positions to the embeddings, which it may be given with prompt_embeds or "
+            "images; use resid_pre of layer 0"
+        )
+    found: nn.Module = attribute(trunk, modules.pop().removeprefix(_MODULE))
+    return found
+
+
+class _Walk:
+    """What the values of a trunk's forward are, statement by statement.
+
+    Attributes:
+        into_layers: states of what the layers are called with, before the first one.
+        returned: states of each value that is returned after the layers.
+    """
+
+    def __init__(self, trunk: nn.Module, layers: nn.ModuleList) -> None:
+        if "forward" in vars(trunk):
+            raise UnsupportedError("its forward was replaced")
+        self._trunk = trunk
+        self._list = next(name for name, one in trunk.named_children() if one is layers)
+        function: Any = type(trunk).forward
+        self._globals = function.__globals__
+        self.into_layers: frozenset[str] = frozenset()
+        self.returned: list[frozenset[str]] = []
+        self._passed = False
+        self._block(tree_of(function).body, {"inputs_embeds": frozenset({_GIVEN})})
+        if not self._passed:
+            raise UnsupportedError("its forward has no loop over its layers")
+
+    def _block(self, body: list[ast.stmt], values: _Values) -> _Values | None:
+        """Run statements; None if they return or raise."""
+        for statement in body:
+            found = self._statement(statement, values)
+            if found is None:
+                return None
+            values = found
+        return values
+
+    def _statement(self, node: ast.stmt, values: _Values) -> _Values | None:
+        if isinstance(node, ast.Return | ast.Raise):
+            if isinstance(node, ast.Return) and self._passed and node.value is not None:
+                self._return(node.value, values)
+            return None
+        if isinstance(node, ast.If):
+            return self._branches(node, values)
+        if isinstance(node, ast.For | ast.While):
+            return self._loop(node, values)
+        if isinstance(node, ast.With):
+            return self._block(node.body, values)
+        if isinstance(node, ast.Assign):
+            state = self._state(node.value, values)
+            for target in node.targets:
+                values = _assigned(target, state, values)
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            values = _assigned(node.target, self._state(node.value, values), values)
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            whole = ast.BinOp(ast.Name(node.target.id, ast.Load()), node.op, node.value)
+            values = _assigned(node.target, self._state(whole, values), values)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            called = node.value.func
+            name = getattr(called.value, "id", "") if isinstance(called, ast.Attribute) else ""
+            if values.get(name) and getattr(called, "attr", "").endswith("_"):
+                values = {**values, name: frozenset({_OTHER})}
+        return values
+
+    def _branches(self, node: ast.If, values: _Values) -> _Values | None:
+        known = decide(self._trunk, self._globals, node.test)
+        bodies = (
+            [node.body, node.orelse] if known is None else [node.body if known else node.orelse]
+        )
+        ends = [found for body in bodies if (found := self._block(body, dict(values))) is not None]
+        if not ends:
+            return None
+        names = {name for end in ends for name in end}
+        return {
+            name: frozenset().union(*(end.get(name, frozenset()) for end in ends)) for name in names
+        }
+
+    def _loop(self, node: ast.For | ast.While, values: _Values) -> _Values:
+        over = node.iter if isinstance(node, ast.For) else node.test
+        if any(path_of(one) == self._list for one in ast.walk(over) if isinstance(one, ast.expr)):
+            calls = [
+                one
+                for each in node.body
+                for one in ast.walk(each)
+                if isinstance(one, ast.Call) and isinstance(one.func, ast.Name | ast.Subscript)
+            ]
+            given = [arg for one in calls for arg in (*one.args, *(k.value for k in one.keywords))]
+            names = {arg.id for arg in given if isinstance(arg, ast.Name)}
+            if not self._passed:
+                known = (values.get(name, frozenset()) for name in names)
+                self.into_layers = frozenset().union(*known)
+            self._passed = True
+        # What a loop assigns is nothing that is looked for.
+        stored = {
+            one.id
+            for one in ast.walk(node)
+            if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+        }
+        return {
+            name: frozenset({_OTHER}) if name in stored else state for name, state in values.items()
+        }
+
+    def _return(self, value: ast.expr, values: _Values) -> None:
+        called = value.func if isinstance(value, ast.Call) else None
+        if getattr(called, "id", "") == "IntermediateTensors":
+            return  # by a pipeline stage that is not the last one
+        if isinstance(value, ast.Tuple) and value.elts:
+            value = value.elts[0]  # with hidden states for a drafter
+        self.returned.append(self._state(value, values) or frozenset({_OTHER}))
+
+    def _state(self, node: ast.expr, values: _Values) -> frozenset[str]:
+        """Return what a value is; empty: it has nothing to do with the embedding or the norm."""
+        if isinstance(node, ast.Name):
+            return values.get(node.id, frozenset())
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            return self._state(node.value, values) if node.slice.value == 0 else frozenset()
+        if isinstance(node, ast.IfExp):
+            known = decide(self._trunk, self._globals, node.test)
+            chosen = [node.body, node.orelse] if known is None else [
+                node.body if known else node.orelse
+            ]  # fmt: skip
+            return frozenset().union(*(self._state(one, values) for one in chosen))
+        if isinstance(node, ast.BinOp):
+            return _combined(
+                node.op, self._state(node.left, values), self._state(node.right, values)
+            )
+        if isinstance(node, ast.Call):
+            return self._called(node, values)
+        inner = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr)]
+        return frozenset({_OTHER} if any(self._state(one, values) for one in inner) else ())
+
+    def _called(self, node: ast.Call, values: _Values) -> frozenset[str]:
+        path = path_of(node.func)
+        if path in _EMBED and not self._passed:
+            return self._embedded(path)
+        found = None if path is None else attribute(self._trunk, path)
+        if isinstance(found, nn.Module):
+            name = type(found).__name__.lower()
+            if self._passed and "norm" in name:
+                return frozenset({_NORM + str(path)})
+            if not self._passed and _is_embedding(found) and _reads_tokens(node):
+                return frozenset({_GIVEN, _MODULE + str(path)})
+        given = [*node.args, *(one.value for one in node.keywords)]
+        if isinstance(node.func, ast.Attribute):
+            given.append(node.func.value)
+        return frozenset({_OTHER} if any(self._state(one, values) for one in given) else ())
+
+    def _embedded(self, name: str) -> frozenset[str]:
+        """Return what the trunk's method for embeddings returns."""
+        function = getattr(type(self._trunk), name, None)
+        body = tree_of(function).body
+        if name in vars(self._trunk) or not isinstance(body[-1], ast.Return):
+            raise UnsupportedError(f"its {name} cannot be followed")
+        values: _Values = {}
+        for statement in body[:-1]:
+            values = self._statement(statement, values) or {}
+        assert body[-1].value is not None
+        return self._state(body[-1].value, values) or frozenset({_OTHER})
+
+
+def _combined(
+    operator: ast.operator, left: frozenset[str], right: frozenset[str]
+) -> frozenset[str]:
+    """Return what the result of an operator is, of which at most one side is the embedding."""
+    if not left and not right:
+        return frozenset()
+    whole = left | right
+    modules = {state for state in whole if state.startswith(_MODULE)}
+    if not (left and right) and _OTHER not in whole and not any(_is_norm(one) for one in whole):
+        if isinstance(operator, ast.Mult | ast.Div) and _SUMMED not in whole:
+            return frozenset({_SCALED})
+        if isinstance(operator, ast.Add) and not whole & {_SUMMED, _SCALED}:
+            return frozenset({_SUMMED, *modules})
+    return frozenset({_OTHER})
+
+
+def _is_norm(state: str) -> bool:
+    return state.startswith(_NORM)
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    return "embedding" in type(getattr(module, "base_layer", module)).__name__.lower()
+
+
+def _reads_tokens(node: ast.Call) -> bool:
+    return any(isinstance(one, ast.Name) and one.id == "input_ids" for one in node.args)
+
+
+def _assigned(target: ast.expr, state: frozenset[str], values: _Values) -> _Values:
+    if isinstance(target, ast.Tuple):
+        # A norm that adds returns the stream too, second.
+        other = frozenset({_OTHER} if state else ())
+        for nth, one in enumerate(target.elts):
+            whole = not nth and all(map(_is_norm, state))
+            values = _assigned(one, state if whole else other, values)
+        return values
+    return {**values, target.id: state} if isinstance(target, ast.Name) else values

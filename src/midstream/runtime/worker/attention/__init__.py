@@ -1,0 +1,1 @@
+"""Attention weights of chosen queries, computed again from the paged KV cache after a step."""

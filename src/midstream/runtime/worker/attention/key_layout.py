@@ -1,0 +1,176 @@
+"""Where the keys of a block are in vLLM's KV cache, found by writing known keys.
+
+Each attention backend lays its cache out in its own way, and some transpose or pack it. The layout
+is measured with the backend's own function: numbered keys are written into the null block, which no
+request uses, and looked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from midstream.errors import UnsupportedError
+
+# Largest base of digits that a dtype represents exactly.
+_BASES = {torch.float32: 1 << 20, torch.float16: 1 << 10, torch.bfloat16: 1 << 7}
+_NULL_BLOCK = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyLayout:
+    """Where the keys of a block are.
+
+    Attributes:
+        dim: dimension of the cache that counts blocks.
+        offset: elements from the begin of a block to its first key.
+        size: tokens of a block.
+        strides: elements between tokens, heads and numbers; None: they are at no equal distance.
+        index: int64 [tokens, heads, head_dim], elements from `offset` on; None: see `strides`.
+        heads: number of key-value heads.
+        head_dim: numbers of a key.
+        span: elements from the first number of a key to the last; only with `index`.
+    """
+
+    dim: int
+    offset: int
+    size: int
+    strides: tuple[int, int, int] | None
+    index: Tensor | None
+    heads: int
+    head_dim: int
+    span: int = 0
+
+    def read(self, cache: Tensor, blocks: Tensor) -> Tensor:
+        """Return the keys of some blocks, [requests, tokens, heads, head_dim].
+
+        Args:
+            cache: the layer's KV cache.
+            blocks: integers [requests, blocks].
+        """
+        count, stride = cache.shape[self.dim], cache.stride(self.dim)
+        start = cache.storage_offset() + self.offset
+        if self.strides is not None:
+            shape = (count, self.size, self.heads, self.head_dim)
+            found = cache.as_strided(shape, (stride, *self.strides), start)[blocks]
+        else:
+            assert self.index is not None
+            flat = cache.as_strided((count, self.span), (stride, 1), start)
+            found = flat[blocks[..., None], self.index.view(-1)]
+        requests, per_request = blocks.shape
+        return found.reshape(requests, per_request * self.size, self.heads, self.head_dim)
+
+
+def measure(attention: Any, num_blocks: int, size: int) -> KeyLayout:
+    """Return where the keys are in the KV cache of a layer. Leaves the cache as it was.
+
+    Args:
+        attention: vLLM's `Attention`, with its cache allocated. No step may be in progress.
+        num_blocks: number of blocks of the cache.
+        size: tokens of a block.
+
+    Raises:
+        UnsupportedError: the keys are not in the cache as they are written.
+    """
+    cache = cache_of(attention)
+    write = getattr(attention.impl, "do_kv_cache_update", None)
+    backend = attention.attn_backend.get_name()
+    if write is None:
+        raise UnsupportedError(f"the backend {backend} writes keys only while it attends")
+    base = _BASES.get(cache.dtype)
+    if base is None or cache.dtype != attention.dtype:
+        raise UnsupportedError(
+            f"its KV cache has the dtype {attention.kv_cache_dtype}; only caches of the model's "
+            "own dtype are supported"
+        )
+    heads, head_dim = attention.num_kv_heads, attention.head_size
+    for dim, count in enumerate(cache.shape):
+        # Before vLLM 0.32 a block of the scheduler may be several of the backend.
+        if count % num_blocks:
+            continue
+        block = cache.select(dim, _NULL_BLOCK)
+        before = block.clone()
+        try:
+            codes = _written(attention, write, cache, block, size, base)
+        finally:
+            block.copy_(before)
+        layout = _layout(block, codes, dim, size, heads, head_dim)
+        if layout is not None:
+            return layout
+    raise UnsupportedError(
+        f"the backend {backend} stores keys in a form that midstream does not know"
+    )
+
+
+def cache_of(attention: Any) -> Tensor:
+    """Return the KV cache of a layer."""
+    found = attention.kv_cache
+    cache: Tensor = found[0] if isinstance(found, (list, tuple)) else found
+    return cache
+
+
+def _written(
+    attention: Any, write: Any, cache: Tensor, block: Tensor, size: int, base: int
+) -> Tensor:
+    """Write numbered keys into the null block; return the number that each element of the block
+    has, int64, −1 for elements that hold no key.
+    """
+    shape = (size, attention.num_kv_heads, attention.head_size)
+    numbers = torch.arange(torch.Size(shape).numel(), device=cache.device).view(shape)
+    slots = _NULL_BLOCK * size + torch.arange(size, device=cache.device)
+    values = torch.full((*shape[:2], attention.head_size_v), -2.0, device=cache.device)
+    found = torch.zeros(block.shape, dtype=torch.int64, device=cache.device)
+    is_key = torch.ones(block.shape, dtype=torch.bool, device=cache.device)
+    digit = 1
+    while digit < numbers.numel():
+        block.fill_(-1)
+        keys = (numbers // digit % base).to(cache.dtype)
+        write(attention, keys, values.to(cache.dtype), cache, slots)
+        is_key &= block >= 0
+        found += torch.where(block >= 0, block, 0).to(torch.int64) * digit
+        digit *= base
+    return torch.where(is_key, found, -1)
+
+
+def _layout(
+    block: Tensor, codes: Tensor, dim: int, size: int, heads: int, head_dim: int
+) -> KeyLayout | None:
+    """Return the layout of the keys with these numbers; None if not each is there once."""
+    places = torch.zeros((), dtype=torch.int64)
+    for count, stride in zip(block.shape, block.stride(), strict=True):
+        places = places[..., None] + torch.arange(count) * stride
+    codes = codes.cpu()
+    held = codes >= 0
+    numbers, offsets = codes[held], places[held]
+    if numbers.numel() != size * heads * head_dim or numbers.unique().numel() != numbers.numel():
+        return None
+    index = torch.empty(numbers.numel(), dtype=torch.int64)
+    index[numbers] = offsets
+    index = index.view(size, heads, head_dim)
+    first = int(index.min())
+    index -= first
+    strides = _strides(index)
+    if strides is not None:
+        first += int(index[0, 0, 0])
+        return KeyLayout(dim, first, size, strides, None, heads, head_dim)
+    span = int(index.max()) + 1
+    return KeyLayout(dim, first, size, None, index.to(block.device), heads, head_dim, span)
+
+
+def _strides(index: Tensor) -> tuple[int, int, int] | None:
+    """Return the strides of offsets [tokens, heads, head_dim]; None if they have none."""
+    origin = int(index[0, 0, 0])
+    strides = []
+    for dim, count in enumerate(index.shape):
+        after = [0, 0, 0]
+        after[dim] = min(1, count - 1)
+        strides.append(int(index[tuple(after)]) - origin)
+    regular = torch.full((), origin)
+    for count, stride in zip(index.shape, strides, strict=True):
+        regular = regular[..., None] + torch.arange(count) * stride
+    found = (strides[0], strides[1], strides[2])
+    # as_strided takes no negative strides.
+    return found if torch.equal(regular, index) and min(found) >= 0 else None

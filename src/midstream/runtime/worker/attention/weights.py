@@ -1,0 +1,149 @@
+"""Attention weights of chosen queries over keys in memory, and their reductions, in PyTorch.
+
+vLLM's attention kernels never form the weights: here they are computed again, in float32. Works on
+any device, without waiting for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Returns keys [begin, stop) of each request, [requests, stop − begin, key-value heads, head_dim].
+Keys = Callable[[int, int], Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionForm:
+    """What attention of a layer does with the products of queries and keys.
+
+    Attributes:
+        scale: factor of the products.
+        soft_cap: s becomes c · tanh(s / c); 0: it does not.
+        window: number of keys that a query sees at most, its own included; 0: all before it.
+        slopes: ALiBi, float32 [heads]: the slope times (position of the key − of the query) is
+            added; None: nothing is.
+        sinks: float32 [heads], the logit of a key without a value that takes part in the softmax;
+            None: there is none.
+    """
+
+    scale: float
+    soft_cap: float = 0.0
+    window: int = 0
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+    def of_heads(self, heads: Tensor) -> AttentionForm:
+        """Return the form of some heads."""
+        slopes = None if self.slopes is None else self.slopes[heads]
+        sinks = None if self.sinks is None else self.sinks[heads]
+        return AttentionForm(self.scale, self.soft_cap, self.window, slopes, sinks)
+
+
+def attention_weights(
+    queries: Tensor,
+    positions: Tensor,
+    keys: Keys,
+    begin: int,
+    stop: int,
+    key_heads: Tensor,
+    form: AttentionForm,
+    step: int,
+) -> Tensor:
+    """Return the weights of keys [begin, stop), float32 [requests, rows, heads, stop − begin].
+
+    Args:
+        queries: [requests, rows, heads, head_dim], as attention reads them.
+        positions: int64 [requests, rows], position of each query.
+        keys: returns keys of the requests.
+        begin, stop: positions of the keys. No query may see an earlier or a later one.
+        key_heads: int64 [heads], key-value head of each query head.
+        form: what attention does with the products. Its slopes and sinks are those of these heads.
+        step: number of keys that are read at a time.
+    """
+    requests, rows, heads, _ = queries.shape
+    scores = queries.new_empty((requests, rows, heads, stop - begin), dtype=torch.float32)
+    scaled = queries.float() * form.scale
+    for first in range(begin, stop, step):
+        last = min(first + step, stop)
+        some = keys(first, last)[:, :, key_heads].float()
+        scores[..., first - begin : last - begin] = torch.einsum("nrhd,nkhd->nrhk", scaled, some)
+    if form.soft_cap:
+        scores = form.soft_cap * torch.tanh(scores / form.soft_cap)
+    distance = positions[:, :, None] - torch.arange(begin, stop, device=queries.device)
+    if form.slopes is not None:
+        scores -= form.slopes[:, None] * distance[:, :, None]
+    seen = distance >= 0
+    if form.window:
+        seen &= distance < form.window
+    # Not by adding −∞: what the cache holds after the last key may be anything.
+    scores.masked_fill_(~seen[:, :, None], -torch.inf)
+    if form.sinks is None:
+        return torch.softmax(scores, -1)
+    sinks = form.sinks[:, None].expand(requests, rows, heads, 1)
+    return torch.softmax(torch.cat((scores, sinks), -1), -1)[..., :-1]
+
+
+def top_keys(weights: Tensor, begin: int, k: int) -> Tensor:
+    """Return the k largest weights, descending, and before them the positions of their keys.
+
+    Args:
+        weights: [..., keys].
+        begin: position of the first key.
+        k: number of keys.
+
+    Returns:
+        float32 [..., 2k]: k positions, the bits of int32, −1 for keys of weight zero; k weights.
+    """
+    count = min(k, weights.shape[-1])
+    values, places = weights.topk(count, -1)
+    ids = torch.where(values > 0, places + begin, -1)
+    # A weight that is not a number stays with its key.
+    ids = torch.where(values.isnan(), places + begin, ids).int()
+    if count < k:
+        ids = torch.nn.functional.pad(ids, (0, k - count), value=-1)
+        values = torch.nn.functional.pad(values, (0, k - count))
+    return torch.cat((ids.view(torch.float32), values), -1)
+
+
+def mass(weights: Tensor, chosen: Tensor) -> Tensor:
+    """Return the sum of some keys' weights, float32 [requests, rows, heads, 1].
+
+    Args:
+        weights: [requests, rows, heads, keys].
+        chosen: bool [requests, keys], which keys.
+    """
+    return torch.where(chosen[:, None, None], weights, 0.0).sum(-1, keepdim=True)
+
+
+def entropy(weights: Tensor) -> Tensor:
+    """Return −Σ w · ln w in nats, float32 [..., 1]."""
+    return -torch.xlogy(weights, weights).sum(-1, keepdim=True)
+
+
+def full(weights: Tensor, begin: int, size: int) -> Tensor:
+    """Return the weights of keys [0, size), float32 [..., size]. No key is at `size` or later.
+
+    Args:
+        weights: [..., keys].
+        begin: position of the first key.
+        size: number of keys to return.
+    """
+    return torch.nn.functional.pad(weights, (begin, size - begin - weights.shape[-1]))
+
+
+def chosen_keys(
+    ranges: Sequence[Sequence[tuple[int, int | None]]], begin: int, stop: int, device: torch.device
+) -> Tensor:
+    """Return which of the keys [begin, stop) are in the ranges of each request, bool [requests,
+    keys].
+    """
+    found = torch.zeros(len(ranges), stop - begin, dtype=torch.bool)
+    for nth, mine in enumerate(ranges):
+        for first, last in mine:
+            end = stop if last is None else min(last, stop)
+            found[nth, max(0, first - begin) : max(0, end - begin)] = True
+    return found.to(device, non_blocking=True)

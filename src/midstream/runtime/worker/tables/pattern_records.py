@@ -1,0 +1,77 @@
+"""Encoding of records that have rows of attention beside captured vectors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from midstream.codecs import RowEncoding
+from midstream.spec.resolve.resolved import PatternKind
+
+
+@dataclass(frozen=True, slots=True)
+class PatternColumns:
+    """Queries in a record, and the row of attention that is made of them. Compared by content:
+    requests that differ only in the keys of a mass share an encoding.
+
+    Attributes:
+        capture, place: index of the plan's capture, and of the tap in it.
+        tap: the tap of the queries, as an index on this rank.
+        start, width: first number of the queries in a record, and how many there are.
+        kind, size: see `Pattern`.
+        heads: the heads that are computed; empty: all of this rank.
+        count: number of heads that are computed.
+    """
+
+    capture: int
+    place: int
+    tap: int
+    start: int
+    width: int
+    kind: PatternKind
+    size: int
+    heads: tuple[int, ...]
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a row."""
+        return 4 * self.count * self.size
+
+
+@dataclass(frozen=True, slots=True)
+class PatternEncoding(RowEncoding):
+    """How a record is encoded that has queries: its captured vectors by the codec, then the rows of
+    attention. An encoded row is one record.
+
+    Attributes:
+        vectors: (first number in a record, width) of each captured vector, in order.
+        patterns: the rows of attention, in order.
+    """
+
+    vectors: tuple[tuple[int, int], ...] = ()
+    patterns: tuple[PatternColumns, ...] = ()
+
+    def row_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of an encoded record."""
+        captured = sum(self.codec.row_bytes(width, dtype) for _, width in self.vectors)
+        return captured + sum(each.nbytes for each in self.patterns)
+
+    def encode_vectors(self, records: Tensor, out: Tensor) -> int:
+        """Encode the captured vectors of whole records into the first columns of `out`.
+
+        Args:
+            records: [n, numbers].
+            out: uint8 [n, row_bytes].
+
+        Returns:
+            The number of columns that were written.
+        """
+        end = 0
+        for start, width in self.vectors:
+            encoded = self.codec.encode(records[:, start : start + width].contiguous())
+            out[:, end : end + encoded.shape[1]] = encoded
+            end += encoded.shape[1]
+        return end

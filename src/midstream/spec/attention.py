@@ -1,0 +1,245 @@
+"""`Attention`: what of the attention patterns of some queries to return, reduced on the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from midstream.errors import SpecError
+from midstream.spec.argument_names import accept_spellings, read_named
+from midstream.spec.capture import Capture
+from midstream.spec.forms import IndicesLike, LayersLike, PhaseLike, PositionsLike
+from midstream.spec.positions.positions import Positions
+from midstream.spec.sink_target import read_name
+from midstream.validation import at, kind, listed, read_int, show
+
+MAX_TOP_KEYS = 1024
+MAX_FULL_KEYS = 4096
+FULL: Literal["full"] = "full"
+_FIELDS = ("heads", "queries", "phase", "exclude", "name", "stream")
+_WORDS = ("top_keys", "mass", "entropy", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class TopKeys:
+    """The k keys with the largest weights, and these weights.
+
+    Attributes:
+        k: number of keys, 1 to 1024. A query that sees fewer keys has the position −1 and the
+            weight 0 in the remaining places.
+    """
+
+    k: int
+
+    def __post_init__(self) -> None:
+        with at("k"):
+            k = read_int(self.k)
+            if not 1 <= k <= MAX_TOP_KEYS:
+                raise SpecError("", f"expected 1 to {MAX_TOP_KEYS}, got {k}")
+        object.__setattr__(self, "k", k)
+
+    def emit(self) -> object:
+        """Return the JSON form."""
+        return {"top_keys": self.k}
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Mass:
+    """The sum of the weights of the keys at some positions.
+
+    Attributes:
+        positions: the keys; those after the query have no weight.
+    """
+
+    positions: Positions
+
+    def __init__(
+        self,
+        positions: PositionsLike,
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
+    ) -> None:
+        """Create it; see `Capture` for the arguments."""
+        object.__setattr__(self, "positions", Positions.within(positions, phase, exclude))
+
+    def emit(self) -> object:
+        """Return the JSON form."""
+        return {"mass": self.positions.to_dict()}
+
+
+@dataclass(frozen=True, slots=True)
+class Entropy:
+    """The entropy of the weights, −Σ w · ln w, in nats."""
+
+    def emit(self) -> object:
+        """Return the JSON form."""
+        return "entropy"
+
+
+Reduction = TopKeys | Mass | Entropy | Literal["full"]
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Attention(Capture):
+    """Return the attention weights of some queries, reduced to a few numbers for each head.
+
+    The weights are those of the softmax over all keys that the query sees: the keys at its own
+    position and before it, within the layer's sliding window. The rows of an `Attention` are in
+    `output.attention`, see `midstream.results.attention.AttentionResults`.
+
+    The engine must tap the queries: `rot_q` in the setting `sites`, or `q` for models without
+    rotary embedding.
+    """
+
+    reduce: Reduction
+    name: str
+
+    @accept_spellings
+    def __init__(
+        self,
+        layers: LayersLike,
+        heads: IndicesLike | Literal["all"] | None = "all",
+        queries: PositionsLike = "all",
+        *,
+        reduce: Reduction | Mapping[str, Any] | str,
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
+        name: str = "",
+        stream: bool = False,
+    ) -> None:
+        """Create it; each field accepts any of its forms.
+
+        Args:
+            layers: "all", an index, or a list of indices.
+            heads: query heads, from 0: "all", an index, or a list of indices.
+            queries: the positions whose queries are read; any form of Positions.
+            reduce: `TopKeys(k)`, `Mass(positions)`, `Entropy()`, or "full": the weight of every
+                key, for queries before position 4096.
+            phase: "prompt" or "generated" restricts the queries to tokens of that phase.
+            exclude: queries to exclude.
+            name: key of the result, for several of one layer: `output.attention[name, layer]`.
+            stream: as in `Capture`.
+
+        Raises:
+            SpecError: a field is malformed; its path starts with the field's name.
+        """
+        chosen = None if isinstance(heads, str) and heads == "all" else heads
+        with queries_named():
+            Capture.__init__(
+                self, layers, "rot_q", queries, phase, exclude, stream=stream, heads=chosen
+            )
+        with at("reduce"):
+            object.__setattr__(self, "reduce", read_reduction(reduce))
+        with at("name"):
+            object.__setattr__(self, "name", read_name(name))
+
+    @staticmethod
+    def parse(value: object) -> Attention:
+        """Read an Attention, or a dict of the constructor's arguments.
+
+        Raises:
+            SpecError: a field is unknown, missing or malformed.
+        """
+        if isinstance(value, Attention):
+            return value
+        assert isinstance(value, Mapping)
+        return Attention(**read_named(value, ("layers", "reduce"), _FIELDS))
+
+    @property
+    def selections(self) -> tuple[Positions, ...]:
+        """All positions that it names: queries, and keys of a `Mass`."""
+        keys = (self.reduce.positions,) if isinstance(self.reduce, Mass) else ()
+        return (self.positions, *keys)
+
+    def without_place(self) -> Capture:
+        """Return a copy without `stream`."""
+        if not self.stream:
+            return self
+        return Attention(
+            self.layers, self.heads, self.positions, reduce=self.reduce, name=self.name
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the JSON form, which `parse` reads."""
+        found: dict[str, object] = {"layers": self.layers.emit()}
+        if self.heads:
+            found["heads"] = list(self.heads)
+        queries = self.positions.to_dict()
+        found["queries"] = queries.pop("positions")
+        found |= queries
+        found["reduce"] = FULL if isinstance(self.reduce, str) else self.reduce.emit()
+        if self.name:
+            found["name"] = self.name
+        if self.stream:
+            found["stream"] = True
+        return found
+
+
+def parse_capture(value: object) -> Capture:
+    """Read a Capture, an Attention, or the dict of one.
+
+    Raises:
+        SpecError: a field is unknown, missing or malformed.
+    """
+    is_attention = isinstance(value, Mapping) and ("reduce" in value or "queries" in value)
+    if is_attention or isinstance(value, Attention):
+        return Attention.parse(value)
+    return Capture.parse(value)
+
+
+def read_reduction(value: object) -> Reduction:
+    """Read a reduction or its JSON form.
+
+    The forms are `{"top_keys": 16}`, `{"mass": {"positions": …}}`, `"entropy"` and `"full"`. The
+    value of `mass` may also be positions alone.
+
+    Raises:
+        SpecError: it is malformed.
+    """
+    if isinstance(value, (TopKeys, Mass, Entropy)):
+        return value
+    if isinstance(value, str) and value in ("entropy", FULL):
+        return Entropy() if value == "entropy" else FULL
+    if isinstance(value, Mapping) and len(value) == 1:
+        ((word, given),) = value.items()
+        if word == "top_keys":
+            with at("top_keys"), _named("k", ""):
+                return TopKeys(given)
+        if word == "mass":
+            with at("mass"):
+                return _read_mass(given)
+    if isinstance(value, str) or (isinstance(value, Mapping) and len(value) == 1):
+        word = value if isinstance(value, str) else next(iter(value))
+        raise SpecError("", f"unknown reduction {show(str(word))}; known: {listed(_WORDS)}")
+    raise SpecError(
+        "", f'expected TopKeys(k), Mass(positions), Entropy() or "full", got {kind(value)}'
+    )
+
+
+def _read_mass(value: object) -> Mass:
+    if isinstance(value, Mapping) and "positions" in value:
+        return Mass(**read_named(value, ("positions",), ("phase", "exclude")))
+    return Mass(value)  # type: ignore[arg-type]
+
+
+@contextmanager
+def queries_named() -> Iterator[None]:
+    """Name the field `queries` in the path of a SpecError in the `with` block that names
+    `positions`.
+    """
+    with _named("positions", "queries"):
+        yield
+
+
+@contextmanager
+def _named(theirs: str, ours: str) -> Iterator[None]:
+    """Give the first field in the path of a SpecError in the `with` block another name."""
+    try:
+        yield
+    except SpecError as error:
+        path = error.path
+        if path == theirs or path.startswith((f"{theirs}[", f"{theirs}.")):
+            path = ours + path[len(theirs) :]
+        raise type(error)(path, error.problem) from None

@@ -1,0 +1,160 @@
+"""Resolution of an `Attention` against a model and a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from midstream.errors import SpecError
+from midstream.sites import Tap
+from midstream.spec.attention import MAX_FULL_KEYS, Attention, Entropy, Mass, TopKeys
+from midstream.spec.heads import head_size
+from midstream.spec.positions.position_set import Where
+from midstream.spec.positions.prompt import Prompt
+from midstream.spec.positions.ranges import Ranges
+from midstream.spec.positions.select import select
+from midstream.spec.resolve.resolved import Pattern, PatternKind, ResolvedCapture
+from midstream.spec.resolve.tap_lookup import find_layer
+from midstream.spec.shape import ModelShape
+from midstream.validation import at
+
+ATTENTION = "attention"
+# Queries are read at the first of these that the engine taps.
+QUERY_SITES = ("rot_q", "q")
+# Rows of the whole pattern are as long as a multiple of this, so that few lengths occur.
+_KEYS_STEP = 64
+
+
+def resolve_attention(
+    attention: Attention,
+    source: int,
+    where: Where,
+    shape: ModelShape,
+    prompt: Prompt,
+    max_tokens: int | None,
+) -> ResolvedCapture:
+    """Resolve an `Attention`.
+
+    Args:
+        attention: what to return.
+        source: its index in the plan.
+        where: the positions of its queries.
+        shape: the model.
+        prompt: the prompt.
+        max_tokens: maximum number of generated tokens; None: unknown.
+
+    Raises:
+        SpecError: a layer's attention cannot be read, a head does not exist, or the positions of a
+            `Mass` depend on generated tokens.
+    """
+    layers = _layers(attention, shape)
+    reads = [_query_tap(layer, shape) for layer in layers]
+    heads = attention.heads or ()
+    for tap in reads:
+        if heads:
+            head_size(heads, shape.size(tap), "heads", f"{tap[0]} of layer {tap[1]}")
+    with at("reduce"):
+        kind, size, keys = _reduction(attention, where, prompt, max_tokens)
+    counts = tuple(len(heads) or shape.num_heads(tap) for tap in reads)
+    site = f"{ATTENTION}.{attention.name}" if attention.name else ATTENTION
+    taps = tuple((site, layer) for layer in layers)
+    pattern = Pattern(kind, size, keys, heads, tuple(reads), counts)
+    return ResolvedCapture(taps, where, source, pattern)
+
+
+def check_attention(captures: Sequence[ResolvedCapture]) -> None:
+    """Check that no two captures return attention of one layer under one name.
+
+    Raises:
+        SpecError: two do.
+    """
+    seen: dict[Tap, int] = {}
+    for capture in captures:
+        for tap in capture.taps if capture.pattern is not None else ():
+            other = seen.setdefault(tap, capture.source)
+            if other != capture.source:
+                raise SpecError(
+                    f"capture[{capture.source}].name",
+                    f"capture[{other}] also returns attention of layer {tap[1]} under this name; "
+                    "give one of them another `name`",
+                )
+
+
+def _layers(attention: Attention, shape: ModelShape) -> list[int]:
+    """Return the layers, ascending."""
+    indices = attention.layers.indices
+    if indices == "all":
+        every = range(shape.num_layers)
+        layers = [layer for layer in every if shape.reason((ATTENTION, layer)) is None]
+        if not layers:
+            raise SpecError("layers", f"no layer's attention can be read: {_why(0, shape)}")
+        return layers
+    found: dict[int, int] = {}
+    for place, index in enumerate(indices):
+        path = "layers" if len(indices) == 1 else f"layers[{place}]"
+        with at(path):
+            layer = find_layer(index, shape)
+            if layer in found:
+                raise SpecError("", f"layer {index} is the same as layer {found[layer]}")
+            found[layer] = index
+            if shape.reason((ATTENTION, layer)) is not None:
+                raise SpecError(
+                    "", f"attention of layer {index} cannot be read: {_why(layer, shape)}"
+                )
+    return sorted(found)
+
+
+def _why(layer: int, shape: ModelShape) -> str:
+    return shape.reason((ATTENTION, layer)) or ""
+
+
+def _query_tap(layer: int, shape: ModelShape) -> Tap:
+    for site in QUERY_SITES:
+        if (site, layer) in shape.taps:
+            return site, layer
+    raise SpecError("layers", f"attention of layer {layer} cannot be read: {NO_QUERIES}")
+
+
+NO_QUERIES = (
+    'the engine does not tap its queries; add "rot_q" to midstream\'s setting `sites`, or "q" '
+    "for a model without rotary embedding, as in "
+    'LLM(…, midstream={"sites": ["resid_post", "rot_q"]})'
+)
+
+
+def _reduction(
+    attention: Attention, where: Where, prompt: Prompt, max_tokens: int | None
+) -> tuple[PatternKind, int, Ranges]:
+    """Return the kind of a reduction, its numbers for a head, and the keys of a mass."""
+    match attention.reduce:
+        case TopKeys(k):
+            return "top", 2 * k, ()
+        case Entropy():
+            return "entropy", 1, ()
+        case Mass(positions=positions):
+            keys = select(positions, prompt, max_tokens)
+            if keys.matches or keys.last_from is not None:
+                raise SpecError(
+                    "positions",
+                    "the keys of a mass must be known before tokens are generated: ids of "
+                    'generated tokens and "last" are unsupported; restrict them with '
+                    'phase="prompt"',
+                )
+            return "mass", 1, keys.ranges
+        case _:
+            return "full", _full_keys(where, prompt, max_tokens), ()
+
+
+def _full_keys(where: Where, prompt: Prompt, max_tokens: int | None) -> int:
+    """Return the number of keys that a query at the last of some positions may see, rounded up."""
+    last = where.possible[-1][1]
+    length = None if max_tokens is None else prompt.length + max_tokens - 1
+    if last is None or (length is not None and length < last):
+        last = length
+    if last is None or last > MAX_FULL_KEYS:
+        number = "any number of" if last is None else str(last)
+        raise SpecError(
+            "",
+            f'a query may see {number} keys, and "full" returns at most {MAX_FULL_KEYS}; use '
+            "TopKeys, Mass or Entropy, or earlier queries",
+        )
+    return -(-last // _KEYS_STEP) * _KEYS_STEP

@@ -1,0 +1,234 @@
+"""Attention weights, computed again from the paged cache, against transformers' eager attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.attention_served import MODELS, TOLERANCE, AttentionServed, reference
+from support.engines import engine, greedy, tokens
+from support.inner_served import PROMPTS, ROOM
+
+from midstream import Attention, Capture, Entropy, Mass, Scale, SpecError, TopKeys
+from midstream.results.attention_json import from_json, to_json
+
+LONG = PROMPTS[2] * 5  # more than a step takes, and than a sliding window
+EVERYTHING = [
+    Attention("all", reduce="full"),
+    Attention("all", heads=[1], reduce=TopKeys(7), name="top"),
+    Attention([1, 2], heads=0, queries=slice(3, None), reduce=Mass(slice(2, 9)), name="mass"),
+    Attention(-1, queries=["last_prompt", "generated"], reduce=Entropy(), name="entropy"),
+]
+
+
+def serve(name: str, folder: Any) -> Iterator[AttentionServed]:
+    path, model = reference(name, folder)
+    with engine(path, **ROOM, midstream={"sites": ["resid_post", MODELS[name][1]]}) as llm:
+        yield AttentionServed(model, llm)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttentionServed]:
+    yield from serve("llama", tmp_path_factory.mktemp("attention"))
+
+
+@pytest.fixture(autouse=True)
+def fresh(request: pytest.FixtureRequest) -> None:
+    if "served" in request.fixturenames:
+        assert request.getfixturevalue("served").llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_weights_are_those_of_transformers(
+    name: str, tmp_path: Any, request: pytest.FixtureRequest
+) -> None:
+    """Of prompts in chunks, beside others, and of generated tokens; cached the second time."""
+    found = request.getfixturevalue("served") if name == "llama" else None
+    serving = serve(name, tmp_path)
+    mine: AttentionServed = found or next(serving)
+    prompts = [LONG, *PROMPTS]
+    for asked in (EVERYTHING, [replace_queries(one) for one in EVERYTHING]):
+        for prompt, output in zip(prompts, mine.ask(prompts, asked), strict=True):
+            assert output.receipt.status == "ok"
+            assert output.activations is None
+            assert mine.assert_is(prompt, output, asked) <= TOLERANCE
+    if found is None:
+        next(serving, None)
+
+
+def replace_queries(one: Attention) -> Attention:
+    """The same of the last queries alone, so that most of a prompt is served from the cache."""
+    return Attention(
+        one.layers, one.heads, ["last_prompt", "generated"], reduce=one.reduce, name=one.name
+    )
+
+
+def test_a_cached_prompt_is_read_where_it_is(served: AttentionServed) -> None:
+    last = Attention("all", queries="last_prompt", reduce="full")
+    served.ask([LONG], None)
+    (output,) = served.ask([LONG], last)
+    assert output.num_cached_tokens >= 64
+    assert served.assert_is(LONG, output, [last]) <= TOLERANCE
+    assert output.attention[0].positions.tolist() == [len(LONG) - 1]
+
+
+def test_vectors_beside_attention_stay_what_they_are(served: AttentionServed) -> None:
+    captures = [Capture("all", ["resid_post", "rot_q"]), *EVERYTHING]
+    (plain,) = served.ask([LONG], captures[:1])
+    assert served.llm.reset_prefix_cache()
+    (output,) = served.ask([LONG], captures)
+    assert output.activations.keys() == plain.activations.keys()
+    for tap, rows in plain.activations.items():
+        assert torch.equal(output.activations[tap], rows)
+        assert torch.equal(
+            output.activations.positions_of(*tap), plain.activations.positions_of(*tap)
+        )
+    assert served.assert_is(LONG, output, EVERYTHING) <= TOLERANCE
+    read = Capture([1], "rot_q", positions=slice(4, 9), codec="full8")
+    (output,) = served.ask([PROMPTS[2]], [read, EVERYTHING[1]])
+    assert output.activations.codec.spec == "full8"
+    assert served.assert_is(PROMPTS[2], output, EVERYTHING[1:2]) <= TOLERANCE
+
+
+def test_requests_with_and_without_attention_run_together(served: AttentionServed) -> None:
+    prompts = [LONG, PROMPTS[0], PROMPTS[1], PROMPTS[2], LONG[7:]]
+    asked = [EVERYTHING, None, [EVERYTHING[2]], Capture([1]), [EVERYTHING[0], EVERYTHING[3]]]
+    outputs = served.llm.generate(
+        [tokens(one) for one in prompts],
+        [greedy(3 + nth, detokenize=False) for nth in range(5)],
+        capture=asked,
+        use_tqdm=False,
+    )
+    for prompt, output, mine in zip(prompts, outputs, asked, strict=True):
+        if isinstance(mine, list):
+            assert served.assert_is(prompt, output, mine) <= TOLERANCE
+        else:
+            assert getattr(output, "attention", None) is None
+
+
+def test_preempted_requests_have_each_row_once(served: AttentionServed) -> None:
+    core = served.llm.llm_engine
+    plan = {"capture": [one.to_dict() for one in EVERYTHING]}
+    prompts = {"first": LONG, "second": PROMPTS[2]}
+    for name, prompt in prompts.items():
+        params = greedy(8, extra_args={"midstream": plan}, detokenize=False)
+        core.add_request(name, tokens(prompt), params)
+    outputs: dict[str, Any] = {}
+    for nth in range(60):
+        for output in core.step():
+            outputs[output.request_id] = output
+        if nth == 4:
+            # Both have generated, and are computed again from their first token on.
+            assert all(len(one.outputs[0].token_ids) > 1 for one in outputs.values())
+            assert len(outputs) == 2
+            assert core.reset_prefix_cache(reset_running_requests=True)
+        if not core.has_unfinished_requests():
+            break
+    for name, prompt in prompts.items():
+        assert outputs[name].receipt.status == "ok"
+        assert served.assert_is(prompt, outputs[name], EVERYTHING) <= TOLERANCE
+
+
+def test_in_bfloat16_the_weights_are_those_of_the_queries_and_keys(tmp_path: Any) -> None:
+    """Which are not quite those of a float32 model: the reference is what is captured."""
+    path, _ = reference("llama", tmp_path)
+    settings = {**ROOM, "dtype": "bfloat16", "midstream": {"sites": ["rot_q", "rot_k"]}}
+    with engine(path, **settings) as llm:
+        captures = [Attention("all", reduce="full"), Capture("all", ["rot_q", "rot_k"])]
+        (output,) = AttentionServed(None, llm).ask([LONG], captures)
+        for layer in range(3):
+            q = output.activations["rot_q", layer].float()
+            k = output.activations["rot_k", layer].float().repeat_interleave(2, 1)
+            scores = torch.einsum("qhd,khd->qhk", q, k) * q.shape[-1] ** -0.5
+            late = torch.arange(len(q))[None, None] > torch.arange(len(q))[:, None, None]
+            expected = torch.softmax(scores.masked_fill(late, -torch.inf), -1)
+            assert (output.attention[layer].values - expected).abs().max() <= 1e-5
+
+
+def test_rows_that_find_no_room_are_dropped_by_request(tmp_path: Any) -> None:
+    path, model = reference("llama", tmp_path)
+    own = {"sites": ["rot_q"], "overflow": "drop", "arena_bytes": 1 << 20}
+    asked = [Attention("all", 0, reduce="full"), EVERYTHING[1]]
+    with engine(path, **ROOM, midstream=own) as llm:
+        mine = AttentionServed(model, llm)
+        outputs = mine.ask([LONG[nth:] for nth in range(12)], asked, 4)
+        assert sum(output.receipt.dropped for output in outputs) > 0
+        statuses = {output.receipt.status for output in outputs}
+        assert statuses == {"ok", "partial"}
+        for nth, output in enumerate(outputs):
+            assert mine.assert_is(LONG[nth:], output, asked) <= TOLERANCE
+
+
+def test_several_completions_have_their_own(served: AttentionServed) -> None:
+    params = greedy(5, detokenize=False)
+    params.n, params.temperature, params.seed = 2, 1.0, 3
+    (output,) = served.ask([PROMPTS[2]], EVERYTHING, params=params)
+    for one in output.outputs:
+        alone = replace_output(output, one)
+        assert served.assert_is(PROMPTS[2], alone, EVERYTHING) <= TOLERANCE
+
+
+def replace_output(output: Any, completion: Any) -> Any:
+    """An output with one completion only."""
+
+    class Alone:
+        outputs = [completion]
+        prompt_token_ids = output.prompt_token_ids
+        attention = completion.attention
+
+    return Alone()
+
+
+def test_edits_of_queries_and_keys_are_in_the_weights(served: AttentionServed) -> None:
+    """Queries of zero attend to all keys alike."""
+    asked = Attention([1], queries="prompt", reduce="full")
+    edit = Scale(0.0, layer=1, site="rot_q", head=2)
+    (output,) = served.ask([PROMPTS[2]], asked, edits=edit)
+    rows = output.attention[1]
+    for nth, position in enumerate(rows.positions.tolist()):
+        assert torch.allclose(rows.values[nth, 2, : position + 1], torch.tensor(1 / (position + 1)))
+
+
+@pytest.mark.parametrize(
+    ("asked", "path", "words"),
+    [
+        (Attention([9], reduce="full"), "capture[0].layers", "the model has 3 layers"),
+        (Attention([0], heads=[4], reduce="full"), "capture[0].heads", "4 heads"),
+        (Attention([0], queries=300, reduce="full"), "capture[0].queries", "300"),
+        (Attention([0], reduce=Mass("last")), "capture[0].reduce.positions", "known before"),
+        (Attention([0], reduce=Mass(200)), "capture[0].reduce.positions", "200"),
+        ([EVERYTHING[0], Attention([1], reduce=Entropy())], "capture[0][1].name", "another `name`"),
+        (Attention([0], reduce="full", stream=True), "capture[0].stream", "AsyncLLM"),
+    ],
+)
+def test_wrong_requests_are_refused(
+    served: AttentionServed, asked: Any, path: str, words: str
+) -> None:
+    with pytest.raises(SpecError, match=words) as error:
+        served.ask([PROMPTS[0]], asked)
+    assert error.value.path == path
+
+
+def test_an_engine_that_does_not_tap_queries_says_what_to_write(llm: Any) -> None:
+    with pytest.raises(SpecError, match=r'add "rot_q" to midstream.s setting `sites`'):
+        llm.generate(
+            tokens(PROMPTS[0]), greedy(2), capture=Attention([0], reduce="full"), use_tqdm=False
+        )
+
+
+def test_results_are_the_same_as_json(served: AttentionServed) -> None:
+    (output,) = served.ask([PROMPTS[2]], EVERYTHING)
+    again = from_json(to_json(output.attention), 3)
+    assert repr(again) == repr(output.attention)
+    for key, rows in output.attention.items():
+        mine = again[key]
+        assert (mine.reduce, mine.heads) == (rows.reduce, rows.heads)
+        assert torch.equal(mine.values, rows.values)
+        assert torch.equal(mine.positions, rows.positions)
+        assert mine.keys is rows.keys is None or torch.equal(mine.keys, rows.keys)
+    assert again[-1] is again["", 2]
+    with pytest.raises(KeyError, match="there is no attention of 7; there is 0, 1, 2"):
+        again[7]
+    assert 7 not in again

@@ -1,0 +1,74 @@
+"""`Route` and captured logits in a mixture that chooses two of four experts, against hooks in
+transformers; `test_inner_sites` has each of its forms in a mixed batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engines import engine, generated
+from support.inner_served import END, PROMPTS, Served, reference, settings
+from support.oracle_edits import At, row_error
+from support.pool import Pool
+
+from midstream import Capture, Replace, Route, SpecError, TokenIds
+
+
+@pytest.fixture(scope="module")
+def served(tiny_models: Path, tmp_path_factory: Any, pool: Pool) -> Iterator[Served]:
+    pool.close()  # experts need groups of processes that vLLM makes for such a model only
+    path, oracle = reference("mixtral", tiny_models)
+    with engine(path, **settings(oracle, tmp_path_factory.mktemp("rows"))) as llm:
+        yield Served("mixtral", oracle, llm)
+
+
+def test_experts_are_chosen_or_not_as_a_route_says(served: Served) -> None:
+    prompt = PROMPTS[2]
+    some = {"positions": TokenIds(prompt[3:8])}
+    given = [
+        *(Route([one], layer="all") for one in range(4)),
+        *(Route(None, [one, (one + 1) % 4], layer="all") for one in range(4)),
+        *(Route(one, (one + 2) % 4, {(one + 1) % 4: 9}, layer=1, **some) for one in range(4)),
+    ]
+    every = [At(one) for one in given[:8]]
+    every += [At(one, range(3, 8).__contains__) for one in given[8:]]
+    outputs = served.ask([prompt] * len(given), 1, edits=[[one] for one in given])
+    plain = served.oracle.run(prompt).values[END, 2]
+    for at, output in zip(every, outputs, strict=True):
+        seen = served.assert_is(prompt, output, at)
+        assert row_error(seen.values[END, 2], plain) > 1e-3
+        for layer in (1,) if at.edit.bias else (0, 1, 2):
+            for position, row in enumerate(output.activations["router", layer]):
+                chosen = set(row.topk(2).indices.tolist())
+                if at.where(position):
+                    assert chosen.issuperset(at.edit.activate)
+                    assert chosen.isdisjoint(at.edit.deactivate)
+
+
+def test_captured_logits_put_back_give_the_same_choice_of_experts(served: Served) -> None:
+    prompt = PROMPTS[2]
+    route, count = Route(0, 3, layer="all"), len(prompt) + 4
+    (given,) = served.ask([prompt], 5, edits=[route], capture=Capture("all", "router"))
+    replayed = [
+        Replace(rows, tap[1], site="router", positions=range(count))
+        for tap, rows in given.activations.items()
+    ]
+    again, first, plain = served.ask([prompt] * 3, 5, edits=[replayed, [route], None])
+    assert generated(again) == generated(first) == generated(given)
+    for tap, value in first.activations.items():
+        assert torch.equal(again.activations[tap], value), tap
+    assert not torch.equal(plain.activations[END, 2], first.activations[END, 2])
+
+
+def test_routes_that_the_model_cannot_follow_are_refused(served: Served) -> None:
+    for edit, told in (
+        (Route([0, 1, 2], layer=1), r"edits\[0\].activate.*at most 2 experts.*got 3"),
+        (Route(None, [0, 1, 2], layer=1), r"edits\[0\].deactivate.*1 of 4 .* left.*chooses 2"),
+        (Route(bias={4: 1.0}, layer="all"), r"edits\[0\].bias.*4 is out of range.*4 experts"),
+    ):
+        with pytest.raises(SpecError, match=told):
+            served.ask([PROMPTS[0]], 1, edits=[edit])
