@@ -14,7 +14,7 @@ import pytest
 import transformers as hf
 
 from midstream.results.site_table import SiteTable
-from midstream.sites import NAMES, OUTER
+from midstream.sites import IN_LAYERS, OUTER
 from midstream.spec.shape import ModelShape
 from midstream.tools.doctor import cases as trying
 from midstream.tools.doctor import formulas
@@ -25,9 +25,10 @@ from midstream.tools.doctor.reference import Reference
 from midstream.tools.doctor.report import INCOMPARABLE, LACKING, OK, STATUS, UNCOMPARED, WRONG
 from midstream.tools.doctor.small_config import Size
 
-TAPS = [(site, layer) for site in NAMES if site != "router" for layer in range(2)]
+ENDS = [("embed", 0), ("final_norm", 1)]
+TAPS = [(site, layer) for site in IN_LAYERS if site != "router" for layer in range(2)] + ENDS
 # One of each site, at one layer or the other.
-SOME = [(site, nth % 2) for nth, site in enumerate(NAMES) if site != "router"]
+SOME = [(site, nth % 2) for nth, site in enumerate(IN_LAYERS) if site != "router"] + ENDS
 TABLE = SiteTable.of(ModelShape(2, 64, TAPS))
 
 
