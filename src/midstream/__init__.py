@@ -34,6 +34,7 @@ from midstream.results.receipt import Receipt
 from midstream.spec import (
     Ablate,
     Affine,
+    Bias,
     Capture,
     Clamp,
     Feature,
@@ -74,6 +75,7 @@ __all__ = [
     "Ablate",
     "Activations",
     "Affine",
+    "Bias",
     "AsyncClient",
     "AsyncLLM",
     "Capture",

@@ -313,4 +313,18 @@ KEPT: tuple[Fault, ...] = (
         "        if False:\n            shown =",
         "tests/unit/test_sites.py::test_a_layer_at_a_site_without_one_is_refused",
     ),
+    Fault(
+        "A bias is added to the logits of prompts' log probabilities, not to the sampled ones",
+        "runtime/worker/logit_bias.py",
+        "        pending, self._pending = self._pending, None\n",
+        "        pending = self._pending\n",
+        "tests/engine/test_bias.py::test_a_prompts_log_probabilities_have_no_bias",
+    ),
+    Fault(
+        "Switches of an earlier step are still on",
+        "runtime/worker/logit_bias.py",
+        "        self._switches[: batch.num_tokens].zero_()\n",
+        "",
+        "tests/engine/test_bias.py::test_each_token_is_of_the_edited_logits_in_a_mixed_batch",
+    ),
 )

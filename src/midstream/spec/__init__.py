@@ -11,6 +11,7 @@ from midstream.spec.named_vector import Named
 from midstream.spec.operations import (
     Ablate,
     Affine,
+    Bias,
     Clamp,
     Edit,
     Feature,
@@ -40,6 +41,7 @@ from midstream.spec.vector import Vector
 __all__ = [
     "Ablate",
     "Affine",
+    "Bias",
     "Capture",
     "Clamp",
     "Edit",

@@ -18,7 +18,9 @@ CAPTURE = {"layers": [0, 1]}
 STEER = {"op": "steer", "vector": [1.0, 2.0], "layer": 1}
 PROBE = {"direction": [1.0, 2.0], "layer": 1}
 NOTHING = "the plan is empty: give `capture`, `edits` or `probes`"
-OPS = "`steer`, `ablate`, `clamp`, `feature`, `affine`, `loreft`, `replace`, `scale`, `gate`"
+OPS = (
+    "`steer`, `ablate`, `clamp`, `feature`, `affine`, `loreft`, `replace`, `scale`, `bias`, `gate`"
+)
 
 
 @given(plans)

@@ -44,6 +44,7 @@ from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import replicas_of
 from midstream.runtime.vllm.attributes import ENDPOINT
 from midstream.runtime.vllm.engine_rules import check_settings
+from midstream.runtime.worker.logit_bias import num_switches
 from midstream.runtime.worker.model_runner import v1, v2
 from midstream.runtime.worker.model_runner.hooks import Hooks
 from midstream.runtime.worker.model_runner.model_switch import ModelSwitch
@@ -105,6 +106,9 @@ class WorkerEndpoint:
         widths = {
             tap: inner[tap].width if tap in inner else self._hidden_size for tap in self._taps
         }
+        for tap in widths:
+            if tap[0] == "logits":
+                widths[tap] = num_switches(self._hidden_size)
         self._parts = tuple(
             inner[tap].parts(parallel.tensor_parallel_size) if tap in inner else 1
             for tap in self._taps
@@ -134,6 +138,8 @@ class WorkerEndpoint:
             config.on_nonfinite,
             only_armed=bool(replacements),
         )
+        if self._session.bias is not None:
+            self._session.bias.attach(model)
         self._results = ResultBuffer(self._arena, self._session.encoding)
         is_v2 = seams.is_v2_runner(runner)
         seams.check_runner(runner, is_v2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from midstream.errors import SpecError
 from midstream.spec.operations.ablate import Ablate
 from midstream.spec.operations.affine import Affine, LoReFT
+from midstream.spec.operations.bias import Bias
 from midstream.spec.operations.clamp import Clamp
 from midstream.spec.operations.feature import Feature
 from midstream.spec.operations.replace import Replace
@@ -12,7 +13,7 @@ from midstream.spec.operations.scale import Scale
 from midstream.spec.operations.steer import Steer
 from midstream.validation import kind, listed
 
-PlainEdit = Steer | Ablate | Clamp | Feature | Affine | LoReFT | Replace | Scale
+PlainEdit = Steer | Ablate | Clamp | Feature | Affine | LoReFT | Replace | Scale | Bias
 
 KINDS: tuple[type[PlainEdit], ...] = (
     Steer,
@@ -23,6 +24,7 @@ KINDS: tuple[type[PlainEdit], ...] = (
     LoReFT,
     Replace,
     Scale,
+    Bias,
 )
 PLAIN: dict[str, type[PlainEdit]] = {each.op: each for each in KINDS}
 

@@ -115,6 +115,19 @@ class ResolvedCapture:
     source: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ResolvedBias:
+    """What one bias adds to logits; the nth of a plan has the nth switch of a token.
+
+    Attributes:
+        tokens: token ids.
+        values: what is added to the logit of each.
+    """
+
+    tokens: tuple[int, ...]
+    values: tuple[float, ...]
+
+
 class Alike(NamedTuple):
     """Taps that are selected by the same captures.
 
@@ -142,6 +155,7 @@ class ResolvedPlan:
         codec: encoding of the captured vectors.
         sharded: whether all ranks of a tensor-parallel group transfer captured vectors; otherwise
             the first rank transfers all.
+        biases: what the biases among the edits add to logits.
         taps: all captured taps, in the order of a forward pass.
         alike: `taps` grouped by the captures that select them; taps of a group have equal rows.
         reads_tokens: whether some positions are selected by the ids of generated tokens.
@@ -153,6 +167,7 @@ class ResolvedPlan:
     probes: tuple[ResolvedProbe, ...] = ()
     codec: str = "raw"
     sharded: bool = False
+    biases: tuple[ResolvedBias, ...] = ()
     # Computed once, because many requests share a plan.
     taps: tuple[Tap, ...] = field(init=False, compare=False, repr=False)
     alike: tuple[Alike, ...] = field(init=False, compare=False, repr=False)

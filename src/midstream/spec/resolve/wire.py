@@ -23,6 +23,7 @@ from midstream.spec.positions.position_set import Match, Where
 from midstream.spec.positions.range_set import intersect
 from midstream.spec.positions.ranges import Ranges, well_formed
 from midstream.spec.resolve.resolved import (
+    ResolvedBias,
     ResolvedCapture,
     ResolvedEdit,
     ResolvedPlan,
@@ -91,7 +92,7 @@ class ProbeMessage(_Message, frozen=True):
 class PlanMessage(_Message, frozen=True):
     """A `ResolvedPlan` and what its parts share."""
 
-    format: Literal["midstream plan 6"]
+    format: Literal["midstream plan 7"]
     prompt_len: Annotated[int, Meta(ge=1, le=INT_LIMIT)]
     codec: str
     sharded: bool
@@ -100,6 +101,7 @@ class PlanMessage(_Message, frozen=True):
     edits: tuple[EditMessage, ...]
     captures: tuple[ResolvedCapture, ...]
     probes: tuple[ProbeMessage, ...]
+    biases: tuple[ResolvedBias, ...]
 
 
 _ENCODER = Encoder()
@@ -130,7 +132,7 @@ def to_bytes(plan: ResolvedPlan, named: Collection[Vector] = ()) -> bytes:
         ]
     )
     message = PlanMessage(
-        format="midstream plan 6",
+        format="midstream plan 7",
         prompt_len=plan.prompt_len,
         codec=plan.codec,
         sharded=plan.sharded,
@@ -144,6 +146,7 @@ def to_bytes(plan: ResolvedPlan, named: Collection[Vector] = ()) -> bytes:
         edits=edits,
         captures=plan.captures,
         probes=probes,
+        biases=plan.biases,
     )
     return _ENCODER.encode(message)
 
@@ -215,6 +218,9 @@ def from_bytes(data: bytes, known: Mapping[str, Vector] | None = None) -> Resolv
     for nth, probe in enumerate(message.probes):
         with at(f"probes[{nth}]"):
             probes.append(_read_probe(probe, steps))
+    for nth, bias in enumerate(message.biases):
+        with at(f"biases[{nth}]"):
+            _check_bias(bias)
     return ResolvedPlan(
         message.prompt_len,
         tuple(edits),
@@ -222,6 +228,7 @@ def from_bytes(data: bytes, known: Mapping[str, Vector] | None = None) -> Resolv
         tuple(probes),
         message.codec,
         message.sharded,
+        message.biases,
     )
 
 
@@ -278,6 +285,15 @@ def _check_capture(capture: ResolvedCapture) -> None:
         raise SpecError("taps", "expected at least one tap, and each once")
     _check_where(capture.where)
     _check_int("source", capture.source, -INT_LIMIT)
+
+
+def _check_bias(bias: ResolvedBias) -> None:
+    if not bias.tokens or len(bias.tokens) != len(bias.values):
+        raise SpecError("", "expected at least one token, and a value for each")
+    _check_int("tokens", min(bias.tokens))
+    _check_int("tokens", max(bias.tokens))
+    if not all(abs(value) <= FLOAT32_MAX for value in bias.values):
+        raise SpecError("values", "expected float32 numbers")
 
 
 def _check_tap(site: str, layer: int) -> None:
