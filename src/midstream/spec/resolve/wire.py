@@ -92,7 +92,7 @@ class ProbeMessage(_Message, frozen=True):
 class PlanMessage(_Message, frozen=True):
     """A `ResolvedPlan` and what its parts share."""
 
-    format: Literal["midstream plan 6"]
+    format: Literal["midstream plan 7"]
     prompt_len: Annotated[int, Meta(ge=1, le=INT_LIMIT)]
     codec: str
     sharded: bool
@@ -131,7 +131,7 @@ def to_bytes(plan: ResolvedPlan, named: Collection[Vector] = ()) -> bytes:
         ]
     )
     message = PlanMessage(
-        format="midstream plan 6",
+        format="midstream plan 7",
         prompt_len=plan.prompt_len,
         codec=plan.codec,
         sharded=plan.sharded,

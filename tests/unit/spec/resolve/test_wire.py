@@ -53,7 +53,7 @@ def _golden():
 
 EVERYWHERE = {"ranges": [[0, None]], "matches": [], "last_from": None}
 MESSAGE = {
-    "format": "midstream plan 6",
+    "format": "midstream plan 7",
     "prompt_len": 10,
     "codec": "raw",
     "sharded": False,
@@ -79,6 +79,7 @@ MESSAGE = {
             "taps": [["resid_post", 3]],
             "where": {"ranges": [[0, 1]], "matches": [], "last_from": 9},
             "source": 0,
+            "pattern": None,
         }
     ],
     "probes": [
