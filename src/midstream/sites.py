@@ -36,6 +36,7 @@ they are at the first and at the last layer.
 |---|---|---|
 | `embed` | of the token's embedding, scaled, before learned positions | the scaled embedding |
 | `final_norm` | that the final norm returns and the head reads | `output_hidden_states[-1]` |
+| `logits` | of the next token's logits, which `Bias` edits and nothing reads | `logits` |
 
 Names of other tools are read as well, see `parse`.
 
@@ -72,6 +73,7 @@ SiteName = Literal[
     "mlp_out",
     "resid_post",
     "final_norm",
+    "logits",
     "pre_attn",
     "post_attn",
     "post_block",
@@ -123,6 +125,7 @@ SITES: tuple[Site, ...] = (
         "resid_post", ("post_block", "post_mlp"), 16, "the residual stream after the MLP is added"
     ),
     Site("final_norm", (), 17, "what the final norm returns and the head reads", layer=-1),
+    Site("logits", (), 18, "the logits of the next token; edited by `Bias` alone", layer=-1),
 )
 
 NAMES: tuple[str, ...] = tuple(site.name for site in SITES)
@@ -190,7 +193,7 @@ _END_NAMES = {
     "transformer.ln_f": "final_norm",
     "transformer.ln_f.output": "final_norm",
 }
-_END_HOOKS = {"embed": "hook_embed", "final_norm": "ln_final.hook_out"}
+_END_HOOKS = {"embed": "hook_embed", "final_norm": "ln_final.hook_out", "logits": "logits"}
 _MODULES = {
     **dict.fromkeys(("self_attn", "attention", "self_attention"), "attn"),
     **dict.fromkeys(("feed_forward", "ffn", "block_sparse_moe"), "mlp"),

@@ -75,7 +75,8 @@ def kinds(oracle: EditOracle) -> list[Wanted]:
         maker = Maker((site, nth % 3), oracle.run(PROMPTS[2] * 2), draw)
         edits += [edit for _, edit in maker.plain_edits("all")]
         edits += [edit for _, edit, _ in maker.conditional_edits([("resid_pre", 0)])]
-        ids = list(range(nth, tiny.VOCAB, 4))
+        # One of each prompt is among them.
+        ids = sorted({*range(nth, tiny.VOCAB, 4), *(prompt[0] for prompt in PROMPTS)})
         edits.append(Steer(maker.vector(), nth % 3, site=site, positions=TokenIds(ids)))
         rows = torch.stack([maker.vector() for _ in range(2)])
         edits.append(Replace(rows, nth % 3, site=site, positions=[0, 1]))

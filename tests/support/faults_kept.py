@@ -403,4 +403,18 @@ KEPT: tuple[Fault, ...] = (
         "tests/engine/test_doctor.py"
         "::test_a_right_model_is_ok_at_every_site_of_every_layer_and_in_every_operation",
     ),
+    Fault(
+        "A bias is added to the logits of prompts' log probabilities, not to the sampled ones",
+        "runtime/worker/logit_bias.py",
+        "        pending, self._pending = self._pending, None\n",
+        "        pending = self._pending\n",
+        "tests/engine/test_bias.py::test_a_prompts_log_probabilities_have_no_bias",
+    ),
+    Fault(
+        "Switches of an earlier step are still on",
+        "runtime/worker/logit_bias.py",
+        "        self._switches[: batch.num_tokens].zero_()\n",
+        "",
+        "tests/engine/test_bias.py::test_each_token_is_of_the_edited_logits_in_a_mixed_batch",
+    ),
 )

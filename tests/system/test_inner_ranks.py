@@ -9,18 +9,20 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
-from support.engines import GPU_MEMORY, engine, greedy, tokens
+from support.engines import GPU_MEMORY, engine, generated, greedy, tokens
 from support.ranks import PIPELINE, assert_same, ranks
 
 from midstream import (
     Ablate,
     Attention,
+    Bias,
     Capture,
     Clamp,
     Entropy,
     Gate,
     Mass,
     Probe,
+    Reading,
     Replace,
     Scale,
     SpecError,
@@ -34,7 +36,7 @@ from midstream.tools.capacity.job import ranks as ranks_transfer
 
 # Two heads of queries and one of keys and values, which two ranks both have.
 HEAD, HIDDEN, NEURONS = 32, 64, 96
-EVERY = [site for site in NAMES if site != "router"]  # those without a layer too
+EVERY = [site for site in NAMES if site not in ("router", "logits")]  # no layer too
 INSIDE = [site for site in INNER if site != "router"]
 SETTINGS = {
     "max_model_len": 128, "max_num_seqs": 16, "max_num_batched_tokens": 48,
@@ -70,6 +72,11 @@ EDITS: list[Any] = [
     Clamp(vector(HIDDEN), site="final_norm", low=3.0),
     Gate(Scale(-1.0, site="final_norm"), vector(HIDDEN)),
 ]
+BIASES: list[Any] = [
+    Bias({7: 40.0}),
+    Bias({9: 50.0, 190: 40.0}, phase="generated"),
+    Gate(Bias({11: 60.0}), Reading(vector(HIDDEN), site="final_norm")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +86,14 @@ def path(tiny_models: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(path: Path) -> Iterator[Any]:
-    with engine(path, midstream={"sites": EVERY}, **SETTINGS) as llm:
+    with engine(path, midstream={"sites": [*EVERY, "logits"]}, **SETTINGS) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module", params=["tensor", "pipeline"])
 def several(request: Any, path: Path) -> Iterator[Any]:
     how = {"tensor_parallel_size": 2} if request.param == "tensor" else PIPELINE
-    midstream = {"sites": EVERY, "check_ranks": True}
+    midstream = {"sites": [*EVERY, "logits"], "check_ranks": True}
     with ranks(path, midstream=midstream, **SETTINGS, **how) as llm:
         yield llm
 
@@ -115,6 +122,25 @@ def test_edits_of_every_rank_do_what_they_do_on_one(alone, several):
     for nth, one in enumerate(edited[3:], 3):
         last, before = (each.activations["final_norm"][-1] for each in (one, plain[nth % 3]))
         assert (last - before).norm() > 1e-3, EDITS[nth - 3]
+
+
+def test_biases_are_added_to_the_logits_of_the_whole_vocabulary_once(alone, several):
+    given = [[one] for one in BIASES]
+    prompts = [tokens(PROMPTS[nth]) for nth in range(3)]
+    params = greedy(4, detokenize=False, logprobs=5)
+    wanted, found = (
+        llm.generate(prompts, params, edits=given, use_tqdm=False) for llm in (alone, several)
+    )
+    for one, other in zip(found, wanted, strict=True):
+        assert one.receipt.status == "ok"
+        assert one.receipt.edited == other.receipt.edited
+        assert generated(one) == generated(other)
+        for mine, theirs in zip(one.outputs[0].logprobs, other.outputs[0].logprobs, strict=True):
+            assert {key: each.logprob for key, each in mine.items()} == pytest.approx(
+                {key: each.logprob for key, each in theirs.items()}, abs=1e-3
+            )
+    assert generated(found[0]) == [7] * 4
+    assert generated(found[1])[1:] == [9] * 3
 
 
 def test_the_model_has_the_widths_and_heads_of_all_ranks(several):

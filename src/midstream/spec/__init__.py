@@ -13,6 +13,7 @@ from midstream.spec.named_vector import Named
 from midstream.spec.operations import (
     Ablate,
     Affine,
+    Bias,
     Clamp,
     Edit,
     Feature,
@@ -44,6 +45,7 @@ __all__ = [
     "Ablate",
     "Affine",
     "Attention",
+    "Bias",
     "Capture",
     "CapturedRows",
     "Clamp",

@@ -11,7 +11,7 @@ from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.forms import IndicesLike, LayersLike, PhaseLike, PositionsLike, SitesLike
 from midstream.spec.heads import read_indices
 from midstream.spec.positions.positions import Positions
-from midstream.spec.selection import Layers, Sites, read_taps
+from midstream.spec.selection import LOGITS, Layers, Sites, read_taps
 from midstream.spec.sink_target import MEMORY, NO_METADATA, Metadata, read_name
 from midstream.validation import at, is_int, kind, show
 
@@ -113,6 +113,8 @@ class Capture:
         found_layers, found_sites = read_taps(layers, sites, "layers", "sites")
         if found_layers is None:
             raise SpecError("", 'missing field `layers`: give a list, or "all"')
+        if found_sites is not None and "logits" in found_sites:
+            raise SpecError("sites", LOGITS)
         object.__setattr__(self, "layers", found_layers)
         object.__setattr__(self, "sites", found_sites or Sites("resid_post"))
         object.__setattr__(self, "positions", Positions.within(positions, phase, exclude))

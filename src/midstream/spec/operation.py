@@ -20,7 +20,7 @@ from midstream.spec.matrix import emit_rows
 from midstream.spec.named_lookup import Lookup, find_taps, from_start, pick, vectors_of
 from midstream.spec.named_vector import Named
 from midstream.spec.positions.positions import Positions
-from midstream.spec.selection import Layers, Sites, read_taps
+from midstream.spec.selection import LOGITS, Layers, Sites, read_taps
 from midstream.spec.shape import VectorSize
 from midstream.spec.vector import Vector
 from midstream.validation import at, kind, read_float32, read_word
@@ -225,6 +225,8 @@ class Operation(ABC):
                 "layer", "missing; it can be omitted only where the vector is a registered name"
             )
         self._set(layers=layers or Layers("all"), sites=sites or Sites(SITE))
+        if "logits" in self.sites and self.op != "bias":
+            raise SpecError("site", LOGITS)
         ends = [name for name in self.sites if name in ENDS]
         if ends and self.sites.in_layers:
             raise SpecError(

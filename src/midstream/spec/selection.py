@@ -20,6 +20,10 @@ from midstream.validation import (
     show,
 )
 
+LOGITS = (
+    "logits are edited by Bias alone, and read by no capture, probe or gate: "
+    "SamplingParams(logprobs=…) returns them, final_norm is what the head reads"
+)
 Name = tuple[str, int | None]  # (canonical site, layer if the name has one)
 
 

@@ -11,7 +11,7 @@ from unit.spec.strategies import json_values, plans, reads_or_refuses
 
 from midstream.errors import SpecError
 from midstream.server.request_field import RETURNS, read_field, take_field
-from midstream.spec import Capture, Plan, Steer
+from midstream.spec import Bias, Capture, Plan, Steer
 
 CAPTURE = {"layers": [1]}
 
@@ -31,6 +31,14 @@ def test_sites_without_a_layer_need_none():
     assert read_field({"edits": steer}).plan.edits == (Steer([1.0], site="final_norm"),)
     with pytest.raises(SpecError, match="got 3, but `final_norm` has no layer: omit `layer`"):
         read_field({"edits": {**steer, "layer": 3}})
+
+
+def test_a_bias_has_its_tokens_as_strings():
+    bias = {"op": "bias", "tokens": {"42": 2.0, "7": -1}, "positions": "last_prompt"}
+    found = read_field({"edits": bias})
+    assert found.plan.edits == (Bias({42: 2.0, 7: -1.0}, "last_prompt"),)
+    with pytest.raises(SpecError, match="expected token ids from 0, got 'a'"):
+        read_field({"edits": {**bias, "tokens": {"a": 1}}})
 
 
 def test_steer_needs_no_op_and_goes_before_the_edits():

@@ -152,7 +152,7 @@ def test_a_codec_that_is_too_wide_for_a_tap_is_refused_with_its_name(tmp_path):
     [
         (3, "widths: expected pairs of tap and width, got `int`"),
         ({"attn_out": 3}, "widths: expected .site, layer."),
-        ({("attn_oat", 1): 3}, "widths: expected .site, layer. of a site of `resid_pre`"),
+        ({("attn_oat", 1): 3}, "widths: expected .site, layer. of a site of `embed`"),
         ({("attn_out", -1): 3}, "widths: layer: expected 0 to 65535"),
         ({WIDE: 0}, r"widths: attn_out\.1: expected 1 to 1048576, got 0"),
         ({WIDE: 12.0}, r"widths: attn_out\.1: expected `int`, got `float`"),

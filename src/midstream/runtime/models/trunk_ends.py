@@ -44,7 +44,7 @@ def find_end(
     """Return the module whose output is a site; None: it is what the first layer gets.
 
     Args:
-        site: `embed` or `final_norm`.
+        site: `embed`, `final_norm`, or `logits`, whose tap is where the norm is.
         model: the loaded model.
         layers: its list of layers.
         convention: of the first layer, or of the last.
@@ -52,7 +52,7 @@ def find_end(
     """
     trunk = next(one for one in model.modules() if any(layers is each for each in one.children()))
     try:
-        if site == "final_norm":
+        if site != "embed":
             return _final_norm(trunk, layers)
         return _embedding(trunk, layers, convention, embeds_given)
     except UnsupportedError as error:

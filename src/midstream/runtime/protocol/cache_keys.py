@@ -95,6 +95,8 @@ def _parts(plan: ResolvedPlan) -> list[tuple[Ranges, list[object]]]:
     """Return (positions, content) of each part that changes KV, in the order of the plan."""
     parts: list[tuple[Ranges, list[object]]] = []
     for edit in plan.edits:
+        if edit.site == "logits":
+            continue  # they come after all KV
         content: list[object] = [edit.site, edit.layer, edit.steps.digest]
         if edit.where.ranges:
             parts.append((edit.where.ranges, content))

@@ -46,6 +46,7 @@ from midstream.runtime.vllm.attributes import ENDPOINT
 from midstream.runtime.vllm.engine_rules import check_settings
 from midstream.runtime.worker.attention.layers import RankAttention
 from midstream.runtime.worker.attention.reader import PatternReader
+from midstream.runtime.worker.logit_bias import num_switches
 from midstream.runtime.worker.model_runner import v1, v2
 from midstream.runtime.worker.model_runner.hooks import Hooks
 from midstream.runtime.worker.model_runner.model_switch import ModelSwitch
@@ -108,6 +109,9 @@ class WorkerEndpoint:
         widths = {
             tap: inner[tap].width if tap in inner else self._hidden_size for tap in self._taps
         }
+        for tap in widths:
+            if tap[0] == "logits":
+                widths[tap] = num_switches(self._hidden_size)
         self._parts = tuple(
             inner[tap].parts(parallel.tensor_parallel_size) if tap in inner else 1
             for tap in self._taps
@@ -150,6 +154,8 @@ class WorkerEndpoint:
                 self._attention.at, lambda group: adapter.block_table(runner, group)
             ),
         )
+        if self._session.bias is not None:
+            self._session.bias.attach(model)
         self._results = ResultBuffer(self._arena, self._session.encoding)
         switch = ModelSwitch(
             worker,

@@ -25,6 +25,7 @@ from midstream.runtime.worker.tables.program_table import ProgramTable
 from midstream.runtime.worker.vector_store import VectorStore
 from midstream.sites import Tap
 from midstream.spec import ResolvedPlan
+from midstream.spec.resolve.resolved import ResolvedBias
 from midstream.spec.resolve.wire import from_bytes
 
 _CACHED_PLANS = 256
@@ -169,6 +170,11 @@ class RequestTable:
         flight.
         """
         return self._slots.all()
+
+    def biases_of(self, request_id: str) -> Sequence[ResolvedBias]:
+        """Return what a request adds to logits, by vLLM's id."""
+        request = self._slots.get(request_id)
+        return () if request is None else request.plan.biases
 
     def of_uids(self, uids: Iterable[str]) -> list[RequestState]:
         """Return every request of some uids, settled or not."""

@@ -8,6 +8,7 @@ from midstream.codecs import RowEncoding
 from midstream.runtime.protocol.segments import RankShare
 from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.collection import Collection
+from midstream.runtime.worker.logit_bias import LogitBias
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.request_table import RequestTable
 from midstream.runtime.worker.step.slot_table import SlotTable
@@ -31,6 +32,7 @@ class WorkerSession:
     Attributes:
         requests: the requests with a plan.
         collection: takes results of requests.
+        bias: adds biases to logits; None where these are not tapped on this rank.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class WorkerSession:
         self.requests = RequestTable(
             slots, self._tables, self._codecs, self._recorder, taps, share, checksum
         )
+        self.bias = LogitBias(buffers.switches) if buffers.switches.shape[0] else None
         self.collection = Collection(self.requests, self._recorder)
 
     @property
@@ -101,10 +104,14 @@ class WorkerSession:
         recorder.counts.planner_ns += time.perf_counter_ns() - began
         if self._checksum is not None:
             self._checksum.add_step(batch, plan, self._tables)
+        if self.bias is not None:
+            self.bias.drop()
         if plan is None:
             recorder.disarm()
         else:
             recorder.arm(plan, batch)
+            if self.bias is not None:
+                self.bias.prepare(batch, self.requests.biases_of)
         return plan is not None
 
     def after_forward(self) -> None:

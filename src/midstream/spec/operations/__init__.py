@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from midstream.spec.named_lookup import Lookup, NamedEdits, Registered
 from midstream.spec.operations.ablate import Ablate
 from midstream.spec.operations.affine import Affine, LoReFT
+from midstream.spec.operations.bias import Bias
 from midstream.spec.operations.captured_edits import fill_edit, has_captured
 from midstream.spec.operations.clamp import Clamp
 from midstream.spec.operations.feature import Feature
@@ -32,6 +33,7 @@ __all__ = [
     "OPS",
     "Ablate",
     "Affine",
+    "Bias",
     "Clamp",
     "Edit",
     "Feature",

@@ -29,7 +29,7 @@ from midstream.spec.operations.plain import PLAIN, PlainEdit, bad_edit, missing_
 from midstream.spec.operations.route import Route
 from midstream.spec.positions.positions import Positions
 from midstream.spec.probe import Probe
-from midstream.spec.selection import Layers, Sites, read_taps
+from midstream.spec.selection import LOGITS, Layers, Sites, read_taps
 from midstream.spec.shape import VectorSize
 from midstream.spec.vector import Vector
 from midstream.validation import at, read_fields, read_word
@@ -79,6 +79,8 @@ class Reading:
         if sites is not None and not sites.in_layers:
             if len(sites) > 1:
                 raise SpecError("site", f"a gate reads one site, got {len(sites)}")
+            if "logits" in sites:
+                raise SpecError("site", LOGITS)
             tap = sites.names[0], ENDS[sites.names[0]]
         elif layers is not None:
             if layers.indices == "all" or len(layers.indices) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from midstream.errors import SpecError
 from midstream.spec.operations.ablate import Ablate
 from midstream.spec.operations.affine import Affine, LoReFT
+from midstream.spec.operations.bias import Bias
 from midstream.spec.operations.clamp import Clamp
 from midstream.spec.operations.feature import Feature
 from midstream.spec.operations.replace import Replace
@@ -13,7 +14,7 @@ from midstream.spec.operations.scale import Scale
 from midstream.spec.operations.steer import Steer
 from midstream.validation import kind, listed
 
-PlainEdit = Steer | Ablate | Clamp | Feature | Affine | LoReFT | Replace | Scale | Route
+PlainEdit = Steer | Ablate | Clamp | Feature | Affine | LoReFT | Replace | Scale | Route | Bias
 
 KINDS: tuple[type[PlainEdit], ...] = (
     Steer,
@@ -25,6 +26,7 @@ KINDS: tuple[type[PlainEdit], ...] = (
     Replace,
     Scale,
     Route,
+    Bias,
 )
 PLAIN: dict[str, type[PlainEdit]] = {each.op: each for each in KINDS}
 

@@ -20,7 +20,9 @@ from midstream.spec.positions.prompt import Prompt
 from midstream.spec.positions.select import MAX_RANGES, select
 from midstream.spec.probe import Probe
 from midstream.spec.resolve.attention import check_attention, resolve_attention
+from midstream.spec.resolve.biases import bias_of, check_sampled, with_switch
 from midstream.spec.resolve.resolved import (
+    ResolvedBias,
     ResolvedCapture,
     ResolvedEdit,
     ResolvedPlan,
@@ -87,6 +89,7 @@ class _Resolver:
         self._free_ranges = MAX_RANGES
         self._selected: dict[Positions, Where] = {}
         self._probes: list[ResolvedProbe] = []
+        self._biases: list[ResolvedBias] = []
         self._slots = 0
         # Score slots read by gates; gates that read the same score share its slot.
         self._gate_slots: dict[tuple[Tap, Instruction, Where], int] = {}
@@ -114,7 +117,13 @@ class _Resolver:
             origin = plan.origin(index)
             with at(f"edits[{origin}]"):
                 edits.extend(self._resolve_edit(edit, origin))
-        return ResolvedPlan(self._prompt.length, tuple(edits), tuple(captures), tuple(self._probes))
+        return ResolvedPlan(
+            self._prompt.length,
+            tuple(edits),
+            tuple(captures),
+            tuple(self._probes),
+            biases=tuple(self._biases),
+        )
 
     def _select(self, positions: Positions) -> Where:
         where = self._selected.get(positions)
@@ -157,6 +166,9 @@ class _Resolver:
         with at("edit") if isinstance(edit, Gate) else nullcontext():
             taps = find_taps(edit.layers, edit.sites, self._shape, "layer", "site")
             where = where or self._select(edit.positions)
+        bias = bias_of(edit)
+        if bias is not None:
+            check_sampled(where, self._prompt.length)
         read, slot, placed = self._gate_tap(edit), None, False
         found = []
         for size, mine in self._by_size(taps):
@@ -164,6 +176,9 @@ class _Resolver:
                 instructions = edit.steps(size, self._shape.size(read))
             else:
                 instructions = edit.steps(size)
+            if bias is not None:
+                instructions = with_switch(instructions, len(self._biases), size)
+                self._biases.append(ResolvedBias(*map(tuple, zip(*bias.tokens, strict=True))))
             self._check_reach(edit, instructions)
             with at("edit") if isinstance(edit, Gate) else nullcontext():
                 parts = self._place_rows(instructions, where)

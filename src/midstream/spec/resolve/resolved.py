@@ -156,6 +156,19 @@ class ResolvedCapture:
         return replace(self, pattern=replace(pattern, heads=(), counts=counts))
 
 
+@dataclass(frozen=True, slots=True)
+class ResolvedBias:
+    """What one bias adds to logits; the nth of a plan has the nth switch of a token.
+
+    Attributes:
+        tokens: token ids.
+        values: what is added to the logit of each.
+    """
+
+    tokens: tuple[int, ...]
+    values: tuple[float, ...]
+
+
 class Alike(NamedTuple):
     """Taps that are selected by the same captures.
 
@@ -183,6 +196,7 @@ class ResolvedPlan:
         codec: encoding of the captured vectors.
         sharded: whether all ranks of a tensor-parallel group transfer captured vectors; otherwise
             the first rank transfers all.
+        biases: what the biases among the edits add to logits.
         taps: all captured taps, in the order of a forward pass.
         pattern_widths: numbers of a row of each tap of an `Attention`.
         alike: `taps` grouped by the captures that select them; taps of a group have equal rows.
@@ -195,6 +209,7 @@ class ResolvedPlan:
     probes: tuple[ResolvedProbe, ...] = ()
     codec: str = "raw"
     sharded: bool = False
+    biases: tuple[ResolvedBias, ...] = ()
     # Computed once, because many requests share a plan.
     taps: tuple[Tap, ...] = field(init=False, compare=False, repr=False)
     pattern_widths: dict[Tap, int] = field(init=False, compare=False, repr=False)

@@ -24,6 +24,7 @@ from midstream.spec.positions.range_set import intersect
 from midstream.spec.positions.ranges import Ranges, well_formed
 from midstream.spec.resolve.resolved import (
     Pattern,
+    ResolvedBias,
     ResolvedCapture,
     ResolvedEdit,
     ResolvedPlan,
@@ -92,7 +93,7 @@ class ProbeMessage(_Message, frozen=True):
 class PlanMessage(_Message, frozen=True):
     """A `ResolvedPlan` and what its parts share."""
 
-    format: Literal["midstream plan 6"]
+    format: Literal["midstream plan 7"]
     prompt_len: Annotated[int, Meta(ge=1, le=INT_LIMIT)]
     codec: str
     sharded: bool
@@ -101,6 +102,7 @@ class PlanMessage(_Message, frozen=True):
     edits: tuple[EditMessage, ...]
     captures: tuple[ResolvedCapture, ...]
     probes: tuple[ProbeMessage, ...]
+    biases: tuple[ResolvedBias, ...]
 
 
 _ENCODER = Encoder()
@@ -131,7 +133,7 @@ def to_bytes(plan: ResolvedPlan, named: Collection[Vector] = ()) -> bytes:
         ]
     )
     message = PlanMessage(
-        format="midstream plan 6",
+        format="midstream plan 7",
         prompt_len=plan.prompt_len,
         codec=plan.codec,
         sharded=plan.sharded,
@@ -145,6 +147,7 @@ def to_bytes(plan: ResolvedPlan, named: Collection[Vector] = ()) -> bytes:
         edits=edits,
         captures=plan.captures,
         probes=probes,
+        biases=plan.biases,
     )
     return _ENCODER.encode(message)
 
@@ -216,6 +219,9 @@ def from_bytes(data: bytes, known: Mapping[str, Vector] | None = None) -> Resolv
     for nth, probe in enumerate(message.probes):
         with at(f"probes[{nth}]"):
             probes.append(_read_probe(probe, steps))
+    for nth, bias in enumerate(message.biases):
+        with at(f"biases[{nth}]"):
+            _check_bias(bias)
     return ResolvedPlan(
         message.prompt_len,
         tuple(edits),
@@ -223,6 +229,7 @@ def from_bytes(data: bytes, known: Mapping[str, Vector] | None = None) -> Resolv
         tuple(probes),
         message.codec,
         message.sharded,
+        message.biases,
     )
 
 
@@ -293,6 +300,15 @@ def _check_pattern(pattern: Pattern, taps: int) -> None:
             _check_int("size", number, 1)
         for head in pattern.heads:
             _check_int("heads", head)
+
+
+def _check_bias(bias: ResolvedBias) -> None:
+    if not bias.tokens or len(bias.tokens) != len(bias.values):
+        raise SpecError("", "expected at least one token, and a value for each")
+    _check_int("tokens", min(bias.tokens))
+    _check_int("tokens", max(bias.tokens))
+    if not all(abs(value) <= FLOAT32_MAX for value in bias.values):
+        raise SpecError("values", "expected float32 numbers")
 
 
 def _check_tap(site: str, layer: int) -> None:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from midstream import Ablate, Affine, Clamp, Feature, Gate, LoReFT, Probe, Replace, Scale, Steer
-from midstream.sites import IN_LAYERS, INNER, OUTER, Tap
+from midstream.sites import ENDS, IN_LAYERS, INNER, OUTER, Tap
 from midstream.tools.doctor import formulas
+from midstream.tools.doctor.end_reference import COMPARED
 from midstream.tools.doctor.reference import Reference
 
 PROMPT_LENGTHS = (3, 13, 37)
@@ -58,7 +59,7 @@ def compares(case_tap: Tap | None, tap: Tap) -> bool:
     """Return whether a tap's values are compared in a request with an operation at `case_tap`: of
     inner sites, which take far more memory than the others, only those of the same layer.
     """
-    return case_tap is None or tap[0] in OUTER or tap[1] == case_tap[1]
+    return case_tap is None or tap[0] not in INNER or tap[1] == case_tap[1]
 
 
 def prompts(vocabulary: int, seed: int) -> list[list[int]]:
@@ -81,8 +82,9 @@ def plain_cases(reference: Reference, seed: int) -> list[Case]:
 def operation_cases(reference: Reference, seed: int) -> list[Case]:
     """Return requests that test each operation.
 
-    `Steer` is tested at every site of up to four layers. Each other operation is tested in the
-    middle layer, at the last site of the stream and at one further site, which rotates. Edits and
+    `Steer` is tested at every site of up to four layers, and at the sites without a layer. Each
+    other operation is tested in the middle layer, at the last site of the stream and at one further
+    site, which rotates, and at the final norm. Edits and
     probes of single heads and components are tested in the middle layer, at the sites that have
     these.
 
@@ -106,12 +108,14 @@ def operation_cases(reference: Reference, seed: int) -> list[Case]:
         for site in IN_LAYERS
         if can_edit((site, layer))
     ]
+    ends = [(site, ENDS[site] % count) for site in COMPARED if reference.missing((site, 0)) is None]
+    found += [_operation_case(reference, "Steer", maker(tap), prompt) for tap in ends]
     taps = [(site, count // 2) for site in OUTER]
     taps = [tap for tap in taps if reference.missing(tap) is None]
     others = [name for name in OPERATIONS if name != "Steer"]
     for nth, name in enumerate(others):
         # The engine may lack a branch site; the stream site always exists.
-        for tap in dict.fromkeys((taps[nth % len(taps)], taps[-1])):
+        for tap in dict.fromkeys((taps[nth % len(taps)], taps[-1], *ends[-1:])):
             found.append(_operation_case(reference, name, maker(tap, nth), prompt))
     inner = [(site, count // 2) for site in INNER if can_edit((site, count // 2))]
     for name in OF_PARTS:
@@ -157,7 +161,9 @@ class _Maker:
         self.rows = rows.double()
         self.heads = heads
         self.size = float(rows.norm(dim=-1).median())
-        self.place: dict[str, Any] = {"site": tap[0], "layer": tap[1]}
+        self.place: dict[str, Any] = {"site": tap[0]}
+        if tap[0] not in ENDS:
+            self.place["layer"] = tap[1]
         self._draw = torch.Generator().manual_seed(seed)
 
     def of_last_head(self) -> _Maker:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from midstream import Capture
-from midstream.sites import IN_LAYERS, Tap
+from midstream.sites import ENDS, IN_LAYERS, Tap
 from midstream.tools.doctor.cases import Case, compares
+from midstream.tools.doctor.end_reference import COMPARED
 
 MAX_MODEL_LEN = 256
 BLOCKS = 128
@@ -47,7 +48,7 @@ def engine(folder: str | Path, dtype: str, **more: Any) -> Iterator[Any]:
         "seed": 0,
         **more,
     }
-    llm = LLM(str(folder), midstream={"sites": list(IN_LAYERS)}, **settings)
+    llm = LLM(str(folder), midstream={"sites": [*IN_LAYERS, *COMPARED]}, **settings)
     try:
         yield llm
     finally:
@@ -63,7 +64,10 @@ def run_cases(llm: Any, cases: Sequence[Case], taps: Sequence[tuple[str, int]]) 
         for site, layer in taps:
             if compares(tap, (site, layer)):
                 layers.setdefault(site, []).append(layer)
-        return [Capture(layers=sorted(chosen), sites=site) for site, chosen in layers.items()]
+        return [
+            Capture(sites=site) if site in ENDS else Capture(layers=sorted(chosen), sites=site)
+            for site, chosen in layers.items()
+        ]
 
     found: list[Any] = llm.generate(
         [{"prompt_token_ids": case.prompt} for case in cases],

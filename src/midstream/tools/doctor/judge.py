@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.results.site_table import SiteTable
-from midstream.sites import IN_LAYERS, INNER, Tap
+from midstream.sites import OUTER, Tap
 from midstream.tools.doctor import compare, local
 from midstream.tools.doctor.cases import EDITED, Case
 from midstream.tools.doctor.compare import ErrorLimits
@@ -133,7 +133,7 @@ def _sites(
 ) -> list[SiteFound]:
     """Return what was found at each site of each layer."""
     found = []
-    for state in (state for state in table.states if state.site in IN_LAYERS):
+    for state in table.states:
         tap = state.site, state.layer
         missing, error = reference.missing(tap), errors.get(tap)
         if not state.tapped:
@@ -141,7 +141,7 @@ def _sites(
         elif missing is not None:
             found.append(SiteFound(*tap, UNCOMPARED, None, missing))
         elif error is None:
-            reason = local.WITHIN if state.site in INNER else UNPROVEN
+            reason = UNPROVEN if state.site in OUTER else local.WITHIN
             found.append(SiteFound(*tap, UNCOMPARED, None, reason))
         elif error <= limits.tolerance:
             found.append(SiteFound(*tap, OK, error))

@@ -23,7 +23,9 @@ from midstream.tools.doctor.report import OK, UNCOMPARED, WRONG, OperationFound
 
 # Sites computed by a module, which vLLM may implement differently.
 COMPUTED = ("attn_out", "mlp_out")
-WITHIN = "vLLM computes this model's modules differently, and the site is inside one"
+WITHIN = (
+    "vLLM computes this model's modules differently, and no neighbouring site tells what is right"
+)
 IRREGULAR = "vLLM's own values of one prompt depend on the other requests of the batch"
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from midstream.sites import INNER, OUTER, Tap
+from midstream.sites import ENDS, INNER, OUTER, Tap
+from midstream.tools.doctor.end_reference import EndReference
 from midstream.tools.doctor.inner_reference import InnerReference
 from midstream.tools.doctor.layers_kept import COUNTS
 from midstream.tools.doctor.site_finder import ModuleCall, Places, SitePlace, find
@@ -47,6 +48,7 @@ class Reference:
         vocabulary: number of token ids.
         places: locations of each layer's sites, set by `find_sites`.
         inner: those inside attention and the MLP, likewise.
+        ends: those without a layer, likewise.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -67,10 +69,11 @@ class Reference:
         self.vocabulary = int(text.vocab_size)
         self.places: list[Places] = []
         self.inner = InnerReference(self.layers, text)
+        self.ends = EndReference(self.model, self.layers)
 
     @torch.no_grad()
     def find_sites(self, tokens: Sequence[int]) -> None:
-        """Find the sites of every layer in two plain forward passes over `tokens`."""
+        """Find all sites in four plain forward passes over `tokens`."""
         recorder = _CallRecorder(self.width)
         handles = [
             handle
@@ -90,10 +93,13 @@ class Reference:
             len(tokens),
             [None if place is None else place.path for place in branches],
         )
+        self.ends.find(tokens)
 
     def missing(self, tap: Tap) -> str | None:
         """Return why a tap cannot be compared; None if it can."""
         site, layer = tap
+        if site in ENDS:
+            return self.ends.missing.get(site)
         if site in INNER:
             return self.inner.places[layer].missing.get(site)
         if site in ("resid_pre", "resid_post") or site in self.places[layer].found:
@@ -126,6 +132,7 @@ class Reference:
             for index, layer in enumerate(self.layers)
             for handle in self._hooks(layer, index, changes or {}, forward)
         ]
+        handles += self.ends.hooks(partial(_record, forward, changes or {}))
         inner = {
             (site, index): partial(_record, forward, changes or {}, (site, index))
             for index, places in enumerate(self.inner.places)

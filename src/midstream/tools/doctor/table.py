@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from midstream.console import format_ranges
-from midstream.sites import IN_LAYERS
+from midstream.sites import NAMES
 from midstream.tools.doctor.report import (
     INCOMPARABLE,
     OK,
@@ -71,7 +71,7 @@ def _title(report: Report) -> str:
 
 def _sites(sites: Iterable[SiteFound]) -> Table:
     table = Table("site", "layers", "result", "largest error", "reason")
-    for name in IN_LAYERS:
+    for name in NAMES:
         alike: dict[tuple[str, str], list[SiteFound]] = {}
         for one in sites:
             if one.site == name:

@@ -136,6 +136,7 @@ def test_every_kind_of_edit_is_known_by_its_op():
         "replace",
         "scale",
         "route",
+        "bias",
         "gate",
     )
     assert {name: kind.op for name, kind in KINDS_BY_OP.items()} == {name: name for name in OPS}

@@ -34,7 +34,11 @@ def test_taps_are_ordered_as_a_forward_pass_reaches_them():
 )
 def test_each_site_of_each_layer_is_found_once_and_those_without_layers_too(layers, sites):
     found = find_taps(Layers.parse(layers), Sites.parse(sites), SHAPE, "layers", "sites")
-    ends = {(site, layer) for site, layer in (("embed", 0), ("final_norm", 3)) if site in sites}
+    ends = {
+        (site, layer)
+        for site, layer in (("embed", 0), ("final_norm", 3), ("logits", 3))
+        if site in sites
+    }
     others = [site for site in sites if site in IN_LAYERS]
     assert set(found) == {*itertools.product(others, {layer % 4 for layer in layers}), *ends}
     assert list(found) == sorted(found, key=order)

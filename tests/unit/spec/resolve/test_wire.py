@@ -53,7 +53,7 @@ def _golden():
 
 EVERYWHERE = {"ranges": [[0, None]], "matches": [], "last_from": None}
 MESSAGE = {
-    "format": "midstream plan 6",
+    "format": "midstream plan 7",
     "prompt_len": 10,
     "codec": "raw",
     "sharded": False,
@@ -95,6 +95,7 @@ MESSAGE = {
             },
         }
     ],
+    "biases": [],
 }
 
 
@@ -312,6 +313,15 @@ INFINITE = struct.pack("<3f", 0, 0, float("inf"))
         (["captures", 0, "where", "ranges"], [[3, 1]], r"captures\[0\].where: expected ranges"),
         (["captures", 0, "source"], "0", r"captures\[.*\].source: expected `int`, got `str`"),
         (["captures", 0, "where", "last_from"], 9.0, r"last_from: expected `int"),
+        (["biases"], [{"tokens": [], "values": []}], r"biases\[0\]: expected at least one token"),
+        (["biases"], [{"tokens": [1], "values": []}], r"biases\[0\]: .* and a value for each"),
+        (
+            ["biases"],
+            [{"tokens": [-1], "values": [1.0]}],
+            r"biases\[0\].tokens: expected an `int` ",
+        ),
+        (["biases"], [{"tokens": [1], "values": [1e39]}], r"biases\[0\].values: expected float32"),
+        (["biases"], [{"tokens": [1], "values": ["x"]}], r"biases.*values.*expected `float`"),
         (["probes", 0, "name"], None, r"probes\[.*\].name: expected `str`, got `None`"),
         (["probes", 0, "steps"], 0, r"probes\[0\].steps: expected one PROBE"),
         (["steps", 2], [MESSAGE["steps"][2][0]] * 2, r"probes\[0\].steps: expected one PROBE"),

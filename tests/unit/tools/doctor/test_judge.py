@@ -25,9 +25,10 @@ from midstream.tools.doctor.reference import Reference
 from midstream.tools.doctor.report import INCOMPARABLE, LACKING, OK, STATUS, UNCOMPARED, WRONG
 from midstream.tools.doctor.small_config import Size
 
-TAPS = [(site, layer) for site in IN_LAYERS if site != "router" for layer in range(2)]
+ENDS = [("embed", 0), ("final_norm", 1)]
+TAPS = [(site, layer) for site in IN_LAYERS if site != "router" for layer in range(2)] + ENDS
 # One of each site, at one layer or the other.
-SOME = [(site, nth % 2) for nth, site in enumerate(IN_LAYERS) if site != "router"]
+SOME = [(site, nth % 2) for nth, site in enumerate(IN_LAYERS) if site != "router"] + ENDS
 TABLE = SiteTable.of(ModelShape(2, 64, TAPS))
 
 

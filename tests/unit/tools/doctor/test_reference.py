@@ -74,6 +74,40 @@ def test_the_sites_are_found_where_their_names_say_they_are(config, places, tmp_
     assert [layer.found for layer in found.places] == [places] * len(found.layers)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [hf.LlamaConfig(), hf.Gemma2Config(), hf.GPT2Config(), hf.OPTConfig(word_embed_proj_dim=768)],
+    ids=["llama", "gemma2", "gpt2", "opt"],
+)
+@torch.no_grad()
+def test_the_sites_without_a_layer_hold_what_transformers_embeds_and_norms(config, tmp_path):
+    found = copy_of(config, tmp_path)
+    embed, norm = ("embed", 0), ("final_norm", len(found.layers) - 1)
+    whole = found.model(torch.tensor([TOKENS]), output_hidden_states=True)
+    embedded = found.model.get_input_embeddings().weight[TOKENS]
+    if config.model_type == "gemma2":
+        embedded = embedded * found.width**0.5
+    seen = found.run(TOKENS)
+    assert relative_error(seen.values[embed], embedded) < 1e-6
+    assert relative_error(seen.values[norm], whole.hidden_states[-1][0]) < 1e-6
+    # The embedding of another token, and twice the vector that the head reads.
+    changed = found.run([*TOKENS[:-1], 7])
+    swapped = found.run(TOKENS, {embed: lambda _: changed.values[embed]})
+    assert relative_error(swapped.logits, changed.logits) < 1e-5
+    doubled = found.run(TOKENS, {norm: lambda rows: 2 * rows})
+    expected = 2 * seen.values[norm] @ found.model.get_output_embeddings().weight.T
+    if config.model_type == "gemma2":
+        cap = found.model.config.final_logit_softcapping
+        expected = (expected / cap).tanh() * cap
+    assert relative_error(doubled.logits, expected) < 1e-5
+
+
+def test_an_embedding_that_is_normalised_before_the_first_layer_is_said_to_be_missing(tmp_path):
+    found = copy_of(hf.BloomConfig(), tmp_path)
+    assert "changes the embedding" in found.missing(("embed", 0))
+    assert found.missing(("final_norm", 1)) is None
+
+
 def test_what_is_scaled_where_it_is_added_is_not_found_and_said_to_be_missing(tmp_path):
     found = copy_of(hf.GraniteConfig(residual_multiplier=0.3), tmp_path)
     for site in ("attn_out", "mlp_out"):

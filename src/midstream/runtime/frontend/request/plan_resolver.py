@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from midstream.codecs import Rp8, parse_codec
 from midstream.errors import SpecError
 from midstream.ops.layout import Op
+from midstream.runtime.frontend.request.biases import check_biases
 from midstream.runtime.frontend.request.budget import (
     Need,
     all_taps,
@@ -237,6 +238,7 @@ class PlanResolver:
         named = named_vectors(resolved)
         rows = self._max_row_bytes(resolved, prompt.length, max_tokens)
         need = replace(need, rows=rows, vectors=named)
+        check_biases(resolved, self._engine.vllm_config)
         self._check_ring(resolved)
         check_parts(resolved, self._parts)
         self._check_gates(resolved)

@@ -99,10 +99,11 @@ class PatternReader:
         layer = self._layers(columns.tap)
         queries = records[:, columns.start : columns.start + columns.width]
         queries = queries.unflatten(1, (layer.key_heads.numel(), -1))
-        form, key_heads = layer.form, layer.key_heads
+        form, key_heads = layer.form, None
         if columns.heads:
             heads = torch.tensor(columns.heads, device=records.device)
-            queries, key_heads, form = queries[:, heads], key_heads[heads], form.of_heads(heads)
+            queries, form = queries[:, heads], form.of_heads(heads)
+            key_heads = layer.key_heads[heads]
         table = self._block_table(layer.group)
         out = torch.empty(
             (records.shape[0], columns.count, columns.size),
@@ -134,7 +135,7 @@ class _Reading:
 
     layer: AttentionLayer
     form: op.AttentionForm
-    key_heads: Tensor
+    key_heads: Tensor | None
     table: Tensor
     columns: PatternColumns
     workspace: int

@@ -49,7 +49,7 @@ def attention_weights(
     keys: Keys,
     begin: int,
     stop: int,
-    key_heads: Tensor,
+    key_heads: Tensor | None,
     form: AttentionForm,
     step: int,
 ) -> Tensor:
@@ -60,7 +60,8 @@ def attention_weights(
         positions: int64 [requests, rows], position of each query.
         keys: returns keys of the requests.
         begin, stop: positions of the keys. No query may see an earlier or a later one.
-        key_heads: int64 [heads], key-value head of each query head.
+        key_heads: int64 [heads], key-value head of each query head. None: these are all query
+            heads, of which as many neighbours share each key-value head.
         form: what attention does with the products. Its slopes and sinks are those of these heads.
         step: number of keys that are read at a time.
     """
@@ -69,8 +70,14 @@ def attention_weights(
     scaled = queries.float() * form.scale
     for first in range(begin, stop, step):
         last = min(first + step, stop)
-        some = keys(first, last)[:, :, key_heads].float()
-        scores[..., first - begin : last - begin] = torch.einsum("nrhd,nkhd->nrhk", scaled, some)
+        some = keys(first, last)
+        if key_heads is None:
+            grouped = scaled.unflatten(2, (some.shape[2], -1))
+            products = torch.einsum("nrgpd,nkgd->nrgpk", grouped, some.float()).flatten(2, 3)
+        else:
+            some = some[:, :, key_heads].float()
+            products = torch.einsum("nrhd,nkhd->nrhk", scaled, some)
+        scores[..., first - begin : last - begin] = products
     if form.soft_cap:
         scores = form.soft_cap * torch.tanh(scores / form.soft_cap)
     distance = positions[:, :, None] - torch.arange(begin, stop, device=queries.device)

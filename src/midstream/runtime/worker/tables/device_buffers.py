@@ -36,6 +36,8 @@ class Buffers:
             every width is a multiple; where all widths are the same, U is that width.
         widths: width of the vectors at each tap whose table is bound to the op; see
             `midstream.ops.site.bind`.
+        switches: float32 [T, n], the switches of each row's biases; see `LogitBias`. No row where
+            logits are not tapped.
     """
 
     tokens: Tensor
@@ -50,6 +52,7 @@ class Buffers:
     ring: Tensor
     units: tuple[int, ...]
     widths: dict[int, int] = field(default_factory=dict)
+    switches: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
 
     @staticmethod
     def allocate(
@@ -79,6 +82,7 @@ class Buffers:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         int32, float32 = torch.int32, torch.float32
+        switches = next((width for tap, width in taps.items() if tap[0] == "logits"), 0)
         unit = math.gcd(hidden_size, *taps.values())
         units_of_row = hidden_size // unit
         table = zeros(int32, len(taps), room.programs, layout.TABLE_COLUMNS)
@@ -97,6 +101,7 @@ class Buffers:
             # The ring is written before it is read. On a CPU, pages never written take no memory.
             ring=torch.empty(ring_rows * units_of_row, unit, dtype=dtype, device=device),
             units=tuple(width // unit for width in taps.values()),
+            switches=zeros(float32, max_tokens if switches else 0, max(1, switches)),
         )
 
     @property

@@ -63,7 +63,8 @@ class TappedModule(nn.Module):
 
     Taps at its entry, in this order: `attn_out` as the first half of a pair, `resid_mid`, and the
     input of attention or of the MLP, which is copied first if other modules use that tensor too,
-    and columns of its arguments. At its exit: one branch, and columns of what it returns.
+    and columns of its arguments. At its exit: one branch, and columns of what it returns; at that
+    of the final norm, the switches of `LogitBias`.
     """
 
     midstream_half: Tensor | None
@@ -74,6 +75,8 @@ class TappedModule(nn.Module):
     midstream_output: Tensor | None
     midstream_taken: tuple[_Columns, ...]
     midstream_given: tuple[_Columns, ...]
+    midstream_logits: Tensor | None
+    midstream_switches: Tensor
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.midstream_half is not None:
@@ -98,6 +101,9 @@ class TappedModule(nn.Module):
             _fire(self, self.midstream_output, _first(returned, self), None)
         for columns in self.midstream_given:
             _fire_columns(self, columns, _first(returned, self))
+        if self.midstream_logits is not None:
+            # All rows of the buffer: a part of it would be a view of another tensor in each graph.
+            _fire(self, self.midstream_logits, self.midstream_switches, None)
         return out
 
     def _input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -225,8 +231,9 @@ def tap_layer(layer: DecoderLayer, taps: dict[Tap, int], buffers: Buffers) -> No
             _add_columns(inner, place, tables[site])
     for site, end in layer.ends.items():
         if site in tables and end is not None:
-            _tap_module(end, [], buffers)
-            end.midstream_output = tables[site]
+            _tap_module(end, swapped, buffers)
+            name = "midstream_logits" if site == "logits" else "midstream_output"
+            setattr(end, name, tables[site])
 
 
 def _tap_module(module: Any, swapped: list[Any], buffers: Buffers) -> None:
@@ -240,6 +247,7 @@ def _tap_module(module: Any, swapped: list[Any], buffers: Buffers) -> None:
     module.midstream_input = module.midstream_output = None
     module.midstream_copies, module.midstream_parameter = False, None
     module.midstream_taken = module.midstream_given = ()
+    module.midstream_logits, module.midstream_switches = None, buffers.switches
     swapped.append(module)
 
 

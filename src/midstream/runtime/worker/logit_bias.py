@@ -1,0 +1,105 @@
+"""Biases of logits, added to what the model's `compute_logits` returns for the sampled rows.
+
+Which tokens a bias applies to is decided in the forward pass, like any edit: the tap `logits` has a
+row of switches per token, and an instruction adds 1, or the value of its gate, to the switch of its
+bias. So positions, conditions on token ids, gates and counts are those of all edits. Here the
+switches of the sampled rows are multiplied with the biases' values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from midstream.errors import TapError
+from midstream.runtime.worker.step.step_batch import StepBatch
+from midstream.spec.resolve.resolved import ResolvedBias
+
+# Most biases of a request.
+MOST = 64
+
+
+def num_switches(hidden_size: int) -> int:
+    """Return the number of switches of a token: a power of two that the hidden size is a multiple
+    of, so that vectors of both widths share their units.
+    """
+    found = MOST
+    while hidden_size % found:
+        found //= 2
+    return found
+
+
+class LogitBias:
+    """Adds the biases of a step's requests to its logits."""
+
+    def __init__(self, switches: Tensor) -> None:
+        """Args:
+        switches: float32 [T, n], which the tap changes; see `Buffers.switches`.
+        """
+        self._switches = switches
+        # Of the step whose logits are computed next: its number of requests, and int64 [3, m] of
+        # logits row, token row and switch, int64 [m] token ids and float32 [m] values.
+        self._pending: tuple[int, Tensor, Tensor, Tensor] | None = None
+
+    def prepare(self, batch: StepBatch, biases_of: Callable[[str], Sequence[ResolvedBias]]) -> None:
+        """Clear the switches for the step whose forward pass is queued next.
+
+        Args:
+            batch: the step's batch.
+            biases_of: returns the biases of a request.
+        """
+        self._pending = None
+        places: list[tuple[int, int, int]] = []
+        tokens: list[int] = []
+        values: list[float] = []
+        last = np.cumsum(batch.scheduled) - 1
+        for row, name in enumerate(batch.request_ids):
+            for nth, bias in enumerate(biases_of(name)):
+                places += [(row, int(last[row]), nth)] * len(bias.tokens)
+                tokens += bias.tokens
+                values += bias.values
+        if not places:
+            return
+        device = self._switches.device
+        self._switches[: batch.num_tokens].zero_()
+        self._pending = (
+            len(batch.request_ids),
+            torch.tensor(places).T.contiguous().to(device),
+            torch.tensor(tokens).to(device),
+            torch.tensor(values, dtype=torch.float32).to(device),
+        )
+
+    def drop(self) -> None:
+        """Forget the step that was prepared: its forward pass has no biases."""
+        self._pending = None
+
+    def attach(self, model: Any) -> None:
+        """Wrap a model's `compute_logits`. The first call after a forward pass is that of the
+        sampled rows, one row per request of the batch; later ones are of prompts' log
+        probabilities, which have no bias.
+        """
+        compute_logits: Any = model.compute_logits
+
+        def compute_logits_biased(*args: Any, **kwargs: Any) -> Any:
+            return self._add(compute_logits(*args, **kwargs))
+
+        # Not a parameter nor a module: `nn.Module` keeps it as a plain attribute.
+        model.compute_logits = compute_logits_biased
+
+    def _add(self, logits: Tensor | None) -> Tensor | None:
+        pending, self._pending = self._pending, None
+        if pending is None or logits is None:  # another rank has them
+            return logits
+        requests, places, tokens, values = pending
+        if logits.shape[0] != requests:
+            raise TapError(
+                f"compute_logits returned {logits.shape[0]} rows for {requests} requests"
+            )
+        on = self._switches[places[1], places[2]]
+        # Sampling is in float32 as well: nothing changes for the other rows.
+        found = logits.float()
+        return found.index_put_((places[0], tokens), on * values, accumulate=True)

@@ -1,0 +1,226 @@
+"""Biases of logits against the logits of transformers, edited by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+from support.end_oracle import EndOracle
+from support.engines import engine, generated, greedy, tokens
+from support.inner_served import PROMPTS, ROOM, TIE, TOLERANCE, Served
+from support.oracle_edits import At
+from vllm import SamplingParams
+
+from midstream import Bias, Capture, Gate, Reading, SpecError, Steer, TokenIds
+
+SITES = ["resid_post", "final_norm", "logits"]
+COUNT = 6
+TOP = 12
+# A request's edits; what is added to the logits of a position, by its index and its edited vector
+# at `final_norm`; and the other edits.
+Change = Callable[[int, int, torch.Tensor], dict[int, float]]
+Asked = tuple[list[Any], Change, list[At]]
+
+
+# gemma2 scales its embedding, and caps its logits.
+@pytest.fixture(scope="module", params=["llama", "gemma2"])
+def served(request: pytest.FixtureRequest, tiny_models: Path) -> Iterator[Served]:
+    path = tiny.make(f"{request.param}-bias", tiny_models, tiny.MODELS[request.param])
+    oracle = EndOracle(path, request.param)
+    with engine(path, **ROOM, midstream={"sites": SITES}) as llm:
+        yield Served(request.param, oracle, llm)
+
+
+def cases(served: Served) -> list[Asked]:
+    prompt = PROMPTS[0]
+    norms = served.oracle.run(prompt).values["final_norm", 2]
+    v = torch.randn(64, generator=torch.Generator().manual_seed(5))
+    middle = float((norms @ v)[-1]) - 0.5
+    read = Reading(v, site="final_norm")
+    steer = At(Steer(v * 2, 1))
+    first = served.oracle.generate(prompt, 1)[0]
+
+    def always(at: int, token: int, h: torch.Tensor) -> dict[int, float]:
+        return {7: 30.0}
+
+    def soft(at: int, token: int, h: torch.Tensor) -> dict[int, float]:
+        return {7: 20.0 * float(torch.sigmoid(0.3 * (h @ v - middle)))}
+
+    last = len(prompt) - 1
+    return [
+        ([Bias({7: 30.0})], always, []),
+        ([Bias({9: 4.0, 12: -3.5, first: -50.0}, positions="last_prompt")],
+         lambda at, token, h: {9: 4.0, 12: -3.5, first: -50.0} if at == last else {}, []),
+        ([Bias({11: 25.0}, phase="generated")],
+         lambda at, token, h: {11: 25.0} if at > last else {}, []),
+        ([Bias({11: 60.0}), Bias({13: 90.0}, TokenIds([11]), phase="generated")],
+         lambda at, token, h: {11: 60.0} | ({13: 90.0} if token == 11 and at > last else {}), []),
+        ([Bias({5: 20.0}), Bias({5: 20.0, 6: 39.0})], lambda at, token, h: {5: 40.0, 6: 39.0}, []),
+        ([Gate(Bias({7: 30.0}), read, threshold=middle)],
+         lambda at, token, h: {7: 30.0} if float(h @ v) > middle else {}, []),
+        ([Gate(Bias({7: 20.0}), read, threshold=middle, sharpness=0.3)], soft, []),
+        ([steer.edit, Bias({7: 30.0})], always, [steer]),
+        ([], lambda at, token, h: {}, []),
+    ]  # fmt: skip
+
+
+def assert_biased(served: Served, prompt: list[int], output: Any, asked: Asked) -> None:
+    """Each token is the most likely one of the edited logits, whose log probabilities came."""
+    _, change, others = asked
+    assert output.receipt.status == "ok", output.receipt
+    for one in output.outputs:
+        whole = [*prompt, *one.token_ids]
+        seen = served.oracle.run(whole[:-1], others)
+        for nth, token in enumerate(one.token_ids):
+            at = len(prompt) - 1 + nth
+            logits = seen.logits[at].clone()
+            for chosen, value in change(at, whole[at], seen.values["final_norm", 2][at]).items():
+                logits[chosen] += value
+            assert float(logits.max() - logits[token]) <= TIE
+            expected = logits.log_softmax(-1)
+            for chosen, found in one.logprobs[nth].items():
+                assert found.logprob == pytest.approx(float(expected[chosen]), abs=20 * TOLERANCE)
+
+
+def check(served: Served) -> None:
+    asked = cases(served)
+    prompts = [PROMPTS[0]] * len(asked)
+    params = greedy(COUNT, logprobs=TOP, detokenize=False)
+    outputs = served.ask(prompts, params=params, capture=None,
+                         edits=[one[0] or None for one in asked[:-1]] + [None])  # fmt: skip
+    for prompt, output, one in zip(prompts, outputs, asked, strict=True):
+        if one[0]:
+            assert_biased(served, prompt, output, one)
+    assert generated(outputs[0]) == [7] * COUNT
+    assert generated(outputs[3]) == [11, 13, 11, 13, 11, 13]
+    assert generated(outputs[-1]) == served.oracle.generate(PROMPTS[0], COUNT)
+    edited = [output.receipt.edited for output in outputs[:-1]]
+    assert [one.applied for one in edited[:4]] == [6, 1, 5, 9]
+    assert all(one.applied == one.expected for one in edited)
+
+
+def test_each_token_is_of_the_edited_logits_in_a_mixed_batch(served: Served) -> None:
+    check(served)
+
+
+@pytest.mark.nightly
+def test_compiled_too(tiny_models: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    path = tiny.make("gemma2-bias", tiny_models, tiny.MODELS["gemma2"])
+    oracle = EndOracle(path, "gemma2")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    with engine(path, enforce_eager=False, **ROOM, midstream={"sites": SITES}) as llm:
+        check(Served("gemma2", oracle, llm))
+
+
+ONE = pytest.mark.parametrize("served", ["llama"], indirect=True)
+
+
+@ONE
+def test_several_completions_and_prompts_of_several_steps(served: Served) -> None:
+    """Sampled, not greedy: a bias of 60 leaves no other token. Prompts are cut into steps."""
+    long = [(17 * nth) % 190 + 3 for nth in range(150)]
+    params = SamplingParams(n=3, max_tokens=4, temperature=1.0, logprobs=2, detokenize=False,
+                            ignore_eos=True)  # fmt: skip
+    edits = [[Bias({50 + nth: 60.0})] for nth in range(3)]
+    outputs = served.ask([long, PROMPTS[0], PROMPTS[1]], params=params, edits=edits, capture=None)
+    for nth, output in enumerate(outputs):
+        assert [list(one.token_ids) for one in output.outputs] == [[50 + nth] * 4] * 3
+        for one in output.outputs:
+            assert one.receipt.edited.applied == 4
+
+
+@ONE
+def test_a_prompts_log_probabilities_have_no_bias(served: Served) -> None:
+    params = greedy(2, logprobs=2, prompt_logprobs=3, detokenize=False)
+    biased, plain = served.ask([PROMPTS[2]] * 2, params=params, capture=None,
+                               edits=[[Bias({7: 30.0})], None])  # fmt: skip
+    assert generated(biased) == [7, 7]
+    for one, other in zip(biased.prompt_logprobs[1:], plain.prompt_logprobs[1:], strict=True):
+        assert {key: each.logprob for key, each in one.items()} == pytest.approx(
+            {key: each.logprob for key, each in other.items()}, abs=1e-5
+        )
+
+
+@ONE
+def test_a_preempted_request_gets_its_bias_once_for_each_token(served: Served) -> None:
+    llm, asked = served.llm, cases(served)
+    engine_core = llm.llm_engine
+    given = [asked[1], asked[3], asked[0]]
+    params = [greedy(COUNT, logprobs=TOP, detokenize=False) for _ in given]
+    steps = 0
+    step = engine_core.step
+
+    def counted() -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 4:
+            assert llm.reset_prefix_cache(reset_running_requests=True)
+        return step()
+
+    engine_core.step = counted
+    try:
+        outputs = llm.generate([tokens(PROMPTS[0]) for _ in given], params,
+                               edits=[one[0] for one in given], use_tqdm=False)  # fmt: skip
+    finally:
+        del engine_core.step
+    assert steps > 4
+    for one, output in zip(given, outputs, strict=True):
+        assert_biased(served, PROMPTS[0], output, one)
+
+
+@ONE
+@pytest.mark.parametrize(
+    ("edit", "path", "problem"),
+    [
+        (
+            Bias({7: 1.0}, positions="all"),
+            "edits.positions",
+            "no token is sampled from position 0",
+        ),
+        (Bias({7: 1.0}, positions=[3]), "edits.positions", "from position 3 of a prompt of 9"),
+        (
+            Bias({7: 1.0}, TokenIds([5])),
+            "edits.positions",
+            "no token is sampled from position 0",
+        ),
+        (
+            Bias({3: 1.0, 100_000: 1.0}),
+            "edits.tokens",
+            "there is no token 100000: the model has",
+        ),
+        (Gate(Bias({7: 1.0}), torch.ones(64)), "edits.probe", "missing `layer` and `site`"),
+    ],
+)
+def test_what_cannot_be_is_refused(served: Served, edit: Any, path: str, problem: str) -> None:
+    with pytest.raises(SpecError, match=problem) as caught:
+        served.ask([PROMPTS[0]], 2, edits=edit, capture=None)
+    assert caught.value.path == path
+
+
+def test_without_the_tap_it_is_refused_by_the_setting(tiny_models: Path, llm: Any) -> None:
+    with pytest.raises(SpecError, match="logits is not tapped; add it to the settings `sites`"):
+        llm.generate([tokens(PROMPTS[0])], greedy(1), edits=Bias({7: 1.0}), use_tqdm=False)
+
+
+def test_logits_are_read_by_nothing() -> None:
+    for make in (lambda: Capture(sites="logits"), lambda: Steer([1.0], site="logits"),
+                 lambda: Reading([1.0], site="logits")):  # fmt: skip
+        with pytest.raises(SpecError, match="logits are edited by Bias alone"):
+            make()
+
+
+@ONE
+def test_server_wide_it_is_in_every_request_and_shown(served: Served) -> None:
+    served.llm.steering.set(base=Bias({7: 30.0}), generated=Bias({8: 60.0}, phase="generated"))
+    try:
+        assert "logits" in str(served.llm.steering)
+        outputs = served.ask([PROMPTS[0], PROMPTS[1]], 3, capture=None)
+        assert [generated(output) for output in outputs] == [[7, 8, 8]] * 2
+    finally:
+        served.llm.steering.clear()
+    (output,) = served.ask([PROMPTS[0]], 3, capture=None)
+    assert generated(output) == served.oracle.generate(PROMPTS[0], 3)
