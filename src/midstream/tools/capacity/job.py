@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from midstream.errors import SpecError
-from midstream.sites import Tap
+from midstream.sites import ENDS, Tap
 from midstream.spec.capture import GATHERED, RETURNS
 from midstream.spec.resolve.tap_lookup import find_taps
 from midstream.spec.selection import Layers, Sites
@@ -156,7 +156,7 @@ class PlannedJob:
             chosen = Layers.parse(layers)
         reasons = size.inner.reasons
         every = [(site, layer) for site in names.names for layer in range(size.num_layers)]
-        tapped = [tap for tap in every if tap not in reasons]
+        tapped = [tap for tap in every if tap not in reasons and _is_place(tap, size.num_layers)]
         shape = ModelShape(size.num_layers, size.hidden_size, tapped, reasons)
         taps = find_taps(chosen, names, shape, "layers", "sites")
         return PlannedJob(size, taps, tokens, request_tokens, fraction, step_tokens, fleet)
@@ -165,6 +165,12 @@ class PlannedJob:
         """Return the taps of each pipeline stage."""
         bounds = stages(self.size.num_layers, self.fleet.pp)
         return [[tap for tap in self.taps if tap[1] in part] for part in bounds]
+
+
+def _is_place(tap: Tap, num_layers: int) -> bool:
+    """Return whether a tap is a site of its layer, or one at the end of the model where that is."""
+    site, layer = tap
+    return layer == ENDS.get(site, layer) % num_layers
 
 
 def stages(layers: int, pp: int) -> list[range]:

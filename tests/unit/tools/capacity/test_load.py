@@ -124,6 +124,11 @@ def test_rows_of_heads_and_neurons_are_counted_by_their_own_width():
     assert split.rank_bytes == ((2 * 4096 + (one.token_bytes - 8192) / 4,) + (5888 * 2,) * 3,)
 
 
+def test_the_ends_of_the_model_are_one_row_each():
+    planned = job(sites=["embed", "final_norm"])
+    assert planned.taps == (("embed", 0), ("final_norm", 31))
+
+
 def test_what_a_model_lacks_and_codecs_that_need_all_ranks_are_refused():
     with pytest.raises(SpecError, match="sites: .*this layer has no experts"):
         job(sites="router")
