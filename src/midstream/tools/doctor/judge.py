@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.results.site_table import SiteTable
-from midstream.sites import OUTER, Tap
+from midstream.sites import IN_LAYERS, OUTER, Tap
 from midstream.tools.doctor import compare, local
 from midstream.tools.doctor.cases import EDITED, Case
 from midstream.tools.doctor.compare import ErrorLimits
+from midstream.tools.doctor.end_reference import COMPARED
 from midstream.tools.doctor.reference import Reference
 from midstream.tools.doctor.report import (
     INCOMPARABLE,
@@ -134,6 +135,8 @@ def _sites(
     """Return what was found at each site of each layer."""
     found = []
     for state in table.states:
+        if state.site not in (*IN_LAYERS, *COMPARED):
+            continue
         tap = state.site, state.layer
         missing, error = reference.missing(tap), errors.get(tap)
         if not state.tapped:
