@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from midstream import Capture, Gate, Probe, Route
+from midstream import Capture, Gate, Probe, Reading, Route
 from midstream.sites import BY_NAME, Tap
 from support import tiny
 from support.edit_cases import MAX_TOKENS, Case, Maker, problems
@@ -41,7 +41,11 @@ class InnerMaker(Maker):
             self.place |= {"head": heads[0] if len(heads) == 1 else list(heads)}
 
     def gate(self, edit: Any, tap: Tap | None = None, soft: bool = False) -> Gate:
-        """The same as without heads: a gate reads whole vectors."""
+        """Around edits of one head it reads that head's vector, else whole ones."""
+        if tap is None and len(self.heads) == 1:
+            found = super().gate(edit, None, soft)
+            reading = Reading(found.probe.direction, found.probe.bias, head=self.heads[0])
+            return Gate(edit, reading, found.threshold, found.sharpness)
         read = tap or (self.site, self.layer)
         found = super().gate(edit, read, soft)
         reading = found.probe if tap else found.probe.at_tap(found.probe.direction, None)

@@ -211,10 +211,13 @@ class InnerOracle(EditOracle):
         return out
 
     def _read_gate(self, gate: Gate, tap: Tap, h: np.ndarray) -> np.ndarray:
-        """A gate reads the whole vector, though its edit be of a head."""
-        where = gate.probe.tap
+        """Without a head of its own a gate reads the whole vector, though its edit be of a head."""
+        where, head = gate.probe.tap, gate.probe.head
         read = tap if where is None else (where[0], where[1] % self.num_layers)
-        return read_score(gate.probe, h if read == tap else self._numbers(read))
+        given = h if read == tap else self._numbers(read)
+        if head is not None:
+            given = given[:, head * self.head_dim : (head + 1) * self.head_dim]
+        return read_score(gate.probe, given)
 
     def _numbers(self, tap: Tap) -> np.ndarray:
         return self._seen.values[tap].double().numpy()

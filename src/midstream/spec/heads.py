@@ -92,19 +92,19 @@ def in_heads(
 
 def _in_head(step: Instruction, head: int, size: VectorSize) -> Instruction:
     if step.mask is not None:
-        mask: Vector | None = _padded(step.mask, head, size)
+        mask: Vector | None = padded(step.mask, head, size)
     else:
         needs_mask = step.op in _OF_H or Flags.KEEP in step.flags
         mask = mask_of(_columns((head,), size), size) if needs_mask else None
     return replace(
         step,
-        read=None if step.read is None else _padded(step.read, head, size),
-        write=tuple(_padded(vector, head, size) for vector in step.write),
+        read=None if step.read is None else padded(step.read, head, size),
+        write=tuple(padded(vector, head, size) for vector in step.write),
         mask=mask,
     )
 
 
-def _padded(vector: Vector, head: int, size: int) -> Vector:
+def padded(vector: Vector, head: int, size: int) -> Vector:
     """Return a vector of all heads that is zero outside of one."""
     import numpy as np
 

@@ -6,7 +6,19 @@ import numpy as np
 import pytest
 from support.formulas import run
 
-from midstream import Ablate, Affine, Clamp, Gate, LoReFT, Plan, Probe, Replace, Scale, Steer
+from midstream import (
+    Ablate,
+    Affine,
+    Clamp,
+    Gate,
+    LoReFT,
+    Plan,
+    Probe,
+    Reading,
+    Replace,
+    Scale,
+    Steer,
+)
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags
 from midstream.sites import Tap
@@ -88,9 +100,45 @@ def test_a_gates_direction_has_the_size_of_what_it_reads_whatever_the_edit_has()
             resolve(gated(SIZE, **edit), shape, Prompt(4), 1)
 
 
-def test_a_gate_does_not_read_the_head_of_a_probe():
-    with pytest.raises(SpecError, match=r"^probe\.head: a gate reads whole vectors"):
-        Gate(Scale(0, 0, site="z", head=1), Probe(U, 0, site="z", head=1))
+@pytest.mark.parametrize("name", EDITS)
+def test_a_gate_that_reads_a_head_is_open_where_that_heads_vector_says(name):
+    width = SIZE // HEADS
+    direction = np.linspace(-1, 1, width)
+    is_open = streams()[:, 2 * width : 3 * width] @ direction > 0
+    assert 0 < is_open.sum() < len(is_open)
+    wanted = np.where(is_open[:, None], on_parts(EDITS[name](), (1,)), streams())
+    edit = EDITS[name](head=1)
+    site, layer = edit.sites.names[0], edit.layers.indices[0]
+    for probe in (
+        {"direction": direction, "head": 2},
+        Reading(direction, head=2),
+        Probe(direction, layer, site=site, head=2),
+    ):
+        gate = Gate(edit, probe)
+        assert Gate.parse(gate.to_dict()) == gate
+        found = run(gate.steps(WHOLE, WHOLE), streams())
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("probe", "problem"),
+    [
+        ({"direction": [1.0], "head": [0, 1]}, r"^probe\.head: a gate reads one head, got 2"),
+        ({"direction": [1.0], "head": -1}, r"^probe\.head: expected an index from 0 on, got -1"),
+        ({"direction": [1.0], "head": HEADS}, rf"^probe\.head: head {HEADS} is out of range"),
+        ({"direction": [1.0] * SIZE, "head": 0}, r"^probe\.direction: expected \d+ numbers"),
+    ],
+)
+def test_a_head_that_a_gate_cannot_read_is_refused(probe, problem):
+    with pytest.raises(SpecError, match=problem):
+        Gate(Scale(0, 0, site="z"), probe).steps(WHOLE)
+
+
+def test_a_gate_of_a_head_where_there_are_none_is_refused():
+    with pytest.raises(
+        SpecError, match=r"^probe\.head: the vectors of the site that it reads are not"
+    ):
+        Gate(Scale(0, 0), {"direction": [1.0] * 4, "head": 0}).steps(VectorSize(8))
 
 
 def test_a_probe_reads_its_head_alone():

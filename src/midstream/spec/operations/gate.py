@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsIndex
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
@@ -12,6 +12,7 @@ from midstream.sites import ENDS, Tap
 from midstream.spec.algebra import float32
 from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.forms import LayersLike, NumberLike, SitesLike, VectorOrName
+from midstream.spec.heads import head_size, padded, read_indices
 from midstream.spec.instructions import Instruction
 from midstream.spec.named_lookup import (
     Lookup,
@@ -40,14 +41,16 @@ class Reading:
     """The probe of a gate: score = ⟨h, direction⟩ + bias.
 
     Attributes:
-        direction: a vector of the size of those that are read, or a name.
+        direction: a vector of the size of those that are read, or a name; with `head`, of a head's.
         bias: in units of the score.
+        head: the attention head whose part of h is read; None: all of h is.
         tap: (canonical site, layer) at which h is read; layer −1 is the last. None: the tap of
             the edit, with earlier edits applied.
     """
 
     direction: Vector | Named
     bias: float
+    head: int | None
     tap: Tap | None
 
     @accept_spellings
@@ -57,6 +60,7 @@ class Reading:
         bias: NumberLike = 0.0,
         layer: LayersLike | None = None,
         site: SitesLike | None = None,
+        head: SupportsIndex | None = None,
     ) -> None:
         """Create a reading; each field accepts any of its forms.
 
@@ -66,6 +70,7 @@ class Reading:
             layer: an int; None: the tap of the edit.
             site: a site's name or alias, only with `layer` unless it has none; default
                 "resid_post".
+            head: the attention head that is read, where the vectors are of heads. None: all.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
@@ -74,6 +79,10 @@ class Reading:
             object.__setattr__(self, "direction", read_direction(direction))
         with at("bias"):
             object.__setattr__(self, "bias", read_scalar(bias))
+        heads = () if head is None else read_indices(head, "head")
+        if len(heads) > 1:
+            raise SpecError("head", f"a gate reads one head, got {len(heads)}")
+        object.__setattr__(self, "head", heads[0] if heads else None)
         tap = None
         layers, sites = read_taps(layer, site, "layer", "site")
         if sites is not None and not sites.in_layers:
@@ -108,13 +117,17 @@ class Reading:
         given: Any = value
         if isinstance(value, Mapping) and not {"f32", "name"} & set(value):
             return Reading(
-                **read_named(value, required=("direction",), optional=("bias", "layer", "site"))
+                **read_named(
+                    value, required=("direction",), optional=("bias", "layer", "site", "head")
+                )
             )
         return Reading(given)
 
     def to_dict(self) -> dict[str, object]:
         """Return the JSON form, which `parse` reads."""
         found: dict[str, object] = {"direction": self.direction.emit(), "bias": self.bias}
+        if self.head is not None:
+            found["head"] = self.head
         if self.tap is not None:
             found |= {"layer": self.tap[1], "site": self.tap[0]}
             if self.tap[0] in ENDS:
@@ -125,7 +138,20 @@ class Reading:
         """Return a copy with the direction by value, read at `tap`."""
         site, layer = (None, None) if tap is None else tap
         layer = None if site in ENDS else layer
-        return Reading(direction, self.bias, layer, site)
+        return Reading(direction, self.bias, layer, site, self.head)
+
+    def vector(self, size: VectorSize) -> Vector:
+        """Return the direction for vectors of one size: zero outside of the head.
+
+        Raises:
+            SpecError: it has another size, or is a name that was not bound.
+        """
+        if self.head is None:
+            with at("direction"):
+                return by_value(self.direction, size)
+        part = head_size((self.head,), size, where="the site that it reads")
+        with at("direction"):
+            return padded(by_value(self.direction, part), self.head, size)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -164,8 +190,8 @@ class Gate:
 
         Args:
             edit: an edit, or a dict with `op`.
-            probe: any form of Reading.parse: a direction, a dict of `direction`, `bias`, `layer`
-                and `site`, or a Probe.
+            probe: any form of Reading.parse: a direction, a dict of `direction`, `bias`, `layer`,
+                `site` and `head`, or a Probe.
             threshold: a number.
             sharpness: a number, or None.
 
@@ -250,8 +276,8 @@ class Gate:
         Raises:
             SpecError: a vector has another width, or is a name that was not bound.
         """
-        with at("probe.direction"):
-            direction = by_value(self.probe.direction, size if read is None else read)
+        with at("probe"):
+            direction = self.probe.vector(size if read is None else read)
         with at("edit"):
             steps = self.edit.steps(size)
         step = self.sharpness is None
@@ -363,12 +389,8 @@ def _from_probe(probe: Probe) -> Reading:
         raise SpecError(
             "positions", "a gate uses the edit's positions; give a probe without positions"
         )
-    if probe.heads:
-        raise SpecError(
-            "head", "a gate reads whole vectors; give a direction of their size, 0 outside the head"
-        )
     layers = probe.layers.indices
     layer = None if "layer" in probe.left or layers == "all" else layers[0]
     named = layer is not None or not probe.sites.in_layers
     site = probe.sites.names[0] if named and "site" not in probe.left else None
-    return Reading(probe.direction, probe.bias, layer, site)
+    return Reading(probe.direction, probe.bias, layer, site, *probe.heads)

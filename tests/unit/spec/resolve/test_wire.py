@@ -119,7 +119,7 @@ def test_the_message_of_a_plan_is_what_it_was():
 
 
 @given(plans_by_length, st.integers(1, 14), st.integers(1, 6))
-@settings(max_examples=rounds(suite=75, nightly=600))
+@settings(max_examples=rounds(suite=40, nightly=600))
 def test_a_resolved_plan_survives_its_bytes(plan, prompt_len, max_tokens):
     try:
         resolved = resolve(plan, SHAPE, Prompt(prompt_len), max_tokens)
