@@ -46,6 +46,8 @@ class Release:
         assert found, "vLLM's _version.py is not as expected"
         self.version = found[1]
         self._module = functools.cache(self._parse)
+        self._family = functools.cache(self._find_family)
+        self._names = functools.cache(self._find_names)
 
     def check(self, seam: Seam) -> Finding:
         """Check that a function exists and takes the expected parameters."""
@@ -96,7 +98,7 @@ class Release:
                 return overloads[-1]
         return None
 
-    def _names(self, module: str, owner: str) -> set[str] | None:
+    def _find_names(self, module: str, owner: str) -> set[str] | None:
         if not owner:
             tree = self._module(module)
             return None if tree is None else set(_defined(tree.body))
@@ -105,7 +107,7 @@ class Release:
             return None
         return {name for _, cls in family for name in (*_defined(cls.body), *_set_on_self(cls))}
 
-    def _family(self, module: str, name: str) -> list[tuple[str, ast.ClassDef]]:
+    def _find_family(self, module: str, name: str) -> list[tuple[str, ast.ClassDef]]:
         """Return a class and its bases within vLLM, each with its module."""
         found = self._find(module, name)
         if found is None or not isinstance(found[1], ast.ClassDef):

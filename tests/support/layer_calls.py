@@ -5,6 +5,7 @@ and where what they return is added.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -161,6 +162,7 @@ def given_to(
     return call.args[index] if index < len(call.args) else None
 
 
+@functools.cache
 def attention_forwards(path: Path, node: ast.ClassDef) -> list[list[str]]:
     """The parameters of the forwards of the attention classes that a layer's class names."""
     names = {
