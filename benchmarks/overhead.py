@@ -143,7 +143,7 @@ def nothing(shape: str, batch: int, decodes: bool) -> dict[str, Any]:
 @functools.cache
 def asked(name: str, shape: str, batch: int, decodes: bool) -> dict[str, Any]:
     """Return `generate`'s arguments of a variant: `EVERY` and a number, or a key of `forms`."""
-    from midstream import Capture, Steer
+    from midstream import Capture, Scale, Steer
 
     layers = shapes.SHAPES[shape]["num_hidden_layers"]
 
@@ -160,6 +160,10 @@ def asked(name: str, shape: str, batch: int, decodes: bool) -> dict[str, Any]:
     forms: dict[str, Callable[[], dict[str, Any]]] = {
         "a neighbour asks": lambda: {"capture": [None] * (batch - 1) + [one_row]},
         "add at one layer": lambda: add(1, only=(layers // 2,)),
+        "capture z of every token, every layer": lambda: {"capture": Capture("all", "z")},
+        "scale one head of z": lambda: {
+            "edits": [Scale(1.0 + SMALL, layers // 2, site="z", head=3)]
+        },
         "capture last prompt token, every layer": lambda: {
             "capture": Capture("all", positions="last_prompt")
         },

@@ -318,6 +318,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "step_cost": step_cost,
     # These have the same form: medians of variants by workload.
     "overhead": overhead,
+    "attention_cost": overhead,
     "overhead_tp": overhead,
     "flat_cost": overhead,
     "parity": parity,

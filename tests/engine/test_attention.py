@@ -23,9 +23,9 @@ EVERYTHING = [
 ]
 
 
-def serve(name: str, folder: Any) -> Iterator[AttentionServed]:
+def serve(name: str, folder: Any, **more: Any) -> Iterator[AttentionServed]:
     path, model = reference(name, folder)
-    with engine(path, **ROOM, midstream={"sites": ["resid_post", MODELS[name][1]]}) as llm:
+    with engine(path, **ROOM, midstream={"sites": ["resid_post", MODELS[name][1]]}, **more) as llm:
         yield AttentionServed(model, llm)
 
 
@@ -45,17 +45,30 @@ def test_weights_are_those_of_transformers(
     name: str, tmp_path: Any, request: pytest.FixtureRequest
 ) -> None:
     """Of prompts in chunks, beside others, and of generated tokens; cached the second time."""
-    found = request.getfixturevalue("served") if name == "llama" else None
-    serving = serve(name, tmp_path)
-    mine: AttentionServed = found or next(serving)
+    if name == "llama":
+        check_weights(request.getfixturevalue("served"))
+    else:
+        for mine in serve(name, tmp_path):
+            check_weights(mine)
+
+
+def check_weights(mine: AttentionServed) -> None:
     prompts = [LONG, *PROMPTS]
     for asked in (EVERYTHING, [replace_queries(one) for one in EVERYTHING]):
         for prompt, output in zip(prompts, mine.ask(prompts, asked), strict=True):
             assert output.receipt.status == "ok"
             assert output.activations is None
             assert mine.assert_is(prompt, output, asked) <= TOLERANCE
-    if found is None:
-        next(serving, None)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=pytest.mark.nightly) for one in ("llama", "gemma2")]
+)
+def test_compiled_too(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "compiled"))
+    for mine in serve(name, tmp_path, enforce_eager=False):
+        assert int(mine.llm.llm_engine.vllm_config.compilation_config.mode) > 0
+        check_weights(mine)
 
 
 def replace_queries(one: Attention) -> Attention:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from midstream import Attention
 from support import tiny
-from support.engines import generated, greedy, tokens
+from support.engines import HAS_GPU, generated, greedy, tokens
 from support.inner_cases import HEADS
 
-TOLERANCE = 1e-4
+TOLERANCE = 5e-4 if HAS_GPU else 1e-4  # a GPU sums in its own order
 _SEQUENCE = "sliding_attention", "full_attention", "sliding_attention"
 
 

@@ -23,6 +23,8 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    # Triton rounds products of float32 numbers to TF32 by default, in vLLM's attention too.
+    "TRITON_F32_DEFAULT": "ieee",
 }
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
@@ -46,6 +48,7 @@ def engine(model: Path, *, plain: bool = False, **args: Any) -> Iterator[Any]:
         "skip_tokenizer_init": not (model / "tokenizer.json").exists(),
         "disable_log_stats": True,
         "seed": 0,
+        **GPU_MEMORY,
         **args,
     }
     if json.loads((model / "config.json").read_text()).get("hidden_size", _TINY) <= _TINY:

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from midstream import Capture
 from support import tiny
-from support.engines import generated, greedy, tokens
+from support.engines import HAS_GPU, generated, greedy, tokens
 from support.inner_cases import END, HEADS
 from support.inner_oracle import INNER, InnerOracle, largest_error, rows_of
 from support.oracle_edits import Seen, row_error
 
-TOLERANCE = 1e-4
-TIE = 1e-3
+TOLERANCE = 5e-4 if HAS_GPU else 1e-4  # a GPU sums in its own order
+TIE = 5e-3 if HAS_GPU else 1e-3
 BLOCK = 32
 PROMPTS = [
     [5, 17, 33, 101, 8, 77, 54, 23, 9],
