@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from support import tiny
 from support.end_oracle import MODULES, EndOracle
-from support.engines import engine, generated, tokens
+from support.engines import HAS_GPU, engine, generated, tokens
 from support.inner_cases import fresh
 from support.inner_served import BLOCK, PROMPTS, ROOM, TOLERANCE, Served, assert_rows
 from support.oracle_edits import At, row_error
@@ -180,6 +181,10 @@ def test_compiled_too(
         check_edits(served, 3)
 
 
+@pytest.mark.skipif(
+    HAS_GPU and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0",
+    reason="vLLM's V2 runner takes no embeddings",
+)
 def test_embeddings_given_with_the_prompt_have_no_positions_yet(tiny_models: Path) -> None:
     """A model that adds positions gets these where midstream cannot see the embeddings before."""
     for name, tapped in (("gpt2", False), ("llama", True)):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import engine, generated
+from support.engines import HAS_GPU, engine, generated
 from support.inner_served import END, PROMPTS, Served, reference, settings
 from support.oracle_edits import At, row_error
 from support.pool import Pool
@@ -60,7 +60,9 @@ def test_captured_logits_put_back_give_the_same_choice_of_experts(served: Served
     again, first, plain = served.ask([prompt] * 3, 5, edits=[replayed, [route], None])
     assert generated(again) == generated(first) == generated(given)
     for tap, value in first.activations.items():
-        assert torch.equal(again.activations[tap], value), tap
+        # A GPU sums in an order that depends on the batch: the first run was alone.
+        same = torch.allclose if HAS_GPU else torch.equal
+        assert same(again.activations[tap], value), tap
     assert not torch.equal(plain.activations[END, 2], first.activations[END, 2])
 
 

@@ -310,9 +310,13 @@ async def ends(llm: Any, spy: Spy, found: dict[str, Any]) -> None:
         asyncio.create_task(ask(llm, f"lost{n}", prompt(n), long, **plan(n))) for n in range(4)
     ]
     await asyncio.sleep(0.2)
-    second = llm.info.workers[1].arena.pid
-    psutil.Process(second).kill()
-    lost = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+    first, second = (psutil.Process(one.arena.pid) for one in llm.info.workers)
+    first.suspend()  # or it may finish its requests before the other's end is noticed
+    second.kill()
+    try:
+        lost = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+    finally:
+        first.resume()
     found["lost"] = [type(one).__name__ for one in lost]
 
 

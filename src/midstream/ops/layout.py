@@ -1,4 +1,4 @@
-"""Layout of the `site` op's buffers, and its instruction set.
+r"""Layout of the `site` op's buffers, and its instruction set.
 
 The planner fills the buffers and the op reads them. A batch has T rows, one per token (padding
 included). All buffers keep their addresses for the life of the engine, so that a captured CUDA
