@@ -94,7 +94,6 @@ def asked(shape: str) -> dict[str, dict[str, Any]]:
         "16 largest, one head of every layer": {"layers": "all", "heads": 0, "reduce": TopKeys(16)},
         "mass of 64 keys, every layer": {"layers": "all", "reduce": Mass(slice(0, 64))},
         "entropy, every layer": {"layers": "all", "reduce": Entropy()},
-        "all weights, one layer": {"layers": layer, "reduce": "full"},
     }
 
 

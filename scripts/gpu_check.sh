@@ -28,8 +28,8 @@ bench() { # GROUP NAME SCRIPT OPTIONS… A benchmark that stops by itself; print
   grep -a '^|' "$out/$name.log"
 }
 
-every="kernel transport v2 v1 spec mix serve stale parity identical overhead flat stream capture"
-every+=" against serving disk"
+every="kernel transport v2 v1 inner spec mix serve stale parity identical overhead flat stream capture"
+every+=" against attention serving disk"
 # With two GPUs (four for some checks), also the checks of several ranks.
 [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -gt 1 ] && every+=" ranks overhead-tp"
 wanted=" ${CHECKS:-$every} "
@@ -42,7 +42,8 @@ runner() { # NAME USE_V2 DTYPE
     "$python" -m pytest -q tests/gpu/test_operations.py
 }
 asked() { [[ $wanted == *" $1 "* ]]; }
-asked kernel && check kernel "$python" -m pytest -q tests/gpu/test_site_triton.py
+asked kernel && check kernel "$python" -m pytest -q tests/gpu/test_site_triton.py \
+  tests/gpu/test_attention_scores.py
 asked transport && check transport-tests "$python" -m pytest -q tests/unit/transport tests/gpu/test_codecs.py
 asked transport && check transport "$python" benchmarks/transport.py --json "$out/transport.json"
 asked transport && grep -v -i warning "$out/transport.log"
@@ -50,6 +51,12 @@ bench transport step_cost step_cost
 for dtype in ${DTYPES:-float32 bfloat16}; do
   asked v2 && runner v2 1 $dtype
   asked v1 && runner v1 0 $dtype
+done
+# Sites inside layers, the model's ends, attention rows: the engines' tests, eager and compiled.
+asked inner && for runner in 1 0; do
+  check "inner-v$((runner + 1))" env VLLM_USE_V2_MODEL_RUNNER=$runner MIDSTREAM_NIGHTLY=1 \
+    "$python" -m pytest -q tests/engine/test_inner_sites.py tests/engine/test_attention.py \
+    tests/engine/test_bias.py tests/engine/test_ends.py tests/engine/test_routing.py
 done
 # A separate engine for each speculation method, with and without asynchronous scheduling.
 asked spec && check spec "$python" -m pytest -q -s tests/gpu/test_speculative.py
@@ -75,6 +82,7 @@ for shape in ${SHAPES:-0.6b 8b}; do
   bench stream stream-$shape stream --shapes $shape
   bench capture capture-$shape capture_cost --shapes $shape
   bench against against-$shape against --shapes $shape
+  bench attention attention-$shape attention_cost --shapes $shape
 done
 bench serving serving serving -- --max-model-len=2048
 bench disk disk disk --gib 8 /dev/shm "${TMPDIR:-/tmp}"

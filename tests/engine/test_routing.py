@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.engines import HAS_GPU, engine, generated
-from support.inner_served import END, PROMPTS, Served, reference, settings
+from support.inner_served import END, PROMPTS, TOLERANCE, Served, reference, settings
 from support.oracle_edits import At, row_error
 from support.pool import Pool
 
@@ -61,8 +61,7 @@ def test_captured_logits_put_back_give_the_same_choice_of_experts(served: Served
     assert generated(again) == generated(first) == generated(given)
     for tap, value in first.activations.items():
         # A GPU sums in an order that depends on the batch: the first run was alone.
-        same = torch.allclose if HAS_GPU else torch.equal
-        assert same(again.activations[tap], value), tap
+        assert row_error(again.activations[tap], value) <= (TOLERANCE if HAS_GPU else 0), tap
     assert not torch.equal(plain.activations[END, 2], first.activations[END, 2])
 
 

@@ -37,6 +37,22 @@ ATTENTION = (
         "::test_rows_are_those_of_each_query_by_itself",
     ),
     Fault(
+        "The kernel of attention scores takes the window of the tile's last row for all",
+        "ops/attention_scores.py",
+        "(distance < window)",
+        "(tl.max(at, 0) - key[None, :] < window)",
+        "tests/unit/ops/test_site_triton.py"
+        "::test_the_interpreted_kernel_does_what_the_reference_does",
+    ),
+    Fault(
+        "The kernel of attention scores reads the first block of a request for all its keys",
+        "ops/attention_scores.py",
+        "table_row + key // size,",
+        "table_row + 0 * key,",
+        "tests/unit/ops/test_site_triton.py"
+        "::test_the_interpreted_kernel_does_what_the_reference_does",
+    ),
+    Fault(
         "A query attends to the keys of another request",
         "runtime/worker/attention/queries.py",
         'side="right")',

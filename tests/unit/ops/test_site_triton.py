@@ -1,4 +1,4 @@
-"""The Triton kernel without a GPU: its arithmetic, in Triton's interpreter, and what it refuses."""
+"""The Triton kernels without a GPU: in Triton's interpreter, and what they refuse."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from support.site_cases import case
 
 pytest.importorskip("triton")
 
-SCRIPT = Path(__file__).parents[2] / "support" / "interpreted.py"
+SUPPORT = Path(__file__).parents[2] / "support"
 
 
-def test_the_interpreted_kernel_does_what_the_reference_does() -> None:
+@pytest.mark.parametrize(
+    ("script", "told"), [("interpreted", "rows edited"), ("attention_scores", "40 cases")]
+)
+def test_the_interpreted_kernel_does_what_the_reference_does(script: str, told: str) -> None:
     ran = subprocess.run(
-        [sys.executable, str(SCRIPT)],
+        [sys.executable, str(SUPPORT / f"{script}.py")],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
@@ -28,7 +31,7 @@ def test_the_interpreted_kernel_does_what_the_reference_does() -> None:
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "rows edited" in ran.stdout
+    assert told in ran.stdout
 
 
 def test_rows_that_do_not_fit_a_programs_registers_are_refused() -> None:

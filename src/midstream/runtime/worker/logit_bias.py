@@ -17,6 +17,7 @@ from torch import Tensor
 
 from midstream.errors import TapError
 from midstream.runtime.worker.step.step_batch import StepBatch
+from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.spec.resolve.resolved import ResolvedBias
 
 # Most biases of a request.
@@ -68,9 +69,9 @@ class LogitBias:
         self._switches[: batch.num_tokens].zero_()
         self._pending = (
             len(batch.request_ids),
-            torch.tensor(places).T.contiguous().to(device),
-            torch.tensor(tokens).to(device),
-            torch.tensor(values, dtype=torch.float32).to(device),
+            on_device(torch.tensor(places).T.contiguous(), device),
+            on_device(torch.tensor(tokens), device),
+            on_device(torch.tensor(values, dtype=torch.float32), device),
         )
 
     def drop(self) -> None:

@@ -44,6 +44,16 @@ class KeyLayout:
     head_dim: int
     span: int = 0
 
+    def view(self, cache: Tensor) -> Tensor | None:
+        """Return all keys, [blocks, tokens, heads, head_dim], as a view of the layer's KV cache;
+        None if there is no such view.
+        """
+        if self.strides is None:
+            return None
+        shape = (cache.shape[self.dim], self.size, self.heads, self.head_dim)
+        start = cache.storage_offset() + self.offset
+        return cache.as_strided(shape, (cache.stride(self.dim), *self.strides), start)
+
     def read(self, cache: Tensor, blocks: Tensor) -> Tensor:
         """Return the keys of some blocks, [requests, tokens, heads, head_dim].
 
@@ -51,13 +61,13 @@ class KeyLayout:
             cache: the layer's KV cache.
             blocks: integers [requests, blocks].
         """
-        count, stride = cache.shape[self.dim], cache.stride(self.dim)
-        start = cache.storage_offset() + self.offset
-        if self.strides is not None:
-            shape = (count, self.size, self.heads, self.head_dim)
-            found = cache.as_strided(shape, (stride, *self.strides), start)[blocks]
+        view = self.view(cache)
+        if view is not None:
+            found = view[blocks]
         else:
             assert self.index is not None
+            count, stride = cache.shape[self.dim], cache.stride(self.dim)
+            start = cache.storage_offset() + self.offset
             flat = cache.as_strided((count, self.span), (stride, 1), start)
             found = flat[blocks[..., None], self.index.view(-1)]
         requests, per_request = blocks.shape

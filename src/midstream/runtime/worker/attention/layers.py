@@ -45,6 +45,10 @@ class AttentionLayer:
         """Return the keys of some blocks; see `KeyLayout.read`."""
         return self.layout.read(cache_of(self.module), blocks)
 
+    def all_keys(self) -> Tensor | None:
+        """Return the keys of all blocks; see `KeyLayout.view`."""
+        return self.layout.view(cache_of(self.module))
+
 
 class RankAttention:
     """Attention of the layers of one rank. To be used once the KV cache is allocated."""

@@ -11,6 +11,7 @@ from midstream.runtime.worker.attention.reader import QueryRun
 from midstream.runtime.worker.step.in_flight import PreparedStep
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_plan import CodecBatch
+from midstream.runtime.worker.tables.device_buffers import on_device
 
 
 def queries_of(
@@ -33,9 +34,10 @@ def queries_of(
     if not plan.exact and step.unknown is not None:
         lowest = np.maximum(position - step.unknown.slack()[request], 0)
         every = np.repeat(rows, length) + within_runs(length)
-        positions = step.unknown.positions()[torch.from_numpy(every).to(device)].long()
+        positions = step.unknown.positions()[on_device(torch.from_numpy(every), device)].long()
     else:
-        positions = torch.from_numpy(np.repeat(position, length) + within_runs(length)).to(device)
+        known = np.repeat(position, length) + within_runs(length)
+        positions = on_device(torch.from_numpy(known), device)
     record = np.cumsum(length) - length
     runs = []
     for nth, slot in enumerate(plan.slot[batch.runs].tolist()):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from midstream.runtime.worker.attention import weights as op
 from midstream.runtime.worker.attention.layers import AttentionLayer
+from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
 from midstream.spec.positions.ranges import Ranges
 
@@ -81,8 +83,14 @@ class PatternReader:
         row_bytes = encoding.row_bytes(records.dtype)
         out = torch.empty((records.shape[0], row_bytes), dtype=torch.uint8, device=records.device)
         end = encoding.encode_vectors(records, out)
+        tiles: dict[tuple[int, int], list[_Tile]] = {}
         for nth, columns in enumerate(encoding.patterns):
-            rows = self._rows(nth, columns, records, positions, runs)
+            layer = self._layers(columns.tap)
+            key = columns.count, layer.form.window
+            if key not in tiles:
+                batches = _batches(runs, *key, self._workspace)
+                tiles[key] = [_Tile.of(some, key[1], positions) for some in batches]
+            rows = self._rows(nth, columns, layer, records, tiles[key])
             out[:, end : end + columns.nbytes] = rows.view(torch.uint8)
             end += columns.nbytes
         return out
@@ -91,97 +99,131 @@ class PatternReader:
         self,
         nth: int,
         columns: PatternColumns,
+        layer: AttentionLayer,
         records: Tensor,
-        positions: Tensor,
-        runs: Sequence[QueryRun],
+        tiles: Sequence[_Tile],
     ) -> Tensor:
         """Return the rows of one pattern, float32 [n, heads · size]."""
-        layer = self._layers(columns.tap)
         queries = records[:, columns.start : columns.start + columns.width]
         queries = queries.unflatten(1, (layer.key_heads.numel(), -1))
-        form, key_heads = layer.form, None
+        form, key_heads = layer.form, layer.key_heads
         if columns.heads:
-            heads = torch.tensor(columns.heads, device=records.device)
+            heads = _index(columns.heads, records.device)
             queries, form = queries[:, heads], form.of_heads(heads)
-            key_heads = layer.key_heads[heads]
+            key_heads = key_heads[heads]
         table = self._block_table(layer.group)
-        out = torch.empty(
-            (records.shape[0], columns.count, columns.size),
-            dtype=torch.float32,
-            device=records.device,
-        )
+        size = records.shape[0], columns.count, columns.size
+        out = torch.empty(size, dtype=torch.float32, device=records.device)
         reading = _Reading(layer, form, key_heads, table, columns, self._workspace)
-        for some in _batches(runs, columns.count, form.window, self._workspace):
-            first = some[0]
-            if len(some) == 1:
-                at = slice(first.record, first.record + first.length)
-                shape = (1, first.length)
-            else:
-                at = torch.tensor([run.record for run in some], device=records.device)  # type: ignore[assignment]
-                shape = (len(some), 1)
-            rows = reading.rows(
-                queries[at].unflatten(0, shape),
-                positions[at].view(shape),
-                some,
-                [run.keys[nth] for run in some],
-            )
-            out[at] = rows.flatten(0, 1)
+        for tile in tiles:
+            found = queries[tile.at].unflatten(0, (-1, tile.positions.shape[1]))
+            out[tile.at] = reading.rows(found, tile, nth).flatten(0, 1)
         return out.flatten(1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tile:
+    """Rows that are computed together: several runs of one row, or some rows of one run.
+
+    Attributes:
+        runs: the runs.
+        at: their records, as an index of those of the step.
+        positions: int64 [runs, rows].
+        requests: int64 [runs], index of each one's request in the batch.
+        begin, stop: positions of the keys that the rows see.
+        chosen: by the last key + 1 and the ranges of a mass of each run: which keys they are; see
+            `chosen_keys`.
+    """
+
+    runs: Sequence[QueryRun]
+    at: Tensor | slice
+    positions: Tensor
+    requests: Tensor
+    begin: int
+    stop: int
+    chosen: dict[tuple[int, tuple[Ranges, ...]], Tensor]
+
+    @classmethod
+    def of(cls, runs: Sequence[QueryRun], window: int, positions: Tensor) -> _Tile:
+        """Return the tile of some runs; `positions` are those of all records."""
+        device, first = positions.device, runs[0]
+        at: Tensor | slice = slice(first.record, first.record + first.length)
+        if len(runs) > 1:
+            at = on_device(torch.tensor([run.record for run in runs]), device)
+        requests = on_device(torch.tensor([run.request for run in runs]), device)
+        given = positions[at].view(len(runs), -1)
+        return cls(runs, at, given, requests, *_span(runs, window), {})
+
+    def keys_of_mass(self, nth: int, stop: int) -> Tensor:
+        """Return the keys [begin, stop) of the pattern's mass, by its number."""
+        ranges = tuple(run.keys[nth] for run in self.runs)
+        key = stop, ranges
+        if key not in self.chosen:
+            device = self.positions.device
+            self.chosen[key] = on_device(op.chosen_keys(ranges, self.begin, stop), device)
+        return self.chosen[key]
 
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """One pattern of some records; see `PatternReader` and `attention_weights`."""
+    """One pattern of some records; see `PatternReader` and `scores`."""
 
     layer: AttentionLayer
     form: op.AttentionForm
-    key_heads: Tensor | None
+    key_heads: Tensor
     table: Tensor
     columns: PatternColumns
     workspace: int
 
-    def rows(
-        self,
-        queries: Tensor,
-        positions: Tensor,
-        runs: Sequence[QueryRun],
-        keys: Sequence[Ranges],
-    ) -> Tensor:
+    def rows(self, queries: Tensor, tile: _Tile, nth: int) -> Tensor:
         """Return rows [runs, rows, heads, size].
 
         Args:
             queries: [runs, rows, heads, head_dim].
-            positions: int64 [runs, rows].
-            runs: several of one row, or a single one.
-            keys: the positions of a mass, for each run.
+            tile: what is computed.
+            nth: number of the pattern.
         """
-        begin, stop = _span(runs, self.form.window)
-        size = self.layer.layout.size
+        begin = tile.begin
         # Where only the device knows positions, the host's bounds may be beyond the last block.
-        stop = min(stop, self.table.shape[1] * size)
-        requests = torch.tensor([run.request for run in runs], device=self.table.device)
-
-        def read(first: int, last: int) -> Tensor:
-            blocks = self.table[requests, first // size : -(-last // size)]
-            found = self.layer.keys(blocks)
-            return found[:, first % size : first % size + last - first]
-
-        head_dim = queries.shape[-1]
-        per_key = len(runs) * self.columns.count * head_dim * 4
-        step = max(size, self.workspace // 2 // per_key // size * size)
-        weights = op.attention_weights(
-            queries, positions, read, begin, stop, self.key_heads, self.form, step
-        )
+        stop = min(tile.stop, self.table.shape[1] * self.layer.layout.size)
+        weights = op.softmax(self._scores(queries, tile, stop), self.form)
         match self.columns.kind:
             case "top":
                 return op.top_keys(weights, begin, self.columns.size // 2)
             case "mass":
-                chosen = op.chosen_keys(keys, begin, stop, weights.device)
-                return op.mass(weights, chosen)
+                return op.mass(weights, tile.keys_of_mass(nth, stop))
             case "entropy":
                 return op.entropy(weights)
             case "full":
                 return op.full(weights, begin, self.columns.size)
+
+    def _scores(self, queries: Tensor, tile: _Tile, stop: int) -> Tensor:
+        begin, form = tile.begin, self.form
+        keys = self.layer.all_keys()
+        if queries.is_cuda and keys is not None:
+            from midstream.ops.attention_scores import scores_triton
+
+            return scores_triton(
+                queries.to(keys.dtype), tile.positions, keys, self.table, tile.requests,
+                self.key_heads, begin, stop, scale=form.scale, soft_cap=form.soft_cap,
+                window=form.window, slopes=form.slopes,
+            )  # fmt: skip
+        size = self.layer.layout.size
+
+        def read(first: int, last: int) -> Tensor:
+            blocks = self.table[tile.requests, first // size : -(-last // size)]
+            found = self.layer.keys(blocks)
+            return found[:, first % size : first % size + last - first]
+
+        per_key = len(tile.runs) * self.columns.count * queries.shape[-1] * 4
+        step = max(size, self.workspace // 2 // per_key // size * size)
+        shared = None if not self.columns.heads else self.key_heads
+        return op.scores(queries, tile.positions, read, begin, stop, shared, form, step)
+
+
+@lru_cache(maxsize=256)
+def _index(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, device=device)
 
 
 def _span(runs: Sequence[QueryRun], window: int) -> tuple[int, int]:

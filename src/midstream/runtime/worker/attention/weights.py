@@ -43,7 +43,7 @@ class AttentionForm:
         return AttentionForm(self.scale, self.soft_cap, self.window, slopes, sinks)
 
 
-def attention_weights(
+def scores(
     queries: Tensor,
     positions: Tensor,
     keys: Keys,
@@ -53,7 +53,8 @@ def attention_weights(
     form: AttentionForm,
     step: int,
 ) -> Tensor:
-    """Return the weights of keys [begin, stop), float32 [requests, rows, heads, stop − begin].
+    """Return the scores of keys [begin, stop): products of queries and keys, changed as attention
+    does, −∞ for keys that a query does not see.
 
     Args:
         queries: [requests, rows, heads, head_dim], as attention reads them.
@@ -64,9 +65,12 @@ def attention_weights(
             heads, of which as many neighbours share each key-value head.
         form: what attention does with the products. Its slopes and sinks are those of these heads.
         step: number of keys that are read at a time.
+
+    Returns:
+        float32 [requests, rows, heads, stop − begin].
     """
     requests, rows, heads, _ = queries.shape
-    scores = queries.new_empty((requests, rows, heads, stop - begin), dtype=torch.float32)
+    found = queries.new_empty((requests, rows, heads, stop - begin), dtype=torch.float32)
     scaled = queries.float() * form.scale
     for first in range(begin, stop, step):
         last = min(first + step, stop)
@@ -77,20 +81,29 @@ def attention_weights(
         else:
             some = some[:, :, key_heads].float()
             products = torch.einsum("nrhd,nkhd->nrhk", scaled, some)
-        scores[..., first - begin : last - begin] = products
+        found[..., first - begin : last - begin] = products
     if form.soft_cap:
-        scores = form.soft_cap * torch.tanh(scores / form.soft_cap)
+        found = form.soft_cap * torch.tanh(found / form.soft_cap)
     distance = positions[:, :, None] - torch.arange(begin, stop, device=queries.device)
     if form.slopes is not None:
-        scores -= form.slopes[:, None] * distance[:, :, None]
+        found -= form.slopes[:, None] * distance[:, :, None]
     seen = distance >= 0
     if form.window:
         seen &= distance < form.window
     # Not by adding −∞: what the cache holds after the last key may be anything.
-    scores.masked_fill_(~seen[:, :, None], -torch.inf)
+    return found.masked_fill_(~seen[:, :, None], -torch.inf)
+
+
+def softmax(scores: Tensor, form: AttentionForm) -> Tensor:
+    """Return the weights of keys with these scores, [requests, rows, heads, keys].
+
+    Args:
+        scores: float32 [requests, rows, heads, keys].
+        form: what attention does. Its sinks are those of these heads.
+    """
     if form.sinks is None:
         return torch.softmax(scores, -1)
-    sinks = form.sinks[:, None].expand(requests, rows, heads, 1)
+    sinks = form.sinks[:, None].expand(*scores.shape[:3], 1)
     return torch.softmax(torch.cat((scores, sinks), -1), -1)[..., :-1]
 
 
@@ -143,14 +156,14 @@ def full(weights: Tensor, begin: int, size: int) -> Tensor:
 
 
 def chosen_keys(
-    ranges: Sequence[Sequence[tuple[int, int | None]]], begin: int, stop: int, device: torch.device
+    ranges: Sequence[Sequence[tuple[int, int | None]]], begin: int, stop: int
 ) -> Tensor:
     """Return which of the keys [begin, stop) are in the ranges of each request, bool [requests,
-    keys].
+    keys] on the host.
     """
     found = torch.zeros(len(ranges), stop - begin, dtype=torch.bool)
     for nth, mine in enumerate(ranges):
         for first, last in mine:
             end = stop if last is None else min(last, stop)
             found[nth, max(0, first - begin) : max(0, end - begin)] = True
-    return found.to(device, non_blocking=True)
+    return found

@@ -128,13 +128,15 @@ def upload(target: Tensor, values: Tensor) -> None:
         target.copy_(values)
 
 
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """Return host values on a device, without waiting for queued work."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+
+
 def scatter(target: Tensor, rows: list[int], values: Tensor) -> None:
     """Copy host values into some rows of a device buffer in one transfer, without waiting."""
     index = torch.tensor(rows, dtype=torch.int64)
-    if target.is_cuda:
-        index = index.pin_memory().to(target.device, non_blocking=True)
-        values = values.pin_memory().to(target.device, non_blocking=True)
-    target.index_copy_(0, index, values)
+    target.index_copy_(0, on_device(index, target.device), on_device(values, target.device))
 
 
 def code(tap: Tap) -> int:

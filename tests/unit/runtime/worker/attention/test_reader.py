@@ -151,10 +151,11 @@ def test_vectors_in_the_same_records_are_encoded_by_their_codec():
 
 def test_a_row_that_is_not_finite_is_no_number():
     """And no key is named that the query does not see."""
-    row = weights.attention_weights(
+    form = AttentionForm(1.0)
+    scores = weights.scores(
         torch.full((1, 1, 1, 2), torch.nan), torch.tensor([[1]]),
-        lambda first, last: torch.ones(1, last - first, 1, 2), 0, 4, torch.tensor([0]),
-        AttentionForm(1.0), 2,
+        lambda first, last: torch.ones(1, last - first, 1, 2), 0, 4, torch.tensor([0]), form, 2,
     )  # fmt: skip
+    row = weights.softmax(scores, form)
     assert row.isnan().all()
     assert weights.entropy(row).isnan().all()
