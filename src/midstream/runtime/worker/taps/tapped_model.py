@@ -83,6 +83,10 @@ class TappedCopies:
 
     def _replace(self, owner: nn.Module | None, name: str, module: nn.Module) -> None:
         direct = any(id(child) in self._targets for child in module.children())
+        # The whole of a module with a compiled one inside would leave that to one compilation. Such
+        # a module has a target itself where its head is the embedding.
+        if direct and any(map(is_compiled, module.modules())):
+            direct = False
         if is_compiled(module) or direct or id(module) in self._targets:
             self.replacements.append(Replacement(owner, name, module, self._copy(module)))
             return

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from midstream.runtime.worker.model_runner.model_switch import PLAIN, TAPPED, ModelSwitch
+from midstream.runtime.worker.taps import tapped_model
 from midstream.runtime.worker.taps.tapped_model import TappedCopies
 
 ROWS, WIDTH = 5, 8
@@ -139,6 +140,23 @@ def test_modules_that_are_not_tapped_are_the_same_objects():
         assert copies[layer].attention is layer.attention
         assert copies[layer].mlp is not layer.mlp
     assert copies[model.backbone.embed] is model.backbone.embed
+
+
+def test_the_compiled_module_is_replaced_where_the_head_is_the_embedding(x, monkeypatch):
+    """The head is outside of what is compiled, and a target as it is the embedding."""
+    monkeypatch.setattr(tapped_model, "is_compiled", lambda module: isinstance(module, Backbone))
+    model = Model()
+    model.head = model.backbone.embed
+    copies = TappedCopies(model, [of(model, "backbone.embed"), *(of(model, n) for n in LAYERS)])
+    places = {(one.owner, one.name) for one in copies.replacements}
+    assert places == {(model, "backbone"), (model, "head")}
+    add_one(copies[model.head])
+    switch = ModelSwitch(Worker(model), copies.replacements, False, False, None)
+    switch.use(TAPPED)
+    assert model.head is model.backbone.embed
+    tapped = model(x)
+    switch.use(PLAIN)
+    assert not torch.equal(model(x), tapped)
 
 
 def test_an_attribute_that_is_set_later_is_seen_by_the_copy_of_a_module_without_copied_children():
