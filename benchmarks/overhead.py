@@ -50,11 +50,12 @@ def main() -> int:
     parser.add_argument("--prefill-length", type=int, default=1024)
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--asked", nargs="*", default=ASKED, help="variants besides the idle ones")
+    parser.add_argument("--name", default="overhead", choices=["overhead", "overhead_sites"])
     parser.add_argument("--midstream", type=json.loads, default={}, help="settings, as JSON")
     parser.add_argument("--also", type=json.loads, action="append", default=[], metavar="SETTINGS")
     args = parser.parse_args()
     asks = {name: functools.partial(asked, name) for name in args.asked}
-    name = "overhead" if args.tp == 1 else "overhead_tp"
+    name = args.name if args.tp == 1 else "overhead_tp"
     return over_shapes(name, args, workloads(args), asks)
 
 
