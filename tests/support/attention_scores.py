@@ -17,8 +17,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from midstream.ops.attention_scores import scores_triton
 from midstream.runtime.worker.attention import weights
+from midstream.runtime.worker.attention.scores_kernel import scores_triton
 from midstream.runtime.worker.attention.weights import AttentionForm
 
 HEADS, GROUPS = 6, 3

@@ -38,7 +38,7 @@ ATTENTION = (
     ),
     Fault(
         "The kernel of attention scores takes the window of the tile's last row for all",
-        "ops/attention_scores.py",
+        "runtime/worker/attention/scores_kernel.py",
         "(distance < window)",
         "(tl.max(at, 0) - key[None, :] < window)",
         "tests/unit/ops/test_site_triton.py"
@@ -46,7 +46,7 @@ ATTENTION = (
     ),
     Fault(
         "The kernel of attention scores reads the first block of a request for all its keys",
-        "ops/attention_scores.py",
+        "runtime/worker/attention/scores_kernel.py",
         "table_row + key // size,",
         "table_row + 0 * key,",
         "tests/unit/ops/test_site_triton.py"

@@ -201,7 +201,7 @@ class _Reading:
         begin, form = tile.begin, self.form
         keys = self.layer.all_keys()
         if queries.is_cuda and keys is not None:
-            from midstream.ops.attention_scores import scores_triton
+            from midstream.runtime.worker.attention.scores_kernel import scores_triton
 
             return scores_triton(
                 queries.to(keys.dtype), tile.positions, keys, self.table, tile.requests,
