@@ -152,7 +152,7 @@ def _routed(edit: Route, h: Array) -> Array:
     bias, found = dict(edit.bias), h.copy()
     for expert in bias.keys() - set(edit.activate):
         found[..., expert] += bias[expert]
-    found[..., list(edit.deactivate)] = -30000.0
+    found[..., list(edit.deactivate)] = -1000.0
     largest = found.max(axis=-1)
     for expert in edit.activate:
         raised = largest + np.maximum(np.abs(largest), 1) / 64

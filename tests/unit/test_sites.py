@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -135,7 +137,7 @@ def test_names_of_sites_without_a_layer(name, site):
     ("make", "path", "problem"),
     [
         (lambda: Capture(3, "final_norm"), "layers", "got 3, but `final_norm` has no layer: omit"),
-        (lambda: Capture("all", ["embed", "final_norm"]), "layers", 'got "all", but .* have no la'),
+        (lambda: Capture([0, 1], ["embed", "final_norm"]), "layers", "got 0, 1, but .* have no la"),
         (lambda: Capture(sites=["embed", "resid_post"]), "", "missing field `layers`"),
         (lambda: Capture(sites="final_norm.3"), "sites", "unknown site|no site here"),
         (lambda: Steer([1], [2, 3], site="embed"), "layer", "got 2, 3, but `embed` has no layer"),
@@ -149,6 +151,15 @@ def test_a_layer_at_a_site_without_one_is_refused(make, path, problem):
     with pytest.raises(SpecError, match=problem) as caught:
         make()
     assert caught.value.path == path
+
+
+def test_all_layers_of_a_site_without_one_are_the_site_also_in_changed_copies():
+    sites = ["embed", "final_norm"]
+    for one in (Capture(sites=sites, stream=True), Capture(sites=sites, tag="x", sink="npz")):
+        assert Capture("all", sites) == one.without_place()
+        assert one.without_place().to_dict() == Capture(sites=sites).to_dict()
+        assert dataclasses.replace(one, positions="last_prompt").layers == one.layers
+    assert Steer([1], "all", site="embed") == Steer([1], site="embed")
 
 
 def test_among_others_their_layers_are_not_chosen():

@@ -57,7 +57,7 @@ def read_taps(
 
     Names of sites may have the layers, as `blocks.10.hook_resid_post` does; the layers are then
     omitted. Several such names must be every combination of their layers and sites. Sites that have
-    no layer may be among the others, whose layers these are; alone, they are returned with "all".
+    no layer may be among the others, whose layers these are; alone, they have "all".
 
     Args:
         layers: any form of Layers; None: not given.
@@ -99,8 +99,8 @@ def read_taps(
     with at(sites_field):
         chosen = None if sites is None else Sites.parse(sites)
     if chosen is not None and not chosen.in_layers:
-        if found is not None:
-            shown = ", ".join(map(str, found.emit())) if found.indices != "all" else '"all"'
+        if found is not None and found.indices != "all":
+            shown = ", ".join(map(str, found.emit()))
             listed_sites = listed(chosen.names)
             raise SpecError(
                 layers_field,

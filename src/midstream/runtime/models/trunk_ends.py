@@ -8,6 +8,7 @@ to what it returns. A model that does more on the way than is known has no such 
 from __future__ import annotations
 
 import ast
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +95,39 @@ def _embedding(
     return found
 
 
+def _forward_of(cls: type) -> Any:
+    """Return the forward of a trunk's class; that of its parent where it only calls that, with its
+    own arguments.
+
+    Raises:
+        UnsupportedError: the arguments are others.
+    """
+    for nth, owner in enumerate(cls.__mro__):
+        if "forward" not in vars(owner):
+            continue
+        function = vars(owner)["forward"]
+        call = _super_call(tree_of(function))
+        if call is None:
+            return function
+        later = (vars(each).get("forward") for each in cls.__mro__[nth + 1 :])
+        parent = next(each for each in later if each is not None)
+        names = list(inspect.signature(parent).parameters)[1:]
+        given = [*zip(names, call.args, strict=False)]
+        given += [(word.arg, word.value) for word in call.keywords if word.arg is not None]
+        if any(not isinstance(value, ast.Name) or value.id != name for name, value in given):
+            raise UnsupportedError("it changes what it gives to its parent's forward")
+    raise UnsupportedError("it has no forward")
+
+
+def _super_call(tree: ast.FunctionDef) -> ast.Call | None:
+    """Return the call of a function that only returns `super().forward(…)`; else None."""
+    body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
+    value = body[0].value if len(body) == 1 and isinstance(body[0], ast.Return) else None
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "super().forward":
+        return value
+    return None
+
+
 class _Walk:
     """What the values of a trunk's forward are, statement by statement.
 
@@ -107,7 +141,7 @@ class _Walk:
             raise UnsupportedError("its forward was replaced")
         self._trunk = trunk
         self._list = next(name for name, one in trunk.named_children() if one is layers)
-        function: Any = type(trunk).forward
+        function: Any = _forward_of(type(trunk))
         self._globals = function.__globals__
         self.into_layers: frozenset[str] = frozenset()
         self.returned: list[frozenset[str]] = []

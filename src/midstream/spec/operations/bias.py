@@ -62,7 +62,8 @@ class Bias(Operation):
         with at("tokens"):
             self._set(tokens=_read_tokens(tokens))
         if positions is None:
-            positions = _SAMPLED.get(phase or "all", "all")
+            # A phase that is none is refused below.
+            positions = _SAMPLED.get(str(phase or "all"), "all")
         self._set_place(None, "logits", positions, phase, exclude)
 
     def own(self) -> dict[str, Any]:
@@ -98,7 +99,8 @@ def _read_tokens(value: object) -> tuple[tuple[int, float], ...]:
         raise SpecError("", f"expected 1 to {MAX_TOKENS} tokens, got {len(value)}")
     found: dict[int, float] = {}
     for key, number in value.items():
-        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        is_text = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
+        token = int(key) if is_text else key
         if not is_int(token) or not 0 <= int(token) <= INT_LIMIT:
             raise SpecError("", f"expected token ids from 0, got {show(key)}")
         if int(token) in found:

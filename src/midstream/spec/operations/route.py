@@ -26,12 +26,13 @@ from midstream.spec.vector import Vector
 from midstream.validation import MAX_ITEMS, at, kind, read_int, show
 
 ROUTER = "router"
-# The logit of a deactivated expert. Its softmax is exactly 0, and float16 has it.
-DEACTIVATED = -30000.0
+# The logit of a deactivated expert. Its softmax is exactly 0. Not larger: later edits of the same
+# logit are sums in float32, which have six digits.
+DEACTIVATED = -1000.0
 # How far the logit of an activated expert is above the largest one: this times that logit's
 # magnitude, at least this. Several steps of bfloat16, so that rounding leaves no ties.
 MARGIN = 1 / 64
-MAX_BIAS = 10000.0
+MAX_BIAS = 500.0
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -39,7 +40,7 @@ class Route(Operation):
     """Choose experts for the selected tokens: some always, some never, others more or less likely.
 
     The edit is made to the router's logits, before softmax and top-k. In this order: `bias` is
-    added; the logits of `deactivate` become −30000, whose softmax is 0; the logits of `activate`
+    added; the logits of `deactivate` become −1000, whose softmax is 0; the logits of `activate`
     become m + max(|m|, 1) / 64 plus their bias, where m is the largest logit by then. Logits of
     other experts do not change, so their weights keep their ratios. Fayyaz et al. 2025 (SteerMoE,
     arXiv:2509.09660).
@@ -74,7 +75,7 @@ class Route(Operation):
             activate: an expert, counted from 0, or several; at most as many as the model chooses
                 for a token.
             deactivate: an expert, or several; as many as the model chooses must be left.
-            bias: numbers that are added to experts' logits, by expert, within ±10000; in JSON the
+            bias: numbers that are added to experts' logits, by expert, within ±500; in JSON the
                 experts are strings. Not of a deactivated expert, and of an activated one above 0.
             layer, positions, phase, exclude: see Steer.
             site: "router".
@@ -188,7 +189,7 @@ def _read_bias(value: object) -> tuple[tuple[int, float], ...]:
                 raise SpecError("", "the expert is given twice")
             found[expert] = read_scalar(number)
             if not 0 < abs(float32(found[expert])) <= MAX_BIAS:
-                raise SpecError("", f"expected a number within ±10000, not 0, got {number}")
+                raise SpecError("", f"expected a number within ±500, not 0, got {number}")
     return tuple(sorted(found.items()))
 
 

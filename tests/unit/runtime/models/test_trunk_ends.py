@@ -117,6 +117,17 @@ class InPlace(Trunk):
         return hidden_states.float()
 
 
+class Delegating(Trunk):
+    def forward(self, input_ids: Any, inputs_embeds: Any = None, tensors: Any = None) -> Any:
+        """As Mistral's, which gives its layers more."""
+        return super().forward(input_ids, inputs_embeds, tensors=tensors)
+
+
+class Scaling(Trunk):
+    def forward(self, input_ids: Any, inputs_embeds: Any = None, tensors: Any = None) -> Any:
+        return super().forward(input_ids, inputs_embeds * 2.0, tensors=tensors)
+
+
 class Decorated(Trunk):
     @staticmethod
     def forward(input_ids: Any) -> Any:
@@ -130,7 +141,7 @@ def find(trunk: nn.Module, site: str, given: bool = False) -> Any:
     return find_end(site, model, layers, KNOWN, given)
 
 
-@pytest.mark.parametrize("trunk", [Trunk, Scaled, ScaledLater])
+@pytest.mark.parametrize("trunk", [Trunk, Scaled, ScaledLater, Delegating])
 @pytest.mark.parametrize("given", [False, True])
 def test_without_positions_the_first_layer_gets_the_embedding(trunk, given):
     one = trunk()
@@ -159,6 +170,7 @@ def test_before_learned_positions_it_is_the_output_of_a_module():
         (ScaledPositions, "final_norm", "not the output of one norm"),
         (Normalised, "final_norm", "not the output of one norm"),
         (InPlace, "final_norm", "not the output of one norm"),
+        (Scaling, "embed", "changes what it gives to its parent's forward"),
         (Decorated, "embed", "decorated"),
         (Decorated, "final_norm", "decorated"),
     ],

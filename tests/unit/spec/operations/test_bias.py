@@ -65,6 +65,7 @@ def test_a_bias_survives_json(one, emitted):
         ({-1: 2}, "expected token ids from 0, got -1"),
         ({"a": 2}, "expected token ids from 0, got 'a'"),
         ({True: 2}, "expected token ids from 0, got True"),
+        ({"7" * 5000: 2}, "expected token ids from 0, got '777"),
         ({7: 2, "7": 3}, "token 7 is given twice"),
         ({7: float("-inf")}, "finite|float32"),
         ({7: "x"}, "number|float"),
@@ -74,6 +75,13 @@ def test_what_is_malformed_is_refused(tokens, problem):
     with pytest.raises(SpecError, match=problem) as caught:
         Bias(tokens)
     assert caught.value.path.startswith("tokens")
+
+
+@pytest.mark.parametrize("phase", [["prompt"], {}, 3, "later"])
+def test_a_phase_that_is_none_is_refused(phase):
+    with pytest.raises(SpecError) as caught:
+        Bias({7: 2}, phase=phase)
+    assert caught.value.path == "phase"
 
 
 def test_it_takes_neither_layer_nor_site():
