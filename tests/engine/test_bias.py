@@ -1,4 +1,4 @@
-"""Biases of logits against the logits of transformers, edited by hand."""
+"""Logits that are returned, and biases of logits, against the logits of transformers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,22 @@ from support.inner_served import PROMPTS, ROOM, TIE, TOLERANCE, Served
 from support.oracle_edits import At
 from vllm import SamplingParams
 
-from midstream import Bias, Capture, Gate, Reading, SpecError, Steer, TokenIds
+from midstream import (
+    Attention,
+    Bias,
+    Capture,
+    Gate,
+    Logits,
+    NothingSelectedError,
+    Reading,
+    SpecError,
+    Steer,
+    TokenIds,
+    TopKeys,
+)
+from midstream.results.logits import LogitRows
 
-SITES = ["resid_post", "final_norm", "logits"]
+SITES = ["resid_post", "final_norm", "logits", "rot_q"]
 COUNT = 6
 TOP = 12
 # A request's edits; what is added to the logits of a position, by its index and its edited vector
@@ -113,7 +126,9 @@ def test_compiled_too(tiny_models: Path, tmp_path: Path, monkeypatch: Any) -> No
     oracle = EndOracle(path, "gemma2")
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     with engine(path, enforce_eager=False, **ROOM, midstream={"sites": SITES}) as llm:
-        check(Served("gemma2", oracle, llm))
+        served = Served("gemma2", oracle, llm)
+        check(served)
+        check_logits(served)
 
 
 ONE = pytest.mark.parametrize("served", ["llama"], indirect=True)
@@ -209,7 +224,7 @@ def test_without_the_tap_it_is_refused_by_the_setting(tiny_models: Path, llm: An
 def test_logits_are_read_by_nothing() -> None:
     for make in (lambda: Capture(sites="logits"), lambda: Steer([1.0], site="logits"),
                  lambda: Reading([1.0], site="logits")):  # fmt: skip
-        with pytest.raises(SpecError, match="logits are edited by Bias alone"):
+        with pytest.raises(SpecError, match=r"logits are returned by Logits\(top=…\)"):
             make()
 
 
@@ -224,3 +239,120 @@ def test_server_wide_it_is_in_every_request_and_shown(served: Served) -> None:
         served.llm.steering.clear()
     (output,) = served.ask([PROMPTS[0]], 3, capture=None)
     assert generated(output) == served.oracle.generate(PROMPTS[0], 3)
+
+
+# ---------------------------------------------------------------- logits that are returned
+
+
+def assert_logits(rows: LogitRows, asked: Logits, expected: torch.Tensor) -> None:
+    """Against the reference's logits, [T, vocabulary]."""
+    mine = expected[rows.positions]
+    every = mine.shape[1]
+    assert rows.values.shape == rows.ids.shape
+    assert rows.values.dtype == rows.logsumexp.dtype == torch.float32
+    if asked.top:
+        torch.testing.assert_close(rows.values, mine.topk(asked.top).values, atol=5e-4, rtol=1e-4)
+    else:
+        chosen = list(range(every)) if asked.tokens == "all" else list(asked.tokens)
+        assert rows.ids.tolist() == [chosen] * len(mine)
+    torch.testing.assert_close(rows.values, mine.gather(1, rows.ids), atol=5e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        rows.logprobs, mine.log_softmax(-1).gather(1, rows.ids), atol=5e-4, rtol=1e-4
+    )
+
+
+LOGITS = [
+    Logits(5),
+    Logits(tokens=[150, 3, 7, 9, 8]),
+    Logits(tokens="all"),
+    Logits(tokens=42, positions=["last_prompt", "generated"]),
+    Logits(top=190, positions=slice(2, 5)),
+]
+
+
+def check_logits(served: Served) -> None:
+    """Of prompts of several steps, of generated tokens, beside vectors, attention and edits."""
+    long = [(13 * nth) % 190 + 3 for nth in range(150)]
+    steer = At(Steer(torch.linspace(-1, 1, 64), 1))
+    prompts = [long, *PROMPTS, PROMPTS[0]]
+    beside = [Capture([1], "resid_post"), Attention([1], reduce=TopKeys(3)), *[None] * 3]
+    outputs = served.ask(
+        prompts, 4,
+        capture=[[one, other] if other else one for one, other in zip(LOGITS, beside, strict=True)],
+        edits=[None, [steer.edit], [Bias({7: 90.0})], None, [steer.edit, Bias({9: 90.0})]],
+    )  # fmt: skip
+    for nth, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        assert output.receipt.status == "ok", output.receipt
+        ats = [steer] if nth in (1, 4) else []
+        seen = served.oracle.run([*prompt, *generated(output)][:-1], ats)
+        assert_logits(output.logits, LOGITS[nth], seen.logits)
+        assert output.logits.positions.tolist() == {
+            3: list(range(len(prompt) - 1, len(prompt) + 3)), 4: [2, 3, 4]
+        }.get(nth, list(range(len(prompt) + 3)))  # fmt: skip
+        # Before its bias.
+        assert nth != 2 or generated(output) == [7] * 4
+    assert set(outputs[0].activations) == {("resid_post", 1)}
+    assert outputs[1].attention[1].values.shape == (len(PROMPTS[0]) + 3, 2, 3)
+    assert outputs[2].activations is None
+    assert outputs[2].attention is None
+
+
+def test_logits_are_those_of_transformers_at_every_position(served: Served) -> None:
+    check_logits(served)
+    last = Logits(3, positions="last_prompt")
+    (output,) = served.ask([PROMPTS[2] * 4], 1, capture=[last])
+    assert_logits(output.logits, last, served.oracle.run(PROMPTS[2] * 4).logits)
+    (again,) = served.ask([PROMPTS[2] * 4], 1, capture=[last])
+    assert again.num_cached_tokens == 64
+    assert_logits(again.logits, last, served.oracle.run(PROMPTS[2] * 4).logits)
+
+
+@ONE
+def test_logits_that_are_asked_for_together_are_each_requests_own(served: Served) -> None:
+    """Requests whose rows have the same form, and are computed together."""
+    asked = [Logits(tokens=[3 + nth, 90 - nth, 150]) for nth in range(6)]
+    prompts = [PROMPTS[nth % 3] for nth in range(6)]
+    outputs = served.ask(prompts, 3, capture=[[one] for one in asked])
+    for prompt, one, output in zip(prompts, asked, outputs, strict=True):
+        seen = served.oracle.run([*prompt, *generated(output)][:-1])
+        assert_logits(output.logits, one, seen.logits)
+
+
+@ONE
+def test_each_completion_has_its_own_logits_and_the_json_form_is_read_back(served: Served) -> None:
+    params = SamplingParams(n=2, temperature=1.5, seed=3, max_tokens=5, ignore_eos=True,
+                            detokenize=False)  # fmt: skip
+    (output,) = served.ask([PROMPTS[1]], params=params, capture=LOGITS[0])
+    for one in output.outputs:
+        seen = served.oracle.run([*PROMPTS[1], *one.token_ids][:-1])
+        assert_logits(one.logits, LOGITS[0], seen.logits)
+        again = LogitRows.from_json(one.logits.to_json())
+        for name in ("values", "ids", "logsumexp", "positions"):
+            mine, theirs = getattr(again, name), getattr(one.logits, name)
+            assert mine.dtype == theirs.dtype
+            assert torch.equal(mine, theirs)
+    with pytest.raises(AttributeError, match="logits"):
+        output.logits  # noqa: B018
+
+
+@ONE
+@pytest.mark.parametrize(
+    ("asked", "path", "problem"),
+    [
+        (Logits(tokens=[3, 100_000]), "capture[0].tokens", "there is no token 100000: the model"),
+        (Logits(500), "capture[0].top", "the model has 199 tokens"),
+        ([Logits(2), Logits(3)], "capture[0][1]", "returns logits too"),
+        (Logits(2, positions=9, phase="prompt"), "capture[0].positions", "9"),
+    ],
+)
+def test_logits_that_are_not_there_are_refused(
+    served: Served, asked: Any, path: str, problem: str
+) -> None:
+    with pytest.raises((SpecError, NothingSelectedError), match=problem) as caught:
+        served.ask([PROMPTS[0]], 2, capture=[asked])
+    assert caught.value.path in (path, path.replace("[0]", ""))
+
+
+def test_logits_need_the_final_norm(llm: Any) -> None:
+    with pytest.raises(SpecError, match='add "final_norm" to midstream'):
+        llm.generate([tokens(PROMPTS[0])], greedy(1), capture=Logits(2), use_tqdm=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.fault import Fault
 
 _ENGINE = "tests/engine/test_attention.py::"
+_BIAS = "tests/engine/test_bias.py::"
 
 ATTENTION = (
     Fault(
@@ -82,5 +83,26 @@ ATTENTION = (
         "    if why is not None and not why.startswith(NO_ROPE.format(plain)):\n",
         "tests/unit/runtime/worker/attention/test_layers.py"
         "::test_layers_whose_attention_cannot_be_computed_again_say_why",
+    ),
+    Fault(
+        "Logits of a request are those of another request's tokens",
+        "runtime/worker/attention/logits.py",
+        "mine = None if tokens is None else tokens[first:last]",
+        "mine = None if tokens is None else tokens[: last - first]",
+        f"{_BIAS}test_logits_that_are_asked_for_together_are_each_requests_own",
+    ),
+    Fault(
+        "Chosen logits are returned in another order than their tokens",
+        "runtime/frontend/results/attention.py",
+        "values[:, chosen.argsort().argsort()]",
+        "values[:, chosen.argsort()]",
+        f"{_BIAS}test_logits_are_those_of_transformers_at_every_position",
+    ),
+    Fault(
+        "Logits are returned with the request's biases added",
+        "runtime/worker/endpoint.py",
+        'head=getattr(model, "compute_logits", None),',
+        "head=lambda hidden: model.compute_logits(hidden),",
+        f"{_BIAS}test_logits_are_those_of_transformers_at_every_position",
     ),
 )

@@ -17,7 +17,7 @@ from support.others_words import direction, packed
 from support.serving import NAME, Running
 from support.serving_offline import HELLO, TOKENS, VECTOR, assert_equal, plain
 
-from midstream import Attention, Capture, Client, Mass, Steer, TopKeys
+from midstream import Attention, Capture, Client, Logits, Mass, Steer, TopKeys
 from midstream.client import ServerError
 from midstream.compat.foreign_fields import FOREIGN, OWN
 
@@ -28,7 +28,7 @@ PROMPT = "The capital of France is"
 @pytest.fixture(scope="module")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     allowed = serving.settings(http={"parameters": ["lm_head.weight", "model.norm.weight"]})
-    command = serving.command(smollm2, "--sites=resid_post,rot_q", allowed)
+    command = serving.command(smollm2, "--sites=resid_post,rot_q,final_norm", allowed)
     with serving.running(command, tmp_path_factory.mktemp("others")) as found:
         yield found
 
@@ -94,6 +94,23 @@ def test_clients_read_the_allowed_parameters_as_the_checkpoint_has_them(client, 
     assert torch.equal(client.parameter("model.norm.weight"), stored["model.norm.weight"].float())
     with pytest.raises(ServerError, match=r"may not read.*'model.embed_tokens.weight'"):
         client.parameter("model.embed_tokens.weight")
+
+
+@pytest.mark.parametrize("asks", ["complete", "stream"])
+def test_logits_come_over_http(client, asks):
+    """They are the head's of what the final norm returned."""
+    last = {"positions": ["last_prompt", "generated"]}
+    asked = [Logits(4, **last), Capture(sites="final_norm", **last)]
+    if asks == "stream":
+        *_, found = client.stream(PROMPT, **ASKED, capture=asked)
+    else:
+        found = client.complete(PROMPT, **ASKED, capture=asked)
+    every = found.activations["final_norm"] @ client.parameter("lm_head.weight").T
+    rows = found.logits
+    assert rows.positions.tolist() == list(range(4, 4 + TOKENS))
+    torch.testing.assert_close(rows.values, every.topk(4).values, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(rows.values, every.gather(1, rows.ids), atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(rows.logsumexp, every.logsumexp(-1), atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("asks", ["complete", "stream"])

@@ -14,6 +14,7 @@ from midstream.results.activations import Activations
 from midstream.results.arrays import array_of
 from midstream.results.attention import AttentionResults
 from midstream.results.attention_json import from_json
+from midstream.results.logits import LogitRows
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import CaptureResult, Receipt
 from midstream.results.serialization import unpack
@@ -36,6 +37,7 @@ class ServedCompletion:
         capture_results: results of sinks by name; None if no rows went to a sink.
         rows: of a stream, partial rows of captures with `stream`, in the order received.
         attention_rows: of a stream, partial rows of an `Attention` with `stream`, likewise.
+        logits: logits of the positions that a `Logits` selects; None without one, or not yet known.
         captured: rows that the server keeps for edits of later requests; None if it keeps none.
     """
 
@@ -50,6 +52,7 @@ class ServedCompletion:
     captured: CapturedRows | None = None
     attention: AttentionResults | None = None
     attention_rows: list[AttentionResults] = field(default_factory=list)
+    logits: LogitRows | None = None
 
 
 @dataclass(slots=True)
@@ -81,6 +84,12 @@ class ServedOutput:
     def attention(self) -> AttentionResults | None:
         """Attention weights of the only choice; None with several choices."""
         found: AttentionResults | None = self._only("attention")
+        return found
+
+    @property
+    def logits(self) -> LogitRows | None:
+        """Logits of the only choice; None with several choices."""
+        found: LogitRows | None = self._only("logits")
         return found
 
     @property
@@ -173,6 +182,8 @@ class Reader:
         one.attention_rows += [from_json(each) for each in results.get("attention_rows", ())]
         if "attention" in results:
             one.attention = from_json(results["attention"])
+        if "logits" in results:
+            one.logits = LogitRows.from_json(results["logits"])
         rows = results.get("activations")
         if rows is not None:
             if "base64" in rows:

@@ -117,6 +117,7 @@ def _response_schema() -> dict[str, Any]:
                 "description": "Captured rows as safetensors: in base64, or the URL to fetch.",
             },
             "attention": {"type": "array", "description": "Attention weights, by layer."},
+            "logits": {"type": "object", "description": "Logits of the positions asked for."},
             "captures": {"type": "object", "description": "Result of storing the rows, by sink."},
         },
     }

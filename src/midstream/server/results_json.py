@@ -16,6 +16,7 @@ from midstream.errors import HttpError
 from midstream.results.activations import Activations, groups_of, owns_memory, rows_after
 from midstream.results.attention import AttentionResults
 from midstream.results.attention_json import nbytes_of, to_json
+from midstream.results.logits import LogitRows
 from midstream.results.probe_scores import Probes
 from midstream.results.serialization import PackedRows, pack
 from midstream.server.capture_cache import CachedCapture, CaptureCache
@@ -78,6 +79,8 @@ class ResultEncoder:
             encoded["attention_rows"] = [self._attention(each) for each in update.attention]
         if update.final is not None and update.final.attention is not None:
             encoded["attention"] = self._attention(update.final.attention)
+        if update.final is not None and update.final.logits is not None:
+            encoded["logits"] = self._logits(update.final.logits)
         if update.final is not None:
             sinks = {
                 sink: {"status": one.status, "reason": one.reason, "paths": list(one.paths)}
@@ -97,16 +100,24 @@ class ResultEncoder:
         return encoded
 
     def _attention(self, results: AttentionResults) -> list[dict[str, Any]]:
-        size = nbytes_of(results)
-        if size > self._settings.inline_bytes:
+        fewer = "fewer queries, layers or heads, or a smaller reduction"
+        self._check_inline("attention", nbytes_of(results), fewer)
+        return to_json(results)
+
+    def _logits(self, rows: LogitRows) -> dict[str, Any]:
+        self._check_inline("logits", rows.nbytes, "fewer positions or tokens")
+        return rows.to_json()
+
+    def _check_inline(self, what: str, size: int, fewer: str) -> None:
+        """Raise an HttpError, 413, if results are larger than a response may be."""
+        limit = self._settings.inline_bytes
+        if size > limit:
             raise HttpError(
                 413,
-                f"midstream.attention: {size} bytes exceed the limit of "
-                f"{self._settings.inline_bytes} bytes per response (http.inline_bytes); ask for "
-                "fewer queries, layers or heads, or a smaller reduction",
+                f"midstream.{what}: {size} bytes exceed the limit of {limit} bytes per response "
+                f"(http.inline_bytes); ask for {fewer}",
                 "midstream.capture",
             )
-        return to_json(results)
 
     async def _whole(
         self, context: RequestContext, request_id: str, rows: Activations

@@ -21,8 +21,8 @@ from midstream.validation import (
 )
 
 LOGITS = (
-    "logits are edited by Bias alone, and read by no capture, probe or gate: "
-    "SamplingParams(logprobs=…) returns them, final_norm is what the head reads"
+    "logits are returned by Logits(top=…) or Logits(tokens=…), edited by Bias alone, and read by "
+    "no probe or gate; final_norm is what the head reads"
 )
 Name = tuple[str, int | None]  # (canonical site, layer if the name has one)
 

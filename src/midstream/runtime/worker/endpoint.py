@@ -151,7 +151,10 @@ class WorkerEndpoint:
             config.on_nonfinite,
             only_armed=bool(replacements),
             patterns=PatternReader(
-                self._attention.at, lambda group: adapter.block_table(runner, group)
+                self._attention.at,
+                lambda group: adapter.block_table(runner, group),
+                # As it is before biases are added to what it returns.
+                head=getattr(model, "compute_logits", None),
             ),
         )
         if self._session.bias is not None:

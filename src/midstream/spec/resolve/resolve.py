@@ -12,6 +12,7 @@ from midstream.spec.attention import Attention, queries_named
 from midstream.spec.capture import Capture
 from midstream.spec.heads import head_size
 from midstream.spec.instructions import Instruction
+from midstream.spec.logits import Logits
 from midstream.spec.operations import Edit, Gate, Route, Steer
 from midstream.spec.plan import Plan
 from midstream.spec.positions.position_set import Where
@@ -21,6 +22,7 @@ from midstream.spec.positions.select import MAX_RANGES, select
 from midstream.spec.probe import Probe
 from midstream.spec.resolve.attention import check_attention, resolve_attention
 from midstream.spec.resolve.biases import bias_of, check_sampled, with_switch
+from midstream.spec.resolve.logits import check_logits, resolve_logits
 from midstream.spec.resolve.resolved import (
     ResolvedBias,
     ResolvedCapture,
@@ -101,6 +103,7 @@ class _Resolver:
         for index, capture in enumerate(plan.captures):
             with at(f"capture[{index}]"):
                 captures.append(self._resolve_capture(capture, index))
+        check_logits(captures)
         check_attention(captures)
         for index, capture in enumerate(also, -len(also)):
             with at(f"sinks[{index}]"), suppress(NothingSelectedError):
@@ -146,6 +149,8 @@ class _Resolver:
                 where = self._select(capture.positions)
             given = (self._shape, self._prompt, self._max_tokens)
             return resolve_attention(capture, source, where, *given)
+        if isinstance(capture, Logits):
+            return resolve_logits(capture, source, self._select(capture.positions), self._shape)
         taps = find_taps(capture.layers, capture.sites, self._shape, "layers", "sites")
         if capture.heads is not None:
             for site, layer in taps:

@@ -100,20 +100,23 @@ class ResolvedProbe:
         return slot
 
 
-PatternKind = Literal["top", "mass", "entropy", "full"]
+PatternKind = Literal["top", "mass", "entropy", "full", "logits_top", "logits_of", "logits_all"]
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What the rows of an `Attention` have for each query and head: numbers of 4 bytes.
+    """What the rows of an `Attention` have for each query and head, or those of a `Logits`:
+    numbers of 4 bytes.
 
     Attributes:
-        kind: the reduction.
+        kind: the reduction, or which logits.
         size: numbers of a head: of `top`, k positions as int32 and then k weights; of `full`, the
-            weights of so many keys; else 1.
-        keys: of `mass`, the positions of the keys.
+            weights of so many keys; of `mass` and `entropy` 1. Of logits, all numbers: those of
+            `logits_top` are k token ids as int32, and k logits; the last is ln Σ exp(logit).
+        keys: of `mass`, the positions of the keys; of `logits_of`, the tokens.
         heads: the query heads that are computed, ascending; empty: all.
-        reads: for each tap of the capture, the tap at which its queries are read.
+        reads: for each tap of the capture, the tap at which its queries are read; of logits,
+            `final_norm`.
         counts: for each of these, the number of heads that are computed, over all ranks.
     """
 
@@ -134,12 +137,12 @@ class ResolvedCapture:
     """One capture: its taps and positions.
 
     Attributes:
-        taps: in the order of a forward pass. Those of an `Attention` are no taps of the engine: a
-            site that begins with "attention", and the layer.
+        taps: in the order of a forward pass. Those of an `Attention` or a `Logits` are no taps of
+            the engine: a site that begins with "attention", or "logits", and the layer.
         where: the positions.
         source: index of the plan's capture; negative: of the server-wide captures, whose last is
             −1.
-        pattern: of an `Attention`, what its rows are; else None.
+        pattern: of an `Attention` or a `Logits`, what its rows are; else None.
     """
 
     taps: tuple[Tap, ...]

@@ -25,10 +25,20 @@ from midstream.runtime.frontend.request.sent_vectors import named_vectors
 from midstream.runtime.protocol.cache_keys import CacheKeys, cache_keys
 from midstream.runtime.protocol.rank_parts import check_parts
 from midstream.sites import order
-from midstream.spec import Attention, Capture, ModelShape, Plan, Positions, Prompt, ResolvedPlan
+from midstream.spec import (
+    Attention,
+    Capture,
+    Logits,
+    ModelShape,
+    Plan,
+    Positions,
+    Prompt,
+    ResolvedPlan,
+)
 from midstream.spec.capture import SHARDED
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.operations import Edit
+from midstream.spec.resolve.logits import with_vocabulary
 from midstream.spec.resolve.resolve import resolve
 from midstream.spec.resolve.session_rules import check_growing
 from midstream.spec.resolve.wire import to_bytes
@@ -221,12 +231,13 @@ class PlanResolver:
         if resolved.captures:
             # Captures of every request use codec and ranks of the request's own, if it has any.
             own = () if plan is None else plan.captures
-            decisive = tuple(each for each in own if not isinstance(each, Attention)) or also or own
+            vectors = tuple(each for each in own if not isinstance(each, (Attention, Logits)))
+            decisive = vectors or also or own
             resolved = replace(
                 resolved, codec=self._codec(decisive), sharded=self._return(decisive) == SHARDED
             )
             _check_heads(own, resolved.codec)
-        resolved = self._with_parts(resolved)
+        resolved = self._with_parts(with_vocabulary(resolved, self._engine.vllm_config))
         first = self._info.workers[0]
         need = need_of(
             resolved,

@@ -104,7 +104,7 @@ class AsyncCompletion:
             output.probes = single.probes = call.stream.probes()
             if call.partial_rows is not None and call.partial_rows.is_streamed:
                 shown = await self._streamer.show(call, output.finished)
-                output.activations, output.attention = parted(shown, call.admitted)
+                output.activations, output.attention, _ = parted(shown, call.admitted)
                 single.activations, single.attention = output.activations, output.attention
         if call.failure is not None:
             raise call.failure

@@ -1,4 +1,4 @@
-"""Rows of attention among the rows of a completion, as the caller gets them."""
+"""Rows of attention and logits among the rows of a completion, as the caller gets them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import torch
 from midstream.results.activations import Activations
 from midstream.results.attention import AttentionResults, AttentionRows, Key
 from midstream.results.gathered_rows import GatheredRows
+from midstream.results.logits import LogitRows
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.sites import Tap
 from midstream.spec.attention import Attention
+from midstream.spec.logits import Logits
 from midstream.spec.resolve.resolved import Pattern
 
 _WORDS = {"top": "top_keys"}
@@ -17,8 +19,9 @@ _WORDS = {"top": "top_keys"}
 
 def parted(
     rows: Activations | None, admitted: AdmittedRequest
-) -> tuple[Activations | None, AttentionResults | None]:
-    """Return the captured vectors among some rows, and the attention; None where there is none.
+) -> tuple[Activations | None, AttentionResults | None, LogitRows | None]:
+    """Return the captured vectors among some rows, the attention and the logits; None where there
+    are none.
 
     Args:
         rows: rows of captures of a request.
@@ -26,19 +29,43 @@ def parted(
     """
     widths = admitted.plan.pattern_widths
     if rows is None or not any(tap in widths for tap in rows):
-        return rows, None
+        return rows, None, None
     assert admitted.own is not None
     found: dict[Key, AttentionRows] = {}
+    logits = None
     for capture in admitted.plan.captures:
         if capture.pattern is None:
             continue
         asked = admitted.own.captures[capture.source]
+        if isinstance(asked, Logits):
+            if capture.taps[0] in rows.counts():
+                logits = _logits_of(rows, capture.taps[0], asked)
+            continue
         assert isinstance(asked, Attention)
         for place, tap in enumerate(capture.taps):
             if tap in rows.counts():
                 count = capture.pattern.counts[place]
                 found[asked.name, tap[1]] = _rows_of(rows, tap, capture.pattern, count, asked.heads)
-    return _vectors(rows, widths), AttentionResults(found, rows.num_layers)
+    attention = AttentionResults(found, rows.num_layers) if found else None
+    return _vectors(rows, widths), attention, logits
+
+
+def _logits_of(rows: Activations, tap: Tap, asked: Logits) -> LogitRows:
+    """Return the logits of a completion, in memory of their own."""
+    values = rows[tap].as_subclass(torch.Tensor).clone()
+    positions = rows.positions_of(*tap).clone()
+    values, total = values[:, :-1], values[:, -1]
+    count = values.shape[1]
+    if asked.top:
+        count //= 2
+        ids = values[:, :count].contiguous().view(torch.int32).long()
+        return LogitRows(values[:, count:], ids, total, positions)
+    if isinstance(asked.tokens, str):
+        return LogitRows(values, torch.arange(count).expand(len(values), -1), total, positions)
+    # A row has the tokens in ascending order.
+    chosen = torch.tensor(asked.tokens)
+    values = values[:, chosen.argsort().argsort()]
+    return LogitRows(values, chosen.expand(len(values), -1), total, positions)
 
 
 def _vectors(rows: Activations, patterns: dict[Tap, int]) -> Activations | None:

@@ -37,6 +37,7 @@ from midstream.spec.sink_target import MEMORY
 RESULTS = (
     "activations",
     "attention",
+    "logits",
     "probes",
     "receipt",
     "capture_results",
@@ -239,7 +240,7 @@ def _set_results(
         if kept:
             receipt = replace(receipt, kept=kept, problems=(*receipt.problems, *problems))
         shown = parted(activations, finished.admitted)
-        completion.activations, completion.attention = shown
+        completion.activations, completion.attention, completion.logits = shown
         completion.probes = mine.probes
         completion.receipt = receipt
         completion.capture_results = joined or None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from midstream.runtime.protocol.runs import within_runs
-from midstream.runtime.worker.attention.reader import QueryRun
+from midstream.runtime.worker.attention.query_run import QueryRun
 from midstream.runtime.worker.step.in_flight import PreparedStep
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_plan import CodecBatch

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from midstream.runtime.worker.attention import weights as op
 from midstream.runtime.worker.attention.layers import AttentionLayer
+from midstream.runtime.worker.attention.logits import Head, LogitReader
+from midstream.runtime.worker.attention.query_run import QueryRun
 from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
 from midstream.spec.positions.ranges import Ranges
@@ -21,27 +23,6 @@ WORKSPACE_BYTES = 64 << 20
 
 # Returns the blocks of each request of the batch, integers [requests, blocks], by KV cache group.
 BlockTable = Callable[[int], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class QueryRun:
-    """Consecutive rows of one request, in consecutive records.
-
-    Attributes:
-        request: index of the request in the batch.
-        record: index of the first record.
-        length: number of records.
-        lowest: position of the first row, or a lower bound.
-        position: position of the first row, or an upper bound.
-        keys: for each `PatternColumns`, the positions of a mass.
-    """
-
-    request: int
-    record: int
-    length: int
-    lowest: int
-    position: int
-    keys: tuple[Ranges, ...]
 
 
 class PatternReader:
@@ -55,15 +36,18 @@ class PatternReader:
         layers: Callable[[int], AttentionLayer],
         block_table: BlockTable,
         workspace: int = WORKSPACE_BYTES,
+        head: Head | None = None,
     ) -> None:
         """Args:
         layers: returns the attention that reads the queries of a tap, by the tap's index.
         block_table: returns the blocks of the batch's requests.
         workspace: see `WORKSPACE_BYTES`.
+        head: the model's `compute_logits`; None: no request asks for logits.
         """
         self._layers = layers
         self._block_table = block_table
         self._workspace = workspace
+        self._logits = None if head is None else LogitReader(head, workspace)
 
     def encode(
         self,
@@ -85,12 +69,17 @@ class PatternReader:
         end = encoding.encode_vectors(records, out)
         tiles: dict[tuple[int, int], list[_Tile]] = {}
         for nth, columns in enumerate(encoding.patterns):
-            layer = self._layers(columns.tap)
-            key = columns.count, layer.form.window
-            if key not in tiles:
-                batches = _batches(runs, *key, self._workspace)
-                tiles[key] = [_Tile.of(some, key[1], positions) for some in batches]
-            rows = self._rows(nth, columns, layer, records, tiles[key])
+            if columns.kind.startswith("logits"):
+                assert self._logits is not None
+                hidden = records[:, columns.start : columns.start + columns.width]
+                rows = self._logits.rows(nth, columns, hidden, runs)
+            else:
+                layer = self._layers(columns.tap)
+                key = columns.count, layer.form.window
+                if key not in tiles:
+                    batches = _batches(runs, *key, self._workspace)
+                    tiles[key] = [_Tile.of(some, key[1], positions) for some in batches]
+                rows = self._rows(nth, columns, layer, records, tiles[key])
             out[:, end : end + columns.nbytes] = rows.view(torch.uint8)
             end += columns.nbytes
         return out
@@ -196,6 +185,8 @@ class _Reading:
                 return op.entropy(weights)
             case "full":
                 return op.full(weights, begin, self.columns.size)
+            case other:
+                raise AssertionError(other)
 
     def _scores(self, queries: Tensor, tile: _Tile, stop: int) -> Tensor:
         begin, form = tile.begin, self.form

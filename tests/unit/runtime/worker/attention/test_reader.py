@@ -16,7 +16,8 @@ from midstream.codecs import Full8, Raw
 from midstream.runtime.worker.attention import weights
 from midstream.runtime.worker.attention.key_layout import KeyLayout
 from midstream.runtime.worker.attention.layers import AttentionLayer
-from midstream.runtime.worker.attention.reader import PatternReader, QueryRun
+from midstream.runtime.worker.attention.query_run import QueryRun
+from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.attention.weights import AttentionForm
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
 

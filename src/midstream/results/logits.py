@@ -1,0 +1,82 @@
+"""Logits of one completion."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from midstream.results.arrays import array_of, to_numpy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitRows:
+    """What a `Logits` returned.
+
+    Attributes:
+        values: float32 [positions, n], the logits: of `top`, descending; of `tokens`, in the order
+            in which these were given; of all tokens, by id.
+        ids: int64 [positions, n], the token of each.
+        logsumexp: float32 [positions], ln Σ exp(logit) over the whole vocabulary.
+        positions: int64 [positions], ascending. Row p has the logits of token p + 1.
+    """
+
+    values: Tensor
+    ids: Tensor
+    logsumexp: Tensor
+    positions: Tensor
+
+    @property
+    def logprobs(self) -> Tensor:
+        """Natural logarithms of the tokens' probabilities, float32 [positions, n]."""
+        return self.values - self.logsumexp[:, None]
+
+    def __len__(self) -> int:
+        """Return the number of positions."""
+        return len(self.positions)
+
+    def __repr__(self) -> str:
+        return f"LogitRows({self.values.shape[0]} positions × {self.values.shape[1]} tokens)"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the JSON form's numbers, before base64."""
+        return 4 * (2 * self.values.shape[0] * self.values.shape[1] + len(self))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return an object with `positions`, `shape`, and as little-endian bytes in base64
+        `values` and `logsumexp`, float32, and `ids`, int32.
+        """
+        return {
+            "positions": self.positions.tolist(),
+            "shape": list(self.values.shape),
+            "values": _text(self.values, "<f4"),
+            "ids": _text(self.ids, "<i4"),
+            "logsumexp": _text(self.logsumexp, "<f4"),
+        }
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> LogitRows:
+        """Read what `to_json` returned."""
+        shape = tuple(value["shape"])
+
+        def read(name: str, dtype: str, shape: tuple[int, ...], kept: str) -> Any:
+            found = np.frombuffer(base64.b64decode(value[name]), dtype).reshape(shape)
+            return array_of(found.astype(kept), kept)
+
+        return LogitRows(
+            read("values", "<f4", shape, "float32"),
+            read("ids", "<i4", shape, "int64"),
+            read("logsumexp", "<f4", shape[:1], "float32"),
+            array_of(value["positions"], "int64"),
+        )
+
+
+def _text(values: Any, dtype: str) -> str:
+    return base64.b64encode(to_numpy(values).astype(dtype).tobytes()).decode()

@@ -1,0 +1,28 @@
+"""Runs of rows of one request in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from midstream.spec.positions.ranges import Ranges
+
+
+@dataclass(frozen=True, slots=True)
+class QueryRun:
+    """Consecutive rows of one request, in consecutive records.
+
+    Attributes:
+        request: index of the request in the batch.
+        record: index of the first record.
+        length: number of records.
+        lowest: position of the first row, or a lower bound.
+        position: position of the first row, or an upper bound.
+        keys: for each `PatternColumns`, the positions of a mass, or the tokens of logits.
+    """
+
+    request: int
+    record: int
+    length: int
+    lowest: int
+    position: int
+    keys: tuple[Ranges, ...]

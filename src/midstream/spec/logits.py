@@ -1,0 +1,120 @@
+"""`Logits`: which logits of some positions to return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from midstream.errors import SpecError
+from midstream.spec.argument_names import accept_spellings, read_named
+from midstream.spec.capture import Capture
+from midstream.spec.forms import PhaseLike, PositionsLike
+from midstream.validation import INT_LIMIT, at, is_int, kind, read_int, show
+
+MAX_TOP = 1024
+MAX_TOKENS = 1024
+ALL: Literal["all"] = "all"
+_FIELDS = ("top", "tokens", "positions", "phase", "exclude")
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Logits(Capture):
+    """Return logits at some positions, of prompt tokens as of generated ones.
+
+    Those of position p are the ones from which token p + 1 is sampled, as the model's head returns
+    them: with its scale and soft cap, before a `Bias` and before penalties, structured output and
+    temperature. They are computed on the worker from the output of the final norm, in float32 after
+    the head. The result is `output.logits`, see `midstream.results.logits.LogitRows`.
+
+    The engine must tap `final_norm`.
+
+    Attributes:
+        top: number of largest logits of each position; 0: those of `tokens`.
+        tokens: token ids, in the given order; "all": the whole vocabulary.
+    """
+
+    top: int
+    tokens: tuple[int, ...] | Literal["all"]
+
+    @accept_spellings
+    def __init__(
+        self,
+        top: int | None = None,
+        tokens: Sequence[int] | int | Literal["all"] | None = None,
+        positions: PositionsLike = "all",
+        phase: PhaseLike | None = None,
+        exclude: PositionsLike | None = None,
+    ) -> None:
+        """Create it. Either `top` or `tokens` is given.
+
+        Args:
+            top: 1 to 1024: so many of the largest logits of each position, and their token ids.
+            tokens: a token id, up to 1024 of them, or "all": the logits of these tokens. "all" is
+                4 bytes for each token of the vocabulary and position.
+            positions: any form of Positions.
+            phase: "prompt" or "generated" restricts the positions to tokens of that phase.
+            exclude: positions to exclude.
+
+        Raises:
+            SpecError: a field is malformed; its path starts with the field's name.
+        """
+        Capture.__init__(self, None, "final_norm", positions, phase, exclude)
+        if (top is None) == (tokens is None):
+            raise SpecError("", "give either `top` or `tokens`")
+        found = 0
+        if top is not None:
+            with at("top"):
+                found = read_int(top)
+                if not 1 <= found <= MAX_TOP:
+                    raise SpecError("", f"expected 1 to {MAX_TOP}, got {found}")
+        object.__setattr__(self, "top", found)
+        with at("tokens"):
+            object.__setattr__(self, "tokens", () if tokens is None else _read_tokens(tokens))
+
+    @staticmethod
+    def parse(value: object) -> Logits:
+        """Read a Logits, or a dict of the constructor's arguments.
+
+        Raises:
+            SpecError: a field is unknown, missing or malformed.
+        """
+        if isinstance(value, Logits):
+            return value
+        assert isinstance(value, Mapping)
+        return Logits(**read_named(value, (), _FIELDS))
+
+    def without_place(self) -> Capture:
+        """Return it as it is: its rows are on the output alone."""
+        return self
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the JSON form, which `parse` reads."""
+        found: dict[str, object] = {"top": self.top}
+        if not self.top:
+            found = {"tokens": ALL if isinstance(self.tokens, str) else list(self.tokens)}
+        return found | self.positions.to_dict()
+
+
+def _read_tokens(value: Any) -> tuple[int, ...] | Literal["all"]:
+    if isinstance(value, str):
+        if value != ALL:
+            raise SpecError("", f'expected token ids or "all", got {show(value)}')
+        return ALL
+    values = [value] if is_int(value) else value
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, (list, tuple, range)):
+        raise SpecError("", f'expected token ids or "all", got {kind(value)}')
+    if not 1 <= len(values) <= MAX_TOKENS:
+        raise SpecError("", f"expected 1 to {MAX_TOKENS} tokens, got {len(values)}")
+    found: dict[int, None] = {}
+    for nth, one in enumerate(values):
+        with at(f"[{nth}]"):
+            token = read_int(one)
+            if not 0 <= token <= INT_LIMIT:
+                raise SpecError("", f"expected token ids from 0, got {token}")
+            if token in found:
+                raise SpecError("", f"token {token} is given twice")
+            found[token] = None
+    return tuple(found)

@@ -1,0 +1,98 @@
+"""Resolution of a `Logits` against a model and a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.spec.logits import Logits
+from midstream.spec.positions.position_set import Where
+from midstream.spec.positions.ranges import merge
+from midstream.spec.resolve.resolved import Pattern, ResolvedCapture, ResolvedPlan
+from midstream.spec.shape import ModelShape
+
+LOGITS = "logits"
+
+
+def resolve_logits(logits: Logits, source: int, where: Where, shape: ModelShape) -> ResolvedCapture:
+    """Resolve a `Logits`. The size of rows of the whole vocabulary is 0 until `with_vocabulary`.
+
+    Args:
+        logits: what to return.
+        source: its index in the plan.
+        where: its positions.
+        shape: the model.
+
+    Raises:
+        SpecError: the engine does not tap `final_norm`.
+    """
+    read = "final_norm", shape.num_layers - 1
+    if read not in shape.taps:
+        why = shape.reason(read) or (
+            'the engine does not tap final_norm; add "final_norm" to midstream\'s setting `sites`, '
+            'as in LLM(…, midstream={"sites": ["resid_post", "final_norm"]})'
+        )
+        raise SpecError("", f"logits cannot be read: {why}")
+    pattern = Pattern("logits_all", 0, (), (), (read,), (1,))
+    if logits.top:
+        pattern = replace(pattern, kind="logits_top", size=2 * logits.top + 1)
+    elif not isinstance(logits.tokens, str):
+        tokens = merge((token, token + 1) for token in logits.tokens)
+        pattern = replace(pattern, kind="logits_of", size=len(logits.tokens) + 1, keys=tokens)
+    return ResolvedCapture(((LOGITS, read[1]),), where, source, pattern)
+
+
+def check_logits(captures: Sequence[ResolvedCapture]) -> None:
+    """Check that at most one capture returns logits.
+
+    Raises:
+        SpecError: two do.
+    """
+    found = [one.source for one in captures if one.taps[0][0] == LOGITS]
+    if len(found) > 1:
+        raise SpecError(
+            f"capture[{found[1]}]",
+            f"capture[{found[0]}] returns logits too; ask for one kind of logits in a request",
+        )
+
+
+def with_vocabulary(plan: ResolvedPlan, vllm_config: Any) -> ResolvedPlan:
+    """Return a plan whose logits the engine can return, with the sizes of their rows.
+
+    Args:
+        plan: the plan.
+        vllm_config: the engine's settings.
+
+    Raises:
+        SpecError: the engine cannot return logits, or there is no such token.
+    """
+    places = [nth for nth, one in enumerate(plan.captures) if one.taps[0][0] == LOGITS]
+    if not places:
+        return plan
+    (place,) = places
+    capture = plan.captures[place]
+    path = f"capture[{capture.source}]"
+    if vllm_config.parallel_config.tensor_parallel_size > 1:
+        raise SpecError(
+            path, "logits are unsupported with tensor parallelism, as ranks share the head"
+        )
+    if vllm_config.lora_config is not None:
+        raise SpecError(path, "logits are unsupported with LoRA, which may change the head")
+    vocabulary = int(vllm_config.model_config.get_vocab_size())
+    pattern = capture.pattern
+    assert pattern is not None
+    largest = (pattern.keys[-1][1] or 0) - 1 if pattern.keys else 0
+    if largest >= vocabulary:
+        raise SpecError(
+            f"{path}.tokens",
+            f"there is no token {largest}: the model has {vocabulary}, 0 to {vocabulary - 1}",
+        )
+    if pattern.kind == "logits_top" and pattern.size > 2 * vocabulary + 1:
+        raise SpecError(f"{path}.top", f"the model has {vocabulary} tokens")
+    if pattern.kind == "logits_all":
+        pattern = replace(pattern, size=vocabulary + 1)
+    captures = list(plan.captures)
+    captures[place] = replace(capture, pattern=pattern)
+    return replace(plan, captures=tuple(captures))
