@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.attention_served import MODELS, TOLERANCE, AttentionServed, reference
+from support.attention_served import MODELS, TOLERANCE, AttentionServed, eager, reference
 from support.engines import engine, greedy, tokens
 from support.inner_served import PROMPTS, ROOM
+from transformers import AutoTokenizer
 
 from midstream import Attention, Capture, Entropy, Mass, Scale, SpecError, TopKeys
 from midstream.results.attention_json import from_json, to_json
@@ -76,6 +78,23 @@ def replace_queries(one: Attention) -> Attention:
     return Attention(
         one.layers, one.heads, ["last_prompt", "generated"], reduce=one.reduce, name=one.name
     )
+
+
+@pytest.mark.model
+def test_weights_of_smollm2(smollm2: Path) -> None:
+    text = "The capital of France is the city of Paris, and two and two are four; water boils. " * 4
+    prompt = list(AutoTokenizer.from_pretrained(smollm2)(text).input_ids)
+    assert len(prompt) > ROOM["max_num_batched_tokens"]
+    asked = [
+        Attention([3, 17], reduce="full"),
+        Attention("all", heads=[0, 8], queries=["last_prompt", "generated"], reduce=TopKeys(9),
+                  name="top"),
+        Attention([29], reduce=Entropy(), name="entropy"),
+    ]  # fmt: skip
+    with engine(smollm2, **ROOM, midstream={"sites": ["rot_q"]}) as llm:
+        mine = AttentionServed(eager(smollm2), llm)
+        (output,) = mine.ask([prompt], asked)
+        assert mine.assert_is(prompt, output, asked) <= TOLERANCE
 
 
 def test_a_cached_prompt_is_read_where_it_is(served: AttentionServed) -> None:

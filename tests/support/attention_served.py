@@ -38,6 +38,8 @@ MODELS: dict[str, tuple[tiny.Tiny, str]] = {
     "gemma2": (tiny.Tiny(_gemma2), "rot_q"),
     "gemma3": (tiny.MODELS["gemma3"], "rot_q"),
     "gpt2": (tiny.MODELS["gpt2"], "q"),
+    "opt": (tiny.MODELS["opt"], "q"),
+    "phi3": (tiny.MODELS["phi3"], "rot_q"),
 }
 
 
@@ -115,7 +117,12 @@ def _top_difference(rows: Any, expected: Tensor, k: int) -> float:
 def reference(name: str, folder: Path) -> tuple[Path, Any]:
     """The model's folder, and the reference."""
     path = tiny.make(f"{name}-attention", folder, MODELS[name][0])
+    return path, eager(path)
+
+
+def eager(path: Path) -> Any:
+    """The reference on a model's folder."""
     model = hf.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     )
-    return path, model.eval()
+    return model.eval()
