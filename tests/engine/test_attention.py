@@ -81,6 +81,7 @@ def replace_queries(one: Attention) -> Attention:
 
 
 @pytest.mark.model
+@pytest.mark.nightly
 def test_weights_of_smollm2(smollm2: Path) -> None:
     text = "The capital of France is the city of Paris, and two and two are four; water boils. " * 4
     prompt = list(AutoTokenizer.from_pretrained(smollm2)(text).input_ids)
