@@ -1,21 +1,14 @@
-"""Cases of the kernel of attention scores, and the comparison with PyTorch.
-
-Run as a script with `TRITON_INTERPRET=1`, it compares them in Triton's interpreter.
-"""
+"""Cases of the kernel of attention scores, and the comparison with PyTorch."""
 
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from midstream.runtime.worker.attention import weights
 from midstream.runtime.worker.attention.scores_kernel import scores_triton
@@ -130,11 +123,6 @@ def cases(device: str, dtypes: Any) -> Iterator[tuple[str, Case]]:
         yield f"{shape} {name} {dtype}", make(*shape, FORMS[name], dtype, device, seed)
 
 
-def main() -> None:
-    # The interpreter has no bfloat16 products.
-    checked = [case.check(name) for name, case in cases("cpu", [torch.float32, torch.float16])]
-    sys.stdout.write(f"{len(checked)} cases\n")
-
-
-if __name__ == "__main__":
-    main()
+def check_without_a_gpu() -> int:
+    """Check the cases in Triton's interpreter, which has no bfloat16 products; return how many."""
+    return len([case.check(name) for name, case in cases("cpu", [torch.float32, torch.float16])])

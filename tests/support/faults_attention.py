@@ -43,7 +43,7 @@ ATTENTION = (
         "(distance < window)",
         "(tl.max(at, 0) - key[None, :] < window)",
         "tests/unit/ops/test_site_triton.py"
-        "::test_the_interpreted_kernel_does_what_the_reference_does",
+        "::test_the_interpreted_kernels_do_what_their_references_do",
     ),
     Fault(
         "The kernel of attention scores reads the first block of a request for all its keys",
@@ -51,7 +51,7 @@ ATTENTION = (
         "table_row + key // size,",
         "table_row + 0 * key,",
         "tests/unit/ops/test_site_triton.py"
-        "::test_the_interpreted_kernel_does_what_the_reference_does",
+        "::test_the_interpreted_kernels_do_what_their_references_do",
     ),
     Fault(
         "A query attends to the keys of another request",

@@ -1,4 +1,4 @@
-"""The Triton kernel on the CPU, in Triton's interpreter, compared with the reference op.
+"""The Triton kernels on the CPU, in Triton's interpreter, compared with their references.
 
 A program of its own: the interpreter is chosen by `TRITON_INTERPRET=1` before Triton is imported.
 """
@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from midstream.ops import layout
 from midstream.ops.site_ref import site_ref
 from midstream.ops.site_triton import site_triton
+from support.attention_scores import check_without_a_gpu
 from support.site_cases import assert_same, in_units, random_case, same_bits
 from support.site_noops import NOOPS, noop_case
 
@@ -63,7 +64,7 @@ def main() -> None:
         before = made.hidden.clone()
         site_triton(*made.arguments())
         assert same_bits(made.hidden, before), name
-    sys.stdout.write(f"{edited} rows edited\n")
+    sys.stdout.write(f"{edited} rows edited, {check_without_a_gpu()} cases of attention\n")
 
 
 if __name__ == "__main__":

@@ -288,6 +288,7 @@ def test_the_command_prints_the_folder_or_the_error(
 
 
 @pytest.mark.model
+@pytest.mark.engine  # runs the real model, which takes as long as starting an engine
 def test_the_real_model_knows_the_capital_of_france(smollm2: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
