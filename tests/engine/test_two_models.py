@@ -99,8 +99,15 @@ def always(tiny_llama: Path) -> Iterator[dict[str, Any]]:
         yield results(llm)
 
 
-@pytest.mark.parametrize("setting", ["startup", "lazy"])
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("eager", "setting"),
+    [
+        pytest.param(True, "startup", id="eager-startup"),
+        pytest.param(True, "lazy", id="eager-lazy"),
+        pytest.param(False, "startup", id="compiled-startup"),
+        pytest.param(False, "lazy", id="compiled-lazy", marks=pytest.mark.nightly),
+    ],
+)
 def test_two_models_return_what_one_tapped_model_does(
     always: dict[str, Any],
     tiny_llama: Path,

@@ -20,6 +20,7 @@ from midstream import (
     Clamp,
     Entropy,
     Gate,
+    Logits,
     Mass,
     Probe,
     Reading,
@@ -90,7 +91,10 @@ def alone(path: Path) -> Iterator[Any]:
         yield llm
 
 
-@pytest.fixture(scope="module", params=["tensor", "pipeline"])
+# Stages have whole layers; that their rows and edits come together is in the mix of test_ranks too.
+@pytest.fixture(
+    scope="module", params=["tensor", pytest.param("pipeline", marks=pytest.mark.nightly)]
+)
 def several(request: Any, path: Path) -> Iterator[Any]:
     how = {"tensor_parallel_size": 2} if request.param == "tensor" else PIPELINE
     midstream = {"sites": [*EVERY, "logits"], "check_ranks": True}
@@ -141,6 +145,19 @@ def test_biases_are_added_to_the_logits_of_the_whole_vocabulary_once(alone, seve
             )
     assert generated(found[0]) == [7] * 4
     assert generated(found[1])[1:] == [9] * 3
+
+
+def test_logits_of_the_last_stage_are_those_of_one_rank(alone, several):
+    asked = Logits(4, positions=slice(1, None))
+    if several.info.workers[0].tensor_ranks > 1:
+        with pytest.raises(SpecError, match="unsupported with tensor parallelism"):
+            run(several, asked)
+        return
+    for one, other in zip(run(several, asked), run(alone, asked), strict=True):
+        assert one.receipt.status == "ok"
+        assert torch.equal(one.logits.positions, other.logits.positions)
+        torch.testing.assert_close(one.logits.values, other.logits.values, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(one.logits.logsumexp, other.logits.logsumexp)
 
 
 def test_the_model_has_the_widths_and_heads_of_all_ranks(several):
