@@ -71,8 +71,8 @@ def test_the_page_has_their_numbers():
     page = " ".join((ROOT / "docs/coming-from.md").read_text().split())
     counts = rival_rows.counts()
     said = (
-        f"Of {sum(counts.values())} test functions of EasySteer and interp-engine about sites "
-        f"inside layers, {counts['pass']} ask what midstream's own tests show, "
+        f"Of {sum(counts.values())} test functions of EasySteer, interp-engine and vllm-lens about "
+        f"sites inside layers, {counts['pass']} ask what midstream's own tests show, "
         f"{counts['lacking']} ask for something that cannot be said, and {counts['nothing']} are "
         "about the other project's own parts."
     )
