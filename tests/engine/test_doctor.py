@@ -98,6 +98,7 @@ def test_an_edit_that_is_not_written_is_wrong_though_all_is_read_rightly(
     assert bad == set(OPERATIONS) - {"Probe"}
 
 
+@pytest.mark.nightly
 def test_halves_of_a_gated_mlp_that_are_taken_for_each_other_are_wrong(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
