@@ -125,20 +125,9 @@ def cached_prompt(llm: Any, name: str | None, rows: int, batch: int, length: int
 def decode_step(llm: Any, name: str | None, rows: int, batch: int, length: int) -> float:
     """Return the mean seconds of steps in which each sequence generates a token, `rows` = 1."""
     prompts, given = _request(llm, name, batch, length, "generated")
-    engine = llm.llm_engine
-    step, ends = engine.step, []
-
-    def timed_step() -> Any:
-        out = step()
-        ends.append(time.perf_counter())
-        return out
-
-    engine.step = timed_step
-    try:
-        params = overhead.sampling(SKIPPED + STEPS + overhead.LAST)
+    params = overhead.sampling(SKIPPED + STEPS + overhead.LAST)
+    with overhead.step_ends(llm) as ends:
         llm.generate(prompts, params, use_tqdm=False, **given)
-    finally:
-        del engine.step
     # Counted from the end: a step more or less of the prompts does not matter.
     last = len(ends) - 1 - overhead.LAST
     return (ends[last] - ends[last - STEPS]) / STEPS

@@ -22,7 +22,8 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -189,8 +190,17 @@ def vector(shape: str, *seed: int) -> Any:
 
 def decode_step(llm: Any, ask: Ask, of: Of) -> float:
     """Return the seconds of one decode step: the mean over steps in which all requests generate."""
+    with step_ends(llm) as ends:
+        timed(llm, ask, of, PROMPT, SKIPPED + STEPS + LAST)
+    return (ends[SKIPPED + STEPS - 1] - ends[SKIPPED - 1]) / STEPS
+
+
+@contextmanager
+def step_ends(llm: Any) -> Iterator[list[float]]:
+    """Yield a list that gets the time at which each of the engine's steps ends, in seconds."""
     engine = llm.llm_engine
-    step, ends = engine.step, []
+    step = engine.step
+    ends: list[float] = []
 
     def timed_step() -> Any:
         out = step()
@@ -199,10 +209,9 @@ def decode_step(llm: Any, ask: Ask, of: Of) -> float:
 
     engine.step = timed_step
     try:
-        timed(llm, ask, of, PROMPT, SKIPPED + STEPS + LAST)
+        yield ends
     finally:
         del engine.step
-    return (ends[SKIPPED + STEPS - 1] - ends[SKIPPED - 1]) / STEPS
 
 
 def timed(llm: Any, ask: Ask, of: Of, length: int, tokens: int) -> float:

@@ -27,6 +27,8 @@ class LogitReader:
         """
         self._head = head
         self._workspace = workspace
+        # Rows at a time: one until the first logits show how large the vocabulary is.
+        self._step = 1
 
     def rows(
         self, nth: int, columns: PatternColumns, hidden: Tensor, runs: Sequence[QueryRun]
@@ -41,15 +43,14 @@ class LogitReader:
         """
         out = torch.empty((len(hidden), columns.size), dtype=torch.float32, device=hidden.device)
         tokens = _tokens(runs, nth, hidden.device) if columns.kind == "logits_of" else None
-        step = 1
         first = 0
         while first < len(hidden):
-            logits = self._head(hidden[first : first + step].contiguous()).float()
+            logits = self._head(hidden[first : first + self._step].contiguous()).float()
             last = first + len(logits)
             mine = None if tokens is None else tokens[first:last]
             out[first:last] = _row(logits, columns, mine)
             # The head's output, the same in float32, and what the sum of exponentials takes.
-            step = max(1, self._workspace // (4 * 3 * logits.shape[1]))
+            self._step = max(1, self._workspace // (4 * 3 * logits.shape[1]))
             first = last
         return out
 
