@@ -279,7 +279,7 @@ KEPT: tuple[Fault, ...] = (
     ),
     Fault(
         "A tensor-parallel rank edits its heads with another rank's part of the vector",
-        "runtime/worker/request_table.py",
+        "runtime/worker/plan_table.py",
         "                    edit.steps, share.rank // share.copies(edit.tap), share.parts[edit.tap]\n",
         "                    edit.steps, 0, share.parts[edit.tap]\n",
         "tests/system/test_inner_ranks.py::test_edits_of_every_rank_do_what_they_do_on_one",

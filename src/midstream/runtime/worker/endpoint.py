@@ -36,7 +36,7 @@ from midstream.runtime.protocol.rpc import (
     WorkerUsage,
     read_request,
 )
-from midstream.runtime.protocol.runs import runs_of
+from midstream.runtime.protocol.runs import joined
 from midstream.runtime.protocol.scores import RequestScores
 from midstream.runtime.protocol.segments import RankShare, Room
 from midstream.runtime.protocol.worker_info import MissingTap, WorkerInfo, WorkerRank
@@ -195,7 +195,7 @@ class WorkerEndpoint:
                 return self._describe()
             case UpdateVectors():
                 for update in request.updates:
-                    self._session.requests.update_vectors(update)
+                    self._session.requests.plans.update_vectors(update)
             case CollectResults():
                 return self._collect(request)
             case CollectPartialRows():
@@ -218,7 +218,7 @@ class WorkerEndpoint:
             case CheckIntegrity():
                 self._session.check_integrity()
                 self._arena.sweep()
-                return IntegrityReport(self._arena.used, len(self._session.requests.vectors))
+                return IntegrityReport(self._arena.used, len(self._session.requests.plans.vectors))
         return Acknowledged()
 
     def _describe(self) -> WorkerInfo:
@@ -324,7 +324,7 @@ def pack_scores(
     parts = []
     for state, block in found:
         slots = state.plan.slots
-        requests.append(RequestScores(state.uid, slots, runs_of(block.positions)))
+        requests.append(RequestScores(state.uid, slots, joined(block.position, block.length)))
         parts.append(block.values[:, 0, :slots].contiguous().numpy().tobytes())
     return RunningScores(requests, b"".join(parts))
 

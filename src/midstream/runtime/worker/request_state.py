@@ -63,6 +63,23 @@ class Segment:
         return self.program, self.group, vectors, self.units, self.kind, self.scored, self.codec
 
 
+@dataclass(slots=True, eq=False)
+class RankPlan:
+    """A plan on this rank, which requests with the same plan share.
+
+    Attributes:
+        packed: its bytes.
+        resolved: the plan.
+        segments: its segments on this rank, with their programs and groups.
+        users: number of requests that use it.
+    """
+
+    packed: bytes
+    resolved: ResolvedPlan
+    segments: list[Segment]
+    users: int = 0
+
+
 @dataclass(slots=True)
 class RequestState:
     """One request with a plan.
@@ -73,6 +90,7 @@ class RequestState:
         plan: what the request asks for.
         slot: row of the request in the arrays of `SlotTable`.
         segments: segments of the plan, ascending, over [0, FOREVER).
+        shared: the plan in `PlanTable`; None if the plan could not be read or placed.
         serial: serial number, unique in this worker.
         blocks: captured rows; set when the request is collected.
         scores: scores of its probes; likewise.
@@ -92,6 +110,7 @@ class RequestState:
     plan: ResolvedPlan
     slot: int
     segments: list[Segment]
+    shared: RankPlan | None = None
     serial: int = 0
     blocks: list[RowBlock[ArenaRows]] = field(default_factory=list)
     scores: list[RowBlock[Scores]] = field(default_factory=list)

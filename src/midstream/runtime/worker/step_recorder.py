@@ -257,7 +257,7 @@ class StepRecorder:
         expected = self._expected
         if expected is None or expected.tokens is not plan.tokens:
             expected = self._expected = ExpectedCounts(plan, self._signature.signature)
-        tally = step.shipment.tally().numpy()[expected.rows]
+        tally = step.shipment.tally().numpy()[plan.active]
         if (tally == expected.tally).all():
             self._slots.record_states(plan.slots, plan.positions, expected.states)
             return
