@@ -65,13 +65,16 @@ def site_triton(
     dependent = _dependent_launch(num_rows, width, device)
     dtypes = hidden.dtype, rest.dtype, ring.dtype
     kind = device, dtypes, width, unit, has_residual, strides, dependent
-    is_aligned = not reduce(or_, [each.data_ptr() for each in tensors if each is not None]) % 16
+    addresses = [None if each is None else each.data_ptr() for each in tensors]
+    is_aligned = not reduce(or_, [each for each in addresses if each is not None]) % 16
     kernel = _KERNELS.get(kind) if is_aligned else None
     options = _launch_options(width, unit, hidden.dtype, dependent)
     with _current(device):
         if kernel is not None:
             constants = width, unit, has_residual, options["block"], options["limit"], dependent
-            kernel[(num_rows, 1, 1)](*tensors, *strides, *constants)
+            # Of a tensor, the launcher would ask the driver whether the device can read it.
+            stream = _stream(device)
+            kernel[(num_rows, 1, 1)](*addresses, *strides, *constants, stream=stream)
             return
         kernel = site_kernel[(num_rows,)](*tensors, *strides, has_residual=has_residual, **options)
         if is_aligned and torch.version.hip is None and kernel is not None:
@@ -94,6 +97,14 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
 
 
 _NOTHING = nullcontext()
+
+
+def _stream(device: torch.device) -> int | None:
+    """Return the handle of the current stream; None for Triton to find it."""
+    if device.type != "cuda":
+        return None
+    handle: int = triton.runtime.driver.active.get_current_stream(device.index)
+    return handle
 
 
 @cache
