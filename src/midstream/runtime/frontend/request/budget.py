@@ -264,17 +264,21 @@ def max_row_bytes(
 
 
 def row_sizes(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, int]:
-    """Return the bytes of an encoded row of each tap that a plan captures.
+    """Return the bytes of an encoded row of each tap that a plan captures, which nobody may change.
 
     Raises:
         SpecError: the codec does not support vectors this short.
     """
-    codec, dtype = parse_codec(plan.codec), getattr(torch, shape.dtype)
-    patterns = plan.pattern_widths
-    return {
-        tap: 4 * patterns[tap] if tap in patterns else codec.row_bytes(shape.width(tap), dtype)
-        for tap in plan.taps
-    }
+
+    def make() -> dict[Tap, int]:
+        codec, dtype = parse_codec(plan.codec), getattr(torch, shape.dtype)
+        patterns = plan.pattern_widths
+        return {
+            tap: 4 * patterns[tap] if tap in patterns else codec.row_bytes(shape.width(tap), dtype)
+            for tap in plan.taps
+        }
+
+    return plan.remember(("row sizes", shape.dtype), 0, make)
 
 
 def check_rows(need: Need, room: RowLimit) -> None:
