@@ -16,6 +16,7 @@ _NONFINITE = "values that are not finite are cleared from reused KV"
 _DUMMY_RUNS = "dummy runs run both models while the engine starts"
 _MEMORY = "memory for the CUDA graphs of both models"
 _GRAPHS = "each model has its own CUDA graphs"
+_AGREE = "ranks agree on requests whose logits they compute together"
 
 
 def _start_up(module: str, *named: str) -> tuple[Seam, ...]:
@@ -63,6 +64,7 @@ MODEL_SEAMS: tuple[Seam, ...] = (
         (),
         "a dummy run in which the taps are checked",
     ),
+    Seam("vllm.distributed.parallel_state", "get_tp_group", (), _AGREE),
 )
 
 _PARAMETERS = "parameters are gathered over ranks"
@@ -86,6 +88,7 @@ MODEL_FIELDS: tuple[Fields, ...] = (
         ("org_vocab_start_index", "org_vocab_end_index"),
         _PARAMETERS,
     ),
+    Fields("vllm.distributed.parallel_state", "GroupCoordinator", ("cpu_group",), _AGREE),
     Fields("vllm.model_executor.layers.linear", "LinearBase", ("tp_size",), _PARAMETERS),
     Fields(
         "vllm.model_executor.layers.linear",

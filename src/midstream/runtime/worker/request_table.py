@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from midstream.runtime.protocol.failures import Failure
 from midstream.runtime.protocol.rank_parts import part_of_steps
 from midstream.runtime.protocol.segments import PlanSegment, RankShare, cut
 from midstream.runtime.protocol.vector_update import VectorUpdate
+from midstream.runtime.worker.rank_agreement import is_joint
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.request_state import (
     RequestState,
@@ -30,6 +31,8 @@ from midstream.spec.resolve.wire import from_bytes
 
 _CACHED_PLANS = 256
 _LOGGER = logging.getLogger(__name__)
+# Returns whether all ranks that run the same requests say yes.
+Agree = Callable[[bool], bool]
 _NO_PLAN = ResolvedPlan(0, (), ())  # of a request whose plan cannot be read
 
 
@@ -45,6 +48,7 @@ class RequestTable:
         taps: Mapping[Tap, int],
         share: RankShare,
         checksum: RankChecksum | None = None,
+        agree: Agree | None = None,
     ) -> None:
         """Args:
         slots: the running requests.
@@ -54,6 +58,8 @@ class RequestTable:
         taps: the rank's taps and their indices.
         share: the part of the captured vectors that this rank transfers.
         checksum: receives every plan; None if ranks are not compared.
+        agree: asks the other ranks whether they can run a plan with work that all do together; None
+            if there are none.
         """
         self._slots = slots
         self._tables = tables
@@ -62,6 +68,7 @@ class RequestTable:
         self._taps = dict(taps)
         self._share = share
         self._checksum = checksum
+        self._agree = agree
         self._added = 0
         # Finished requests with the number of their last step, which is not settled.
         self._finishing: list[tuple[int, RequestState]] = []
@@ -111,6 +118,10 @@ class RequestTable:
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             _LOGGER.exception("midstream failed request %s", request_id)
+        if self._agree is not None and is_joint(plan) and not self._agree(not problem):
+            release_segments(segments, self._tables)
+            resolved, segments = _NO_PLAN, [idle_segment()]
+            problem = problem or "another rank cannot run the plan"
         self._added += 1
         request = RequestState(
             id=request_id,
