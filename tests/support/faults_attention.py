@@ -103,15 +103,15 @@ ATTENTION = (
     Fault(
         "Logits are returned with the request's biases added",
         "runtime/worker/endpoint.py",
-        "None if compute_logits is None else Head(compute_logits, vocabulary)",
-        "None if compute_logits is None else Head(lambda h: model.compute_logits(h), vocabulary)",
+        "return Head(compute_logits, int(",
+        "return Head(lambda hidden: model.compute_logits(hidden), int(",
         f"{_BIAS}test_logits_are_those_of_transformers_at_every_position",
     ),
     Fault(
         "Ranks call the head for the rows that each of them has in the order of its own encodings",
         "runtime/worker/attention/logits.py",
-        'np.argsort(np.concatenate([query.rows for query in queries]), kind="stable")',
-        "np.arange(sum(len(query.rows) for query in queries))",
+        'np.argsort(rows, kind="stable")',
+        "np.arange(len(rows))",
         _TOGETHER,
     ),
     Fault(
@@ -127,6 +127,14 @@ ATTENTION = (
         "self._agree is not None and is_joint(plan) and not",
         "False and not",
         _TOGETHER,
+    ),
+    Fault(
+        "Logits are those of the adapter of another request",
+        "runtime/worker/attention/head_adapters.py",
+        "wrapper.token_lora_indices[rows]",
+        "wrapper.token_lora_indices[: len(rows)].flip(0)",
+        "tests/engine/test_alongside_inputs.py"
+        "::test_logits_of_each_request_are_those_of_its_adapters_head",
     ),
     Fault(
         "Logits of tokens that the head lacks are left out",

@@ -18,9 +18,8 @@ from midstream.spec.resolve.wire import from_bytes, to_bytes
 SHAPE = ModelShape(2, 4, [("final_norm", 1), ("resid_post", 0)])
 
 
-def config(lora: Any = None) -> Any:
+def config() -> Any:
     return SimpleNamespace(
-        lora_config=lora,
         model_config=SimpleNamespace(get_vocab_size=lambda: 40),
     )
 
@@ -68,10 +67,3 @@ def test_what_is_malformed_is_refused(make: Any, path: str, problem: str) -> Non
     with pytest.raises(SpecError, match=problem) as caught:
         make()
     assert caught.value.path == path
-
-
-def test_an_engine_that_cannot_return_them_refuses() -> None:
-    plan = resolve(Plan.make(capture=Logits(2)), SHAPE, Prompt(6), 3)
-    with pytest.raises(SpecError, match="unsupported with LoRA") as caught:
-        with_vocabulary(plan, config(lora=object()))
-    assert caught.value.path == "capture[0]"

@@ -44,6 +44,7 @@ from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import replicas_of
 from midstream.runtime.vllm.attributes import ENDPOINT
 from midstream.runtime.vllm.engine_rules import check_settings
+from midstream.runtime.worker.attention.head_adapters import HeadAdapters
 from midstream.runtime.worker.attention.layers import RankAttention
 from midstream.runtime.worker.attention.logits import Head
 from midstream.runtime.worker.attention.reader import PatternReader
@@ -428,8 +429,10 @@ def _room(config: Config) -> Room:
 def _head(model: Any, vllm_config: Any) -> Head | None:
     """Return a model's head; None if it has none, as a model that embeds texts."""
     compute_logits = getattr(model, "compute_logits", None)
-    vocabulary = int(vllm_config.model_config.get_vocab_size())
-    return None if compute_logits is None else Head(compute_logits, vocabulary)
+    if compute_logits is None:
+        return None
+    adapters = None if vllm_config.lora_config is None else HeadAdapters(model)
+    return Head(compute_logits, int(vllm_config.model_config.get_vocab_size()), adapters)
 
 
 def _largest_step(runner: Any, vllm_config: Any) -> int:

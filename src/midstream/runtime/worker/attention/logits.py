@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from midstream.runtime.protocol.runs import Ints
+from midstream.runtime.worker.attention.head_adapters import HeadAdapters
 from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternColumns
 
@@ -23,21 +24,35 @@ class Head:
     that does not would make the others wait for ever.
     """
 
-    def __init__(self, compute_logits: Callable[[Tensor], Any], vocabulary: int) -> None:
+    def __init__(
+        self,
+        compute_logits: Callable[[Tensor], Any],
+        vocabulary: int,
+        adapters: HeadAdapters | None = None,
+    ) -> None:
         """Args:
         compute_logits: the model's, without biases.
         vocabulary: number of tokens. What `compute_logits` returns beyond it is padding; a token
             that the head lacks has the logit −∞.
+        adapters: the head's LoRA adapters; None: the engine has no LoRA.
         """
         self._compute_logits = compute_logits
         self._vocabulary = vocabulary
+        self._adapters = adapters
 
-    def __call__(self, hidden: Tensor) -> Tensor | None:
+    def __call__(self, hidden: Tensor, rows: Ints) -> Tensor | None:
         """Return the logits, float32 [n, vocabulary]; None: another rank has them.
 
         Args:
             hidden: [n, hidden], in the model's dtype.
+            rows: int64 [n], the row of the step's batch of each; its request's adapter applies.
         """
+        if self._adapters is None:
+            return self._logits(hidden)
+        with self._adapters.of_rows(on_device(torch.from_numpy(rows), hidden.device)):
+            return self._logits(hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor | None:
         logits: Tensor | None = self._compute_logits(hidden.contiguous())
         if logits is None:
             return None
@@ -46,19 +61,20 @@ class Head:
         return pad(logits, (0, lacking), value=-torch.inf) if lacking else logits
 
     def in_parts(
-        self, count: int, hidden: Callable[[int, int], Tensor], workspace: int
+        self, rows: Ints, hidden: Callable[[int, int], Tensor], workspace: int
     ) -> Iterator[tuple[int, Tensor | None]]:
         """Yield the logits of some rows in parts, each with the number of its first row.
 
         Args:
-            count: number of rows.
+            rows: int64 [n], see `__call__`.
             hidden: returns the outputs of the final norm of the rows [first, stop).
             workspace: device memory in bytes that a part may take. One row may take more.
         """
         # The head's output, the same in float32, and what the sum of exponentials takes.
-        rows = max(1, workspace // (4 * 3 * self._vocabulary))
-        for first in range(0, count, rows):
-            yield first, self(hidden(first, min(first + rows, count)))
+        step = max(1, workspace // (4 * 3 * self._vocabulary))
+        for first in range(0, len(rows), step):
+            part = rows[first : first + step]
+            yield first, self(hidden(first, first + len(part)), part)
 
 
 class LogitQuery(NamedTuple):
@@ -113,7 +129,8 @@ class LogitReader:
                 key = query.codec, query.nth
                 found[key] = torch.empty(size, dtype=torch.float32, device=device)
             tokens.append(on_device(torch.from_numpy(query.tokens), device))
-        order = np.argsort(np.concatenate([query.rows for query in queries]), kind="stable")
+        rows = np.concatenate([query.rows for query in queries])
+        order = np.argsort(rows, kind="stable")
         source = np.repeat(np.arange(len(queries)), [len(query.rows) for query in queries])[order]
         record = np.concatenate([np.arange(len(query.rows)) for query in queries])[order]
         place = np.concatenate([query.units for query in queries])[order]
@@ -124,7 +141,7 @@ class LogitReader:
         def hidden(first: int, stop: int) -> Tensor:
             return units[places[first:stop, None] + within].flatten(1)
 
-        for first, logits in self._head.in_parts(len(order), hidden, self._workspace):
+        for first, logits in self._head.in_parts(rows[order], hidden, self._workspace):
             if logits is None:
                 continue
             mine = source[first : first + len(logits)]

@@ -7,7 +7,9 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from support.fake_steps import TAPS, WIDTH, Fake, FakeEngine
@@ -16,6 +18,7 @@ from support.stored import SEGMENT, make_arena
 from torch import Tensor
 
 from midstream.runtime.protocol.segments import RankShare
+from midstream.runtime.worker.attention.head_adapters import HeadAdapters
 from midstream.runtime.worker.attention.logits import Head
 from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.session import WorkerSession
@@ -28,30 +31,76 @@ NORM = ("resid_post", 2)  # stands for the exit of the final norm
 WEIGHTS = torch.randn(WIDTH, PADDED, generator=torch.Generator().manual_seed(1))
 
 
+ROWS = np.arange(5)
+
+
 def head(hidden: Tensor) -> Tensor:
     return hidden @ WEIGHTS
 
 
 @pytest.mark.parametrize("columns", [9, VOCABULARY, PADDED])
 def test_a_head_returns_the_logits_of_the_vocabulary_whatever_the_model_pads_or_lacks(columns):
-    found = Head(lambda hidden: head(hidden)[:, :columns].bfloat16(), VOCABULARY)(torch.eye(WIDTH))
+    found = Head(lambda hidden: head(hidden)[:, :columns].bfloat16(), VOCABULARY)(
+        torch.eye(WIDTH), ROWS
+    )
     assert found.shape == (WIDTH, VOCABULARY)
     assert found.dtype == torch.float32
     known = min(columns, VOCABULARY)
     assert torch.equal(found[:, :known], WEIGHTS[:, :known].bfloat16().float())
     assert (found[:, known:] == -torch.inf).all()
-    assert Head(lambda hidden: None, VOCABULARY)(torch.eye(WIDTH)) is None
+    assert Head(lambda hidden: None, VOCABULARY)(torch.eye(WIDTH), ROWS) is None
 
 
 @pytest.mark.parametrize(("workspace", "sizes"), [(1, [1] * 5), (2 * 12 * VOCABULARY, [2, 2, 1])])
 def test_a_head_takes_no_more_rows_at_a_time_than_its_workspace_has_room_for(workspace, sizes):
     rows = torch.randn(5, WIDTH)
     found = list(
-        Head(head, VOCABULARY).in_parts(5, lambda first, stop: rows[first:stop], workspace)
+        Head(head, VOCABULARY).in_parts(ROWS, lambda first, stop: rows[first:stop], workspace)
     )
     assert [len(logits) for _, logits in found] == sizes
     assert [first for first, _ in found] == [sum(sizes[:nth]) for nth in range(len(sizes))]
     torch.testing.assert_close(torch.cat([each for _, each in found]), head(rows)[:, :VOCABULARY])
+
+
+class Processor:
+    """The parts of vLLM's `LogitsProcessorWithLoRA` that `HeadAdapters` uses; two slots."""
+
+    def __init__(self):
+        self.punica_wrapper = SimpleNamespace(token_lora_indices=torch.tensor([1, -1, 0, 1, 1]))
+        self.a, self.b = torch.zeros(2, 1, 2, WIDTH), torch.zeros(2, 1, VOCABULARY, 2)
+
+    def set_lora(self, index: int, lora_a: Tensor, lora_b: Tensor) -> None:
+        self.reset_lora(index)
+        self.a[index, 0], self.b[index, 0] = lora_a, lora_b
+
+    def reset_lora(self, index: int) -> None:
+        self.a[index] = self.b[index] = 0
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self.punica_wrapper.add_lora_logits(head(hidden), hidden, self.a, self.b, 1.0)
+
+
+def test_each_row_gets_the_adapter_of_its_own_request_as_they_come_and_go(monkeypatch):
+    monkeypatch.setattr("vllm.lora.layers.logits_processor.LogitsProcessorWithLoRA", Processor)
+    processor = Processor()
+    wrapper = processor.punica_wrapper
+    adapters = HeadAdapters(SimpleNamespace(modules=lambda: [processor, Head]))  # type: ignore[arg-type]
+    own = Head(processor, VOCABULARY, adapters)
+    rows, hidden = np.array([4, 1, 2]), torch.randn(3, WIDTH)
+    hidden[1, 0] = torch.inf  # is nobody else's
+    plain = Head(head, VOCABULARY)(hidden, rows)
+    assert torch.equal(own(hidden, rows), plain)
+    matrices = torch.randn(2, WIDTH), torch.randn(VOCABULARY, 2)
+    processor.set_lora(1, *matrices)
+    added = matrices[1] @ matrices[0] @ hidden[0]
+    found = own(hidden, rows)
+    torch.testing.assert_close(found[0], plain[0] + added)
+    torch.testing.assert_close(found[1:], plain[1:], rtol=0, atol=0, equal_nan=True)
+    processor.set_lora(1, *(each * 2 for each in matrices))
+    torch.testing.assert_close(own(hidden, rows)[0], plain[0] + 4 * added)
+    processor.reset_lora(1)
+    assert torch.equal(own(hidden[[0, 2]], rows[[0, 2]]), plain[[0, 2]])
+    assert processor.punica_wrapper is wrapper
 
 
 # ---------------------------------------------------------------- ranks
