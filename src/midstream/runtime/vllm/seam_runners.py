@@ -68,6 +68,12 @@ MODEL_SEAMS: tuple[Seam, ...] = (
         (),
         "a dummy run in which the taps are checked",
     ),
+    Seam(
+        "vllm.model_executor.models.interfaces_base",
+        "VllmModelForTextGeneration.compute_logits",
+        ("hidden_states",),
+        "logits are returned, and biases added to them",
+    ),
     Seam("vllm.distributed.parallel_state", "get_tp_group", (), _AGREE),
     Seam(
         _LORA_HEAD,
