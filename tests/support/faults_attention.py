@@ -6,6 +6,8 @@ from support.fault import Fault
 
 _ENGINE = "tests/engine/test_attention.py::"
 _BIAS = "tests/engine/test_bias.py::"
+_HEAD = "tests/unit/runtime/worker/attention/test_logits.py::"
+_TOGETHER = f"{_HEAD}test_ranks_call_the_head_together_whatever_each_one_drops_or_cannot_run"
 
 ATTENTION = (
     Fault(
@@ -87,8 +89,8 @@ ATTENTION = (
     Fault(
         "Logits of a request are those of another request's tokens",
         "runtime/worker/attention/logits.py",
-        "mine = None if tokens is None else tokens[first:last]",
-        "mine = None if tokens is None else tokens[: last - first]",
+        "query.columns, tokens[nth][to])",
+        "query.columns, tokens[nth][: len(at)])",
         f"{_BIAS}test_logits_that_are_asked_for_together_are_each_requests_own",
     ),
     Fault(
@@ -101,8 +103,44 @@ ATTENTION = (
     Fault(
         "Logits are returned with the request's biases added",
         "runtime/worker/endpoint.py",
-        'head=getattr(model, "compute_logits", None),',
-        "head=lambda hidden: model.compute_logits(hidden),",
+        "return Head(compute_logits, int(",
+        "return Head(lambda hidden: model.compute_logits(hidden), int(",
         f"{_BIAS}test_logits_are_those_of_transformers_at_every_position",
+    ),
+    Fault(
+        "Ranks call the head for the rows that each of them has in the order of its own encodings",
+        "runtime/worker/attention/logits.py",
+        'np.argsort(rows, kind="stable")',
+        "np.arange(len(rows))",
+        _TOGETHER,
+    ),
+    Fault(
+        "A rank whose arena is full does not call the head with the others",
+        "runtime/worker/step_recorder.py",
+        "            if self._patterns is not None:  # of",
+        "            if not self._slots.incomplete[plan.runs.slot].any():  # of",
+        _TOGETHER,
+    ),
+    Fault(
+        "A rank that cannot run a plan with logits leaves the others waiting for it",
+        "runtime/worker/request_table.py",
+        "self._agree is not None and is_joint(plan) and not",
+        "False and not",
+        _TOGETHER,
+    ),
+    Fault(
+        "Logits are those of the adapter of another request",
+        "runtime/worker/attention/head_adapters.py",
+        "wrapper.token_lora_indices[rows]",
+        "wrapper.token_lora_indices[: len(rows)].flip(0)",
+        "tests/engine/test_alongside_inputs.py"
+        "::test_logits_of_each_request_are_those_of_its_adapters_head",
+    ),
+    Fault(
+        "Logits of tokens that the head lacks are left out",
+        "runtime/worker/attention/logits.py",
+        "        lacking = self._vocabulary - logits.shape[1]\n",
+        "        lacking = 0\n",
+        f"{_HEAD}test_a_head_returns_the_logits_of_the_vocabulary_whatever_the_model_pads_or_lacks",
     ),
 )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
+from support.end_oracle import EndOracle
 from support.engines import GPU_MEMORY, engine, generated, greedy, tokens
 from support.ranks import PIPELINE, assert_same, ranks
 
@@ -32,6 +33,7 @@ from midstream import (
 )
 from midstream.runtime.protocol.segments import RankShare
 from midstream.sites import INNER, NAMES
+from midstream.testing import inspect
 from midstream.tools.capacity import read_model
 from midstream.tools.capacity.job import ranks as ranks_transfer
 
@@ -147,17 +149,82 @@ def test_biases_are_added_to_the_logits_of_the_whole_vocabulary_once(alone, seve
     assert generated(found[1])[1:] == [9] * 3
 
 
-def test_logits_of_the_last_stage_are_those_of_one_rank(alone, several):
-    asked = Logits(4, positions=slice(1, None))
-    if several.info.workers[0].tensor_ranks > 1:
-        with pytest.raises(SpecError, match="unsupported with tensor parallelism"):
-            run(several, asked)
-        return
-    for one, other in zip(run(several, asked), run(alone, asked), strict=True):
-        assert one.receipt.status == "ok"
-        assert torch.equal(one.logits.positions, other.logits.positions)
-        torch.testing.assert_close(one.logits.values, other.logits.values, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(one.logits.logsumexp, other.logits.logsumexp)
+# Every form of logits, alone and beside rows that ranks share, and requests without any.
+LOGITS: list[Any] = [
+    Logits(4, positions=slice(1, None)),
+    Logits(tokens=[150, 3, 190, 8]),
+    None,
+    [Logits(tokens="all", positions=["last_prompt", "generated"]),
+     Capture("all", ["resid_post", "z"], return_="sharded")],
+    [Logits(7), Attention(1, reduce=Entropy())],
+    Capture([1], "resid_mid"),
+    [Logits(2, positions=[0, 4]), Capture(sites="final_norm")],
+    Logits(4, positions="last_prompt"),
+    Logits(4, positions="generated"),
+]  # fmt: skip
+
+
+def ask_logits(llm: Any) -> list[Any]:
+    prompts = [tokens(PROMPTS[nth % 3]) for nth in range(len(LOGITS))]
+    edits = [
+        [EDITS[-3]] if nth == 3 else [BIASES[0]] if nth == 4 else None
+        for nth in range(len(prompts))
+    ]
+    found: list[Any] = llm.generate(
+        prompts, greedy(4, detokenize=False), capture=LOGITS, edits=edits, use_tqdm=False
+    )
+    return found
+
+
+def test_logits_in_a_mixed_batch_are_those_of_one_rank(alone, several):
+    """In steps of chunks, of several requests, and of requests that ended at different times."""
+    for nth, (one, other) in enumerate(zip(ask_logits(several), ask_logits(alone), strict=True)):
+        assert generated(one) == generated(other), nth
+        if LOGITS[nth] is None:
+            continue
+        assert one.receipt.status == other.receipt.status == "ok"
+        assert one.receipt.captured == other.receipt.captured
+        if other.activations is not None:
+            assert_same([one], [other])
+        if other.logits is not None:
+            mine, theirs = one.logits, other.logits
+            assert torch.equal(mine.positions, theirs.positions)
+            torch.testing.assert_close(mine.values, theirs.values, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(mine.logsumexp, theirs.logsumexp, atol=1e-4, rtol=1e-4)
+            certain = (theirs.values - theirs.values.roll(-1, -1)).abs() > 1e-3
+            assert torch.equal(mine.ids[certain], theirs.ids[certain])
+
+
+def test_logits_are_those_of_transformers_when_requests_are_preempted_and_aborted(path, several):
+    """Whatever ends in between, the ranks call the head in the same steps."""
+    oracle, engine_ = EndOracle(path, "llama"), several.llm_engine
+    asked = [one for one in LOGITS if one is None or isinstance(one, Logits)] * 2
+    for nth, one in enumerate(asked):
+        params = greedy(9 - nth % 4, detokenize=False)
+        if one is not None:
+            params.extra_args = {"midstream": {"capture": one.to_dict()}}
+        engine_.add_request(f"own-{nth}", tokens(PROMPTS[nth % 3]), params)
+    outputs, steps = {}, 0
+    while engine_.has_unfinished_requests():
+        steps += 1
+        if steps == 4:
+            assert several.reset_prefix_cache(reset_running_requests=True)
+        if steps in (2, 6):
+            engine_.abort_request([f"own-{steps}", f"own-{steps + 1}"])
+        outputs.update({one.request_id: one for one in engine_.step() if one.finished})
+    gone = {"own-2", "own-3", "own-6", "own-7"}
+    assert set(outputs) == {f"own-{nth}" for nth in range(len(asked))} - gone
+    for name, output in outputs.items():
+        one = asked[int(name.removeprefix("own-"))]
+        if one is not None:
+            assert output.receipt.status == "ok"
+            logits = oracle.run([*output.prompt_token_ids, *generated(output)][:-1]).logits
+            expected = logits[output.logits.positions]
+            chosen = expected.gather(1, output.logits.ids)
+            torch.testing.assert_close(output.logits.values, chosen, atol=5e-4, rtol=1e-4)
+            total = expected.logsumexp(-1)
+            torch.testing.assert_close(output.logits.logsumexp, total, atol=5e-4, rtol=1e-4)
+    inspect(several).check_integrity()
 
 
 def test_the_model_has_the_widths_and_heads_of_all_ranks(several):

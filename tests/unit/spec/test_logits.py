@@ -18,10 +18,8 @@ from midstream.spec.resolve.wire import from_bytes, to_bytes
 SHAPE = ModelShape(2, 4, [("final_norm", 1), ("resid_post", 0)])
 
 
-def config(ranks: int = 1, lora: Any = None) -> Any:
+def config() -> Any:
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
-        lora_config=lora,
         model_config=SimpleNamespace(get_vocab_size=lambda: 40),
     )
 
@@ -69,17 +67,3 @@ def test_what_is_malformed_is_refused(make: Any, path: str, problem: str) -> Non
     with pytest.raises(SpecError, match=problem) as caught:
         make()
     assert caught.value.path == path
-
-
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        (config(ranks=2), "unsupported with tensor parallelism"),
-        (config(lora=object()), "unsupported with LoRA"),
-    ],
-)
-def test_an_engine_that_cannot_return_them_refuses(given: Any, problem: str) -> None:
-    plan = resolve(Plan.make(capture=Logits(2)), SHAPE, Prompt(6), 3)
-    with pytest.raises(SpecError, match=problem) as caught:
-        with_vocabulary(plan, given)
-    assert caught.value.path == "capture[0]"

@@ -137,8 +137,10 @@ class RankShare(NamedTuple):
         """Return the number of parts in which the ranks have the vectors of a tap."""
         return self.parts[tap] if self.parts else 1
 
-    def reads(self, tap: int) -> bool:
-        """Return whether this rank makes rows of attention of its queries at a tap."""
+    def returns(self, tap: int) -> bool:
+        """Return whether this rank returns rows of attention of its queries at a tap, or logits of
+        its vectors there.
+        """
         return self.rank % self.copies(tap) == 0 if self.parts_of(tap) > 1 else self.rank == 0
 
 
@@ -146,13 +148,15 @@ WHOLE = RankShare(0, 1)
 
 
 class PatternRead(NamedTuple):
-    """A row of attention that is made of the queries at a tap.
+    """A row of attention that is made of the queries at a tap, or logits of the vector there.
 
     Attributes:
         tap: index of the tap, on this rank.
         capture, place: index of the plan's capture, and of the row's tap in it.
         pattern: what the row is.
         num_heads: number of heads that this rank computes.
+        returned: whether this rank returns the row; if not, it computes its part of the logits,
+            which only all ranks together can.
     """
 
     tap: int
@@ -160,6 +164,7 @@ class PatternRead(NamedTuple):
     place: int
     pattern: Pattern
     num_heads: int
+    returned: bool
 
 
 class PlanSegment(NamedTuple):
@@ -258,9 +263,18 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
 def _reads(
     capture: int, pattern: Pattern, taps: dict[Tap, int], share: RankShare
 ) -> tuple[PatternRead, ...]:
-    """Return the rows of attention of a capture that a rank makes."""
+    """Return the rows of attention of a capture that a rank makes, or the logits, which each rank
+    of a tensor-parallel group makes with the others.
+    """
     return tuple(
-        PatternRead(index, capture, place, pattern, pattern.counts[place] // share.parts_of(index))
+        PatternRead(
+            index,
+            capture,
+            place,
+            pattern,
+            pattern.counts[place] // share.parts_of(index),
+            share.returns(index),
+        )
         for place, tap in enumerate(pattern.reads)
-        if (index := taps.get(tap)) is not None and share.reads(index)
+        if (index := taps.get(tap)) is not None and (pattern.of_logits or share.returns(index))
     )

@@ -44,12 +44,15 @@ from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import replicas_of
 from midstream.runtime.vllm.attributes import ENDPOINT
 from midstream.runtime.vllm.engine_rules import check_settings
+from midstream.runtime.worker.attention.head_adapters import HeadAdapters
 from midstream.runtime.worker.attention.layers import RankAttention
+from midstream.runtime.worker.attention.logits import Head
 from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.logit_bias import num_switches
 from midstream.runtime.worker.model_runner import v1, v2
 from midstream.runtime.worker.model_runner.hooks import Hooks
 from midstream.runtime.worker.model_runner.model_switch import ModelSwitch
+from midstream.runtime.worker.rank_agreement import all_ranks
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.result_buffer import ResultBuffer
@@ -150,11 +153,12 @@ class WorkerEndpoint:
             self._checksum,
             config.on_nonfinite,
             only_armed=bool(replacements),
+            agree=None if self._tensor_ranks == 1 else all_ranks,
             patterns=PatternReader(
                 self._attention.at,
                 lambda group: adapter.block_table(runner, group),
                 # As it is before biases are added to what it returns.
-                head=getattr(model, "compute_logits", None),
+                head=_head(model, vllm_config),
             ),
         )
         if self._session.bias is not None:
@@ -420,6 +424,15 @@ def _room(config: Config) -> Room:
         token_ids=config.token_ids,
         probes=config.probes,
     )
+
+
+def _head(model: Any, vllm_config: Any) -> Head | None:
+    """Return a model's head; None if it has none, as a model that embeds texts."""
+    compute_logits = getattr(model, "compute_logits", None)
+    if compute_logits is None:
+        return None
+    adapters = None if vllm_config.lora_config is None else HeadAdapters(model)
+    return Head(compute_logits, int(vllm_config.model_config.get_vocab_size()), adapters)
 
 
 def _largest_step(runner: Any, vllm_config: Any) -> int:

@@ -186,7 +186,8 @@ def acquire_segments(
             units = codecs.units_of(taps)
             kind = rows.kind(returned, number, units // codecs.encoding(number).units)
             where = (start, stop, edits, taps, program, group, kind, scored, number, units)
-            segments.append(Segment(*where, patterns, len(returned) + len(patterns)))
+            rows_each = len(returned) + sum(read.returned for read in patterns)
+            segments.append(Segment(*where, patterns, rows_each))
     except SpecError:
         release_segments(segments, tables)
         raise

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from midstream.ops import layout
+from midstream.runtime.worker.attention.logits import StepLogits
 from midstream.runtime.worker.attention.queries import queries_of
 from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.request_state import RequestState
@@ -148,29 +149,44 @@ class StepRecorder:
         assert prepared is not None
         plan = prepared.plan
         batches: Sequence[CodecBatch] = plan.batches
+        logits: StepLogits = {}
         if batches:
+            if self._patterns is not None:  # of all rows, also those that this rank alone drops
+                logits = self._patterns.logits(
+                    prepared, self._codecs.encoding, self._slots, self._buffers.ring
+                )
             incomplete = self._slots.incomplete[plan.runs.slot]
             if incomplete.any():
                 self._slots.drop(plan.runs, np.flatnonzero(incomplete))
                 batches = plan.batches_of(~incomplete)
+            # A rank may have to compute what another one returns.
+            batches = [each for each in batches if self._row_bytes(each.codec)]
         tally, scores = self._armed.tally, self._no_scores
         if plan.scored:
             scores = self._buffers.scores[: tally.shape[0]]
-        shipment = self._ship(prepared, batches, tally, scores)
+        shipment = self._ship(prepared, batches, tally, scores, logits)
         if plan.num_units:
             self._armed.close_ring()
         self._in_flight.append(InFlightStep(self.counts.steps, prepared, shipment))
         self._slots.last_step[plan.runs.slot] = self.counts.steps
         for batch in self._record_rows(prepared, batches, shipment):
             alone = batch.alone()
-            again = self._ship(prepared, alone, tally[:0], scores[:0])
+            again = self._ship(prepared, alone, tally[:0], scores[:0], logits)
             for lost in self._record_rows(prepared, alone, again):
                 self._slots.drop(plan.runs, lost.runs)
         if plan.scored:
             self._record_scores(prepared, shipment)
 
+    def _row_bytes(self, codec: int) -> int:
+        return self._codecs.encoding(codec).row_bytes(self._buffers.ring.dtype)
+
     def _ship(
-        self, prepared: PreparedStep, batches: Sequence[CodecBatch], tally: Tensor, scores: Tensor
+        self,
+        prepared: PreparedStep,
+        batches: Sequence[CodecBatch],
+        tally: Tensor,
+        scores: Tensor,
+        logits: StepLogits,
     ) -> Shipment:
         parcels = []
         for batch in batches:
@@ -181,7 +197,10 @@ class StepRecorder:
                 units = self._buffers.ring[first : first + batch.num_units]
                 records = units.view(-1, encoding.units * units.shape[1])
                 encoded = self._patterns.encode(
-                    encoding, records, *queries_of(prepared, batch, self._slots, records.device)
+                    encoding,
+                    records,
+                    *queries_of(prepared, batch, self._slots, records.device),
+                    _logits_of(prepared, batch, logits, encoding.units),
                 )
             parcels.append(Parcel(first, batch.num_units, encoding, encoded))
         return self._transport.ship(parcels, tally, scores)
@@ -190,18 +209,17 @@ class StepRecorder:
         self, prepared: PreparedStep, batches: Sequence[CodecBatch], shipment: Shipment
     ) -> list[CodecBatch]:
         """Add the rows of a shipment to the index; return those that did not fit."""
-        ring, missing = self._buffers.ring, []
+        missing = []
         for batch, extent in zip(batches, shipment.extents, strict=True):
             if extent is None:
                 missing.append(batch)
                 continue
-            encoding = self._codecs.encoding(batch.codec)
             self.rows.record(
-                ArenaRows(shipment, extent, encoding.row_bytes(ring.dtype), self._arena),
+                ArenaRows(shipment, extent, self._row_bytes(batch.codec), self._arena),
                 batch.serial,
                 positions_of(prepared, batch.runs),
                 batch.length,
-                batch.record // encoding.units,
+                batch.record // self._codecs.encoding(batch.codec).units,
                 batch.kind,
             )
         return missing
@@ -290,3 +308,19 @@ class StepRecorder:
         """
         assert self.prepared is None
         self._armed.check_integrity()
+
+
+def _logits_of(
+    prepared: PreparedStep, batch: CodecBatch, logits: StepLogits, units: int
+) -> dict[int, Tensor]:
+    """Return the logits of some records of a step, by number of the pattern.
+
+    Args:
+        prepared: the step.
+        batch: the records, all or some of those of an encoding.
+        logits: of the whole step.
+        units: ring units of a record.
+    """
+    (first,) = [every.first for every in prepared.plan.batches if every.codec == batch.codec]
+    begin, stop = (batch.first - first) // units, (batch.first - first + batch.num_units) // units
+    return {nth: rows[begin:stop] for (codec, nth), rows in logits.items() if codec == batch.codec}

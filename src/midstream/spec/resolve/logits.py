@@ -66,7 +66,7 @@ def with_vocabulary(plan: ResolvedPlan, vllm_config: Any) -> ResolvedPlan:
         vllm_config: the engine's settings.
 
     Raises:
-        SpecError: the engine cannot return logits, or there is no such token.
+        SpecError: there is no such token.
     """
     places = [nth for nth, one in enumerate(plan.captures) if one.taps[0][0] == LOGITS]
     if not places:
@@ -74,12 +74,6 @@ def with_vocabulary(plan: ResolvedPlan, vllm_config: Any) -> ResolvedPlan:
     (place,) = places
     capture = plan.captures[place]
     path = f"capture[{capture.source}]"
-    if vllm_config.parallel_config.tensor_parallel_size > 1:
-        raise SpecError(
-            path, "logits are unsupported with tensor parallelism, as ranks share the head"
-        )
-    if vllm_config.lora_config is not None:
-        raise SpecError(path, "logits are unsupported with LoRA, which may change the head")
     vocabulary = int(vllm_config.model_config.get_vocab_size())
     pattern = capture.pattern
     assert pattern is not None

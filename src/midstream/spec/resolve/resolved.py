@@ -127,6 +127,11 @@ class Pattern:
     reads: tuple[Tap, ...]
     counts: tuple[int, ...]
 
+    @property
+    def of_logits(self) -> bool:
+        """Whether the rows are those of a `Logits`."""
+        return self.kind.startswith("logits")
+
     def width(self, place: int) -> int:
         """Return the numbers of a row of one tap, by its index in the capture."""
         return self.counts[place] * self.size

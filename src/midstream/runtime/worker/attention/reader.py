@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from midstream.codecs import RowEncoding
 from midstream.runtime.worker.attention import weights as op
 from midstream.runtime.worker.attention.layers import AttentionLayer
-from midstream.runtime.worker.attention.logits import Head, LogitReader
+from midstream.runtime.worker.attention.logits import Head, LogitReader, StepLogits
+from midstream.runtime.worker.attention.queries import logits_of
 from midstream.runtime.worker.attention.query_run import QueryRun
+from midstream.runtime.worker.step.in_flight import PreparedStep
+from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
 from midstream.spec.positions.ranges import Ranges
@@ -42,12 +47,34 @@ class PatternReader:
         layers: returns the attention that reads the queries of a tap, by the tap's index.
         block_table: returns the blocks of the batch's requests.
         workspace: see `WORKSPACE_BYTES`.
-        head: the model's `compute_logits`; None: no request asks for logits.
+        head: the model's head; None: no request asks for logits.
         """
         self._layers = layers
         self._block_table = block_table
         self._workspace = workspace
         self._logits = None if head is None else LogitReader(head, workspace)
+
+    def logits(
+        self,
+        prepared: PreparedStep,
+        encoding: Callable[[int], RowEncoding],
+        slots: SlotTable,
+        ring: Tensor,
+    ) -> StepLogits:
+        """Return the logits of all records of a step whose logits are asked for.
+
+        Args:
+            prepared: the step.
+            encoding: returns the encoding with a number.
+            slots: the requests.
+            ring: [units, U], the staging ring.
+        """
+        queries = logits_of(prepared, encoding, slots, ring.shape[1])
+        if not queries:
+            return {}
+        assert self._logits is not None
+        first = prepared.first
+        return self._logits.rows(queries, ring[first : first + prepared.plan.num_units])
 
     def encode(
         self,
@@ -55,6 +82,7 @@ class PatternReader:
         records: Tensor,
         positions: Tensor,
         runs: Sequence[QueryRun],
+        logits: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> Tensor:
         """Return encoded records, uint8 [n, row_bytes].
 
@@ -63,16 +91,17 @@ class PatternReader:
             records: [n, numbers], the captured vectors, queries among them.
             positions: int64 [n], position of each record.
             runs: the runs of all records, in order.
+            logits: rows of logits of the records, by number of the pattern.
         """
         row_bytes = encoding.row_bytes(records.dtype)
         out = torch.empty((records.shape[0], row_bytes), dtype=torch.uint8, device=records.device)
         end = encoding.encode_vectors(records, out)
         tiles: dict[tuple[int, int], list[_Tile]] = {}
         for nth, columns in enumerate(encoding.patterns):
-            if columns.kind.startswith("logits"):
-                assert self._logits is not None
-                hidden = records[:, columns.start : columns.start + columns.width]
-                rows = self._logits.rows(nth, columns, hidden, runs)
+            if not columns.returned:
+                continue
+            if columns.of_logits:
+                rows = logits[nth]
             else:
                 layer = self._layers(columns.tap)
                 key = columns.count, layer.form.window

@@ -48,7 +48,7 @@ class CodecTable:
             spec: text of the codec.
             taps: the taps of a record, as indices on this rank, in order.
             returned: those of them whose vectors are returned, in order.
-            patterns: the rows of attention that are returned.
+            patterns: the rows of attention, and logits.
 
         Raises:
             SpecError: there is no such codec, or its parameters are invalid.
@@ -69,6 +69,7 @@ class CodecTable:
                 read.pattern.size,
                 read.pattern.heads,
                 read.num_heads,
+                read.returned,
             )
             for read in patterns
         )

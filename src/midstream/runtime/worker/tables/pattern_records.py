@@ -23,6 +23,7 @@ class PatternColumns:
         kind, size: see `Pattern`.
         heads: the heads that are computed; empty: all of this rank.
         count: number of heads that are computed.
+        returned: see `PatternRead`.
     """
 
     capture: int
@@ -34,17 +35,23 @@ class PatternColumns:
     size: int
     heads: tuple[int, ...]
     count: int
+    returned: bool = True
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a row."""
+        """Bytes of a row that is returned."""
         return 4 * self.count * self.size
+
+    @property
+    def of_logits(self) -> bool:
+        """Whether the row has logits."""
+        return self.kind.startswith("logits")
 
 
 @dataclass(frozen=True, slots=True)
 class PatternEncoding(RowEncoding):
     """How a record is encoded that has queries: its captured vectors by the codec, then the rows of
-    attention. An encoded row is one record.
+    attention that are returned. An encoded row is one record.
 
     Attributes:
         vectors: (first number in a record, width) of each captured vector, in order.
@@ -55,9 +62,9 @@ class PatternEncoding(RowEncoding):
     patterns: tuple[PatternColumns, ...] = ()
 
     def row_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of an encoded record."""
+        """Return the bytes of an encoded record; 0: this rank returns nothing of it."""
         captured = sum(self.codec.row_bytes(width, dtype) for _, width in self.vectors)
-        return captured + sum(each.nbytes for each in self.patterns)
+        return captured + sum(each.nbytes for each in self.patterns if each.returned)
 
     def encode_vectors(self, records: Tensor, out: Tensor) -> int:
         """Encode the captured vectors of whole records into the first columns of `out`.
