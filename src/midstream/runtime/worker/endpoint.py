@@ -419,6 +419,7 @@ def _room(config: Config) -> Room:
         max_edits=config.max_edits,
         token_ids=config.token_ids,
         probes=config.probes,
+        maps=config.maps,
     )
 
 
