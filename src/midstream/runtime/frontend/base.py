@@ -78,7 +78,8 @@ class BaseFrontEnd:
         self._row_limits = [row_limit(workers, found) for workers in self._workers]
         budgets = [Budget(info.room, rows) for rows in self._row_limits]
         self._admission = Admission(budgets, busy)
-        self._sent_vectors = [SentVectors() for _ in self._workers]
+        matrices = 4 * info.room.maps * info.shape.hidden_size**2
+        self._sent_vectors = [SentVectors(matrices=matrices) for _ in self._workers]
         self._needs: dict[str, Need] = {}
 
     def concerns(self, params: Any) -> bool:

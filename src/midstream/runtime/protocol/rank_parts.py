@@ -50,6 +50,12 @@ def check_parts(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> None:
                 raise _needs_all(probe.site, "a probe or gate that reads it")
     for edit in plan.edits:
         count = parts.get((edit.site, edit.layer))
+        if count is not None and any(step.op is Op.MAP for step in edit.steps.instructions):
+            raise SpecError(
+                f"edits[{edit.source}].matrix",
+                f"{edit.site} is split over {count} ranks, and a matrix needs all of its vectors; "
+                "use tensor_parallel_size=1",
+            )
         if count is not None and not all(_is_local(s, count) for s in edit.steps.instructions):
             with at(f"edits[{edit.source}]"):
                 raise _needs_all(edit.site, "an edit that reads or rescales the whole vector")
@@ -65,7 +71,7 @@ def _needs_all(site: str, what: str) -> SpecError:
 
 def _is_local(step: Instruction, parts: int) -> bool:
     """Return whether each rank can run an instruction on its part."""
-    if step.op in (Op.PROBE, Op.RAISE) or (step.op is Op.GATE and step.read is not None):
+    if step.op in (Op.PROBE, Op.RAISE, Op.MAP) or (step.op is Op.GATE and step.read is not None):
         return False
     read: set[int] = set()
     if step.op in _READING and step.read is not None:

@@ -64,6 +64,7 @@ class Room:
         max_edits: instructions, counted once for each program.
         token_ids: token ids in lists.
         probes: scores of one token.
+        maps: matrices of the stream's width.
     """
 
     bank_rows: int
@@ -71,6 +72,7 @@ class Room:
     max_edits: int
     token_ids: int
     probes: int
+    maps: int = 0
 
 
 def vectors_of(step: Instruction) -> Iterator[tuple[Vector, ...]]:

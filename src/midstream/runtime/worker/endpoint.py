@@ -423,6 +423,7 @@ def _room(config: Config) -> Room:
         max_edits=config.max_edits,
         token_ids=config.token_ids,
         probes=config.probes,
+        maps=config.maps,
     )
 
 

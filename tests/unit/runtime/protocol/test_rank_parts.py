@@ -91,6 +91,14 @@ def test_an_edit_that_needs_several_parts_is_refused(edit):
         check_parts(resolve(Plan.make(edits=edit), SHAPE, Prompt(4), 1), {TAP: 2})
 
 
+def test_a_matrix_needs_the_vector_of_one_rank():
+    edit = Affine(matrix=np.eye(SIZE), layer=0, site="z")
+    resolved = resolve(Plan.make(edits=edit), SHAPE, Prompt(4), 1)
+    with pytest.raises(SpecError, match=r"edits\[0\].matrix: z is split over 2 ranks"):
+        check_parts(resolved, {TAP: 2})
+    check_parts(resolved, {("z", 1): 2})
+
+
 def test_probes_and_codecs_of_parts_are_refused_and_other_taps_are_not_concerned():
     probe = Plan.make(probes=Probe([1.0] * 4, 0, site="z", head=1))
     with pytest.raises(SpecError, match=r"probes\[0\]: z is split"):

@@ -17,6 +17,7 @@ from midstream.codecs import parse_codec
 from midstream.config.config import Config
 from midstream.errors import SpecError
 from midstream.ops import layout
+from midstream.ops.layout import Op
 from midstream.runtime.frontend.rpc.remote_worker import MOST_HELD, RemoteWorker
 from midstream.runtime.protocol.segments import WHOLE, PlanSegment, RankShare, Room, cut, vectors_of
 from midstream.sites import Tap
@@ -27,6 +28,7 @@ from midstream.spec.sink_target import MEMORY
 # Per kind of capacity: its setting, and what it counts.
 _KINDS = {
     "bank_rows": "vectors",
+    "maps": "matrices",
     "programs": "combinations of edits",
     "groups": "combinations of captures",
     "max_edits": "instructions",
@@ -91,6 +93,7 @@ def need_of(
     kinds: dict[str, dict[Hashable, int]] = {kind: {} for kind in _KINDS}
     for piece in pieces:
         _check_sites(piece, list(taps), edits_per_site)
+        _check_maps(piece, list(taps), hidden_size)
         if piece.edits:
             kinds["programs"][piece.edits] = 1
             length = sum(len(edit.steps) for edit in piece.edits)
@@ -102,6 +105,9 @@ def need_of(
                 kinds["token_ids"][edit.ids] = len(edit.ids)
             for step in edit.steps:
                 for vectors in vectors_of(step):
+                    if step.op is Op.MAP and vectors == (step.read,):
+                        kinds["maps"][vectors] = 1
+                        continue
                     rows_each = -(-vectors[0].size // hidden_size)
                     kinds["bank_rows"][vectors] = len(vectors) * rows_each
     found = Need({kind: things for kind, things in kinds.items() if things})
@@ -192,6 +198,7 @@ class Budget:
 def _limits(room: Room) -> dict[str, int]:
     return {
         "bank_rows": room.bank_rows,
+        "maps": room.maps,
         "programs": room.programs - layout.FIRST_FREE_PROGRAM,
         "groups": room.programs - layout.FIRST_FREE_GROUP,
         "max_edits": room.max_edits,
@@ -211,6 +218,29 @@ def _check_sites(piece: PlanSegment, taps: list[Tap], limit: int) -> None:
                 f"{count} instructions for one token at {site} of layer {layer} (an edit takes one "
                 f"or more, a probe one), and the limit is {limit}; raise midstream's setting "
                 "edits_per_site",
+            )
+
+
+def _check_maps(piece: PlanSegment, taps: list[Tap], hidden_size: int) -> None:
+    """Check that each matrix is multiplied with what enters its site, and is not too wide."""
+    for tap in {edit.tap for edit in piece.edits for step in edit.steps if step.op is Op.MAP}:
+        steps = [step for edit in piece.edits if edit.tap == tap for step in edit.steps]
+        site, layer = taps[tap]
+        try:
+            layout.kind_of([step.op for step in steps], plain=False)
+        except ValueError:
+            raise SpecError(
+                "edits",
+                "an Affine with a matrix must be the first edit of a token at a site, and the only "
+                f"one with a matrix; another comes before it at {site} of layer {layer} "
+                "(server-wide edits come before those of a request)",
+            ) from None
+        width = max(step.write[0].size for step in steps if step.op is Op.MAP)
+        if width > hidden_size:
+            raise SpecError(
+                "edits",
+                f"a matrix can be at most as wide as the residual stream, {hidden_size}, and the "
+                f"vectors of {site} have {width} numbers",
             )
 
 
