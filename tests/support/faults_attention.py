@@ -85,6 +85,21 @@ ATTENTION = (
         "::test_layers_whose_attention_cannot_be_computed_again_say_why",
     ),
     Fault(
+        "Scores of attention are those of another row of the step",
+        "runtime/worker/attention/step_patterns.py",
+        "rows = np.repeat(runs.row[batch.runs], length) + within_runs(length)",
+        "rows = np.repeat(runs.row[batch.runs], length) + within_runs(length)[::-1]",
+        f"{_ENGINE}test_probes_read_the_means_of_weights",
+    ),
+    Fault(
+        "A score of attention is that of the first rank's heads",
+        "runtime/protocol/rank_parts.py",
+        "        total = total[torch.from_numpy(mine)] + values[torch.from_numpy(theirs)]\n",
+        "        total = total[torch.from_numpy(mine)]\n",
+        "tests/unit/runtime/protocol/test_rank_parts.py"
+        "::test_a_score_is_the_sum_of_what_each_rank_has_of_it_and_others_are_the_first_ranks",
+    ),
+    Fault(
         "Logits of a request are those of another request's tokens",
         "runtime/worker/attention/logits.py",
         "mine = None if tokens is None else tokens[first:last]",

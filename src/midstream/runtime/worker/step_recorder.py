@@ -10,8 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from midstream.ops import layout
-from midstream.runtime.worker.attention.queries import queries_of
 from midstream.runtime.worker.attention.reader import PatternReader
+from midstream.runtime.worker.attention.step_patterns import StepPatterns
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scores
 from midstream.runtime.worker.step.armed_buffers import ArmedBuffers
@@ -27,7 +27,6 @@ from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.device_buffers import Buffers
-from midstream.runtime.worker.tables.pattern_records import PatternEncoding
 from midstream.runtime.worker.taps.tap_check import TapSignature
 from midstream.sites import Tap
 from midstream.transport.arena import Arena
@@ -104,7 +103,7 @@ class StepRecorder:
         self._arena = arena
         self._slots = slots
         self._codecs = codecs
-        self._patterns = patterns
+        self._patterns = StepPatterns(buffers, slots, codecs, patterns)
         self._signature = TapSignature(taps)
         self._score_kind = self.scores.kind((0,))
         self._armed = ArmedBuffers(buffers, only_armed)
@@ -149,10 +148,12 @@ class StepRecorder:
         plan = prepared.plan
         batches: Sequence[CodecBatch] = plan.batches
         if batches:
+            self._patterns.score(prepared)
             incomplete = self._slots.incomplete[plan.runs.slot]
             if incomplete.any():
                 self._slots.drop(plan.runs, np.flatnonzero(incomplete))
                 batches = plan.batches_of(~incomplete)
+            batches = [batch for batch in batches if self._patterns.has_rows(batch)]
         tally, scores = self._armed.tally, self._no_scores
         if plan.scored:
             scores = self._buffers.scores[: tally.shape[0]]
@@ -175,14 +176,7 @@ class StepRecorder:
         parcels = []
         for batch in batches:
             first, encoding = prepared.first + batch.first, self._codecs.encoding(batch.codec)
-            encoded = None
-            if isinstance(encoding, PatternEncoding):
-                assert self._patterns is not None
-                units = self._buffers.ring[first : first + batch.num_units]
-                records = units.view(-1, encoding.units * units.shape[1])
-                encoded = self._patterns.encode(
-                    encoding, records, *queries_of(prepared, batch, self._slots, records.device)
-                )
+            encoded = self._patterns.encode(prepared, batch)
             parcels.append(Parcel(first, batch.num_units, encoding, encoded))
         return self._transport.ship(parcels, tally, scores)
 

@@ -13,16 +13,18 @@ from midstream.spec.resolve.resolved import PatternKind
 
 @dataclass(frozen=True, slots=True)
 class PatternColumns:
-    """Queries in a record, and the row of attention that is made of them. Compared by content:
-    requests that differ only in the keys of a mass share an encoding.
+    """Queries in a record, and the row of attention or the score that is made of them. Compared by
+    content: requests that differ only in the keys of a mass share an encoding.
 
     Attributes:
-        capture, place: index of the plan's capture, and of the tap in it.
+        capture, place: index of the plan's capture, and of the tap in it; of a score −1.
         tap: the tap of the queries, as an index on this rank.
         start, width: first number of the queries in a record, and how many there are.
         kind, size: see `Pattern`.
         heads: the heads that are computed; empty: all of this rank.
         count: number of heads that are computed.
+        slot: column of the score, which is not in the encoded row; None: it is a row.
+        divisor: of a score, the number of heads over all ranks.
     """
 
     capture: int
@@ -34,11 +36,13 @@ class PatternColumns:
     size: int
     heads: tuple[int, ...]
     count: int
+    slot: int | None = None
+    divisor: int = 1
 
     @property
     def nbytes(self) -> int:
         """Bytes of a row."""
-        return 4 * self.count * self.size
+        return 0 if self.slot is not None else 4 * self.count * self.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +52,21 @@ class PatternEncoding(RowEncoding):
 
     Attributes:
         vectors: (first number in a record, width) of each captured vector, in order.
-        patterns: the rows of attention, in order.
+        patterns: the rows of attention and the scores, in order.
     """
 
     vectors: tuple[tuple[int, int], ...] = ()
     patterns: tuple[PatternColumns, ...] = ()
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether a record has an encoded row."""
+        return bool(self.vectors) or any(each.slot is None for each in self.patterns)
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether scores are made of a record."""
+        return any(each.slot is not None for each in self.patterns)
 
     def row_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of an encoded record."""
