@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from support.attention_served import MODELS, TOLERANCE, AttentionServed, eager, reference
-from support.engines import engine, greedy, tokens
+from support.engines import HAS_GPU, engine, greedy, tokens
 from support.inner_served import PROMPTS, ROOM
 from transformers import AutoTokenizer
+from vllm.model_executor.layers.attention import attention as vllm_attention
 
 from midstream import Attention, Capture, Entropy, Mass, Probe, Scale, SpecError, TopKeys
 from midstream.results.attention_json import from_json, to_json
 
+default_scales = vllm_attention.set_default_quant_scales
 LONG = PROMPTS[2] * 5  # more than a step takes, and than a sliding window
 EVERYTHING = [
     Attention("all", reduce="full"),
@@ -204,12 +206,71 @@ def test_in_bfloat16_the_weights_are_those_of_the_queries_and_keys(tmp_path: Any
         captures = [Attention("all", reduce="full"), Capture("all", ["rot_q", "rot_k"])]
         (output,) = AttentionServed(None, llm).ask([LONG], captures)
         for layer in range(3):
-            q = output.activations["rot_q", layer].float()
-            k = output.activations["rot_k", layer].float().repeat_interleave(2, 1)
-            scores = torch.einsum("qhd,khd->qhk", q, k) * q.shape[-1] ** -0.5
-            late = torch.arange(len(q))[None, None] > torch.arange(len(q))[:, None, None]
-            expected = torch.softmax(scores.masked_fill(late, -torch.inf), -1)
+            q, k = (output.activations[site, layer].float() for site in ("rot_q", "rot_k"))
+            expected = softmax_of(q, k)
             assert (output.attention[layer].values - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.skipif(
+    not (HAS_GPU or torch.cpu._is_avx512_supported()), reason="vLLM has no such cache here"
+)
+@pytest.mark.parametrize("name", ["fp8", pytest.param("fp8_e5m2", marks=pytest.mark.nightly)])
+def test_of_a_quantised_cache_the_weights_are_those_of_what_it_holds(
+    name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the weights with which attention made its output."""
+    monkeypatch.setattr(vllm_attention, "set_default_quant_scales", with_scales)
+    path, _ = reference("llama", tmp_path)
+    sites = ["rot_q", "rot_k", "v", "z"]
+    settings = {**ROOM, "kv_cache_dtype": name, "midstream": {"sites": sites}}
+    if HAS_GPU:
+        settings["dtype"] = "bfloat16"
+    with engine(path, **settings) as llm:
+        captures = [Attention("all", reduce="full"), Capture("all", sites)]
+        (output,) = AttentionServed(None, llm).ask([LONG], captures)
+        assert output.receipt.status == "ok"
+        (quantised,) = llm.apply_model(has_quantised_queries)
+    for layer in range(3):
+        q, k, v, z = (output.activations[site, layer].float() for site in sites)
+        if quantised:
+            q = q.to(torch.float8_e4m3fn).float()
+        exact = softmax_of(q, k)
+        k, v = stored(k, name, 0.25), stored(v, name, 4.0).repeat_interleave(2, 1)
+        expected = softmax_of(q, k)
+        assert (exact - expected).abs().max() >= 1e-3
+        values = output.attention[layer].values
+        assert (values - expected).abs().max() <= 1e-5
+        if not HAS_GPU:
+            assert (torch.einsum("qhk,khd->qhd", values, v) - z).abs().max() <= TOLERANCE
+
+
+def softmax_of(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Weights of queries [queries, heads, head_dim] over keys of half as many heads."""
+    scores = torch.einsum("qhd,khd->qhk", q, k.repeat_interleave(2, 1)) * q.shape[-1] ** -0.5
+    late = torch.arange(len(q))[None, None] > torch.arange(len(q))[:, None, None]
+    return torch.softmax(scores.masked_fill(late, -torch.inf), -1)
+
+
+def with_scales(layer: Any, register_buffer: bool = False) -> None:
+    default_scales(layer, register_buffer)
+    for what, scale in (("k", 0.25), ("v", 4.0)):
+        getattr(layer, f"_{what}_scale").fill_(scale)
+        setattr(layer, f"_{what}_scale_float", scale)
+
+
+def has_quantised_queries(model: Any) -> bool:
+    return any(getattr(each, "query_quant", None) is not None for each in model.modules())
+
+
+def stored(values: torch.Tensor, name: str, scale: float) -> torch.Tensor:
+    """What a cache holds of some numbers; vLLM's CPU backend rounds them down."""
+    dtype = torch.float8_e5m2 if name == "fp8_e5m2" else torch.float8_e4m3fn
+    exact = values / scale
+    found = exact.to(dtype)
+    if not HAS_GPU:
+        above = found.float().abs() > exact.abs()
+        found = (found.view(torch.uint8) - above.byte()).view(dtype)
+    return found.float() * scale
 
 
 def test_rows_that_find_no_room_are_dropped_by_request(tmp_path: Any) -> None:

@@ -121,6 +121,7 @@ class PatternReader:
         table = self._block_table(layer.group)
         size = records.shape[0], columns.count, columns.size
         out = torch.empty(size, dtype=torch.float32, device=records.device)
+        queries = layer.queries(queries)
         reading = _Reading(layer, form, key_heads, table, columns, self._workspace)
         for tile in tiles.of(columns.count, layer.form.window):
             found = queries[tile.at].unflatten(0, (-1, tile.positions.shape[1]))
@@ -233,11 +234,12 @@ class _Reading:
     def _scores(self, queries: Tensor, tile: _Tile, stop: int) -> Tensor:
         begin, form = tile.begin, self.form
         keys = self.layer.all_keys()
-        if queries.is_cuda and keys is not None:
+        if queries.is_cuda and keys is not None and _kernel_reads(keys.dtype, keys.device):
             from midstream.runtime.worker.attention.scores_kernel import scores_triton
 
+            given = queries if keys.itemsize == 1 else queries.to(keys.dtype)
             return scores_triton(
-                queries.to(keys.dtype), tile.positions, keys, self.table, tile.requests,
+                given, tile.positions, keys, self.table, tile.requests,
                 self.key_heads, begin, stop, scale=form.scale, soft_cap=form.soft_cap,
                 window=form.window, slopes=form.slopes,
             )  # fmt: skip
@@ -252,6 +254,12 @@ class _Reading:
         step = max(size, self.workspace // 2 // per_key // size * size)
         shared = None if not self.columns.heads else self.key_heads
         return op.scores(queries, tile.positions, read, begin, stop, shared, form, step)
+
+
+@lru_cache(maxsize=8)
+def _kernel_reads(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the Triton kernel can read keys of this format."""
+    return dtype != torch.float8_e4m3fn or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @lru_cache(maxsize=256)

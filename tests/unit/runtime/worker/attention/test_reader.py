@@ -68,7 +68,7 @@ class Cache:
 
     def layer(self, form: AttentionForm) -> AttentionLayer:
         strides = (GROUPS * DIM, DIM, 1)
-        layout = KeyLayout(0, 0, SIZE, strides, None, GROUPS, DIM)
+        layout = KeyLayout(0, 0, SIZE, strides, None, GROUPS, DIM, self.cache.dtype)
         module = SimpleNamespace(kv_cache=self.cache)
         key_heads = torch.arange(HEADS) // (HEADS // GROUPS)
         return AttentionLayer(module, 0, layout, form, key_heads)
