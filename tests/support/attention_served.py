@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from midstream import Attention
+from midstream import Attention, Mass, Probe
 from support import tiny
 from support.engines import HAS_GPU, generated, greedy, tokens
 from support.inner_cases import HEADS
@@ -72,6 +72,28 @@ class AttentionServed:
             for layer in output.attention.layers
             if (one.name, layer) in output.attention
         )
+
+    def scores_are(self, prompt: list[int], output: Any, probes: Sequence[Probe]) -> float:
+        """The scores of an output are the means of transformers' weights; returns the largest
+        error.
+        """
+        weights = self.weights(prompt, output)
+        largest = 0.0
+        for probe in probes:
+            at = output.probes.positions_of(probe.name)
+            assert len(at)
+            (layer,) = probe.layers.indices
+            heads = list(probe.heads) or list(range(weights[layer].shape[1]))
+            mine = weights[layer][at][:, heads]
+            if isinstance(probe.attention, Mass):
+                (span,) = probe.attention.positions.include
+                expected = mine[..., span.start : span.stop].sum(-1).mean(-1)
+            else:
+                expected = -torch.xlogy(mine, mine).sum(-1).mean(-1)
+            found = output.probes[probe.name]
+            assert found.shape == expected.shape
+            largest = max(largest, float((found - expected).abs().max()))
+        return largest
 
 
 def weights_of(model: Any, ids: list[int]) -> list[Tensor]:

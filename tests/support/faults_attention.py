@@ -87,6 +87,36 @@ ATTENTION = (
         "::test_layers_whose_attention_cannot_be_computed_again_say_why",
     ),
     Fault(
+        "Keys of a quantised cache are read without their scale",
+        "runtime/worker/attention/layers.py",
+        '    scale = scale_of(module, "k") * (query_scale or 1.0)\n',
+        "    scale = query_scale or 1.0\n",
+        f"{_ENGINE}test_of_a_quantised_cache_the_weights_are_those_of_what_it_holds",
+    ),
+    Fault(
+        "Keys of fp8 are not found where a backend rounds down",
+        "runtime/worker/attention/key_layout.py",
+        "        scale *= 1 + 2**-6",
+        "        scale *= 1",
+        "tests/unit/runtime/worker/attention/test_key_layout.py"
+        "::test_the_layouts_of_vllms_cpu_backend_are_found",
+    ),
+    Fault(
+        "Scores of attention are those of another row of the step",
+        "runtime/worker/attention/step_patterns.py",
+        "rows = np.repeat(runs.row[batch.runs], length) + within_runs(length)",
+        "rows = np.repeat(runs.row[batch.runs], length) + within_runs(length)[::-1]",
+        f"{_ENGINE}test_probes_read_the_means_of_weights",
+    ),
+    Fault(
+        "A score of attention is that of the first rank's heads",
+        "runtime/protocol/rank_parts.py",
+        "        total = total[torch.from_numpy(mine)] + values[torch.from_numpy(theirs)]\n",
+        "        total = total[torch.from_numpy(mine)]\n",
+        "tests/unit/runtime/protocol/test_rank_parts.py"
+        "::test_a_score_is_the_sum_of_what_each_rank_has_of_it_and_others_are_the_first_ranks",
+    ),
+    Fault(
         "Logits of a request are those of another request's tokens",
         "runtime/worker/attention/logits.py",
         "query.columns, tokens[nth][to])",

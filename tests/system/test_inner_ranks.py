@@ -104,13 +104,13 @@ def several(request: Any, path: Path) -> Iterator[Any]:
         yield llm
 
 
-def run(llm: Any, capture: Any, edits: list[Any] | None = None) -> list[Any]:
+def run(llm: Any, capture: Any, edits: list[Any] | None = None, **more: Any) -> list[Any]:
     """Every prompt plain, and one of them with each edit, in one batch."""
     given = [None, None, None, *([edit] for edit in edits or ())]
     prompts = [tokens(PROMPTS[nth % 3]) for nth in range(len(given))]
     captures = [capture] * len(given)
     found: list[Any] = llm.generate(
-        prompts, greedy(4, detokenize=False), capture=captures, edits=given, use_tqdm=False
+        prompts, greedy(4, detokenize=False), capture=captures, edits=given, use_tqdm=False, **more
     )
     return found
 
@@ -273,8 +273,18 @@ def test_attention_of_every_head_is_that_of_one_rank(alone, several):
         Attention("all", queries=[0, 3, "last"], reduce=Entropy(), name="entropy"),
         Capture("all", ["resid_post", "rot_q"], return_="sharded"),
     ]
-    for one, other in zip(run(several, asked), run(alone, asked), strict=True):
+    probes = [
+        Probe(attention=Mass(slice(1, 4)), layer=1, name="both"),
+        Probe(attention=Entropy(), layer=2, head=1, phase="generated", name="one"),
+        Probe(vector(HIDDEN), 1, name="linear"),
+    ]
+    found, expected = (run(llm, asked, probes=[probes] * 3) for llm in (several, alone))
+    for one, other in zip(found, expected, strict=True):
         assert one.receipt.status == other.receipt.status == "ok"
+        for name, scores in other.probes.items():
+            torch.testing.assert_close(one.probes[name], scores, rtol=1e-3, atol=1e-4)
+            there = other.probes.positions_of(name)
+            assert torch.equal(one.probes.positions_of(name), there)
         assert list(one.activations) == list(other.activations)
         assert list(one.attention) == list(other.attention)
         for key, rows in other.attention.items():

@@ -17,7 +17,7 @@ from support.others_words import direction, packed
 from support.serving import NAME, Running
 from support.serving_offline import HELLO, TOKENS, VECTOR, assert_equal, plain
 
-from midstream import Attention, Capture, Client, Logits, Mass, Steer, TopKeys
+from midstream import Attention, Capture, Client, Logits, Mass, Probe, Steer, TopKeys
 from midstream.client import ServerError
 from midstream.compat.foreign_fields import FOREIGN, OWN
 
@@ -121,14 +121,19 @@ def test_attention_comes_over_http(client, asks):
         Attention(10, heads=0, queries="generated", reduce=Mass(slice(0, 3)), name="mass"),
         Capture([10], positions="last_prompt"),
     ]
+    read = Probe(attention=asked[2].reduce, layer=10, head=0, phase="generated", name="read")
     if asks == "stream":
-        *_, found = client.stream(PROMPT, **ASKED, capture=asked)
+        *_, found = client.stream(PROMPT, **ASKED, capture=asked, probes=read)
     else:
-        found = client.complete(PROMPT, **ASKED, capture=asked)
+        found = client.complete(PROMPT, **ASKED, capture=asked, probes=read)
     [one] = found.outputs
     assert one.receipt.status == "ok"
+    assert torch.equal(
+        torch.as_tensor(found.probes["read"]), found.attention["mass", 10].values[:, 0]
+    )
     assert found.activations.layers == (10,)
     full, top, mass = (found.attention[key] for key in (10, ("top", 10), ("mass", 10)))
+    assert torch.equal(torch.as_tensor(found.probes["read"]), mass.values[:, 0])
     queries = 1 + TOKENS - 1
     assert full.values.shape == (queries, 2, 5 + TOKENS - 1)
     torch.testing.assert_close(full.values.sum(-1), torch.ones(queries, 2))

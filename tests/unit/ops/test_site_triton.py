@@ -28,7 +28,7 @@ def test_the_interpreted_kernels_do_what_their_references_do() -> None:
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "40 cases of attention" in ran.stdout
+    assert "44 cases of attention" in ran.stdout
 
 
 def test_rows_that_do_not_fit_a_programs_registers_are_refused() -> None:

@@ -20,7 +20,11 @@ from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.positions.select import MAX_RANGES, select
 from midstream.spec.probe import Probe
-from midstream.spec.resolve.attention import check_attention, resolve_attention
+from midstream.spec.resolve.attention import (
+    check_attention,
+    resolve_attention,
+    resolve_attention_probe,
+)
 from midstream.spec.resolve.biases import bias_of, check_sampled, with_switch
 from midstream.spec.resolve.logits import check_logits, resolve_logits
 from midstream.spec.resolve.resolved import (
@@ -159,6 +163,10 @@ class _Resolver:
         return ResolvedCapture(taps, self._select(capture.positions), source)
 
     def _resolve_probe(self, probe: Probe) -> ResolvedProbe:
+        if probe.attention is not None:
+            where = self._select(probe.positions)
+            given = (self._shape, self._prompt, self._max_tokens)
+            return resolve_attention_probe(probe, self._new_slot(), where, *given)
         (tap,) = find_taps(probe.layers, probe.sites, self._shape, "layer", "site")
         (step,) = probe.steps(self._shape.size(tap))
         steps = Steps((replace(step, slot=self._new_slot()),))

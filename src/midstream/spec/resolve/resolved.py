@@ -75,31 +75,6 @@ class ResolvedEdit:
     source: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ResolvedProbe:
-    """One score at one tap.
-
-    Attributes:
-        name: key of the score in the output; empty: only gates read the score.
-        site, layer: the tap.
-        steps: one PROBE instruction, with a slot that is unique in the plan.
-        where: the positions.
-    """
-
-    name: str
-    site: str
-    layer: int
-    steps: Steps
-    where: Where
-
-    @property
-    def slot(self) -> int:
-        """Column of the scores."""
-        slot = self.steps.instructions[0].slot
-        assert slot is not None
-        return slot
-
-
 PatternKind = Literal["top", "mass", "entropy", "full", "logits_top", "logits_of", "logits_all"]
 
 
@@ -135,6 +110,56 @@ class Pattern:
     def width(self, place: int) -> int:
         """Return the numbers of a row of one tap, by its index in the capture."""
         return self.counts[place] * self.size
+
+
+class SlottedPattern(NamedTuple):
+    """Attention whose mean over heads is a score.
+
+    Attributes:
+        slot: column of the scores, unique in the plan.
+        pattern: what is computed of each query and head, one number; it reads one tap.
+        num_heads: number of query heads of the layer.
+    """
+
+    slot: int
+    pattern: Pattern
+    num_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedProbe:
+    """One score at one tap.
+
+    Attributes:
+        name: key of the score in the output; empty: only gates read the score.
+        site, layer: the tap; of attention the site "attention", which is no tap of the engine.
+        steps: one PROBE instruction, with a slot that is unique in the plan; none for attention.
+        where: the positions.
+        attention: what is read after the forward pass; None: see `steps`.
+    """
+
+    name: str
+    site: str
+    layer: int
+    steps: Steps
+    where: Where
+    attention: SlottedPattern | None = None
+
+    @property
+    def slot(self) -> int:
+        """Column of the scores."""
+        if self.attention is not None:
+            return self.attention.slot
+        slot = self.steps.instructions[0].slot
+        assert slot is not None
+        return slot
+
+    @property
+    def tap(self) -> Tap:
+        """The engine's tap whose vectors are read."""
+        return (
+            (self.site, self.layer) if self.attention is None else self.attention.pattern.reads[0]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +280,7 @@ class ResolvedPlan:
         for capture in self.captures:
             if capture.pattern is not None:
                 taps.update(dict.fromkeys(capture.pattern.reads))
+        taps.update(dict.fromkeys(probe.tap for probe in self.probes if probe.attention))
         return tuple(taps)
 
     def remember(self, what: Hashable, length: int, make: Callable[[], T]) -> T:
@@ -307,9 +333,9 @@ class ResolvedPlan:
     @property
     def slots(self) -> int:
         """Number of score columns that the plan needs per token."""
-        steps = [probe.steps for probe in self.probes] + [edit.steps for edit in self.edits]
-        slots = [one.slot for each in steps for one in each.instructions if one.slot is not None]
-        return 1 + max(slots, default=-1)
+        steps = [one for edit in self.edits for one in edit.steps.instructions]
+        slots = [one.slot for one in steps if one.slot is not None]
+        return 1 + max([*slots, *(probe.slot for probe in self.probes)], default=-1)
 
 
 def _order(tap: Tap) -> tuple[int, int, str]:

@@ -53,7 +53,7 @@ def _golden():
 
 EVERYWHERE = {"ranges": [[0, None]], "matches": [], "last_from": None}
 MESSAGE = {
-    "format": "midstream plan 7",
+    "format": "midstream plan 8",
     "prompt_len": 10,
     "codec": "raw",
     "sharded": False,
@@ -93,10 +93,53 @@ MESSAGE = {
                 "matches": [{"ranges": [[10, None]], "ids": [5, 7], "others": False}],
                 "last_from": None,
             },
+            "attention": None,
         }
     ],
     "biases": [],
 }
+
+
+READ = {
+    "name": "m",
+    "site": "attention",
+    "layer": 3,
+    "steps": None,
+    "where": EVERYWHERE,
+    "attention": [
+        0,
+        {
+            "kind": "mass",
+            "size": 1,
+            "keys": [[0, 4]],
+            "heads": [2],
+            "reads": [["rot_q", 3]],
+            "counts": [1],
+        },
+        4,
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({}, None),
+        ({"steps": 2}, "and no instruction"),
+        ({"attention": [0, {**READ["attention"][1], "kind": "top"}, 4]}, "a mass or an entropy"),
+        ({"attention": [0, {**READ["attention"][1], "counts": []}, 4]}, "queries and heads"),
+        ({"attention": [0, {**READ["attention"][1], "reads": [["rot", 3]]}, 4]}, "site"),
+        ({"attention": [0, READ["attention"][1], 2]}, "num_heads"),
+        ({"attention": None, "site": "z"}, "steps: missing"),
+    ],
+)
+def test_a_probe_of_attention_is_read_strictly(change, problem):
+    data = _packed({**MESSAGE, "probes": [{**READ, **change}]})
+    if problem is None:
+        assert msgspec.msgpack.decode(to_bytes(from_bytes(data)))["probes"] == [READ]
+        return
+    with pytest.raises(SpecError, match=problem):
+        from_bytes(data)
 
 
 def _packed(message=MESSAGE):

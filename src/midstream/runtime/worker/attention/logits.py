@@ -125,7 +125,7 @@ class LogitReader:
         tokens: list[Tensor] = []
         for query in queries:
             size = len(query.rows), query.columns.size
-            if query.columns.returned:
+            if query.columns.is_row:
                 key = query.codec, query.nth
                 found[key] = torch.empty(size, dtype=torch.float32, device=device)
             tokens.append(on_device(torch.from_numpy(query.tokens), device))
@@ -147,7 +147,7 @@ class LogitReader:
             mine = source[first : first + len(logits)]
             for nth in np.unique(mine).tolist():
                 query = queries[nth]
-                if query.columns.returned:
+                if query.columns.is_row:
                     at = np.flatnonzero(mine == nth)
                     to = _index(record[first + at], device)
                     out = found[query.codec, query.nth]

@@ -96,32 +96,45 @@ class PatternReader:
         row_bytes = encoding.row_bytes(records.dtype)
         out = torch.empty((records.shape[0], row_bytes), dtype=torch.uint8, device=records.device)
         end = encoding.encode_vectors(records, out)
-        tiles: dict[tuple[int, int], list[_Tile]] = {}
+        tiles = _Tiles(runs, positions, self._workspace)
         for nth, columns in enumerate(encoding.patterns):
-            if not columns.returned:
+            if not columns.is_row:
                 continue
-            if columns.of_logits:
-                rows = logits[nth]
-            else:
-                layer = self._layers(columns.tap)
-                key = columns.count, layer.form.window
-                if key not in tiles:
-                    batches = _batches(runs, *key, self._workspace)
-                    tiles[key] = [_Tile.of(some, key[1], positions) for some in batches]
-                rows = self._rows(nth, columns, layer, records, tiles[key])
+            rows = logits[nth] if columns.of_logits else self._rows(nth, columns, records, tiles)
             out[:, end : end + columns.nbytes] = rows.view(torch.uint8)
             end += columns.nbytes
         return out
 
-    def _rows(
+    def score(
         self,
-        nth: int,
-        columns: PatternColumns,
-        layer: AttentionLayer,
+        encoding: PatternEncoding,
         records: Tensor,
-        tiles: Sequence[_Tile],
-    ) -> Tensor:
+        positions: Tensor,
+        runs: Sequence[QueryRun],
+        places: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Write the scores that are made of attention: the mean over the heads of all ranks. With
+        several ranks each writes its part of the sum.
+
+        Args:
+            encoding, records, positions, runs: see `encode`.
+            places: int64 [n], row of `out` of each record.
+            out: float32 [rows, slots], to be written.
+        """
+        tiles = _Tiles(runs, positions, self._workspace)
+        for nth, columns in enumerate(encoding.patterns):
+            if columns.slot is None:
+                continue
+            if columns.count:
+                score = self._rows(nth, columns, records, tiles).sum(1) / columns.divisor
+            else:
+                score = out.new_zeros(len(records))
+            out[:, columns.slot].index_copy_(0, places, score)
+
+    def _rows(self, nth: int, columns: PatternColumns, records: Tensor, tiles: _Tiles) -> Tensor:
         """Return the rows of one pattern, float32 [n, heads · size]."""
+        layer = self._layers(columns.tap)
         queries = records[:, columns.start : columns.start + columns.width]
         queries = queries.unflatten(1, (layer.key_heads.numel(), -1))
         form, key_heads = layer.form, layer.key_heads
@@ -132,8 +145,9 @@ class PatternReader:
         table = self._block_table(layer.group)
         size = records.shape[0], columns.count, columns.size
         out = torch.empty(size, dtype=torch.float32, device=records.device)
+        queries = layer.queries(queries)
         reading = _Reading(layer, form, key_heads, table, columns, self._workspace)
-        for tile in tiles:
+        for tile in tiles.of(columns.count, layer.form.window):
             found = queries[tile.at].unflatten(0, (-1, tile.positions.shape[1]))
             out[tile.at] = reading.rows(found, tile, nth).flatten(0, 1)
         return out.flatten(1)
@@ -182,6 +196,30 @@ class _Tile:
         return self.chosen[key]
 
 
+class _Tiles:
+    """The tiles of a step's records."""
+
+    def __init__(self, runs: Sequence[QueryRun], positions: Tensor, workspace: int) -> None:
+        """Args:
+        runs: the runs of all records, in order.
+        positions: int64 [n], position of each record.
+        workspace: see `WORKSPACE_BYTES`.
+        """
+        self._runs = runs
+        self._positions = positions
+        self._workspace = workspace
+        self._known: dict[tuple[int, int], list[_Tile]] = {}
+
+    def of(self, heads: int, window: int) -> list[_Tile]:
+        """Return the tiles for a number of heads and a window."""
+        found = self._known.get((heads, window))
+        if found is None:
+            batches = _batches(self._runs, heads, window, self._workspace)
+            found = [_Tile.of(some, window, self._positions) for some in batches]
+            self._known[heads, window] = found
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Reading:
     """One pattern of some records; see `PatternReader` and `scores`."""
@@ -220,11 +258,12 @@ class _Reading:
     def _scores(self, queries: Tensor, tile: _Tile, stop: int) -> Tensor:
         begin, form = tile.begin, self.form
         keys = self.layer.all_keys()
-        if queries.is_cuda and keys is not None:
+        if queries.is_cuda and keys is not None and _kernel_reads(keys.dtype, keys.device):
             from midstream.runtime.worker.attention.scores_kernel import scores_triton
 
+            given = queries if keys.itemsize == 1 else queries.to(keys.dtype)
             return scores_triton(
-                queries.to(keys.dtype), tile.positions, keys, self.table, tile.requests,
+                given, tile.positions, keys, self.table, tile.requests,
                 self.key_heads, begin, stop, scale=form.scale, soft_cap=form.soft_cap,
                 window=form.window, slopes=form.slopes,
             )  # fmt: skip
@@ -239,6 +278,12 @@ class _Reading:
         step = max(size, self.workspace // 2 // per_key // size * size)
         shared = None if not self.columns.heads else self.key_heads
         return op.scores(queries, tile.positions, read, begin, stop, shared, form, step)
+
+
+@lru_cache(maxsize=8)
+def _kernel_reads(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the Triton kernel can read keys of this format."""
+    return dtype != torch.float8_e4m3fn or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @lru_cache(maxsize=256)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -67,7 +68,7 @@ class Cache:
 
     def layer(self, form: AttentionForm) -> AttentionLayer:
         strides = (GROUPS * DIM, DIM, 1)
-        layout = KeyLayout(0, 0, SIZE, strides, None, GROUPS, DIM)
+        layout = KeyLayout(0, 0, SIZE, strides, None, GROUPS, DIM, self.cache.dtype)
         module = SimpleNamespace(kv_cache=self.cache)
         key_heads = torch.arange(HEADS) // (HEADS // GROUPS)
         return AttentionLayer(module, 0, layout, form, key_heads)
@@ -100,7 +101,7 @@ def test_rows_are_those_of_each_query_by_itself(workspace, spans, form, heads, s
     encoding = PatternEncoding(Raw(), (), 1, ((0, OTHER),), tuple(columns))
     runs, positions, records = [], [], 0
     for nth, (first, length) in enumerate(spans):
-        keys = ((), (), ranges[nth], ())
+        keys = ((), (), ranges[nth], (), ())
         runs.append(QueryRun(nth, records, length, first, first, keys))
         positions += range(first, first + length)
         records += length
@@ -111,6 +112,15 @@ def test_rows_are_those_of_each_query_by_itself(workspace, spans, form, heads, s
     assert data.shape == (records, encoding.row_bytes(torch.float32))
     assert torch.equal(data[:, : 4 * OTHER].contiguous().view(torch.float32), given_[:, :OTHER])
     rows = data[:, 4 * OTHER :].contiguous().view(torch.float32)
+    scored = [replace(each, slot=nth, divisor=5) for nth, each in enumerate(columns[2:], 2)]
+    scored += [replace(scored[0], count=0, slot=0)]
+    own = PatternEncoding(Raw(), (), 1, (), (*columns[:2], *scored))
+    places = torch.randperm(records, generator=draw) + 1
+    scores = torch.full((records + 2, 5), torch.nan)
+    reader.score(own, given_, torch.tensor(positions), runs, places, scores)
+    assert not scores[places, 0].any()
+    assert scores[:, [1, 4]].isnan().all()
+    assert scores[[0, -1]].isnan().all()
     full, top, mass, entropy = rows.split([count * each.size for each in columns], 1)
     chosen = list(heads) or list(range(HEADS))
     for run in runs:
@@ -125,8 +135,12 @@ def test_rows_are_those_of_each_query_by_itself(workspace, spans, form, heads, s
             for start, stop in run.keys[2]:
                 inside[start:stop] = True
             np.testing.assert_allclose(mass[at].numpy(), (expected * inside).sum(1), atol=3e-6)
+            mean = (expected * inside).sum() / 5
+            np.testing.assert_allclose(scores[places[at], 2].numpy(), mean, atol=3e-6)
             logs = np.log(np.where(expected > 0, expected, 1))
             np.testing.assert_allclose(entropy[at].numpy(), -(expected * logs).sum(1), atol=1e-5)
+            mean = -(expected * logs).sum() / 5
+            np.testing.assert_allclose(scores[places[at], 3].numpy(), mean, atol=1e-5)
             check_top(top[at].view(count, 10), expected)
 
 
