@@ -42,7 +42,8 @@ class LogitReader:
             runs: the runs of all rows, in order.
         """
         out = torch.empty((len(hidden), columns.size), dtype=torch.float32, device=hidden.device)
-        tokens = _tokens(runs, nth, hidden.device) if columns.kind == "logits_of" else None
+        has_tokens = columns.kind in ("logits_of", "lens")
+        tokens = _tokens(runs, nth, hidden.device) if has_tokens else None
         first = 0
         while first < len(hidden):
             logits = self._head(hidden[first : first + self._step].contiguous()).float()
@@ -57,12 +58,27 @@ class LogitReader:
 
 def _row(logits: Tensor, columns: PatternColumns, tokens: Tensor | None) -> Tensor:
     total = torch.logsumexp(logits, -1, keepdim=True)
+    if columns.kind == "lens":
+        assert tokens is not None
+        return _lens_row(logits, columns, tokens, total)
     if columns.kind == "logits_all":
         return torch.cat((logits, total), -1)
     if tokens is not None:
         return torch.cat((logits.gather(1, tokens), total), -1)
     values, ids = logits.topk(columns.size // 2, -1)
     return torch.cat((ids.int().view(torch.float32), values, total), -1)
+
+
+def _lens_row(logits: Tensor, columns: PatternColumns, tokens: Tensor, total: Tensor) -> Tensor:
+    """Return rows of a lens; see `Pattern`."""
+    count = tokens.shape[1]
+    values, ids = logits.topk((columns.size - 1) // 2 - count, -1)
+    chosen = logits.gather(1, tokens)
+    # By column: a product of tokens and vocabulary would take the workspace many times over.
+    ranks = [1 + (logits > chosen[:, nth : nth + 1]).sum(-1) for nth in range(count)]
+    ranked = torch.stack(ranks, -1).int() if ranks else tokens.int()
+    parts = (ids.int().view(torch.float32), values, chosen, ranked.view(torch.float32), total)
+    return torch.cat(parts, -1)
 
 
 def _tokens(runs: Sequence[QueryRun], nth: int, device: torch.device) -> Tensor:

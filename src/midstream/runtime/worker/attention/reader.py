@@ -37,17 +37,20 @@ class PatternReader:
         block_table: BlockTable,
         workspace: int = WORKSPACE_BYTES,
         head: Head | None = None,
+        lens: Head | None = None,
     ) -> None:
         """Args:
         layers: returns the attention that reads the queries of a tap, by the tap's index.
         block_table: returns the blocks of the batch's requests.
         workspace: see `WORKSPACE_BYTES`.
         head: the model's `compute_logits`; None: no request asks for logits.
+        lens: returns the logits of rows of the stream; None: no request asks for these.
         """
         self._layers = layers
         self._block_table = block_table
         self._workspace = workspace
         self._logits = None if head is None else LogitReader(head, workspace)
+        self._lens = None if lens is None else LogitReader(lens, workspace)
 
     def encode(
         self,
@@ -68,8 +71,13 @@ class PatternReader:
         out = torch.empty((records.shape[0], row_bytes), dtype=torch.uint8, device=records.device)
         end = encoding.encode_vectors(records, out)
         tiles: dict[tuple[int, int], list[_Tile]] = {}
+        lenses: dict[int, dict[int, Tensor]] = {}
         for nth, columns in enumerate(encoding.patterns):
-            if columns.kind.startswith("logits"):
+            if columns.kind == "lens":
+                if columns.capture not in lenses:
+                    lenses[columns.capture] = self._lens_rows(nth, encoding, records, runs)
+                rows = lenses[columns.capture][columns.place]
+            elif columns.kind.startswith("logits"):
                 assert self._logits is not None
                 hidden = records[:, columns.start : columns.start + columns.width]
                 rows = self._logits.rows(nth, columns, hidden, runs)
@@ -83,6 +91,23 @@ class PatternReader:
             out[:, end : end + columns.nbytes] = rows.view(torch.uint8)
             end += columns.nbytes
         return out
+
+    def _lens_rows(
+        self, nth: int, encoding: PatternEncoding, records: Tensor, runs: Sequence[QueryRun]
+    ) -> dict[int, Tensor]:
+        """Return the rows of all layers of a lens by their places, each float32 [n, size]. The head
+        reads its weights once for several layers.
+
+        Args:
+            nth: number of the first of its patterns.
+            encoding, records, runs: see `encode`.
+        """
+        assert self._lens is not None
+        mine = [one for one in encoding.patterns if one.capture == encoding.patterns[nth].capture]
+        stream = torch.cat([records[:, one.start : one.start + one.width] for one in mine])
+        found = self._lens.rows(nth, mine[0], stream, [*runs] * len(mine))
+        parts = found.unflatten(0, (len(mine), -1))
+        return {one.place: rows for one, rows in zip(mine, parts, strict=True)}
 
     def _rows(
         self,
