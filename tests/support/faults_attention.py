@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.fault import Fault
 
 _ENGINE = "tests/engine/test_attention.py::"
+_LENS = "tests/engine/test_lens.py::"
 _BIAS = "tests/engine/test_bias.py::"
 _HEAD = "tests/unit/runtime/worker/attention/test_logits.py::"
 _TOGETHER = f"{_HEAD}test_ranks_call_the_head_together_whatever_each_one_drops_or_cannot_run"
@@ -129,6 +130,27 @@ ATTENTION = (
         "values[:, chosen.argsort().argsort()]",
         "values[:, chosen.argsort()]",
         f"{_BIAS}test_logits_are_those_of_transformers_at_every_position",
+    ),
+    Fault(
+        "A lens decodes the stream without the final norm",
+        "runtime/worker/attention/lens.py",
+        "self._norm.forward(stream.contiguous())",
+        "stream.contiguous()",
+        f"{_LENS}test_every_layer_is_decoded_as_transformers_decodes_it",
+    ),
+    Fault(
+        "A lens returns each layer's tokens as those of the layer after it",
+        "runtime/worker/attention/logits.py",
+        "            for query, rows in zip(self._queries, parts, strict=True):\n",
+        "            for query, rows in zip(self._queries, parts[1:] + parts[:1], strict=True):\n",
+        f"{_LENS}test_every_layer_is_decoded_as_transformers_decodes_it",
+    ),
+    Fault(
+        "The rank of a token in a lens counts tokens that are as likely",
+        "runtime/worker/attention/logits.py",
+        "1 + (logits > chosen",
+        "1 + (logits >= chosen",
+        f"{_LENS}test_ranks_are_those_of_the_whole_vocabulary",
     ),
     Fault(
         "Logits are returned with the request's biases added",

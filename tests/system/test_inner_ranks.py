@@ -21,6 +21,7 @@ from midstream import (
     Clamp,
     Entropy,
     Gate,
+    Lens,
     Logits,
     Mass,
     Probe,
@@ -225,6 +226,21 @@ def test_logits_are_those_of_transformers_when_requests_are_preempted_and_aborte
             total = expected.logsumexp(-1)
             torch.testing.assert_close(output.logits.logsumexp, total, atol=5e-4, rtol=1e-4)
     inspect(several).check_integrity()
+
+
+def test_lenses_of_the_last_stage_are_those_of_one_rank(alone, several):
+    last = [layer for name, layer in several.info.workers[-1].taps if name == "resid_post"]
+    asked = Lens(last, top=4, tokens=[9], positions=slice(1, None))
+    for one, other in zip(run(several, asked), run(alone, asked), strict=True):
+        assert one.receipt.status == "ok"
+        mine, theirs = one.lens["logit"], other.lens["logit"]
+        assert mine.layers == theirs.layers == tuple(last)
+        torch.testing.assert_close(mine.values, theirs.values, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(mine.token_values, theirs.token_values, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(mine.logsumexp, theirs.logsumexp)
+    if several.info.workers[-1].stage:
+        with pytest.raises(SpecError, match="layer 0 is on another pipeline stage"):
+            run(several, Lens())
 
 
 def test_the_model_has_the_widths_and_heads_of_all_ranks(several):

@@ -36,6 +36,7 @@ _LEAST = {
     "probes": 1,
     "token_ids": 1,
     "maps": 0,
+    "lens_rows": 1,
 }
 _CHOICES = {
     "overflow": ("block", "spill", "drop"),
@@ -67,6 +68,10 @@ class Config:
         maps: maximum number of distinct matrices of `Affine(matrix=…)` in use by running requests.
             Each takes 4 · hidden² bytes on the device, in addition to `bank_rows`, and on a GPU all
             together 4 · hidden per token of a step. 0: such edits are rejected.
+        lens_rows: maximum number of rows that lenses of all running requests may read in one step:
+            positions times layers. All requests of a step wait for this work. A request that would
+            exceed it together with others waits in the front end. Generated tokens that are
+            computed again after a preemption are not counted.
         staging_bytes: size of the staging ring on the device, through which captured vectors are
             transferred. None: enough for every token of the largest step at every tapped site, on a
             GPU twice that (rows are transferred while the next step fills the ring), but at most
@@ -117,6 +122,7 @@ class Config:
     probes: int = 16
     token_ids: int = 16384
     maps: int = 0
+    lens_rows: int = 16384
     staging_bytes: int | None = None
     on_mismatch: str = "raise"
     on_nonfinite: str = "raise"

@@ -11,6 +11,7 @@ from midstream.errors import SpecError
 from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.capture import Capture
 from midstream.spec.forms import IndicesLike, LayersLike, PhaseLike, PositionsLike
+from midstream.spec.lens import Lens, is_lens
 from midstream.spec.logits import Logits
 from midstream.spec.positions.positions import Positions
 from midstream.spec.sink_target import read_name
@@ -179,7 +180,7 @@ class Attention(Capture):
 
 
 def parse_capture(value: object) -> Capture:
-    """Read a Capture, an Attention, a Logits, or the dict of one.
+    """Read a Capture, an Attention, a Lens, a Logits, or the dict of one.
 
     Raises:
         SpecError: a field is unknown, missing or malformed.
@@ -187,6 +188,8 @@ def parse_capture(value: object) -> Capture:
     is_attention = isinstance(value, Mapping) and ("reduce" in value or "queries" in value)
     if is_attention or isinstance(value, Attention):
         return Attention.parse(value)
+    if (isinstance(value, Mapping) and is_lens(value)) or isinstance(value, Lens):
+        return Lens.parse(value)
     is_logits = isinstance(value, Mapping) and ("top" in value or "tokens" in value)
     if is_logits or isinstance(value, Logits):
         return Logits.parse(value)

@@ -153,7 +153,8 @@ class BaseFrontEnd:
             )
         if own is not None:
             self._check_streams(own, kind)
-        need = replace(prepared.need, rows=prepared.need.rows * params.n)
+        one = prepared.need
+        need = replace(one, rows=one.rows * params.n, lens_rows=one.lens_rows * params.n)
         chosen = self._chosen_replica(request)
         limits = self._row_limits if chosen is None else [self._row_limits[chosen]]
         check_rows(need, max(limits, key=lambda one: one.limit or 0))

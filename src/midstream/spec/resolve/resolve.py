@@ -12,6 +12,7 @@ from midstream.spec.attention import Attention, queries_named
 from midstream.spec.capture import Capture
 from midstream.spec.heads import head_size
 from midstream.spec.instructions import Instruction
+from midstream.spec.lens import Lens
 from midstream.spec.logits import Logits
 from midstream.spec.operations import Edit, Gate, Route, Steer
 from midstream.spec.plan import Plan
@@ -26,6 +27,7 @@ from midstream.spec.resolve.attention import (
     resolve_attention_probe,
 )
 from midstream.spec.resolve.biases import bias_of, check_sampled, with_switch
+from midstream.spec.resolve.lens import check_names, resolve_lens
 from midstream.spec.resolve.logits import check_logits, resolve_logits
 from midstream.spec.resolve.resolved import (
     ResolvedBias,
@@ -108,6 +110,7 @@ class _Resolver:
             with at(f"capture[{index}]"):
                 captures.append(self._resolve_capture(capture, index))
         check_logits(captures)
+        check_names(captures)
         check_attention(captures)
         for index, capture in enumerate(also, -len(also)):
             with at(f"sinks[{index}]"), suppress(NothingSelectedError):
@@ -155,6 +158,8 @@ class _Resolver:
             return resolve_attention(capture, source, where, *given)
         if isinstance(capture, Logits):
             return resolve_logits(capture, source, self._select(capture.positions), self._shape)
+        if isinstance(capture, Lens):
+            return resolve_lens(capture, source, self._select(capture.positions), self._shape)
         taps = find_taps(capture.layers, capture.sites, self._shape, "layers", "sites")
         if capture.heads is not None:
             for site, layer in taps:

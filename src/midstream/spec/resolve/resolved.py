@@ -75,23 +75,28 @@ class ResolvedEdit:
     source: int = 0
 
 
-PatternKind = Literal["top", "mass", "entropy", "full", "logits_top", "logits_of", "logits_all"]
+PatternKind = Literal[
+    "top", "mass", "entropy", "full", "logits_top", "logits_of", "logits_all", "lens"
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What the rows of an `Attention` have for each query and head, or those of a `Logits`:
-    numbers of 4 bytes.
+    """What the rows of an `Attention` have for each query and head, or those of a `Logits` or of a
+    layer of a `Lens`: numbers of 4 bytes.
 
     Attributes:
         kind: the reduction, or which logits.
         size: numbers of a head: of `top`, k positions as int32 and then k weights; of `full`, the
             weights of so many keys; of `mass` and `entropy` 1. Of logits, all numbers: those of
-            `logits_top` are k token ids as int32, and k logits; the last is ln Σ exp(logit).
-        keys: of `mass`, the positions of the keys; of `logits_of`, the tokens.
+            `logits_top` are k token ids as int32, and k logits; the last is ln Σ exp(logit). Those
+            of `lens` are k token ids and k logits, the logits of the tokens and their ranks as
+            int32, and likewise the last.
+        keys: of `mass`, the positions of the keys; of `logits_of`, the tokens; of `lens`, each
+            token by itself, in the order of the request.
         heads: the query heads that are computed, ascending; empty: all.
         reads: for each tap of the capture, the tap at which its queries are read; of logits,
-            `final_norm`.
+            `final_norm`; of a lens, the stream.
         counts: for each of these, the number of heads that are computed, over all ranks.
     """
 
@@ -104,8 +109,8 @@ class Pattern:
 
     @property
     def of_logits(self) -> bool:
-        """Whether the rows are those of a `Logits`."""
-        return self.kind.startswith("logits")
+        """Whether the rows are those of a `Logits` or a `Lens`."""
+        return self.kind == "lens" or self.kind.startswith("logits")
 
     def width(self, place: int) -> int:
         """Return the numbers of a row of one tap, by its index in the capture."""
@@ -167,12 +172,13 @@ class ResolvedCapture:
     """One capture: its taps and positions.
 
     Attributes:
-        taps: in the order of a forward pass. Those of an `Attention` or a `Logits` are no taps of
-            the engine: a site that begins with "attention", or "logits", and the layer.
+        taps: in the order of a forward pass. Those of an `Attention`, a `Lens` or a `Logits` are
+            no taps of the engine: a site that begins with "attention", "lens" or "logits", and the
+            layer.
         where: the positions.
         source: index of the plan's capture; negative: of the server-wide captures, whose last is
             −1.
-        pattern: of an `Attention` or a `Logits`, what its rows are; else None.
+        pattern: of an `Attention`, `Lens` or `Logits`, what its rows are; else None.
     """
 
     taps: tuple[Tap, ...]

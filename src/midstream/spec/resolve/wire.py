@@ -320,7 +320,10 @@ def _check_pattern(pattern: Pattern, taps: int) -> None:
     with at("pattern"):
         if len(pattern.reads) != taps or len(pattern.counts) != taps:
             raise SpecError("", f"expected the queries and heads of {taps} taps")
-        _check_ranges(pattern.keys)
+        # Of a lens, each token is a range, in the order of the request.
+        is_lens = pattern.kind == "lens"
+        for ranges in [(each,) for each in pattern.keys] if is_lens else [pattern.keys]:
+            _check_ranges(ranges)
         for number in (pattern.size, *pattern.counts):
             _check_int("size", number, 1)
         for head in pattern.heads:

@@ -45,11 +45,13 @@ class Need:
         rows: bytes of captured rows, at most, until they are fetched; where ranks share rows, those
             of one rank.
         vectors: what the plan's bytes name by digest, and the workers must store meanwhile.
+        lens_rows: rows, positions times layers, that lenses read in a step at most.
     """
 
     kinds: dict[str, dict[Hashable, int]]
     rows: int = 0
     vectors: tuple[Vector, ...] = ()
+    lens_rows: int = 0
 
     def total(self, kind: str) -> int:
         """Return the amount of a kind that the plan takes on its own."""
@@ -58,15 +60,17 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class RowLimit:
-    """Memory for captured rows, over all workers.
+    """Memory for captured rows, over all workers, and what is made of them in a step.
 
     Attributes:
         limit: bytes; None: requests do not wait for memory.
         held: returns the number of bytes that readers lease.
+        lens_rows: rows that lenses may read in a step; None: requests do not wait for these.
     """
 
     limit: int | None
     held: Callable[[], int]
+    lens_rows: int | None = None
 
 
 NO_LIMIT = RowLimit(None, lambda: 0)
@@ -134,7 +138,7 @@ class Budget:
     def __init__(self, room: Room, rows: RowLimit = NO_LIMIT) -> None:
         self._limits = _limits(room)
         self._row_limit = rows
-        self._rows = 0
+        self._rows = self._lens_rows = 0
         self._used = dict.fromkeys(_KINDS, 0)
         self._users: dict[str, Counter[Hashable]] = {kind: Counter() for kind in _KINDS}
         # Requests of one plan share `Need.kinds`, which is counted once for all of them: the number
@@ -147,6 +151,9 @@ class Budget:
         rows = self._rows + need.rows
         if need.rows and limit is not None and rows + self._row_limit.held() > limit:
             return False
+        most = self._row_limit.lens_rows
+        if need.lens_rows and most is not None and self._lens_rows + need.lens_rows > most:
+            return False
         return id(need.kinds) in self._requests or all(
             self._used[kind] + self._new(kind, things) <= self._limits[kind]
             for kind, things in need.kinds.items()
@@ -155,6 +162,7 @@ class Budget:
     def take(self, need: Need) -> None:
         """Take the capacity of a plan that fits. Pair with `release_tables` and `release_rows`."""
         self._rows += need.rows
+        self._lens_rows += need.lens_rows
         self._requests[id(need.kinds)] += 1
         if self._requests[id(need.kinds)] > 1:
             return
@@ -164,6 +172,7 @@ class Budget:
 
     def release_tables(self, need: Need) -> None:
         """Release the capacity of a plan, except for its rows."""
+        self._lens_rows -= need.lens_rows
         self._requests[id(need.kinds)] -= 1
         if self._requests[id(need.kinds)]:
             return
@@ -256,10 +265,11 @@ def row_limit(workers: Sequence[RemoteWorker], config: Config) -> RowLimit:
     """
     capturing = [worker for worker in workers if worker.info.tensor_rank == 0]
     if config.overflow != "block":
-        return RowLimit(None, lambda: 0)
+        return RowLimit(None, lambda: 0, config.lens_rows)
     return RowLimit(
         sum(worker.info.arena_bytes for worker in capturing),
         lambda: sum(worker.held for worker in capturing),
+        config.lens_rows,
     )
 
 
@@ -312,7 +322,7 @@ def row_sizes(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, int]:
 
 
 def check_rows(need: Need, room: RowLimit) -> None:
-    """Check that the rows of a request fit in an idle engine.
+    """Check that the rows of a request, and those that its lenses read, fit in an idle engine.
 
     Raises:
         SpecError: they do not.
@@ -325,6 +335,14 @@ def check_rows(need: Need, room: RowLimit) -> None:
             f"the rows may take {need.rows} bytes, and one request has room for {limit}; capture "
             "fewer layers or positions, lower max_tokens, raise midstream's setting arena_bytes, "
             'or let rows that do not fit go to the disk with overflow="spill"',
+        )
+    if room.lens_rows is not None and need.lens_rows > room.lens_rows:
+        raise SpecError(
+            "capture",
+            f"the lenses may read {need.lens_rows} rows (positions times layers, of all "
+            f"completions) in one step, and a step has room for {room.lens_rows}; choose fewer "
+            "positions or layers, lower max_num_batched_tokens, or raise midstream's setting "
+            "lens_rows",
         )
 
 

@@ -49,7 +49,7 @@ class PatternColumns:
     @property
     def of_logits(self) -> bool:
         """Whether the row has logits."""
-        return self.kind.startswith("logits")
+        return self.kind == "lens" or self.kind.startswith("logits")
 
 
 @dataclass(frozen=True, slots=True)

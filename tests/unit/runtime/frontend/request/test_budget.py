@@ -127,6 +127,21 @@ def test_all_workers_that_capture_have_room_and_one_request_half_of_it():
         check_rows(need(2001), room)
 
 
+def test_requests_wait_where_lenses_would_read_more_rows_in_a_step_than_the_setting():
+    room = row_limit([worker(0, 1000)], Config(lens_rows=50))
+    budget, sent = Budget(ROOM, room), []
+    admission = Admission([budget])
+    for uid, rows in (("a", 30), ("b", 30), ("c", 0), ("d", 20)):
+        admission.submit(uid, replace(need(0), lens_rows=rows), lambda uid=uid: sent.append(uid))
+    # Those behind it wait too, in the order of their arrival.
+    assert sent == ["a"]
+    admission.end(["a"])
+    assert sent == ["a", "b", "c", "d"]
+    check_rows(replace(need(0), lens_rows=50), room)
+    with pytest.raises(SpecError, match=r"may read 51 rows .* room for 50; .*setting lens_rows"):
+        check_rows(replace(need(0), lens_rows=51), room)
+
+
 @pytest.mark.parametrize("overflow", ["spill", "drop"])
 def test_where_rows_may_go_elsewhere_nobody_waits(overflow):
     room = row_limit([worker(0, 10)], Config(overflow=overflow))
