@@ -15,6 +15,7 @@ from support.ranks import PIPELINE, assert_same, ranks
 
 from midstream import (
     Ablate,
+    Affine,
     Attention,
     Bias,
     Capture,
@@ -54,6 +55,10 @@ def vector(size: int, scale: float = 2.0) -> list[float]:
     return (torch.randn(size, generator=draw) * scale).tolist()
 
 
+def square(width: int) -> torch.Tensor:
+    return torch.randn(width, width, generator=draw) / width**0.5
+
+
 EDITS: list[Any] = [
     Steer(vector(HIDDEN), 1, site="z"),
     Steer(vector(HEAD), 1, site="z", head=1),
@@ -75,6 +80,9 @@ EDITS: list[Any] = [
     Steer(vector(HIDDEN), site="embed"),
     Clamp(vector(HIDDEN), site="final_norm", low=3.0),
     Gate(Scale(-1.0, site="final_norm"), vector(HIDDEN)),
+    Affine(matrix=square(HIDDEN), bias=vector(HIDDEN), layer=1),
+    Affine(matrix=square(HEAD), layer=[0, 1], site="k", phase="generated"),
+    Affine(matrix=square(HIDDEN), site="final_norm", scale=0.5),
 ]
 BIASES: list[Any] = [
     Bias({7: 40.0}),
@@ -90,7 +98,7 @@ def path(tiny_models: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(path: Path) -> Iterator[Any]:
-    with engine(path, midstream={"sites": [*EVERY, "logits"]}, **SETTINGS) as llm:
+    with engine(path, midstream={"sites": [*EVERY, "logits"], "maps": 2}, **SETTINGS) as llm:
         yield llm
 
 
@@ -100,7 +108,7 @@ def alone(path: Path) -> Iterator[Any]:
 )
 def several(request: Any, path: Path) -> Iterator[Any]:
     how = {"tensor_parallel_size": 2} if request.param == "tensor" else PIPELINE
-    midstream = {"sites": [*EVERY, "logits"], "check_ranks": True}
+    midstream = {"sites": [*EVERY, "logits"], "check_ranks": True, "maps": 2}
     with ranks(path, midstream=midstream, **SETTINGS, **how) as llm:
         yield llm
 
@@ -268,6 +276,10 @@ def test_a_planned_job_counts_what_each_rank_transfers(several, path):
         ({"edits": Steer(vector(HIDDEN), 1, site="q", norm="keep")}, "edits.*q is split over"),
         ({"probes": Probe(vector(HIDDEN), 1, site="z")}, "probes.*z is split over the ranks"),
         ({"capture": Capture(1, "mlp_act", codec="full8")}, "mlp_act is split over 2 ranks"),
+        (
+            {"edits": Affine(matrix=square(HIDDEN), layer=1, site="z")},
+            "matrix: z is split over 2 ranks, and a matrix needs all of its vectors",
+        ),
     ],
 )
 def test_what_needs_the_parts_of_several_ranks_at_once_is_refused(several, asked, problem):

@@ -73,7 +73,7 @@ def matrix_of(value: object) -> Matrix:
         given = read_fields(value, required=_SHAPED)
         count, width = _read_shape(given["shape"])
         with at("shape"):
-            _check_square((count, width))
+            check_square((count, width))
         with at("f32"):
             data = read_base64(given["f32"])
             if len(data) != 4 * count * width:
@@ -118,7 +118,7 @@ def _from_square(value: Any) -> Matrix:
     import numpy as np
 
     if hasattr(value, "detach"):
-        _check_square(tuple(value.shape))
+        check_square(tuple(value.shape))
         if value.is_complex() or str(value.dtype) == "torch.bool":
             raise SpecError("", f"expected real numbers, got a tensor of {value.dtype}")
         # numpy has no bfloat16.
@@ -130,7 +130,7 @@ def _from_square(value: Any) -> Matrix:
         got = f"a vector of {value.size} numbers" if isinstance(value, Vector) else kind(value)
         raise SpecError("", f"expected {_SQUARE}, got {got}")
     found = np.asarray(value)
-    _check_square(found.shape)
+    check_square(found.shape)
     if found.dtype.kind not in "fiu":
         raise SpecError("", f"expected real numbers, got an array of {found.dtype}")
     finite = np.isfinite(found)
@@ -147,7 +147,12 @@ def _from_square(value: Any) -> Matrix:
     return Matrix(rounded.tobytes())
 
 
-def _check_square(shape: tuple[int, ...]) -> None:
+def check_square(shape: tuple[int, ...]) -> None:
+    """Check the shape of a matrix.
+
+    Raises:
+        SpecError: it is not square, or too wide.
+    """
     if len(shape) != 2 or shape[0] != shape[1] or not shape[0]:
         raise SpecError("", f"expected a square matrix [width, width], got shape {list(shape)}")
     if shape[0] > MAX_WIDTH:
