@@ -75,7 +75,9 @@ class ResolvedEdit:
     source: int = 0
 
 
-PatternKind = Literal["top", "mass", "entropy", "full", "logits_top", "logits_of", "logits_all"]
+PatternKind = Literal[
+    "top", "mass", "entropy", "full", "scores", "logits_top", "logits_of", "logits_all"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +87,10 @@ class Pattern:
 
     Attributes:
         kind: the reduction, or which logits.
-        size: numbers of a head: of `top`, k positions as int32 and then k weights; of `full`, the
-            weights of so many keys; of `mass` and `entropy` 1. Of logits, all numbers: those of
-            `logits_top` are k token ids as int32, and k logits; the last is ln Σ exp(logit).
+        size: numbers of a head: of `top`, k positions as int32 and then k weights; of `full` and
+            `scores`, those of so many keys; of `mass` and `entropy` 1. Of logits, all numbers:
+            those of `logits_top` are k token ids as int32, and k logits; the last is
+            ln Σ exp(logit).
         keys: of `mass`, the positions of the keys; of `logits_of`, the tokens.
         heads: the query heads that are computed, ascending; empty: all.
         reads: for each tap of the capture, the tap at which its queries are read; of logits,
