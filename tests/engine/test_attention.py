@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_served import MODELS, TOLERANCE, AttentionServed, eager, reference
-from support.engines import HAS_GPU, engine, greedy, tokens
+from support.attention_served import (
+    MODELS,
+    TOLERANCE,
+    AttentionServed,
+    eager,
+    reference,
+    scores_of,
+)
+from support.engines import HAS_GPU, engine, generated, greedy, tokens
 from support.inner_served import PROMPTS, ROOM
 from transformers import AutoTokenizer
 from vllm.model_executor.layers.attention import attention as vllm_attention
@@ -24,6 +31,7 @@ EVERYTHING = [
     Attention("all", heads=[1], reduce=TopKeys(7), name="top"),
     Attention([1, 2], heads=0, queries=slice(3, None), reduce=Mass(slice(2, 9)), name="mass"),
     Attention(-1, queries=["last_prompt", "generated"], reduce=Entropy(), name="entropy"),
+    Attention([1, 2], heads=[0, 1], queries=slice(1, None), reduce="scores", name="scores"),
 ]
 PROBES = [
     Probe(attention=Mass(slice(2, 9)), layer=1, heads=[0, 3], name="mass"),
@@ -68,6 +76,18 @@ def check_weights(mine: AttentionServed) -> None:
             assert output.receipt.status == "ok"
             assert output.activations is None
             assert mine.assert_is(prompt, output, asked) <= TOLERANCE
+            if mine.model.config.model_type in ("llama", "gemma2"):
+                check_scores(mine, prompt, output)
+
+
+def check_scores(mine: AttentionServed, prompt: list[int], output: Any) -> None:
+    """What transformers gives to the softmax, to its last digits."""
+    scores = scores_of(mine.model, [*prompt, *generated(output)][:-1])
+    for layer in (1, 2):
+        rows = output.attention["scores", layer]
+        expected = scores[layer][rows.positions][:, :2, : rows.values.shape[-1]]
+        assert torch.equal(rows.values.isinf(), expected.isinf())
+        assert (rows.values - expected).nan_to_num().abs().max() <= 5 * TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,14 @@ ATTENTION = (
         "::test_layers_whose_attention_cannot_be_computed_again_say_why",
     ),
     Fault(
+        "Keys that a query does not see have a score",
+        "runtime/worker/attention/reader.py",
+        "op.full(scores, begin, self.columns.size, -torch.inf)",
+        "op.full(scores, begin, self.columns.size)",
+        "tests/unit/runtime/worker/attention/test_reader.py"
+        "::test_rows_are_those_of_each_query_by_itself",
+    ),
+    Fault(
         "Keys of a quantised cache are read without their scale",
         "runtime/worker/attention/layers.py",
         '    scale = scale_of(module, "k") * (query_scale or 1.0)\n',

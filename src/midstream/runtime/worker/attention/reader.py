@@ -244,7 +244,10 @@ class _Reading:
         begin = tile.begin
         # Where only the device knows positions, the host's bounds may be beyond the last block.
         stop = min(tile.stop, self.table.shape[1] * self.layer.layout.size)
-        weights = op.softmax(self._scores(queries, tile, stop), self.form)
+        scores = self._scores(queries, tile, stop)
+        if self.columns.kind == "scores":
+            return op.full(scores, begin, self.columns.size, -torch.inf)
+        weights = op.softmax(scores, self.form)
         match self.columns.kind:
             case "top":
                 return op.top_keys(weights, begin, self.columns.size // 2)

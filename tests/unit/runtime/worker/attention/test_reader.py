@@ -27,9 +27,11 @@ WIDTH = HEADS * DIM
 FULL = 32
 
 
-def naive(query: Tensor, keys: Tensor, position: int, form: AttentionForm) -> np.ndarray:
-    """Weights of one query [heads, dim] over its request's keys [keys, groups, dim], by loops."""
-    found = np.zeros((HEADS, len(keys)))
+def naive(query: Tensor, keys: Tensor, position: int, form: AttentionForm) -> list[np.ndarray]:
+    """Weights and scores of one query [heads, dim] over its request's keys [keys, groups, dim], by
+    loops.
+    """
+    found, scores = np.zeros((HEADS, len(keys))), np.full((HEADS, len(keys)), -np.inf)
     for head in range(HEADS):
         logits = {}
         for key in range(position + 1):
@@ -46,8 +48,8 @@ def naive(query: Tensor, keys: Tensor, position: int, form: AttentionForm) -> np
         if form.sinks is not None:
             total += np.exp(float(form.sinks[head]))
         for key, x in logits.items():
-            found[head, key] = np.exp(x) / total
-    return found
+            found[head, key], scores[head, key] = np.exp(x) / total, x
+    return [found, scores]
 
 
 class Cache:
@@ -95,7 +97,7 @@ def test_rows_are_those_of_each_query_by_itself(workspace, spans, form, heads, s
     columns = [
         PatternColumns(0, nth, 7, OTHER, WIDTH, kind, size, heads, count)
         for nth, (kind, size) in enumerate(
-            [("full", FULL), ("top", 10), ("mass", 1), ("entropy", 1)]
+            [("full", FULL), ("top", 10), ("mass", 1), ("entropy", 1), ("scores", FULL)]
         )
     ]
     encoding = PatternEncoding(Raw(), (), 1, ((0, OTHER),), tuple(columns))
@@ -112,7 +114,7 @@ def test_rows_are_those_of_each_query_by_itself(workspace, spans, form, heads, s
     assert data.shape == (records, encoding.row_bytes(torch.float32))
     assert torch.equal(data[:, : 4 * OTHER].contiguous().view(torch.float32), given_[:, :OTHER])
     rows = data[:, 4 * OTHER :].contiguous().view(torch.float32)
-    scored = [replace(each, slot=nth, divisor=5) for nth, each in enumerate(columns[2:], 2)]
+    scored = [replace(each, slot=nth, divisor=5) for nth, each in enumerate(columns[2:4], 2)]
     scored += [replace(scored[0], count=0, slot=0)]
     own = PatternEncoding(Raw(), (), 1, (), (*columns[:2], *scored))
     places = torch.randperm(records, generator=draw) + 1
@@ -121,16 +123,20 @@ def test_rows_are_those_of_each_query_by_itself(workspace, spans, form, heads, s
     assert not scores[places, 0].any()
     assert scores[:, [1, 4]].isnan().all()
     assert scores[[0, -1]].isnan().all()
-    full, top, mass, entropy = rows.split([count * each.size for each in columns], 1)
+    full, top, mass, entropy, before = rows.split([count * each.size for each in columns], 1)
     chosen = list(heads) or list(range(HEADS))
     for run in runs:
         for step in range(run.length):
             at, position = run.record + step, run.position + step
             query = given_[at, OTHER : OTHER + WIDTH].view(HEADS, DIM)
-            expected = naive(query, cache.keys[run.request], position, form)[chosen]
+            keys = cache.keys[run.request]
+            expected, logits = (each[chosen] for each in naive(query, keys, position, form))
             mine = full[at].view(count, FULL).numpy()
             np.testing.assert_allclose(mine[:, : expected.shape[1]], expected, atol=2e-6)
             assert not mine[:, expected.shape[1] :].any()
+            mine = before[at].view(count, FULL).numpy()
+            np.testing.assert_allclose(mine[:, : expected.shape[1]], logits, atol=1e-5)
+            assert (mine[:, expected.shape[1] :] == -np.inf).all()
             inside = np.zeros(expected.shape[1], bool)
             for start, stop in run.keys[2]:
                 inside[start:stop] = True
