@@ -88,10 +88,26 @@ ATTENTION = (
         "::test_layers_whose_attention_cannot_be_computed_again_say_why",
     ),
     Fault(
+        "Rows of attention of one layer are returned as another's",
+        "runtime/worker/attention/reader.py",
+        "part = rows[:, first * nbytes : stop * nbytes]",
+        "part = rows[:, : (stop - first) * nbytes]",
+        "tests/unit/runtime/worker/attention/test_reader.py"
+        "::test_rows_are_those_of_each_query_by_itself",
+    ),
+    Fault(
+        "The mass of one layer's keys is read in all layers",
+        "runtime/worker/attention/reader.py",
+        "same = all(each is chosen[0] for each in chosen)",
+        "same = True",
+        "tests/unit/runtime/worker/attention/test_reader.py"
+        "::test_rows_are_those_of_each_query_by_itself",
+    ),
+    Fault(
         "Keys that a query does not see have a score",
         "runtime/worker/attention/reader.py",
-        "op.full(scores, begin, self.columns.size, -torch.inf)",
-        "op.full(scores, begin, self.columns.size)",
+        "op.full(scores, begin, columns.size, -torch.inf)",
+        "op.full(scores, begin, columns.size)",
         "tests/unit/runtime/worker/attention/test_reader.py"
         "::test_rows_are_those_of_each_query_by_itself",
     ),
