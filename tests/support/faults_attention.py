@@ -129,6 +129,14 @@ ATTENTION = (
         _TOGETHER,
     ),
     Fault(
+        "The biases of a request's last token are added to the logits before each of its drafts",
+        "runtime/worker/logit_bias.py",
+        "first_tokens = np.cumsum(batch.scheduled) - sampled\n",
+        "first_tokens = np.cumsum(batch.scheduled) - 1\n",
+        "tests/unit/runtime/worker/test_logit_bias.py"
+        "::test_each_row_of_logits_gets_the_switches_of_its_own_token",
+    ),
+    Fault(
         "Logits are those of the adapter of another request",
         "runtime/worker/attention/head_adapters.py",
         "wrapper.token_lora_indices[rows]",
