@@ -88,9 +88,9 @@ ATTENTION = (
     ),
     Fault(
         "Logits of a request are those of another request's tokens",
-        "runtime/worker/attention/logits.py",
-        "query.columns, tokens[nth][to])",
-        "query.columns, tokens[nth][: len(at)])",
+        "runtime/worker/attention/queries.py",
+        "np.repeat(np.array(each, np.int64), length, axis=0)",
+        "np.repeat(np.array(each[::-1], np.int64), length, axis=0)",
         f"{_BIAS}test_logits_that_are_asked_for_together_are_each_requests_own",
     ),
     Fault(
@@ -112,6 +112,13 @@ ATTENTION = (
         "runtime/worker/attention/logits.py",
         'np.argsort(rows, kind="stable")',
         "np.arange(len(rows))",
+        _TOGETHER,
+    ),
+    Fault(
+        "Logits of the second part of a step are those of the tokens of the first",
+        "runtime/worker/attention/logits.py",
+        "tokens[nth][_index(to, device)]",
+        "tokens[nth][: len(at)]",
         _TOGETHER,
     ),
     Fault(

@@ -15,6 +15,10 @@ from midstream.runtime.worker.attention.head_adapters import HeadAdapters
 from midstream.runtime.worker.tables.device_buffers import on_device
 from midstream.runtime.worker.tables.pattern_records import PatternColumns
 
+# Logits of a step that take more device memory than this are copied to the host in parts: those of
+# the whole vocabulary, of each token of a prompt, can take gigabytes.
+MOST_BYTES = 256 << 20
+
 
 class Head:
     """Computes logits of outputs of the final norm, as the model's own `compute_logits` does.
@@ -114,21 +118,24 @@ class LogitReader:
 
     def rows(self, queries: Sequence[LogitQuery], units: Tensor) -> StepLogits:
         """Return the rows of logits of a step that this rank returns. All records go through the
-        head together, in the order of the batch, which is the same on every rank.
+        head together, in the order of the batch, which is the same on every rank. They are on the
+        host if they take more than `MOST_BYTES`.
 
         Args:
             queries: the records.
             units: [units, U], the step's part of the ring.
         """
         device = units.device
-        found: StepLogits = {}
-        tokens: list[Tensor] = []
-        for query in queries:
-            size = len(query.rows), query.columns.size
-            if query.columns.returned:
-                key = query.codec, query.nth
-                found[key] = torch.empty(size, dtype=torch.float32, device=device)
-            tokens.append(on_device(torch.from_numpy(query.tokens), device))
+        returned = [query for query in queries if query.columns.returned]
+        nbytes = sum(4 * len(query.rows) * query.columns.size for query in returned)
+        target = device if nbytes <= MOST_BYTES else torch.device("cpu")
+        found: StepLogits = {
+            (query.codec, query.nth): torch.empty(
+                (len(query.rows), query.columns.size), dtype=torch.float32, device=target
+            )
+            for query in returned
+        }
+        tokens = [on_device(torch.from_numpy(query.tokens), device) for query in queries]
         rows = np.concatenate([query.rows for query in queries])
         order = np.argsort(rows, kind="stable")
         source = np.repeat(np.arange(len(queries)), [len(query.rows) for query in queries])[order]
@@ -149,9 +156,10 @@ class LogitReader:
                 query = queries[nth]
                 if query.columns.returned:
                     at = np.flatnonzero(mine == nth)
-                    to = _index(record[first + at], device)
-                    out = found[query.codec, query.nth]
-                    out[to] = _row(logits[_index(at, device)], query.columns, tokens[nth][to])
+                    to = record[first + at]
+                    asked = tokens[nth][_index(to, device)]
+                    row = _row(logits[_index(at, device)], query.columns, asked)
+                    found[query.codec, query.nth][_index(to, target)] = row.to(target)
         return found
 
 
