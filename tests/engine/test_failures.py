@@ -8,7 +8,7 @@ from support.engines import engine, generated, greedy, tokens
 
 from midstream import Capture, ReceiptError, ReceiptWarning, Steer
 from midstream.ops import layout
-from midstream.runtime.worker import request_table
+from midstream.runtime.worker import plan_table
 from midstream.runtime.worker.request_state import acquire_segments
 from midstream.runtime.worker.session import WorkerSession
 from midstream.testing import inspect
@@ -33,7 +33,7 @@ def broken(monkeypatch):
             raise ZeroDivisionError("a fault planted by the test")
         return acquire_segments(pieces, tables, ledger, codecs, codec)
 
-    monkeypatch.setattr(request_table, "acquire_segments", acquire)
+    monkeypatch.setattr(plan_table, "acquire_segments", acquire)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def first_fails(monkeypatch):
             raise ZeroDivisionError("the first one fails")
         return acquire_segments(*args)
 
-    monkeypatch.setattr(request_table, "acquire_segments", acquire)
+    monkeypatch.setattr(plan_table, "acquire_segments", acquire)
 
 
 def steer(scale, start=0):

@@ -48,7 +48,7 @@ def prompt(nth: int) -> dict[str, list[int]]:
 
 def plan(nth: int) -> dict[str, Any]:
     """What request `nth` asks for; five kinds, each met with every output kind."""
-    from midstream import Ablate, Capture, Gate, Probe, Steer
+    from midstream import Ablate, Capture, Gate, Mass, Probe, Steer
 
     read, push = vector(nth % 4), vector(4 + nth % 4)
     gate = Gate(Steer(push, 2, 3.0), {"direction": read, "layer": 0})
@@ -60,6 +60,7 @@ def plan(nth: int) -> dict[str, Any]:
                 Probe(read, 0, name="a", positions="generated"),
                 Probe(push, 2, name="b", positions=[0, -1, "last"]),
                 Probe(push, 1, name="c", positions="prompt"),
+                Probe(attention=Mass(slice(0, 5)), layer=1, heads=[1, 0], name="d"),
             ]
         },
         {

@@ -135,6 +135,7 @@ def cases(width: int, layers: int, vocabulary: int) -> list[Case]:
         "attended": {"capture": Attention("all", reduce="full")},
         "attended generated": {
             "capture": Attention("all", 1, "generated", reduce=Mass(slice(4, 18))),
+            "probes": Probe(attention=Mass(slice(4, 18)), layer=last, name="mass"),
             "edits": [Steer(vector(9), 1, positions="prompt")],
         },
         "biased": {"edits": [Bias(FAVOURED)]},

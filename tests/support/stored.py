@@ -112,13 +112,15 @@ def outbox_of() -> ResultBuffer:
 
 
 def _block(taps, positions, source):
-    count = len(positions)
+    runs = runs_of(np.array(positions))
+    position, length = np.array(runs, np.int64).reshape(-1, 2).T
+    first = (np.cumsum(length) - length) * len(taps)
     return RowBlock(
-        taps,
-        0,
-        len(taps),
-        np.array(positions),
-        [source],
-        np.zeros(count, np.int64),
-        np.arange(count) * len(taps),
+        taps, 0, len(taps), [source], position, length, np.zeros(len(runs), np.int64), first
     )
+
+
+def runs_of(positions):
+    """Return ascending positions as (first, length) runs."""
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+    return [(int(run[0]), int(run.size)) for run in np.split(positions, breaks) if run.size]

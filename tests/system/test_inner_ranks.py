@@ -15,12 +15,14 @@ from support.ranks import PIPELINE, assert_same, ranks
 
 from midstream import (
     Ablate,
+    Affine,
     Attention,
     Bias,
     Capture,
     Clamp,
     Entropy,
     Gate,
+    Lens,
     Logits,
     Mass,
     Probe,
@@ -53,6 +55,10 @@ def vector(size: int, scale: float = 2.0) -> list[float]:
     return (torch.randn(size, generator=draw) * scale).tolist()
 
 
+def square(width: int) -> torch.Tensor:
+    return torch.randn(width, width, generator=draw) / width**0.5
+
+
 EDITS: list[Any] = [
     Steer(vector(HIDDEN), 1, site="z"),
     Steer(vector(HEAD), 1, site="z", head=1),
@@ -74,6 +80,9 @@ EDITS: list[Any] = [
     Steer(vector(HIDDEN), site="embed"),
     Clamp(vector(HIDDEN), site="final_norm", low=3.0),
     Gate(Scale(-1.0, site="final_norm"), vector(HIDDEN)),
+    Affine(matrix=square(HIDDEN), bias=vector(HIDDEN), layer=1),
+    Affine(matrix=square(HEAD), layer=[0, 1], site="k", phase="generated"),
+    Affine(matrix=square(HIDDEN), site="final_norm", scale=0.5),
 ]
 BIASES: list[Any] = [
     Bias({7: 40.0}),
@@ -89,7 +98,7 @@ def path(tiny_models: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(path: Path) -> Iterator[Any]:
-    with engine(path, midstream={"sites": [*EVERY, "logits"]}, **SETTINGS) as llm:
+    with engine(path, midstream={"sites": [*EVERY, "logits"], "maps": 2}, **SETTINGS) as llm:
         yield llm
 
 
@@ -99,18 +108,18 @@ def alone(path: Path) -> Iterator[Any]:
 )
 def several(request: Any, path: Path) -> Iterator[Any]:
     how = {"tensor_parallel_size": 2} if request.param == "tensor" else PIPELINE
-    midstream = {"sites": [*EVERY, "logits"], "check_ranks": True}
+    midstream = {"sites": [*EVERY, "logits"], "check_ranks": True, "maps": 2}
     with ranks(path, midstream=midstream, **SETTINGS, **how) as llm:
         yield llm
 
 
-def run(llm: Any, capture: Any, edits: list[Any] | None = None) -> list[Any]:
+def run(llm: Any, capture: Any, edits: list[Any] | None = None, **more: Any) -> list[Any]:
     """Every prompt plain, and one of them with each edit, in one batch."""
     given = [None, None, None, *([edit] for edit in edits or ())]
     prompts = [tokens(PROMPTS[nth % 3]) for nth in range(len(given))]
     captures = [capture] * len(given)
     found: list[Any] = llm.generate(
-        prompts, greedy(4, detokenize=False), capture=captures, edits=given, use_tqdm=False
+        prompts, greedy(4, detokenize=False), capture=captures, edits=given, use_tqdm=False, **more
     )
     return found
 
@@ -227,6 +236,21 @@ def test_logits_are_those_of_transformers_when_requests_are_preempted_and_aborte
     inspect(several).check_integrity()
 
 
+def test_lenses_of_the_last_stage_are_those_of_one_rank(alone, several):
+    last = [layer for name, layer in several.info.workers[-1].taps if name == "resid_post"]
+    asked = Lens(last, top=4, tokens=[9], positions=slice(1, None))
+    for one, other in zip(run(several, asked), run(alone, asked), strict=True):
+        assert one.receipt.status == "ok"
+        mine, theirs = one.lens["logit"], other.lens["logit"]
+        assert mine.layers == theirs.layers == tuple(last)
+        torch.testing.assert_close(mine.values, theirs.values, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(mine.token_values, theirs.token_values, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(mine.logsumexp, theirs.logsumexp)
+    if several.info.workers[-1].stage:
+        with pytest.raises(SpecError, match="layer 0 is on another pipeline stage"):
+            run(several, Lens())
+
+
 def test_the_model_has_the_widths_and_heads_of_all_ranks(several):
     shape = several.info.shape
     assert [shape.size(("z", 1)), shape.num_heads(("z", 1))] == [HIDDEN, 2]
@@ -252,6 +276,10 @@ def test_a_planned_job_counts_what_each_rank_transfers(several, path):
         ({"edits": Steer(vector(HIDDEN), 1, site="q", norm="keep")}, "edits.*q is split over"),
         ({"probes": Probe(vector(HIDDEN), 1, site="z")}, "probes.*z is split over the ranks"),
         ({"capture": Capture(1, "mlp_act", codec="full8")}, "mlp_act is split over 2 ranks"),
+        (
+            {"edits": Affine(matrix=square(HIDDEN), layer=1, site="z")},
+            "matrix: z is split over 2 ranks, and a matrix needs all of its vectors",
+        ),
     ],
 )
 def test_what_needs_the_parts_of_several_ranks_at_once_is_refused(several, asked, problem):
@@ -273,8 +301,18 @@ def test_attention_of_every_head_is_that_of_one_rank(alone, several):
         Attention("all", queries=[0, 3, "last"], reduce=Entropy(), name="entropy"),
         Capture("all", ["resid_post", "rot_q"], return_="sharded"),
     ]
-    for one, other in zip(run(several, asked), run(alone, asked), strict=True):
+    probes = [
+        Probe(attention=Mass(slice(1, 4)), layer=1, name="both"),
+        Probe(attention=Entropy(), layer=2, head=1, phase="generated", name="one"),
+        Probe(vector(HIDDEN), 1, name="linear"),
+    ]
+    found, expected = (run(llm, asked, probes=[probes] * 3) for llm in (several, alone))
+    for one, other in zip(found, expected, strict=True):
         assert one.receipt.status == other.receipt.status == "ok"
+        for name, scores in other.probes.items():
+            torch.testing.assert_close(one.probes[name], scores, rtol=1e-3, atol=1e-4)
+            there = other.probes.positions_of(name)
+            assert torch.equal(one.probes.positions_of(name), there)
         assert list(one.activations) == list(other.activations)
         assert list(one.attention) == list(other.attention)
         for key, rows in other.attention.items():

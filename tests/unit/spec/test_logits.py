@@ -60,7 +60,7 @@ def test_its_forms_are_alike() -> None:
         (lambda: Logits(tokens=[1, 1]), "tokens[1]", "token 1 is given twice"),
         (lambda: Logits(tokens={1: 2}), "tokens", "expected token ids"),
         (lambda: Logits(2, stream=True), "stream", "unknown argument of Logits"),
-        (lambda: parse_capture({"top": 2, "layers": [1]}), "", "unknown field 'layers'"),
+        (lambda: parse_capture({"top": 2, "sites": ["z"]}), "", "unknown field 'sites'"),
     ],
 )
 def test_what_is_malformed_is_refused(make: Any, path: str, problem: str) -> None:

@@ -78,7 +78,8 @@ class BaseFrontEnd:
         self._row_limits = [row_limit(workers, found) for workers in self._workers]
         budgets = [Budget(info.room, rows) for rows in self._row_limits]
         self._admission = Admission(budgets, busy)
-        self._sent_vectors = [SentVectors() for _ in self._workers]
+        matrices = 4 * info.room.maps * info.shape.hidden_size**2
+        self._sent_vectors = [SentVectors(matrices=matrices) for _ in self._workers]
         self._needs: dict[str, Need] = {}
 
     def concerns(self, params: Any) -> bool:
@@ -152,7 +153,8 @@ class BaseFrontEnd:
             )
         if own is not None:
             self._check_streams(own, kind)
-        need = replace(prepared.need, rows=prepared.need.rows * params.n)
+        one = prepared.need
+        need = replace(one, rows=one.rows * params.n, lens_rows=one.lens_rows * params.n)
         chosen = self._chosen_replica(request)
         limits = self._row_limits if chosen is None else [self._row_limits[chosen]]
         check_rows(need, max(limits, key=lambda one: one.limit or 0))

@@ -22,12 +22,18 @@ def within_runs(lengths: Ints) -> Ints:
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def runs_of(positions: Ints) -> list[tuple[int, int]]:
-    """Return ascending positions as (first, length) runs."""
-    if positions.size and positions[-1] - positions[0] == positions.size - 1:
-        return [(int(positions[0]), positions.size)]
-    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
-    return [(int(run[0]), int(run.size)) for run in np.split(positions, breaks) if run.size]
+def joined(first: Ints, length: Ints) -> list[tuple[int, int]]:
+    """Return runs of ascending positions as (first, length), adjacent ones as one.
+
+    Args:
+        first: int64 [runs], first position of each run.
+        length: int64 [runs], number of positions of each.
+    """
+    if first.size == 1:
+        return [(int(first[0]), int(length[0]))]
+    gaps = np.flatnonzero(first[1:] != (first + length)[:-1]) + 1
+    begin = np.append(0, gaps)[: first.size]
+    return list(zip(first[begin].tolist(), np.add.reduceat(length, begin).tolist(), strict=True))
 
 
 def count_of(runs: Iterable[tuple[int, int]]) -> int:

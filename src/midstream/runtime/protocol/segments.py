@@ -12,7 +12,7 @@ from midstream.sites import Tap
 from midstream.spec import Instruction, ResolvedPlan, Vector
 from midstream.spec.positions.range_set import overlay
 from midstream.spec.positions.ranges import Ranges
-from midstream.spec.resolve.resolved import Pattern
+from midstream.spec.resolve.resolved import Pattern, SlottedPattern
 
 T = TypeVar("T")
 
@@ -64,6 +64,7 @@ class Room:
         max_edits: instructions, counted once for each program.
         token_ids: token ids in lists.
         probes: scores of one token.
+        maps: matrices of the stream's width.
     """
 
     bank_rows: int
@@ -71,6 +72,7 @@ class Room:
     max_edits: int
     token_ids: int
     probes: int
+    maps: int = 0
 
 
 def vectors_of(step: Instruction) -> Iterator[tuple[Vector, ...]]:
@@ -148,23 +150,33 @@ WHOLE = RankShare(0, 1)
 
 
 class PatternRead(NamedTuple):
-    """A row of attention that is made of the queries at a tap, or logits of the vector there.
+    """A row of attention that is made of the queries at a tap, logits of the vector there, or a
+    score that is made of attention.
 
     Attributes:
         tap: index of the tap, on this rank.
-        capture, place: index of the plan's capture, and of the row's tap in it.
+        capture, place: index of the plan's capture, and of the row's tap in it; of a score −1.
         pattern: what the row is.
-        num_heads: number of heads that this rank computes.
+        heads: the heads of this rank that are computed, ascending; empty: all of them.
+        num_heads: their number. Of a score it may be 0: other ranks have its heads.
         returned: whether this rank returns the row; if not, it computes its part of the logits,
             which only all ranks together can.
+        slot: column of the score; None: it is a row.
     """
 
     tap: int
     capture: int
     place: int
     pattern: Pattern
+    heads: tuple[int, ...]
     num_heads: int
-    returned: bool
+    returned: bool = True
+    slot: int | None = None
+
+    @property
+    def is_row(self) -> bool:
+        """Whether this rank returns a row; a score is no row."""
+        return self.returned and self.slot is None
 
 
 class PlanSegment(NamedTuple):
@@ -175,7 +187,7 @@ class PlanSegment(NamedTuple):
         edits: edits, then probes.
         taps: indices of taps whose vectors are returned, on this rank.
         scored: whether a score there is returned to the caller.
-        patterns: rows of attention that are returned.
+        patterns: rows of attention that are returned, and scores that are made of attention.
     """
 
     start: int
@@ -241,8 +253,12 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
                 only = TapProgramStep(index, instructions, digest, match.ids, match.others)
                 parts.append(_Part(match.ranges, only))
     for probe in plan.probes:
-        index = taps.get((probe.site, probe.layer))
-        if index is not None:
+        index = taps.get(probe.tap)
+        if index is not None and probe.attention is not None:
+            if share.returns(index):
+                mean = _mean(probe.attention, index, share)
+                parts.append(_Part(probe.where.possible, patterns=(mean,), scored=True))
+        elif index is not None:
             read = TapProgramStep(index, probe.steps.instructions, probe.steps.digest)
             # Scores are few: the first rank returns all of them.
             scored = share.rank == 0 and bool(probe.name)
@@ -272,9 +288,22 @@ def _reads(
             capture,
             place,
             pattern,
+            pattern.heads,
             pattern.counts[place] // share.parts_of(index),
             share.returns(index),
         )
         for place, tap in enumerate(pattern.reads)
         if (index := taps.get(tap)) is not None and (pattern.of_logits or share.returns(index))
     )
+
+
+def _mean(attention: SlottedPattern, tap: int, share: RankShare) -> PatternRead:
+    """Return a rank's part of a score that is made of attention."""
+    slot, pattern, num_heads = attention
+    parts, heads = share.parts_of(tap), pattern.heads
+    if parts > 1 and heads:
+        here = num_heads // parts
+        part = share.rank // share.copies(tap)
+        heads = tuple(head % here for head in heads if head // here == part)
+        return PatternRead(tap, -1, -1, pattern, heads, len(heads), slot=slot)
+    return PatternRead(tap, -1, -1, pattern, heads, pattern.counts[0] // parts, slot=slot)

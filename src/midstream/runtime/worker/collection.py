@@ -84,7 +84,7 @@ class Collection:
             found = _since(request.streamed, blocks[request.serial])
             request.oldest_step = oldest
             request.streamed = max(
-                (request.streamed, *(int(block.positions[-1]) + 1 for block in found))
+                (request.streamed, *(int(block.position[-1] + block.length[-1]) for block in found))
             )
             collected[request.uid].append(replace(request, blocks=found, scores=[], done=nothing))
         try:
@@ -112,4 +112,4 @@ class Collection:
 def _since(position: int, blocks: list[RowBlock[ArenaRows]]) -> list[RowBlock[ArenaRows]]:
     """Return the rows of some blocks at `position` and later, without blocks that have none."""
     found = [block.since(position) for block in blocks]
-    return [block for block in found if block.positions.size]
+    return [block for block in found if block.size]

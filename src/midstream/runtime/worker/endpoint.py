@@ -36,7 +36,7 @@ from midstream.runtime.protocol.rpc import (
     WorkerUsage,
     read_request,
 )
-from midstream.runtime.protocol.runs import runs_of
+from midstream.runtime.protocol.runs import joined
 from midstream.runtime.protocol.scores import RequestScores
 from midstream.runtime.protocol.segments import RankShare, Room
 from midstream.runtime.protocol.worker_info import MissingTap, WorkerInfo, WorkerRank
@@ -46,6 +46,7 @@ from midstream.runtime.vllm.attributes import ENDPOINT
 from midstream.runtime.vllm.engine_rules import check_settings
 from midstream.runtime.worker.attention.head_adapters import HeadAdapters
 from midstream.runtime.worker.attention.layers import RankAttention
+from midstream.runtime.worker.attention.lens import RankLens
 from midstream.runtime.worker.attention.logits import Head
 from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.logit_bias import num_switches
@@ -64,6 +65,7 @@ from midstream.runtime.worker.taps.tapped_model import add_taps
 from midstream.runtime.worker.taps.taps import check_drafter
 from midstream.sites import ENDS, Tap
 from midstream.spec.resolve.attention import ATTENTION
+from midstream.spec.resolve.lens import LENS
 from midstream.transport.arena import Arena
 from midstream.transport.ring_copy import host_transport
 from midstream.transport.sizing import arena_settings
@@ -107,6 +109,7 @@ class WorkerEndpoint:
             embeds_given=_gets_embeddings(runner, vllm_config),
         )
         self._taps = _choose_taps(self._decoder, config)
+        self._lens = RankLens(model)
         self._hidden_size: int = vllm_config.model_config.get_hidden_size()
         inner = self._decoder.inner
         widths = {
@@ -159,6 +162,7 @@ class WorkerEndpoint:
                 lambda group: adapter.block_table(runner, group),
                 # As it is before biases are added to what it returns.
                 head=_head(model, vllm_config),
+                norm=self._lens,
             ),
         )
         if self._session.bias is not None:
@@ -199,7 +203,7 @@ class WorkerEndpoint:
                 return self._describe()
             case UpdateVectors():
                 for update in request.updates:
-                    self._session.requests.update_vectors(update)
+                    self._session.requests.plans.update_vectors(update)
             case CollectResults():
                 return self._collect(request)
             case CollectPartialRows():
@@ -222,13 +226,16 @@ class WorkerEndpoint:
             case CheckIntegrity():
                 self._session.check_integrity()
                 self._arena.sweep()
-                return IntegrityReport(self._arena.used, len(self._session.requests.vectors))
+                return IntegrityReport(self._arena.used, len(self._session.requests.plans.vectors))
         return Acknowledged()
 
     def _describe(self) -> WorkerInfo:
         inner = self._decoder.inner
         lacking = dict(self._decoder.lacking)
         lacking |= {(ATTENTION, layer): why for layer, why in self._attention.reasons.items()}
+        is_last = any(layer.index == self._decoder.num_layers - 1 for layer in self._decoder.layers)
+        if is_last and self._lens.reason:
+            lacking[LENS, self._decoder.num_layers - 1] = self._lens.reason
         return WorkerInfo(
             stage=self._stage,
             tensor_rank=self._tensor_rank,
@@ -328,7 +335,7 @@ def pack_scores(
     parts = []
     for state, block in found:
         slots = state.plan.slots
-        requests.append(RequestScores(state.uid, slots, runs_of(block.positions)))
+        requests.append(RequestScores(state.uid, slots, joined(block.position, block.length)))
         parts.append(block.values[:, 0, :slots].contiguous().numpy().tobytes())
     return RunningScores(requests, b"".join(parts))
 
@@ -423,6 +430,7 @@ def _room(config: Config) -> Room:
         max_edits=config.max_edits,
         token_ids=config.token_ids,
         probes=config.probes,
+        maps=config.maps,
     )
 
 

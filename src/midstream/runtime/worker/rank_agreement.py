@@ -6,12 +6,12 @@ import torch
 
 
 def is_joint(plan: bytes) -> bool:
-    """Return whether a packed plan has work that the ranks do together after a step, as logits are
-    computed. True for some other plans too, of which nothing is lost by asking.
+    """Return whether a packed plan has work that the ranks do together after a step, as logits and
+    lenses are computed. True for some other plans too, of which nothing is lost by asking.
 
     It depends on the bytes alone, which every rank has, also a rank that cannot read the plan.
     """
-    return b"logits_" in plan
+    return b"logits_" in plan or b"lens" in plan
 
 
 def all_ranks(mine: bool) -> bool:

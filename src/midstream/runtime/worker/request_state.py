@@ -38,9 +38,9 @@ class Segment:
         scored: whether scores are returned to the caller.
         codec: number of the encoding of the captured rows.
         units: ring units of a record of `taps`.
-        patterns: rows of attention that are made of the queries in `taps`.
+        patterns: rows of attention that are made of the queries in `taps`, and scores.
         returned: number of rows of each token that are returned: of `taps` that are more than
-            queries of `patterns`, and of `patterns`.
+            queries of `patterns`, and of `patterns` that are no scores.
     """
 
     start: int
@@ -63,6 +63,23 @@ class Segment:
         return self.program, self.group, vectors, self.units, self.kind, self.scored, self.codec
 
 
+@dataclass(slots=True, eq=False)
+class RankPlan:
+    """A plan on this rank, which requests with the same plan share.
+
+    Attributes:
+        packed: its bytes.
+        resolved: the plan.
+        segments: its segments on this rank, with their programs and groups.
+        users: number of requests that use it.
+    """
+
+    packed: bytes
+    resolved: ResolvedPlan
+    segments: list[Segment]
+    users: int = 0
+
+
 @dataclass(slots=True)
 class RequestState:
     """One request with a plan.
@@ -73,6 +90,7 @@ class RequestState:
         plan: what the request asks for.
         slot: row of the request in the arrays of `SlotTable`.
         segments: segments of the plan, ascending, over [0, FOREVER).
+        shared: the plan in `PlanTable`; None if the plan could not be read or placed.
         serial: serial number, unique in this worker.
         blocks: captured rows; set when the request is collected.
         scores: scores of its probes; likewise.
@@ -92,6 +110,7 @@ class RequestState:
     plan: ResolvedPlan
     slot: int
     segments: list[Segment]
+    shared: RankPlan | None = None
     serial: int = 0
     blocks: list[RowBlock[ArenaRows]] = field(default_factory=list)
     scores: list[RowBlock[Scores]] = field(default_factory=list)
@@ -167,7 +186,7 @@ def acquire_segments(
             units = codecs.units_of(taps)
             kind = rows.kind(returned, number, units // codecs.encoding(number).units)
             where = (start, stop, edits, taps, program, group, kind, scored, number, units)
-            rows_each = len(returned) + sum(read.returned for read in patterns)
+            rows_each = len(returned) + sum(read.is_row for read in patterns)
             segments.append(Segment(*where, patterns, rows_each))
     except SpecError:
         release_segments(segments, tables)

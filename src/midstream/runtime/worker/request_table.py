@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 
 from midstream.runtime.protocol.failures import Failure
-from midstream.runtime.protocol.rank_parts import part_of_steps
-from midstream.runtime.protocol.segments import PlanSegment, RankShare, cut
-from midstream.runtime.protocol.vector_update import VectorUpdate
+from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.rank_agreement import is_joint
 from midstream.runtime.worker.rank_check import RankChecksum
-from midstream.runtime.worker.request_state import (
-    RequestState,
-    acquire_segments,
-    idle_segment,
-    release_segments,
-)
+from midstream.runtime.worker.request_state import RequestState, idle_segment
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step_recorder import StepRecorder
-from midstream.runtime.worker.tables.codec_table import CodecTable
-from midstream.runtime.worker.tables.program_table import ProgramTable
-from midstream.runtime.worker.vector_store import VectorStore
-from midstream.sites import Tap
 from midstream.spec import ResolvedPlan
 from midstream.spec.resolve.resolved import ResolvedBias
-from midstream.spec.resolve.wire import from_bytes
 
-_CACHED_PLANS = 256
 _LOGGER = logging.getLogger(__name__)
 # Returns whether all ranks that run the same requests say yes.
 Agree = Callable[[bool], bool]
@@ -37,36 +22,31 @@ _NO_PLAN = ResolvedPlan(0, (), ())  # of a request whose plan cannot be read
 
 
 class RequestTable:
-    """Owner of the finished requests; adds requests to `SlotTable` and removes them."""
+    """Owner of the finished requests; adds requests to `SlotTable` and removes them.
+
+    Attributes:
+        plans: plans of the requests.
+    """
 
     def __init__(
         self,
         slots: SlotTable,
-        tables: ProgramTable,
-        codecs: CodecTable,
+        plans: PlanTable,
         recorder: StepRecorder,
-        taps: Mapping[Tap, int],
-        share: RankShare,
         checksum: RankChecksum | None = None,
         agree: Agree | None = None,
     ) -> None:
         """Args:
         slots: the running requests.
-        tables: the rank's programs and groups.
-        codecs: the encodings of captured rows.
+        plans: their plans.
         recorder: the steps in flight.
-        taps: the rank's taps and their indices.
-        share: the part of the captured vectors that this rank transfers.
         checksum: receives every plan; None if ranks are not compared.
         agree: asks the other ranks whether they can run a plan with work that all do together; None
             if there are none.
         """
+        self.plans = plans
         self._slots = slots
-        self._tables = tables
-        self._codecs = codecs
         self._recorder = recorder
-        self._taps = dict(taps)
-        self._share = share
         self._checksum = checksum
         self._agree = agree
         self._added = 0
@@ -74,19 +54,6 @@ class RequestTable:
         self._finishing: list[tuple[int, RequestState]] = []
         # Finished requests whose steps are settled, by uid.
         self._finished: dict[str, list[RequestState]] = {}
-        self._vectors = VectorStore()
-        # Many requests have the same plan, byte by byte.
-        self._parse = functools.lru_cache(maxsize=_CACHED_PLANS)(self._parse_and_cut)
-
-    def update_vectors(self, update: VectorUpdate) -> None:
-        """Store vectors that plans of later requests name, and drop others.
-
-        Raises:
-            SpecError: what is to be stored is no vector.
-        """
-        self._vectors.update(update)
-        if update.dropped:
-            self._parse.cache_clear()  # its plans keep their vectors
 
     def add(self, request_id: str, uid: str, plan: bytes, computed: int = 0) -> None:
         """Add a request that is about to run, or that runs again after preemption.
@@ -109,26 +76,25 @@ class RequestTable:
             # The id was used before, and that request is not settled.
             self.settle_requests([known])
         problem = ""
-        resolved, segments = _NO_PLAN, [idle_segment()]
+        own = None
         try:
-            resolved, cut_plan = self._parse(plan)
-            segments = acquire_segments(
-                cut_plan, self._tables, self._recorder.rows, self._codecs, resolved.codec
-            )
+            own = self.plans.acquire(plan)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             _LOGGER.exception("midstream failed request %s", request_id)
         if self._agree is not None and is_joint(plan) and not self._agree(not problem):
-            release_segments(segments, self._tables)
-            resolved, segments = _NO_PLAN, [idle_segment()]
+            if own is not None:
+                self.plans.release(own)
+                own = None
             problem = problem or "another rank cannot run the plan"
         self._added += 1
         request = RequestState(
             id=request_id,
             uid=uid,
-            plan=resolved,
+            plan=_NO_PLAN if own is None else own.resolved,
             slot=self._slots.new_slot(),
-            segments=segments,
+            segments=[idle_segment()] if own is None else own.segments,
+            shared=own,
             serial=self._added,
             oldest_step=self._recorder.rows.next_step,
         )
@@ -155,7 +121,8 @@ class RequestTable:
         request = self._slots.get(request_id)
         if request is None or any(request is finishing for _, finishing in self._finishing):
             return
-        release_segments(request.segments, self._tables)
+        if request.shared is not None:
+            self.plans.release(request.shared)
         self._slots.retire(request)
         self._finishing.append((self._recorder.last_step_of([request]), request))
         self._remove_settled()
@@ -216,36 +183,9 @@ class RequestTable:
         return found
 
     @property
-    def vectors(self) -> Collection[str]:
-        """Digests of the vectors that plans may name."""
-        return self._vectors.by_digest.keys()
-
-    @property
     def is_empty(self) -> bool:
         """Whether there are no requests, neither running nor finished."""
         return not len(self._slots) and not self._finished
-
-    def _parse_and_cut(self, plan: bytes) -> tuple[ResolvedPlan, list[PlanSegment]]:
-        resolved = from_bytes(plan, self._vectors.by_digest)
-        return resolved, [self._own_part(piece) for piece in cut(resolved, self._taps, self._share)]
-
-    def _own_part(self, piece: PlanSegment) -> PlanSegment:
-        """Return a piece of a plan whose edits are those of this rank's parts of the vectors."""
-        share = self._share
-        if all(parts == 1 for parts in share.parts):
-            return piece
-        edits = tuple(
-            replace(
-                edit,
-                steps=part_of_steps(
-                    edit.steps, share.rank // share.copies(edit.tap), share.parts[edit.tap]
-                ),
-            )
-            if share.parts[edit.tap] > 1
-            else edit
-            for edit in piece.edits
-        )
-        return piece._replace(edits=edits)
 
     def _remove_settled(self) -> None:
         """Remove finished requests whose steps are all settled from the slots."""

@@ -22,7 +22,7 @@ from midstream.runtime.protocol.results import (
     RowsHeader,
     ScoresHeader,
 )
-from midstream.runtime.protocol.runs import runs_of
+from midstream.runtime.protocol.runs import joined
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.row_index import ArenaRows, RowBlock
 from midstream.runtime.worker.tables.pattern_records import PatternEncoding
@@ -75,14 +75,14 @@ class ResultBuffer:
                     RowsHeader(
                         taps=tuple(block.taps),
                         codec=self._encoding(block.codec).codec.spec,
-                        runs=runs_of(block.positions),
+                        runs=joined(block.position, block.length),
                         nbytes=len(parts[-1]),
                         patterns=_patterns(self._encoding(block.codec), request),
                     )
                 )
             for read in request.scores:
                 parts.append(_bytes(read.values[:, 0, : request.plan.slots]))
-                scores.append(ScoresHeader(runs_of(read.positions), len(parts[-1])))
+                scores.append(ScoresHeader(joined(read.position, read.length), len(parts[-1])))
             entries.append(
                 RequestHeader(
                     id=request.id,
@@ -136,7 +136,7 @@ class ResultBuffer:
         """Lease the segments of rows, and return the lease; None if the rows must be copied: they
         are few, or the arena permits no more leases.
         """
-        nbytes = sum(block.positions.size * _record_bytes(block) for block in blocks)
+        nbytes = sum(block.size * _record_bytes(block) for block in blocks)
         if nbytes < LEASED_BYTES:
             return None
         segments = sorted({segment for found in places for segment, _, _ in found})
@@ -156,7 +156,7 @@ def _patterns(encoding: RowEncoding, request: RequestState) -> tuple[PatternHead
     return tuple(
         PatternHeader(captures[each.capture].taps[each.place], each.tap, each.nbytes)
         for each in encoding.patterns
-        if each.returned
+        if each.is_row
     )
 
 

@@ -42,61 +42,71 @@ R = TypeVar("R", bound=RowSource)
 
 @dataclass(frozen=True, slots=True)
 class RowBlock(Generic[R]):
-    """One request's rows of one kind of record, which are not copied.
+    """One request's rows of one kind of record, which are not copied, as runs of records that are
+    contiguous in their source, at consecutive positions.
 
     Attributes:
         taps: the taps in each record, in order, as indices on this rank.
         codec: number of the rows' encoding.
         rows: rows of a record in its source; see `RowEncoding` for what a row is.
-        positions: int64 [n], ascending, without duplicates.
         sources: the rows of steps.
-        source: int64 [n], for each position the index of its source.
-        first: int64 [n], for each position the row of its source at which its record begins.
+        position: int64 [runs], position of each run's first record. Positions ascend, and no two
+            records have the same.
+        length: int64 [runs], number of records of each run.
+        source: int64 [runs], index of each run's source.
+        first: int64 [runs], row of its source at which each run's first record begins.
     """
 
     taps: tuple[int, ...]
     codec: int
     rows: int
-    positions: Ints
     sources: list[R]
+    position: Ints
+    length: Ints
     source: Ints
     first: Ints
 
     @property
+    def size(self) -> int:
+        """Number of records."""
+        return int(self.length.sum())
+
+    @property
+    def positions(self) -> Ints:
+        """Position of each record, int64 [size]."""
+        return np.repeat(self.position, self.length) + within_runs(self.length)
+
+    @property
     def values(self) -> Tensor:
-        """A copy of the rows, [n, `rows`, width]. Blocks until the rows are on the host."""
+        """A copy of the rows, [size, `rows`, width]. Blocks until the rows are on the host."""
         parts = [
             self.sources[nth].rows()[first : first + self.rows * records]
             for nth, first, records in self.runs()
         ]
-        return torch.cat(parts).view(self.source.size, self.rows, -1)
+        return torch.cat(parts).view(self.size, self.rows, -1)
 
     def since(self, position: int) -> RowBlock[R]:
         """Return the rows at `position` and later."""
-        begin = int(np.searchsorted(self.positions, position))
-        if not begin:
+        if not self.position.size or position <= self.position[0]:
             return self
+        cut = np.maximum(position - self.position, 0)
+        left = cut < self.length
+        cut = cut[left]
         return RowBlock(
             self.taps,
             self.codec,
             self.rows,
-            self.positions[begin:],
             self.sources,
-            self.source[begin:],
-            self.first[begin:],
+            self.position[left] + cut,
+            self.length[left] - cut,
+            self.source[left],
+            self.first[left] + cut * self.rows,
         )
 
     def runs(self) -> list[tuple[int, int, int]]:
-        """Return (index of the source, first row, number of records) of each run of contiguous
-        records.
-        """
-        source, first, size = self.source, self.first, self.first.size
-        if size == 1:  # as of the last prompt token, without half a dozen calls of NumPy
-            return [(int(source[0]), int(first[0]), 1)]
-        breaks = (source[1:] != source[:-1]) | (first[1:] - first[:-1] != self.rows)
-        begins = [0, *(np.flatnonzero(breaks) + 1).tolist()]
-        lengths = [stop - start for start, stop in pairwise([*begins, size])]
-        return list(zip(source[begins].tolist(), first[begins].tolist(), lengths, strict=True))
+        """Return (index of the source, first row, number of records) of each run."""
+        columns = self.source.tolist(), self.first.tolist(), self.length.tolist()
+        return list(zip(*columns, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,11 +301,11 @@ class CapturedRowIndex(Generic[R]):
         Returns:
             The blocks of each request, by serial number.
         """
-        wanted = np.array(serials, np.int64)
+        wanted = np.array(sorted(serials), np.int64)
         chosen: list[StepRecord[R]] = []
         kept: list[StepRecord[R]] = []
         for entry in self._steps:
-            mask = np.isin(entry.serial, wanted)
+            mask = _among(entry.serial, wanted)
             if mask.any():
                 chosen.append(entry.only(mask))
                 if mask.all():
@@ -328,7 +338,7 @@ class CapturedRowIndex(Generic[R]):
         chosen: list[StepRecord[R]] = []
         remains = self._next_step
         for entry in entries:
-            mask = np.isin(entry.serial, serials)
+            mask = _among(entry.serial, serials)
             if not mask.any():
                 self._steps.append(entry)
                 continue
@@ -383,7 +393,7 @@ class CapturedRowIndex(Generic[R]):
         blocks: dict[int, RowBlock[R]] = {}
         found = 0
         for entry in reversed(self._steps):
-            mine = entry.only((entry.kind == kind) & np.isin(entry.serial, serials))
+            mine = entry.only((entry.kind == kind) & _among(entry.serial, serials))
             of = np.searchsorted(serials, mine.serial)
             mine = mine.within(bounds[of, 0], bounds[of, 1], len(taps))
             if mine.serial.size:
@@ -392,10 +402,19 @@ class CapturedRowIndex(Generic[R]):
             if found >= count:
                 # A position that was computed twice is in two steps and counts once.
                 blocks = dict(_blocks_of_kind(chosen, key, kind))
-                found = sum(block.positions.size for block in blocks.values())
+                found = sum(block.size for block in blocks.values())
                 if found >= count:
                     return blocks
         return dict(_blocks_of_kind(chosen, key, kind))
+
+
+def _among(values: Ints, wanted: Ints) -> NDArray[np.bool_]:
+    """Return which values are among some, which ascend. `np.isin` takes several times as long."""
+    if not wanted.size:
+        return np.zeros(values.size, np.bool_)
+    place = np.searchsorted(wanted, values)
+    found: NDArray[np.bool_] = wanted[np.minimum(place, wanted.size - 1)] == values
+    return found
 
 
 def _blocks_of_kind(
@@ -403,31 +422,29 @@ def _blocks_of_kind(
 ) -> list[tuple[int, RowBlock[R]]]:
     """Return the blocks of one kind, each with the serial number of its request."""
     taps, codec, rows = key
-    steps: list[Ints] = []
-    serials: list[Ints] = []
-    positions: list[Ints] = []
-    firsts: list[Ints] = []
+    parts = []
     for nth, entry in enumerate(chosen):
-        mine = entry.kind == kind
-        length = entry.length[mine]
-        within = within_runs(length)
-        steps.append(np.full(within.size, nth))
-        serials.append(np.repeat(entry.serial[mine], length))
-        positions.append(np.repeat(entry.known[mine], length) + within)
-        firsts.append(np.repeat(entry.first[mine], length) + within * rows)
-    if not steps:
+        mine = np.flatnonzero(entry.kind == kind)
+        if mine.size:
+            known = entry.known
+            columns = entry.serial, known, np.full(known.size, nth), entry.length, entry.first
+            parts.append(np.stack(columns)[:, mine])
+    if not parts:
         return []
-    step, serial = np.concatenate(steps), np.concatenate(serials)
-    position, first = np.concatenate(positions), np.concatenate(firsts)
-    if step.size == 0:
-        return []
-    order = np.lexsort(np.stack((step, position, serial)))
-    step, serial, position, first = step[order], serial[order], position[order], first[order]
-    last = np.append((serial[1:] != serial[:-1]) | (position[1:] != position[:-1]), True)
-    step, serial, position, first = step[last], serial[last], position[last], first[last]
+    table = np.concatenate(parts, axis=1)
+    serial, position, step, length, first = table[:, np.lexsort((table[2], table[1], table[0]))]
+    follows = (serial[1:] == serial[:-1]) & (position[1:] <= (position + length)[:-1])
+    if (follows & (position[1:] < (position + length)[:-1])).any():
+        serial, position, step, length, first = _latest(table, rows)
+        follows = (serial[1:] == serial[:-1]) & (position[1:] == (position + length)[:-1])
+    # Runs that continue the run before in the same source are one run.
+    follows &= (step[1:] == step[:-1]) & (first[1:] == (first + length * rows)[:-1])
+    if follows.any():
+        begin = np.append(0, np.flatnonzero(~follows) + 1)
+        length = np.add.reduceat(length, begin)
+        serial, position, step, first = serial[begin], position[begin], step[begin], first[begin]
     sources = [entry.source for entry in chosen]
-    starts = np.append(0, np.flatnonzero(serial[1:] != serial[:-1]) + 1)
-    stops = np.append(starts[1:], serial.size)
+    starts = [0, *(np.flatnonzero(serial[1:] != serial[:-1]) + 1).tolist(), serial.size]
     return [
         (
             int(serial[start]),
@@ -435,11 +452,31 @@ def _blocks_of_kind(
                 taps,
                 codec,
                 rows,
-                position[start:stop],
                 sources,
+                position[start:stop],
+                length[start:stop],
                 step[start:stop],
                 first[start:stop],
             ),
         )
-        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+        for start, stop in pairwise(starts)
     ]
+
+
+def _latest(table: Ints, rows: int) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Return runs of one record each, in order: of the records at one position of a request only
+    the latest.
+
+    Args:
+        table: int64 [5, runs]: serial, position, step, length and first of each run.
+        rows: rows of a record.
+    """
+    length = table[3]
+    within = within_runs(length)
+    serial, position, step, _, first = np.repeat(table, length, axis=1)
+    position, first = position + within, first + within * rows
+    order = np.lexsort((step, position, serial))
+    serial, position, step, first = serial[order], position[order], step[order], first[order]
+    last = np.append((serial[1:] != serial[:-1]) | (position[1:] != position[:-1]), True)
+    serial, position, step, first = serial[last], position[last], step[last], first[last]
+    return serial, position, step, np.ones(serial.size, np.int64), first

@@ -9,6 +9,7 @@ from midstream.runtime.protocol.segments import RankShare
 from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.collection import Collection
 from midstream.runtime.worker.logit_bias import LogitBias
+from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.request_table import Agree, RequestTable
 from midstream.runtime.worker.step.slot_table import SlotTable
@@ -78,9 +79,8 @@ class WorkerSession:
             only_armed=only_armed,
             patterns=patterns,
         )
-        self.requests = RequestTable(
-            slots, self._tables, self._codecs, self._recorder, taps, share, checksum, agree
-        )
+        plans = PlanTable(self._tables, self._codecs, self._recorder.rows, taps, share)
+        self.requests = RequestTable(slots, plans, self._recorder, checksum, agree)
         self.bias = LogitBias(buffers.switches) if buffers.switches.shape[0] else None
         self.collection = Collection(self.requests, self._recorder)
 
@@ -133,5 +133,6 @@ class WorkerSession:
         self._recorder.check_integrity()
         self._tables.check_integrity()
         if self.requests.is_empty:
+            assert not len(self.requests.plans)
             assert not len(self._recorder.rows)
             assert not len(self._recorder.scores)

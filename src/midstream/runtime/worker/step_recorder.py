@@ -11,8 +11,8 @@ from torch import Tensor
 
 from midstream.ops import layout
 from midstream.runtime.worker.attention.logits import StepLogits
-from midstream.runtime.worker.attention.queries import queries_of
 from midstream.runtime.worker.attention.reader import PatternReader
+from midstream.runtime.worker.attention.step_patterns import StepPatterns
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scores
 from midstream.runtime.worker.step.armed_buffers import ArmedBuffers
@@ -28,7 +28,6 @@ from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.device_buffers import Buffers
-from midstream.runtime.worker.tables.pattern_records import PatternEncoding
 from midstream.runtime.worker.taps.tap_check import TapSignature
 from midstream.sites import Tap
 from midstream.transport.arena import Arena
@@ -105,7 +104,7 @@ class StepRecorder:
         self._arena = arena
         self._slots = slots
         self._codecs = codecs
-        self._patterns = patterns
+        self._patterns = StepPatterns(buffers, slots, codecs, patterns)
         self._signature = TapSignature(taps)
         self._score_kind = self.scores.kind((0,))
         self._armed = ArmedBuffers(buffers, only_armed)
@@ -151,15 +150,12 @@ class StepRecorder:
         batches: Sequence[CodecBatch] = plan.batches
         logits: StepLogits = {}
         if batches:
-            if self._patterns is not None:  # of all rows, also those that this rank alone drops
-                logits = self._patterns.logits(
-                    prepared, self._codecs.encoding, self._slots, self._buffers.ring
-                )
+            logits = self._patterns.compute(prepared)  # of all rows, also those that are dropped
             incomplete = self._slots.incomplete[plan.runs.slot]
             if incomplete.any():
                 self._slots.drop(plan.runs, np.flatnonzero(incomplete))
                 batches = plan.batches_of(~incomplete)
-            # A rank may have to compute what another one returns.
+            # Of some records a rank returns nothing: scores, or logits that another one returns.
             batches = [each for each in batches if self._row_bytes(each.codec)]
         tally, scores = self._armed.tally, self._no_scores
         if plan.scored:
@@ -191,17 +187,7 @@ class StepRecorder:
         parcels = []
         for batch in batches:
             first, encoding = prepared.first + batch.first, self._codecs.encoding(batch.codec)
-            encoded = None
-            if isinstance(encoding, PatternEncoding):
-                assert self._patterns is not None
-                units = self._buffers.ring[first : first + batch.num_units]
-                records = units.view(-1, encoding.units * units.shape[1])
-                encoded = self._patterns.encode(
-                    encoding,
-                    records,
-                    *queries_of(prepared, batch, self._slots, records.device),
-                    _logits_of(prepared, batch, logits, encoding.units),
-                )
+            encoded = self._patterns.encode(prepared, batch, logits)
             parcels.append(Parcel(first, batch.num_units, encoding, encoded))
         return self._transport.ship(parcels, tally, scores)
 
@@ -275,7 +261,7 @@ class StepRecorder:
         expected = self._expected
         if expected is None or expected.tokens is not plan.tokens:
             expected = self._expected = ExpectedCounts(plan, self._signature.signature)
-        tally = step.shipment.tally().numpy()[expected.rows]
+        tally = step.shipment.tally().numpy()[plan.active]
         if (tally == expected.tally).all():
             self._slots.record_states(plan.slots, plan.positions, expected.states)
             return
@@ -308,19 +294,3 @@ class StepRecorder:
         """
         assert self.prepared is None
         self._armed.check_integrity()
-
-
-def _logits_of(
-    prepared: PreparedStep, batch: CodecBatch, logits: StepLogits, units: int
-) -> dict[int, Tensor]:
-    """Return the logits of some records of a step, by number of the pattern.
-
-    Args:
-        prepared: the step.
-        batch: the records, all or some of those of an encoding.
-        logits: of the whole step.
-        units: ring units of a record.
-    """
-    (first,) = [every.first for every in prepared.plan.batches if every.codec == batch.codec]
-    begin, stop = (batch.first - first) // units, (batch.first - first + batch.num_units) // units
-    return {nth: rows[begin:stop] for (codec, nth), rows in logits.items() if codec == batch.codec}

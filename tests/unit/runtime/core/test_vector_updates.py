@@ -145,7 +145,7 @@ class Way:
         table = self.worker.session.requests
         if not isinstance(message, tuple):
             for update in message.updates:
-                table.update_vectors(update)
+                table.plans.update_vectors(update)
             return
         what, uid, payload = message
         if what == "finish":
@@ -202,7 +202,7 @@ def test_each_request_has_its_vectors_whatever_begins_and_ends_in_between(seed, 
     last = Vector.parse([9.0, 9.0, 9.0, 9.0])
     way.send(plan_of([(("resid_post", 1), add(last), ((0, 9),))]), [last])
     way.drain()
-    stored = way.worker.session.requests.vectors
+    stored = way.worker.session.requests.plans.vectors
     way.sent.check_integrity([len(stored)])
     assert last.digest in stored
     # Of the others no more is left than may be, and nothing is in use.
@@ -216,7 +216,7 @@ def test_vectors_of_a_request_that_vllm_rejects_reach_the_workers_with_the_next(
         plan = plan_of([(("resid_post", 1), add(VECTORS[0]), ((0, 9),))])
         way.send(plan, [VECTORS[0]], is_rejected)
     way.drain()
-    assert set(way.worker.session.requests.vectors) == {VECTORS[0].digest}
+    assert set(way.worker.session.requests.plans.vectors) == {VECTORS[0].digest}
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -229,7 +229,7 @@ def test_a_worker_that_lacks_a_vector_fails_that_request_alone(lost):
     table = way.worker.session.requests
     way.work_worker()
     way.work_worker()
-    table.update_vectors(VectorUpdate((VECTORS[lost].digest,), ()))
+    table.plans.update_vectors(VectorUpdate((VECTORS[lost].digest,), ()))
     for uid, message in way.waiting:
         payload = payload_of(message)
         table.add(uid, payload.uid, payload.plan)

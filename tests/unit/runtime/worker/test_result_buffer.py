@@ -97,13 +97,7 @@ def test_blocks_follow_each_other_and_gaps_between_positions_are_runs():
 def test_rows_that_are_a_view_of_others_are_packed_by_themselves():
     outbox = outbox_of()
     whole = block(range(6), (0, 1, 2), 4)
-    some = slice(4, 6)
-    part = replace(
-        whole,
-        positions=whole.positions[some],
-        source=whole.source[some],
-        first=whole.first[some],
-    )
+    part = whole.since(4)
     header = outbox.put("u", [request(part)], mapped=False)
     _, blocks, _ = unpack(header.requests[0], outbox.read("u", 0, 10**6))
     assert blocks[tuple(NAMES[:3])] == (

@@ -20,6 +20,7 @@ from midstream.runtime.frontend.request.budget import (
     returned_captures,
 )
 from midstream.runtime.frontend.request.call_plan import CallPlan
+from midstream.runtime.frontend.request.lenses import lens_rows, with_token_ids
 from midstream.runtime.frontend.request.prompt.text_map import text_map
 from midstream.runtime.frontend.request.sent_vectors import named_vectors
 from midstream.runtime.protocol.cache_keys import CacheKeys, cache_keys
@@ -28,6 +29,7 @@ from midstream.sites import order
 from midstream.spec import (
     Attention,
     Capture,
+    Lens,
     Logits,
     ModelShape,
     Plan,
@@ -227,29 +229,26 @@ class PlanResolver:
         prompt: Prompt,
         max_tokens: int | None,
     ) -> PreparedPlan:
+        plan = with_token_ids(plan, self._engine)
         resolved = resolve(plan, self._info.shape, prompt, max_tokens, before, also)
         if resolved.captures:
             # Captures of every request use codec and ranks of the request's own, if it has any.
             own = () if plan is None else plan.captures
-            vectors = tuple(each for each in own if not isinstance(each, (Attention, Logits)))
+            vectors = tuple(each for each in own if not isinstance(each, (Attention, Lens, Logits)))
             decisive = vectors or also or own
             resolved = replace(
                 resolved, codec=self._codec(decisive), sharded=self._return(decisive) == SHARDED
             )
             _check_heads(own, resolved.codec)
         resolved = self._with_parts(with_vocabulary(resolved, self._engine.vllm_config))
-        first = self._info.workers[0]
-        need = need_of(
-            resolved,
-            self._taps,
-            self._info.room,
-            first.edits_per_site,
-            self._info.shape.hidden_size,
-        )
+        workers, config = self._info.workers, self._engine.vllm_config
+        at_once = lens_rows(resolved, config, workers, max_tokens is None)
+        edits, width = workers[0].edits_per_site, self._info.shape.hidden_size
+        need = need_of(resolved, self._taps, self._info.room, edits, width)
         named = named_vectors(resolved)
         rows = self._max_row_bytes(resolved, prompt.length, max_tokens)
-        need = replace(need, rows=rows, vectors=named)
-        check_biases(resolved, self._engine.vllm_config)
+        need = replace(need, rows=rows, vectors=named, lens_rows=at_once)
+        check_biases(resolved, config)
         self._check_ring(resolved)
         check_parts(resolved, self._parts)
         self._check_gates(resolved)

@@ -90,7 +90,8 @@ class LogitQuery(NamedTuple):
         columns: the pattern.
         rows: int64 [n], row of the batch of each record.
         units: int64 [n], unit of the step's part of the ring at which each record's vector begins.
-        tokens: of `logits_of`, the tokens of each record, int64 [n, tokens]; else [n, 0].
+        tokens: of `logits_of` and `lens`, the tokens of each record, int64 [n, tokens]; else
+            [n, 0].
     """
 
     codec: int
@@ -104,63 +105,114 @@ class LogitQuery(NamedTuple):
 # Rows of logits, float32 [n, size], by number of the encoding and of its pattern.
 StepLogits = dict[tuple[int, int], Tensor]
 
+# Returns the outputs of the final norm, [n, hidden], of rows of the stream.
+Norm = Callable[[Tensor], Tensor]
+
 
 class LogitReader:
     """Computes logits on the worker, after the forward pass of a step, on the current stream."""
 
-    def __init__(self, head: Head, workspace: int) -> None:
+    def __init__(self, head: Head, workspace: int, norm: Norm | None = None) -> None:
         """Args:
         head: the model's head.
         workspace: see `Head.in_parts`.
+        norm: the model's final norm; None: no request asks for a lens.
         """
         self._head = head
         self._workspace = workspace
+        self._norm = norm
 
     def rows(self, queries: Sequence[LogitQuery], units: Tensor) -> StepLogits:
-        """Return the rows of logits of a step that this rank returns. All records go through the
-        head together, in the order of the batch, which is the same on every rank. They are on the
-        host if they take more than `MOST_BYTES`.
+        """Return the rows of logits of a step that this rank returns, on the host if they take more
+        than `MOST_BYTES`. All records go through the head together; those of a lens go through the
+        final norm before.
+
+        Their order is the same on every rank: that of the batch, and of the patterns of each row.
+        Numbers of encodings, and with them the order of the queries, are each rank's own.
 
         Args:
             queries: the records.
             units: [units, U], the step's part of the ring.
         """
         device = units.device
-        returned = [query for query in queries if query.columns.returned]
-        nbytes = sum(4 * len(query.rows) * query.columns.size for query in returned)
-        target = device if nbytes <= MOST_BYTES else torch.device("cpu")
-        found: StepLogits = {
-            (query.codec, query.nth): torch.empty(
-                (len(query.rows), query.columns.size), dtype=torch.float32, device=target
-            )
-            for query in returned
-        }
-        tokens = [on_device(torch.from_numpy(query.tokens), device) for query in queries]
-        rows = np.concatenate([query.rows for query in queries])
-        order = np.argsort(rows, kind="stable")
-        source = np.repeat(np.arange(len(queries)), [len(query.rows) for query in queries])[order]
-        record = np.concatenate([np.arange(len(query.rows)) for query in queries])[order]
-        place = np.concatenate([query.units for query in queries])[order]
-        places = on_device(torch.from_numpy(place), device)
-        width = queries[0].columns.width // units.shape[1]
-        within = torch.arange(width, device=device)
+        forms = _by_form(queries)
+        nbytes = sum(4 * len(q.rows) * q.columns.size for q in queries if q.columns.is_row)
+        out = device if nbytes <= MOST_BYTES else torch.device("cpu")
+        groups = [_Group(each, device, out) for each in forms]
+        rows, nths, places = map(np.concatenate, zip(*map(_places, forms), strict=True))
+        sizes = [sum(len(query.rows) for query in each) for each in forms]
+        order = np.lexsort((nths, rows))
+        group = np.repeat(np.arange(len(forms)), sizes)[order]
+        target = np.concatenate([np.arange(size) for size in sizes])[order]
+        is_stream = np.array([each[0].columns.kind == "lens" for each in forms])[group]
+        begin = on_device(torch.from_numpy(places[order]), device)
+        within = torch.arange(queries[0].columns.width // units.shape[1], device=device)
 
         def hidden(first: int, stop: int) -> Tensor:
-            return units[places[first:stop, None] + within].flatten(1)
+            found = units[begin[first:stop, None] + within].flatten(1)
+            chosen = np.flatnonzero(is_stream[first:stop])
+            if chosen.size:
+                assert self._norm is not None
+                at = _index(chosen, device)
+                found[at] = self._norm(found[at])
+            return found
 
         for first, logits in self._head.in_parts(rows[order], hidden, self._workspace):
             if logits is None:
                 continue
-            mine = source[first : first + len(logits)]
-            for nth in np.unique(mine).tolist():
-                query = queries[nth]
-                if query.columns.returned:
-                    at = np.flatnonzero(mine == nth)
-                    to = record[first + at]
-                    asked = tokens[nth][_index(to, device)]
-                    row = _row(logits[_index(at, device)], query.columns, asked)
-                    found[query.codec, query.nth][_index(to, target)] = row.to(target)
-        return found
+            of = group[first : first + len(logits)]
+            for nth in np.unique(of).tolist():
+                at = np.flatnonzero(of == nth)
+                groups[nth].set(target[first + at], logits, at)
+        return {key: rows for each in groups for key, rows in each.rows()}
+
+
+class _Group:
+    """The rows of all queries of one form, one query after the other."""
+
+    def __init__(
+        self, queries: Sequence[LogitQuery], device: torch.device, out: torch.device
+    ) -> None:
+        self._queries = queries
+        self._columns = queries[0].columns
+        tokens = np.concatenate([query.tokens for query in queries])
+        self._tokens = on_device(torch.from_numpy(tokens), device)
+        size = len(tokens) if self._columns.is_row else 0, self._columns.size
+        self._out = torch.empty(size, dtype=torch.float32, device=out)
+
+    def set(self, to: Ints, logits: Tensor, at: Ints) -> None:
+        """Set rows by the logits of some rows of a part, if this rank returns them."""
+        if self._columns.is_row:
+            device, out = logits.device, self._out.device
+            tokens = self._tokens[_index(to, device)]
+            row = _row(logits[_index(at, device)], self._columns, tokens)
+            self._out[_index(to, out)] = row.to(out)
+
+    def rows(self) -> Iterator[tuple[tuple[int, int], Tensor]]:
+        """Yield the rows of each query, with its key in `StepLogits`, if this rank returns them."""
+        if self._columns.is_row:
+            parts = self._out.split([len(query.rows) for query in self._queries])
+            for query, rows in zip(self._queries, parts, strict=True):
+                yield (query.codec, query.nth), rows
+
+
+def _by_form(queries: Sequence[LogitQuery]) -> list[list[LogitQuery]]:
+    """Group queries whose rows have the same contents: the layers of a lens are one group."""
+    found: dict[tuple[Any, ...], list[LogitQuery]] = {}
+    for query in queries:
+        columns = query.columns
+        form = columns.kind, columns.size, query.tokens.shape[1], columns.is_row
+        found.setdefault(form, []).append(query)
+    return list(found.values())
+
+
+def _places(queries: Sequence[LogitQuery]) -> tuple[Ints, Ints, Ints]:
+    """Return the row of the batch of each record of some queries, the number of the pattern, and
+    where its vector begins.
+    """
+    rows = np.concatenate([query.rows for query in queries])
+    nths = np.repeat([query.nth for query in queries], [len(query.rows) for query in queries])
+    return rows, nths, np.concatenate([query.units for query in queries])
 
 
 def _index(numbers: Ints, device: torch.device) -> Tensor | slice:
@@ -173,9 +225,23 @@ def _index(numbers: Ints, device: torch.device) -> Tensor | slice:
 
 def _row(logits: Tensor, columns: PatternColumns, tokens: Tensor) -> Tensor:
     total = torch.logsumexp(logits, -1, keepdim=True)
+    if columns.kind == "lens":
+        return _lens_row(logits, columns.size, tokens, total)
     if columns.kind == "logits_all":
         return torch.cat((logits, total), -1)
     if columns.kind == "logits_of":
         return torch.cat((logits.gather(1, tokens), total), -1)
     values, ids = logits.topk(columns.size // 2, -1)
     return torch.cat((ids.int().view(torch.float32), values, total), -1)
+
+
+def _lens_row(logits: Tensor, size: int, tokens: Tensor, total: Tensor) -> Tensor:
+    """Return rows of a lens; see `Pattern`."""
+    count = tokens.shape[1]
+    values, ids = logits.topk((size - 1) // 2 - count, -1)
+    chosen = logits.gather(1, tokens)
+    # By column: a product of tokens and vocabulary would take the workspace many times over.
+    ranks = [1 + (logits > chosen[:, nth : nth + 1]).sum(-1) for nth in range(count)]
+    ranked = torch.stack(ranks, -1).int() if ranks else tokens.int()
+    parts = (ids.int().view(torch.float32), values, chosen, ranked.view(torch.float32), total)
+    return torch.cat(parts, -1)

@@ -84,7 +84,7 @@ def logits_of(
             rows = np.repeat(plan.row[batch.runs], length) + within
             units = np.repeat(plan.record[batch.runs], length) + within * how.units
             tokens = np.zeros((len(rows), 0), np.int64)
-            if columns.kind == "logits_of":
+            if columns.kind in ("logits_of", "lens"):
                 each = [
                     [
                         token

@@ -13,7 +13,7 @@ from torch import Tensor
 from midstream.codecs import RowEncoding
 from midstream.runtime.worker.attention import weights as op
 from midstream.runtime.worker.attention.layers import AttentionLayer
-from midstream.runtime.worker.attention.logits import Head, LogitReader, StepLogits
+from midstream.runtime.worker.attention.logits import Head, LogitReader, Norm, StepLogits
 from midstream.runtime.worker.attention.queries import logits_of
 from midstream.runtime.worker.attention.query_run import QueryRun
 from midstream.runtime.worker.step.in_flight import PreparedStep
@@ -42,17 +42,19 @@ class PatternReader:
         block_table: BlockTable,
         workspace: int = WORKSPACE_BYTES,
         head: Head | None = None,
+        norm: Norm | None = None,
     ) -> None:
         """Args:
         layers: returns the attention that reads the queries of a tap, by the tap's index.
         block_table: returns the blocks of the batch's requests.
         workspace: see `WORKSPACE_BYTES`.
         head: the model's head; None: no request asks for logits.
+        norm: the model's final norm; None: no request asks for a lens.
         """
         self._layers = layers
         self._block_table = block_table
         self._workspace = workspace
-        self._logits = None if head is None else LogitReader(head, workspace)
+        self._logits = None if head is None else LogitReader(head, workspace, norm)
 
     def logits(
         self,
@@ -97,32 +99,45 @@ class PatternReader:
         (device,) = {rows.device for rows in logits.values()} or {records.device}
         out = torch.empty((records.shape[0], row_bytes), dtype=torch.uint8, device=device)
         end = encoding.encode_vectors(records, out)
-        tiles: dict[tuple[int, int], list[_Tile]] = {}
+        tiles = _Tiles(runs, positions, self._workspace)
         for nth, columns in enumerate(encoding.patterns):
-            if not columns.returned:
+            if not columns.is_row:
                 continue
-            if columns.of_logits:
-                rows = logits[nth]
-            else:
-                layer = self._layers(columns.tap)
-                key = columns.count, layer.form.window
-                if key not in tiles:
-                    batches = _batches(runs, *key, self._workspace)
-                    tiles[key] = [_Tile.of(some, key[1], positions) for some in batches]
-                rows = self._rows(nth, columns, layer, records, tiles[key])
+            rows = logits[nth] if columns.of_logits else self._rows(nth, columns, records, tiles)
             out[:, end : end + columns.nbytes] = rows.view(torch.uint8)
             end += columns.nbytes
         return out
 
-    def _rows(
+    def score(
         self,
-        nth: int,
-        columns: PatternColumns,
-        layer: AttentionLayer,
+        encoding: PatternEncoding,
         records: Tensor,
-        tiles: Sequence[_Tile],
-    ) -> Tensor:
+        positions: Tensor,
+        runs: Sequence[QueryRun],
+        places: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Write the scores that are made of attention: the mean over the heads of all ranks. With
+        several ranks each writes its part of the sum.
+
+        Args:
+            encoding, records, positions, runs: see `encode`.
+            places: int64 [n], row of `out` of each record.
+            out: float32 [rows, slots], to be written.
+        """
+        tiles = _Tiles(runs, positions, self._workspace)
+        for nth, columns in enumerate(encoding.patterns):
+            if columns.slot is None:
+                continue
+            if columns.count:
+                score = self._rows(nth, columns, records, tiles).sum(1) / columns.divisor
+            else:
+                score = out.new_zeros(len(records))
+            out[:, columns.slot].index_copy_(0, places, score)
+
+    def _rows(self, nth: int, columns: PatternColumns, records: Tensor, tiles: _Tiles) -> Tensor:
         """Return the rows of one pattern, float32 [n, heads · size]."""
+        layer = self._layers(columns.tap)
         queries = records[:, columns.start : columns.start + columns.width]
         queries = queries.unflatten(1, (layer.key_heads.numel(), -1))
         form, key_heads = layer.form, layer.key_heads
@@ -133,8 +148,9 @@ class PatternReader:
         table = self._block_table(layer.group)
         size = records.shape[0], columns.count, columns.size
         out = torch.empty(size, dtype=torch.float32, device=records.device)
+        queries = layer.queries(queries)
         reading = _Reading(layer, form, key_heads, table, columns, self._workspace)
-        for tile in tiles:
+        for tile in tiles.of(columns.count, layer.form.window):
             found = queries[tile.at].unflatten(0, (-1, tile.positions.shape[1]))
             out[tile.at] = reading.rows(found, tile, nth).flatten(0, 1)
         return out.flatten(1)
@@ -183,6 +199,30 @@ class _Tile:
         return self.chosen[key]
 
 
+class _Tiles:
+    """The tiles of a step's records."""
+
+    def __init__(self, runs: Sequence[QueryRun], positions: Tensor, workspace: int) -> None:
+        """Args:
+        runs: the runs of all records, in order.
+        positions: int64 [n], position of each record.
+        workspace: see `WORKSPACE_BYTES`.
+        """
+        self._runs = runs
+        self._positions = positions
+        self._workspace = workspace
+        self._known: dict[tuple[int, int], list[_Tile]] = {}
+
+    def of(self, heads: int, window: int) -> list[_Tile]:
+        """Return the tiles for a number of heads and a window."""
+        found = self._known.get((heads, window))
+        if found is None:
+            batches = _batches(self._runs, heads, window, self._workspace)
+            found = [_Tile.of(some, window, self._positions) for some in batches]
+            self._known[heads, window] = found
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Reading:
     """One pattern of some records; see `PatternReader` and `scores`."""
@@ -205,7 +245,10 @@ class _Reading:
         begin = tile.begin
         # Where only the device knows positions, the host's bounds may be beyond the last block.
         stop = min(tile.stop, self.table.shape[1] * self.layer.layout.size)
-        weights = op.softmax(self._scores(queries, tile, stop), self.form)
+        scores = self._scores(queries, tile, stop)
+        if self.columns.kind == "scores":
+            return op.full(scores, begin, self.columns.size, -torch.inf)
+        weights = op.softmax(scores, self.form)
         match self.columns.kind:
             case "top":
                 return op.top_keys(weights, begin, self.columns.size // 2)
@@ -221,11 +264,12 @@ class _Reading:
     def _scores(self, queries: Tensor, tile: _Tile, stop: int) -> Tensor:
         begin, form = tile.begin, self.form
         keys = self.layer.all_keys()
-        if queries.is_cuda and keys is not None:
+        if queries.is_cuda and keys is not None and _kernel_reads(keys.dtype, keys.device):
             from midstream.runtime.worker.attention.scores_kernel import scores_triton
 
+            given = queries if keys.itemsize == 1 else queries.to(keys.dtype)
             return scores_triton(
-                queries.to(keys.dtype), tile.positions, keys, self.table, tile.requests,
+                given, tile.positions, keys, self.table, tile.requests,
                 self.key_heads, begin, stop, scale=form.scale, soft_cap=form.soft_cap,
                 window=form.window, slopes=form.slopes,
             )  # fmt: skip
@@ -240,6 +284,12 @@ class _Reading:
         step = max(size, self.workspace // 2 // per_key // size * size)
         shared = None if not self.columns.heads else self.key_heads
         return op.scores(queries, tile.positions, read, begin, stop, shared, form, step)
+
+
+@lru_cache(maxsize=8)
+def _kernel_reads(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the Triton kernel can read keys of this format."""
+    return dtype != torch.float8_e4m3fn or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @lru_cache(maxsize=256)

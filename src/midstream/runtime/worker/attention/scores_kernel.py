@@ -57,7 +57,8 @@ def scores_kernel(
             mask=is_row[:, None] & is_column[None, :],
             other=0.0,
         )
-        found = tl.dot(query, given, input_precision="ieee") * scale
+        # Numbers of fp8 are numbers of the queries' dtype too.
+        found = tl.dot(query, given.to(query.dtype), input_precision="ieee") * scale
         if has_cap:
             found = cap * (2.0 * tl.sigmoid(2.0 * found / cap) - 1.0)
         distance = at[:, None] - key[None, :]
@@ -91,7 +92,7 @@ def scores_triton(
     does, −∞ for keys that a query does not see.
 
     Args:
-        queries: [runs, rows, heads, head_dim], of the cache's dtype.
+        queries: [runs, rows, heads, head_dim], of the cache's dtype; of any where that is fp8.
         positions: int64 [runs, rows], contiguous, position of each query.
         keys: the cache's keys, [blocks, tokens, key-value heads, head_dim], a view.
         table: integers [requests, blocks], blocks of each request.

@@ -144,15 +144,18 @@ def entropy(weights: Tensor) -> Tensor:
     return -torch.xlogy(weights, weights).sum(-1, keepdim=True)
 
 
-def full(weights: Tensor, begin: int, size: int) -> Tensor:
-    """Return the weights of keys [0, size), float32 [..., size]. No key is at `size` or later.
+def full(weights: Tensor, begin: int, size: int, outside: float = 0.0) -> Tensor:
+    """Return the weights or scores of keys [0, size), float32 [..., size]. No key is at `size` or
+    later.
 
     Args:
         weights: [..., keys].
         begin: position of the first key.
         size: number of keys to return.
+        outside: what the other keys have.
     """
-    return torch.nn.functional.pad(weights, (begin, size - begin - weights.shape[-1]))
+    after = size - begin - weights.shape[-1]
+    return torch.nn.functional.pad(weights, (begin, after), value=outside)
 
 
 def chosen_keys(

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midstream.ops import layout
-from midstream.runtime.protocol.runs import Ints
 from midstream.runtime.protocol.segments import APPLIED_0, MOST_APPLIED
 from midstream.runtime.worker.row_index import PendingPositions
 from midstream.runtime.worker.step.step_batch import StepBatch
@@ -56,21 +55,17 @@ class ExpectedCounts:
         tally: int32 [active rows, TALLY_COLUMNS], where each edit that depends on a token's id
             applies and all values are finite.
         states: uint16 [active rows], the state of each row's position then.
-        rows: index of the active rows.
     """
 
-    __slots__ = ("rows", "states", "tally", "tokens")
+    __slots__ = ("states", "tally", "tokens")
 
     def __init__(self, plan: StepPlan, signature: int) -> None:
         self.tokens = plan.tokens
-        size = plan.active.size
-        self.tally = np.zeros((size, layout.TALLY_COLUMNS), np.int32)
+        self.tally = np.zeros((plan.slots.size, layout.TALLY_COLUMNS), np.int32)
         self.tally[:, layout.SIGNATURE] = signature
         self.tally[:, layout.EDITS] = plan.most
         self.tally[:, layout.CAPTURES] = plan.captures
         self.states = np.minimum(APPLIED_0 + plan.most, MOST_APPLIED).astype(np.uint16)
-        in_order = bool((plan.active == np.arange(size)).all())
-        self.rows: slice | Ints = slice(size) if in_order else plan.active
 
 
 def positions_of(

@@ -104,7 +104,7 @@ class StepPlan:
         tokens: int32 [rows, TOKEN_COLUMNS], for `Buffers.tokens`; records are relative to the
             step's first ring unit.
         num_units: number of ring units that the step fills.
-        active: rows of the batch that have a program.
+        active: rows of the batch that have a program, as an index.
         slots: slot of each active row.
         positions: position of each active row; an upper bound if `runs` are not exact.
         fewest: smallest number of edits that each active row must get.
@@ -121,11 +121,11 @@ class StepPlan:
 
     tokens: NDArray[np.int32]
     num_units: int
-    active: Ints
+    active: slice | Ints
     slots: Ints
     positions: Ints
-    fewest: Ints
-    most: Ints
+    fewest: NDArray[np.int32]
+    most: NDArray[np.int32]
     captures: Ints
     by_id: bool
     scored: bool

@@ -48,7 +48,7 @@ class CodecTable:
             spec: text of the codec.
             taps: the taps of a record, as indices on this rank, in order.
             returned: those of them whose vectors are returned, in order.
-            patterns: the rows of attention, and logits.
+            patterns: the rows of attention, logits, and scores.
 
         Raises:
             SpecError: there is no such codec, or its parameters are invalid.
@@ -67,9 +67,11 @@ class CodecTable:
                 width(read.tap),
                 read.pattern.kind,
                 read.pattern.size,
-                read.pattern.heads,
+                read.heads,
                 read.num_heads,
-                read.returned,
+                read.is_row,
+                read.slot,
+                1 if read.slot is None else read.pattern.counts[0],
             )
             for read in patterns
         )

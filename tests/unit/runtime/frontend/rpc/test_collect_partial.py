@@ -184,11 +184,10 @@ def test_the_ledger_gives_the_latest_row_below_a_stop_and_keeps_all_others(steps
                 mine = {p: rows.pop(p) for p in sorted(rows) if p < stop}
                 blocks = [one for one in found[whose] if len(one.taps) == 1 + which]
                 told = {
-                    p: (one.sources[s]._nth, f)
+                    p + row: (one.sources[s]._nth, first + row * one.rows)
                     for one in blocks
-                    for p, s, f in zip(
-                        one.positions.tolist(), one.source.tolist(), one.first.tolist(), strict=True
-                    )
+                    for p, (s, first, count) in zip(one.position.tolist(), one.runs(), strict=True)
+                    for row in range(count)
                 }
                 assert told == mine
         ledger.free_taken()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,9 +27,11 @@ WIDTH = HEADS * DIM
 FULL = 32
 
 
-def naive(query: Tensor, keys: Tensor, position: int, form: AttentionForm) -> np.ndarray:
-    """Weights of one query [heads, dim] over its request's keys [keys, groups, dim], by loops."""
-    found = np.zeros((HEADS, len(keys)))
+def naive(query: Tensor, keys: Tensor, position: int, form: AttentionForm) -> list[np.ndarray]:
+    """Weights and scores of one query [heads, dim] over its request's keys [keys, groups, dim], by
+    loops.
+    """
+    found, scores = np.zeros((HEADS, len(keys))), np.full((HEADS, len(keys)), -np.inf)
     for head in range(HEADS):
         logits = {}
         for key in range(position + 1):
@@ -45,8 +48,8 @@ def naive(query: Tensor, keys: Tensor, position: int, form: AttentionForm) -> np
         if form.sinks is not None:
             total += np.exp(float(form.sinks[head]))
         for key, x in logits.items():
-            found[head, key] = np.exp(x) / total
-    return found
+            found[head, key], scores[head, key] = np.exp(x) / total, x
+    return [found, scores]
 
 
 class Cache:
@@ -67,7 +70,7 @@ class Cache:
 
     def layer(self, form: AttentionForm) -> AttentionLayer:
         strides = (GROUPS * DIM, DIM, 1)
-        layout = KeyLayout(0, 0, SIZE, strides, None, GROUPS, DIM)
+        layout = KeyLayout(0, 0, SIZE, strides, None, GROUPS, DIM, self.cache.dtype)
         module = SimpleNamespace(kv_cache=self.cache)
         key_heads = torch.arange(HEADS) // (HEADS // GROUPS)
         return AttentionLayer(module, 0, layout, form, key_heads)
@@ -94,13 +97,13 @@ def test_rows_are_those_of_each_query_by_itself(workspace, spans, form, heads, s
     columns = [
         PatternColumns(0, nth, 7, OTHER, WIDTH, kind, size, heads, count)
         for nth, (kind, size) in enumerate(
-            [("full", FULL), ("top", 10), ("mass", 1), ("entropy", 1)]
+            [("full", FULL), ("top", 10), ("mass", 1), ("entropy", 1), ("scores", FULL)]
         )
     ]
     encoding = PatternEncoding(Raw(), (), 1, ((0, OTHER),), tuple(columns))
     runs, positions, records = [], [], 0
     for nth, (first, length) in enumerate(spans):
-        keys = ((), (), ranges[nth], ())
+        keys = ((), (), ranges[nth], (), ())
         runs.append(QueryRun(nth, records, length, first, first, keys))
         positions += range(first, first + length)
         records += length
@@ -111,22 +114,39 @@ def test_rows_are_those_of_each_query_by_itself(workspace, spans, form, heads, s
     assert data.shape == (records, encoding.row_bytes(torch.float32))
     assert torch.equal(data[:, : 4 * OTHER].contiguous().view(torch.float32), given_[:, :OTHER])
     rows = data[:, 4 * OTHER :].contiguous().view(torch.float32)
-    full, top, mass, entropy = rows.split([count * each.size for each in columns], 1)
+    scored = [replace(each, slot=nth, divisor=5) for nth, each in enumerate(columns[2:4], 2)]
+    scored += [replace(scored[0], count=0, slot=0)]
+    own = PatternEncoding(Raw(), (), 1, (), (*columns[:2], *scored))
+    places = torch.randperm(records, generator=draw) + 1
+    scores = torch.full((records + 2, 5), torch.nan)
+    reader.score(own, given_, torch.tensor(positions), runs, places, scores)
+    assert not scores[places, 0].any()
+    assert scores[:, [1, 4]].isnan().all()
+    assert scores[[0, -1]].isnan().all()
+    full, top, mass, entropy, before = rows.split([count * each.size for each in columns], 1)
     chosen = list(heads) or list(range(HEADS))
     for run in runs:
         for step in range(run.length):
             at, position = run.record + step, run.position + step
             query = given_[at, OTHER : OTHER + WIDTH].view(HEADS, DIM)
-            expected = naive(query, cache.keys[run.request], position, form)[chosen]
+            keys = cache.keys[run.request]
+            expected, logits = (each[chosen] for each in naive(query, keys, position, form))
             mine = full[at].view(count, FULL).numpy()
             np.testing.assert_allclose(mine[:, : expected.shape[1]], expected, atol=2e-6)
             assert not mine[:, expected.shape[1] :].any()
+            mine = before[at].view(count, FULL).numpy()
+            np.testing.assert_allclose(mine[:, : expected.shape[1]], logits, atol=1e-5)
+            assert (mine[:, expected.shape[1] :] == -np.inf).all()
             inside = np.zeros(expected.shape[1], bool)
             for start, stop in run.keys[2]:
                 inside[start:stop] = True
             np.testing.assert_allclose(mass[at].numpy(), (expected * inside).sum(1), atol=3e-6)
+            mean = (expected * inside).sum() / 5
+            np.testing.assert_allclose(scores[places[at], 2].numpy(), mean, atol=3e-6)
             logs = np.log(np.where(expected > 0, expected, 1))
             np.testing.assert_allclose(entropy[at].numpy(), -(expected * logs).sum(1), atol=1e-5)
+            mean = -(expected * logs).sum() / 5
+            np.testing.assert_allclose(scores[places[at], 3].numpy(), mean, atol=1e-5)
             check_top(top[at].view(count, 10), expected)
 
 

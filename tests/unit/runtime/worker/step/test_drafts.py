@@ -239,7 +239,7 @@ def test_the_device_is_waited_for_only_where_a_row_may_be_in_either_of_two_segme
         assert device.asked == waits, host
         if waits:
             active = range(max(10, host - slack), min(20, host - slack + 3))
-            assert (0 if plan is None else len(plan.active)) == len(active)
+            assert (0 if plan is None else plan.slots.size) == len(active)
             assert plan is None or plan.positions.tolist() == list(active)
             assert plan is None or plan.runs.exact
         elif plan is not None:

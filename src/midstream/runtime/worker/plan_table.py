@@ -1,0 +1,125 @@
+"""Plans of the running requests, each read, cut and written to the device once for all requests
+whose plans are the same bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from midstream.runtime.protocol.rank_parts import part_of_steps
+from midstream.runtime.protocol.segments import PlanSegment, RankShare, cut
+from midstream.runtime.protocol.vector_update import VectorUpdate
+from midstream.runtime.worker.request_state import (
+    RankPlan,
+    acquire_segments,
+    release_segments,
+)
+from midstream.runtime.worker.row_index import CapturedRowIndex
+from midstream.runtime.worker.tables.codec_table import CodecTable
+from midstream.runtime.worker.tables.program_table import ProgramTable
+from midstream.runtime.worker.vector_store import VectorStore
+from midstream.sites import Tap
+from midstream.spec import ResolvedPlan
+from midstream.spec.resolve.wire import from_bytes
+
+_CACHED_PLANS = 256
+
+
+class PlanTable:
+    """Owner of the plans that requests use, and of the vectors that plans may name."""
+
+    def __init__(
+        self,
+        tables: ProgramTable,
+        codecs: CodecTable,
+        rows: CapturedRowIndex[Any],
+        taps: Mapping[Tap, int],
+        share: RankShare,
+    ) -> None:
+        """Args:
+        tables: the rank's programs and groups.
+        codecs: the encodings of captured rows.
+        rows: the index of captured rows.
+        taps: the rank's taps and their indices.
+        share: the part of the captured vectors that this rank transfers.
+        """
+        self._tables = tables
+        self._codecs = codecs
+        self._rows = rows
+        self._taps = dict(taps)
+        self._share = share
+        self._vectors = VectorStore()
+        self._used: dict[bytes, RankPlan] = {}
+        # Requests one after the other often have the same plan, too.
+        self._parse = functools.lru_cache(maxsize=_CACHED_PLANS)(self._parse_and_cut)
+
+    def update_vectors(self, update: VectorUpdate) -> None:
+        """Store vectors that plans of later requests name, and drop others.
+
+        Raises:
+            SpecError: what is to be stored is no vector.
+        """
+        self._vectors.update(update)
+        if update.dropped:
+            self._parse.cache_clear()  # its plans keep their vectors
+
+    @property
+    def vectors(self) -> Collection[str]:
+        """Digests of the vectors that plans may name."""
+        return self._vectors.by_digest.keys()
+
+    def acquire(self, packed: bytes) -> RankPlan:
+        """Return a plan for one more request. Pair with `release`.
+
+        Args:
+            packed: the packed plan.
+
+        Raises:
+            NoRoomError: the tables are full.
+            SpecError: the bytes are no plan, or name a vector or a codec that does not exist.
+        """
+        found = self._used.get(packed)
+        if found is None:
+            resolved, pieces = self._parse(packed)
+            segments = acquire_segments(
+                pieces, self._tables, self._rows, self._codecs, resolved.codec
+            )
+            found = self._used[packed] = RankPlan(packed, resolved, segments)
+        found.users += 1
+        return found
+
+    def release(self, plan: RankPlan) -> None:
+        """Release one use of a plan."""
+        plan.users -= 1
+        if not plan.users:
+            del self._used[plan.packed]
+            release_segments(plan.segments, self._tables)
+
+    def __len__(self) -> int:
+        """Return the number of plans that requests use."""
+        return len(self._used)
+
+    def _parse_and_cut(self, packed: bytes) -> tuple[ResolvedPlan, list[PlanSegment]]:
+        resolved = from_bytes(packed, self._vectors.by_digest)
+        return resolved, [self._own_part(piece) for piece in cut(resolved, self._taps, self._share)]
+
+    def _own_part(self, piece: PlanSegment) -> PlanSegment:
+        """Return a piece of a plan whose edits are those of this rank's parts of the vectors."""
+        share = self._share
+        if all(parts == 1 for parts in share.parts):
+            return piece
+        edits = tuple(
+            replace(
+                edit,
+                steps=part_of_steps(
+                    edit.steps, share.rank // share.copies(edit.tap), share.parts[edit.tap]
+                ),
+            )
+            if share.parts[edit.tap] > 1
+            else edit
+            for edit in piece.edits
+        )
+        return piece._replace(edits=edits)

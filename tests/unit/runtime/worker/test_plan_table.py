@@ -1,0 +1,52 @@
+"""Plans that requests share on a worker."""
+
+from __future__ import annotations
+
+import pytest
+from support.fake_steps import TAPS, make_buffers
+from support.plans import VECTORS, plan_of
+from support.programs import assert_program
+
+from midstream.errors import SpecError
+from midstream.runtime.protocol.segments import WHOLE
+from midstream.runtime.worker.plan_table import PlanTable
+from midstream.runtime.worker.row_index import CapturedRowIndex
+from midstream.runtime.worker.tables.codec_table import CodecTable
+from midstream.runtime.worker.tables.program_table import ProgramTable
+from midstream.spec.resolve.wire import to_bytes
+
+EVERYWHERE = ((0, None),)
+ONE = to_bytes(plan_of(edits=[(("resid_post", 0), VECTORS[1], 1.0, EVERYWHERE)]))
+OTHER = to_bytes(plan_of(edits=[(("resid_post", 0), VECTORS[2], 1.0, EVERYWHERE)]))
+
+
+@pytest.fixture
+def plans():
+    buffers = make_buffers()
+    tables = ProgramTable(buffers)
+    return PlanTable(tables, CodecTable(buffers), CapturedRowIndex(), TAPS, WHOLE)
+
+
+def test_equal_plans_are_one_and_others_are_not(plans):
+    first, again, other = (plans.acquire(bytes(bytearray(each))) for each in (ONE, ONE, OTHER))
+    assert first is again
+    assert first.segments[0].program != other.segments[0].program
+    assert len(plans) == 2
+
+
+def test_a_plan_stays_on_the_device_until_the_last_request_that_has_it_ends(plans):
+    tables = plans._tables
+    first, again = plans.acquire(ONE), plans.acquire(ONE)
+    (segment,) = first.segments
+    plans.release(first)
+    assert tables.in_use == 1
+    assert_program(tables._buffers, segment.program, segment.edits)
+    plans.release(again)
+    assert (tables.in_use, len(plans)) == (0, 0)
+    tables.check_integrity()
+
+
+def test_bytes_that_are_no_plan_leave_nothing_behind(plans):
+    with pytest.raises(SpecError):
+        plans.acquire(ONE[:-3])
+    assert len(plans) == 0
