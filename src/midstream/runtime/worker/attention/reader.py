@@ -93,7 +93,7 @@ class PatternReader:
         runs: Sequence[QueryRun],
         logits: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> Tensor:
-        """Return encoded records, uint8 [n, row_bytes].
+        """Return encoded records, uint8 [n, row_bytes], on the host if their logits are.
 
         Args:
             encoding: their encoding.
@@ -103,7 +103,8 @@ class PatternReader:
             logits: rows of logits of the records, by number of the pattern.
         """
         row_bytes = encoding.row_bytes(records.dtype)
-        out = torch.empty((records.shape[0], row_bytes), dtype=torch.uint8, device=records.device)
+        (device,) = {rows.device for rows in logits.values()} or {records.device}
+        out = torch.empty((records.shape[0], row_bytes), dtype=torch.uint8, device=device)
         end = encoding.encode_vectors(records, out)
         begins, reads = [], []
         for nth, columns in enumerate(encoding.patterns):
