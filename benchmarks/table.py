@@ -322,6 +322,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     # These have the same form: medians of variants by workload.
     "overhead": overhead,
     "attention_cost": overhead,
+    "lens_cost": overhead,
     "overhead_sites": overhead,
     "overhead_tp": overhead,
     "flat_cost": overhead,

@@ -29,7 +29,7 @@ bench() { # GROUP NAME SCRIPT OPTIONS… A benchmark that stops by itself; print
 }
 
 every="kernel transport v2 v1 inner spec mix serve stale parity identical overhead flat stream capture"
-every+=" against attention serving disk"
+every+=" against attention lens serving disk"
 # With two GPUs (four for some checks), also the checks of several ranks.
 [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -gt 1 ] && every+=" ranks overhead-tp"
 wanted=" ${CHECKS:-$every} "
@@ -56,7 +56,8 @@ done
 asked inner && for runner in 1 0; do
   check "inner-v$((runner + 1))" env VLLM_USE_V2_MODEL_RUNNER=$runner MIDSTREAM_NIGHTLY=1 \
     "$python" -m pytest -q tests/engine/test_inner_sites.py tests/engine/test_attention.py \
-    tests/engine/test_bias.py tests/engine/test_ends.py tests/engine/test_routing.py
+    tests/engine/test_bias.py tests/engine/test_ends.py tests/engine/test_routing.py \
+    tests/engine/test_lens.py tests/engine/test_maps.py
 done
 # A separate engine for each speculation method, with and without asynchronous scheduling.
 asked spec && check spec "$python" -m pytest -q -s tests/gpu/test_speculative.py
@@ -83,6 +84,7 @@ for shape in ${SHAPES:-0.6b 8b}; do
   bench capture capture-$shape capture_cost --shapes $shape
   bench against against-$shape against --shapes $shape
   bench attention attention-$shape attention_cost --shapes $shape
+  bench lens lens-$shape lens_cost --shapes $shape
 done
 bench serving serving serving -- --max-model-len=2048
 bench disk disk disk --gib 8 /dev/shm "${TMPDIR:-/tmp}"
