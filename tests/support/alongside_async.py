@@ -18,8 +18,8 @@ import torch
 from midstream import Capture, Positions, Probe, Steer, TokenIds
 from midstream.testing import inspect
 from support.alongside import EVERYTHING, PUSH, push
-from support.async_run import results
 from support.engines import ALL_SITES, greedy, tokens
+from support.output_results import results
 
 LETTERS = list(range(64, 90))
 SETTINGS: dict[str, Any] = {

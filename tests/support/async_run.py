@@ -19,6 +19,7 @@ import torch
 
 from midstream.testing import inspect
 from support.engines import ALL_SITES, engine, greedy, name_vectors, tokens
+from support.output_results import logprobs, results, scores
 
 TAPPED = [*ALL_SITES, "rot_q", "z"]
 WIDTH = 64
@@ -81,50 +82,6 @@ def params(nth: int, **more: Any) -> Any:
     if given.get("n", 1) > 1:
         return SamplingParams(ignore_eos=True, seed=3, output_kind=kind, **given)
     return greedy(**given, output_kind=kind)
-
-
-def results(holder: Any) -> dict[str, Any]:
-    """An output's or a completion's results, as plain values."""
-    found: dict[str, Any] = {"activations": None, "probes": scores(holder), "receipt": None}
-    if not hasattr(holder, "receipt"):
-        return found  # of several completions, which each have their own
-    if holder.activations is not None:
-        found["activations"] = {
-            tap: (rows, holder.activations.positions_of(*tap))
-            for tap, rows in holder.activations.items()
-        }
-    if getattr(holder, "attention", None) is not None:
-        found["attention"] = {
-            key: (rows.values.flatten(1), rows.positions) for key, rows in holder.attention.items()
-        }
-    if getattr(holder, "logits", None) is not None:
-        logits = holder.logits
-        found["logits"] = {
-            "values": (logits.values, logits.positions),
-            "logsumexp": (logits.logsumexp, logits.positions),
-        }
-    if holder.receipt is not None:
-        found["receipt"] = {**holder.receipt.to_dict(), "request_id": ""}
-    return found
-
-
-def scores(holder: Any) -> Any:
-    """Per probe: scores, positions, the tokens there."""
-    probes = getattr(holder, "probes", None)
-    if probes is None:
-        return None
-    return {n: (s, probes.positions_of(n), probes.token_ids_of(n)) for n, s in probes.items()}
-
-
-def logprobs(output: Any) -> dict[str, Any]:
-    """The log probability of each generated token, at the position that it was sampled from."""
-    (one,) = output.outputs
-    if not one.logprobs:
-        return {}
-    found = [each[token].logprob for token, each in zip(one.token_ids, one.logprobs, strict=True)]
-    first = len(output.prompt_token_ids) - 1
-    positions = torch.arange(first, first + len(found))
-    return {"logprobs": {"sampled": (torch.tensor(found), positions)}}
 
 
 async def ask(llm: Any, name: str, given: Any, sampling: Any, **asked: Any) -> dict[str, Any]:

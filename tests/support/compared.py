@@ -13,7 +13,7 @@ _WHAT = ("activations", "probes", "attention", "logits", "logprobs")
 def differences(
     found: dict[str, dict[str, Any]], expected: dict[str, dict[str, Any]], tolerance: float
 ) -> list[str]:
-    """What differs, in words, by case; results as `async_run.results` gives them.
+    """What differs, in words, by case; results as `output_results.results` gives them.
 
     Args:
         found, expected: per case its results, with the tokens as `generated`.

@@ -20,8 +20,9 @@ import torch
 from midstream.runtime.frontend.rpc.replicas import busy
 from midstream.testing import inspect
 from support.async_run import SETTINGS as SINGLE
-from support.async_run import ask, refusal, results, taken, vector
+from support.async_run import ask, refusal, taken, vector
 from support.engines import ALL_SITES, engine, greedy, name_vectors, tokens
+from support.output_results import results
 
 REPLICAS = 2
 COUNT = 48

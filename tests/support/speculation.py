@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 from midstream.testing import inspect
-from support.async_run import ARGUMENTS, ask, logprobs, results
+from support.async_run import ARGUMENTS, ask
 from support.engines import engine, greedy, tokens
+from support.output_results import logprobs, results
 from support.own_process import python
 from support.scripted import Script, optimistic
 

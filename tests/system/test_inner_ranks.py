@@ -171,6 +171,7 @@ LOGITS: list[Any] = [
     [Logits(tokens="all", positions=["last_prompt", "generated"]),
      Capture("all", ["resid_post", "z"], return_="sharded")],
     [Logits(7), Attention(1, reduce=Entropy())],
+    [Lens(2, top=2, positions=slice(2, 30)), Logits(3)],
     Capture([1], "resid_mid"),
     [Logits(2, positions=[0, 4]), Capture(sites="final_norm")],
     Logits(4, positions="last_prompt"),
