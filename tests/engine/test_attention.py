@@ -8,22 +8,28 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_served import MODELS, TOLERANCE, AttentionServed, eager, reference
-from support.engines import HAS_GPU, engine, greedy, tokens
+from support.attention_served import (
+    MODELS,
+    TOLERANCE,
+    AttentionServed,
+    eager,
+    reference,
+    scores_of,
+)
+from support.engines import HAS_GPU, engine, generated, greedy, tokens
 from support.inner_served import PROMPTS, ROOM
 from transformers import AutoTokenizer
-from vllm.model_executor.layers.attention import attention as vllm_attention
 
 from midstream import Attention, Capture, Entropy, Mass, Probe, Scale, SpecError, TopKeys
 from midstream.results.attention_json import from_json, to_json
 
-default_scales = vllm_attention.set_default_quant_scales
 LONG = PROMPTS[2] * 5  # more than a step takes, and than a sliding window
 EVERYTHING = [
     Attention("all", reduce="full"),
     Attention("all", heads=[1], reduce=TopKeys(7), name="top"),
     Attention([1, 2], heads=0, queries=slice(3, None), reduce=Mass(slice(2, 9)), name="mass"),
     Attention(-1, queries=["last_prompt", "generated"], reduce=Entropy(), name="entropy"),
+    Attention([1, 2], heads=[0, 1], queries=slice(1, None), reduce="scores", name="scores"),
 ]
 PROBES = [
     Probe(attention=Mass(slice(2, 9)), layer=1, heads=[0, 3], name="mass"),
@@ -68,6 +74,18 @@ def check_weights(mine: AttentionServed) -> None:
             assert output.receipt.status == "ok"
             assert output.activations is None
             assert mine.assert_is(prompt, output, asked) <= TOLERANCE
+            if mine.model.config.model_type in ("llama", "gemma2"):
+                check_scores(mine, prompt, output)
+
+
+def check_scores(mine: AttentionServed, prompt: list[int], output: Any) -> None:
+    """What transformers gives to the softmax, to its last digits."""
+    scores = scores_of(mine.model, [*prompt, *generated(output)][:-1])
+    for layer in (1, 2):
+        rows = output.attention["scores", layer]
+        expected = scores[layer][rows.positions][:, :2, : rows.values.shape[-1]]
+        assert torch.equal(rows.values.isinf(), expected.isinf())
+        assert (rows.values - expected).nan_to_num().abs().max() <= 5 * TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -219,7 +237,17 @@ def test_of_a_quantised_cache_the_weights_are_those_of_what_it_holds(
     name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are the weights with which attention made its output."""
-    monkeypatch.setattr(vllm_attention, "set_default_quant_scales", with_scales)
+    from vllm.model_executor.layers.attention import attention
+
+    default_scales = attention.set_default_quant_scales
+
+    def with_scales(layer: Any, register_buffer: bool = False) -> None:
+        default_scales(layer, register_buffer)
+        for what, scale in (("k", 0.25), ("v", 4.0)):
+            getattr(layer, f"_{what}_scale").fill_(scale)
+            setattr(layer, f"_{what}_scale_float", scale)
+
+    monkeypatch.setattr(attention, "set_default_quant_scales", with_scales)
     path, _ = reference("llama", tmp_path)
     sites = ["rot_q", "rot_k", "v", "z"]
     settings = {**ROOM, "kv_cache_dtype": name, "midstream": {"sites": sites}}
@@ -249,13 +277,6 @@ def softmax_of(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     scores = torch.einsum("qhd,khd->qhk", q, k.repeat_interleave(2, 1)) * q.shape[-1] ** -0.5
     late = torch.arange(len(q))[None, None] > torch.arange(len(q))[:, None, None]
     return torch.softmax(scores.masked_fill(late, -torch.inf), -1)
-
-
-def with_scales(layer: Any, register_buffer: bool = False) -> None:
-    default_scales(layer, register_buffer)
-    for what, scale in (("k", 0.25), ("v", 4.0)):
-        getattr(layer, f"_{what}_scale").fill_(scale)
-        setattr(layer, f"_{what}_scale_float", scale)
 
 
 def has_quantised_queries(model: Any) -> bool:

@@ -97,6 +97,12 @@ def results(holder: Any) -> dict[str, Any]:
         found["attention"] = {
             key: (rows.values.flatten(1), rows.positions) for key, rows in holder.attention.items()
         }
+    if getattr(holder, "logits", None) is not None:
+        logits = holder.logits
+        found["logits"] = {
+            "values": (logits.values, logits.positions),
+            "logsumexp": (logits.logsumexp, logits.positions),
+        }
     if holder.receipt is not None:
         found["receipt"] = {**holder.receipt.to_dict(), "request_id": ""}
     return found
@@ -108,6 +114,17 @@ def scores(holder: Any) -> Any:
     if probes is None:
         return None
     return {n: (s, probes.positions_of(n), probes.token_ids_of(n)) for n, s in probes.items()}
+
+
+def logprobs(output: Any) -> dict[str, Any]:
+    """The log probability of each generated token, at the position that it was sampled from."""
+    (one,) = output.outputs
+    if not one.logprobs:
+        return {}
+    found = [each[token].logprob for token, each in zip(one.token_ids, one.logprobs, strict=True)]
+    first = len(output.prompt_token_ids) - 1
+    positions = torch.arange(first, first + len(found))
+    return {"logprobs": {"sampled": (torch.tensor(found), positions)}}
 
 
 async def ask(llm: Any, name: str, given: Any, sampling: Any, **asked: Any) -> dict[str, Any]:
@@ -126,6 +143,7 @@ async def ask(llm: Any, name: str, given: Any, sampling: Any, **asked: Any) -> d
         "outputs": [results(one) for one in output.outputs],
         "reason": output.outputs[0].finish_reason,
         **results(output),
+        **(logprobs(output) if sampling.output_kind.name == "CUMULATIVE" else {}),
     }
 
 

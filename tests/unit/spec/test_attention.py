@@ -39,6 +39,7 @@ EVERY = [
     Attention([0, -2], [5, 2], ["last_prompt", 3], reduce="full", name="some"),
     Attention("all", "all", "generated", reduce=Entropy(), name="entropy", stream=True),
     Attention(1, 0, slice(1, 3), reduce=Mass([0, slice(4, 7)], exclude=5), name="mass"),
+    Attention(0, queries=2, reduce="scores", name="scores"),
     Attention(layer=0, queries="prompt", exclude=0, reduce=Mass(Positions("prompt")), name="m"),
 ]
 

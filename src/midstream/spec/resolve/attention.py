@@ -201,11 +201,18 @@ def _reduction(
                 )
             return "mass", 1, keys.ranges
         case _:
-            return "full", _full_keys(where, prompt, max_tokens), ()
+            return reduction, _full_keys(reduction, where, prompt, max_tokens), ()
 
 
-def _full_keys(where: Where, prompt: Prompt, max_tokens: int | None) -> int:
-    """Return the number of keys that a query at the last of some positions may see, rounded up."""
+def _full_keys(word: str, where: Where, prompt: Prompt, max_tokens: int | None) -> int:
+    """Return the number of keys that a query at the last of some positions may see, rounded up.
+
+    Args:
+        word: the reduction, for messages.
+        where: the positions.
+        prompt: the prompt.
+        max_tokens: maximum number of generated tokens; None: unknown.
+    """
     last = where.possible[-1][1]
     length = None if max_tokens is None else prompt.length + max_tokens - 1
     if last is None or (length is not None and length < last):
@@ -214,7 +221,7 @@ def _full_keys(where: Where, prompt: Prompt, max_tokens: int | None) -> int:
         number = "any number of" if last is None else str(last)
         raise SpecError(
             "",
-            f'a query may see {number} keys, and "full" returns at most {MAX_FULL_KEYS}; use '
+            f'a query may see {number} keys, and "{word}" returns at most {MAX_FULL_KEYS}; use '
             "TopKeys, Mass or Entropy, or earlier queries",
         )
     return -(-last // _KEYS_STEP) * _KEYS_STEP

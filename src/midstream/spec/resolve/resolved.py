@@ -76,7 +76,7 @@ class ResolvedEdit:
 
 
 PatternKind = Literal[
-    "top", "mass", "entropy", "full", "logits_top", "logits_of", "logits_all", "lens"
+    "top", "mass", "entropy", "full", "scores", "logits_top", "logits_of", "logits_all", "lens"
 ]
 
 
@@ -101,11 +101,11 @@ class Pattern:
 
     Attributes:
         kind: the reduction, or which logits.
-        size: numbers of a head: of `top`, k positions as int32 and then k weights; of `full`, the
-            weights of so many keys; of `mass` and `entropy` 1. Of logits, all numbers: those of
-            `logits_top` are k token ids as int32, and k logits; the last is ln Σ exp(logit). Those
-            of `lens` are k token ids and k logits, the logits of the tokens and their ranks as
-            int32, and likewise the last.
+        size: numbers of a head: of `top`, k positions as int32 and then k weights; of `full` and
+            `scores`, those of so many keys; of `mass` and `entropy` 1. Of logits, all numbers:
+            those of `logits_top` are k token ids as int32, and k logits; the last is
+            ln Σ exp(logit). Those of `lens` are k token ids and k logits, the logits of the tokens
+            and their ranks as int32, and likewise the last.
         keys: of `mass`, the positions of the keys; of `logits_of`, the tokens; of `lens`, each
             token by itself, in the order of the request.
         heads: the query heads that are computed, ascending; empty: all.

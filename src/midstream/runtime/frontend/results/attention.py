@@ -139,7 +139,7 @@ def _rows_of(
             k = pattern.size // 2
             keys = values[..., :k].contiguous().view(torch.int32).long()
             values = values[..., k:]
-        case "full":
+        case "full" | "scores":
             values = values[..., : int(positions[-1]) + 1 if len(positions) else 0]
         case _:
             values = values[..., 0]
