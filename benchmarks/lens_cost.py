@@ -1,4 +1,4 @@
-"""Cost of lenses: `Lens` in a request, against plain vLLM and against decoding captured rows outside.
+"""Cost of lenses: `Lens` in a request, against plain vLLM and against decoding rows outside.
 
     python benchmarks/lens_cost.py [--shapes 8b] [--batches 1 32] [--rounds 5] [--seconds 280] \
         [--json FILE]
