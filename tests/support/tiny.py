@@ -105,6 +105,13 @@ MODELS: dict[str, Tiny] = {
     ),
 }
 
+# Its experts' module calls the router itself.
+QWEN3_MOE = Tiny(
+    lambda: hf.Qwen3MoeConfig(
+        **_GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
+    )
+)
+
 
 def make(name: str, folder: Path, spec: Tiny | None = None) -> Path:
     """Saves the model `name`, or another one by that name, with weights large enough that every
