@@ -48,6 +48,7 @@ def sizes() -> str:
         "layers, positions, or rows of a `Replace`, in one list": spec_fields.MAX_ITEMS,
         "captures, edits, or probes of one request": spec_fields.MAX_PARTS,
         "directions of an `Ablate`, rank of an `Affine` or `LoReFT`": matrix.MAX_RANK,
+        "rows of the matrix of an `Affine`": matrix.MAX_WIDTH,
         "separate ranges of positions in one request": selecting.MAX_RANGES,
         "token ids in one selection": items.MAX_IDS,
         "characters of a `Text`": items.MAX_TEXT,

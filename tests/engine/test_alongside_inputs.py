@@ -19,7 +19,7 @@ from support.oracle import HookEdit, Oracle, relative_error
 from support.tiny import HIDDEN
 from torch import Tensor
 
-from midstream import Capture, Probe, SpecError, Steer, TokenIds
+from midstream import Capture, Logits, Probe, SpecError, Steer, TokenIds
 from midstream.testing import inspect
 
 PLACES = ("model.layers", "post_attention_layernorm")
@@ -33,12 +33,14 @@ def oracle(tiny_llama: Path) -> Oracle:
 
 @pytest.fixture(scope="module")
 def adapted(tiny_llama: Path, tiny_models: Path) -> list[tuple[Any, Oracle]]:
-    """Two adapters: vLLM's request for each, and the oracle of the merged model."""
+    """Two adapters, the second of the head too: vLLM's request for each, and the oracle of the
+    merged model.
+    """
     from vllm.lora.request import LoRARequest
 
     found = []
     for nth in (1, 2):
-        folder = adapters.make(tiny_llama, tiny_models / f"adapter{nth}", seed=nth)
+        folder = adapters.make(tiny_llama, tiny_models / f"adapter{nth}", nth, head=nth == 2)
         merged = adapters.merge(tiny_llama, folder, tiny_models / f"merged{nth}")
         found.append((LoRARequest(f"adapter{nth}", nth, str(folder)), Oracle(merged, *PLACES)))
     return found
@@ -60,7 +62,7 @@ def llm(tiny_llama: Path) -> Iterator[Any]:
         max_loras=3,
         max_lora_rank=8,
         enable_prompt_embeds=True,
-        midstream={"sites": ["resid_pre", "resid_mid", "resid_post"]},
+        midstream={"sites": ["resid_pre", "resid_mid", "resid_post", "final_norm"]},
     ) as found:
         yield found
 
@@ -87,6 +89,32 @@ def test_adapted_and_plain_requests_of_one_batch_are_each_right(llm, oracle, ada
         rows = rows_of(prompt(nth), generated(output))
         logits = check_rows(model, output, rows, edits)
         assert generated(output) == logits[len(prompt(nth)) - 1 :].argmax(-1).tolist()
+
+
+def test_logits_of_each_request_are_those_of_its_adapters_head(llm, oracle, adapted):
+    """Of all positions, while vLLM's own metadata are of the sampled rows of a step."""
+    whose = [adapted[1], None, adapted[0], adapted[1], None]
+    asked = [Logits(6), Logits(tokens=[9, 3]), Logits(tokens="all"), Logits(tokens="all"), None]
+    outputs = llm.generate(
+        [tokens(prompt(nth)) for nth in range(5)],
+        greedy(5, detokenize=False, logprobs=1),
+        lora_request=[each and each[0] for each in whose],
+        capture=asked,
+        steer=[[push()] if nth == 3 else None for nth in range(5)],
+        use_tqdm=False,
+    )
+    for nth, output in enumerate(outputs):
+        model = oracle if whose[nth] is None else whose[nth][1]
+        rows = rows_of(prompt(nth), generated(output))
+        logits, _ = model.run(rows, [hooked()] if nth == 3 else [])
+        assert generated(output) == logits[len(prompt(nth)) - 1 :].argmax(-1).tolist()
+        if asked[nth] is not None:
+            found = output.logits
+            assert output.receipt.status == "ok"
+            assert found.positions.tolist() == list(range(len(rows)))
+            expected = logits.gather(1, found.ids)
+            assert relative_error(found.values, expected) < 1e-4
+            assert relative_error(found.logsumexp, logits.logsumexp(-1)) < 1e-4
 
 
 def test_the_prefix_cache_keeps_adapters_and_edits_apart(llm, oracle, adapted):

@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_served import MODELS, TOLERANCE, AttentionServed, eager, reference
-from support.engines import engine, greedy, tokens
+from support.attention_served import (
+    MODELS,
+    TOLERANCE,
+    AttentionServed,
+    eager,
+    reference,
+    scores_of,
+)
+from support.engines import HAS_GPU, engine, generated, greedy, tokens
 from support.inner_served import PROMPTS, ROOM
 from transformers import AutoTokenizer
 
-from midstream import Attention, Capture, Entropy, Mass, Scale, SpecError, TopKeys
+from midstream import Attention, Capture, Entropy, Mass, Probe, Scale, SpecError, TopKeys
 from midstream.results.attention_json import from_json, to_json
 
 LONG = PROMPTS[2] * 5  # more than a step takes, and than a sliding window
@@ -22,6 +29,12 @@ EVERYTHING = [
     Attention("all", heads=[1], reduce=TopKeys(7), name="top"),
     Attention([1, 2], heads=0, queries=slice(3, None), reduce=Mass(slice(2, 9)), name="mass"),
     Attention(-1, queries=["last_prompt", "generated"], reduce=Entropy(), name="entropy"),
+    Attention([1, 2], heads=[0, 1], queries=slice(1, None), reduce="scores", name="scores"),
+]
+PROBES = [
+    Probe(attention=Mass(slice(2, 9)), layer=1, heads=[0, 3], name="mass"),
+    Probe(attention=Mass(slice(0, 4)), layer=1, head=2, phase="generated", name="generated"),
+    Probe(attention=Entropy(), layer=-1, positions=slice(3, None), name="entropy"),
 ]
 
 
@@ -61,6 +74,18 @@ def check_weights(mine: AttentionServed) -> None:
             assert output.receipt.status == "ok"
             assert output.activations is None
             assert mine.assert_is(prompt, output, asked) <= TOLERANCE
+            if mine.model.config.model_type in ("llama", "gemma2"):
+                check_scores(mine, prompt, output)
+
+
+def check_scores(mine: AttentionServed, prompt: list[int], output: Any) -> None:
+    """What transformers gives to the softmax, to its last digits."""
+    scores = scores_of(mine.model, [*prompt, *generated(output)][:-1])
+    for layer in (1, 2):
+        rows = output.attention["scores", layer]
+        expected = scores[layer][rows.positions][:, :2, : rows.values.shape[-1]]
+        assert torch.equal(rows.values.isinf(), expected.isinf())
+        assert (rows.values - expected).nan_to_num().abs().max() <= 5 * TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -107,6 +132,29 @@ def test_a_cached_prompt_is_read_where_it_is(served: AttentionServed) -> None:
     assert output.attention[0].positions.tolist() == [len(LONG) - 1]
 
 
+def test_probes_read_the_means_of_weights(served: AttentionServed) -> None:
+    """With and without rows, beside probes of vectors, and at what the cache did not serve."""
+    prompts = [LONG, *PROMPTS]
+    vector = torch.randn(64, generator=torch.Generator().manual_seed(5))
+    linear = Probe(vector, 1, name="linear")
+    for capture in (None, [EVERYTHING[0], Capture([1], "resid_post")]):
+        probes = [[*PROBES[:1], linear, *PROBES[1:]]] * len(prompts)
+        outputs = served.ask(prompts, capture, probes=probes)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert output.receipt.status == "ok"
+            assert served.scores_are(prompt, output, PROBES) <= TOLERANCE
+            read = {(one.name, one.site, one.layer) for one in output.receipt.probed}
+            assert ("mass", "attention", 1) in read
+            if capture is not None:
+                assert served.assert_is(prompt, output, capture[:1]) <= TOLERANCE
+                expected = output.activations["resid_post", 1] @ vector
+                torch.testing.assert_close(output.probes["linear"], expected, rtol=1e-4, atol=1e-3)
+    (output,) = served.ask([LONG], None, probes=PROBES[1])
+    assert output.num_cached_tokens >= 64
+    assert output.probes.positions_of("generated").tolist() == [len(LONG) + nth for nth in range(3)]
+    assert served.scores_are(LONG, output, PROBES[1:2]) <= TOLERANCE
+
+
 def test_vectors_beside_attention_stay_what_they_are(served: AttentionServed) -> None:
     captures = [Capture("all", ["resid_post", "rot_q"]), *EVERYTHING]
     (plain,) = served.ask([LONG], captures[:1])
@@ -143,7 +191,10 @@ def test_requests_with_and_without_attention_run_together(served: AttentionServe
 
 def test_preempted_requests_have_each_row_once(served: AttentionServed) -> None:
     core = served.llm.llm_engine
-    plan = {"capture": [one.to_dict() for one in EVERYTHING]}
+    plan = {
+        "capture": [one.to_dict() for one in EVERYTHING],
+        "probes": [one.to_dict() for one in PROBES],
+    }
     prompts = {"first": LONG, "second": PROMPTS[2]}
     for name, prompt in prompts.items():
         params = greedy(8, extra_args={"midstream": plan}, detokenize=False)
@@ -162,6 +213,7 @@ def test_preempted_requests_have_each_row_once(served: AttentionServed) -> None:
     for name, prompt in prompts.items():
         assert outputs[name].receipt.status == "ok"
         assert served.assert_is(prompt, outputs[name], EVERYTHING) <= TOLERANCE
+        assert served.scores_are(prompt, outputs[name], PROBES) <= TOLERANCE
 
 
 def test_in_bfloat16_the_weights_are_those_of_the_queries_and_keys(tmp_path: Any) -> None:
@@ -172,12 +224,74 @@ def test_in_bfloat16_the_weights_are_those_of_the_queries_and_keys(tmp_path: Any
         captures = [Attention("all", reduce="full"), Capture("all", ["rot_q", "rot_k"])]
         (output,) = AttentionServed(None, llm).ask([LONG], captures)
         for layer in range(3):
-            q = output.activations["rot_q", layer].float()
-            k = output.activations["rot_k", layer].float().repeat_interleave(2, 1)
-            scores = torch.einsum("qhd,khd->qhk", q, k) * q.shape[-1] ** -0.5
-            late = torch.arange(len(q))[None, None] > torch.arange(len(q))[:, None, None]
-            expected = torch.softmax(scores.masked_fill(late, -torch.inf), -1)
+            q, k = (output.activations[site, layer].float() for site in ("rot_q", "rot_k"))
+            expected = softmax_of(q, k)
             assert (output.attention[layer].values - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.skipif(
+    not (HAS_GPU or torch.cpu._is_avx512_supported()), reason="vLLM has no such cache here"
+)
+@pytest.mark.parametrize("name", ["fp8", pytest.param("fp8_e5m2", marks=pytest.mark.nightly)])
+def test_of_a_quantised_cache_the_weights_are_those_of_what_it_holds(
+    name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the weights with which attention made its output."""
+    from vllm.model_executor.layers.attention import attention
+
+    default_scales = attention.set_default_quant_scales
+
+    def with_scales(layer: Any, register_buffer: bool = False) -> None:
+        default_scales(layer, register_buffer)
+        for what, scale in (("k", 0.25), ("v", 4.0)):
+            getattr(layer, f"_{what}_scale").fill_(scale)
+            setattr(layer, f"_{what}_scale_float", scale)
+
+    monkeypatch.setattr(attention, "set_default_quant_scales", with_scales)
+    path, _ = reference("llama", tmp_path)
+    sites = ["rot_q", "rot_k", "v", "z"]
+    settings = {**ROOM, "kv_cache_dtype": name, "midstream": {"sites": sites}}
+    if HAS_GPU:
+        settings["dtype"] = "bfloat16"
+    with engine(path, **settings) as llm:
+        captures = [Attention("all", reduce="full"), Capture("all", sites)]
+        (output,) = AttentionServed(None, llm).ask([LONG], captures)
+        assert output.receipt.status == "ok"
+        (quantised,) = llm.apply_model(has_quantised_queries)
+    for layer in range(3):
+        q, k, v, z = (output.activations[site, layer].float() for site in sites)
+        if quantised:
+            q = q.to(torch.float8_e4m3fn).float()
+        exact = softmax_of(q, k)
+        k, v = stored(k, name, 0.25), stored(v, name, 4.0).repeat_interleave(2, 1)
+        expected = softmax_of(q, k)
+        assert (exact - expected).abs().max() >= 1e-3
+        values = output.attention[layer].values
+        assert (values - expected).abs().max() <= 1e-5
+        if not HAS_GPU:
+            assert (torch.einsum("qhk,khd->qhd", values, v) - z).abs().max() <= TOLERANCE
+
+
+def softmax_of(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Weights of queries [queries, heads, head_dim] over keys of half as many heads."""
+    scores = torch.einsum("qhd,khd->qhk", q, k.repeat_interleave(2, 1)) * q.shape[-1] ** -0.5
+    late = torch.arange(len(q))[None, None] > torch.arange(len(q))[:, None, None]
+    return torch.softmax(scores.masked_fill(late, -torch.inf), -1)
+
+
+def has_quantised_queries(model: Any) -> bool:
+    return any(getattr(each, "query_quant", None) is not None for each in model.modules())
+
+
+def stored(values: torch.Tensor, name: str, scale: float) -> torch.Tensor:
+    """What a cache holds of some numbers; vLLM's CPU backend rounds them down."""
+    dtype = torch.float8_e5m2 if name == "fp8_e5m2" else torch.float8_e4m3fn
+    exact = values / scale
+    found = exact.to(dtype)
+    if not HAS_GPU:
+        above = found.float().abs() > exact.abs()
+        found = (found.view(torch.uint8) - above.byte()).view(dtype)
+    return found.float() * scale
 
 
 def test_rows_that_find_no_room_are_dropped_by_request(tmp_path: Any) -> None:
@@ -186,21 +300,26 @@ def test_rows_that_find_no_room_are_dropped_by_request(tmp_path: Any) -> None:
     asked = [Attention("all", 0, reduce="full"), EVERYTHING[1]]
     with engine(path, **ROOM, midstream=own) as llm:
         mine = AttentionServed(model, llm)
-        outputs = mine.ask([LONG[nth:] for nth in range(12)], asked, 4)
+        prompts = [LONG[nth:] for nth in range(12)]
+        outputs = mine.ask(prompts, asked, 4, probes=[PROBES] * 12)
         assert sum(output.receipt.dropped for output in outputs) > 0
         statuses = {output.receipt.status for output in outputs}
         assert statuses == {"ok", "partial"}
         for nth, output in enumerate(outputs):
             assert mine.assert_is(LONG[nth:], output, asked) <= TOLERANCE
+            # Scores have room of their own.
+            assert mine.scores_are(LONG[nth:], output, PROBES) <= TOLERANCE
+            assert all(one.actual == one.expected for one in output.receipt.probed)
 
 
 def test_several_completions_have_their_own(served: AttentionServed) -> None:
     params = greedy(5, detokenize=False)
     params.n, params.temperature, params.seed = 2, 1.0, 3
-    (output,) = served.ask([PROMPTS[2]], EVERYTHING, params=params)
+    (output,) = served.ask([PROMPTS[2]], EVERYTHING, params=params, probes=PROBES)
     for one in output.outputs:
         alone = replace_output(output, one)
         assert served.assert_is(PROMPTS[2], alone, EVERYTHING) <= TOLERANCE
+        assert served.scores_are(PROMPTS[2], alone, PROBES) <= TOLERANCE
 
 
 def replace_output(output: Any, completion: Any) -> Any:
@@ -209,7 +328,7 @@ def replace_output(output: Any, completion: Any) -> Any:
     class Alone:
         outputs = [completion]
         prompt_token_ids = output.prompt_token_ids
-        attention = completion.attention
+        attention, probes = completion.attention, completion.probes
 
     return Alone()
 
@@ -245,6 +364,9 @@ def test_wrong_requests_are_refused(
 
 
 def test_an_engine_that_does_not_tap_queries_says_what_to_write(llm: Any) -> None:
+    with pytest.raises(SpecError, match=r'add "rot_q" to midstream.s setting `sites`') as error:
+        llm.generate(tokens(PROMPTS[0]), greedy(2), probes=PROBES[0], use_tqdm=False)
+    assert error.value.path == "probes.layer"
     with pytest.raises(SpecError, match=r'add "rot_q" to midstream.s setting `sites`'):
         llm.generate(
             tokens(PROMPTS[0]), greedy(2), capture=Attention([0], reduce="full"), use_tqdm=False

@@ -198,6 +198,10 @@ LIMITS = {
         {"edits": [Affine(several(13), several(13), 1, site="mlp_out")]},
         "13 instructions for one token at mlp_out of layer 1 .* the limit is 12",
     ),
+    "maps": (
+        {"edits": [Affine(matrix=several(tiny.HIDDEN), layer=1)]},
+        "needs 1 matrices, and there is room for 0",
+    ),
     "token_ids": (
         {"edits": [Steer(V, 0, positions=TokenIds(list(range(161))))]},
         "needs 161 token ids in lists, and there is room for 160",

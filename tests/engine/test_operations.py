@@ -27,7 +27,12 @@ PROMPTS = [
 # Where there are layers before and after; and the first layer's sites, and the last of all.
 TAPS = list(zip(EVERY_SITE, (1, 1, 2, 1, 2, 2, 1), strict=True))
 ENDS = [*((site, 0) for site in EVERY_SITE), ("resid_post", 2)]
-ROOM = {"max_num_batched_tokens": 128, "max_num_seqs": 48, "midstream": {"sites": list(EVERY_SITE)}}
+ROOM = {
+    "max_num_batched_tokens": 128,
+    "max_num_seqs": 48,
+    # Fewer matrices than there are cases with one.
+    "midstream": {"sites": list(EVERY_SITE), "maps": 7},
+}
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ def test_each_operation_on_smollm2(smollm2: Path) -> None:
     oracle = EditOracle(smollm2, PLACES["llama"])
     prompts = [list(tokenizer(text).input_ids) * 2 for text in texts]
     taps = list(zip(EVERY_SITE, (4, 10, 21, 12, 16, 8, 25), strict=True))
-    given = cases(oracle, prompts, taps)[::5]
+    given = cases(oracle, prompts, taps)[1::6]
     kinds = {type(at.edit).__name__ for case in given for at in case.edits}
     assert len(given) >= 35
     assert len(kinds) == 9
@@ -335,6 +340,10 @@ def idle_edits(maker: Maker, own: list[torch.Tensor]) -> dict[str, list[Any]]:
         "a feature times 1": [Feature(d, v, mode="scale", value=1.0, **place)],
         "a feature and 0": [Feature(d, v, mode="add", value=0.0, **place)],
         "affine 0": [Affine([d, v], [v, d], scale=0.0, **place)],
+        "a matrix 0": [Affine(matrix=torch.outer(d, v), bias=v, scale=0.0, **place)],
+        "a closed gate around a matrix": [
+            Gate(Affine(matrix=torch.outer(d, v), **place), d, threshold=far)
+        ],
         "loreft with W = R": [LoReFT(rotation, rotation, 0.0, **place)],
         "+v, then -v": [steer, Steer(v, scale=-1.0, **place)],
         "+v, then -v, of other lengths": [Steer(v, scale=3.0, **place), Steer(-3 * v, **place)],

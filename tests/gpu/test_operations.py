@@ -49,7 +49,7 @@ def llm(smollm2: Path, given: list[Case]) -> Iterator[Any]:
         max_num_batched_tokens=256,
         max_num_seqs=64,
         **GPU_MEMORY,
-        midstream={"sites": list(EVERY_SITE)},
+        midstream={"sites": list(EVERY_SITE), "maps": 16},
     ) as found:
         yield found
 

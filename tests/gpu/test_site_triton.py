@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.site_cases import Step, assert_same, case, in_units, random_case, same_bits
-from support.site_noops import NOOPS, noop_case
+from support.site_cases import (
+    Step,
+    assert_same,
+    case,
+    in_units,
+    matrix_row,
+    random_case,
+    same_bits,
+)
+from support.site_noops import NOOPS, NOOPS_OF_MAPS, noop_case
 
 import midstream.ops.site  # noqa: F401
 from midstream.ops.layout import Op
@@ -61,6 +69,15 @@ def test_plain_additions_are_the_references_to_the_last_bit(dtype, width):
     assert_same(found, made, exact=True)
 
 
+@pytest.mark.parametrize("name", NOOPS_OF_MAPS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_maps_that_add_up_to_nothing_leave_every_bit_in_place(name, dtype):
+    made = noop_case(name, dtype=dtype, width=576).copy("cuda")
+    before = made.hidden.clone()
+    made.run()
+    assert same_bits(made.hidden, before)
+
+
 @pytest.mark.parametrize("name", NOOPS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [80, 1024, 4096, 5120, 16384])
@@ -72,10 +89,40 @@ def test_what_adds_up_to_nothing_leaves_every_bit_in_place(name, dtype, width, r
     assert same_bits(made.hidden, before)
 
 
+@pytest.mark.parametrize("rows", [1, 16, 17, 130])
+@pytest.mark.parametrize("width", [80, 576, 4096])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_maps_and_what_comes_after_them_are_those_of_the_reference(dtype, width, rows):
+    """In tiles of few and of many rows, with three matrices among them."""
+    made = random_case(
+        rows=rows, width=width, dtype=dtype, residual=rows != 17, max_steps=3, seed=rows, maps=3
+    )
+    found = made.copy("cuda")
+    found.run()
+    site_ref(*made.arguments())
+    assert_same(found, made, exact=False)
+
+
+@pytest.mark.parametrize("rows", [5, 70])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_maps_have_an_error_far_below_half_precision(dtype, rows):
+    width = 1024
+    step = Step(Op.MAP, read=matrix_row(0, width), write=1, a=1.0)
+    made = case([[step]], rows=rows, width=width, dtype=dtype, captures=False, maps=1)
+    found = made.copy("cuda")
+    found.run()
+    matrix = made.bank[step.read :][:width].double()
+    stream = made.hidden.float() + made.residual.float()
+    wanted, size = stream.double() @ matrix.T, stream.double().abs() @ matrix.abs().T
+    error = (found.mapped[:rows].cpu().double() - wanted).abs() / size
+    assert float(error.max()) < 2e-6
+
+
+@pytest.mark.parametrize("maps", [0, 2])
 @pytest.mark.parametrize("width", [576, 4096])
-def test_the_kernel_replays_in_a_graph_over_new_contents(width):
+def test_the_kernel_replays_in_a_graph_over_new_contents(width, maps):
     """At both ways of launching: after the kernels ahead, and dependent on them."""
-    options = {"rows": 16, "width": width, "dtype": torch.bfloat16, "max_steps": 3}
+    options = {"rows": 16, "width": width, "dtype": torch.bfloat16, "max_steps": 3, "maps": maps}
     cases = [random_case(seed=seed, **options) for seed in (2, 3)]
     for name in ("instructions", "params", "lists"):
         # Of one size, as buffers are.

@@ -12,15 +12,17 @@ from transformers import AutoModelForCausalLM
 RANK = 4
 ALPHA = 8.0
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+HEAD = "lm_head"
 
 
-def make(model: Path, target: Path, seed: int) -> Path:
-    """Saves an adapter of every projection of a tiny Llama, in PEFT's layout; large enough to
-    matter at every site.
+def make(model: Path, target: Path, seed: int, head: bool = False) -> Path:
+    """Saves an adapter of every projection of a tiny Llama, and of its head if asked for, in PEFT's
+    layout; large enough to matter at every site.
     """
     draw = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, weight in _projections(AutoModelForCausalLM.from_pretrained(model)).items():
+    targets = (*TARGETS, HEAD) if head else TARGETS
+    for name, weight in _projections(AutoModelForCausalLM.from_pretrained(model), targets).items():
         out, width = weight.shape
         key = f"base_model.model.{name}"
         weights[f"{key}.lora_A.weight"] = 0.2 * torch.randn(RANK, width, generator=draw)
@@ -35,7 +37,7 @@ def make(model: Path, target: Path, seed: int) -> Path:
         "lora_alpha": ALPHA,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": list(TARGETS),
+        "target_modules": list(targets),
     }
     (target / "adapter_config.json").write_text(json.dumps(config))
     return target
@@ -48,17 +50,19 @@ def merge(model: Path, adapter: Path, target: Path) -> Path:
     weights = load_file(adapter / "adapter_model.safetensors")
     merged = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
-        for name, weight in _projections(merged).items():
+        for name, weight in _projections(merged, (*TARGETS, HEAD)).items():
             key = f"base_model.model.{name}"
+            if f"{key}.lora_A.weight" not in weights:
+                continue
             a, b = weights[f"{key}.lora_A.weight"], weights[f"{key}.lora_B.weight"]
             weight += (ALPHA / RANK) * (b @ a)
     merged.save_pretrained(target)
     return target
 
 
-def _projections(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def _projections(model: torch.nn.Module, targets: tuple[str, ...]) -> dict[str, torch.nn.Parameter]:
     return {
         name: module.weight
         for name, module in model.named_modules()
-        if name.rsplit(".", 1)[-1] in TARGETS
+        if name.rsplit(".", 1)[-1] in targets
     }

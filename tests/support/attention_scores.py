@@ -22,6 +22,7 @@ FORMS = {
     "soft cap": AttentionForm(0.5, soft_cap=1.5, window=40),
     "ALiBi": AttentionForm(0.2, slopes=torch.linspace(0.5, 0.01, HEADS)),
 }
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,14 @@ class Case:
 
     def found(self) -> Tensor:
         """What the kernel returns."""
-        form = self.form
-        return scores_triton(
+        form, shape = self.form, (*self.queries.shape[:3], self.stop - self.begin)
+        out = torch.empty(shape, device=self.queries.device)
+        scores_triton(
             self.queries, self.positions, self.keys, self.table, self.requests, self.key_heads,
-            self.begin, self.stop, scale=form.scale, soft_cap=form.soft_cap, window=form.window,
-            slopes=form.slopes,
+            self.begin, self.stop, out, scale=form.scale, soft_cap=form.soft_cap,
+            window=form.window, slopes=form.slopes,
         )  # fmt: skip
+        return out
 
     def expected(self) -> Tensor:
         """What PyTorch computes."""
@@ -83,9 +86,18 @@ class Case:
 
 
 def make(
-    runs: int, rows: int, dim: int, form: AttentionForm, dtype: torch.dtype, device: str, seed: int
+    runs: int,
+    rows: int,
+    dim: int,
+    form: AttentionForm,
+    dtype: torch.dtype,
+    device: str,
+    seed: int,
+    stored: torch.dtype | None = None,
 ) -> Case:
-    """Random numbers; each run is of another request."""
+    """Random numbers; each run is of another request. Keys are stored in another format if one is
+    given.
+    """
     draw = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -105,6 +117,8 @@ def make(
         tail = table[request, last // size]
         flat[tail, last % size + 1 :] = torch.nan
         flat[table[request, last // size + 1 :].long().to(device)] = torch.nan
+    if stored is not None:
+        flat = flat.to(stored)
     heads = torch.tensor([5, 0, 3]) if seed % 3 == 0 else torch.arange(HEADS)
     slopes = None if form.slopes is None else form.slopes[heads].to(device)
     form = AttentionForm(form.scale, form.soft_cap, form.window, slopes)
@@ -121,6 +135,9 @@ def cases(device: str, dtypes: Any) -> Iterator[tuple[str, Case]]:
     """Each combination once, by name."""
     for seed, (shape, name, dtype) in enumerate(itertools.product(SHAPES, FORMS, dtypes)):
         yield f"{shape} {name} {dtype}", make(*shape, FORMS[name], dtype, device, seed)
+    for seed, (stored, dtype) in enumerate(itertools.product(FP8, dtypes)):
+        case = make(*SHAPES[seed % 3], FORMS["window"], dtype, device, seed, stored)
+        yield f"{stored} {dtype}", case
 
 
 def check_without_a_gpu() -> int:

@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from midstream import Attention
+from midstream import Attention, Mass, Probe
 from support import tiny
 from support.engines import HAS_GPU, generated, greedy, tokens
 from support.inner_cases import HEADS
@@ -73,6 +73,28 @@ class AttentionServed:
             if (one.name, layer) in output.attention
         )
 
+    def scores_are(self, prompt: list[int], output: Any, probes: Sequence[Probe]) -> float:
+        """The scores of an output are the means of transformers' weights; returns the largest
+        error.
+        """
+        weights = self.weights(prompt, output)
+        largest = 0.0
+        for probe in probes:
+            at = output.probes.positions_of(probe.name)
+            assert len(at)
+            (layer,) = probe.layers.indices
+            heads = list(probe.heads) or list(range(weights[layer].shape[1]))
+            mine = weights[layer][at][:, heads]
+            if isinstance(probe.attention, Mass):
+                (span,) = probe.attention.positions.include
+                expected = mine[..., span.start : span.stop].sum(-1).mean(-1)
+            else:
+                expected = -torch.xlogy(mine, mine).sum(-1).mean(-1)
+            found = output.probes[probe.name]
+            assert found.shape == expected.shape
+            largest = max(largest, float((found - expected).abs().max()))
+        return largest
+
 
 def weights_of(model: Any, ids: list[int]) -> list[Tensor]:
     with torch.no_grad():
@@ -88,10 +110,11 @@ def difference(rows: Any, asked: Attention, weights: Tensor, prompt: list[int]) 
         return 0.0  # all were dropped
     expected = weights[rows.positions][:, list(heads)]
     reduce = asked.to_dict()["reduce"]
-    if reduce == "full":
+    if reduce in ("full", "scores"):
         seen = int(rows.positions[-1]) + 1
         assert rows.values.shape == (len(rows), len(heads), seen)
-        return float((rows.values - expected[..., :seen]).abs().max())
+        found = rows.values if reduce == "full" else torch.softmax(rows.values, -1)
+        return float((found - expected[..., :seen]).abs().max())
     if reduce == "entropy":
         expected = -torch.xlogy(expected, expected).sum(-1)
     elif "mass" in reduce:
@@ -101,6 +124,48 @@ def difference(rows: Any, asked: Attention, weights: Tensor, prompt: list[int]) 
         return _top_difference(rows, expected, reduce["top_keys"])
     assert rows.values.shape == expected.shape
     return float((rows.values - expected).abs().max())
+
+
+def scores_of(model: Any, ids: list[int]) -> list[Tensor]:
+    """What transformers' softmax is given in each layer of a Llama or Gemma 2, [queries, heads,
+    keys]: of queries and keys that plain hooks read, by the formula.
+    """
+    layers, config = model.model.layers, model.config
+    seen: dict[str, Tensor] = {}
+    handles = [
+        getattr(layer.self_attn, f"{name}_proj").register_forward_hook(
+            lambda _, __, out, key=f"{name}{nth}": seen.update({key: out[0].detach()})
+        )
+        for nth, layer in enumerate(layers)
+        for name in "qk"
+    ]
+    with torch.no_grad():
+        model(torch.tensor([ids]))
+    for handle in handles:
+        handle.remove()
+    at = torch.arange(len(ids))
+    distance = at[:, None] - at
+    found = []
+    for nth, layer in enumerate(layers):
+        attention = layer.self_attn
+        q, k = (seen[f"{name}{nth}"].unflatten(1, (-1, attention.head_dim)) for name in "qk")
+        cos, sin = (each[0][:, None] for each in model.model.rotary_emb(q, at[None]))
+        q, k = (each * cos + _rotated(each) * sin for each in (q, k))
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        scores = torch.einsum("qhd,khd->qhk", q, k) * attention.scaling
+        cap = getattr(config, "attn_logit_softcapping", None)
+        if cap:
+            scores = torch.tanh(scores / cap) * cap
+        hidden = distance < 0
+        if getattr(attention, "sliding_window", None):
+            hidden |= distance >= attention.sliding_window
+        found.append(scores.masked_fill(hidden[:, None], -torch.inf))
+    return found
+
+
+def _rotated(vectors: Tensor) -> Tensor:
+    first, second = vectors.chunk(2, -1)
+    return torch.cat((-second, first), -1)
 
 
 def _top_difference(rows: Any, expected: Tensor, k: int) -> float:

@@ -158,6 +158,25 @@ class Maker:
         yield "scale to nothing", Scale(0.0 if self.site in BRANCHES else -0.5, **at)
         yield "feature add", self.feature("add", 0.7 * self.size, False).replace(**at)
 
+    def maps(self, phase: str, earlier: Sequence[Tap]) -> Iterator[tuple[str, Any, bool]]:
+        """Affine maps by a matrix, which come first at their site, and whether they leave some
+        tokens alone.
+        """
+        at: dict[str, Any] = {**self.place, "phase": None if phase == "all" else phase}
+        width = self.h.shape[1]
+        matrices = [
+            (0.5 * torch.eye(width) + 0.4 * torch.randn(width, width, generator=self.draw))
+            / (1 if nth == 1 else width**0.5)
+            for nth in range(3)
+        ]
+        yield "a matrix", Affine(matrix=matrices[0], bias=self.vector(0.5), **at), False
+        yield "a matrix in part", Affine(matrix=matrices[2], bias=0.1, scale=0.4, **at), False
+        kept = Affine(matrix=matrices[1], norm="keep", **self.place)
+        yield "gate around a matrix that keeps", self.gate(kept), True
+        for tap in earlier[-1:]:
+            mapped = Affine(matrix=matrices[0], **self.place)
+            yield f"a matrix behind a gate on {tap}", self.gate(mapped, tap, soft=True), False
+
     def conditional_edits(self, earlier: Sequence[Tap]) -> Iterator[tuple[str, Any, bool]]:
         """Those that depend on what is there, and whether they leave some tokens alone."""
         direction = self.direction(length=0.5)
@@ -254,6 +273,9 @@ def _of_one_tap(maker: Maker, prompt: list[int], phase: str) -> Iterator[Case]:
         yield case(name, At(edit), partial)
     for name, edit, places in maker.placed_edits(size):
         yield case(name, At(edit, frozenset(places).__contains__))
+    for name, edit, partial in maker.maps(phase, earlier_taps(tap)):
+        where = At(edit) if isinstance(edit, Gate) else At(edit, wheres[phase])
+        yield case(name, where, partial)
 
 
 def ask(

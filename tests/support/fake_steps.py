@@ -62,7 +62,8 @@ def make_buffers(taps: Sequence[Tap] = tuple(TAPS), **changes) -> Buffers:
             widths of `MIXED`.
     """
     mixed = changes.pop("mixed", False)
-    room = Room(**{name: changes.pop(name, size) for name, size in ROOM.items()})
+    limits = {name: changes.pop(name, size) for name, size in ROOM.items()}
+    room = Room(**limits, maps=changes.pop("maps", 0))
     sizes = {
         "taps": {tap: MIXED[tap] if mixed else WIDTH for tap in taps},
         "max_tokens": 64,

@@ -5,7 +5,10 @@ from __future__ import annotations
 from support.fault import Fault
 
 _ENGINE = "tests/engine/test_attention.py::"
+_LENS = "tests/engine/test_lens.py::"
 _BIAS = "tests/engine/test_bias.py::"
+_HEAD = "tests/unit/runtime/worker/attention/test_logits.py::"
+_TOGETHER = f"{_HEAD}test_ranks_call_the_head_together_whatever_each_one_drops_or_cannot_run"
 
 ATTENTION = (
     Fault(
@@ -85,10 +88,64 @@ ATTENTION = (
         "::test_layers_whose_attention_cannot_be_computed_again_say_why",
     ),
     Fault(
+        "Rows of attention of one layer are returned as another's",
+        "runtime/worker/attention/reader.py",
+        "part = rows[:, first * nbytes : stop * nbytes]",
+        "part = rows[:, : (stop - first) * nbytes]",
+        "tests/unit/runtime/worker/attention/test_reader.py"
+        "::test_rows_are_those_of_each_query_by_itself",
+    ),
+    Fault(
+        "The mass of one layer's keys is read in all layers",
+        "runtime/worker/attention/reader.py",
+        "same = all(each is chosen[0] for each in chosen)",
+        "same = True",
+        "tests/unit/runtime/worker/attention/test_reader.py"
+        "::test_rows_are_those_of_each_query_by_itself",
+    ),
+    Fault(
+        "Keys that a query does not see have a score",
+        "runtime/worker/attention/reader.py",
+        "op.full(scores, begin, columns.size, -torch.inf)",
+        "op.full(scores, begin, columns.size)",
+        "tests/unit/runtime/worker/attention/test_reader.py"
+        "::test_rows_are_those_of_each_query_by_itself",
+    ),
+    Fault(
+        "Keys of a quantised cache are read without their scale",
+        "runtime/worker/attention/layers.py",
+        '    scale = scale_of(module, "k") * (query_scale or 1.0)\n',
+        "    scale = query_scale or 1.0\n",
+        f"{_ENGINE}test_of_a_quantised_cache_the_weights_are_those_of_what_it_holds",
+    ),
+    Fault(
+        "Keys of fp8 are not found where a backend rounds down",
+        "runtime/worker/attention/key_layout.py",
+        "        scale *= 1 + 2**-6",
+        "        scale *= 1",
+        "tests/unit/runtime/worker/attention/test_key_layout.py"
+        "::test_the_layouts_of_vllms_cpu_backend_are_found",
+    ),
+    Fault(
+        "Scores of attention are those of another row of the step",
+        "runtime/worker/attention/step_patterns.py",
+        "rows = np.repeat(runs.row[batch.runs], length) + within_runs(length)",
+        "rows = np.repeat(runs.row[batch.runs], length) + within_runs(length)[::-1]",
+        f"{_ENGINE}test_probes_read_the_means_of_weights",
+    ),
+    Fault(
+        "A score of attention is that of the first rank's heads",
+        "runtime/protocol/rank_parts.py",
+        "        total = total[torch.from_numpy(mine)] + values[torch.from_numpy(theirs)]\n",
+        "        total = total[torch.from_numpy(mine)]\n",
+        "tests/unit/runtime/protocol/test_rank_parts.py"
+        "::test_a_score_is_the_sum_of_what_each_rank_has_of_it_and_others_are_the_first_ranks",
+    ),
+    Fault(
         "Logits of a request are those of another request's tokens",
-        "runtime/worker/attention/logits.py",
-        "mine = None if tokens is None else tokens[first:last]",
-        "mine = None if tokens is None else tokens[: last - first]",
+        "runtime/worker/attention/queries.py",
+        "np.repeat(np.array(each, np.int64), length, axis=0)",
+        "np.repeat(np.array(each[::-1], np.int64), length, axis=0)",
         f"{_BIAS}test_logits_that_are_asked_for_together_are_each_requests_own",
     ),
     Fault(
@@ -99,10 +156,105 @@ ATTENTION = (
         f"{_BIAS}test_logits_are_those_of_transformers_at_every_position",
     ),
     Fault(
+        "A lens decodes the stream without the final norm",
+        "runtime/worker/attention/lens.py",
+        "self._norm.forward(stream.contiguous())",
+        "stream.contiguous()",
+        f"{_LENS}test_every_layer_is_decoded_as_transformers_decodes_it",
+    ),
+    Fault(
+        "A lens returns each layer's tokens as those of the layer after it",
+        "runtime/worker/attention/logits.py",
+        "            for query, rows in zip(self._queries, parts, strict=True):\n",
+        "            for query, rows in zip(self._queries, parts[1:] + parts[:1], strict=True):\n",
+        f"{_LENS}test_every_layer_is_decoded_as_transformers_decodes_it",
+    ),
+    Fault(
+        "The map of a registered lens is that of the layer before",
+        "runtime/frontend/request/lenses.py",
+        '"resid_post": 1}',
+        '"resid_post": 0}',
+        f"{_LENS}test_registered_lenses_map_the_stream_by_the_formulas_of_their_papers",
+    ),
+    Fault(
+        "A lens is overwritten while requests use it",
+        "runtime/frontend/lens_registry.py",
+        "        if name in self._lenses and self._in_use(name):\n",
+        "        if name in self._lenses and False:\n",
+        "tests/unit/runtime/frontend/test_lens_registry.py"
+        "::test_a_lens_stays_while_requests_use_it",
+    ),
+    Fault(
+        "The rank of a token in a lens counts tokens that are as likely",
+        "runtime/worker/attention/logits.py",
+        "1 + (logits > chosen",
+        "1 + (logits >= chosen",
+        f"{_LENS}test_ranks_are_those_of_the_whole_vocabulary",
+    ),
+    Fault(
         "Logits are returned with the request's biases added",
         "runtime/worker/endpoint.py",
-        'head=getattr(model, "compute_logits", None),',
-        "head=lambda hidden: model.compute_logits(hidden),",
+        "return Head(compute_logits, int(",
+        "return Head(lambda hidden: model.compute_logits(hidden), int(",
         f"{_BIAS}test_logits_are_those_of_transformers_at_every_position",
+    ),
+    Fault(
+        "Ranks call the head for the rows that each of them has in the order of its own encodings",
+        "runtime/worker/attention/logits.py",
+        "np.lexsort((nths, rows))",
+        "np.arange(len(rows))",
+        _TOGETHER,
+    ),
+    Fault(
+        "Ranks call the head for the logits and the lens of a row each in an order of its own",
+        "runtime/worker/attention/logits.py",
+        "np.lexsort((nths, rows))",
+        'np.argsort(rows, kind="stable")',
+        _TOGETHER,
+    ),
+    Fault(
+        "Logits of the second part of a step are those of the tokens of the first",
+        "runtime/worker/attention/logits.py",
+        "self._tokens[_index(to, device)]",
+        "self._tokens[: len(at)]",
+        _TOGETHER,
+    ),
+    Fault(
+        "A rank whose arena is full does not call the head with the others",
+        "runtime/worker/step_recorder.py",
+        "            logits = self._patterns.compute(prepared)",
+        "            if not self._slots.incomplete[plan.runs.slot].any():\n"
+        "                logits = self._patterns.compute(prepared)",
+        _TOGETHER,
+    ),
+    Fault(
+        "A rank that cannot run a plan with logits leaves the others waiting for it",
+        "runtime/worker/request_table.py",
+        "self._agree is not None and is_joint(plan) and not",
+        "False and not",
+        _TOGETHER,
+    ),
+    Fault(
+        "The biases of a request's last token are added to the logits before each of its drafts",
+        "runtime/worker/logit_bias.py",
+        "first_tokens = np.cumsum(batch.scheduled) - sampled\n",
+        "first_tokens = np.cumsum(batch.scheduled) - 1\n",
+        "tests/unit/runtime/worker/test_logit_bias.py"
+        "::test_each_row_of_logits_gets_the_switches_of_its_own_token",
+    ),
+    Fault(
+        "Logits are those of the adapter of another request",
+        "runtime/worker/attention/head_adapters.py",
+        "wrapper.token_lora_indices[rows]",
+        "wrapper.token_lora_indices[: len(rows)].flip(0)",
+        "tests/engine/test_alongside_inputs.py"
+        "::test_logits_of_each_request_are_those_of_its_adapters_head",
+    ),
+    Fault(
+        "Logits of tokens that the head lacks are left out",
+        "runtime/worker/attention/logits.py",
+        "        lacking = self._vocabulary - logits.shape[1]\n",
+        "        lacking = 0\n",
+        f"{_HEAD}test_a_head_returns_the_logits_of_the_vocabulary_whatever_the_model_pads_or_lacks",
     ),
 )

@@ -254,6 +254,22 @@ KEPT: tuple[Fault, ...] = (
         "tests/unit/ops/test_site.py::test_the_op_is_defined_as_its_schema_says",
     ),
     Fault(
+        "The kernel of maps multiplies all rows of a tile with the matrix of one",
+        "ops/site_kernel.py",
+        "        mine = (start == first)[:, None]\n",
+        "        mine = has_map[:, None]\n",
+        "tests/unit/ops/test_site_triton.py"
+        "::test_the_interpreted_kernels_do_what_their_references_do",
+    ),
+    Fault(
+        "A matrix is applied to what an earlier edit of its site left out",
+        "runtime/frontend/request/budget.py",
+        "        _check_maps(piece, list(taps), hidden_size)\n",
+        "",
+        "tests/unit/runtime/frontend/request/test_budget.py"
+        "::test_a_matrix_without_room_or_of_what_was_edited_before_is_refused",
+    ),
+    Fault(
         "A kernel that was compiled for aligned rows is launched for others",
         "ops/site_triton.py",
         "    is_aligned = not reduce(or_, [each.data_ptr() for each in tensors if each is not None]) % 16\n",

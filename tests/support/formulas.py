@@ -127,6 +127,11 @@ def _added(edit: Edit, h: Array, g: Array, rows: ArrayLike | None) -> Array:
                 "ablate": lambda: -act,
             }[edit.mode]()
             return h + g * amount * wide(edit.decoder)
+        case Affine() if edit.matrix is not None:
+            size = h.shape[-1]
+            bias = wide(edit.bias) if isinstance(edit.bias, Vector) else edit.bias
+            mapped = h @ wide(edit.matrix).reshape(size, size).T + bias
+            return h + g * edit.scale * (mapped - h)
         case Affine():
             inner = h @ wide(edit.read).T + wide(edit.bias)
             return h + g * edit.scale * inner @ wide(edit.write)
@@ -223,7 +228,8 @@ def _amount(
     step: Instruction, h: Array | None, whole: Array | None, positions: ArrayLike | None
 ) -> tuple[Any, Any]:
     """(f, v) of the table; `whole` is h without a mask."""
-    x = None if step.read is None else along(h, wide(step.read))
+    is_read = step.read is not None and step.op is not Op.MAP
+    x = along(h, wide(step.read)) if is_read else None
     write = None
     if Flags.ROW_BY_POSITION in step.flags:
         write = wide(step.write)[np.asarray(positions) - step.first]
@@ -244,6 +250,9 @@ def _amount(
             return step.c * np.where(inner > step.b, inner, 0.0) + step.d, write
         case Op.REPLACE:
             return step.a, write - h
+        case Op.MAP:
+            matrix = wide(step.read).reshape(h.shape[-1], h.shape[-1])
+            return step.a, np.einsum("ij,...j->...i", matrix, whole) + write - h
         case Op.SCALE:
             return step.a - 1, h
         case Op.MULTIPLY:

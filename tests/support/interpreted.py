@@ -17,7 +17,7 @@ from midstream.ops.site_ref import site_ref
 from midstream.ops.site_triton import site_triton
 from support.attention_scores import check_without_a_gpu
 from support.site_cases import assert_same, in_units, random_case, same_bits
-from support.site_noops import NOOPS, noop_case
+from support.site_noops import NOOPS, NOOPS_OF_MAPS, noop_case
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -59,7 +59,19 @@ def main() -> None:
         assert bool(made.hidden[:2].isfinite().all())
         assert torch.equal(made.tally, wanted.tally)
         assert int(made.tally[:, layout.NONFINITE].sum()) > 1
-    for nth, name in enumerate(NOOPS):
+    # Of several tiles: of columns and of the sum, and of rows.
+    for seed, (rows, width) in enumerate(((5, 140), (66, 72), (19, 40))):
+        made = random_case(
+            rows=rows, width=width, dtype=DTYPES[seed], residual=seed != 1, max_steps=1, seed=seed,
+            maps=3,
+        )  # fmt: skip
+        made = in_units(made, (1, 4, 2)[seed])
+        before, wanted = made.hidden.clone(), made.copy()
+        site_ref(*wanted.arguments())
+        site_triton(*made.arguments())
+        assert_same(made, wanted, exact=False)
+        assert bool((made.hidden != before).any())
+    for nth, name in enumerate([*NOOPS, *NOOPS_OF_MAPS]):
         made = noop_case(name, rows=2, width=20, dtype=DTYPES[nth % 3], residual=nth % 2 == 0)
         before = made.hidden.clone()
         site_triton(*made.arguments())

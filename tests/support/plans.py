@@ -44,6 +44,11 @@ def rows(count: int, first: int) -> tuple[Instruction, ...]:
     return (Instruction(Op.REPLACE, write=write, a=1.0, flags=flags, first=first),)
 
 
+def mapped(matrix: Vector, shift: Vector = VECTORS[0]) -> tuple[Instruction, ...]:
+    """h becomes matrix · h + shift; the matrix has its rows one after the other."""
+    return (Instruction(Op.MAP, read=matrix, write=(shift,), a=1.0, flags=ONE),)
+
+
 def gated(
     steps: tuple[Instruction, ...], slot: int | None = None, **params: float
 ) -> tuple[Instruction, ...]:

@@ -37,7 +37,6 @@ LACKING = {
     "spread": "edits by a statistic of the token's own vector, or by chance",
     "backend": "sites inside attention of models that run on the Transformers backend",
     "chosen": "chosen experts and their weights as results: clients compute them from the router's logits",
-    "scores": "attention scores before the softmax",
     "beside": "neurons, and what the MLP reads, where an MLP runs beside experts (Gemma 4's mixture)",
     "exempt": "a request without the edits that all requests have",
 }
@@ -111,7 +110,7 @@ ROWS: tuple[Asked, ...] = (
     Asked(_IMOE, 2, "the MLP's output beside experts is the layer's whole contribution, or refused", "tests/engine/test_sites.py::the_sites_are_different_places_and_add_up"),
     Asked(_IMOE, 1, "an MLP beside experts still has its input and neurons", "lacking: beside"),
     Asked(_IMOE, 2, "its address of Gemma 4's normed values, with and without their own matrix", "nothing"),
-    Asked(_SCORES, 6, "scores before the softmax, scaled, masked, per query head, whose softmax is the weights", "lacking: scores"),
+    Asked(_SCORES, 6, "scores before the softmax, scaled, masked, per query head, whose softmax is the weights", _WEIGHTS),
     Asked(_SCORES, 3, "its swap of transformers' attention function is undone and keeps the mask", "nothing"),
     Asked(_SCORES, 1, "reading attention leaves the forward pass as it was", _BESIDE),
     Asked(_SCORES, 1, "it needs transformers' eager attention and refuses another", "nothing"),

@@ -39,6 +39,7 @@ class Case:
     bank: Tensor
     scores: Tensor
     ring: Tensor
+    mapped: Tensor
 
     # Of the tables that are bound, by address; not an argument.
     widths: ClassVar[dict[int, int]] = {}
@@ -100,8 +101,10 @@ def case(
     bank_rows: int = 11,
     spare_rows: int = 3,
     magnitude: float = 1.0,
+    maps: int = 0,
 ) -> Case:
-    """Rows with these programs (the first two of the table are none), at random.
+    """Rows with these programs (the first two of the table are none), at random. The bank ends with
+    so many matrices, see `matrix_row`.
 
     With `captures` some rows are captured and some rows are idle; without, every row is active,
     and row t has program t, t − P, …
@@ -140,10 +143,22 @@ def case(
         instructions=instructions,
         params=params,
         lists=lists,
-        bank=torch.cat((normal(bank_rows, width), below(2, MASKS, width).float())),
+        bank=torch.cat(
+            (
+                normal(bank_rows, width),
+                below(2, MASKS, width).float(),
+                normal(maps * width, width) / math.sqrt(width),
+            )
+        ),
         scores=normal(rows + spare_rows, SLOTS),
         ring=torch.full((FIRST + 4 * rows + 4, width), -77.0).to(dtype),
+        mapped=torch.full((rows + spare_rows if maps else 0, width), math.nan),
     )
+
+
+def matrix_row(nth: int, width: int, bank_rows: int = 11) -> int:
+    """The row of the bank at which a matrix of a case begins."""
+    return bank_rows + MASKS + nth * width
 
 
 def _tables(programs: list[list[Step]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -154,7 +169,9 @@ def _tables(programs: list[list[Step]]) -> tuple[Tensor, Tensor, Tensor, Tensor]
     for program, steps in enumerate(programs, layout.FIRST_FREE_PROGRAM):
         table[program, layout.EDIT_START] = len(words)
         table[program, layout.EDIT_COUNT] = len(steps)
-        table[program, layout.PLAIN] = int(bool(steps) and all(step.plain for step in steps))
+        maps = [nth for nth, step in enumerate(steps) if step.op is Op.MAP]
+        plain = bool(steps) and all(step.plain for step in steps)
+        table[program, layout.KIND] = layout.WITH_MAP + maps[0] if maps else int(plain)
         for step in steps:
             slot = 0 if step.slot is None else step.slot + 1
             ids = [len(lists), len(step.ids)]
@@ -172,7 +189,7 @@ def _tables(programs: list[list[Step]]) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def random_steps(draw: Any, count: int, width: int, bank_rows: int = 11) -> list[Step]:
-    """Instructions of every kind and flag. Scales keep vectors of `width` about as long."""
+    """Instructions of every kind and flag but MAP. Scales keep vectors of `width` about as long."""
 
     def normal() -> float:
         return float(draw.standard_normal())
@@ -180,7 +197,7 @@ def random_steps(draw: Any, count: int, width: int, bank_rows: int = 11) -> list
     steps = []
     probed = draw.integers(2)
     for _ in range(count):
-        op = Op(int(draw.integers(len(Op))))
+        op = _OTHERS[int(draw.integers(len(_OTHERS)))]
         flags = Flags(int(draw.integers(2 * max(Flags))))
         flags &= ~Flags.ROW_BY_POSITION if draw.integers(2) else ~Flags.NONE
         write = int(draw.integers(bank_rows - 2)) if Flags.ROW_BY_POSITION in flags else None
@@ -222,15 +239,34 @@ def random_steps(draw: Any, count: int, width: int, bank_rows: int = 11) -> list
     return steps
 
 
-def random_case(*, max_steps: int, seed: int, programs: int = 5, **options: Any) -> Case:
-    """Several programs of up to `max_steps` instructions of every kind; see `case`."""
+def random_case(
+    *, max_steps: int, seed: int, programs: int = 5, maps: int = 0, **options: Any
+) -> Case:
+    """Several programs of up to `max_steps` instructions of every kind; see `case`.
+
+    With `maps`, most begin with a MAP, behind a gate or not.
+    """
     draw = np.random.default_rng(seed)
     width = options["width"]
-    return case(
-        [random_steps(draw, int(draw.integers(max_steps + 1)), width) for _ in range(programs)],
-        seed=seed,
-        **options,
-    )
+    steps = [random_steps(draw, int(draw.integers(max_steps + 1)), width) for _ in range(programs)]
+    if maps:
+        steps = [[*random_map(draw, width, maps), *each] for each in steps]
+    return case(steps, seed=seed, maps=maps, **options)
+
+
+def random_map(draw: Any, width: int, maps: int) -> list[Step]:
+    """A MAP with one of some matrices, maybe behind a gate; or nothing."""
+    kind = int(draw.integers(5))
+    if kind == 0:
+        return []
+    flags = Flags.FRESH | Flags.COUNTED
+    listed = tuple(range(0, VOCABULARY, 2)) if kind == 1 else ()
+    flags |= Flags.KEEP if kind == 2 else Flags.NONE
+    flags |= Flags.GATED if kind == 3 else Flags.NONE
+    read, a = matrix_row(int(draw.integers(maps)), width), float(draw.choice([1.0, 0.3]))
+    step = Step(Op.MAP, read=read, write=int(draw.integers(11)), a=a, flags=flags, ids=listed)
+    gate = Step(Op.GATE, read=2, b=0.1, flags=Flags.FRESH | Flags.STEP)
+    return [gate, step] if kind == 3 else [step]
 
 
 def in_units(case: Case, units: int) -> Case:
@@ -343,6 +379,7 @@ class _Run:
             Op.SCALE: a - 1,
             Op.MULTIPLY: a,
             Op.RAISE: a,
+            Op.MAP: a,
         }[Op(op)]
         if Flags.GATED in flags:
             factor *= self.gate
@@ -352,7 +389,10 @@ class _Run:
         if op == Op.RAISE:
             largest = self.base.max()
             vector = vector + largest + b * largest.abs().clamp_min(1)
-        if op in (Op.REPLACE, Op.RAISE):
+        if op == Op.MAP:
+            matrix = bank[read : read + len(bank[0])].double()
+            vector = vector + (matrix @ self.base.double()).float()
+        if op in (Op.REPLACE, Op.RAISE, Op.MAP):
             vector = vector - self.base
         vector = torch.where(chosen, vector, 0.0)
         self.delta = self.delta + torch.tensor(factor, dtype=torch.float32) * vector
@@ -373,6 +413,7 @@ class _Run:
         self.delta = torch.where(chosen, stream * ratio - self.entered, self.delta)
 
 
+_OTHERS = [op for op in Op if op is not Op.MAP]
 _READERS = (Op.CLIP, Op.LINEAR, Op.FEATURE, Op.GATE, Op.PROBE)
 
 # Sums over a row are taken in another order: relative to the row's largest value.
@@ -383,6 +424,8 @@ def assert_same(found: Case, wanted: Case, *, exact: bool) -> None:
     """All buffers agree: integers exactly, floats too if `exact`, or else to rounding."""
     for name, value in vars(wanted).items():
         got = getattr(found, name)
+        if name == "mapped":
+            continue  # of the kernels alone
         if value is None:
             assert got is None
             continue

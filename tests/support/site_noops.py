@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from midstream.ops.layout import Flags, Op
-from support.site_cases import Case, Step, case
+from support.site_cases import Case, Step, case, matrix_row
 
 BOTH = Flags.FRESH | Flags.COUNTED
 KEEP = BOTH | Flags.KEEP
@@ -35,7 +35,7 @@ NOOPS: dict[str, list[Step]] = {
         *(
             Step(op, read=1, write=1, a=2.0, b=3.0, c=4.0, d=5.0, flags=flags | Flags.GATED)
             for op in Op
-            if op < Op.GATE
+            if op < Op.MAP
             for flags in (BOTH, KEEP)
         ),
     ],
@@ -48,11 +48,21 @@ NOOPS: dict[str, list[Step]] = {
     "a probe": [Step(Op.PROBE, read=1, slot=1)],
 }
 
+_MATRIX = matrix_row(0, 0)
+NOOPS_OF_MAPS: dict[str, list[Step]] = {
+    "a map of nothing": [Step(Op.MAP, read=_MATRIX, write=1)],
+    "a map behind a shut gate": [
+        _STEP,
+        Step(Op.MAP, read=_MATRIX, write=1, a=1.0, flags=KEEP | Flags.GATED),
+    ],
+    "a map of other tokens": [Step(Op.MAP, read=_MATRIX, write=1, a=1.0, ids=(77,))],
+}
+
 
 def noop_case(name: str, **options: Any) -> Case:
     """All rows active with that program; zeros of both signs are among the values."""
     options = {"rows": 5, "width": 80, "captures": False, **options}
-    made = case([NOOPS[name]], **options)
+    made = case([{**NOOPS, **NOOPS_OF_MAPS}[name]], maps=int(name in NOOPS_OF_MAPS), **options)
     made.hidden[:, :2] = torch.tensor([0.0, -0.0])
     if made.residual is not None:
         made.residual[:, :2] = torch.tensor([-0.0, -0.0])

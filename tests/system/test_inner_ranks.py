@@ -9,18 +9,22 @@ from typing import Any
 import pytest
 import torch
 from support import inner_served, tiny
+from support.end_oracle import EndOracle
 from support.engines import GPU_MEMORY, engine, generated, greedy, tokens
 from support.oracle_edits import At
 from support.ranks import PIPELINE, assert_same, ranks
 
 from midstream import (
     Ablate,
+    Affine,
     Attention,
     Bias,
     Capture,
     Clamp,
     Entropy,
     Gate,
+    JacobianLens,
+    Lens,
     Logits,
     Mass,
     Probe,
@@ -34,6 +38,7 @@ from midstream import (
 )
 from midstream.runtime.protocol.segments import RankShare
 from midstream.sites import INNER, NAMES
+from midstream.testing import inspect
 from midstream.tools.capacity import read_model
 from midstream.tools.capacity.job import ranks as ranks_transfer
 
@@ -51,6 +56,13 @@ PROMPTS = [torch.randint(3, tiny.VOCAB, (n,), generator=draw).tolist() for n in 
 
 def vector(size: int, scale: float = 2.0) -> list[float]:
     return (torch.randn(size, generator=draw) * scale).tolist()
+
+
+MAP = 4 * HIDDEN * HIDDEN  # bytes of a lens of one layer
+
+
+def square(width: int) -> torch.Tensor:
+    return torch.randn(width, width, generator=draw) / width**0.5
 
 
 EDITS: list[Any] = [
@@ -74,6 +86,9 @@ EDITS: list[Any] = [
     Steer(vector(HIDDEN), site="embed"),
     Clamp(vector(HIDDEN), site="final_norm", low=3.0),
     Gate(Scale(-1.0, site="final_norm"), vector(HIDDEN)),
+    Affine(matrix=square(HIDDEN), bias=vector(HIDDEN), layer=1),
+    Affine(matrix=square(HEAD), layer=[0, 1], site="k", phase="generated"),
+    Affine(matrix=square(HIDDEN), site="final_norm", scale=0.5),
 ]
 BIASES: list[Any] = [
     Bias({7: 40.0}),
@@ -89,7 +104,8 @@ def path(tiny_models: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(path: Path) -> Iterator[Any]:
-    with engine(path, midstream={"sites": [*EVERY, "logits"]}, **SETTINGS) as llm:
+    midstream = {"sites": [*EVERY, "logits"], "maps": 2, "lens_bytes": MAP}
+    with engine(path, midstream=midstream, **SETTINGS) as llm:
         yield llm
 
 
@@ -99,18 +115,18 @@ def alone(path: Path) -> Iterator[Any]:
 )
 def several(request: Any, path: Path) -> Iterator[Any]:
     how = {"tensor_parallel_size": 2} if request.param == "tensor" else PIPELINE
-    midstream = {"sites": [*EVERY, "logits"], "check_ranks": True}
+    midstream = {"sites": [*EVERY, "logits"], "check_ranks": True, "maps": 2, "lens_bytes": MAP}
     with ranks(path, midstream=midstream, **SETTINGS, **how) as llm:
         yield llm
 
 
-def run(llm: Any, capture: Any, edits: list[Any] | None = None) -> list[Any]:
+def run(llm: Any, capture: Any, edits: list[Any] | None = None, **more: Any) -> list[Any]:
     """Every prompt plain, and one of them with each edit, in one batch."""
     given = [None, None, None, *([edit] for edit in edits or ())]
     prompts = [tokens(PROMPTS[nth % 3]) for nth in range(len(given))]
     captures = [capture] * len(given)
     found: list[Any] = llm.generate(
-        prompts, greedy(4, detokenize=False), capture=captures, edits=given, use_tqdm=False
+        prompts, greedy(4, detokenize=False), capture=captures, edits=given, use_tqdm=False, **more
     )
     return found
 
@@ -149,17 +165,107 @@ def test_biases_are_added_to_the_logits_of_the_whole_vocabulary_once(alone, seve
     assert generated(found[1])[1:] == [9] * 3
 
 
-def test_logits_of_the_last_stage_are_those_of_one_rank(alone, several):
-    asked = Logits(4, positions=slice(1, None))
-    if several.info.workers[0].tensor_ranks > 1:
-        with pytest.raises(SpecError, match="unsupported with tensor parallelism"):
-            run(several, asked)
-        return
+# Every form of logits, alone and beside rows that ranks share, and requests without any.
+LOGITS: list[Any] = [
+    Logits(4, positions=slice(1, None)),
+    Logits(tokens=[150, 3, 190, 8]),
+    None,
+    [Logits(tokens="all", positions=["last_prompt", "generated"]),
+     Capture("all", ["resid_post", "z"], return_="sharded")],
+    [Logits(7), Attention(1, reduce=Entropy())],
+    Capture([1], "resid_mid"),
+    [Logits(2, positions=[0, 4]), Capture(sites="final_norm")],
+    Logits(4, positions="last_prompt"),
+    Logits(4, positions="generated"),
+]  # fmt: skip
+
+
+def ask_logits(llm: Any) -> list[Any]:
+    prompts = [tokens(PROMPTS[nth % 3]) for nth in range(len(LOGITS))]
+    edits = [
+        [EDITS[-3]] if nth == 3 else [BIASES[0]] if nth == 4 else None
+        for nth in range(len(prompts))
+    ]
+    found: list[Any] = llm.generate(
+        prompts, greedy(4, detokenize=False), capture=LOGITS, edits=edits, use_tqdm=False
+    )
+    return found
+
+
+def test_logits_in_a_mixed_batch_are_those_of_one_rank(alone, several):
+    """In steps of chunks, of several requests, and of requests that ended at different times."""
+    for nth, (one, other) in enumerate(zip(ask_logits(several), ask_logits(alone), strict=True)):
+        assert generated(one) == generated(other), nth
+        if LOGITS[nth] is None:
+            continue
+        assert one.receipt.status == other.receipt.status == "ok"
+        assert one.receipt.captured == other.receipt.captured
+        if other.activations is not None:
+            assert_same([one], [other])
+        if other.logits is not None:
+            mine, theirs = one.logits, other.logits
+            assert torch.equal(mine.positions, theirs.positions)
+            torch.testing.assert_close(mine.values, theirs.values, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(mine.logsumexp, theirs.logsumexp, atol=1e-4, rtol=1e-4)
+            certain = (theirs.values - theirs.values.roll(-1, -1)).abs() > 1e-3
+            assert torch.equal(mine.ids[certain], theirs.ids[certain])
+
+
+def test_logits_are_those_of_transformers_when_requests_are_preempted_and_aborted(path, several):
+    """Whatever ends in between, the ranks call the head in the same steps."""
+    oracle, engine_ = EndOracle(path, "llama"), several.llm_engine
+    asked = [one for one in LOGITS if one is None or isinstance(one, Logits)] * 2
+    for nth, one in enumerate(asked):
+        params = greedy(9 - nth % 4, detokenize=False)
+        if one is not None:
+            params.extra_args = {"midstream": {"capture": one.to_dict()}}
+        engine_.add_request(f"own-{nth}", tokens(PROMPTS[nth % 3]), params)
+    outputs, steps = {}, 0
+    while engine_.has_unfinished_requests():
+        steps += 1
+        if steps == 4:
+            assert several.reset_prefix_cache(reset_running_requests=True)
+        if steps in (2, 6):
+            engine_.abort_request([f"own-{steps}", f"own-{steps + 1}"])
+        outputs.update({one.request_id: one for one in engine_.step() if one.finished})
+    gone = {"own-2", "own-3", "own-6", "own-7"}
+    assert set(outputs) == {f"own-{nth}" for nth in range(len(asked))} - gone
+    for name, output in outputs.items():
+        one = asked[int(name.removeprefix("own-"))]
+        if one is not None:
+            assert output.receipt.status == "ok"
+            logits = oracle.run([*output.prompt_token_ids, *generated(output)][:-1]).logits
+            expected = logits[output.logits.positions]
+            chosen = expected.gather(1, output.logits.ids)
+            torch.testing.assert_close(output.logits.values, chosen, atol=5e-4, rtol=1e-4)
+            total = expected.logsumexp(-1)
+            torch.testing.assert_close(output.logits.logsumexp, total, atol=5e-4, rtol=1e-4)
+    inspect(several).check_integrity()
+
+
+def test_lenses_of_the_last_stage_are_those_of_one_rank(alone, several):
+    last = [layer for name, layer in several.info.workers[-1].taps if name == "resid_post"]
+    where = {"positions": slice(1, None)}
+    asked = [Lens(last, top=4, tokens=[9], **where), Lens(last[-1], kind="mapped", **where)]
+    mapped = JacobianLens({last[-1]: square(HIDDEN)})
+    for llm in (alone, several):
+        llm.lenses.register("mapped", mapped)
     for one, other in zip(run(several, asked), run(alone, asked), strict=True):
         assert one.receipt.status == "ok"
-        assert torch.equal(one.logits.positions, other.logits.positions)
-        torch.testing.assert_close(one.logits.values, other.logits.values, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(one.logits.logsumexp, other.logits.logsumexp)
+        for name, layers in (("logit", last), ("mapped", last[-1:])):
+            mine, theirs = one.lens[name], other.lens[name]
+            assert mine.layers == theirs.layers == tuple(layers)
+            torch.testing.assert_close(mine.values, theirs.values, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(mine.token_values, theirs.token_values, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(mine.logsumexp, theirs.logsumexp)
+        assert not torch.allclose(
+            one.lens["mapped"].values[:, 0, :4], one.lens["logit"].values[:, -1]
+        )
+    for llm in (alone, several):
+        llm.lenses.remove("mapped")
+    if several.info.workers[-1].stage:
+        with pytest.raises(SpecError, match="layer 0 is on another pipeline stage"):
+            run(several, Lens())
 
 
 def test_the_model_has_the_widths_and_heads_of_all_ranks(several):
@@ -187,6 +293,10 @@ def test_a_planned_job_counts_what_each_rank_transfers(several, path):
         ({"edits": Steer(vector(HIDDEN), 1, site="q", norm="keep")}, "edits.*q is split over"),
         ({"probes": Probe(vector(HIDDEN), 1, site="z")}, "probes.*z is split over the ranks"),
         ({"capture": Capture(1, "mlp_act", codec="full8")}, "mlp_act is split over 2 ranks"),
+        (
+            {"edits": Affine(matrix=square(HIDDEN), layer=1, site="z")},
+            "matrix: z is split over 2 ranks, and a matrix needs all of its vectors",
+        ),
     ],
 )
 def test_what_needs_the_parts_of_several_ranks_at_once_is_refused(several, asked, problem):
@@ -208,8 +318,18 @@ def test_attention_of_every_head_is_that_of_one_rank(alone, several):
         Attention("all", queries=[0, 3, "last"], reduce=Entropy(), name="entropy"),
         Capture("all", ["resid_post", "rot_q"], return_="sharded"),
     ]
-    for one, other in zip(run(several, asked), run(alone, asked), strict=True):
+    probes = [
+        Probe(attention=Mass(slice(1, 4)), layer=1, name="both"),
+        Probe(attention=Entropy(), layer=2, head=1, phase="generated", name="one"),
+        Probe(vector(HIDDEN), 1, name="linear"),
+    ]
+    found, expected = (run(llm, asked, probes=[probes] * 3) for llm in (several, alone))
+    for one, other in zip(found, expected, strict=True):
         assert one.receipt.status == other.receipt.status == "ok"
+        for name, scores in other.probes.items():
+            torch.testing.assert_close(one.probes[name], scores, rtol=1e-3, atol=1e-4)
+            there = other.probes.positions_of(name)
+            assert torch.equal(one.probes.positions_of(name), there)
         assert list(one.activations) == list(other.activations)
         assert list(one.attention) == list(other.attention)
         for key, rows in other.attention.items():

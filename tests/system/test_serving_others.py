@@ -17,7 +17,7 @@ from support.others_words import direction, packed
 from support.serving import NAME, Running
 from support.serving_offline import HELLO, TOKENS, VECTOR, assert_equal, plain
 
-from midstream import Attention, Capture, Client, Logits, Mass, Steer, TopKeys
+from midstream import Attention, Capture, Client, Lens, Logits, Mass, Probe, Steer, TopKeys
 from midstream.client import ServerError
 from midstream.compat.foreign_fields import FOREIGN, OWN
 
@@ -114,6 +114,40 @@ def test_logits_come_over_http(client, asks):
 
 
 @pytest.mark.parametrize("asks", ["complete", "stream"])
+def test_lenses_come_over_http(client, asks):
+    """They are the head's and the norm's of what was captured, and those of a stream are parts."""
+    last = {"positions": ["last_prompt", "generated"]}
+    given = Lens([3, -1], top=4, tokens=[" Paris"], **last, stream=asks == "stream")
+    asked = [given, Capture([3, -1], **last)]
+    if asks == "stream":
+        *_, found = client.stream(PROMPT, **ASKED, capture=asked)
+    else:
+        found = client.complete(PROMPT, **ASKED, capture=asked)
+    rows = found.lens["logit"]
+    assert rows.positions.tolist() == list(range(4, 4 + TOKENS))
+    assert rows.layers == (3, 29)
+    stream = torch.stack([found.activations["resid_post", layer] for layer in (3, -1)], 1)
+    scale = torch.rsqrt(stream.pow(2).mean(-1, keepdim=True) + 1e-5)
+    normed = stream * scale * client.parameter("model.norm.weight")
+    every = normed @ client.parameter("lm_head.weight").T
+    torch.testing.assert_close(rows.values, every.topk(4).values, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(rows.values, every.gather(2, rows.ids), atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(rows.logsumexp, every.logsumexp(-1), atol=1e-3, rtol=1e-4)
+    (paris,) = rows.tokens
+    torch.testing.assert_close(rows.token_values[..., 0], every[..., paris], atol=1e-3, rtol=1e-4)
+    assert int(rows.ranks[0, 1, 0]) == 1  # The capital of France is … Paris
+    [one] = found.outputs
+    if asks == "stream":
+        parts = [part["logit"] for part in one.lens_rows]
+        assert parts
+        assert sum(map(len, parts)) <= len(rows)
+        for part in parts:
+            at = torch.searchsorted(rows.positions, part.positions)
+            assert torch.equal(part.values, rows.values[at])
+            assert torch.equal(part.ranks, rows.ranks[at])
+
+
+@pytest.mark.parametrize("asks", ["complete", "stream"])
 def test_attention_comes_over_http(client, asks):
     asked = [
         Attention([10], heads=[0, 3], queries=["last_prompt", "generated"], reduce="full"),
@@ -121,14 +155,19 @@ def test_attention_comes_over_http(client, asks):
         Attention(10, heads=0, queries="generated", reduce=Mass(slice(0, 3)), name="mass"),
         Capture([10], positions="last_prompt"),
     ]
+    read = Probe(attention=asked[2].reduce, layer=10, head=0, phase="generated", name="read")
     if asks == "stream":
-        *_, found = client.stream(PROMPT, **ASKED, capture=asked)
+        *_, found = client.stream(PROMPT, **ASKED, capture=asked, probes=read)
     else:
-        found = client.complete(PROMPT, **ASKED, capture=asked)
+        found = client.complete(PROMPT, **ASKED, capture=asked, probes=read)
     [one] = found.outputs
     assert one.receipt.status == "ok"
+    assert torch.equal(
+        torch.as_tensor(found.probes["read"]), found.attention["mass", 10].values[:, 0]
+    )
     assert found.activations.layers == (10,)
     full, top, mass = (found.attention[key] for key in (10, ("top", 10), ("mass", 10)))
+    assert torch.equal(torch.as_tensor(found.probes["read"]), mass.values[:, 0])
     queries = 1 + TOKENS - 1
     assert full.values.shape == (queries, 2, 5 + TOKENS - 1)
     torch.testing.assert_close(full.values.sum(-1), torch.ones(queries, 2))

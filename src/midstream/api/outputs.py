@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from midstream.results.activations import Activations
     from midstream.results.attention import AttentionResults
+    from midstream.results.lens import LensResults
     from midstream.results.logits import LogitRows
     from midstream.results.probe_scores import Probes
     from midstream.results.receipt import CaptureResult, Receipt
@@ -25,12 +26,13 @@ if TYPE_CHECKING:
         """One completion of an output.
 
         Attributes:
-            activations, attention, logits, probes, receipt, capture_results: of this completion, if
-                n > 1; else None.
+            activations, attention, lens, logits, probes, receipt, capture_results: of this
+                completion, if n > 1; else None.
         """
 
         activations: Activations
         attention: AttentionResults
+        lens: LensResults
         logits: LogitRows
         probes: Probes
         receipt: Receipt
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
             outputs: completions.
             activations: captured rows; None if nothing was captured.
             attention: attention weights by layer; None if none were asked for.
+            lens: tokens of layers by name of the `Lens`; None without one.
             logits: logits of the positions that a `Logits` selects; None without one.
             probes: scores by probe name; None without probes.
             receipt: what was asked for, against what the device counted; None without a plan.
@@ -54,6 +57,7 @@ if TYPE_CHECKING:
         outputs: list[GenerateCompletion]
         activations: Activations
         attention: AttentionResults
+        lens: LensResults
         logits: LogitRows
         probes: Probes
         receipt: Receipt

@@ -14,6 +14,7 @@ from midstream.results.activations import Activations
 from midstream.results.arrays import array_of
 from midstream.results.attention import AttentionResults
 from midstream.results.attention_json import from_json
+from midstream.results.lens import LensResults
 from midstream.results.logits import LogitRows
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import CaptureResult, Receipt
@@ -38,6 +39,8 @@ class ServedCompletion:
         rows: of a stream, partial rows of captures with `stream`, in the order received.
         attention_rows: of a stream, partial rows of an `Attention` with `stream`, likewise.
         logits: logits of the positions that a `Logits` selects; None without one, or not yet known.
+        lens: tokens of layers by name of the `Lens`; None without one, or not yet known.
+        lens_rows: of a stream, partial rows of a `Lens` with `stream`, in the order received.
         captured: rows that the server keeps for edits of later requests; None if it keeps none.
     """
 
@@ -53,6 +56,8 @@ class ServedCompletion:
     attention: AttentionResults | None = None
     attention_rows: list[AttentionResults] = field(default_factory=list)
     logits: LogitRows | None = None
+    lens: LensResults | None = None
+    lens_rows: list[LensResults] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -90,6 +95,12 @@ class ServedOutput:
     def logits(self) -> LogitRows | None:
         """Logits of the only choice; None with several choices."""
         found: LogitRows | None = self._only("logits")
+        return found
+
+    @property
+    def lens(self) -> LensResults | None:
+        """Tokens of layers of the only choice; None with several choices."""
+        found: LensResults | None = self._only("lens")
         return found
 
     @property
@@ -182,6 +193,9 @@ class Reader:
         one.attention_rows += [from_json(each) for each in results.get("attention_rows", ())]
         if "attention" in results:
             one.attention = from_json(results["attention"])
+        one.lens_rows += [LensResults.from_json(each) for each in results.get("lens_rows", ())]
+        if "lens" in results:
+            one.lens = LensResults.from_json(results["lens"])
         if "logits" in results:
             one.logits = LogitRows.from_json(results["logits"])
         rows = results.get("activations")

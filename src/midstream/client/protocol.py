@@ -284,14 +284,14 @@ def upload_of(vectors: Any) -> Any:
     Raises:
         SpecError: the vectors are malformed.
     """
-    from midstream.spec import Vector
+    from midstream.spec.matrix import read_vector_or_matrix
     from midstream.steering.edit_forms import names_edits, read_named_edits
 
     if names_edits(vectors):
         return {"edits": [part.edit.to_dict() for part in read_named_edits(vectors)]}
     if isinstance(vectors, Mapping) and "f32" not in vectors:
         return {_key(key): _part(value) for key, value in vectors.items()}
-    return Vector.parse(vectors).emit()
+    return read_vector_or_matrix(vectors).emit()
 
 
 def _key(key: Any) -> str:
@@ -299,13 +299,13 @@ def _key(key: Any) -> str:
 
 
 def _part(value: Any) -> Any:
-    from midstream.spec import Vector
+    from midstream.spec.matrix import read_vector_or_matrix
 
     if isinstance(value, Mapping) and "vector" in value:
-        return {**value, "vector": Vector.parse(value["vector"]).emit()}
+        return {**value, "vector": read_vector_or_matrix(value["vector"]).emit()}
     if isinstance(value, Mapping) and "f32" not in value:
         return {_key(key): _part(inner) for key, inner in value.items()}
-    return Vector.parse(value).emit()
+    return read_vector_or_matrix(value).emit()
 
 
 def check(status: int, content: bytes) -> Any:

@@ -26,7 +26,7 @@ from midstream.version import __version__
 KEY = "midstream"
 ENVIRONMENT_VARIABLE = "MIDSTREAM"
 # Increase when the op's arguments or buffers change meaning: it separates cached compiled graphs.
-OP_SCHEMA = 5
+OP_SCHEMA = 6
 # Capacity settings and their minimum values.
 _LEAST = {
     "bank_rows": 1,
@@ -35,6 +35,9 @@ _LEAST = {
     "edits_per_site": 1,
     "probes": 1,
     "token_ids": 1,
+    "maps": 0,
+    "lens_rows": 1,
+    "lens_bytes": 0,
 }
 _CHOICES = {
     "overflow": ("block", "spill", "drop"),
@@ -63,6 +66,15 @@ class Config:
         probes: maximum number of scores for one token: those of probes, and of gates that read an
             earlier site. Each takes 4 bytes on the device per token of a step.
         token_ids: maximum number of token ids in use in lists of token ids to edit at.
+        maps: maximum number of distinct matrices of `Affine(matrix=…)` in use by running requests.
+            Each takes 4 · hidden² bytes on the device, in addition to `bank_rows`, and on a GPU all
+            together 4 · hidden per token of a step. 0: such edits are rejected.
+        lens_rows: maximum number of rows that lenses of all running requests may read in one step:
+            positions times layers. All requests of a step wait for this work. A request that would
+            exceed it together with others waits in the front end. Generated tokens that are
+            computed again after a preemption are not counted.
+        lens_bytes: device memory for the maps of registered lenses (`llm.lenses`), taken before the
+            KV cache is sized. A lens takes width² numbers of the model's dtype for each layer.
         staging_bytes: size of the staging ring on the device, through which captured vectors are
             transferred. None: enough for every token of the largest step at every tapped site, on a
             GPU twice that (rows are transferred while the next step fills the ring), but at most
@@ -112,6 +124,9 @@ class Config:
     edits_per_site: int = 64
     probes: int = 16
     token_ids: int = 16384
+    maps: int = 0
+    lens_rows: int = 16384
+    lens_bytes: int = 0
     staging_bytes: int | None = None
     on_mismatch: str = "raise"
     on_nonfinite: str = "raise"

@@ -19,15 +19,20 @@ first `GATE`), a program is a list of instructions, each of which adds f · v to
 | `SCALE` | a − 1 | h |
 | `MULTIPLY` | a | write ⊙ h |
 | `RAISE` | a | m + b · max(\|m\|, 1) + write − h, m the largest component of h |
+| `MAP` | a | M h + write − h, M the matrix [W, W] whose rows begin at read |
 | `GATE` | none: g = σ(c · (x − b)), or x > b with `STEP`; x = ⟨h, read⟩ + a, or a score | |
 | `PROBE` | none: score = ⟨h, read⟩ + a | |
 
 An instruction with a mask, a vector of ones and zeros, reads and changes only the components where
 the mask is one: in its row of the table, h and v are zero elsewhere. m is that of all components.
+
+A program has at most one `MAP` at a site, and nothing before it changes h. So M h is a product with
+the stream on entry, which a kernel of its own computes for all rows before the programs run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum, IntFlag
 
 # tokens: int32 [max tokens, TOKEN_COLUMNS]. All zero: idle token, without edits or captures.
@@ -50,10 +55,13 @@ TALLY_COLUMNS = 4
 EDIT_START = 0  # first of this program's instructions at this site
 EDIT_COUNT = 1  # number of these instructions
 PLACE = 2  # 1 + unit of a record of this group at which this site's vector begins; 0: not captured
-PLAIN = 3  # rows of programs: 1 if there are instructions at this site and all `is_plain`, else 0
+KIND = 3  # rows of programs: what their instructions at this site are; see `kind_of`
 FIRST = 0  # row 0: ring unit at which the step's first record begins; −1: no token is captured
 CODE = 3  # row 0: the site's code, which goes into the signature
 TABLE_COLUMNS = 4
+
+# Kinds. From `WITH_MAP` on: the instruction with the number kind − `WITH_MAP` is a MAP.
+ANY, PLAIN, WITH_MAP = 0, 1, 2
 
 IDLE_PROGRAM = 0
 # Active without edits: the program of tokens that are only captured, or only checked for taps.
@@ -99,8 +107,9 @@ class Op(IntEnum):
     SCALE = 6
     MULTIPLY = 7
     RAISE = 8
-    GATE = 9
-    PROBE = 10
+    MAP = 9
+    GATE = 10
+    PROBE = 11
 
 
 class Flags(IntFlag):
@@ -135,6 +144,26 @@ def is_plain(op: Op, flags: Flags, has_ids: bool, has_mask: bool = False) -> boo
     and position.
     """
     return op == Op.ADD and not has_ids and not has_mask and not int(flags) & ~_OF_PLAIN
+
+
+def kind_of(ops: Sequence[Op], plain: bool) -> int:
+    """Return the kind of a program at one site, for the column `KIND`.
+
+    Args:
+        ops: the operations of its instructions there, in order.
+        plain: whether there are any, and all `is_plain`.
+
+    Raises:
+        ValueError: there are two MAPs, or an instruction before the MAP changes h.
+    """
+    if Op.MAP not in ops:
+        return PLAIN if plain else ANY
+    place = ops.index(Op.MAP)
+    if Op.MAP in ops[place + 1 :]:
+        raise ValueError("two MAPs of one token at one site")
+    if any(op not in (Op.GATE, Op.PROBE) for op in ops[:place]):
+        raise ValueError("an instruction before the MAP changes h")
+    return WITH_MAP + place
 
 
 def limit_of(dtype: str) -> float:

@@ -41,6 +41,8 @@ class SiteBuffers(Protocol):
         bank: float32 [V, U], the vectors.
         scores: float32 [rows, slots].
         ring: [R, U], destination of captured vectors.
+        mapped: float32 [rows, N], what MAPs make of vectors that are at most N wide; on a GPU, if
+            no row: there is no MAP. Not used on a CPU.
         widths: width of the vectors at each bound table, by the address of the table.
     """
 
@@ -62,6 +64,8 @@ class SiteBuffers(Protocol):
     def scores(self) -> Tensor: ...
     @property
     def ring(self) -> Tensor: ...
+    @property
+    def mapped(self) -> Tensor: ...
     @property
     def widths(self) -> dict[int, int]: ...
 
@@ -112,6 +116,8 @@ def site(
        residual[t]`: captures include the edits at the same site.
     3. Add the counts of this site to `tally[t]`. `NONFINITE` is set to 1 if a changed value
        saturated, or if an edited row, a captured row or a probe's score is not finite.
+
+    A MAP is a product of the stream on entry with a matrix: it comes before all that changes h.
 
     The h that instructions read is the stream at the last instruction with `Flags.FRESH`; before
     the first of these, the stream on entry. A factor of exactly zero contributes exactly nothing.
@@ -167,7 +173,7 @@ def site(
         run = site_triton
     run(
         hidden, residual, tokens, ids, tally, table, buffers.instructions, buffers.params,
-        buffers.lists, bank, scores, ring,
+        buffers.lists, bank, scores, ring, buffers.mapped,
     )  # fmt: skip
 
 
@@ -204,6 +210,7 @@ def _check_buffers(table: Tensor, buffers: SiteBuffers) -> None:
         ("bank", buffers.bank, float32, (buffers.bank.shape[0], unit)),
         ("scores", buffers.scores, float32, (rows, buffers.scores.shape[-1])),
         ("ring", buffers.ring, buffers.ring.dtype, (buffers.ring.shape[0], unit)),
+        ("mapped", buffers.mapped, float32, (buffers.mapped.shape[0], buffers.mapped.shape[-1])),
     ):
         if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous {dtype} {shape}, got {_describe(tensor)}")

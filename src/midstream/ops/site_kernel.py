@@ -1,4 +1,6 @@
-"""Triton kernel of the `site` op: one program per token, which exits after one load if idle."""
+"""Triton kernels of the `site` op: one program per token, which exits after one load if idle; and
+before it, where there may be MAPs, one program per tile of their products.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _EDIT_START = tl.constexpr(layout.EDIT_START)
 _EDIT_COUNT = tl.constexpr(layout.EDIT_COUNT)
 _PLACE = tl.constexpr(layout.PLACE)
 _CODE = tl.constexpr(layout.CODE)
+_KIND = tl.constexpr(layout.KIND)
 _PLAIN = tl.constexpr(layout.PLAIN)
+_WITH_MAP = tl.constexpr(layout.WITH_MAP)
 
 _OP = tl.constexpr(layout.OP)
 _READ = tl.constexpr(layout.READ)
@@ -55,6 +59,7 @@ _REPLACE = tl.constexpr(int(Op.REPLACE))
 _SCALE = tl.constexpr(int(Op.SCALE))
 _MULTIPLY = tl.constexpr(int(Op.MULTIPLY))
 _RAISE = tl.constexpr(int(Op.RAISE))
+_MAP = tl.constexpr(int(Op.MAP))
 _GATE = tl.constexpr(int(Op.GATE))
 _PROBE = tl.constexpr(int(Op.PROBE))
 
@@ -199,6 +204,7 @@ def _run(
     lists,
     bank,
     slots,  # the row's scores
+    product,  # the row's product with its matrix
     half,
     rest,
     columns,
@@ -206,6 +212,7 @@ def _run(
     width: tl.constexpr,
     unit: tl.constexpr,
     has_residual: tl.constexpr,
+    has_maps: tl.constexpr,
 ):
     """Run instructions of any kind; return the sum of what they add, and how many counted."""
     delta = tl.zeros([columns.shape[0]], dtype=tl.float32)
@@ -260,6 +267,10 @@ def _run(
                             top = tl.max(tl.where(inside, base, float("-inf")), axis=0)
                             top += tl.load(param + _B) * tl.maximum(tl.abs(top), 1.0)
                             vector += tl.where(inside, top, 0.0)
+                        if has_maps:  # noqa: SIM102  (known when the kernel is compiled)
+                            if op == _MAP:
+                                vector += tl.load(product + columns, mask=inside, other=0.0)
+                                vector = vector - base
                         if (op == _REPLACE) | (op == _RAISE):
                             vector = vector - base
                         vector = _masked(vector, mask, bank, columns, inside, unit)
@@ -311,12 +322,15 @@ def site_kernel(
     bank,
     scores,
     ring,
+    mapped,
     hidden_stride,
     residual_stride,
     slots,
+    mapped_stride,
     width: tl.constexpr,
     unit: tl.constexpr,
     has_residual: tl.constexpr,
+    has_maps: tl.constexpr,
     block: tl.constexpr,
     limit: tl.constexpr,
     dependent: tl.constexpr,
@@ -339,7 +353,7 @@ def site_kernel(
     captures = tl.load(totals + _CAPTURES)
     start = tl.load(table + program * _TABLE + _EDIT_START)
     count = tl.load(table + program * _TABLE + _EDIT_COUNT)
-    plain = tl.load(table + program * _TABLE + _PLAIN)
+    kind = tl.load(table + program * _TABLE + _KIND)
     place = tl.load(table + group * _TABLE + _PLACE)
     first = tl.load(table + _FIRST)
     code = tl.load(table + _CODE)
@@ -356,7 +370,7 @@ def site_kernel(
         if has_residual:
             rest = residual + row * residual_stride + columns
         if count > 0:
-            if plain != 0:
+            if kind == _PLAIN:
                 value = tl.load(half, mask=inside, other=0.0)
                 delta, done = _product(start, instructions, numbers, bank, columns, inside, unit)
                 for at in range(start + 1, start + count):
@@ -366,7 +380,8 @@ def site_kernel(
             else:
                 delta, done = _run(
                     start, count, row, token, ids, totals, instructions, numbers, lists, bank,
-                    scores + row * slots, half, rest, columns, inside, width, unit, has_residual,
+                    scores + row * slots, mapped + row * mapped_stride, half, rest, columns, inside,
+                    width, unit, has_residual, has_maps,
                 )  # fmt: skip
                 value = tl.load(half, mask=inside, other=0.0)
             tl.store(totals + _EDITS, edits + done)
@@ -394,3 +409,64 @@ def site_kernel(
             target = (first + record - 1 + place - 1).to(tl.int64) * unit
             tl.store(ring + target + columns, copied, mask=inside)
             tl.store(totals + _NONFINITE, 1, mask=_any_infinite(copied, block) != 0)
+
+
+@triton.jit
+def map_kernel(
+    hidden,
+    residual,
+    tokens,
+    table,
+    instructions,
+    bank,
+    mapped,
+    num_rows,
+    hidden_stride,
+    residual_stride,
+    mapped_stride,
+    width: tl.constexpr,
+    unit: tl.constexpr,
+    has_residual: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+    depth: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """Write the products of the rows whose program has a MAP at this site to `mapped`.
+
+    A program of the grid computes some columns of some rows that are next to each other, once for
+    each matrix among these rows. Most find none, and exit after three loads.
+    """
+    rows = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+    program = tl.load(tokens + rows * _TOKENS, mask=rows < num_rows, other=0)
+    entry = table + program * _TABLE
+    kind = tl.load(entry + _KIND, mask=program != 0, other=0)
+    if tl.max(kind, axis=0) < _WITH_MAP:
+        return
+    has_map = kind >= _WITH_MAP
+    at = tl.load(entry + _EDIT_START, mask=has_map, other=0) + kind - _WITH_MAP
+    # Unit of the bank at which each row's matrix begins; −1: it has none, or is done.
+    start = tl.load(instructions + at * _INSTRUCTIONS + _READ, mask=has_map, other=-1)
+    columns = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
+    of_rows = rows.to(tl.int64)[:, None]
+    of_columns = columns.to(tl.int64)[None, :]
+    first = tl.max(start, axis=0)
+    while first >= 0:
+        mine = (start == first)[:, None]
+        matrix = bank + first.to(tl.int64) * unit
+        total = tl.zeros([tile_rows, tile_columns], dtype=tl.float32)
+        for begin in range(0, width, depth):
+            inner = begin + tl.arange(0, depth)
+            chosen = mine & (inner < width)[None, :]
+            half = hidden + of_rows * hidden_stride + inner[None, :]
+            h = tl.load(half, mask=chosen, other=0.0).to(tl.float32)
+            if has_residual:
+                rest = residual + of_rows * residual_stride + inner[None, :]
+                h += tl.load(rest, mask=chosen, other=0.0).to(tl.float32)
+            inside = (inner < width)[:, None] & (columns < width)[None, :]
+            weights = tl.load(matrix + of_columns * width + inner[:, None], mask=inside, other=0.0)
+            total = tl.dot(h, weights, total, input_precision=precision)
+        target = mapped + of_rows * mapped_stride + of_columns
+        tl.store(target, total, mask=mine & (columns < width)[None, :])
+        start = tl.where(start == first, -1, start)
+        first = tl.max(start, axis=0)

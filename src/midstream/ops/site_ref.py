@@ -30,6 +30,7 @@ _ROW_BY_POSITION, _STEP, _OTHER_IDS = (
     int(each) for each in (Flags.ROW_BY_POSITION, Flags.STEP, Flags.OTHER_IDS)
 )
 _READING = (Op.CLIP, Op.LINEAR, Op.FEATURE)
+_REPLACING = (Op.REPLACE, Op.RAISE, Op.MAP)
 
 
 @torch.no_grad()
@@ -46,8 +47,11 @@ def site_ref(
     bank: Tensor,
     scores: Tensor,
     ring: Tensor,
+    mapped: Tensor,
 ) -> None:
-    """Run the op; see `midstream.ops.site.site`. It takes the tensors of `SiteBuffers` singly."""
+    """Run the op; see `midstream.ops.site.site`. It takes the tensors of `SiteBuffers` singly, and
+    does not need `mapped`.
+    """
     width = hidden.shape[1]
     units = width // bank.shape[1]
     bank, ring = _by_unit(bank, width), _by_unit(ring, width)
@@ -164,7 +168,7 @@ def _edit(
     """
     where = _index(rows)
     starts, counts = programs[:, layout.EDIT_START], programs[:, layout.EDIT_COUNT]
-    plain = bool(programs[:, layout.PLAIN].all())
+    plain = bool((programs[:, layout.KIND] == layout.PLAIN).all())
     if plain and (starts == starts[0]).all() and (counts == counts[0]).all():
         delta, counted = device.sum_plain(int(starts[0]), int(starts[0] + counts[0]))
         return counted, _change(hidden, where, delta)
@@ -239,6 +243,11 @@ class _Device:
         if (rows == first).all():
             return self.bank[first : first + 1]
         return self.bank[torch.from_numpy(rows.astype(np.int64))]
+
+    def matrix(self, start: int) -> Tensor:
+        """Return the matrix whose rows begin at a unit of the bank, [W, W]."""
+        width = self.bank.shape[1]
+        return self.bank[start : start + (width - 1) * self.units + 1 : self.units]
 
 
 class _Work:
@@ -405,10 +414,12 @@ class _Work:
             vectors = self._device.vectors(write)
             if op is Op.MULTIPLY:
                 vectors = vectors * self.base[rows]
-            elif op is Op.REPLACE or op is Op.RAISE:
+            elif op in _REPLACING:
                 base = self.base[rows]
                 if op is Op.RAISE:
                     vectors = vectors + self._above(base, which)
+                elif op is Op.MAP:
+                    vectors = vectors + self._mapped(base, words[:, layout.READ])
                 vectors = vectors - base
         vectors = self._masked(vectors, words)
         # The product is rounded separately, so that +v and −v cancel exactly.
@@ -424,6 +435,14 @@ class _Work:
         margin = self._device.params[torch.from_numpy(which.astype(np.int64)), layout.B]
         largest = base.amax(1)
         return (largest + margin * largest.abs().clamp_min(1.0))[:, None]
+
+    def _mapped(self, base: Tensor, starts: Ints) -> Tensor:
+        """Return the products of each row with its matrix, [n, W]."""
+        found = torch.empty_like(base)
+        for start in np.unique(starts):
+            mine = torch.from_numpy(starts == start)
+            found[mine] = base[mine] @ self._device.matrix(int(start)).T
+        return found
 
     def _restore_norm(self, at: Rows, words: Ints) -> None:
         """Rescale the stream of rows `at` to the norm of h, where their mask is not zero."""

@@ -1,4 +1,4 @@
-"""Launch of the Triton kernel of the `site` op."""
+"""Launch of the Triton kernels of the `site` op."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from midstream.ops import layout
-from midstream.ops.site_kernel import NEIGHBOURS, site_kernel
+from midstream.ops.site_kernel import NEIGHBOURS, map_kernel, site_kernel
 
 MAX_WIDTH = 32768  # a row is one block, in registers
 
@@ -21,6 +21,7 @@ MAX_WIDTH = 32768  # a row is one block, in registers
 DEPENDENT_MAX_ROWS = 16
 DEPENDENT_MIN_WIDTH = 2048
 DEPENDENT_MIN_CAPABILITY = 9
+FEW_ROWS = 16
 # The intrinsics do not compile in Triton 3.4.
 DEPENDENT_MIN_TRITON = (3, 5)
 _TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -43,8 +44,9 @@ def site_triton(
     bank: Tensor,
     scores: Tensor,
     ring: Tensor,
+    mapped: Tensor,
 ) -> None:
-    """Launch the kernel; see `midstream.ops.site_ref.site_ref`, which has the same arguments.
+    """Launch the kernels; see `midstream.ops.site_ref.site_ref`, which has the same arguments.
 
     Raises:
         ValueError: rows are wider than `MAX_WIDTH`.
@@ -56,29 +58,73 @@ def site_triton(
     if num_rows == 0:
         return
     device = hidden.device
-    has_residual = residual is not None
+    has_residual, has_maps = residual is not None, mapped.shape[0] > 0
     rest = hidden if residual is None else residual
     tensors = (
-        hidden, residual, tokens, ids, tally, table, instructions, params, lists, bank, scores, ring
+        hidden, residual, tokens, ids, tally, table, instructions, params, lists, bank, scores,
+        ring, mapped,
     )  # fmt: skip
-    strides = hidden.stride(0), rest.stride(0), scores.shape[1]
+    strides = hidden.stride(0), rest.stride(0), scores.shape[1], mapped.shape[1]
     dependent = _dependent_launch(num_rows, width, device)
     dtypes = hidden.dtype, rest.dtype, ring.dtype
-    kind = device, dtypes, width, unit, has_residual, strides, dependent
+    kind = device, dtypes, width, unit, has_residual, has_maps, strides, dependent
     addresses = [None if each is None else each.data_ptr() for each in tensors]
     is_aligned = not reduce(or_, [each for each in addresses if each is not None]) % 16
     kernel = _KERNELS.get(kind) if is_aligned else None
     options = _launch_options(width, unit, hidden.dtype, dependent)
     with _current(device):
+        if has_maps and width <= mapped.shape[1]:
+            _launch_maps(hidden, residual, tokens, table, instructions, bank, mapped)
         if kernel is not None:
-            constants = width, unit, has_residual, options["block"], options["limit"], dependent
+            of_shape = width, unit, has_residual, has_maps
+            constants = *of_shape, options["block"], options["limit"], dependent
             # Of a tensor, the launcher would ask the driver whether the device can read it.
             stream = _stream(device)
             kernel[(num_rows, 1, 1)](*addresses, *strides, *constants, stream=stream)
             return
-        kernel = site_kernel[(num_rows,)](*tensors, *strides, has_residual=has_residual, **options)
+        kernel = site_kernel[(num_rows,)](
+            *tensors, *strides, has_residual=has_residual, has_maps=has_maps, **options
+        )
         if is_aligned and torch.version.hip is None and kernel is not None:
             _KERNELS[kind] = kernel
+
+
+def _launch_maps(
+    hidden: Tensor,
+    residual: Tensor | None,
+    tokens: Tensor,
+    table: Tensor,
+    instructions: Tensor,
+    bank: Tensor,
+    mapped: Tensor,
+) -> None:
+    """Launch the kernel that computes the products of MAPs. How many rows have one is known on the
+    device only, so the grid is for all rows, and a captured graph may be replayed with any.
+    """
+    num_rows, width = hidden.shape
+    rest = hidden if residual is None else residual
+    # A row of a few reads the whole matrix, so that its columns are shared out to many programs.
+    tile_rows, tile_columns, depth = (16, 32, 128) if num_rows <= FEW_ROWS else (64, 64, 32)
+    tiles = triton.cdiv(num_rows, tile_rows), triton.cdiv(width, tile_columns)
+    map_kernel[tiles](
+        hidden, residual, tokens, table, instructions, bank, mapped,
+        num_rows, hidden.stride(0), rest.stride(0), mapped.shape[1],
+        width=width,
+        unit=bank.shape[1],
+        has_residual=residual is not None,
+        tile_rows=tile_rows,
+        tile_columns=tile_columns,
+        depth=depth,
+        precision=_precision(hidden.dtype),
+        num_warps=4,
+    )  # fmt: skip
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """Return how products are computed for a stream of a dtype. Three products of 11 bits each have
+    an error of about 2⁻²², far below half precision, and run on tensor cores.
+    """
+    return "tf32x3" if dtype.itemsize == 2 and torch.version.hip is None else "ieee"
 
 
 # Compiled kernels by all that they depend on, for tensors that are aligned to 16 bytes. Triton

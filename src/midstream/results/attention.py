@@ -19,10 +19,11 @@ class AttentionRows:
     """What an `Attention` returned of one layer.
 
     Attributes:
-        reduce: `"top_keys"`, `"mass"`, `"entropy"` or `"full"`.
+        reduce: `"top_keys"`, `"mass"`, `"entropy"`, `"full"` or `"scores"`.
         values: float32. Of `top_keys` [queries, heads, k], the weights, descending; of `mass` and
             `entropy` [queries, heads]; of `full` [queries, heads, keys], the weight of each key
-            from position 0 to the last query's, 0 for keys after a query.
+            from position 0 to the last query's, 0 for keys that a query does not see; of `scores`
+            likewise the scores before the softmax, −∞ for these keys.
         keys: of `top_keys`, int64 [queries, heads, k], the positions of the keys, −1 where there
             are fewer keys with a weight; else None.
         positions: int64 [queries], the positions of the queries, ascending.

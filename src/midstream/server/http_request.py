@@ -28,6 +28,7 @@ class ChoiceUpdate:
         probes: latest scores by name, cumulative; None if there are none.
         rows: partial rows received since the last update, without overlap.
         attention: partial rows of attention, likewise.
+        lens: partial rows of lenses, likewise.
         final: vLLM's CompletionOutput, once the choice has ended; else None.
         request_id: vLLM's request id.
     """
@@ -35,6 +36,7 @@ class ChoiceUpdate:
     probes: Any = None
     rows: list[Any] = field(default_factory=list)
     attention: list[Any] = field(default_factory=list)
+    lens: list[Any] = field(default_factory=list)
     final: Any = None
     request_id: str = ""
 
@@ -146,3 +148,5 @@ class RequestContext:
             update.rows.append(completion.activations)
         if completion.attention is not None:
             update.attention.append(completion.attention)
+        if completion.lens is not None:
+            update.lens.append(completion.lens)

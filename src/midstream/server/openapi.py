@@ -82,11 +82,19 @@ def _request_schema() -> dict[str, Any]:
                 heads={},
                 queries={},
                 reduce={},
+                top={"type": "integer"},
+                tokens={},
+                kind={"type": "string"},
             ),
             "edits": edits,
             "steer": {**edits, "description": "Edits; `op` defaults to `steer`."},
             "probes": one_or_more(
-                "Probes: one score per token.", direction={}, layer={}, name={"type": "string"}
+                "Probes: one score per token.",
+                direction={},
+                attention={},
+                layer={},
+                head={},
+                name={"type": "string"},
             ),
             "activations": {
                 "description": "How to return captured rows that go to no sink.",
@@ -117,6 +125,7 @@ def _response_schema() -> dict[str, Any]:
                 "description": "Captured rows as safetensors: in base64, or the URL to fetch.",
             },
             "attention": {"type": "array", "description": "Attention weights, by layer."},
+            "lens": {"type": "object", "description": "Tokens of layers, by name of the lens."},
             "logits": {"type": "object", "description": "Logits of the positions asked for."},
             "captures": {"type": "object", "description": "Result of storing the rows, by sink."},
         },

@@ -9,6 +9,7 @@ from midstream.spec.attention import Attention, Entropy, Mass, TopKeys
 from midstream.spec.capture import Capture
 from midstream.spec.captured_rows import CapturedRows
 from midstream.spec.instructions import Instruction
+from midstream.spec.lens import Lens
 from midstream.spec.logits import Logits
 from midstream.spec.named_vector import Named
 from midstream.spec.operations import (
@@ -56,6 +57,7 @@ __all__ = [
     "Gate",
     "Instruction",
     "Layers",
+    "Lens",
     "LoReFT",
     "Logits",
     "Mass",

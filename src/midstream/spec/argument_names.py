@@ -11,7 +11,14 @@ from midstream.errors import SpecError
 from midstream.validation import hint, listed, read_fields, show
 
 # Each is accepted where the constructor has the other.
-_PAIRS = (("layers", "layer"), ("layer", "layers"), ("sites", "site"), ("site", "sites"))
+_PAIRS = (
+    ("layers", "layer"),
+    ("layer", "layers"),
+    ("sites", "site"),
+    ("site", "sites"),
+    ("heads", "head"),
+    ("head", "heads"),
+)
 
 # Arguments of other tools, and what they may be called here.
 _MEANT: dict[str, tuple[str, ...]] = {
@@ -44,7 +51,8 @@ Made = TypeVar("Made", bound=Callable[..., None])
 
 
 def one_spelling(given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
-    """Return arguments with `layer`/`layers` and `site`/`sites` named as the constructor does.
+    """Return arguments with `layer`/`layers`, `site`/`sites` and `head`/`heads` named as the
+    constructor does.
 
     Raises:
         SpecError: both names of a pair are given.

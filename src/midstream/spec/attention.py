@@ -11,6 +11,7 @@ from midstream.errors import SpecError
 from midstream.spec.argument_names import accept_spellings, read_named
 from midstream.spec.capture import Capture
 from midstream.spec.forms import IndicesLike, LayersLike, PhaseLike, PositionsLike
+from midstream.spec.lens import Lens, is_lens
 from midstream.spec.logits import Logits
 from midstream.spec.positions.positions import Positions
 from midstream.spec.sink_target import read_name
@@ -19,8 +20,9 @@ from midstream.validation import at, kind, listed, read_int, show
 MAX_TOP_KEYS = 1024
 MAX_FULL_KEYS = 4096
 FULL: Literal["full"] = "full"
+SCORES: Literal["scores"] = "scores"
 _FIELDS = ("heads", "queries", "phase", "exclude", "name", "stream")
-_WORDS = ("top_keys", "mass", "entropy", "full")
+_WORDS = ("top_keys", "mass", "entropy", "full", "scores")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class Entropy:
         return "entropy"
 
 
-Reduction = TopKeys | Mass | Entropy | Literal["full"]
+Reduction = TopKeys | Mass | Entropy | Literal["full", "scores"]
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -116,8 +118,8 @@ class Attention(Capture):
             layers: "all", an index, or a list of indices.
             heads: query heads, from 0: "all", an index, or a list of indices.
             queries: the positions whose queries are read; any form of Positions.
-            reduce: `TopKeys(k)`, `Mass(positions)`, `Entropy()`, or "full": the weight of every
-                key, for queries before position 4096.
+            reduce: `TopKeys(k)`, `Mass(positions)`, `Entropy()`, "full": the weight of every key,
+                for queries before position 4096; or "scores": the same before the softmax.
             phase: "prompt" or "generated" restricts the queries to tokens of that phase.
             exclude: queries to exclude.
             name: key of the result, for several of one layer: `output.attention[name, layer]`.
@@ -170,7 +172,7 @@ class Attention(Capture):
         queries = self.positions.to_dict()
         found["queries"] = queries.pop("positions")
         found |= queries
-        found["reduce"] = FULL if isinstance(self.reduce, str) else self.reduce.emit()
+        found["reduce"] = self.reduce if isinstance(self.reduce, str) else self.reduce.emit()
         if self.name:
             found["name"] = self.name
         if self.stream:
@@ -179,7 +181,7 @@ class Attention(Capture):
 
 
 def parse_capture(value: object) -> Capture:
-    """Read a Capture, an Attention, a Logits, or the dict of one.
+    """Read a Capture, an Attention, a Lens, a Logits, or the dict of one.
 
     Raises:
         SpecError: a field is unknown, missing or malformed.
@@ -187,6 +189,8 @@ def parse_capture(value: object) -> Capture:
     is_attention = isinstance(value, Mapping) and ("reduce" in value or "queries" in value)
     if is_attention or isinstance(value, Attention):
         return Attention.parse(value)
+    if (isinstance(value, Mapping) and is_lens(value)) or isinstance(value, Lens):
+        return Lens.parse(value)
     is_logits = isinstance(value, Mapping) and ("top" in value or "tokens" in value)
     if is_logits or isinstance(value, Logits):
         return Logits.parse(value)
@@ -196,16 +200,16 @@ def parse_capture(value: object) -> Capture:
 def read_reduction(value: object) -> Reduction:
     """Read a reduction or its JSON form.
 
-    The forms are `{"top_keys": 16}`, `{"mass": {"positions": …}}`, `"entropy"` and `"full"`. The
-    value of `mass` may also be positions alone.
+    The forms are `{"top_keys": 16}`, `{"mass": {"positions": …}}`, `"entropy"`, `"full"` and
+    `"scores"`. The value of `mass` may also be positions alone.
 
     Raises:
         SpecError: it is malformed.
     """
     if isinstance(value, (TopKeys, Mass, Entropy)):
         return value
-    if isinstance(value, str) and value in ("entropy", FULL):
-        return Entropy() if value == "entropy" else FULL
+    if isinstance(value, str) and value in ("entropy", FULL, SCORES):
+        return Entropy() if value == "entropy" else FULL if value == FULL else SCORES
     if isinstance(value, Mapping) and len(value) == 1:
         ((word, given),) = value.items()
         if word == "top_keys":
@@ -218,7 +222,8 @@ def read_reduction(value: object) -> Reduction:
         word = value if isinstance(value, str) else next(iter(value))
         raise SpecError("", f"unknown reduction {show(str(word))}; known: {listed(_WORDS)}")
     raise SpecError(
-        "", f'expected TopKeys(k), Mass(positions), Entropy() or "full", got {kind(value)}'
+        "",
+        'expected TopKeys(k), Mass(positions), Entropy(), "full" or "scores", got ' + kind(value),
     )
 
 

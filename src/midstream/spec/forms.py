@@ -33,6 +33,8 @@ VectorOrName = VectorLike | Named | str
 # Rows by value, [rows, width], or one row; or one per layer, {layer: vector}.
 RowsLike = VectorLike | Sequence[VectorLike] | Mapping[int, VectorLike]
 RowsOrNames = VectorOrName | Sequence[VectorOrName] | Mapping[int, VectorLike]
+# A square matrix by value, [width, width], or the name of registered ones.
+MatrixOrName = Sequence[VectorLike] | SupportsArray | Mapping[str, Any] | Named | str
 LayersLike = SupportsIndex | Literal["all"] | Sequence[SupportsIndex] | SupportsArray | Layers
 SitesLike = SiteName | str | Sequence[SiteName | str] | Sites
 IndicesLike = SupportsIndex | Sequence[SupportsIndex] | SupportsArray

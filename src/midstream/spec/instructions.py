@@ -21,7 +21,7 @@ class Instruction:
 
     Attributes:
         op: operation code.
-        read: the read vector; None if the op has none.
+        read: the read vector, or the matrix of a MAP; None if the op has none.
         write: the write vectors; empty if the op has none. More than one only with
             `Flags.ROW_BY_POSITION`: the token at position p uses `write[p - first]`.
         a, b, c, d: parameters, float32.
@@ -68,6 +68,9 @@ class Instruction:
         The limits of a `CLIP` and the threshold of a `FEATURE` are not counted.
         """
         longest = max((vector.norm for vector in self.write), default=1.0)
+        if self.op is Op.MAP:
+            assert self.read is not None
+            return abs(self.a) * max(self.read.norm + 1, longest)
         if self.op in (Op.ADD, Op.ADD_MATCHED, Op.REPLACE, Op.MULTIPLY, Op.RAISE):
             return abs(self.a) * longest
         if self.op is Op.SCALE:

@@ -1,20 +1,162 @@
-"""Readers of matrices: several vectors of one width, from Python values and JSON."""
+"""Readers of matrices: several vectors of one width, or `Matrix`, from Python values and JSON."""
 
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from midstream.errors import SpecError
 from midstream.spec.named_vector import Named, is_named, read_direction, read_row
-from midstream.spec.vector import Vector, read_base64
+from midstream.spec.shape import VectorSize
+from midstream.spec.vector import MAX_NUMBERS, Vector, read_base64
 from midstream.validation import at, kind, read_fields, read_int
 
 # Bounds the orthonormalisation work and the number of instructions of one edit.
 MAX_RANK = 256
 
+# Of a `Matrix`.
+MAX_WIDTH = math.isqrt(MAX_NUMBERS)
+
 _SHAPED = ("f32", "shape")
+_SQUARE = (
+    'a square matrix: a 2-D numpy array or torch tensor, a list of rows, or {"f32": "<base64 of '
+    'little-endian float32>", "shape": [width, width]}'
+)
+
+
+class Matrix(Vector):
+    """A square matrix of finite float32 numbers, its rows one after the other: [width · width]."""
+
+    __slots__ = ()
+
+    @property
+    def width(self) -> int:
+        """The number of rows, and of columns."""
+        return math.isqrt(self.size)
+
+    def emit(self) -> dict[str, object]:
+        """Return the JSON form, which `read_matrix` reads."""
+        return {**Vector.emit(self), "shape": [self.width, self.width]}
+
+    def __repr__(self) -> str:
+        return f"Matrix(width={self.width}, norm={self.norm:.3g}, digest={self.digest[:8]!r})"
+
+
+def read_matrix(value: object) -> Matrix | Named:
+    """Read a square matrix by value, rounded to float32, or the name of registered ones.
+
+    Args:
+        value: a Matrix; a 2-D numpy array or torch tensor, or a list of rows; `{"f32": "<base64>",
+            "shape": [width, width]}`; or any form of Named.parse with a scale of 1.
+
+    Raises:
+        SpecError: another form or shape, or a number that is not finite.
+    """
+    if is_named(value):
+        found = read_row(value)
+        assert isinstance(found, Named)
+        return found
+    return matrix_of(value)
+
+
+def matrix_of(value: object) -> Matrix:
+    """Read a matrix by value like `read_matrix`.
+
+    Raises:
+        SpecError: another form or shape, or a number that is not finite.
+    """
+    if isinstance(value, Matrix):
+        return value
+    if isinstance(value, Mapping):
+        given = read_fields(value, required=_SHAPED)
+        count, width = _read_shape(given["shape"])
+        with at("shape"):
+            check_square((count, width))
+        with at("f32"):
+            data = read_base64(given["f32"])
+            if len(data) != 4 * count * width:
+                raise SpecError(
+                    "",
+                    f"expected {4 * count * width} bytes, {count} rows of {width} float32, got "
+                    f"{len(data)}",
+                )
+            return Matrix(data)
+    return _from_square(value)
+
+
+def matrix_by_value(matrix: Matrix | Named, width: int) -> Matrix:
+    """Return a matrix after checking that it is bound and has this width.
+
+    Raises:
+        SpecError: it is still a name, or has another width.
+    """
+    if isinstance(matrix, Named):
+        raise SpecError("", f"the matrix `{matrix.name}` is not registered")
+    if matrix.width != width:
+        size = width if isinstance(width, VectorSize) else VectorSize(width)
+        raise SpecError(
+            "",
+            f"expected {size} numbers a row, and as many rows: {size.meaning}, got {matrix.width}",
+        )
+    return matrix
+
+
+def read_vector_or_matrix(value: object) -> Vector:
+    """Read a vector (any form of Vector.parse), or a matrix (see `matrix_of`) of at least two rows.
+
+    Raises:
+        SpecError: a malformed vector or matrix.
+    """
+    shape = tuple(getattr(value, "shape", ()))
+    is_several = is_matrix(value) and (len(shape) != 2 or shape[0] > 1)
+    return matrix_of(value) if is_several else Vector.parse(value)
+
+
+def _from_square(value: Any) -> Matrix:
+    import numpy as np
+
+    if hasattr(value, "detach"):
+        check_square(tuple(value.shape))
+        if value.is_complex() or str(value.dtype) == "torch.bool":
+            raise SpecError("", f"expected real numbers, got a tensor of {value.dtype}")
+        # numpy has no bfloat16.
+        value = value.detach().to("cpu")
+        value = value.numpy() if str(value.dtype) == "torch.float64" else value.float().numpy()
+    elif isinstance(value, (list, tuple)) and value and all(map(_is_row, value)):
+        value = np.stack([row.numpy() for row in read_rows(value, MAX_WIDTH)])
+    elif not hasattr(value, "__array__") or isinstance(value, Vector):
+        got = f"a vector of {value.size} numbers" if isinstance(value, Vector) else kind(value)
+        raise SpecError("", f"expected {_SQUARE}, got {got}")
+    found = np.asarray(value)
+    check_square(found.shape)
+    if found.dtype.kind not in "fiu":
+        raise SpecError("", f"expected real numbers, got an array of {found.dtype}")
+    finite = np.isfinite(found)
+    if not finite.all():
+        row, column = divmod(int(np.argmin(finite)), found.shape[1])
+        raise SpecError(
+            f"[{row}][{column}]", f"expected a finite number, got {float(found[row, column])}"
+        )
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = np.ascontiguousarray(found, dtype="<f4")
+    if not np.isfinite(rounded).all():
+        row, column = divmod(int(np.argmin(np.isfinite(rounded))), found.shape[1])
+        raise SpecError(f"[{row}][{column}]", f"{float(found[row, column])!r} overflows float32")
+    return Matrix(rounded.tobytes())
+
+
+def check_square(shape: tuple[int, ...]) -> None:
+    """Check the shape of a matrix.
+
+    Raises:
+        SpecError: it is not square, or too wide.
+    """
+    if len(shape) != 2 or shape[0] != shape[1] or not shape[0]:
+        raise SpecError("", f"expected a square matrix [width, width], got shape {list(shape)}")
+    if shape[0] > MAX_WIDTH:
+        raise SpecError("", f"expected a width of at most {MAX_WIDTH}, got {shape[0]}")
 
 
 def read_rows(value: object, most: int = MAX_RANK) -> tuple[Vector, ...]:

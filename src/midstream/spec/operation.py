@@ -13,7 +13,6 @@ from midstream.errors import SpecError
 from midstream.ops.layout import Flags
 from midstream.sites import ENDS
 from midstream.spec.argument_names import read_named
-from midstream.spec.captured_rows import CapturedRows
 from midstream.spec.heads import head_size, in_heads, read_indices
 from midstream.spec.instructions import Instruction
 from midstream.spec.matrix import emit_rows
@@ -318,9 +317,9 @@ def _parameters(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _emit(value: object) -> object:
-    if isinstance(value, (Vector, Named, CapturedRows)):
-        return value.emit()
-    return emit_rows(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return emit_rows(value)
+    return value.emit() if hasattr(value, "emit") else value
 
 
 def _value(value: object, vectors: dict[str, Vector]) -> object:

@@ -166,8 +166,9 @@ class Plan:
     @property
     def needs_prompt(self) -> bool:
         """Whether the selected positions depend on more of the prompt than its length."""
-        found = [part.positions for part in (*self.edits, *self.probes)]
+        found = [edit.positions for edit in self.edits]
         found += [one for capture in self.captures for one in capture.selections]
+        found += [one for probe in self.probes for one in probe.selections]
         return any(positions.needs_prompt for positions in found)
 
     def without_places(self) -> Plan:

@@ -1,16 +1,19 @@
-"""`Probe`: a linear score of selected tokens at one tap."""
+"""`Probe`: a score of selected tokens: linear at one tap, or of their attention in one layer."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any, Literal
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
 from midstream.spec.algebra import float32
 from midstream.spec.argument_names import accept_spellings
+from midstream.spec.attention import Entropy, Mass, read_reduction
 from midstream.spec.forms import (
+    IndicesLike,
     LayersLike,
     NumberLike,
     PhaseLike,
@@ -22,6 +25,7 @@ from midstream.spec.instructions import Instruction
 from midstream.spec.named_lookup import Lookup
 from midstream.spec.named_vector import Named, read_direction
 from midstream.spec.operation import Operation, by_value, read_scalar
+from midstream.spec.positions.positions import Positions
 from midstream.spec.vector import Vector
 from midstream.validation import at, kind, show
 
@@ -30,25 +34,34 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 @dataclass(frozen=True, slots=True, init=False)
 class Probe(Operation):
-    """A linear probe of the selected tokens at one tap: score = ⟨h, direction⟩ + bias.
+    """A probe of the selected tokens: one score for each, linear or of their attention.
 
-    h includes all edits at that tap. Alain and Bengio 2016 (linear probes, arXiv:1610.01644).
+    With `direction`, score = ⟨h, direction⟩ + bias at one tap, where h includes all edits at that
+    tap. Alain and Bengio 2016 (linear probes, arXiv:1610.01644).
+
+    With `attention`, the score is the mean over `heads` of what the token's query attends to in one
+    layer: `Mass(positions)`, the sum of the weights of the keys at these positions, or `Entropy()`,
+    that of the weights. See `Attention` for the weights, and for what the engine must tap. Such a
+    score is known after the forward pass, so no Gate can read it.
 
     Attributes:
-        direction: a vector of the model's hidden size, or a name.
+        direction: a vector of the model's hidden size, or a name; None: see `attention`.
         bias: in units of the score.
         name: key of the scores in the output; 1 to 64 of the characters A–Z a–z 0–9 _ . : -
-        layers, sites: one each.
+        attention: what is read of the attention weights; None: see `direction`.
+        layers: one.
+        sites: one; not read with `attention`.
     """
 
-    direction: Vector | Named
+    direction: Vector | Named | None
     bias: float
     name: str
+    attention: Mass | Entropy | None
 
     @accept_spellings
     def __init__(
         self,
-        direction: VectorOrName,
+        direction: VectorOrName | None = None,
         layer: LayersLike | None = None,
         bias: NumberLike = 0.0,
         site: SitesLike | None = None,
@@ -56,12 +69,14 @@ class Probe(Operation):
         positions: PositionsLike = "all",
         phase: PhaseLike | None = None,
         exclude: PositionsLike | None = None,
-        head: SupportsIndex | None = None,
+        head: IndicesLike | Literal["all"] | None = None,
+        *,
+        attention: Mass | Entropy | Mapping[str, Any] | str | None = None,
     ) -> None:
         """Create a probe; each field accepts any of its forms.
 
         Args:
-            direction: any form of Vector.parse, or a name.
+            direction: any form of Vector.parse, or a name. Either this or `attention` is given.
             layer: an int; may be omitted for the name of a vector registered for one tap.
             bias: a number.
             site: a site's name or alias; default "resid_post".
@@ -70,19 +85,34 @@ class Probe(Operation):
             phase: "prompt" or "generated" restricts the positions to tokens of that phase.
             exclude: positions to exclude.
             head: the attention head that is read, at a site whose vectors are of heads; the
-                direction then has the size of a head.
+                direction then has the size of a head. With `attention` the query heads, one or
+                more; None or "all": all of the layer.
+            attention: `Mass(positions)`, `Entropy()`, or the JSON form of one.
 
         Raises:
             SpecError: a field is malformed; its path starts with the field's name.
         """
+        if (direction is None) == (attention is None):
+            problem = "missing: give a direction, or `attention`"
+            if direction is not None:
+                problem = "a probe reads a direction or attention; use one probe for each"
+            raise SpecError("direction" if direction is None else "attention", problem)
         with at("direction"):
-            self._set(direction=read_direction(direction))
+            self._set(direction=None if direction is None else read_direction(direction))
+        with at("attention"):
+            self._set(attention=None if attention is None else _read_attention(attention))
         with at("bias"):
             self._set(bias=read_scalar(bias))
         with at("name"):
             self._set(name="probe" if name is None else _read_name(name))
+        if self.attention is not None:
+            self._check_alone(site)
+            head = None if isinstance(head, str) and head == "all" else head
         self._set_place(layer, site, positions, phase, exclude, head, last=True)
-        if len(self.heads) > 1:
+        if self.attention is not None:
+            # It is read where the layer's queries are, whichever site that is.
+            self._set(left=("site",))
+        elif len(self.heads) > 1:
             raise SpecError("head", "a probe reads one head; use one probe per head")
         layers = self.layers.indices
         several = layers == "all" or len(layers) > 1
@@ -96,8 +126,23 @@ class Probe(Operation):
                 "site", f"a probe reads one site, got {len(self.sites)}; use one probe per site"
             )
 
+    def _check_alone(self, site: SitesLike | None) -> None:
+        """Check that a probe of attention has nothing that only a direction has."""
+        if site is not None:
+            raise SpecError("site", "a probe of attention reads a layer, not a site; omit `site`")
+        if self.bias:
+            raise SpecError("bias", "a probe of attention has none; omit `bias`")
+
     def own(self) -> dict[str, Any]:
+        if self.attention is not None:
+            return {"attention": self.attention, "name": self.name}
         return {"direction": self.direction, "bias": self.bias, "name": self.name}
+
+    @property
+    def selections(self) -> tuple[Positions, ...]:
+        """All positions that it names: its own, and keys of a `Mass`."""
+        keys = (self.attention.positions,) if isinstance(self.attention, Mass) else ()
+        return (self.positions, *keys)
 
     def bind(self, lookup: Lookup, num_layers: int | None = None) -> tuple[Probe, ...]:
         """Return the probe with its name replaced by the vector, at one tap.
@@ -120,6 +165,7 @@ class Probe(Operation):
         return found
 
     def instructions(self, width: int) -> tuple[Instruction, ...]:
+        assert self.direction is not None, "attention is not read by instructions"
         with at("direction"):
             direction = by_value(self.direction, width)
         return (
@@ -130,6 +176,17 @@ class Probe(Operation):
                 flags=Flags.FRESH | Flags.COUNTED,
             ),
         )
+
+
+def _read_attention(value: object) -> Mass | Entropy:
+    found = read_reduction(value)
+    if isinstance(found, (Mass, Entropy)):
+        return found
+    raise SpecError(
+        "",
+        "a probe reads one number for each head: Mass(positions) or Entropy(); for others use "
+        "Attention(…), given as `capture`",
+    )
 
 
 def _read_name(value: object) -> str:

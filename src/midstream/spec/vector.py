@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # Bounds the conversion work of one request; far above any model's width.
 MAX_SIZE = 1 << 20
+# Of the numbers of a matrix together: 16384 rows of 16384.
+MAX_NUMBERS = 1 << 28
 
 _FORMS = (
     'a list of numbers, a 1-D numpy array or torch tensor, or {"f32": "<base64 of little-endian '
@@ -48,7 +50,7 @@ class Vector:
             raise SpecError("", f"expected `bytes`, got {kind(self.data)}; see Vector.parse")
         if len(self.data) % 4:
             raise SpecError("", f"{len(self.data)} bytes are not a whole number of float32")
-        _check_size(self.size)
+        _check_size(self.size, MAX_NUMBERS)
         _check_finite(self.numpy())
         object.__setattr__(self, "digest", hashlib.sha256(self.data).hexdigest())
 
@@ -64,7 +66,7 @@ class Vector:
             SpecError: another form; a shape other than [size] with size ≥ 1; a number that is not
                 finite or exceeds float32's range (the path has its index).
         """
-        if isinstance(value, Vector):
+        if type(value) is Vector:  # a Matrix is not one
             return value
         if isinstance(value, (list, tuple)):
             return _from_numbers(value)
@@ -105,11 +107,11 @@ class Vector:
         return f"Vector(size={self.size}, norm={self.norm:.3g}, digest={self.digest[:8]!r})"
 
 
-def _check_size(size: int) -> None:
+def _check_size(size: int, most: int = MAX_SIZE) -> None:
     if size == 0:
         raise SpecError("", "the vector is empty")
-    if size > MAX_SIZE:
-        raise SpecError("", f"expected at most {MAX_SIZE} numbers, got {size}")
+    if size > most:
+        raise SpecError("", f"expected at most {most} numbers, got {size}")
 
 
 def _from_numbers(values: list[Any] | tuple[Any, ...]) -> Vector:
@@ -138,7 +140,9 @@ def _from_numbers(values: list[Any] | tuple[Any, ...]) -> Vector:
 def _from_base64(value: Mapping[Any, Any]) -> Vector:
     text = read_fields(value, required=("f32",))["f32"]
     with at("f32"):
-        return Vector(read_base64(text))
+        data = read_base64(text)
+        _check_size(-(-len(data) // 4))
+        return Vector(data)
 
 
 def read_base64(text: object) -> bytes:

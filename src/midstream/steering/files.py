@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Any
 
 from midstream.errors import SpecError
+from midstream.spec.matrix import check_square, matrix_of
 from midstream.spec.vector import MAX_SIZE, Vector
 from midstream.steering.parse import Placed, check_distinct, read_key
 from midstream.validation import MAX_ITEMS, kind, read_json, show
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 # Every site of 128 layers, 16384 wide, in float64 is 100 MiB.
 MAX_FILE_BYTES = 256 << 20
+# Of matrices, which are in safetensors alone: 64 layers, 8192 wide, in float32.
+MAX_MATRIX_BYTES = 16 << 30
 LONE_KEY = "vector"
 
 _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".joblib")
@@ -49,7 +52,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Placed, ...] | Vector:
 
     Args:
         path: a `.safetensors`, `.npz` or `.gguf` file with one-dimensional tensors of real numbers
-            of any dtype; for GGUF F32 or F16.
+            of any dtype; for GGUF F32 or F16. In safetensors also square matrices.
 
     Returns:
         The vectors with their taps; one Vector if the file's only key is `vector`.
@@ -139,8 +142,9 @@ def _check_size(name: str) -> None:
         raise SpecError("", f"invalid file name: {error}") from None
     if not stat.S_ISREG(found.st_mode):
         raise SpecError("", "not a regular file")
-    if found.st_size > MAX_FILE_BYTES:
-        raise SpecError("", f"file of {found.st_size} bytes; expected at most {MAX_FILE_BYTES}")
+    most = MAX_MATRIX_BYTES if name.lower().endswith(".safetensors") else MAX_FILE_BYTES
+    if found.st_size > most:
+        raise SpecError("", f"file of {found.st_size} bytes; expected at most {most}")
 
 
 def _place(arrays: dict[str, Vector]) -> tuple[Placed, ...] | Vector:
@@ -194,10 +198,15 @@ def _read_safetensors(name: str) -> dict[str, Vector]:
         with safe_open(name, framework="pt", device="cpu") as file:
             keys = sorted(file.keys())
             _check_keys(keys)
-            found = {}
+            found: dict[str, Vector] = {}
             for key in keys:
                 with _tensor(key):
-                    _check_shape(tuple(file.get_slice(key).get_shape()))
+                    shape = tuple(file.get_slice(key).get_shape())
+                    if len(shape) == 2 and shape[0] == shape[1]:
+                        check_square(shape)
+                        found[key] = matrix_of(file.get_tensor(key))
+                        continue
+                    _check_shape(shape)
                     found[key] = Vector.parse(file.get_tensor(key))
             return found
     except SafetensorError as error:

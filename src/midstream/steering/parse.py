@@ -10,6 +10,7 @@ from typing import Any
 
 from midstream.errors import SpecError
 from midstream.sites import BY_NAME, ENDS, NAMES, canonical
+from midstream.spec.matrix import read_vector_or_matrix
 from midstream.spec.vector import Vector
 from midstream.validation import (
     MAX_ITEMS,
@@ -47,7 +48,7 @@ class Placed:
         path: path of the vector in the input, for messages: `["resid_post"][15]`.
         site: canonical name.
         layer: index; −1 is the last layer.
-        vector: float32 [width].
+        vector: float32 [width], or a Matrix.
         scale: factor of the vector; 1 by default.
     """
 
@@ -64,8 +65,8 @@ def read_placed(value: object) -> tuple[Placed, ...]:
     Args:
         value: `{layer: vector}` at `resid_post`; `{site: {layer: vector}}`;
             `{(site, layer): vector}`; or `{"resid_post.15": vector}`, the keys of a file. A layer
-            is an int or, as in JSON, a string of digits. A vector is a value of Vector.parse or
-            `{"vector": …, "scale": number}`.
+            is an int or, as in JSON, a string of digits. A vector is a value of Vector.parse, or
+            `{"vector": …, "scale": number}`; or a matrix, see `midstream.spec.matrix.matrix_of`.
 
     Raises:
         SpecError: the value has another form or is empty, a site is unknown, a vector is malformed,
@@ -185,10 +186,10 @@ def _read_layer(key: object) -> int:
 def _read_one(path: str, site: str, layer: int, value: object) -> Placed:
     _check_layers(site)
     if not isinstance(value, Mapping) or "f32" in value:
-        return Placed(path, site, layer, Vector.parse(value))
+        return Placed(path, site, layer, read_vector_or_matrix(value))
     given = read_fields(value, required=("vector",), optional=("scale",))
     with at("vector"):
-        vector = Vector.parse(given["vector"])
+        vector = read_vector_or_matrix(given["vector"])
     with at("scale"):
         return Placed(path, site, layer, vector, read_float32(given.get("scale", 1.0)))
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from midstream.errors import NoRoomError, SpecError
 from midstream.sites import Tap, order
+from midstream.spec.matrix import Matrix, matrix_by_value, read_vector_or_matrix
 from midstream.spec.named_lookup import NamedEdits, Registered
 from midstream.spec.named_vector import read_name
 from midstream.spec.operation import by_value
@@ -47,7 +48,7 @@ class _Entry:
     def nbytes(self) -> int:
         if isinstance(self.found, NamedEdits):
             return sum(map(_nbytes, self.found.edits))
-        return 4 * self.description.width * len(self.found)
+        return sum(4 * vector.size for vector in self.found.values())
 
 
 class VectorRegistry:
@@ -80,7 +81,8 @@ class VectorRegistry:
             vectors: a dict in a form of `read_placed`: {layer: vector}, {site: {layer: vector}} or
                 {(site, layer): vector}; one vector (a value of Vector.parse) without a tap, whose
                 layer is given where it is used; or the path of a `.safetensors`, `.npz` or `.gguf`
-                file (`midstream.steering.files`). Scales are multiplied into their vectors.
+                file (`midstream.steering.files`). Scales are multiplied into their vectors. In the
+                place of a vector there may be a matrix [width, width], for `Affine(matrix=name)`.
                 Or whole edits, `{"base": …, "prompt": …, "generated": …, "edits": [Clamp…]}`, see
                 `midstream.steering.edit_forms.read_named_edits`; names in it are resolved now.
                 Or the path of a `.json` file with the JSON form of any of these dicts.
@@ -226,10 +228,10 @@ class VectorRegistry:
         elif isinstance(vectors, Mapping) and "f32" not in vectors:
             read = read_placed(vectors)
         else:
-            read = Vector.parse(vectors)
+            read = read_vector_or_matrix(vectors)
         if isinstance(read, Vector):
-            if read.size not in self._shape.sizes:
-                by_value(read, self._shape.hidden_size)
+            if _width_of(read) not in self._shape.sizes:
+                _check_width(read, self._shape.hidden_size)
             return MappingProxyType({None: read})
         found: dict[Tap | None, Vector] = {}
         paths: dict[Tap, str] = {}
@@ -245,7 +247,7 @@ class VectorRegistry:
     def _tap(self, one: Placed) -> Tap:
         tap = (one.site, find_layer(one.layer, self._shape))
         check_tapped(tap, self._shape, "", "")
-        by_value(one.vector, self._shape.size(tap))
+        _check_width(one.vector, self._shape.size(tap))
         return tap
 
 
@@ -257,7 +259,20 @@ def scaled(one: Placed) -> Vector:
     """
     if one.scale == 1.0:
         return one.vector
+    if isinstance(one.vector, Matrix):
+        raise SpecError("scale", f"expected 1 with a matrix, got {show(one.scale)}")
     return Vector.parse(one.vector.numpy().astype("f8") * one.scale)
+
+
+def _width_of(vector: Vector) -> int:
+    return vector.width if isinstance(vector, Matrix) else vector.size
+
+
+def _check_width(vector: Vector, width: int) -> None:
+    if isinstance(vector, Matrix):
+        matrix_by_value(vector, width)
+    else:
+        by_value(vector, width)
 
 
 def _in_order(item: tuple[Tap | None, Vector]) -> tuple[int, int]:
@@ -284,7 +299,7 @@ def _describe(
     for tap, vector in found.items():
         content.update(f"{tap}:{vector.digest};".encode())
     norms = tuple(vector.norm for vector in found.values())
-    size = max(vector.size for vector in found.values())
+    size = max(_width_of(vector) for vector in found.values())
     return Description(name, tuple(found), norms, size, content.hexdigest(), registered)
 
 

@@ -61,6 +61,19 @@ def test_any_mix_of_programs_is_carried_out_as_defined(
     assert_same(case, wanted, exact=False)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("units", [1, 5])
+def test_maps_and_what_comes_after_them_are_carried_out_as_defined(dtype, residual, units):
+    for seed in range(4):
+        made = random_case(
+            rows=19, width=40, dtype=dtype, residual=residual, max_steps=3, seed=seed, maps=2
+        )
+        wanted, found = in_units(expected(made), units), in_units(made, units)
+        found.run()
+        assert_same(found, wanted, exact=False)
+
+
 @pytest.mark.parametrize("units", [2, 5])
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("captures", [True, False])

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from support.site_cases import Case, Step, assert_same, case, expected, same_bits
-from support.site_noops import NOOPS, noop_case
+from support.site_cases import Case, Step, assert_same, case, expected, matrix_row, same_bits
+from support.site_noops import NOOPS, NOOPS_OF_MAPS, noop_case
 
 import midstream.ops.site  # noqa: F401  (defines the op)
 from midstream.ops import layout
@@ -30,7 +30,7 @@ def single(*steps: Step, rows: int = 4, width: int = 16) -> tuple[Case, torch.Te
     return run(made), before
 
 
-@pytest.mark.parametrize("name", NOOPS)
+@pytest.mark.parametrize("name", [*NOOPS, *NOOPS_OF_MAPS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("residual", [True, False])
 def test_what_adds_up_to_nothing_leaves_every_bit_in_place(name, dtype, residual):
@@ -38,7 +38,8 @@ def test_what_adds_up_to_nothing_leaves_every_bit_in_place(name, dtype, residual
     before = made.hidden.clone()
     run(made)
     assert same_bits(made.hidden, before)
-    counted = sum(Flags.COUNTED in step.flags for step in NOOPS[name])
+    steps = {**NOOPS, **NOOPS_OF_MAPS}[name]
+    counted = sum(Flags.COUNTED in step.flags and not step.ids for step in steps)
     assert (made.tally[: len(before), layout.EDITS] >= counted).all()
 
 
@@ -67,6 +68,41 @@ def test_a_scale_of_three_triples_the_stream_of_both_halves():
     stream = made.hidden + made.residual
     run(made)
     torch.testing.assert_close(made.hidden + made.residual, 3 * stream)
+
+
+def test_a_map_is_the_product_of_the_stream_on_entry_with_its_own_matrix():
+    steps = [Step(Op.MAP, read=matrix_row(nth, 16), write=nth, a=1.0) for nth in (0, 1)]
+    made = case([[one] for one in steps], rows=6, width=16, captures=False, maps=2)
+    stream = (made.hidden + made.residual).double()
+    run(made)
+    for row in range(6):
+        matrix = made.bank[13 + 16 * (row % 2) :][:16].double()
+        wanted = matrix @ stream[row] + made.bank[row % 2].double()
+        found = made.hidden[row].double() + made.residual[row].double()
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("ops", "kind"),
+    [
+        ([], layout.ANY),
+        ([Op.SCALE], layout.ANY),
+        ([Op.MAP, Op.ADD], layout.WITH_MAP),
+        ([Op.PROBE, Op.GATE, Op.MAP, Op.PROBE], layout.WITH_MAP + 2),
+    ],
+)
+def test_the_kind_of_a_program_says_where_its_map_is(ops, kind):
+    assert layout.kind_of(ops, plain=False) == kind
+    assert layout.kind_of([Op.ADD], plain=True) == layout.PLAIN
+
+
+@pytest.mark.parametrize(
+    ("ops", "message"),
+    [([Op.ADD, Op.MAP], "before the MAP changes h"), ([Op.MAP, Op.MAP], "two MAPs")],
+)
+def test_a_map_that_would_not_see_the_stream_on_entry_has_no_kind(ops, message):
+    with pytest.raises(ValueError, match=message):
+        layout.kind_of(ops, plain=False)
 
 
 def test_rows_are_written_by_position():

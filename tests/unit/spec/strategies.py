@@ -123,6 +123,10 @@ def features(draw: st.DrawFn, width: int, places: st.SearchStrategy[dict[str, An
 
 @st.composite
 def affines(draw: st.DrawFn, width: int, places: st.SearchStrategy[dict[str, Any]]) -> Affine:
+    if draw(st.booleans()):
+        square = st.lists(numbers(width), min_size=width, max_size=width)
+        bias = draw(numbers(width) | eighths)
+        return Affine(matrix=draw(square), bias=bias, scale=draw(eighths), **draw(places))
     read = draw(rows(width))
     rank = len(read)
     write, bias = draw(rows(width, rank)), draw(numbers(rank) | eighths)

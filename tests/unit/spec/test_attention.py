@@ -13,12 +13,15 @@ from midstream import (
     Mass,
     Plan,
     Positions,
+    Probe,
     SpecError,
+    Steer,
     Text,
     TokenIds,
     TopKeys,
 )
 from midstream.runtime.frontend.request.budget import max_row_bytes, row_sizes
+from midstream.runtime.protocol.cache_keys import cache_keys
 from midstream.runtime.protocol.segments import WHOLE, RankShare, cut
 from midstream.spec import ModelShape, Prompt
 from midstream.spec.resolve.resolve import resolve
@@ -36,6 +39,7 @@ EVERY = [
     Attention([0, -2], [5, 2], ["last_prompt", 3], reduce="full", name="some"),
     Attention("all", "all", "generated", reduce=Entropy(), name="entropy", stream=True),
     Attention(1, 0, slice(1, 3), reduce=Mass([0, slice(4, 7)], exclude=5), name="mass"),
+    Attention(0, queries=2, reduce="scores", name="scores"),
     Attention(layer=0, queries="prompt", exclude=0, reduce=Mass(Positions("prompt")), name="m"),
 ]
 
@@ -173,6 +177,69 @@ def test_positions_of_a_mass_count_as_the_plans_own() -> None:
     with pytest.raises(SpecError, match="not complete"):
         check_growing(plan, ())
     check_growing(Plan.make(Attention(1, queries=3, reduce=Mass(slice(0, 4)))), ())
+
+
+def probed(**given: Any) -> Any:
+    plan = Plan.make(probes=Probe(**given), edits=Steer([1.0] * 16, 0))
+    return resolve(plan, SHAPE, Prompt(9), 5)
+
+
+def test_a_probe_of_attention_reads_the_queries_and_has_a_column_of_its_own() -> None:
+    plan = probed(attention=Mass(slice(0, 4)), layer=-2, heads=[5, 2], name="m")
+    (probe,) = plan.probes
+    assert (probe.site, probe.layer, probe.tap, probe.slot) == ("attention", 2, ("q", 2), 0)
+    pattern = probe.attention.pattern
+    assert (pattern.kind, pattern.size, pattern.keys) == ("mass", 1, ((0, 4),))
+    assert (pattern.heads, pattern.counts, probe.attention.num_heads) == ((2, 5), (2,), 6)
+    assert (plan.slots, plan.read_taps, plan.taps) == (1, (("q", 2),), ())
+    assert from_bytes(to_bytes(plan)) == plan
+    assert cache_keys(plan).first_read == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "words"),
+    [
+        ({"layer": 3}, "layer", "layer 3 cannot be read: it is a state"),
+        ({"layer": 4}, "layer", "out of range"),
+        ({"layer": 1, "head": [1, 6]}, "head", "head 6 is out of range"),
+        ({"layer": 1, "attention": Mass(14)}, "attention.positions", "14"),
+        ({"layer": 1, "attention": Mass("last")}, "attention.positions", "before tokens are"),
+        ({"layer": 1, "positions": 14}, "positions", "14"),
+    ],
+)
+def test_a_probe_of_what_cannot_be_read_is_refused_by_field(
+    given: Any, path: str, words: str
+) -> None:
+    with pytest.raises(SpecError, match=words) as error:
+        probed(**{"attention": Entropy(), **given})
+    assert error.value.path == f"probes[0].{path}"
+
+
+def test_positions_of_a_probes_mass_count_as_the_plans_own() -> None:
+    plan = Plan.make(probes=Probe(attention=Mass(Text("x")), layer=1))
+    assert plan is not None
+    assert plan.needs_prompt
+    with pytest.raises(SpecError, match="not complete") as error:
+        check_growing(plan, ())
+    assert error.value.path.startswith("probes[0]")
+
+
+def test_each_rank_has_its_heads_of_a_probe_of_attention() -> None:
+    index = {tap: nth for nth, tap in enumerate(TAPS)}
+    parts = tuple(3 if site in ("rot_q", "q") else 1 for site, _ in TAPS)
+    for heads, expected in (
+        ([1, 4, 5], {0: ((1,), 1), 2: ((), 0), 4: ((0, 1), 2)}),
+        ("all", {0: ((), 2), 2: ((), 2), 4: ((), 2)}),
+    ):
+        plan = probed(attention=Entropy(), layer=1, head=heads)
+        for rank in range(6):
+            pieces = cut(plan, index, RankShare(rank, 6, parts))
+            reads = [read for piece in pieces for read in piece.patterns]
+            found = [(read.heads, read.num_heads) for read in reads]
+            assert found == ([expected[rank]] if rank in expected else [])
+            assert all(piece.scored == (rank in expected) for piece in pieces)
+        (read,) = cut(plan, index, WHOLE)[0].patterns
+        assert read.num_heads == (6 if heads == "all" else 3)
 
 
 def test_each_rank_makes_the_rows_of_its_heads_and_reads_no_more_than_these() -> None:

@@ -11,17 +11,15 @@ import pytest
 from midstream import Logits, Plan, SpecError
 from midstream.spec import ModelShape, Prompt
 from midstream.spec.attention import parse_capture
-from midstream.spec.resolve.logits import with_vocabulary
+from midstream.spec.resolve.logits import HEAD, with_vocabulary
 from midstream.spec.resolve.resolve import resolve
 from midstream.spec.resolve.wire import from_bytes, to_bytes
 
 SHAPE = ModelShape(2, 4, [("final_norm", 1), ("resid_post", 0)])
 
 
-def config(ranks: int = 1, lora: Any = None) -> Any:
+def config() -> Any:
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
-        lora_config=lora,
         model_config=SimpleNamespace(get_vocab_size=lambda: 40),
     )
 
@@ -62,7 +60,7 @@ def test_its_forms_are_alike() -> None:
         (lambda: Logits(tokens=[1, 1]), "tokens[1]", "token 1 is given twice"),
         (lambda: Logits(tokens={1: 2}), "tokens", "expected token ids"),
         (lambda: Logits(2, stream=True), "stream", "unknown argument of Logits"),
-        (lambda: parse_capture({"top": 2, "layers": [1]}), "", "unknown field 'layers'"),
+        (lambda: parse_capture({"top": 2, "sites": ["z"]}), "", "unknown field 'sites'"),
     ],
 )
 def test_what_is_malformed_is_refused(make: Any, path: str, problem: str) -> None:
@@ -71,15 +69,7 @@ def test_what_is_malformed_is_refused(make: Any, path: str, problem: str) -> Non
     assert caught.value.path == path
 
 
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        (config(ranks=2), "unsupported with tensor parallelism"),
-        (config(lora=object()), "unsupported with LoRA"),
-    ],
-)
-def test_an_engine_that_cannot_return_them_refuses(given: Any, problem: str) -> None:
-    plan = resolve(Plan.make(capture=Logits(2)), SHAPE, Prompt(6), 3)
-    with pytest.raises(SpecError, match=problem) as caught:
-        with_vocabulary(plan, given)
-    assert caught.value.path == "capture[0]"
+def test_a_model_whose_head_reads_something_else_than_the_norm_refuses() -> None:
+    shape = ModelShape(2, 4, SHAPE.taps, {(HEAD, 1): "M gives its head x / 2"})
+    with pytest.raises(SpecError, match="logits cannot be read: M gives its head x / 2"):
+        resolve(Plan.make(capture=Logits(2)), shape, Prompt(6), 3)

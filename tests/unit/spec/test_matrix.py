@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from unit.spec.strategies import floats32
 
 from midstream.errors import SpecError
-from midstream.spec.matrix import emit_rows, read_directions, read_rows
+from midstream.spec.matrix import (
+    MAX_WIDTH,
+    Matrix,
+    emit_rows,
+    matrix_of,
+    read_directions,
+    read_matrix,
+    read_rows,
+)
 from midstream.spec.named_vector import Named
 from midstream.spec.vector import Vector
 
@@ -99,4 +107,74 @@ def test_rows_by_name_are_emitted_as_names():
 def test_what_is_no_matrix_is_refused(value, path, problem):
     with pytest.raises(SpecError, match=problem) as caught:
         read_rows(value)
+    assert caught.value.path == path
+
+
+# ---------------------------------------------------------------- whole matrices
+
+SQUARE = [[1.5, -2.0], [0.25, 8.0]]
+WORDS = base64.b64encode(struct.pack("<4f", *SQUARE[0], *SQUARE[1])).decode()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        SQUARE,
+        tuple(map(tuple, SQUARE)),
+        [Vector.parse(row) for row in SQUARE],
+        np.array(SQUARE),
+        np.array(SQUARE, np.float16).T.copy().T,
+        torch.tensor(SQUARE),
+        torch.tensor(SQUARE, dtype=torch.bfloat16, requires_grad=True),
+        torch.tensor(SQUARE, dtype=torch.float64).T.contiguous().T,
+        {"f32": WORDS, "shape": [2, 2]},
+    ],
+)
+def test_every_form_gives_the_same_matrix(value):
+    found = read_matrix(value)
+    assert isinstance(found, Matrix)
+    assert found.numpy().reshape(2, 2).tolist() == SQUARE
+    assert found == matrix_of(SQUARE) == read_matrix(found)
+    assert (found.width, found.emit()) == (2, {"f32": WORDS, "shape": [2, 2]})
+
+
+def test_a_matrix_of_one_number_and_a_name_are_read():
+    assert matrix_of([[3.0]]).width == 1
+    assert read_matrix("act") == read_matrix({"name": "act"}) == Named("act")
+
+
+def test_a_matrix_is_no_vector_of_the_same_numbers():
+    assert matrix_of(SQUARE) != Vector(matrix_of(SQUARE).data)
+    assert "Matrix(width=2" in repr(matrix_of(SQUARE))
+    with pytest.raises(SpecError, match="got `Matrix`"):
+        Vector.parse(matrix_of(SQUARE))
+
+
+@pytest.mark.parametrize(
+    ("value", "path", "problem"),
+    [
+        (NUMBERS, "", r"square matrix \[width, width\], got shape \[2, 3\]"),
+        (np.zeros(4), "", r"got shape \[4\]"),
+        (torch.zeros(0, 0), "", r"got shape \[0, 0\]"),
+        (np.zeros((2, 2, 2)), "", r"got shape \[2, 2, 2\]"),
+        (torch.zeros(2, 2, dtype=torch.complex64), "", "real numbers, got a tensor of"),
+        (torch.zeros(2, 2, dtype=torch.bool), "", "real numbers, got a tensor of torch.bool"),
+        (np.zeros((2, 2), bool), "", "real numbers, got an array of bool"),
+        (np.array([[1, 2], [3, np.inf]]), "[1][1]", "finite number, got inf"),
+        (torch.tensor([[1, 2], [np.nan, 4]]), "[1][0]", "finite number, got nan"),
+        (np.array([[1, 1e39], [3, 4]]), "[0][1]", r"1e\+39 overflows float32"),
+        ([[1, 2], [3]], "[1]", "expected 2 numbers, as in earlier rows, got 1"),
+        ([1.0, 2.0], "", "a square matrix: .*got `list`"),
+        (Vector.parse([1.0] * 4), "", "a square matrix: .*got a vector of 4 numbers"),
+        (5, "", "a square matrix: .*got `int`"),
+        ({"f32": WORDS}, "", "missing field `shape`"),
+        ({"f32": WORDS, "shape": [2, 3]}, "shape", "square matrix"),
+        ({"f32": WORDS, "shape": [3, 3]}, "f32", "expected 36 bytes, 3 rows of 3 float32, got 16"),
+        ({"f32": "", "shape": [MAX_WIDTH + 1] * 2}, "shape", "at most 16384, got 16385"),
+        ({"name": "act", "scale": 2}, "scale", "expected 1"),
+    ],
+)
+def test_what_is_no_square_matrix_is_refused_with_what_would_be_right(value, path, problem):
+    with pytest.raises(SpecError, match=problem) as caught:
+        read_matrix(value)
     assert caught.value.path == path

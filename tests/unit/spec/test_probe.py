@@ -11,7 +11,7 @@ from unit.spec.strategies import numbers, probes
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
-from midstream.spec import Named, Probe
+from midstream.spec import Entropy, Mass, Named, Probe, Text
 
 FULL = {
     "direction": {"f32": "AACAPwAAAEA="},
@@ -70,6 +70,57 @@ def test_its_instruction_computes_its_score_and_leaves_the_vector(probe, h):
 def test_a_malformed_field_is_refused_by_its_path(change, path, problem):
     with pytest.raises(SpecError, match=problem) as caught:
         Probe.parse({**FULL, **change})
+    assert caught.value.path == path
+
+
+READ = {
+    "attention": {"mass": {"positions": [1], "phase": "all"}},
+    "name": "m",
+    "layer": 2,
+    "head": [0, 3],
+}
+
+
+@pytest.mark.parametrize("reduce", [Mass(1), Mass(Text("x"), exclude=0), Entropy()])
+@pytest.mark.parametrize("head", [None, 3, [0, 3]])
+def test_a_probe_of_attention_survives_json_and_changes(reduce, head):
+    one = Probe(attention=reduce, layer=-1, head=head, name="m", phase="generated")
+    assert Probe.parse(json.loads(json.dumps(one.to_dict()))) == one
+    assert one.replace(phase=None, positions="prompt").attention == reduce
+    assert one.bind(lambda name: {}) == (one,)
+    assert one.is_bound
+    keys = () if reduce == Entropy() else (reduce.positions,)
+    assert one.selections == (one.positions, *keys)
+
+
+def test_forms_of_a_probe_of_attention():
+    one = Probe.parse(READ)
+    assert one.to_dict() == {**READ, "positions": ["all"], "phase": "all"}
+    assert one == Probe(attention=Mass(1), layer=2, heads=[3, 0], name="m")
+    assert Probe(attention={"mass": [1]}, layer=2, heads="all").heads == ()
+    assert Probe(attention="entropy", layer=2) == Probe(attention=Entropy(), layer=[2])
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "problem"),
+    [
+        ({"attention": None}, "direction", "missing: give a direction, or `attention`"),
+        ({"direction": [1.0]}, "attention", "one probe for each"),
+        ({"attention": "full"}, "attention", "one number for each head: Mass"),
+        ({"attention": {"top_keys": 3}}, "attention", "Attention\\(…\\), given as `capture`"),
+        ({"attention": {"mass": "promt"}}, "attention.mass.positions", "prompt"),
+        ({"attention": 3}, "attention", "got `int`"),
+        ({"layer": [1, 2]}, "layer", "a probe reads one layer, got 2"),
+        ({"layer": None}, "layer", "missing"),
+        ({"site": "rot_q"}, "site", "reads a layer, not a site"),
+        ({"bias": 1}, "bias", "omit `bias`"),
+        ({"heads": 1}, "heads", "`head` is given too"),
+        ({"head": "each"}, "head", "got `str`"),
+    ],
+)
+def test_a_malformed_probe_of_attention_is_refused_by_its_path(change, path, problem):
+    with pytest.raises(SpecError, match=problem) as caught:
+        Probe.parse({**READ, **change})
     assert caught.value.path == path
 
 

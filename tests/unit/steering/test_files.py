@@ -19,6 +19,7 @@ from support.gguf_file import gguf_bytes, text
 
 from midstream.errors import SpecError
 from midstream.spec import Vector
+from midstream.spec.matrix import matrix_of
 from midstream.steering import files
 from midstream.steering.files import read_file
 
@@ -58,6 +59,20 @@ def test_safetensors_of_every_float_type(tmp_path, dtype):
     save_file({key: torch.tensor(row, dtype=dtype) for key, row in ROWS.items()}, path)
     assert found(path) == WANTED
     assert found(str(path)) == WANTED
+
+
+def test_safetensors_of_matrices_and_none_that_is_not_square(tmp_path):
+    square = torch.tensor([[1.0, 2.5], [-3.0, 0.5]])
+    save_file({"15": square.bfloat16(), "16": square[0].contiguous()}, tmp_path / "m.safetensors")
+    assert found(tmp_path / "m.safetensors") == {
+        ("resid_post", 15): matrix_of(square),
+        ("resid_post", 16): Vector.parse(square[0]),
+    }
+    save_file({"vector": square}, tmp_path / "one.safetensors")
+    assert read_file(tmp_path / "one.safetensors") == matrix_of(square)
+    save_file({"15": torch.zeros(2, 3)}, tmp_path / "bad.safetensors")
+    with pytest.raises(SpecError, match=r"tensor '15': expected one dimension, got shape \[2, 3\]"):
+        read_file(tmp_path / "bad.safetensors")
 
 
 @pytest.mark.parametrize("dtype", ["<f4", ">f4", "<f2", "<f8"])
@@ -120,9 +135,10 @@ def test_a_folder_and_a_pipe_are_no_files(tmp_path):
 @pytest.mark.parametrize("ending", ["safetensors", "npz", "gguf"])
 def test_too_large_a_file_is_refused_before_it_is_read(tmp_path, ending):
     path = tmp_path / f"v.{ending}"
+    most = files.MAX_MATRIX_BYTES if ending == "safetensors" else files.MAX_FILE_BYTES
     with path.open("wb") as file:
-        file.truncate(files.MAX_FILE_BYTES + 1)
-    with pytest.raises(SpecError, match="at most 268435456"):
+        file.truncate(most + 1)
+    with pytest.raises(SpecError, match=f"at most {most}"):
         read_file(path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 
@@ -10,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from midstream.client.protocol import upload_of
 from midstream.errors import NoRoomError, SpecError
-from midstream.spec import ModelShape, Plan, Steer, Vector
+from midstream.spec import Affine, ModelShape, Plan, Steer, Vector
+from midstream.spec.matrix import matrix_of
 from midstream.spec.named_vector import Named
 from midstream.steering import VectorRegistry
 from midstream.steering import registry as module
@@ -73,7 +76,61 @@ def test_what_is_looked_up_cannot_be_changed(registry):
         registry.lookup("x")[None] = W
 
 
+M, N = np.arange(9.0).reshape(3, 3), np.eye(3)
+
+
+def test_matrices_are_registered_by_layer_or_for_any(registry):
+    registry.register("act", {1: M, -1: N})
+    assert dict(registry.lookup("act")) == {
+        ("resid_post", 1): matrix_of(M),
+        ("resid_post", 3): matrix_of(N),
+    }
+    description = registry.register("one", M.tolist())
+    assert dict(registry.lookup("one")) == {None: matrix_of(M)}
+    assert (description.width, description.norms) == (3, (float(np.linalg.norm(M)),))
+    for name in ("act", "one"):
+        registry.register("again", registry.form(name))
+        assert registry.lookup("again") == registry.lookup(name)
+    for value in ({1: M, -1: N}, {"resid_post": {1: M}}, M):
+        registry.register("here", value)
+        registry.register("there", json.loads(json.dumps(upload_of(value))))
+        assert registry.lookup("there") == registry.lookup("here")
+        registry.remove("here")
+        registry.remove("there")
+    with pytest.raises(NoRoomError, match="72 bytes plus 144 registered bytes exceed"):
+        registry.register("two", {1: M, 2: N}, room=200)
+    bound = Plan.make(edits=Affine(matrix="act")).bind(registry.lookup, 4)
+    assert [(edit.layers.indices, edit.matrix) for edit in bound.edits] == [
+        ((1,), matrix_of(M)),
+        ((3,), matrix_of(N)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("edit", "path", "problem"),
+    [
+        (Affine(matrix="v"), "edits[0].matrix", "a square matrix: .*, got a vector of 3 numbers"),
+        (Affine(matrix="act", layer=2), "edits[0].layer", "has no vector for layer 2"),
+        (Affine(matrix="nobody"), "edits[0]", "no vectors are registered as 'nobody'"),
+        (Steer("act"), "edits[0].vector", "expected a list of numbers, .*, got `Matrix`"),
+    ],
+)
+def test_matrices_and_vectors_are_not_taken_for_each_other(registry, edit, path, problem):
+    registry.register("act", {1: M})
+    registry.register("v", {1: V})
+    with pytest.raises(SpecError, match=problem) as caught:
+        Plan.make(edits=edit).bind(registry.lookup, 4)
+    assert caught.value.path == path
+
+
 WRONG = {
+    "a matrix of another width": ({1: np.eye(2)}, "vectors[1]", "3 numbers a row.*, got 2"),
+    "a matrix that is not square": ({1: M[:2]}, "vectors[1]", r"square .*, got shape \[2, 3\]"),
+    "a matrix with a scale": (
+        {1: {"vector": M, "scale": 2}},
+        "vectors[1].scale",
+        "expected 1 with a matrix, got 2",
+    ),
     "the width": ([1.0], "vectors", "expected 3 numbers, the model's hidden size, got 1"),
     "the width at a tap": ({1: [1.0] * 4}, "vectors[1]", "expected 3 numbers"),
     "the layer": ({"resid_post": {4: V}}, 'vectors["resid_post"][4]', "layer 4 is out of range"),

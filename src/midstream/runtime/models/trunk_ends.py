@@ -51,13 +51,26 @@ def find_end(
         convention: of the first layer, or of the last.
         embeds_given: whether the model may get embeddings in place of token ids.
     """
-    trunk = next(one for one in model.modules() if any(layers is each for each in one.children()))
+    if site != "embed":
+        return find_norm(model, layers)
+    trunk = _trunk_of(model, layers)
     try:
-        if site != "embed":
-            return _final_norm(trunk, layers)
         return _embedding(trunk, layers, convention, embeds_given)
     except UnsupportedError as error:
         return NoEnd(f"{type(trunk).__qualname__} is not known to have it: {error}")
+
+
+def find_norm(model: nn.Module, layers: nn.ModuleList) -> nn.Module | NoEnd:
+    """Return the final norm of a loaded model with these layers."""
+    trunk = _trunk_of(model, layers)
+    try:
+        return _final_norm(trunk, layers)
+    except UnsupportedError as error:
+        return NoEnd(f"{type(trunk).__qualname__} is not known to have it: {error}")
+
+
+def _trunk_of(model: nn.Module, layers: nn.ModuleList) -> nn.Module:
+    return next(one for one in model.modules() if any(layers is each for each in one.children()))
 
 
 def _final_norm(trunk: nn.Module, layers: nn.ModuleList) -> nn.Module:

@@ -17,8 +17,9 @@ from midstream.ops.layout import Flags, Op
 from midstream.results.encoded_rows import Scattered
 from midstream.runtime.protocol.results import ResultBlock, WorkerResult
 from midstream.runtime.protocol.runs import Ints
+from midstream.runtime.protocol.worker_info import WorkerInfo
 from midstream.sites import Tap
-from midstream.spec import ResolvedPlan
+from midstream.spec import ResolvedPlan, ResolvedProbe
 from midstream.spec.instructions import Instruction
 from midstream.spec.vector import Vector
 from midstream.validation import at
@@ -45,11 +46,17 @@ def check_parts(plan: ResolvedPlan, parts: Mapping[Tap, int]) -> None:
                     f'by {plan.codec}; use codec="raw"',
                 )
     for nth, probe in enumerate(plan.probes):
-        if (probe.site, probe.layer) in parts:
+        if probe.attention is None and probe.tap in parts:
             with at(f"probes[{nth}]" if probe.name else "edits"):
                 raise _needs_all(probe.site, "a probe or gate that reads it")
     for edit in plan.edits:
         count = parts.get((edit.site, edit.layer))
+        if count is not None and any(step.op is Op.MAP for step in edit.steps.instructions):
+            raise SpecError(
+                f"edits[{edit.source}].matrix",
+                f"{edit.site} is split over {count} ranks, and a matrix needs all of its vectors; "
+                "use tensor_parallel_size=1",
+            )
         if count is not None and not all(_is_local(s, count) for s in edit.steps.instructions):
             with at(f"edits[{edit.source}]"):
                 raise _needs_all(edit.site, "an edit that reads or rescales the whole vector")
@@ -65,7 +72,7 @@ def _needs_all(site: str, what: str) -> SpecError:
 
 def _is_local(step: Instruction, parts: int) -> bool:
     """Return whether each rank can run an instruction on its part."""
-    if step.op in (Op.PROBE, Op.RAISE) or (step.op is Op.GATE and step.read is not None):
+    if step.op in (Op.PROBE, Op.RAISE, Op.MAP) or (step.op is Op.GATE and step.read is not None):
         return False
     read: set[int] = set()
     if step.op in _READING and step.read is not None:
@@ -134,6 +141,50 @@ def joined_blocks(results: Iterable[WorkerResult]) -> list[ResultBlock]:
     complete = (tap for tap, of in split.items() if len(of) == counts[tap])
     joined = [_joined(tap, [split[tap][part] for part in sorted(split[tap])]) for tap in complete]
     return whole + [block for block in joined if block.positions.size]
+
+
+def scores_of(
+    probe: ResolvedProbe, sent: Iterable[tuple[WorkerInfo, Ints, torch.Tensor]]
+) -> list[tuple[Ints, torch.Tensor]]:
+    """Return (positions, float32 [positions]) of one probe, among the scores that workers sent.
+
+    Ranks that have parts of the heads of a layer send their parts of a score of attention, which
+    are added up here.
+
+    Args:
+        probe: the probe.
+        sent: the worker, the positions, and float32 [positions, slots].
+    """
+    by_rank: dict[int, list[tuple[Ints, torch.Tensor]]] = {}
+    needed = 1
+    for worker, positions, values in sent:
+        if probe.tap not in worker.taps:
+            continue
+        parts = worker.parts[worker.taps.index(probe.tap)]
+        has_own_part = parts > 1 and worker.tensor_rank % (worker.tensor_ranks // parts) == 0
+        if has_own_part or worker.tensor_rank == 0:
+            needed = parts
+            column = positions, values[:, probe.slot]
+            by_rank.setdefault(worker.tensor_rank, []).append(column)
+    if needed == 1:
+        return [column for columns in by_rank.values() for column in columns]
+    if len(by_rank) < needed:
+        return []
+    first, *others = (_in_order(columns) for columns in by_rank.values())
+    positions, total = first
+    for known, values in others:
+        positions, mine, theirs = np.intersect1d(
+            positions, known, assume_unique=True, return_indices=True
+        )
+        total = total[torch.from_numpy(mine)] + values[torch.from_numpy(theirs)]
+    return [(positions, total)]
+
+
+def _in_order(blocks: Sequence[tuple[Ints, torch.Tensor]]) -> tuple[Ints, torch.Tensor]:
+    """Return the scores of several blocks as one, ascending by position."""
+    positions = np.concatenate([known for known, _ in blocks])
+    order = np.argsort(positions, kind="stable")
+    return positions[order], torch.cat([values for _, values in blocks])[torch.from_numpy(order)]
 
 
 def _joined(tap: Tap, parts: Sequence[Sequence[ResultBlock]]) -> ResultBlock:

@@ -12,7 +12,7 @@ from midstream.sites import Tap
 from midstream.spec import Instruction, ResolvedPlan, Vector
 from midstream.spec.positions.range_set import overlay
 from midstream.spec.positions.ranges import Ranges
-from midstream.spec.resolve.resolved import Pattern
+from midstream.spec.resolve.resolved import Pattern, SlottedPattern
 
 T = TypeVar("T")
 
@@ -64,6 +64,7 @@ class Room:
         max_edits: instructions, counted once for each program.
         token_ids: token ids in lists.
         probes: scores of one token.
+        maps: matrices of the stream's width.
     """
 
     bank_rows: int
@@ -71,6 +72,7 @@ class Room:
     max_edits: int
     token_ids: int
     probes: int
+    maps: int = 0
 
 
 def vectors_of(step: Instruction) -> Iterator[tuple[Vector, ...]]:
@@ -137,8 +139,10 @@ class RankShare(NamedTuple):
         """Return the number of parts in which the ranks have the vectors of a tap."""
         return self.parts[tap] if self.parts else 1
 
-    def reads(self, tap: int) -> bool:
-        """Return whether this rank makes rows of attention of its queries at a tap."""
+    def returns(self, tap: int) -> bool:
+        """Return whether this rank returns rows of attention of its queries at a tap, or logits of
+        its vectors there.
+        """
         return self.rank % self.copies(tap) == 0 if self.parts_of(tap) > 1 else self.rank == 0
 
 
@@ -146,20 +150,33 @@ WHOLE = RankShare(0, 1)
 
 
 class PatternRead(NamedTuple):
-    """A row of attention that is made of the queries at a tap.
+    """A row of attention that is made of the queries at a tap, logits of the vector there, or a
+    score that is made of attention.
 
     Attributes:
         tap: index of the tap, on this rank.
-        capture, place: index of the plan's capture, and of the row's tap in it.
+        capture, place: index of the plan's capture, and of the row's tap in it; of a score −1.
         pattern: what the row is.
-        num_heads: number of heads that this rank computes.
+        heads: the heads of this rank that are computed, ascending; empty: all of them.
+        num_heads: their number. Of a score it may be 0: other ranks have its heads.
+        returned: whether this rank returns the row; if not, it computes its part of the logits,
+            which only all ranks together can.
+        slot: column of the score; None: it is a row.
     """
 
     tap: int
     capture: int
     place: int
     pattern: Pattern
+    heads: tuple[int, ...]
     num_heads: int
+    returned: bool = True
+    slot: int | None = None
+
+    @property
+    def is_row(self) -> bool:
+        """Whether this rank returns a row; a score is no row."""
+        return self.returned and self.slot is None
 
 
 class PlanSegment(NamedTuple):
@@ -170,7 +187,7 @@ class PlanSegment(NamedTuple):
         edits: edits, then probes.
         taps: indices of taps whose vectors are returned, on this rank.
         scored: whether a score there is returned to the caller.
-        patterns: rows of attention that are returned.
+        patterns: rows of attention that are returned, and scores that are made of attention.
     """
 
     start: int
@@ -236,8 +253,12 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
                 only = TapProgramStep(index, instructions, digest, match.ids, match.others)
                 parts.append(_Part(match.ranges, only))
     for probe in plan.probes:
-        index = taps.get((probe.site, probe.layer))
-        if index is not None:
+        index = taps.get(probe.tap)
+        if index is not None and probe.attention is not None:
+            if share.returns(index):
+                mean = _mean(probe.attention, index, share)
+                parts.append(_Part(probe.where.possible, patterns=(mean,), scored=True))
+        elif index is not None:
             read = TapProgramStep(index, probe.steps.instructions, probe.steps.digest)
             # Scores are few: the first rank returns all of them.
             scored = share.rank == 0 and bool(probe.name)
@@ -258,9 +279,31 @@ def _parts(plan: ResolvedPlan, taps: dict[Tap, int], share: RankShare) -> list[_
 def _reads(
     capture: int, pattern: Pattern, taps: dict[Tap, int], share: RankShare
 ) -> tuple[PatternRead, ...]:
-    """Return the rows of attention of a capture that a rank makes."""
+    """Return the rows of attention of a capture that a rank makes, or the logits, which each rank
+    of a tensor-parallel group makes with the others.
+    """
     return tuple(
-        PatternRead(index, capture, place, pattern, pattern.counts[place] // share.parts_of(index))
+        PatternRead(
+            index,
+            capture,
+            place,
+            pattern,
+            pattern.heads,
+            pattern.counts[place] // share.parts_of(index),
+            share.returns(index),
+        )
         for place, tap in enumerate(pattern.reads)
-        if (index := taps.get(tap)) is not None and share.reads(index)
+        if (index := taps.get(tap)) is not None and (pattern.of_logits or share.returns(index))
     )
+
+
+def _mean(attention: SlottedPattern, tap: int, share: RankShare) -> PatternRead:
+    """Return a rank's part of a score that is made of attention."""
+    slot, pattern, num_heads = attention
+    parts, heads = share.parts_of(tap), pattern.heads
+    if parts > 1 and heads:
+        here = num_heads // parts
+        part = share.rank // share.copies(tap)
+        heads = tuple(head % here for head in heads if head // here == part)
+        return PatternRead(tap, -1, -1, pattern, heads, len(heads), slot=slot)
+    return PatternRead(tap, -1, -1, pattern, heads, pattern.counts[0] // parts, slot=slot)

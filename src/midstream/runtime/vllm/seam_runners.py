@@ -16,6 +16,8 @@ _NONFINITE = "values that are not finite are cleared from reused KV"
 _DUMMY_RUNS = "dummy runs run both models while the engine starts"
 _MEMORY = "memory for the CUDA graphs of both models"
 _GRAPHS = "each model has its own CUDA graphs"
+_ADAPTERS = "adapters of the head apply to rows that are not sampled from"
+_AGREE = "ranks agree on requests whose logits they compute together"
 
 
 def _start_up(module: str, *named: str) -> tuple[Seam, ...]:
@@ -30,6 +32,9 @@ def _start_up(module: str, *named: str) -> tuple[Seam, ...]:
         seam("profile_cudagraph_memory", (), _MEMORY),
     )
 
+
+_LORA_HEAD = "vllm.lora.layers.logits_processor"
+_PUNICA = "vllm.lora.punica_wrapper.punica_base"
 
 # Both runners' model, and what compiles it.
 MODEL_SEAMS: tuple[Seam, ...] = (
@@ -63,6 +68,26 @@ MODEL_SEAMS: tuple[Seam, ...] = (
         (),
         "a dummy run in which the taps are checked",
     ),
+    Seam(
+        "vllm.model_executor.models.interfaces_base",
+        "VllmModelForTextGeneration.compute_logits",
+        ("hidden_states",),
+        "logits are returned, and biases added to them",
+    ),
+    Seam("vllm.distributed.parallel_state", "get_tp_group", (), _AGREE),
+    Seam(
+        _LORA_HEAD,
+        "LogitsProcessorWithLoRA.set_lora",
+        ("index", "lora_a", "lora_b"),
+        _ADAPTERS,
+    ),
+    Seam(_LORA_HEAD, "LogitsProcessorWithLoRA.reset_lora", ("index",), _ADAPTERS),
+    Seam(
+        _PUNICA,
+        "PunicaWrapperBase.add_lora_logits",
+        ("y", "x", "lora_a_stacked", "lora_b_stacked", "scale"),
+        _ADAPTERS,
+    ),
 )
 
 _PARAMETERS = "parameters are gathered over ranks"
@@ -86,6 +111,9 @@ MODEL_FIELDS: tuple[Fields, ...] = (
         ("org_vocab_start_index", "org_vocab_end_index"),
         _PARAMETERS,
     ),
+    Fields("vllm.distributed.parallel_state", "GroupCoordinator", ("cpu_group",), _AGREE),
+    Fields("vllm.lora.layers.base", "BaseLayerWithLoRA", ("punica_wrapper",), _ADAPTERS),
+    Fields(_PUNICA, "PunicaWrapperBase", ("token_lora_indices",), _ADAPTERS),
     Fields("vllm.model_executor.layers.linear", "LinearBase", ("tp_size",), _PARAMETERS),
     Fields(
         "vllm.model_executor.layers.linear",

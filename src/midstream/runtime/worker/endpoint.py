@@ -34,6 +34,7 @@ from midstream.runtime.protocol.rpc import (
     RunningScores,
     UpdateVectors,
     WorkerUsage,
+    WriteLenses,
     read_request,
 )
 from midstream.runtime.protocol.runs import joined
@@ -44,12 +45,16 @@ from midstream.runtime.vllm import seams
 from midstream.runtime.vllm.additional_config import replicas_of
 from midstream.runtime.vllm.attributes import ENDPOINT
 from midstream.runtime.vllm.engine_rules import check_settings
+from midstream.runtime.worker.attention.head_adapters import HeadAdapters
 from midstream.runtime.worker.attention.layers import RankAttention
+from midstream.runtime.worker.attention.lens import RankLens
+from midstream.runtime.worker.attention.logits import Head
 from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.logit_bias import num_switches
 from midstream.runtime.worker.model_runner import v1, v2
 from midstream.runtime.worker.model_runner.hooks import Hooks
 from midstream.runtime.worker.model_runner.model_switch import ModelSwitch
+from midstream.runtime.worker.rank_agreement import all_ranks
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.result_buffer import ResultBuffer
@@ -61,6 +66,8 @@ from midstream.runtime.worker.taps.tapped_model import add_taps
 from midstream.runtime.worker.taps.taps import check_drafter
 from midstream.sites import ENDS, Tap
 from midstream.spec.resolve.attention import ATTENTION
+from midstream.spec.resolve.lens import LENS
+from midstream.spec.resolve.logits import HEAD
 from midstream.transport.arena import Arena
 from midstream.transport.ring_copy import host_transport
 from midstream.transport.sizing import arena_settings
@@ -104,6 +111,11 @@ class WorkerEndpoint:
             embeds_given=_gets_embeddings(runner, vllm_config),
         )
         self._taps = _choose_taps(self._decoder, config)
+        last = self._decoder.num_layers - 1
+        has_last = any(layer.index == last for layer in self._decoder.layers)
+        self._lens = RankLens(
+            model, config.lens_bytes, vllm_config.model_config.dtype, runner.device, has_last
+        )
         self._hidden_size: int = vllm_config.model_config.get_hidden_size()
         inner = self._decoder.inner
         widths = {
@@ -124,7 +136,7 @@ class WorkerEndpoint:
             model, self._decoder, self._taps, self._buffers, vllm_config, config
         )
         check_drafter(runner)
-        _count_memory(runner, self._buffers)
+        _count_memory(runner, self._buffers.nbytes + self._lens.maps.nbytes)
         self._max_tokens = self._buffers.tokens.shape[0]
         device = self._buffers.ring.device.type
         workers = parallel.world_size * replicas_of(vllm_config)
@@ -150,11 +162,13 @@ class WorkerEndpoint:
             self._checksum,
             config.on_nonfinite,
             only_armed=bool(replacements),
+            agree=None if self._tensor_ranks == 1 else all_ranks,
             patterns=PatternReader(
                 self._attention.at,
                 lambda group: adapter.block_table(runner, group),
                 # As it is before biases are added to what it returns.
-                head=getattr(model, "compute_logits", None),
+                head=_head(model, vllm_config),
+                lens=self._lens,
             ),
         )
         if self._session.bias is not None:
@@ -211,6 +225,8 @@ class WorkerEndpoint:
                     pass
                 for uid in request.uids:
                     self._results.release(uid)
+            case WriteLenses():
+                self._lens.write(request.offset, request.data)
             case ReadParameter():
                 return self._read_parameter(request)
             case ReadUsage():
@@ -225,6 +241,10 @@ class WorkerEndpoint:
         inner = self._decoder.inner
         lacking = dict(self._decoder.lacking)
         lacking |= {(ATTENTION, layer): why for layer, why in self._attention.reasons.items()}
+        last = self._decoder.num_layers - 1
+        if any(layer.index == last for layer in self._decoder.layers):
+            reasons = {(LENS, last): self._lens.reason, (HEAD, last): self._lens.no_logits}
+            lacking |= {tap: why for tap, why in reasons.items() if why}
         return WorkerInfo(
             stage=self._stage,
             tensor_rank=self._tensor_rank,
@@ -419,7 +439,17 @@ def _room(config: Config) -> Room:
         max_edits=config.max_edits,
         token_ids=config.token_ids,
         probes=config.probes,
+        maps=config.maps,
     )
+
+
+def _head(model: Any, vllm_config: Any) -> Head | None:
+    """Return a model's head; None if it has none, as a model that embeds texts."""
+    compute_logits = getattr(model, "compute_logits", None)
+    if compute_logits is None:
+        return None
+    adapters = None if vllm_config.lora_config is None else HeadAdapters(model)
+    return Head(compute_logits, int(vllm_config.model_config.get_vocab_size()), adapters)
 
 
 def _largest_step(runner: Any, vllm_config: Any) -> int:
@@ -442,9 +472,9 @@ def _staging_bytes(device: torch.device, config: Config) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory) // _DEVICE_SHARE
 
 
-def _count_memory(runner: Any, buffers: Buffers) -> None:
-    """Add the buffers to the memory of the model. Until 0.28 vLLM sizes the KV cache by this figure
-    alone.
+def _count_memory(runner: Any, nbytes: int) -> None:
+    """Add midstream's memory on the device to that of the model. Until 0.28 vLLM sizes the KV cache
+    by this figure alone.
     """
     if hasattr(runner, "model_memory_usage"):
-        runner.model_memory_usage += buffers.nbytes
+        runner.model_memory_usage += nbytes

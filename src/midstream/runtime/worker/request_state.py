@@ -38,9 +38,9 @@ class Segment:
         scored: whether scores are returned to the caller.
         codec: number of the encoding of the captured rows.
         units: ring units of a record of `taps`.
-        patterns: rows of attention that are made of the queries in `taps`.
+        patterns: rows of attention that are made of the queries in `taps`, and scores.
         returned: number of rows of each token that are returned: of `taps` that are more than
-            queries of `patterns`, and of `patterns`.
+            queries of `patterns`, and of `patterns` that are no scores.
     """
 
     start: int
@@ -186,7 +186,8 @@ def acquire_segments(
             units = codecs.units_of(taps)
             kind = rows.kind(returned, number, units // codecs.encoding(number).units)
             where = (start, stop, edits, taps, program, group, kind, scored, number, units)
-            segments.append(Segment(*where, patterns, len(returned) + len(patterns)))
+            rows_each = len(returned) + sum(read.is_row for read in patterns)
+            segments.append(Segment(*where, patterns, rows_each))
     except SpecError:
         release_segments(segments, tables)
         raise

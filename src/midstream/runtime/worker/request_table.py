@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from midstream.runtime.protocol.failures import Failure
 from midstream.runtime.worker.plan_table import PlanTable
+from midstream.runtime.worker.rank_agreement import is_joint
 from midstream.runtime.worker.rank_check import RankChecksum
 from midstream.runtime.worker.request_state import RequestState, idle_segment
 from midstream.runtime.worker.step.slot_table import SlotTable
@@ -15,6 +16,8 @@ from midstream.spec import ResolvedPlan
 from midstream.spec.resolve.resolved import ResolvedBias
 
 _LOGGER = logging.getLogger(__name__)
+# Returns whether all ranks that run the same requests say yes.
+Agree = Callable[[bool], bool]
 _NO_PLAN = ResolvedPlan(0, (), ())  # of a request whose plan cannot be read
 
 
@@ -31,17 +34,21 @@ class RequestTable:
         plans: PlanTable,
         recorder: StepRecorder,
         checksum: RankChecksum | None = None,
+        agree: Agree | None = None,
     ) -> None:
         """Args:
         slots: the running requests.
         plans: their plans.
         recorder: the steps in flight.
         checksum: receives every plan; None if ranks are not compared.
+        agree: asks the other ranks whether they can run a plan with work that all do together; None
+            if there are none.
         """
         self.plans = plans
         self._slots = slots
         self._recorder = recorder
         self._checksum = checksum
+        self._agree = agree
         self._added = 0
         # Finished requests with the number of their last step, which is not settled.
         self._finishing: list[tuple[int, RequestState]] = []
@@ -75,6 +82,11 @@ class RequestTable:
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
             _LOGGER.exception("midstream failed request %s", request_id)
+        if self._agree is not None and is_joint(plan) and not self._agree(not problem):
+            if own is not None:
+                self.plans.release(own)
+                own = None
+            problem = problem or "another rank cannot run the plan"
         self._added += 1
         request = RequestState(
             id=request_id,

@@ -156,6 +156,7 @@ def _patterns(encoding: RowEncoding, request: RequestState) -> tuple[PatternHead
     return tuple(
         PatternHeader(captures[each.capture].taps[each.place], each.tap, each.nbytes)
         for each in encoding.patterns
+        if each.is_row
     )
 
 

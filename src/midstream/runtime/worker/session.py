@@ -11,7 +11,7 @@ from midstream.runtime.worker.collection import Collection
 from midstream.runtime.worker.logit_bias import LogitBias
 from midstream.runtime.worker.plan_table import PlanTable
 from midstream.runtime.worker.rank_check import RankChecksum
-from midstream.runtime.worker.request_table import RequestTable
+from midstream.runtime.worker.request_table import Agree, RequestTable
 from midstream.runtime.worker.step.slot_table import SlotTable
 from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_planner import StepPlanner
@@ -48,6 +48,7 @@ class WorkerSession:
         on_nonfinite: str = "raise",
         only_armed: bool = False,
         patterns: PatternReader | None = None,
+        agree: Agree | None = None,
     ) -> None:
         """Args:
         buffers: the rank's buffers.
@@ -60,7 +61,8 @@ class WorkerSession:
         on_nonfinite: the setting of that name.
         only_armed: whether every forward pass that fires the taps is a step with a plan, as where
             all other steps run vLLM's own model.
-        patterns: makes rows of attention; None: no request asks for any.
+        patterns: makes rows of attention and logits; None: no request asks for any.
+        agree: see `RequestTable`.
         """
         self._checksum = checksum
         self._codecs = CodecTable(buffers)
@@ -78,7 +80,7 @@ class WorkerSession:
             patterns=patterns,
         )
         plans = PlanTable(self._tables, self._codecs, self._recorder.rows, taps, share)
-        self.requests = RequestTable(slots, plans, self._recorder, checksum)
+        self.requests = RequestTable(slots, plans, self._recorder, checksum, agree)
         self.bias = LogitBias(buffers.switches) if buffers.switches.shape[0] else None
         self.collection = Collection(self.requests, self._recorder)
 

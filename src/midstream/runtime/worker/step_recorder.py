@@ -10,8 +10,9 @@ import numpy as np
 from torch import Tensor
 
 from midstream.ops import layout
-from midstream.runtime.worker.attention.queries import queries_of
+from midstream.runtime.worker.attention.logits import StepLogits
 from midstream.runtime.worker.attention.reader import PatternReader
+from midstream.runtime.worker.attention.step_patterns import StepPatterns
 from midstream.runtime.worker.request_state import RequestState
 from midstream.runtime.worker.row_index import ArenaRows, CapturedRowIndex, Scores
 from midstream.runtime.worker.step.armed_buffers import ArmedBuffers
@@ -27,7 +28,6 @@ from midstream.runtime.worker.step.step_batch import StepBatch
 from midstream.runtime.worker.step.step_plan import CodecBatch, StepPlan
 from midstream.runtime.worker.tables.codec_table import CodecTable
 from midstream.runtime.worker.tables.device_buffers import Buffers
-from midstream.runtime.worker.tables.pattern_records import PatternEncoding
 from midstream.runtime.worker.taps.tap_check import TapSignature
 from midstream.sites import Tap
 from midstream.transport.arena import Arena
@@ -104,7 +104,7 @@ class StepRecorder:
         self._arena = arena
         self._slots = slots
         self._codecs = codecs
-        self._patterns = patterns
+        self._patterns = StepPatterns(buffers, slots, codecs, patterns)
         self._signature = TapSignature(taps)
         self._score_kind = self.scores.kind((0,))
         self._armed = ArmedBuffers(buffers, only_armed)
@@ -148,41 +148,46 @@ class StepRecorder:
         assert prepared is not None
         plan = prepared.plan
         batches: Sequence[CodecBatch] = plan.batches
+        logits: StepLogits = {}
         if batches:
+            logits = self._patterns.compute(prepared)  # of all rows, also those that are dropped
             incomplete = self._slots.incomplete[plan.runs.slot]
             if incomplete.any():
                 self._slots.drop(plan.runs, np.flatnonzero(incomplete))
                 batches = plan.batches_of(~incomplete)
+            # Of some records a rank returns nothing: scores, or logits that another one returns.
+            batches = [each for each in batches if self._row_bytes(each.codec)]
         tally, scores = self._armed.tally, self._no_scores
         if plan.scored:
             scores = self._buffers.scores[: tally.shape[0]]
-        shipment = self._ship(prepared, batches, tally, scores)
+        shipment = self._ship(prepared, batches, tally, scores, logits)
         if plan.num_units:
             self._armed.close_ring()
         self._in_flight.append(InFlightStep(self.counts.steps, prepared, shipment))
         self._slots.last_step[plan.runs.slot] = self.counts.steps
         for batch in self._record_rows(prepared, batches, shipment):
             alone = batch.alone()
-            again = self._ship(prepared, alone, tally[:0], scores[:0])
+            again = self._ship(prepared, alone, tally[:0], scores[:0], logits)
             for lost in self._record_rows(prepared, alone, again):
                 self._slots.drop(plan.runs, lost.runs)
         if plan.scored:
             self._record_scores(prepared, shipment)
 
+    def _row_bytes(self, codec: int) -> int:
+        return self._codecs.encoding(codec).row_bytes(self._buffers.ring.dtype)
+
     def _ship(
-        self, prepared: PreparedStep, batches: Sequence[CodecBatch], tally: Tensor, scores: Tensor
+        self,
+        prepared: PreparedStep,
+        batches: Sequence[CodecBatch],
+        tally: Tensor,
+        scores: Tensor,
+        logits: StepLogits,
     ) -> Shipment:
         parcels = []
         for batch in batches:
             first, encoding = prepared.first + batch.first, self._codecs.encoding(batch.codec)
-            encoded = None
-            if isinstance(encoding, PatternEncoding):
-                assert self._patterns is not None
-                units = self._buffers.ring[first : first + batch.num_units]
-                records = units.view(-1, encoding.units * units.shape[1])
-                encoded = self._patterns.encode(
-                    encoding, records, *queries_of(prepared, batch, self._slots, records.device)
-                )
+            encoded = self._patterns.encode(prepared, batch, logits)
             parcels.append(Parcel(first, batch.num_units, encoding, encoded))
         return self._transport.ship(parcels, tally, scores)
 
@@ -190,18 +195,17 @@ class StepRecorder:
         self, prepared: PreparedStep, batches: Sequence[CodecBatch], shipment: Shipment
     ) -> list[CodecBatch]:
         """Add the rows of a shipment to the index; return those that did not fit."""
-        ring, missing = self._buffers.ring, []
+        missing = []
         for batch, extent in zip(batches, shipment.extents, strict=True):
             if extent is None:
                 missing.append(batch)
                 continue
-            encoding = self._codecs.encoding(batch.codec)
             self.rows.record(
-                ArenaRows(shipment, extent, encoding.row_bytes(ring.dtype), self._arena),
+                ArenaRows(shipment, extent, self._row_bytes(batch.codec), self._arena),
                 batch.serial,
                 positions_of(prepared, batch.runs),
                 batch.length,
-                batch.record // encoding.units,
+                batch.record // self._codecs.encoding(batch.codec).units,
                 batch.kind,
             )
         return missing

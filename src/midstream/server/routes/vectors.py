@@ -69,8 +69,9 @@ def show(name: Name, server: ServerDep) -> dict[str, Any]:
     summary="Register vectors or whole edits under a name, replacing earlier ones",
     description="JSON: `{layer: vector}`, `{site: {layer: vector}}`, or one vector without a "
     'layer; a vector is a list of numbers, `{"f32": base64}` or '
-    '`{"vector": …, "scale": …}`. Or whole edits: `{"base": …, "prompt": …, "generated": …, '
-    '"edits": […]}`, tiers as in `/v1/midstream/steering`. '
+    '`{"vector": …, "scale": …}`, a matrix `[width, width]` a list of rows or '
+    '`{"f32": base64, "shape": [width, width]}`. Or whole edits: `{"base": …, "prompt": …, '
+    '"generated": …, "edits": […]}`, tiers as in `/v1/midstream/steering`. '
     "Or a safetensors file (`application/octet-stream`) with tensors named `{site}.{layer}` or "
     "`{layer}`. Running requests continue with the vectors that they started with.",
     responses={**ok_response(ABOUT), **error_responses(400, 401, 403, 413, 415, 503, 507)},

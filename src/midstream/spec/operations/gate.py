@@ -35,6 +35,11 @@ from midstream.spec.shape import VectorSize
 from midstream.spec.vector import Vector
 from midstream.validation import at, read_fields, read_word
 
+_LATE = (
+    "a gate cannot read attention: its weights are computed after the forward pass, when the edit "
+    "has been applied; give a direction"
+)
+
 
 @dataclass(frozen=True, slots=True, init=False)
 class Reading:
@@ -115,6 +120,8 @@ class Reading:
         if isinstance(value, Probe):
             return _from_probe(value)
         given: Any = value
+        if isinstance(value, Mapping) and "attention" in value:
+            raise SpecError("attention", _LATE)
         if isinstance(value, Mapping) and not {"f32", "name"} & set(value):
             return Reading(
                 **read_named(
@@ -385,6 +392,8 @@ def _read_inner(value: object) -> PlainEdit:
 
 
 def _from_probe(probe: Probe) -> Reading:
+    if probe.direction is None:
+        raise SpecError("attention", _LATE)
     if probe.positions != Positions("all"):
         raise SpecError(
             "positions", "a gate uses the edit's positions; give a probe without positions"

@@ -1,4 +1,4 @@
-"""Resolution of an `Attention` against a model and a prompt."""
+"""Resolution of an `Attention`, and of a probe of attention, against a model and a prompt."""
 
 from __future__ import annotations
 
@@ -6,14 +6,30 @@ from collections.abc import Sequence
 
 from midstream.errors import SpecError
 from midstream.sites import Tap
-from midstream.spec.attention import MAX_FULL_KEYS, Attention, Entropy, Mass, TopKeys
+from midstream.spec.attention import (
+    MAX_FULL_KEYS,
+    Attention,
+    Entropy,
+    Mass,
+    Reduction,
+    TopKeys,
+)
 from midstream.spec.heads import head_size
 from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.positions.ranges import Ranges
 from midstream.spec.positions.select import select
-from midstream.spec.resolve.resolved import Pattern, PatternKind, ResolvedCapture
+from midstream.spec.probe import Probe
+from midstream.spec.resolve.resolved import (
+    Pattern,
+    PatternKind,
+    ResolvedCapture,
+    ResolvedProbe,
+    SlottedPattern,
+    Steps,
+)
 from midstream.spec.resolve.tap_lookup import find_layer
+from midstream.spec.selection import Layers
 from midstream.spec.shape import ModelShape
 from midstream.validation import at
 
@@ -46,19 +62,57 @@ def resolve_attention(
         SpecError: a layer's attention cannot be read, a head does not exist, or the positions of a
             `Mass` depend on generated tokens.
     """
-    layers = _layers(attention, shape)
-    reads = [_query_tap(layer, shape) for layer in layers]
-    heads = attention.heads or ()
+    layers = _layers(attention.layers, shape, "layers")
+    with at("reduce"):
+        reduced = _reduction(attention.reduce, where, prompt, max_tokens)
+    pattern = _pattern(layers, attention.heads or (), reduced, shape, "layers", "heads")
+    site = f"{ATTENTION}.{attention.name}" if attention.name else ATTENTION
+    return ResolvedCapture(tuple((site, layer) for layer in layers), where, source, pattern)
+
+
+def resolve_attention_probe(
+    probe: Probe,
+    slot: int,
+    where: Where,
+    shape: ModelShape,
+    prompt: Prompt,
+    max_tokens: int | None,
+) -> ResolvedProbe:
+    """Resolve a probe of attention.
+
+    Args:
+        probe: what to read.
+        slot: column of its scores.
+        where: the positions of its queries.
+        shape, prompt, max_tokens: see `resolve_attention`.
+
+    Raises:
+        SpecError: see `resolve_attention`.
+    """
+    assert probe.attention is not None
+    layers = _layers(probe.layers, shape, "layer")
+    with at("attention"):
+        reduced = _reduction(probe.attention, where, prompt, max_tokens)
+    pattern = _pattern(layers, probe.heads, reduced, shape, "layer", "head")
+    found = SlottedPattern(slot, pattern, shape.num_heads(pattern.reads[0]))
+    return ResolvedProbe(probe.name, ATTENTION, layers[0], Steps(()), where, found)
+
+
+def _pattern(
+    layers: Sequence[int],
+    heads: tuple[int, ...],
+    reduced: tuple[PatternKind, int, Ranges],
+    shape: ModelShape,
+    layers_field: str,
+    heads_field: str,
+) -> Pattern:
+    with at(layers_field):
+        reads = tuple(_query_tap(layer, shape) for layer in layers)
     for tap in reads:
         if heads:
-            head_size(heads, shape.size(tap), "heads", f"{tap[0]} of layer {tap[1]}")
-    with at("reduce"):
-        kind, size, keys = _reduction(attention, where, prompt, max_tokens)
+            head_size(heads, shape.size(tap), heads_field, f"{tap[0]} of layer {tap[1]}")
     counts = tuple(len(heads) or shape.num_heads(tap) for tap in reads)
-    site = f"{ATTENTION}.{attention.name}" if attention.name else ATTENTION
-    taps = tuple((site, layer) for layer in layers)
-    pattern = Pattern(kind, size, keys, heads, tuple(reads), counts)
-    return ResolvedCapture(taps, where, source, pattern)
+    return Pattern(*reduced, heads, reads, counts)
 
 
 def check_attention(captures: Sequence[ResolvedCapture]) -> None:
@@ -79,18 +133,24 @@ def check_attention(captures: Sequence[ResolvedCapture]) -> None:
                 )
 
 
-def _layers(attention: Attention, shape: ModelShape) -> list[int]:
-    """Return the layers, ascending."""
-    indices = attention.layers.indices
+def _layers(given: Layers, shape: ModelShape, field: str) -> list[int]:
+    """Return the layers, ascending.
+
+    Args:
+        given: the layers, as given.
+        shape: the model.
+        field: name of the field that names them, for messages.
+    """
+    indices = given.indices
     if indices == "all":
         every = range(shape.num_layers)
         layers = [layer for layer in every if shape.reason((ATTENTION, layer)) is None]
         if not layers:
-            raise SpecError("layers", f"no layer's attention can be read: {_why(0, shape)}")
+            raise SpecError(field, f"no layer's attention can be read: {_why(0, shape)}")
         return layers
     found: dict[int, int] = {}
     for place, index in enumerate(indices):
-        path = "layers" if len(indices) == 1 else f"layers[{place}]"
+        path = field if len(indices) == 1 else f"{field}[{place}]"
         with at(path):
             layer = find_layer(index, shape)
             if layer in found:
@@ -111,7 +171,7 @@ def _query_tap(layer: int, shape: ModelShape) -> Tap:
     for site in QUERY_SITES:
         if (site, layer) in shape.taps:
             return site, layer
-    raise SpecError("layers", f"attention of layer {layer} cannot be read: {NO_QUERIES}")
+    raise SpecError("", f"attention of layer {layer} cannot be read: {NO_QUERIES}")
 
 
 NO_QUERIES = (
@@ -122,10 +182,10 @@ NO_QUERIES = (
 
 
 def _reduction(
-    attention: Attention, where: Where, prompt: Prompt, max_tokens: int | None
+    reduction: Reduction, where: Where, prompt: Prompt, max_tokens: int | None
 ) -> tuple[PatternKind, int, Ranges]:
     """Return the kind of a reduction, its numbers for a head, and the keys of a mass."""
-    match attention.reduce:
+    match reduction:
         case TopKeys(k):
             return "top", 2 * k, ()
         case Entropy():
@@ -141,11 +201,18 @@ def _reduction(
                 )
             return "mass", 1, keys.ranges
         case _:
-            return "full", _full_keys(where, prompt, max_tokens), ()
+            return reduction, _full_keys(reduction, where, prompt, max_tokens), ()
 
 
-def _full_keys(where: Where, prompt: Prompt, max_tokens: int | None) -> int:
-    """Return the number of keys that a query at the last of some positions may see, rounded up."""
+def _full_keys(word: str, where: Where, prompt: Prompt, max_tokens: int | None) -> int:
+    """Return the number of keys that a query at the last of some positions may see, rounded up.
+
+    Args:
+        word: the reduction, for messages.
+        where: the positions.
+        prompt: the prompt.
+        max_tokens: maximum number of generated tokens; None: unknown.
+    """
     last = where.possible[-1][1]
     length = None if max_tokens is None else prompt.length + max_tokens - 1
     if last is None or (length is not None and length < last):
@@ -154,7 +221,7 @@ def _full_keys(where: Where, prompt: Prompt, max_tokens: int | None) -> int:
         number = "any number of" if last is None else str(last)
         raise SpecError(
             "",
-            f'a query may see {number} keys, and "full" returns at most {MAX_FULL_KEYS}; use '
+            f'a query may see {number} keys, and "{word}" returns at most {MAX_FULL_KEYS}; use '
             "TopKeys, Mass or Entropy, or earlier queries",
         )
     return -(-last // _KEYS_STEP) * _KEYS_STEP

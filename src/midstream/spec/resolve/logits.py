@@ -14,6 +14,8 @@ from midstream.spec.resolve.resolved import Pattern, ResolvedCapture, ResolvedPl
 from midstream.spec.shape import ModelShape
 
 LOGITS = "logits"
+# What a model lacks whose head does not read the output of its final norm.
+HEAD = "head"
 
 
 def resolve_logits(logits: Logits, source: int, where: Where, shape: ModelShape) -> ResolvedCapture:
@@ -26,9 +28,12 @@ def resolve_logits(logits: Logits, source: int, where: Where, shape: ModelShape)
         shape: the model.
 
     Raises:
-        SpecError: the engine does not tap `final_norm`.
+        SpecError: the engine does not tap `final_norm`, or the head reads something else.
     """
     read = "final_norm", shape.num_layers - 1
+    why = shape.reason((HEAD, shape.num_layers - 1))
+    if why is not None:
+        raise SpecError("", f"logits cannot be read: {why}")
     if read not in shape.taps:
         why = shape.reason(read) or (
             'the engine does not tap final_norm; add "final_norm" to midstream\'s setting `sites`, '
@@ -66,7 +71,7 @@ def with_vocabulary(plan: ResolvedPlan, vllm_config: Any) -> ResolvedPlan:
         vllm_config: the engine's settings.
 
     Raises:
-        SpecError: the engine cannot return logits, or there is no such token.
+        SpecError: there is no such token.
     """
     places = [nth for nth, one in enumerate(plan.captures) if one.taps[0][0] == LOGITS]
     if not places:
@@ -74,12 +79,6 @@ def with_vocabulary(plan: ResolvedPlan, vllm_config: Any) -> ResolvedPlan:
     (place,) = places
     capture = plan.captures[place]
     path = f"capture[{capture.source}]"
-    if vllm_config.parallel_config.tensor_parallel_size > 1:
-        raise SpecError(
-            path, "logits are unsupported with tensor parallelism, as ranks share the head"
-        )
-    if vllm_config.lora_config is not None:
-        raise SpecError(path, "logits are unsupported with LoRA, which may change the head")
     vocabulary = int(vllm_config.model_config.get_vocab_size())
     pattern = capture.pattern
     assert pattern is not None

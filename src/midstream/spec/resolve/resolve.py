@@ -12,6 +12,7 @@ from midstream.spec.attention import Attention, queries_named
 from midstream.spec.capture import Capture
 from midstream.spec.heads import head_size
 from midstream.spec.instructions import Instruction
+from midstream.spec.lens import Lens
 from midstream.spec.logits import Logits
 from midstream.spec.operations import Edit, Gate, Route, Steer
 from midstream.spec.plan import Plan
@@ -20,8 +21,13 @@ from midstream.spec.positions.positions import Positions
 from midstream.spec.positions.prompt import Prompt
 from midstream.spec.positions.select import MAX_RANGES, select
 from midstream.spec.probe import Probe
-from midstream.spec.resolve.attention import check_attention, resolve_attention
+from midstream.spec.resolve.attention import (
+    check_attention,
+    resolve_attention,
+    resolve_attention_probe,
+)
 from midstream.spec.resolve.biases import bias_of, check_sampled, with_switch
+from midstream.spec.resolve.lens import check_names, resolve_lens
 from midstream.spec.resolve.logits import check_logits, resolve_logits
 from midstream.spec.resolve.resolved import (
     ResolvedBias,
@@ -104,6 +110,7 @@ class _Resolver:
             with at(f"capture[{index}]"):
                 captures.append(self._resolve_capture(capture, index))
         check_logits(captures)
+        check_names(captures)
         check_attention(captures)
         for index, capture in enumerate(also, -len(also)):
             with at(f"sinks[{index}]"), suppress(NothingSelectedError):
@@ -151,6 +158,8 @@ class _Resolver:
             return resolve_attention(capture, source, where, *given)
         if isinstance(capture, Logits):
             return resolve_logits(capture, source, self._select(capture.positions), self._shape)
+        if isinstance(capture, Lens):
+            return resolve_lens(capture, source, self._select(capture.positions), self._shape)
         taps = find_taps(capture.layers, capture.sites, self._shape, "layers", "sites")
         if capture.heads is not None:
             for site, layer in taps:
@@ -159,6 +168,10 @@ class _Resolver:
         return ResolvedCapture(taps, self._select(capture.positions), source)
 
     def _resolve_probe(self, probe: Probe) -> ResolvedProbe:
+        if probe.attention is not None:
+            where = self._select(probe.positions)
+            given = (self._shape, self._prompt, self._max_tokens)
+            return resolve_attention_probe(probe, self._new_slot(), where, *given)
         (tap,) = find_taps(probe.layers, probe.sites, self._shape, "layer", "site")
         (step,) = probe.steps(self._shape.size(tap))
         steps = Steps((replace(step, slot=self._new_slot()),))

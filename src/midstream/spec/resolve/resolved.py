@@ -75,49 +75,44 @@ class ResolvedEdit:
     source: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ResolvedProbe:
-    """One score at one tap.
+PatternKind = Literal[
+    "top", "mass", "entropy", "full", "scores", "logits_top", "logits_of", "logits_all", "lens"
+]
+
+
+class LensMap(NamedTuple):
+    """An affine map of the stream in the memory that the workers have for lenses.
 
     Attributes:
-        name: key of the score in the output; empty: only gates read the score.
-        site, layer: the tap.
-        steps: one PROBE instruction, with a slot that is unique in the plan.
-        where: the positions.
+        matrix: number of the first element of its matrix; −1: the stream is decoded as it is.
+        bias: the same of its bias; −1: it has none.
+        adds: whether the stream is added to its image.
     """
 
-    name: str
-    site: str
-    layer: int
-    steps: Steps
-    where: Where
-
-    @property
-    def slot(self) -> int:
-        """Column of the scores."""
-        slot = self.steps.instructions[0].slot
-        assert slot is not None
-        return slot
-
-
-PatternKind = Literal["top", "mass", "entropy", "full", "logits_top", "logits_of", "logits_all"]
+    matrix: int = -1
+    bias: int = -1
+    adds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What the rows of an `Attention` have for each query and head, or those of a `Logits`:
-    numbers of 4 bytes.
+    """What the rows of an `Attention` have for each query and head, or those of a `Logits` or of a
+    layer of a `Lens`: numbers of 4 bytes.
 
     Attributes:
         kind: the reduction, or which logits.
-        size: numbers of a head: of `top`, k positions as int32 and then k weights; of `full`, the
-            weights of so many keys; of `mass` and `entropy` 1. Of logits, all numbers: those of
-            `logits_top` are k token ids as int32, and k logits; the last is ln Σ exp(logit).
-        keys: of `mass`, the positions of the keys; of `logits_of`, the tokens.
+        size: numbers of a head: of `top`, k positions as int32 and then k weights; of `full` and
+            `scores`, those of so many keys; of `mass` and `entropy` 1. Of logits, all numbers:
+            those of `logits_top` are k token ids as int32, and k logits; the last is
+            ln Σ exp(logit). Those of `lens` are k token ids and k logits, the logits of the tokens
+            and their ranks as int32, and likewise the last.
+        keys: of `mass`, the positions of the keys; of `logits_of`, the tokens; of `lens`, each
+            token by itself, in the order of the request.
         heads: the query heads that are computed, ascending; empty: all.
         reads: for each tap of the capture, the tap at which its queries are read; of logits,
-            `final_norm`.
+            `final_norm`; of a lens, the stream.
         counts: for each of these, the number of heads that are computed, over all ranks.
+        maps: of a lens that was registered, the map of each of these; else empty.
     """
 
     kind: PatternKind
@@ -126,10 +121,66 @@ class Pattern:
     heads: tuple[int, ...]
     reads: tuple[Tap, ...]
     counts: tuple[int, ...]
+    maps: tuple[LensMap, ...] = ()
+
+    @property
+    def of_logits(self) -> bool:
+        """Whether the rows are those of a `Logits` or a `Lens`."""
+        return self.kind == "lens" or self.kind.startswith("logits")
 
     def width(self, place: int) -> int:
         """Return the numbers of a row of one tap, by its index in the capture."""
         return self.counts[place] * self.size
+
+
+class SlottedPattern(NamedTuple):
+    """Attention whose mean over heads is a score.
+
+    Attributes:
+        slot: column of the scores, unique in the plan.
+        pattern: what is computed of each query and head, one number; it reads one tap.
+        num_heads: number of query heads of the layer.
+    """
+
+    slot: int
+    pattern: Pattern
+    num_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedProbe:
+    """One score at one tap.
+
+    Attributes:
+        name: key of the score in the output; empty: only gates read the score.
+        site, layer: the tap; of attention the site "attention", which is no tap of the engine.
+        steps: one PROBE instruction, with a slot that is unique in the plan; none for attention.
+        where: the positions.
+        attention: what is read after the forward pass; None: see `steps`.
+    """
+
+    name: str
+    site: str
+    layer: int
+    steps: Steps
+    where: Where
+    attention: SlottedPattern | None = None
+
+    @property
+    def slot(self) -> int:
+        """Column of the scores."""
+        if self.attention is not None:
+            return self.attention.slot
+        slot = self.steps.instructions[0].slot
+        assert slot is not None
+        return slot
+
+    @property
+    def tap(self) -> Tap:
+        """The engine's tap whose vectors are read."""
+        return (
+            (self.site, self.layer) if self.attention is None else self.attention.pattern.reads[0]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +188,13 @@ class ResolvedCapture:
     """One capture: its taps and positions.
 
     Attributes:
-        taps: in the order of a forward pass. Those of an `Attention` or a `Logits` are no taps of
-            the engine: a site that begins with "attention", or "logits", and the layer.
+        taps: in the order of a forward pass. Those of an `Attention`, a `Lens` or a `Logits` are
+            no taps of the engine: a site that begins with "attention", "lens" or "logits", and the
+            layer.
         where: the positions.
         source: index of the plan's capture; negative: of the server-wide captures, whose last is
             −1.
-        pattern: of an `Attention` or a `Logits`, what its rows are; else None.
+        pattern: of an `Attention`, `Lens` or `Logits`, what its rows are; else None.
     """
 
     taps: tuple[Tap, ...]
@@ -250,6 +302,7 @@ class ResolvedPlan:
         for capture in self.captures:
             if capture.pattern is not None:
                 taps.update(dict.fromkeys(capture.pattern.reads))
+        taps.update(dict.fromkeys(probe.tap for probe in self.probes if probe.attention))
         return tuple(taps)
 
     def remember(self, what: Hashable, length: int, make: Callable[[], T]) -> T:
@@ -302,9 +355,9 @@ class ResolvedPlan:
     @property
     def slots(self) -> int:
         """Number of score columns that the plan needs per token."""
-        steps = [probe.steps for probe in self.probes] + [edit.steps for edit in self.edits]
-        slots = [one.slot for each in steps for one in each.instructions if one.slot is not None]
-        return 1 + max(slots, default=-1)
+        steps = [one for edit in self.edits for one in edit.steps.instructions]
+        slots = [one.slot for one in steps if one.slot is not None]
+        return 1 + max([*slots, *(probe.slot for probe in self.probes)], default=-1)
 
 
 def _order(tap: Tap) -> tuple[int, int, str]:

@@ -43,7 +43,8 @@ def check_growing(plan: Plan | None, before: Sequence[Edit], also: Sequence[Capt
                 _check(positions)
     for index, probe in enumerate(plan.probes):
         with at(f"probes[{index}]"):
-            _check(probe.positions)
+            for positions in probe.selections:
+                _check(positions)
     for index, edit in enumerate(plan.edits):
         with at(f"edits[{plan.origin(index)}]"):
             _check(edit.positions)

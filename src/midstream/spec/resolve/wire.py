@@ -29,6 +29,7 @@ from midstream.spec.resolve.resolved import (
     ResolvedEdit,
     ResolvedPlan,
     ResolvedProbe,
+    SlottedPattern,
     Steps,
 )
 from midstream.spec.vector import Vector
@@ -81,19 +82,20 @@ class EditMessage(_Message, frozen=True):
 
 
 class ProbeMessage(_Message, frozen=True):
-    """A `ResolvedProbe`; `steps` is the index of its one instruction."""
+    """A `ResolvedProbe`; `steps` is the index of its one instruction, null for attention."""
 
     name: str
     site: str
     layer: _Natural
-    steps: _Natural
+    steps: _Natural | None
     where: Where
+    attention: SlottedPattern | None = None
 
 
 class PlanMessage(_Message, frozen=True):
     """A `ResolvedPlan` and what its parts share."""
 
-    format: Literal["midstream plan 7"]
+    format: Literal["midstream plan 8"]
     prompt_len: Annotated[int, Meta(ge=1, le=INT_LIMIT)]
     codec: str
     sharded: bool
@@ -127,13 +129,18 @@ def to_bytes(plan: ResolvedPlan, named: Collection[Vector] = ()) -> bytes:
     probes = tuple(
         [
             ProbeMessage(
-                probe.name, probe.site, probe.layer, shared.place(probe.steps), probe.where
+                probe.name,
+                probe.site,
+                probe.layer,
+                shared.place(probe.steps) if probe.attention is None else None,
+                probe.where,
+                probe.attention,
             )
             for probe in plan.probes
         ]
     )
     message = PlanMessage(
-        format="midstream plan 7",
+        format="midstream plan 8",
         prompt_len=plan.prompt_len,
         codec=plan.codec,
         sharded=plan.sharded,
@@ -268,14 +275,32 @@ def _read_edit(given: EditMessage, steps: Sequence[Steps]) -> ResolvedEdit:
 
 
 def _read_probe(given: ProbeMessage, steps: Sequence[Steps]) -> ResolvedProbe:
-    _check_tap(given.site, given.layer)
     _check_where(given.where)
+    if given.attention is not None:
+        with at("attention"):
+            return _read_slotted(given, given.attention)
+    _check_tap(given.site, given.layer)
+    if given.steps is None:
+        raise SpecError("steps", "missing")
     found = _choose("steps", given.steps, steps)
     if len(found.instructions) != 1 or found.instructions[0].op is not Op.PROBE:
         raise SpecError("steps", "expected one PROBE")
     if found.instructions[0].slot is None:
         raise SpecError("steps", "expected a PROBE with a slot")
     return ResolvedProbe(given.name, given.site, given.layer, found, given.where)
+
+
+def _read_slotted(given: ProbeMessage, attention: SlottedPattern) -> ResolvedProbe:
+    slot, pattern, num_heads = attention
+    _check_pattern(pattern, 1)
+    _check_int("num_heads", num_heads, max((1, *(head + 1 for head in pattern.heads))))
+    for site, layer in pattern.reads:
+        _check_tap(site, layer)
+    _check_int("slot", slot)
+    _check_int("layer", given.layer)
+    if pattern.kind not in ("mass", "entropy") or pattern.size != 1 or given.steps is not None:
+        raise SpecError("", "expected a mass or an entropy, and no instruction")
+    return ResolvedProbe(given.name, given.site, given.layer, Steps(()), given.where, attention)
 
 
 def _check_capture(capture: ResolvedCapture) -> None:
@@ -295,7 +320,15 @@ def _check_pattern(pattern: Pattern, taps: int) -> None:
     with at("pattern"):
         if len(pattern.reads) != taps or len(pattern.counts) != taps:
             raise SpecError("", f"expected the queries and heads of {taps} taps")
-        _check_ranges(pattern.keys)
+        # Of a lens, each token is a range, in the order of the request.
+        is_lens = pattern.kind == "lens"
+        for ranges in [(each,) for each in pattern.keys] if is_lens else [pattern.keys]:
+            _check_ranges(ranges)
+        if pattern.maps and len(pattern.maps) != taps:
+            raise SpecError("maps", f"expected the maps of {taps} taps")
+        for one in pattern.maps:
+            _check_int("maps", one.matrix, -1)
+            _check_int("maps", one.bias, -1)
         for number in (pattern.size, *pattern.counts):
             _check_int("size", number, 1)
         for head in pattern.heads:

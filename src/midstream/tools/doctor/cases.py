@@ -226,6 +226,12 @@ def _affine(make: _Maker) -> Affine:
     return Affine(read, 0.5 * read.flip(0), bias=0.2 * make.size, **make.place)
 
 
+def _map(make: _Maker) -> Affine:
+    width = make.rows.shape[1]
+    matrix = torch.stack([make.vector(1 / make.size) for _ in range(width)])
+    return Affine(matrix=matrix, bias=make.vector(0.5), **make.place)
+
+
 def _loreft(make: _Maker) -> LoReFT:
     weight = torch.stack([make.direction(), make.direction()])
     bias = [0.3 * make.size, -0.2 * make.size]
@@ -243,6 +249,7 @@ OPERATIONS: dict[str, Callable[[_Maker], Any]] = {
     "Replace": lambda make: Replace(make.vector(), alpha=0.7, **make.place),
     "Scale": lambda make: Scale(1.5, **make.place),
     "Probe": lambda make: Probe(make.direction(), bias=0.5, name="score", **make.place),
+    "Affine by a matrix": _map,
 }
 # Edits and probes of single heads and components, at inner sites.
 OF_PARTS: dict[str, Callable[[_Maker], Any]] = {

@@ -48,7 +48,8 @@ def engine(folder: str | Path, dtype: str, **more: Any) -> Iterator[Any]:
         "seed": 0,
         **more,
     }
-    llm = LLM(str(folder), midstream={"sites": [*IN_LAYERS, *COMPARED]}, **settings)
+    # One matrix at a time: the cases that have one wait for each other.
+    llm = LLM(str(folder), midstream={"sites": [*IN_LAYERS, *COMPARED], "maps": 1}, **settings)
     try:
         yield llm
     finally:

@@ -98,6 +98,9 @@ def _added(edit: Any, h: Tensor) -> Tensor:
         active = torch.where(active > edit.threshold, active, torch.zeros_like(active))
         # The doctor tests the mode "set" only.
         return torch.outer(float(edit.value or 0) - active, _row(edit.decoder))
+    if isinstance(edit, Affine) and edit.matrix is not None:
+        matrix, width = _row(edit.matrix), h.shape[1]
+        return float(edit.scale) * (h @ matrix.view(width, width).T + _row(edit.bias) - h)
     if isinstance(edit, Affine):
         inner = h @ _rows(edit.read).T + _row(edit.bias)
         return edit.scale * inner @ _rows(edit.write)

@@ -15,11 +15,18 @@ from support.stored import worker_info
 from midstream import Ablate, Affine, Clamp, LoReFT, Probe, Replace, Scale, Steer
 from midstream.codecs import Raw
 from midstream.errors import SpecError
-from midstream.runtime.protocol.rank_parts import check_parts, joined_blocks, part_of_steps
+from midstream.runtime.protocol.rank_parts import (
+    check_parts,
+    joined_blocks,
+    part_of_steps,
+    scores_of,
+)
 from midstream.runtime.protocol.results import ResultBlock
 from midstream.spec import ModelShape, Plan, Prompt
 from midstream.spec.operations import Feature
+from midstream.spec.positions.position_set import Where
 from midstream.spec.resolve.resolve import resolve
+from midstream.spec.resolve.resolved import Pattern, ResolvedProbe, SlottedPattern, Steps
 
 TAP = ("z", 0)
 SIZE, HEADS = 24, 6
@@ -91,6 +98,14 @@ def test_an_edit_that_needs_several_parts_is_refused(edit):
         check_parts(resolve(Plan.make(edits=edit), SHAPE, Prompt(4), 1), {TAP: 2})
 
 
+def test_a_matrix_needs_the_vector_of_one_rank():
+    edit = Affine(matrix=np.eye(SIZE), layer=0, site="z")
+    resolved = resolve(Plan.make(edits=edit), SHAPE, Prompt(4), 1)
+    with pytest.raises(SpecError, match=r"edits\[0\].matrix: z is split over 2 ranks"):
+        check_parts(resolved, {TAP: 2})
+    check_parts(resolved, {("z", 1): 2})
+
+
 def test_probes_and_codecs_of_parts_are_refused_and_other_taps_are_not_concerned():
     probe = Plan.make(probes=Probe([1.0] * 4, 0, site="z", head=1))
     with pytest.raises(SpecError, match=r"probes\[0\]: z is split"):
@@ -129,6 +144,42 @@ def test_a_row_of_which_a_rank_dropped_its_part_is_no_row(kept):
     whole, part = ([0, 1], np.ones((2, 6))), (kept, np.ones((len(kept), 6)))
     results = [Result(0, 2, 2, [whole]), Result(1, 2, 2, [part] if kept else [])]
     assert joined_blocks(results) == []
+
+
+@given(st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 3)]), st.integers(0, 2**32 - 1))
+@settings(max_examples=rounds(suite=60, nightly=600), deadline=None)
+def test_a_score_is_the_sum_of_what_each_rank_has_of_it_and_others_are_the_first_ranks(split, seed):
+    ranks, parts = split
+    draw = np.random.default_rng(seed)
+    plan = plan_of(probes=[("linear", ("resid_post", 0), ((0, None),))])
+    pattern = Pattern("mass", 1, (), (), (TAP,), (HEADS,))
+    mean = ResolvedProbe(
+        "mean", "attention", 0, Steps(()), Where(((0, None),)), SlottedPattern(1, pattern, HEADS)
+    )
+    scores = draw.standard_normal((ranks, 8, 2)).astype(np.float32)
+    sent = []
+    for rank in range(ranks):
+        worker = worker_info(
+            tensor_rank=rank, tensor_ranks=ranks, taps=(TAP, ("resid_post", 0)), parts=(parts, 1)
+        )
+        cuts = sorted(draw.integers(0, 9, 2).tolist())
+        pieces = [range(cuts[0]), range(cuts[0], cuts[1]), range(cuts[1], 8)]
+        for nth in draw.permutation(3).tolist():
+            at = np.array(pieces[nth], np.int64)
+            sent.append((worker, at, torch.from_numpy(scores[rank, at])))
+    of_others = ranks // parts  # neighbours have the same part, and the first of them counts
+    for probe, expected in (
+        (plan.probes[0], scores[0, :, 0]),
+        (mean, scores[::of_others, :, 1].sum(0)),
+    ):
+        found = scores_of(probe, sent)
+        order = np.argsort(np.concatenate([at for at, _ in found]))
+        assert np.concatenate([at for at, _ in found])[order].tolist() == list(range(8))
+        mine = torch.cat([values for _, values in found])[torch.from_numpy(order)]
+        np.testing.assert_allclose(mine.numpy(), expected, rtol=1e-5, atol=1e-6)
+    if parts > 1:
+        last = [one for one in sent if one[0].tensor_rank != ranks - of_others]
+        assert scores_of(mean, last) == []
 
 
 @given(st.sampled_from([(2, 2), (3, 3), (4, 2), (6, 3)]), st.integers(0, 2**32 - 1))

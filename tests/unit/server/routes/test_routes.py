@@ -173,6 +173,10 @@ UPLOADS = {
     "base64": {"1": {"f32": base64.b64encode(np.asarray(V, "<f4").tobytes()).decode()}},
     "for no layer": V,
     "by key": {"resid_post.1": V},
+    "matrices": {
+        "1": [V, V, V],
+        "2": {"f32": base64.b64encode(np.eye(3, dtype="<f4").tobytes()).decode(), "shape": [3, 3]},
+    },
 }
 
 

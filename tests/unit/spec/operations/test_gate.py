@@ -4,7 +4,7 @@ import pytest
 
 from midstream.errors import SpecError
 from midstream.ops.layout import Flags, Op
-from midstream.spec import Affine, Gate, Named, Positions, Probe, Reading, Steer
+from midstream.spec import Affine, Gate, Mass, Named, Positions, Probe, Reading, Steer
 
 STEER = Steer([1, 2], [3, 4], site="resid_mid", positions=[0, 1], phase="prompt")
 FULL = {
@@ -91,6 +91,12 @@ def test_all_terms_of_an_edit_are_gated_and_only_the_gate_takes_h():
             "probe.positions",
             "a gate uses the edit's positions",
         ),
+        (
+            {"probe": Probe(attention=Mass(1), layer=0)},
+            "probe.attention",
+            "a gate cannot read attention: its weights are computed after the forward pass",
+        ),
+        ({"probe": {"attention": "entropy", "layer": 0}}, "probe.attention", "cannot read"),
         ({"threshold": "1"}, "threshold", "got `str`"),
         ({"sharpness": 0}, "sharpness", "must not be 0"),
         ({"sharpness": 1e-60}, "sharpness", "must not be 0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 
 from midstream.errors import SpecError
@@ -326,6 +327,9 @@ MOST = 2.0**53
         (Scale(1e16, 3), "edits[0]"),
         (Replace([V, [1e16] * 4], 3, positions=[0, 1]), "edits[0]"),
         (Affine(V, V, 3, bias=1e16), "edits[0]"),
+        (Affine(matrix=np.full((4, 4), 1e16), layer=3), "edits[0]"),
+        (Affine(matrix=np.eye(4), layer=3, bias=[0, 0, 0, 1e16]), "edits[0]"),
+        (Affine(matrix=np.eye(4), layer=3, scale=1e16), "edits[0]"),
         (Clamp(V, 3, strength=1e17, low=0.0), "edits[0]"),
     ],
 )

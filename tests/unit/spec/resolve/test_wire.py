@@ -53,7 +53,7 @@ def _golden():
 
 EVERYWHERE = {"ranges": [[0, None]], "matches": [], "last_from": None}
 MESSAGE = {
-    "format": "midstream plan 7",
+    "format": "midstream plan 8",
     "prompt_len": 10,
     "codec": "raw",
     "sharded": False,
@@ -61,7 +61,7 @@ MESSAGE = {
     "steps": [
         [[0, None, [0], 1.0, 0.0, 0.0, 0.0, 8, None, 0, None]],
         [[3, 1, [1], -1.0, 0.0, 0.0, 0.0, 9, None, 0, None]],
-        [[10, 1, [], 0.5, 0.0, 0.0, 0.0, 9, 0, 0, None]],
+        [[11, 1, [], 0.5, 0.0, 0.0, 0.0, 9, 0, 0, None]],
     ],
     "edits": [
         {"site": "resid_post", "layer": 0, "steps": 0, "where": EVERYWHERE, "source": 0},
@@ -93,10 +93,53 @@ MESSAGE = {
                 "matches": [{"ranges": [[10, None]], "ids": [5, 7], "others": False}],
                 "last_from": None,
             },
+            "attention": None,
         }
     ],
     "biases": [],
 }
+
+
+READ = {
+    "name": "m",
+    "site": "attention",
+    "layer": 3,
+    "steps": None,
+    "where": EVERYWHERE,
+    "attention": [
+        0,
+        {
+            "kind": "mass",
+            "size": 1,
+            "keys": [[0, 4]],
+            "heads": [2],
+            "reads": [["rot_q", 3]],
+            "counts": [1],
+        },
+        4,
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({}, None),
+        ({"steps": 2}, "and no instruction"),
+        ({"attention": [0, {**READ["attention"][1], "kind": "top"}, 4]}, "a mass or an entropy"),
+        ({"attention": [0, {**READ["attention"][1], "counts": []}, 4]}, "queries and heads"),
+        ({"attention": [0, {**READ["attention"][1], "reads": [["rot", 3]]}, 4]}, "site"),
+        ({"attention": [0, READ["attention"][1], 2]}, "num_heads"),
+        ({"attention": None, "site": "z"}, "steps: missing"),
+    ],
+)
+def test_a_probe_of_attention_is_read_strictly(change, problem):
+    data = _packed({**MESSAGE, "probes": [{**READ, **change}]})
+    if problem is None:
+        assert msgspec.msgpack.decode(to_bytes(from_bytes(data)))["probes"] == [READ]
+        return
+    with pytest.raises(SpecError, match=problem):
+        from_bytes(data)
 
 
 def _packed(message=MESSAGE):
@@ -256,7 +299,7 @@ INFINITE = struct.pack("<3f", 0, 0, float("inf"))
         (["steps", 0], [], r"steps\[.*\]: expected `array` of length >= 1"),
         (["steps", 0], {}, r"steps\[.*\]: expected `array`, got `object`"),
         ([*STEP], [0], r"expected `array` of at least length 11, got 1"),
-        ([*STEP, 0], 11, r"steps\[.*\]: invalid enum value 11"),
+        ([*STEP, 0], 12, r"steps\[.*\]: invalid enum value 12"),
         ([*STEP, 0], -1, r"steps\[.*\]: invalid enum value -1"),
         ([*STEP, 0], "ADD", r"steps\[.*\]: expected `int`, got `str`"),
         ([*STEP, 1], 2, r"steps\[1\]: there is no vector 2, of 2"),
@@ -402,7 +445,7 @@ def test_a_plan_cut_off_anywhere_is_refused():
 
 
 def test_every_code_of_an_instruction_is_known():
-    assert len(Op) == 11
+    assert len(Op) == 12
     # Any number up to the sum of the flags is a combination of them.
     assert wires._ALL_FLAGS == 127
     assert sorted(int(flag) for flag in Flags) in (

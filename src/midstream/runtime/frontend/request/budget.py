@@ -17,6 +17,7 @@ from midstream.codecs import parse_codec
 from midstream.config.config import Config
 from midstream.errors import SpecError
 from midstream.ops import layout
+from midstream.ops.layout import Op
 from midstream.runtime.frontend.rpc.remote_worker import MOST_HELD, RemoteWorker
 from midstream.runtime.protocol.segments import WHOLE, PlanSegment, RankShare, Room, cut, vectors_of
 from midstream.sites import Tap
@@ -27,6 +28,7 @@ from midstream.spec.sink_target import MEMORY
 # Per kind of capacity: its setting, and what it counts.
 _KINDS = {
     "bank_rows": "vectors",
+    "maps": "matrices",
     "programs": "combinations of edits",
     "groups": "combinations of captures",
     "max_edits": "instructions",
@@ -43,11 +45,15 @@ class Need:
         rows: bytes of captured rows, at most, until they are fetched; where ranks share rows, those
             of one rank.
         vectors: what the plan's bytes name by digest, and the workers must store meanwhile.
+        lens_rows: rows, positions times layers, that lenses read in a step at most.
+        lenses: names of the registered lenses that it uses.
     """
 
     kinds: dict[str, dict[Hashable, int]]
     rows: int = 0
     vectors: tuple[Vector, ...] = ()
+    lens_rows: int = 0
+    lenses: tuple[str, ...] = ()
 
     def total(self, kind: str) -> int:
         """Return the amount of a kind that the plan takes on its own."""
@@ -56,15 +62,17 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class RowLimit:
-    """Memory for captured rows, over all workers.
+    """Memory for captured rows, over all workers, and what is made of them in a step.
 
     Attributes:
         limit: bytes; None: requests do not wait for memory.
         held: returns the number of bytes that readers lease.
+        lens_rows: rows that lenses may read in a step; None: requests do not wait for these.
     """
 
     limit: int | None
     held: Callable[[], int]
+    lens_rows: int | None = None
 
 
 NO_LIMIT = RowLimit(None, lambda: 0)
@@ -91,6 +99,7 @@ def need_of(
     kinds: dict[str, dict[Hashable, int]] = {kind: {} for kind in _KINDS}
     for piece in pieces:
         _check_sites(piece, list(taps), edits_per_site)
+        _check_maps(piece, list(taps), hidden_size)
         if piece.edits:
             kinds["programs"][piece.edits] = 1
             length = sum(len(edit.steps) for edit in piece.edits)
@@ -102,6 +111,9 @@ def need_of(
                 kinds["token_ids"][edit.ids] = len(edit.ids)
             for step in edit.steps:
                 for vectors in vectors_of(step):
+                    if step.op is Op.MAP and vectors == (step.read,):
+                        kinds["maps"][vectors] = 1
+                        continue
                     rows_each = -(-vectors[0].size // hidden_size)
                     kinds["bank_rows"][vectors] = len(vectors) * rows_each
     found = Need({kind: things for kind, things in kinds.items() if things})
@@ -128,7 +140,7 @@ class Budget:
     def __init__(self, room: Room, rows: RowLimit = NO_LIMIT) -> None:
         self._limits = _limits(room)
         self._row_limit = rows
-        self._rows = 0
+        self._rows = self._lens_rows = 0
         self._used = dict.fromkeys(_KINDS, 0)
         self._users: dict[str, Counter[Hashable]] = {kind: Counter() for kind in _KINDS}
         # Requests of one plan share `Need.kinds`, which is counted once for all of them: the number
@@ -141,6 +153,9 @@ class Budget:
         rows = self._rows + need.rows
         if need.rows and limit is not None and rows + self._row_limit.held() > limit:
             return False
+        most = self._row_limit.lens_rows
+        if need.lens_rows and most is not None and self._lens_rows + need.lens_rows > most:
+            return False
         return id(need.kinds) in self._requests or all(
             self._used[kind] + self._new(kind, things) <= self._limits[kind]
             for kind, things in need.kinds.items()
@@ -149,6 +164,7 @@ class Budget:
     def take(self, need: Need) -> None:
         """Take the capacity of a plan that fits. Pair with `release_tables` and `release_rows`."""
         self._rows += need.rows
+        self._lens_rows += need.lens_rows
         self._requests[id(need.kinds)] += 1
         if self._requests[id(need.kinds)] > 1:
             return
@@ -158,6 +174,7 @@ class Budget:
 
     def release_tables(self, need: Need) -> None:
         """Release the capacity of a plan, except for its rows."""
+        self._lens_rows -= need.lens_rows
         self._requests[id(need.kinds)] -= 1
         if self._requests[id(need.kinds)]:
             return
@@ -192,6 +209,7 @@ class Budget:
 def _limits(room: Room) -> dict[str, int]:
     return {
         "bank_rows": room.bank_rows,
+        "maps": room.maps,
         "programs": room.programs - layout.FIRST_FREE_PROGRAM,
         "groups": room.programs - layout.FIRST_FREE_GROUP,
         "max_edits": room.max_edits,
@@ -214,6 +232,29 @@ def _check_sites(piece: PlanSegment, taps: list[Tap], limit: int) -> None:
             )
 
 
+def _check_maps(piece: PlanSegment, taps: list[Tap], hidden_size: int) -> None:
+    """Check that each matrix is multiplied with what enters its site, and is not too wide."""
+    for tap in {edit.tap for edit in piece.edits for step in edit.steps if step.op is Op.MAP}:
+        steps = [step for edit in piece.edits if edit.tap == tap for step in edit.steps]
+        site, layer = taps[tap]
+        try:
+            layout.kind_of([step.op for step in steps], plain=False)
+        except ValueError:
+            raise SpecError(
+                "edits",
+                "an Affine with a matrix must be the first edit of a token at a site, and the only "
+                f"one with a matrix; another comes before it at {site} of layer {layer} "
+                "(server-wide edits come before those of a request)",
+            ) from None
+        width = max(step.write[0].size for step in steps if step.op is Op.MAP)
+        if width > hidden_size:
+            raise SpecError(
+                "edits",
+                f"a matrix can be at most as wide as the residual stream, {hidden_size}, and the "
+                f"vectors of {site} have {width} numbers",
+            )
+
+
 def all_taps(taps: Iterable[Tap]) -> dict[Tap, int]:
     """Return the index of each tap of an engine."""
     return {tap: index for index, tap in enumerate(taps)}
@@ -226,10 +267,11 @@ def row_limit(workers: Sequence[RemoteWorker], config: Config) -> RowLimit:
     """
     capturing = [worker for worker in workers if worker.info.tensor_rank == 0]
     if config.overflow != "block":
-        return RowLimit(None, lambda: 0)
+        return RowLimit(None, lambda: 0, config.lens_rows)
     return RowLimit(
         sum(worker.info.arena_bytes for worker in capturing),
         lambda: sum(worker.held for worker in capturing),
+        config.lens_rows,
     )
 
 
@@ -264,21 +306,25 @@ def max_row_bytes(
 
 
 def row_sizes(plan: ResolvedPlan, shape: ModelShape) -> dict[Tap, int]:
-    """Return the bytes of an encoded row of each tap that a plan captures.
+    """Return the bytes of an encoded row of each tap that a plan captures, which nobody may change.
 
     Raises:
         SpecError: the codec does not support vectors this short.
     """
-    codec, dtype = parse_codec(plan.codec), getattr(torch, shape.dtype)
-    patterns = plan.pattern_widths
-    return {
-        tap: 4 * patterns[tap] if tap in patterns else codec.row_bytes(shape.width(tap), dtype)
-        for tap in plan.taps
-    }
+
+    def make() -> dict[Tap, int]:
+        codec, dtype = parse_codec(plan.codec), getattr(torch, shape.dtype)
+        patterns = plan.pattern_widths
+        return {
+            tap: 4 * patterns[tap] if tap in patterns else codec.row_bytes(shape.width(tap), dtype)
+            for tap in plan.taps
+        }
+
+    return plan.remember(("row sizes", shape.dtype), 0, make)
 
 
 def check_rows(need: Need, room: RowLimit) -> None:
-    """Check that the rows of a request fit in an idle engine.
+    """Check that the rows of a request, and those that its lenses read, fit in an idle engine.
 
     Raises:
         SpecError: they do not.
@@ -291,6 +337,14 @@ def check_rows(need: Need, room: RowLimit) -> None:
             f"the rows may take {need.rows} bytes, and one request has room for {limit}; capture "
             "fewer layers or positions, lower max_tokens, raise midstream's setting arena_bytes, "
             'or let rows that do not fit go to the disk with overflow="spill"',
+        )
+    if room.lens_rows is not None and need.lens_rows > room.lens_rows:
+        raise SpecError(
+            "capture",
+            f"the lenses may read {need.lens_rows} rows (positions times layers, of all "
+            f"completions) in one step, and a step has room for {room.lens_rows}; choose fewer "
+            "positions or layers, lower max_num_batched_tokens, or raise midstream's setting "
+            "lens_rows",
         )
 
 

@@ -45,12 +45,13 @@ class SentVectors:
     Requests and vector updates reach the workers in the order in which `take` was called.
     """
 
-    def __init__(self, most_unused: int | None = None) -> None:
+    def __init__(self, most_unused: int | None = None, matrices: int = 0) -> None:
         """Args:
         most_unused: bytes of vectors that no running request names and the workers keep; None:
             `MOST_UNUSED`.
+        matrices: bytes that are kept beyond that: as many matrices as the device has room for.
         """
-        self._most_unused = MOST_UNUSED if most_unused is None else most_unused
+        self._most_unused = (MOST_UNUSED if most_unused is None else most_unused) + matrices
         self._taken: dict[str, tuple[str, ...]] = {}  # digests by uid
         self._users: Counter[str] = Counter()  # by digest
         # Stored vectors that no running request names, the one used last at the end.

@@ -19,7 +19,7 @@ from midstream.results.gathered_rows import GatheredRows, RowGroup
 from midstream.results.probe_scores import Probes
 from midstream.results.receipt import Receipt
 from midstream.runtime.frontend.results.receipts import make_receipt
-from midstream.runtime.protocol.rank_parts import joined_blocks
+from midstream.runtime.protocol.rank_parts import joined_blocks, scores_of
 from midstream.runtime.protocol.results import (
     ResultBlock,
     WorkerAnswers,
@@ -75,7 +75,7 @@ def assemble(
         The results of each completion, by its index.
     """
     children = split(answers, len(output.outputs))
-    nothing = no_rows(plan, shape)
+    nothing = plan.remember(("no rows", shape.dtype), 0, lambda: no_rows(plan, shape))
     coming_from = () if own is None else own.coming_from
     found = {}
     for completion in output.outputs:
@@ -207,18 +207,14 @@ def _probes(plan: ResolvedPlan, parts: list[WorkerResult], tokens: Sequence[int]
     """Return the scores of the named probes; each pipeline stage has those of its layers."""
     scores: dict[str, Tensor] = {}
     positions: dict[str, Tensor] = {}
+    sent = [(part.worker, *entry) for part in parts for entry in part.scores()]
     for probe in plan.probes:
         if not probe.name:
             continue
-        found = [
-            entry
-            for part in parts
-            if (probe.site, probe.layer) in part.worker.taps
-            for entry in part.scores()
-        ]
+        found = scores_of(probe, sent)
         wanted = _selected_by(plan, probe, tokens)
         there, chosen = _choose([known for known, _ in found], wanted)
-        columns = [values[:, probe.slot] for _, values in found]
+        columns = [values for _, values in found]
         scores[probe.name] = _joined(columns, chosen, torch.zeros(0)).contiguous()
         positions[probe.name] = torch.from_numpy(there)
     if not scores:

@@ -103,9 +103,10 @@ class AsyncCompletion:
                     call.stream.add(await call.replica.batcher.peek(call.admitted.uid, span))
             output.probes = single.probes = call.stream.probes()
             if call.partial_rows is not None and call.partial_rows.is_streamed:
-                shown = await self._streamer.show(call, output.finished)
-                output.activations, output.attention, _ = parted(shown, call.admitted)
-                single.activations, single.attention = output.activations, output.attention
+                shown = parted(await self._streamer.show(call, output.finished), call.admitted)
+                for name in ("activations", "attention", "lens"):
+                    setattr(single, name, getattr(shown, name))
+                    setattr(output, name, getattr(shown, name))
         if call.failure is not None:
             raise call.failure
 

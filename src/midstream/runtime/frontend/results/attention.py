@@ -1,27 +1,37 @@
-"""Rows of attention and logits among the rows of a completion, as the caller gets them."""
+"""Rows of attention, lenses and logits among the rows of a completion, as the caller gets them."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from midstream.results.activations import Activations
 from midstream.results.attention import AttentionResults, AttentionRows, Key
 from midstream.results.gathered_rows import GatheredRows
+from midstream.results.lens import LensResults, LensRows
 from midstream.results.logits import LogitRows
 from midstream.runtime.frontend.admitted import AdmittedRequest
 from midstream.sites import Tap
 from midstream.spec.attention import Attention
+from midstream.spec.lens import Lens
 from midstream.spec.logits import Logits
-from midstream.spec.resolve.resolved import Pattern
+from midstream.spec.resolve.resolved import Pattern, ResolvedCapture
 
 _WORDS = {"top": "top_keys"}
 
 
-def parted(
-    rows: Activations | None, admitted: AdmittedRequest
-) -> tuple[Activations | None, AttentionResults | None, LogitRows | None]:
-    """Return the captured vectors among some rows, the attention and the logits; None where there
-    are none.
+class Parted(NamedTuple):
+    """Rows of a completion by their kind; None where there are none."""
+
+    activations: Activations | None
+    attention: AttentionResults | None = None
+    logits: LogitRows | None = None
+    lens: LensResults | None = None
+
+
+def parted(rows: Activations | None, admitted: AdmittedRequest) -> Parted:
+    """Return the captured vectors among some rows, the attention, the logits and the lenses.
 
     Args:
         rows: rows of captures of a request.
@@ -29,9 +39,10 @@ def parted(
     """
     widths = admitted.plan.pattern_widths
     if rows is None or not any(tap in widths for tap in rows):
-        return rows, None, None
+        return Parted(rows)
     assert admitted.own is not None
     found: dict[Key, AttentionRows] = {}
+    lenses: dict[str, LensRows] = {}
     logits = None
     for capture in admitted.plan.captures:
         if capture.pattern is None:
@@ -41,13 +52,18 @@ def parted(
             if capture.taps[0] in rows.counts():
                 logits = _logits_of(rows, capture.taps[0], asked)
             continue
+        if isinstance(asked, Lens):
+            if capture.taps[0] in rows.counts():
+                lenses[asked.name] = _lens_of(rows, capture, asked.top)
+            continue
         assert isinstance(asked, Attention)
         for place, tap in enumerate(capture.taps):
             if tap in rows.counts():
                 count = capture.pattern.counts[place]
                 found[asked.name, tap[1]] = _rows_of(rows, tap, capture.pattern, count, asked.heads)
     attention = AttentionResults(found, rows.num_layers) if found else None
-    return _vectors(rows, widths), attention, logits
+    lens = LensResults(lenses) if lenses else None
+    return Parted(_vectors(rows, widths), attention, logits, lens)
 
 
 def _logits_of(rows: Activations, tap: Tap, asked: Logits) -> LogitRows:
@@ -66,6 +82,24 @@ def _logits_of(rows: Activations, tap: Tap, asked: Logits) -> LogitRows:
     chosen = torch.tensor(asked.tokens)
     values = values[:, chosen.argsort().argsort()]
     return LogitRows(values, chosen.expand(len(values), -1), total, positions)
+
+
+def _lens_of(rows: Activations, capture: ResolvedCapture, top: int) -> LensRows:
+    """Return the rows of a lens, in memory of their own."""
+    assert capture.pattern is not None
+    tokens = tuple(token for token, _ in capture.pattern.keys)
+    every = torch.stack([rows[tap].as_subclass(torch.Tensor) for tap in capture.taps], 1)
+    ids, values, chosen, ranks, total = every.split([top, top, len(tokens), len(tokens), 1], -1)
+    return LensRows(
+        values.clone(),
+        ids.contiguous().view(torch.int32).long(),
+        tokens,
+        chosen.clone(),
+        ranks.contiguous().view(torch.int32).long(),
+        total[..., 0].clone(),
+        rows.positions_of(*capture.taps[0]).clone(),
+        tuple(layer for _, layer in capture.taps),
+    )
 
 
 def _vectors(rows: Activations, patterns: dict[Tap, int]) -> Activations | None:
@@ -105,7 +139,7 @@ def _rows_of(
             k = pattern.size // 2
             keys = values[..., :k].contiguous().view(torch.int32).long()
             values = values[..., k:]
-        case "full":
+        case "full" | "scores":
             values = values[..., : int(positions[-1]) + 1 if len(positions) else 0]
         case _:
             values = values[..., 0]

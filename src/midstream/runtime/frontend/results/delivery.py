@@ -37,6 +37,7 @@ from midstream.spec.sink_target import MEMORY
 RESULTS = (
     "activations",
     "attention",
+    "lens",
     "logits",
     "probes",
     "receipt",
@@ -240,7 +241,8 @@ def _set_results(
         if kept:
             receipt = replace(receipt, kept=kept, problems=(*receipt.problems, *problems))
         shown = parted(activations, finished.admitted)
-        completion.activations, completion.attention, completion.logits = shown
+        for name, value in shown._asdict().items():
+            setattr(completion, name, value)
         completion.probes = mine.probes
         completion.receipt = receipt
         completion.capture_results = joined or None

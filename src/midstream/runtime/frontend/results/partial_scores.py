@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from midstream.results.probe_scores import Probes
+from midstream.runtime.protocol.rank_parts import scores_of
 from midstream.runtime.protocol.runs import Ints
 from midstream.runtime.protocol.scores import ScoreBlock, Span
 from midstream.runtime.protocol.segments import FOREVER
-from midstream.spec import ResolvedPlan
+from midstream.spec import ResolvedPlan, ResolvedProbe
 from midstream.spec.positions.position_set import Where
 from midstream.spec.positions.ranges import Ranges
 
@@ -96,10 +97,9 @@ class _Scores:
     The score of a request's last row is not included: that row is not known before the end.
     """
 
-    def __init__(self, probe: Any) -> None:
-        self.name: str = probe.name
-        self._tap = (probe.site, probe.layer)
-        self._slot: int = probe.slot
+    def __init__(self, probe: ResolvedProbe) -> None:
+        self.name = probe.name
+        self._probe = probe
         self._where = ScoreSelection(probe.where)
         self._wanted: Ints = np.zeros(0, np.int64)
         self.values = _Growing(np.float32)
@@ -111,14 +111,14 @@ class _Scores:
         return bool(self._wanted.size)
 
     def add(self, blocks: list[ScoreBlock]) -> None:
-        for block in blocks:
-            if self._tap in block.worker.taps:
-                known, values = block.positions, block.values[:, self._slot].numpy()
-                if not np.array_equal(known, self._wanted):
-                    mine = np.isin(known, self._wanted)
-                    known, values = known[mine], values[mine]
-                self.positions.extend(known)
-                self.values.extend(values)
+        sent = [(block.worker, block.positions, block.values) for block in blocks]
+        for known, scores in scores_of(self._probe, sent):
+            values = scores.numpy()
+            if not np.array_equal(known, self._wanted):
+                mine = np.isin(known, self._wanted)
+                known, values = known[mine], values[mine]
+            self.positions.extend(known)
+            self.values.extend(values)
 
 
 class ScoreSelection:

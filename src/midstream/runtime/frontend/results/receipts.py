@@ -166,7 +166,8 @@ def _expected(plan: ResolvedPlan, length: int, tokens: Sequence[int]) -> tuple[I
     finals = {edit.where: edit.where.final(length, tokens) for edit in plan.edits}
     edits = _add_up((finals[edit.where] for edit in plan.edits), length)
     # The device counts a probe like an edit, and runs it wherever its score may be selected.
-    reads = _add_up((clip(probe.where.possible, length) for probe in plan.probes), length)
+    counted = [probe for probe in plan.probes if probe.attention is None]
+    reads = _add_up((clip(probe.where.possible, length) for probe in counted), length)
     return edits, reads
 
 

@@ -16,7 +16,19 @@ from torch import Tensor
 from midstream.errors import UnsupportedError
 
 # Largest base of digits that a dtype represents exactly.
-_BASES = {torch.float32: 1 << 20, torch.float16: 1 << 10, torch.bfloat16: 1 << 7}
+_BASES = {
+    torch.float32: 1 << 20,
+    torch.float16: 1 << 10,
+    torch.bfloat16: 1 << 7,
+    torch.float8_e4m3fn: 1 << 4,
+    torch.float8_e5m2: 1 << 3,
+}
+# Formats of numbers in quantised caches, by vLLM's name, with one scale for all keys of a layer.
+_QUANTISED = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 _NULL_BLOCK = 0
 
 
@@ -32,6 +44,7 @@ class KeyLayout:
         index: int64 [tokens, heads, head_dim], elements from `offset` on; None: see `strides`.
         heads: number of key-value heads.
         head_dim: numbers of a key.
+        dtype: format of the numbers, which vLLM may store as bytes; without the layer's scale.
         span: elements from the first number of a key to the last; only with `index`.
     """
 
@@ -42,6 +55,7 @@ class KeyLayout:
     index: Tensor | None
     heads: int
     head_dim: int
+    dtype: torch.dtype
     span: int = 0
 
     def view(self, cache: Tensor) -> Tensor | None:
@@ -52,7 +66,8 @@ class KeyLayout:
             return None
         shape = (cache.shape[self.dim], self.size, self.heads, self.head_dim)
         start = cache.storage_offset() + self.offset
-        return cache.as_strided(shape, (cache.stride(self.dim), *self.strides), start)
+        found = cache.as_strided(shape, (cache.stride(self.dim), *self.strides), start)
+        return found.view(self.dtype)
 
     def read(self, cache: Tensor, blocks: Tensor) -> Tensor:
         """Return the keys of some blocks, [requests, tokens, heads, head_dim].
@@ -69,7 +84,7 @@ class KeyLayout:
             count, stride = cache.shape[self.dim], cache.stride(self.dim)
             start = cache.storage_offset() + self.offset
             flat = cache.as_strided((count, self.span), (stride, 1), start)
-            found = flat[blocks[..., None], self.index.view(-1)]
+            found = flat[blocks[..., None], self.index.view(-1)].view(self.dtype)
         requests, per_request = blocks.shape
         return found.reshape(requests, per_request * self.size, self.heads, self.head_dim)
 
@@ -90,12 +105,7 @@ def measure(attention: Any, num_blocks: int, size: int) -> KeyLayout:
     backend = attention.attn_backend.get_name()
     if write is None:
         raise UnsupportedError(f"the backend {backend} writes keys only while it attends")
-    base = _BASES.get(cache.dtype)
-    if base is None or cache.dtype != attention.dtype:
-        raise UnsupportedError(
-            f"its KV cache has the dtype {attention.kv_cache_dtype}; only caches of the model's "
-            "own dtype are supported"
-        )
+    dtype = _format_of(attention, cache)
     heads, head_dim = attention.num_kv_heads, attention.head_size
     for dim, count in enumerate(cache.shape):
         # Before vLLM 0.32 a block of the scheduler may be several of the backend.
@@ -104,10 +114,10 @@ def measure(attention: Any, num_blocks: int, size: int) -> KeyLayout:
         block = cache.select(dim, _NULL_BLOCK)
         before = block.clone()
         try:
-            codes = _written(attention, write, cache, block, size, base)
+            codes = _written(attention, write, cache, block, size, dtype)
         finally:
             block.copy_(before)
-        layout = _layout(block, codes, dim, size, heads, head_dim)
+        layout = _layout(block, codes, dim, size, heads, head_dim, dtype)
         if layout is not None:
             return layout
     raise UnsupportedError(
@@ -122,31 +132,79 @@ def cache_of(attention: Any) -> Tensor:
     return cache
 
 
+def scale_of(attention: Any, of: str) -> float:
+    """Return the factor of the numbers that a layer stores or reads.
+
+    Args:
+        attention: vLLM's `Attention`.
+        of: `k`, `v` or `q`.
+
+    Raises:
+        UnsupportedError: there is more than one.
+    """
+    if attention.kv_cache_dtype not in _QUANTISED:
+        return 1.0
+    found = getattr(attention, f"_{of}_scale", None)
+    if found is None or found.numel() != 1 or getattr(attention, "calculate_kv_scales", False):
+        raise UnsupportedError(
+            f"its KV cache has the dtype {attention.kv_cache_dtype} without one scale for all "
+            "heads that is known when the engine starts"
+        )
+    return float(found)
+
+
+def _format_of(attention: Any, cache: Tensor) -> torch.dtype:
+    """Return the format of the numbers in the cache of a layer."""
+    name = attention.kv_cache_dtype
+    found = _QUANTISED.get(name)
+    if found is not None and cache.dtype in (torch.uint8, found):
+        return found
+    if found is None and cache.dtype == attention.dtype and cache.dtype in _BASES:
+        return cache.dtype
+    raise UnsupportedError(
+        f"its KV cache has the dtype {name}; only the model's own dtype, "
+        f"{', '.join(_QUANTISED)} are supported"
+    )
+
+
 def _written(
-    attention: Any, write: Any, cache: Tensor, block: Tensor, size: int, base: int
+    attention: Any, write: Any, cache: Tensor, block: Tensor, size: int, dtype: torch.dtype
 ) -> Tensor:
     """Write numbered keys into the null block; return the number that each element of the block
     has, int64, −1 for elements that hold no key.
     """
+    base = _BASES[dtype]
+    nothing = torch.full((), -1.0, device=cache.device).to(dtype).view(block.dtype)
     shape = (size, attention.num_kv_heads, attention.head_size)
     numbers = torch.arange(torch.Size(shape).numel(), device=cache.device).view(shape)
     slots = _NULL_BLOCK * size + torch.arange(size, device=cache.device)
     values = torch.full((*shape[:2], attention.head_size_v), -2.0, device=cache.device)
+    values *= scale_of(attention, "v")
+    scale = scale_of(attention, "k")
+    if attention.kv_cache_dtype in _QUANTISED:
+        scale *= 1 + 2**-6  # some backends round down: digits become what they are either way
     found = torch.zeros(block.shape, dtype=torch.int64, device=cache.device)
     is_key = torch.ones(block.shape, dtype=torch.bool, device=cache.device)
     digit = 1
     while digit < numbers.numel():
-        block.fill_(-1)
-        keys = (numbers // digit % base).to(cache.dtype)
-        write(attention, keys, values.to(cache.dtype), cache, slots)
-        is_key &= block >= 0
-        found += torch.where(block >= 0, block, 0).to(torch.int64) * digit
+        block.copy_(nothing)
+        keys = (numbers // digit % base * scale).to(attention.dtype)
+        write(attention, keys, values.to(attention.dtype), cache, slots)
+        stored = block.view(dtype).float()
+        is_key &= stored >= 0
+        found += torch.where(stored >= 0, stored, 0).to(torch.int64) * digit
         digit *= base
     return torch.where(is_key, found, -1)
 
 
 def _layout(
-    block: Tensor, codes: Tensor, dim: int, size: int, heads: int, head_dim: int
+    block: Tensor,
+    codes: Tensor,
+    dim: int,
+    size: int,
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
 ) -> KeyLayout | None:
     """Return the layout of the keys with these numbers; None if not each is there once."""
     places = torch.zeros((), dtype=torch.int64)
@@ -165,9 +223,10 @@ def _layout(
     strides = _strides(index)
     if strides is not None:
         first += int(index[0, 0, 0])
-        return KeyLayout(dim, first, size, strides, None, heads, head_dim)
+        return KeyLayout(dim, first, size, strides, None, heads, head_dim, dtype)
     span = int(index.max()) + 1
-    return KeyLayout(dim, first, size, None, index.to(block.device), heads, head_dim, span)
+    index = index.to(block.device)
+    return KeyLayout(dim, first, size, None, index, heads, head_dim, dtype, span)
 
 
 def _strides(index: Tensor) -> tuple[int, int, int] | None:

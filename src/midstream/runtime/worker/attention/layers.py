@@ -14,10 +14,12 @@ from midstream.errors import UnsupportedError
 from midstream.runtime.models.decoder import Decoder, DecoderLayer
 from midstream.runtime.models.forward_source import Types
 from midstream.runtime.models.inner_sites import NO_ROPE
-from midstream.runtime.worker.attention.key_layout import KeyLayout, cache_of, measure
+from midstream.runtime.worker.attention.key_layout import KeyLayout, cache_of, measure, scale_of
 from midstream.runtime.worker.attention.weights import AttentionForm
 from midstream.sites import Tap
 from midstream.spec.resolve.attention import NO_QUERIES, QUERY_SITES
+
+_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 # Returns the number of tokens of a block of a group of layers, by the group's number.
 BlockSize = Callable[[int], int]
@@ -33,6 +35,7 @@ class AttentionLayer:
         layout: where keys are in its cache.
         form: what it does with the products of queries and keys.
         key_heads: int64 [heads], key-value head of each query head.
+        query_scale: attention reads queries as fp8, with this scale; None: as they are.
     """
 
     module: Any
@@ -40,6 +43,14 @@ class AttentionLayer:
     layout: KeyLayout
     form: AttentionForm
     key_heads: Tensor
+    query_scale: float | None = None
+
+    def queries(self, given: Tensor) -> Tensor:
+        """Return queries as attention reads them, without the scale."""
+        if self.query_scale is None:
+            return given
+        scaled = given.float() * (1 / self.query_scale)
+        return scaled.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn).to(given.dtype)
 
     def keys(self, blocks: Tensor) -> Tensor:
         """Return the keys of some blocks; see `KeyLayout.read`."""
@@ -140,7 +151,12 @@ def _attention_of(layer: DecoderLayer, runner: Any, block_size: BlockSize) -> At
     device = cache_of(module).device
     per_key = module.num_heads // module.num_kv_heads
     key_heads = torch.arange(module.num_heads, device=device) // per_key
-    return AttentionLayer(module, mine[0], layout, _form_of(module, device), key_heads)
+    query_scale = None
+    if getattr(module, "query_quant", None) is not None:
+        query_scale = scale_of(module, "q")
+    scale = scale_of(module, "k") * (query_scale or 1.0)
+    form = _form_of(module, device, scale)
+    return AttentionLayer(module, mine[0], layout, form, key_heads, query_scale)
 
 
 def _check(module: Any) -> None:
@@ -163,11 +179,13 @@ def _check(module: Any) -> None:
         raise UnsupportedError("its ALiBi biases are square roots of distances")
     if getattr(impl, "chunk_lookback", -1) > -1:
         raise UnsupportedError("it attends by chunks")
-    if getattr(module, "query_quant", None) is not None:
-        raise UnsupportedError("its queries are quantised")
+    quant = getattr(module, "query_quant", None)
+    if quant is not None and tuple(getattr(quant, "group_shape", ())) != (-1, -1):
+        raise UnsupportedError("its queries are quantised with a scale for each head")
 
 
-def _form_of(module: Any, device: torch.device) -> AttentionForm:
+def _form_of(module: Any, device: torch.device, scale: float) -> AttentionForm:
+    """Return what a layer does with products of numbers that have this scale."""
     impl = module.impl
 
     def by_head(values: Any) -> Tensor | None:
@@ -176,7 +194,7 @@ def _form_of(module: Any, device: torch.device) -> AttentionForm:
         return torch.as_tensor(values, dtype=torch.float32, device=device).flatten()
 
     return AttentionForm(
-        scale=float(impl.scale),
+        scale=float(impl.scale) * scale,
         soft_cap=float(impl.logits_soft_cap or 0.0),
         window=int(module.sliding_window or 0),
         slopes=by_head(impl.alibi_slopes),

@@ -1,17 +1,23 @@
-"""Queries of a step whose rows of attention are asked for."""
+"""Queries of a step whose rows of attention are asked for, and vectors whose logits are."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from midstream.codecs import RowEncoding
 from midstream.runtime.protocol.runs import within_runs
+from midstream.runtime.worker.attention.logits import LogitQuery
 from midstream.runtime.worker.attention.query_run import QueryRun
+from midstream.runtime.worker.request_state import Segment
 from midstream.runtime.worker.step.in_flight import PreparedStep
 from midstream.runtime.worker.step.slot_table import SlotTable
-from midstream.runtime.worker.step.step_plan import CodecBatch
+from midstream.runtime.worker.step.step_plan import CodecBatch, TokenRuns
 from midstream.runtime.worker.tables.device_buffers import on_device
+from midstream.runtime.worker.tables.pattern_records import PatternEncoding
 
 
 def queries_of(
@@ -39,19 +45,65 @@ def queries_of(
         known = np.repeat(position, length) + within_runs(length)
         positions = on_device(torch.from_numpy(known), device)
     record = np.cumsum(length) - length
-    runs = []
+    runs = [
+        QueryRun(
+            request=int(request[nth]),
+            record=int(record[nth]),
+            length=int(length[nth]),
+            lowest=int(lowest[nth]),
+            position=int(position[nth]),
+            keys=tuple(read.pattern.keys for read in segment.patterns),
+        )
+        for nth, segment in enumerate(_segments(plan, batch, slots))
+    ]
+    return positions, runs
+
+
+def logits_of(
+    prepared: PreparedStep, encoding: Callable[[int], RowEncoding], slots: SlotTable, unit: int
+) -> list[LogitQuery]:
+    """Return the records of a step whose logits are asked for, also those that are not returned.
+
+    Args:
+        prepared: the step.
+        encoding: returns the encoding with a number.
+        slots: the requests.
+        unit: numbers of a unit of the ring.
+    """
+    plan = prepared.plan.runs
+    found = []
+    for batch in prepared.plan.batches:
+        how = encoding(batch.codec)
+        if not isinstance(how, PatternEncoding):
+            continue
+        for nth, columns in enumerate(how.patterns):
+            if not columns.of_logits:
+                continue
+            length = batch.length
+            within = within_runs(length)
+            rows = np.repeat(plan.row[batch.runs], length) + within
+            units = np.repeat(plan.record[batch.runs], length) + within * how.units
+            tokens = np.zeros((len(rows), 0), np.int64)
+            if columns.kind in ("logits_of", "lens"):
+                each = [
+                    [
+                        token
+                        for first, stop in segment.patterns[nth].pattern.keys
+                        for token in range(first, stop or 0)
+                    ]
+                    for segment in _segments(plan, batch, slots)
+                ]
+                tokens = np.repeat(np.array(each, np.int64), length, axis=0)
+            begin = columns.start // unit
+            found.append(LogitQuery(batch.codec, nth, columns, rows, units + begin, tokens))
+    return found
+
+
+def _segments(plan: TokenRuns, batch: CodecBatch, slots: SlotTable) -> Iterable[Segment]:
+    """Yield the segment of each run of a batch."""
+    position = plan.position[batch.runs]
     for nth, slot in enumerate(plan.slot[batch.runs].tolist()):
         asked = slots.by_slot(slot)
         assert asked is not None
         (segment,) = asked.segments_within(int(position[nth]), int(position[nth]) + 1)
-        runs.append(
-            QueryRun(
-                request=int(request[nth]),
-                record=int(record[nth]),
-                length=int(length[nth]),
-                lowest=int(lowest[nth]),
-                position=int(position[nth]),
-                keys=tuple(read.pattern.keys for read in segment.patterns),
-            )
-        )
-    return positions, runs
+        yield segment

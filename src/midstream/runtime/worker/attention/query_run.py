@@ -17,7 +17,7 @@ class QueryRun:
         length: number of records.
         lowest: position of the first row, or a lower bound.
         position: position of the first row, or an upper bound.
-        keys: for each `PatternColumns`, the positions of a mass, or the tokens of logits.
+        keys: for each `PatternColumns`, the positions of a mass.
     """
 
     request: int

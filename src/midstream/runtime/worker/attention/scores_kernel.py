@@ -57,7 +57,8 @@ def scores_kernel(
             mask=is_row[:, None] & is_column[None, :],
             other=0.0,
         )
-        found = tl.dot(query, given, input_precision="ieee") * scale
+        # Numbers of fp8 are numbers of the queries' dtype too.
+        found = tl.dot(query, given.to(query.dtype), input_precision="ieee") * scale
         if has_cap:
             found = cap * (2.0 * tl.sigmoid(2.0 * found / cap) - 1.0)
         distance = at[:, None] - key[None, :]
@@ -81,33 +82,31 @@ def scores_triton(
     key_heads: Tensor,
     begin: int,
     stop: int,
+    out: Tensor,
     *,
     scale: float,
     soft_cap: float,
     window: int,
     slopes: Tensor | None,
-) -> Tensor:
-    """Return the scores of keys [begin, stop): products of queries and keys, changed as attention
+) -> None:
+    """Write the scores of keys [begin, stop): products of queries and keys, changed as attention
     does, −∞ for keys that a query does not see.
 
     Args:
-        queries: [runs, rows, heads, head_dim], of the cache's dtype.
+        queries: [runs, rows, heads, head_dim], of the cache's dtype; of any where that is fp8.
         positions: int64 [runs, rows], contiguous, position of each query.
         keys: the cache's keys, [blocks, tokens, key-value heads, head_dim], a view.
         table: integers [requests, blocks], blocks of each request.
         requests: int64 [runs], row of `table` of each run.
         key_heads: int64 [heads], key-value head of each query head.
         begin, stop: positions of the keys. No query may see an earlier or a later one.
+        out: float32 [runs, rows, heads, stop − begin], contiguous, to be written.
         scale, soft_cap, window: see `AttentionForm`.
         slopes: float32 [heads]; None: there are none.
-
-    Returns:
-        float32 [runs, rows, heads, stop − begin].
     """
     runs, rows, heads, dim = queries.shape
-    out = torch.empty((runs, rows, heads, stop - begin), dtype=torch.float32, device=keys.device)
     if not out.numel():
-        return out
+        return
     queries = queries if queries.stride(3) == 1 else queries.contiguous()
     # `tl.dot` takes sixteen rows or more.
     block_rows = min(max(16, triton.next_power_of_2(rows)), 64)
@@ -122,4 +121,3 @@ def scores_triton(
             has_cap=soft_cap != 0, has_slopes=slopes is not None,
             block_rows=block_rows, block_keys=KEYS,
         )  # fmt: skip
-    return out

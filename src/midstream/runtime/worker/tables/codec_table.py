@@ -8,6 +8,7 @@ from midstream.codecs import Raw, RowEncoding, parse_codec
 from midstream.runtime.protocol.segments import PatternRead
 from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.runtime.worker.tables.pattern_records import PatternColumns, PatternEncoding
+from midstream.spec.resolve.resolved import LensMap
 
 
 class CodecTable:
@@ -48,7 +49,7 @@ class CodecTable:
             spec: text of the codec.
             taps: the taps of a record, as indices on this rank, in order.
             returned: those of them whose vectors are returned, in order.
-            patterns: the rows of attention that are returned.
+            patterns: the rows of attention, logits, and scores.
 
         Raises:
             SpecError: there is no such codec, or its parameters are invalid.
@@ -67,8 +68,12 @@ class CodecTable:
                 width(read.tap),
                 read.pattern.kind,
                 read.pattern.size,
-                read.pattern.heads,
+                read.heads,
                 read.num_heads,
+                read.is_row,
+                read.slot,
+                1 if read.slot is None else read.pattern.counts[0],
+                read.pattern.maps[read.place] if read.pattern.maps else LensMap(),
             )
             for read in patterns
         )

@@ -32,6 +32,8 @@ class Buffers:
         bank: float32 [V, U], the vectors.
         scores: float32 [T, P], probe scores.
         ring: [R, U] in the model's dtype, captured vectors until they are copied to the host.
+        mapped: float32 [T, hidden] on a GPU where there is room for maps, else without rows: what
+            maps make of each row at a site.
         units: for each tap the number of units of its vectors. A unit has U numbers, so many that
             every width is a multiple; where all widths are the same, U is that width.
         widths: width of the vectors at each tap whose table is bound to the op; see
@@ -53,6 +55,7 @@ class Buffers:
     units: tuple[int, ...]
     widths: dict[int, int] = field(default_factory=dict)
     switches: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
+    mapped: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
 
     @staticmethod
     def allocate(
@@ -83,6 +86,7 @@ class Buffers:
 
         int32, float32 = torch.int32, torch.float32
         switches = next((width for tap, width in taps.items() if tap[0] == "logits"), 0)
+        is_mapping = room.maps > 0 and device.type == "cuda"
         unit = math.gcd(hidden_size, *taps.values())
         units_of_row = hidden_size // unit
         table = zeros(int32, len(taps), room.programs, layout.TABLE_COLUMNS)
@@ -96,12 +100,13 @@ class Buffers:
             instructions=zeros(int32, room.max_edits, layout.INSTRUCTION_COLUMNS),
             params=zeros(float32, room.max_edits, layout.PARAM_COLUMNS),
             lists=zeros(int32, room.token_ids),
-            bank=zeros(float32, room.bank_rows * units_of_row, unit),
+            bank=zeros(float32, (room.bank_rows + room.maps * hidden_size) * units_of_row, unit),
             scores=zeros(float32, max_tokens, room.probes),
             # The ring is written before it is read. On a CPU, pages never written take no memory.
             ring=torch.empty(ring_rows * units_of_row, unit, dtype=dtype, device=device),
             units=tuple(width // unit for width in taps.values()),
             switches=zeros(float32, max_tokens if switches else 0, max(1, switches)),
+            mapped=zeros(float32, max_tokens if is_mapping else 0, hidden_size),
         )
 
     @property

@@ -16,6 +16,9 @@ from midstream.runtime.worker.tables.range_pool import Pool, RangeAllocator
 from midstream.spec import Vector
 
 _OTHER_IDS = int(Flags.OTHER_IDS)  # see `midstream.spec.instructions`
+# Numbers of a run of vectors that is copied by itself, straight into the bank: the others are
+# copied together, through as much memory of the device again.
+_ALONE = 1 << 18
 
 
 class InstructionStore:
@@ -107,7 +110,11 @@ class InstructionStore:
                 )
             acquired.append((self.bank, vectors))
             start, is_new = found
-            if is_new:
+            if is_new and units * unit >= _ALONE:
+                data = bytearray().join([vector.data for vector in vectors])
+                values = torch.frombuffer(data, dtype=torch.float32).view(-1, unit)
+                upload(self._buffers.bank[start : start + units], values)
+            elif is_new:
                 new_units.extend(range(start, start + units))
                 new_vectors.extend(vectors)
             return start

@@ -8,21 +8,25 @@ import torch
 from torch import Tensor
 
 from midstream.codecs import RowEncoding
-from midstream.spec.resolve.resolved import PatternKind
+from midstream.spec.resolve.resolved import LensMap, PatternKind
 
 
 @dataclass(frozen=True, slots=True)
 class PatternColumns:
-    """Queries in a record, and the row of attention that is made of them. Compared by content:
-    requests that differ only in the keys of a mass share an encoding.
+    """Queries in a record, and the row of attention or the score that is made of them. Compared by
+    content: requests that differ only in the keys of a mass share an encoding.
 
     Attributes:
-        capture, place: index of the plan's capture, and of the tap in it.
+        capture, place: index of the plan's capture, and of the tap in it; of a score −1.
         tap: the tap of the queries, as an index on this rank.
         start, width: first number of the queries in a record, and how many there are.
         kind, size: see `Pattern`.
         heads: the heads that are computed; empty: all of this rank.
         count: number of heads that are computed.
+        is_row: see `PatternRead`.
+        slot: column of the score, which is not in the encoded row; None: it is a row.
+        divisor: of a score, the number of heads over all ranks.
+        map: of a lens, the map of its layer.
     """
 
     capture: int
@@ -34,28 +38,42 @@ class PatternColumns:
     size: int
     heads: tuple[int, ...]
     count: int
+    is_row: bool = True
+    slot: int | None = None
+    divisor: int = 1
+    map: LensMap = LensMap()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a row."""
-        return 4 * self.count * self.size
+        """Bytes of a row in the encoded record."""
+        return 4 * self.count * self.size if self.is_row else 0
+
+    @property
+    def of_logits(self) -> bool:
+        """Whether the row has logits."""
+        return self.kind == "lens" or self.kind.startswith("logits")
 
 
 @dataclass(frozen=True, slots=True)
 class PatternEncoding(RowEncoding):
     """How a record is encoded that has queries: its captured vectors by the codec, then the rows of
-    attention. An encoded row is one record.
+    attention that are returned. An encoded row is one record.
 
     Attributes:
         vectors: (first number in a record, width) of each captured vector, in order.
-        patterns: the rows of attention, in order.
+        patterns: the rows of attention and the scores, in order.
     """
 
     vectors: tuple[tuple[int, int], ...] = ()
     patterns: tuple[PatternColumns, ...] = ()
 
+    @property
+    def has_scores(self) -> bool:
+        """Whether scores are made of a record."""
+        return any(each.slot is not None for each in self.patterns)
+
     def row_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of an encoded record."""
+        """Return the bytes of an encoded record; 0: this rank returns nothing of it."""
         captured = sum(self.codec.row_bytes(width, dtype) for _, width in self.vectors)
         return captured + sum(each.nbytes for each in self.patterns)
 

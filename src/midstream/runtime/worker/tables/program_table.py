@@ -8,9 +8,10 @@ until its room is needed, so that requests one after the other find theirs, with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -170,7 +171,7 @@ class ProgramTable:
         index = self._free_programs.pop()
         try:
             return self._find_room(edits, index)
-        except NoRoomError:
+        except Exception:
             self._free_programs.append(index)
             raise
 
@@ -203,35 +204,37 @@ class ProgramTable:
 
         Raises:
             NoRoomError: no free range is large enough.
+            ValueError: a MAP is not the first that changes h at its tap.
         """
         # The taps of a request may be in any order; the edits of one tap keep theirs.
         ordered = sorted(edits, key=lambda edit: edit.tap)
+        kinds = {
+            tap: _kind(list(of_tap)) for tap, of_tap in groupby(ordered, key=lambda edit: edit.tap)
+        }
         first, length = self.instructions.write(ordered)
-        self._write_ranges(ordered, index, first)
+        self._write_ranges(ordered, kinds, index, first)
         self._set_properties(edits, index)
         return _Program(index, first, length)
 
-    def _write_ranges(self, ordered: Sequence[TapProgramStep], index: int, first: int) -> None:
-        """Write the range of instructions of each tap to the row of a program."""
+    def _write_ranges(
+        self, ordered: Sequence[TapProgramStep], kinds: Mapping[int, int], index: int, first: int
+    ) -> None:
+        """Write the range and the kind of the instructions of each tap to the row of a program."""
         ranges = np.zeros((self._num_taps, layout.TABLE_COLUMNS), np.int32)
+        for tap, kind in kinds.items():
+            ranges[tap, layout.KIND] = kind
         start = first
         for edit in ordered:
             row = ranges[edit.tap]
             if row[layout.EDIT_COUNT] == 0:
                 row[layout.EDIT_START] = start
-                row[layout.PLAIN] = 1
             row[layout.EDIT_COUNT] += len(edit.steps)
-            row[layout.PLAIN] &= all(
-                layout.is_plain(step.op, step.flags, bool(edit.ids), step.mask is not None)
-                for step in edit.steps
-            )
             start += len(edit.steps)
         table = self._buffers.table
         # The row is shared with the group of the same index, whose column PLACE is not changed.
         columns = slice(layout.EDIT_START, layout.EDIT_COUNT + 1)
         upload(table[:, index, columns], torch.from_numpy(ranges[:, columns].copy()))
-        plain = torch.from_numpy(ranges[:, layout.PLAIN].copy())
-        upload(table[:, index, layout.PLAIN], plain)
+        upload(table[:, index, layout.KIND], torch.from_numpy(ranges[:, layout.KIND].copy()))
 
     def _set_properties(self, edits: Edits, index: int) -> None:
         counted = [(edit.counted, bool(edit.ids)) for edit in edits]
@@ -242,3 +245,13 @@ class ProgramTable:
 
     def _full(self, what: str) -> str:
         return f"the running requests use all {self._rows} {what}; raise the setting `programs`"
+
+
+def _kind(edits: Sequence[TapProgramStep]) -> int:
+    """Return the kind of a program at the tap of these edits."""
+    plain = all(
+        layout.is_plain(step.op, step.flags, bool(edit.ids), step.mask is not None)
+        for edit in edits
+        for step in edit.steps
+    )
+    return layout.kind_of([step.op for edit in edits for step in edit.steps], plain)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.plans import plan_of
+from support.plans import VECTORS, add, mapped, plan_of
 from support.stored import worker_info
 
 from midstream.config.config import Config
@@ -21,12 +21,13 @@ from midstream.runtime.frontend.request.budget import (
     check_returned,
     check_rows,
     max_row_bytes,
+    need_of,
     prompt_bytes,
     returned_captures,
     row_limit,
 )
 from midstream.runtime.protocol.segments import Room
-from midstream.spec import Capture, ModelShape, Plan
+from midstream.spec import Capture, ModelShape, Plan, Vector
 
 PRE, POST = ("resid_pre", 0), ("resid_post", 1)
 ROOM = Room(64, 64, 64, 64, 4)
@@ -45,6 +46,55 @@ def worker(tensor_rank: int, arena_bytes: int, held: int = 0):
 def need(rows: int) -> Need:
     kinds = ("bank_rows", "programs", "groups", "max_edits", "token_ids")
     return Need({kind: {} for kind in kinds}, rows)
+
+
+W = Vector.parse([1.0] * 16)
+OTHER = Vector.parse([2.0] * 16)
+
+
+def needed(*edits, room=ROOM, hidden=4) -> Need:
+    return need_of(plan_of(edits), {PRE: 0, POST: 1}, room, 64, hidden)
+
+
+def test_matrices_are_counted_by_themselves_each_once():
+    room = Room(64, 64, 64, 64, 4, maps=2)
+    found = needed(
+        (PRE, mapped(W), ((0, 2),)), (POST, mapped(W), ((0, 2),)), (PRE, mapped(OTHER), ((2, 4),)),
+        room=room,
+    )  # fmt: skip
+    assert found.total("maps") == 2
+    assert found.total("bank_rows") == 1, "the shift, which they share"
+    budget = Budget(room)
+    budget.take(found)
+    assert not budget.fits(needed((PRE, mapped(Vector.parse([3.0] * 16)), ((0, 1),)), room=room))
+    assert budget.fits(needed((PRE, mapped(W), ((5, 6),)), room=room))
+
+
+@pytest.mark.parametrize(
+    ("edits", "message"),
+    [
+        ([(PRE, mapped(W), ((0, 2),))], "needs 1 matrices, and there is room for 0; .* maps"),
+        (
+            [(PRE, add(), ((1, 2),)), (PRE, mapped(W), ((0, 2),))],
+            "must be the first edit .* comes before it at resid_pre of layer 0 .server-wide",
+        ),
+        ([(PRE, mapped(W), ((0, 2),)), (PRE, mapped(OTHER), ((1, 3),))], "the only one with a"),
+    ],
+)
+def test_a_matrix_without_room_or_of_what_was_edited_before_is_refused(edits, message):
+    with pytest.raises(SpecError, match=message):
+        needed(*edits)
+
+
+def test_a_matrix_may_follow_edits_of_other_sites_and_tokens_and_be_followed_by_any():
+    edits = [(PRE, add(), ((0, 1),)), (POST, add(), ((0, 9),)), (PRE, mapped(W), ((1, 9),))]
+    found = needed(*edits, (PRE, add(VECTORS[1]), ((0, 9),)), room=Room(64, 64, 64, 64, 4, maps=1))
+    assert found.total("maps") == 1
+
+
+def test_a_matrix_wider_than_the_stream_is_refused():
+    with pytest.raises(SpecError, match="as wide as the residual stream, 2, .* have 4 numbers"):
+        needed((PRE, mapped(W), ((0, 2),)), room=Room(64, 64, 64, 64, 4, maps=1), hidden=2)
 
 
 def test_the_most_that_a_plan_can_capture_is_counted_once_for_each_tap_and_position():
@@ -75,6 +125,21 @@ def test_all_workers_that_capture_have_room_and_one_request_half_of_it():
     check_rows(need(2000), room)
     with pytest.raises(SpecError, match=r"may take 2001 bytes, .* room for 2000; .*spill"):
         check_rows(need(2001), room)
+
+
+def test_requests_wait_where_lenses_would_read_more_rows_in_a_step_than_the_setting():
+    room = row_limit([worker(0, 1000)], Config(lens_rows=50))
+    budget, sent = Budget(ROOM, room), []
+    admission = Admission([budget])
+    for uid, rows in (("a", 30), ("b", 30), ("c", 0), ("d", 20)):
+        admission.submit(uid, replace(need(0), lens_rows=rows), lambda uid=uid: sent.append(uid))
+    # Those behind it wait too, in the order of their arrival.
+    assert sent == ["a"]
+    admission.end(["a"])
+    assert sent == ["a", "b", "c", "d"]
+    check_rows(replace(need(0), lens_rows=50), room)
+    with pytest.raises(SpecError, match=r"may read 51 rows .* room for 50; .*setting lens_rows"):
+        check_rows(replace(need(0), lens_rows=51), room)
 
 
 @pytest.mark.parametrize("overflow", ["spill", "drop"])

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import torch
 from hypothesis import given
+from support import plans
 from support.stored import worker_info
 
 from midstream.runtime.frontend.results.partial_scores import StreamState
@@ -33,12 +34,12 @@ WHERES = st.sampled_from(
 
 
 def plan_of(wheres):
-    probes = [
-        SimpleNamespace(name=f"p{n}", site=TAP[0], layer=TAP[1], slot=n, where=where)
-        for n, where in enumerate(wheres)
-    ]
-    unnamed = SimpleNamespace(name="", site=TAP[0], layer=TAP[1], slot=9, where=Where(((0, None),)))
-    return SimpleNamespace(probes=[*probes, unnamed])
+    return plans.plan_of(
+        probes=[
+            *((f"p{n}", TAP, where) for n, where in enumerate(wheres)),
+            ("", TAP, Where(((0, None),))),
+        ]
+    )
 
 
 def answer(span, slots):

@@ -19,7 +19,12 @@ PACKED = torch.randperm(SIZE * DIM, generator=torch.Generator().manual_seed(0))
 class Backend:
     """A cache in one of the layouts of vLLM's backends."""
 
-    def __init__(self, layout: str, dtype: torch.dtype) -> None:
+    def __init__(self, layout: str, dtype: torch.dtype, of: torch.dtype | None = None) -> None:
+        """Args:
+        layout: one of `LAYOUTS`.
+        dtype: the numbers that are stored.
+        of: the model's dtype, if the cache is quantised, with a scale; vLLM stores bytes then.
+        """
         shapes = {
             "blocks, tokens, heads": (BLOCKS, 2, SIZE, HEADS, DIM),
             "blocks, heads, tokens": (BLOCKS, 2, HEADS, SIZE, DIM),
@@ -28,14 +33,23 @@ class Backend:
             "transposed": (BLOCKS, HEADS, 2 * SIZE, DIM),
             "packed": (BLOCKS, HEADS, 2 * SIZE, DIM),
         }
-        self.layout = layout
+        self.layout, self.dtype, self.model = layout, dtype, of or dtype
+        self.scale = 1.0 if of is None else 0.37
         draw = torch.Generator().manual_seed(1)
         # With the pages of another layer between its own.
         self.cache = torch.randn(2, *shapes[layout], generator=draw).to(dtype)[1]
         if layout == "blocks, heads, tokens":
             self.cache = self.cache.transpose(2, 3)
+        if of is not None:
+            self.cache = self.cache.view(torch.uint8)
 
     def write(self, _: Any, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
+        assert keys.dtype == values.dtype == self.model
+        keys, values = (
+            (each.float() / scale).to(self.dtype)
+            for each, scale in ((keys, self.scale), (values, 900 * self.scale))
+        )
+        cache = cache.view(self.dtype)
         for key, value, slot in zip(keys, values, slots.tolist(), strict=True):
             block, token = divmod(slot, SIZE)
             if self.layout in ("blocks, tokens, heads", "blocks, heads, tokens"):
@@ -56,8 +70,10 @@ class Backend:
             "kv_cache": self.cache,
             "impl": SimpleNamespace(do_kv_cache_update=self.write),
             "attn_backend": SimpleNamespace(get_name=lambda: "MINE"),
-            "dtype": self.cache.dtype,
-            "kv_cache_dtype": "auto",
+            "dtype": self.model,
+            "kv_cache_dtype": "auto" if self.dtype == self.model else FP8[self.dtype],
+            "_k_scale": torch.tensor(self.scale),
+            "_v_scale": torch.tensor(900 * self.scale),
             "num_kv_heads": HEADS,
             "head_size": DIM,
             "head_size_v": DIM,
@@ -65,6 +81,7 @@ class Backend:
         return SimpleNamespace(**{**given, **changed})
 
 
+FP8 = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8_e5m2"}
 LAYOUTS = (
     "blocks, tokens, heads",
     "blocks, heads, tokens",
@@ -78,16 +95,30 @@ LAYOUTS = (
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_keys_are_read_where_the_backend_writes_them(layout: str, dtype: torch.dtype) -> None:
-    backend = Backend(layout, dtype)
+    check_keys_are_read(Backend(layout, dtype))
+
+
+@pytest.mark.parametrize("dtype", list(FP8))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("of", [torch.bfloat16, torch.float32])
+def test_quantised_keys_are_read_where_the_backend_writes_them(
+    layout: str, dtype: torch.dtype, of: torch.dtype
+) -> None:
+    check_keys_are_read(Backend(layout, dtype, of))
+
+
+def check_keys_are_read(backend: Backend) -> None:
     before = backend.cache.clone()
     found = measure(backend.attention(), BLOCKS, SIZE)
     assert torch.equal(backend.cache, before)
-    assert (found.strides is None) == (layout == "packed")
-    keys = torch.randn(BLOCKS * SIZE, HEADS, DIM).to(dtype)
+    assert (found.strides is None) == (backend.layout == "packed")
+    keys = torch.randn(BLOCKS * SIZE, HEADS, DIM).to(backend.model)
     backend.write(None, keys, -keys, backend.cache, torch.arange(BLOCKS * SIZE))
     blocks = torch.tensor([[3, 1], [0, 5]])
-    expected = keys.unflatten(0, (BLOCKS, SIZE))[blocks].flatten(1, 2)
-    assert torch.equal(found.read(backend.cache, blocks), expected)
+    expected = (keys.float() / backend.scale).to(backend.dtype).float()
+    expected = expected.unflatten(0, (BLOCKS, SIZE))[blocks].flatten(1, 2)
+    assert found.dtype == backend.dtype
+    assert torch.equal(found.read(backend.cache, blocks).float(), expected)
 
 
 def test_a_backend_that_stores_something_else_is_refused_by_name() -> None:
@@ -96,6 +127,9 @@ def test_a_backend_that_stores_something_else_is_refused_by_name() -> None:
     def write(_: Any, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
         backend.write(_, keys.flip(-1) / 2, values, cache, slots)
 
+    def exact(_: Any, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
+        small.write(_, keys / 2, values, cache, slots)
+
     impl = SimpleNamespace(do_kv_cache_update=write)
     before = backend.cache.clone()
     with pytest.raises(UnsupportedError, match="the backend MINE stores keys in a form"):
@@ -103,41 +137,69 @@ def test_a_backend_that_stores_something_else_is_refused_by_name() -> None:
     assert torch.equal(backend.cache, before)
     with pytest.raises(UnsupportedError, match="the backend MINE writes keys only while"):
         measure(backend.attention(impl=SimpleNamespace()), BLOCKS, SIZE)
-    quantised = backend.attention(kv_cache=backend.cache.to(torch.uint8), kv_cache_dtype="fp8")
-    with pytest.raises(UnsupportedError, match="has the dtype fp8"):
-        measure(quantised, BLOCKS, SIZE)
+    for name, dtype in (("nvfp4", torch.uint8), ("fp8_per_token_head", torch.uint8),
+                        ("fp8_inc", torch.float8_e4m3fn), ("fp8", torch.int8)):  # fmt: skip
+        quantised = backend.attention(kv_cache=backend.cache.to(dtype), kv_cache_dtype=name)
+        with pytest.raises(UnsupportedError, match=f"has the dtype {name}; only the model's"):
+            measure(quantised, BLOCKS, SIZE)
+    small = Backend("keys, blocks", torch.float8_e4m3fn, torch.bfloat16)
+    for wrong in (
+        {"_k_scale": torch.ones(HEADS)},
+        {"_v_scale": torch.ones(HEADS)},
+        {"_k_scale": None},
+        {"calculate_kv_scales": True},
+    ):
+        with pytest.raises(UnsupportedError, match="fp8 without one scale for all heads"):
+            measure(small.attention(**wrong), BLOCKS, SIZE)
+    for wrong in (
+        {"impl": SimpleNamespace(do_kv_cache_update=exact)},  # as with another exponent's bias
+        {"kv_cache_dtype": "fp8_e5m2"},
+    ):
+        with pytest.raises(UnsupportedError, match="stores keys in a form"):
+            measure(small.attention(**wrong), BLOCKS, SIZE)
 
 
 @pytest.mark.skipif(not hasattr(torch.ops, "_C"), reason="vLLM's operations are not built")
 @pytest.mark.parametrize(
-    ("isa", "dtype", "size", "dim", "is_regular"),
+    ("isa", "dtype", "size", "dim", "is_regular", "name"),
     [
-        ("vec", torch.float32, 128, 32, True),
-        ("vec", torch.bfloat16, 32, 64, True),
-        ("vec16", torch.float16, 16, 80, True),
-        ("amx", torch.bfloat16, 32, 64, False),
+        ("vec", torch.float32, 128, 32, True, "auto"),
+        ("vec", torch.bfloat16, 32, 64, True, "auto"),
+        ("vec16", torch.float16, 16, 80, True, "auto"),
+        ("amx", torch.bfloat16, 32, 64, False, "auto"),
+        ("vec", torch.float32, 64, 32, True, "fp8"),
+        ("vec", torch.bfloat16, 32, 64, True, "fp8_e5m2"),
+        ("amx", torch.bfloat16, 32, 64, False, "fp8_e4m3"),
     ],
 )
 def test_the_layouts_of_vllms_cpu_backend_are_found(
-    isa: str, dtype: torch.dtype, size: int, dim: int, is_regular: bool
+    isa: str, dtype: torch.dtype, size: int, dim: int, is_regular: bool, name: str
 ) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
     if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
         pytest.skip("this vLLM is not built for the CPU")
-    impl: Any = SimpleNamespace(attn_type="decoder", kv_cache_dtype="auto")
+    scale = 1.0 if name == "auto" else 0.37
+    number = dtype if name == "auto" else torch.float8_e4m3fn
+    number = torch.float8_e5m2 if name == "fp8_e5m2" else number
+    impl: Any = SimpleNamespace(attn_type="decoder", kv_cache_dtype=name)
     impl.do_kv_cache_update = lambda *given: CPUAttentionBackendImpl.do_kv_cache_update(
         impl, *given
     )
-    cache = torch.randn(5, HEADS, size, 2 * dim).to(dtype)
+    cache = torch.randn(5, HEADS, size, 2 * dim).to(number)
+    cache = cache if name == "auto" else cache.view(torch.uint8)
     attention = SimpleNamespace(
-        impl=impl, attn_backend=CPUAttentionBackend, kv_cache=cache, kv_cache_dtype="auto",
+        impl=impl, attn_backend=CPUAttentionBackend, kv_cache=cache, kv_cache_dtype=name,
         dtype=dtype, num_kv_heads=HEADS, head_size=dim, head_size_v=dim, isa=isa,
-        _k_scale_float=1.0, _v_scale_float=1.0,
+        _k_scale_float=scale, _v_scale_float=scale, _k_scale=torch.tensor(scale),
+        _v_scale=torch.tensor(scale),
     )  # fmt: skip
     found = measure(attention, 5, size)
     assert (found.strides is not None) == is_regular
     keys = torch.randn(5 * size, HEADS, dim).to(dtype)
     impl.do_kv_cache_update(attention, keys, keys, cache, torch.arange(5 * size))
-    expected = keys.unflatten(0, (5, size))[[4, 2]].flatten(0, 1)
-    assert torch.equal(found.read(cache, torch.tensor([[4, 2]]))[0], expected)
+    expected = (keys.float() / scale).unflatten(0, (5, size))[[4, 2]].flatten(0, 1)
+    mine = found.read(cache, torch.tensor([[4, 2]]))[0].float()
+    # It rounds down to a multiple of this much of a number.
+    step = 0.0 if name == "auto" else torch.finfo(number).eps
+    torch.testing.assert_close(mine, expected, rtol=step, atol=step / 32)

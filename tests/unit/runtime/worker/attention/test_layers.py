@@ -29,6 +29,16 @@ def write(_: Any, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) ->
         cache[slot // SIZE, 0, slot % SIZE], cache[slot // SIZE, 1, slot % SIZE] = key, value
 
 
+def write8(_: Any, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
+    keys, values = ((each / 2).to(torch.float8_e4m3fn) for each in (keys, values))
+    write(_, keys, values, cache.view(torch.float8_e4m3fn), slots)
+
+
+BYTES: dict[str, Any] = {"kv_cache": torch.zeros(BLOCKS, 2, SIZE, GROUPS, DIM).byte()}
+ONES: dict[str, Any] = {"kv_cache_dtype": "fp8", "_v_scale": torch.tensor(2.0)}
+PER_TENSOR = SimpleNamespace(group_shape=(-1, -1))
+
+
 def attention(kind: type[Attention] = Attention, **changed: Any) -> Any:
     """vLLM's own class with a plain cache; arguments that begin with `impl_` are its backend's."""
     impl = {
@@ -98,6 +108,21 @@ def test_a_layer_is_read_with_its_own_attributes() -> None:
     assert layer.layout.strides == (GROUPS * DIM, DIM, 1)
 
 
+def test_quantised_keys_and_queries_are_read_with_their_scales() -> None:
+    given: dict[str, Any] = {**BYTES, **ONES, "_k_scale": torch.tensor(2.0)}
+    given["impl_do_kv_cache_update"] = write8
+    plain = found(attention(**given)).at(3)
+    assert (plain.layout.dtype, plain.form.scale) == (torch.float8_e4m3fn, 0.5 * 2)
+    queries = torch.tensor([0.3, -7.9, 5000.0], dtype=torch.bfloat16)
+    assert plain.queries(queries) is queries
+    layer = found(attention(**given, query_quant=PER_TENSOR, _q_scale=torch.tensor(4.0))).at(3)
+    assert layer.form.scale == 0.5 * 2 * 4
+    assert torch.equal(layer.queries(queries), torch.tensor([0.078125, -2.0, 448.0]).bfloat16())
+    keys = layer.all_keys()
+    assert keys is not None
+    assert keys.dtype == torch.float8_e4m3fn
+
+
 def test_models_without_rotary_embedding_are_read_at_q() -> None:
     lacking = {("rot_q", 0): NO_ROPE.format("q")}
     assert found(lacking=lacking, taps={("q", 0): 1}).at(1).group == 0
@@ -127,14 +152,29 @@ def test_models_without_rotary_embedding_are_read_at_q() -> None:
         ({"module": attention(attn_type="encoder_only")}, "not causal"),
         ({"module": attention(use_mm_prefix=True)}, "tokens of an image"),
         ({"module": attention(use_alibi_sqrt=True)}, "square roots"),
-        ({"module": attention(query_quant=object())}, "queries are quantised"),
+        (
+            {"module": attention(query_quant=SimpleNamespace(group_shape=(-1, 16)))},
+            "queries are quantised with a scale for each head",
+        ),
         ({"module": attention(impl_chunk_lookback=2)}, "by chunks"),
         ({"module": attention(impl_logits_soft_cap="no")}, "MINE does not say its logits_soft_cap"),
         ({"module": attention(has_sink=True)}, "MINE does not say its sinks"),
         ({"module": attention(impl_do_kv_cache_update="no")}, "MINE writes keys only while"),
         (
-            {"module": attention(kv_cache=torch.zeros(5, 2, 4, 2, 8).byte(), kv_cache_dtype="fp8")},
-            "the dtype fp8",
+            {"module": attention(**BYTES, kv_cache_dtype="nvfp4")},
+            "the dtype nvfp4; only the model's own dtype, fp8, fp8_e4m3, fp8_e5m2 are",
+        ),
+        (
+            {"module": attention(**BYTES, **ONES, _k_scale=torch.ones(2))},
+            "the dtype fp8 without one scale for all heads",
+        ),
+        (
+            {
+                "module": attention(
+                    **BYTES, **ONES, impl_do_kv_cache_update=write8, query_quant=PER_TENSOR
+                )
+            },
+            "the dtype fp8 without one scale",
         ),
     ],
 )

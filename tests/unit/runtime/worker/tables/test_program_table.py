@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_steps import make_buffers
 from support.nightly import rounds
-from support.plans import KINDS, SMALL, VECTORS, add, edits_of, rows
+from support.plans import KINDS, SMALL, VECTORS, add, edits_of, gated, mapped, rows
 from support.programs import assert_free, assert_program, edits, programs
 
 from midstream.errors import SpecError
 from midstream.ops import layout
 from midstream.ops.layout import Flags, Op
 from midstream.runtime.protocol.segments import TapProgramStep
+from midstream.runtime.worker.tables import instruction_store
 from midstream.runtime.worker.tables.program_table import ProgramTable
 from midstream.spec import Steps, Vector
 
@@ -54,8 +55,42 @@ def test_every_kind_of_edit_is_written():
     buffers = make_buffers()
     tables = ProgramTable(buffers)
     wanted = edits_of(*((nth % NUM_TAPS, steps) for nth, steps in enumerate([*KINDS, rows(3, 40)])))
-    assert {step.op for edit in wanted for step in edit.steps} == set(Op) - {Op.PROBE}
+    assert {step.op for edit in wanted for step in edit.steps} == set(Op) - {Op.PROBE, Op.MAP}
     assert_program(buffers, tables.acquire_program(wanted), wanted)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("alone", [1, 1 << 18])
+def test_matrices_are_written_row_after_row_and_each_tap_says_where_its_map_is(
+    mixed, alone, monkeypatch
+):
+    monkeypatch.setattr(instruction_store, "_ALONE", alone)
+    buffers = make_buffers(maps=3, bank_rows=6, mixed=mixed)
+    tables = ProgramTable(buffers)
+    wide = [Vector.parse([float(n) for n in range(first, first + 16)]) for first in (0, 100)]
+    narrow = Vector.parse([5.0, 6.0, 7.0, 8.0] * (1 if mixed else 4))
+    wanted = edits_of(
+        (3, mapped(wide[0])),
+        (4, mapped(narrow, Vector.parse([1.0, 2.0] * (1 if mixed else 2)))),
+        (0, gated(mapped(wide[1]), b=0.25)),
+        (0, add()),
+        (3, rows(2, 1)),
+    )
+    index = tables.acquire_program(wanted)
+    assert_program(buffers, index, wanted)
+    kinds = buffers.table[:, index, layout.KIND].tolist()
+    assert kinds == [layout.WITH_MAP + 1, 0, 0, layout.WITH_MAP, layout.WITH_MAP, 0]
+    tables.release_program(wanted)
+    assert_free(tables)
+
+
+@pytest.mark.parametrize("first", [add(), mapped(Vector.parse([1.0] * 16))])
+def test_a_map_of_what_an_earlier_edit_changed_is_never_written(first):
+    tables = ProgramTable(make_buffers(maps=2))
+    second = mapped(Vector.parse([2.0] * 16))
+    with pytest.raises(ValueError, match="MAP"):
+        tables.acquire_program(edits_of((0, first), (0, second)))
+    assert_free(tables)
 
 
 def test_programs_and_groups_share_rows_of_the_table_without_touching_each_other():

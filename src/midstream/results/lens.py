@@ -1,0 +1,189 @@
+"""Tokens that lenses gave for the stream of one completion, by layer."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from midstream.results.arrays import array_of, to_numpy
+from midstream.results.lens_table import Cell, LensTable, shown_by, token_cell
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Arrays of the JSON form, with the dtypes in it and here.
+_FLOATS = "values", "token_values", "logsumexp"
+_INTS = "ids", "ranks"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LensRows:
+    """What a `Lens` returned.
+
+    Attributes:
+        values: float32 [rows, layers, top], the largest logits, descending.
+        ids: int64 [rows, layers, top], the token of each.
+        tokens: the ids of the chosen tokens, in the given order.
+        token_values: float32 [rows, layers, tokens], their logits.
+        ranks: int64 [rows, layers, tokens], 1 + the number of tokens with a larger logit.
+        logsumexp: float32 [rows, layers], ln Σ exp(logit) over the whole vocabulary.
+        positions: int64 [rows], ascending. Row p has what would be token p + 1.
+        layers: the layers, ascending.
+    """
+
+    values: Tensor
+    ids: Tensor
+    tokens: tuple[int, ...]
+    token_values: Tensor
+    ranks: Tensor
+    logsumexp: Tensor
+    positions: Tensor
+    layers: tuple[int, ...]
+
+    @property
+    def logprobs(self) -> Tensor:
+        """Natural logarithms of the probabilities of `ids`, float32 [rows, layers, top]."""
+        return self.values - self.logsumexp[..., None]
+
+    @property
+    def token_logprobs(self) -> Tensor:
+        """Natural logarithms of the probabilities of `tokens`, float32 [rows, layers, tokens]."""
+        return self.token_values - self.logsumexp[..., None]
+
+    def __len__(self) -> int:
+        """Return the number of positions."""
+        return len(self.positions)
+
+    def __repr__(self) -> str:
+        rows, layers, top = self.values.shape
+        chosen = f" and {len(self.tokens)} tokens" if self.tokens else ""
+        return f"LensRows({rows} positions × {layers} layers: top {top}{chosen})"
+
+    def table(self, tokenizer: Any = None, row: int = -1, top: int = 5) -> LensTable:
+        """Return one position as a table: a line for each layer, the last one first, with its most
+        likely tokens and their probabilities, and the ranks of the chosen tokens.
+
+        Args:
+            tokenizer: what decodes ids, such as `llm.get_tokenizer()`; None: ids are shown.
+            row: index of the position among `positions`.
+            top: number of tokens of each layer, where as many were asked for.
+        """
+        show = shown_by(tokenizer)
+        top = min(top, self.ids.shape[2])
+        lines = []
+        for nth, layer in reversed(list(enumerate(self.layers))):
+            ids, logprobs = (
+                self.ids[row, nth, :top].tolist(),
+                self.logprobs[row, nth, :top].tolist(),
+            )
+            ranks = self.ranks[row, nth].tolist()
+            lines.append(
+                [
+                    Cell(str(layer)),
+                    *(token_cell(show, *pair) for pair in zip(ids, logprobs, strict=True)),
+                    *(Cell(f"#{rank}") for rank in ranks),
+                ]
+            )
+        position = f"position {int(self.positions[row])}"
+        return LensTable([position, *[""] * top, *map(show, self.tokens)], lines)
+
+    def grid(self, tokenizer: Any = None) -> LensTable:
+        """Return the most likely token of each layer, the last one first, at each position.
+
+        Args:
+            tokenizer: as for `table`.
+        """
+        show = shown_by(tokenizer)
+        ids, logprobs = self.ids[..., :1], self.logprobs[..., :1]
+        lines = []
+        for nth, layer in reversed(list(enumerate(self.layers))):
+            pairs = zip(
+                ids[:, nth].reshape(-1).tolist(), logprobs[:, nth].reshape(-1).tolist(), strict=True
+            )
+            lines.append([Cell(str(layer)), *(token_cell(show, *pair) for pair in pairs)])
+        top = self.positions.tolist() if self.ids.shape[2] else []
+        return LensTable(["layer", *map(str, top)], lines)
+
+    def _repr_html_(self) -> str:
+        return self.grid()._repr_html_()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the JSON form's numbers, before base64."""
+        rows, layers, top = self.values.shape
+        return 4 * rows * layers * (2 * top + 2 * len(self.tokens) + 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return an object with `positions`, `layers`, `tokens`, `shape` of `values`, and as
+        little-endian bytes in base64 `values`, `token_values` and `logsumexp`, float32, and `ids`
+        and `ranks`, int32.
+        """
+        return {
+            "positions": self.positions.tolist(),
+            "layers": list(self.layers),
+            "tokens": list(self.tokens),
+            "shape": list(self.values.shape),
+            **{name: _text(getattr(self, name), "<f4") for name in _FLOATS},
+            **{name: _text(getattr(self, name), "<i4") for name in _INTS},
+        }
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> LensRows:
+        """Read what `to_json` returned."""
+        shape, tokens = tuple(value["shape"]), tuple(value["tokens"])
+        shapes = {"values": shape, "ids": shape, "logsumexp": shape[:2]}
+        found: dict[str, Any] = {}
+        for name in (*_FLOATS, *_INTS):
+            sent, kept = ("<f4", "float32") if name in _FLOATS else ("<i4", "int64")
+            array = np.frombuffer(base64.b64decode(value[name]), sent).astype(kept)
+            array = array.reshape(shapes.get(name, (*shape[:2], len(tokens))))
+            found[name] = array_of(array, kept)
+        positions = array_of(value["positions"], "int64")
+        return LensRows(**found, tokens=tokens, positions=positions, layers=tuple(value["layers"]))
+
+
+class LensResults(Mapping[str, LensRows]):
+    """What the lenses of a request returned for one completion, by the names of the lenses:
+    `lens["logit"]` is that of a `Lens` without a name of its own.
+    """
+
+    def __init__(self, rows: Mapping[str, LensRows]) -> None:
+        self._rows = dict(rows)
+
+    def __getitem__(self, name: str) -> LensRows:
+        """Return the rows of a lens.
+
+        Raises:
+            KeyError: there are none; the message lists the lenses.
+        """
+        try:
+            return self._rows[name]
+        except KeyError:
+            known = ", ".join(map(repr, self._rows))
+            raise KeyError(f"there is no lens {name!r}; there is {known}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        return f"LensResults({', '.join(f'{name}: {rows!r}' for name, rows in self.items())})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return `LensRows.to_json` of each, by name."""
+        return {name: rows.to_json() for name, rows in self.items()}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> LensResults:
+        """Read what `to_json` returned."""
+        return LensResults({name: LensRows.from_json(rows) for name, rows in value.items()})
+
+
+def _text(values: Any, dtype: str) -> str:
+    return base64.b64encode(to_numpy(values).astype(dtype).tobytes()).decode()

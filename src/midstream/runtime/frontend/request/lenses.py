@@ -1,0 +1,136 @@
+"""Lenses of a request: texts of their tokens, what the engine can decode, and what a step costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from midstream.errors import SpecError
+from midstream.runtime.frontend.lens_registry import LensRegistry
+from midstream.runtime.protocol.worker_info import WorkerInfo
+from midstream.spec import Lens, Plan, ResolvedPlan
+from midstream.spec.lens import LOGIT
+from midstream.spec.positions.ranges import count
+from midstream.spec.resolve.lens import check_lenses, lenses_of
+from midstream.spec.resolve.resolved import ResolvedCapture
+from midstream.validation import at
+
+# Layers that the stream has passed at a site of layer i, beyond i.
+_AFTER = {"resid_pre": 0, "resid_post": 1}
+
+
+def with_token_ids(plan: Plan | None, engine: Any) -> Plan | None:
+    """Return a plan whose lenses have the ids of their tokens.
+
+    Args:
+        plan: a plan; None: there is none.
+        engine: vLLM's engine, for its tokenizer.
+
+    Raises:
+        SpecError: a text is not one token.
+    """
+
+    def id_of(text: str) -> int:
+        try:
+            found = engine.get_tokenizer()
+        except ValueError as error:
+            why = "a token's text needs a tokenizer, and this engine has none; give its id"
+            raise SpecError("", why) from error
+        ids = found.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            raise SpecError("", f"{text!r} is {len(ids)} tokens, {ids}; give a text that is one")
+        return int(ids[0])
+
+    if plan is None:
+        return None
+    captures = []
+    for nth, capture in enumerate(plan.captures):
+        with at(f"capture[{nth}]"):
+            captures.append(capture.with_ids(id_of) if isinstance(capture, Lens) else capture)
+    if all(one is other for one, other in zip(captures, plan.captures, strict=True)):
+        return plan
+    return replace(plan, captures=tuple(captures))
+
+
+def with_maps(
+    plan: ResolvedPlan, own: Plan | None, registry: LensRegistry | None
+) -> tuple[ResolvedPlan, tuple[str, ...]]:
+    """Return a plan with the maps of its lenses, and the names of the registered ones.
+
+    Args:
+        plan: the resolved plan.
+        own: the plan that was resolved.
+        registry: the registered lenses; None: there can be none.
+
+    Raises:
+        SpecError: there is no lens of a name, or it has no map of a layer.
+    """
+    names: dict[str, None] = {}
+    captures = list(plan.captures)
+    for nth, capture in enumerate(captures):
+        given = None if own is None or capture.source < 0 else own.captures[capture.source]
+        if not isinstance(given, Lens) or given.kind == LOGIT:
+            continue
+        assert capture.pattern is not None
+        assert registry is not None
+        with at(f"capture[{capture.source}]"):
+            after = _AFTER.get(given.sites.names[0])
+            if after is None:
+                raise SpecError("site", "a registered lens reads resid_pre or resid_post")
+            depths = [layer + after for _, layer in capture.pattern.reads]
+            maps = registry.maps_of(given.kind, depths)
+        captures[nth] = replace(capture, pattern=replace(capture.pattern, maps=maps))
+        names[given.kind] = None
+    return (replace(plan, captures=tuple(captures)) if names else plan), tuple(names)
+
+
+def lens_rows(
+    plan: ResolvedPlan, vllm_config: Any, workers: Sequence[WorkerInfo], grows: bool
+) -> int:
+    """Return the most rows, positions times layers, that lenses of one completion read in a step.
+    Generated tokens that are computed again after a preemption do not count.
+
+    Args:
+        plan: the resolved plan of the completion.
+        vllm_config: the engine's settings.
+        workers: descriptions of its workers.
+        grows: whether the prompt grows, as that of a session does.
+
+    Raises:
+        SpecError: the engine cannot carry out the lenses.
+    """
+    lenses = lenses_of(plan)
+    if not lenses:
+        return 0
+    check_lenses(plan, vllm_config)
+    _check_stage(lenses, workers)
+    step_tokens = workers[0].step_tokens
+    speculative = vllm_config.speculative_config
+    at_once = 1 if speculative is None else 1 + speculative.num_speculative_tokens
+    found = 0
+    for lens in lenses:
+        prompt = count(lens.where.possible, plan.prompt_len)
+        positions = step_tokens if grows else min(step_tokens, max(prompt, at_once))
+        found += positions * len(lens.taps)
+    return found
+
+
+def _check_stage(lenses: Sequence[ResolvedCapture], workers: Sequence[WorkerInfo]) -> None:
+    """Check that all layers of lenses are where the final norm and the head are.
+
+    Raises:
+        SpecError: one is on another pipeline stage.
+    """
+    last = max(worker.stage for worker in workers)
+    there = {tap for worker in workers if worker.stage == last for tap in worker.taps}
+    for capture in lenses:
+        assert capture.pattern is not None
+        for site, layer in capture.pattern.reads:
+            if (site, layer) not in there:
+                raise SpecError(
+                    f"capture[{capture.source}].layers",
+                    f"{site} of layer {layer} is on another pipeline stage than the final norm and "
+                    f"the head; choose layers of the last stage: "
+                    f"{sorted(number for name, number in there if name == site)}",
+                )

@@ -1,0 +1,104 @@
+"""Rows and scores that are made of the captured queries of a step."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from midstream.runtime.protocol.runs import within_runs
+from midstream.runtime.worker.attention.logits import StepLogits
+from midstream.runtime.worker.attention.queries import queries_of
+from midstream.runtime.worker.attention.reader import PatternReader
+from midstream.runtime.worker.step.in_flight import PreparedStep
+from midstream.runtime.worker.step.slot_table import SlotTable
+from midstream.runtime.worker.step.step_plan import CodecBatch
+from midstream.runtime.worker.tables.codec_table import CodecTable
+from midstream.runtime.worker.tables.device_buffers import Buffers, on_device
+from midstream.runtime.worker.tables.pattern_records import PatternEncoding
+
+
+class StepPatterns:
+    """Rows and scores of the batches of a step, after its forward pass was queued."""
+
+    def __init__(
+        self, buffers: Buffers, slots: SlotTable, codecs: CodecTable, reader: PatternReader | None
+    ) -> None:
+        """Args:
+        buffers: the rank's buffers; queries are in its ring.
+        slots: the requests.
+        codecs: the encodings of captured rows.
+        reader: computes rows and scores; None: no request asks for any.
+        """
+        self._buffers = buffers
+        self._slots = slots
+        self._codecs = codecs
+        self._reader = reader
+
+    def compute(self, prepared: PreparedStep) -> StepLogits:
+        """Write the scores of a step that are made of attention into the buffer of scores, and
+        return the logits of all of its records whose logits are asked for.
+        """
+        if self._reader is None:
+            return {}
+        self._score(prepared, self._reader)
+        return self._reader.logits(prepared, self._codecs.encoding, self._slots, self._buffers.ring)
+
+    def encode(
+        self, prepared: PreparedStep, batch: CodecBatch, logits: StepLogits
+    ) -> Tensor | None:
+        """Return the encoded records of a batch, uint8 [n, row_bytes]; None if they are made of
+        the batch's units of the ring alone.
+
+        Args:
+            prepared: the step.
+            batch: the records.
+            logits: of the whole step.
+        """
+        encoding = self._codecs.encoding(batch.codec)
+        if not isinstance(encoding, PatternEncoding):
+            return None
+        assert self._reader is not None
+        records = self._records(prepared, batch, encoding)
+        queries = queries_of(prepared, batch, self._slots, records.device)
+        mine = _logits_of(prepared, batch, logits, encoding.units)
+        return self._reader.encode(encoding, records, *queries, mine)
+
+    def _score(self, prepared: PreparedStep, reader: PatternReader) -> None:
+        runs, scores = prepared.plan.runs, self._buffers.scores
+        for batch in prepared.plan.batches:
+            encoding = self._codecs.encoding(batch.codec)
+            if not isinstance(encoding, PatternEncoding) or not encoding.has_scores:
+                continue
+            records = self._records(prepared, batch, encoding)
+            queries = queries_of(prepared, batch, self._slots, records.device)
+            length = runs.length[batch.runs]
+            rows = np.repeat(runs.row[batch.runs], length) + within_runs(length)
+            places = on_device(torch.from_numpy(rows), scores.device)
+            reader.score(encoding, records, *queries, places, scores)
+
+    def _records(
+        self, prepared: PreparedStep, batch: CodecBatch, encoding: PatternEncoding
+    ) -> Tensor:
+        """Return the records of a batch in the ring, [n, numbers]."""
+        first = prepared.first + batch.first
+        units = self._buffers.ring[first : first + batch.num_units]
+        return units.view(-1, encoding.units * units.shape[1])
+
+
+def _logits_of(
+    prepared: PreparedStep, batch: CodecBatch, logits: StepLogits, units: int
+) -> dict[int, Tensor]:
+    """Return the logits of some records of a step, by number of the pattern.
+
+    Args:
+        prepared: the step.
+        batch: the records, all or some of those of an encoding.
+        logits: of the whole step.
+        units: ring units of a record.
+    """
+    if not logits:
+        return {}
+    (first,) = [every.first for every in prepared.plan.batches if every.codec == batch.codec]
+    begin, stop = (batch.first - first) // units, (batch.first - first + batch.num_units) // units
+    return {nth: rows[begin:stop] for (codec, nth), rows in logits.items() if codec == batch.codec}

@@ -1,0 +1,317 @@
+"""What the model's head gives for the stream of each layer, against transformers in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+from support.end_oracle import MODULES, EndOracle
+from support.engines import HAS_GPU, engine, generated, greedy, tokens
+from support.inner_served import PROMPTS, ROOM, TOLERANCE, Served
+from support.oracle_edits import PLACES, At, EditOracle, Seen
+from torch import Tensor
+from transformers import AutoTokenizer
+from vllm import SamplingParams
+
+from midstream import (
+    Attention,
+    Bias,
+    Capture,
+    JacobianLens,
+    Lens,
+    Logits,
+    SpecError,
+    Steer,
+    TopKeys,
+    TunedLens,
+)
+from midstream.results.lens import LensResults, LensRows
+
+SITES = ["resid_pre", "resid_mid", "resid_post", "final_norm", "logits", "rot_q"]
+LONG = [(13 * nth) % 190 + 3 for nth in range(150)]
+CHOSEN = [150, 3, 9]
+WIDTH = 64
+# A tuned lens of three layers, and a Jacobian lens of two.
+LENS_BYTES = 4 * (3 * (WIDTH * WIDTH + WIDTH) + 2 * WIDTH * WIDTH)
+
+
+# gemma2 caps its logits and adds one to the weights of its norm; gpt2 has a LayerNorm.
+@pytest.fixture(
+    scope="module", params=["llama", "gemma2", pytest.param("gpt2", marks=pytest.mark.nightly)]
+)
+def served(request: pytest.FixtureRequest, tiny_models: Path) -> Iterator[Served]:
+    path = tiny.make(f"{request.param}-bias", tiny_models, tiny.MODELS[request.param])
+    oracle = EndOracle(path, request.param)
+    sites = SITES if request.param != "gpt2" else SITES[:-1]
+    with engine(path, **ROOM, midstream={"sites": sites, "lens_bytes": LENS_BYTES}) as llm:
+        yield Served(request.param, oracle, llm)
+
+
+ONE = pytest.mark.parametrize("served", ["llama"], indirect=True)
+
+
+@torch.no_grad()
+def decoded(model: Any, norm: str, stream: Tensor) -> Tensor:
+    """The logits that the reference's own norm and head give for a stream."""
+    module: Any = reduce(getattr, norm.split("."), model)
+    # Without its hooks.
+    logits = model.get_output_embeddings()(module.forward(stream))
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def expected(served: Served, seen: Seen, layers: Any, site: str = "resid_post") -> Tensor:
+    """The reference's logits of some layers, [T, layers, vocabulary]."""
+    norm = MODULES[served.name][1]
+    return torch.stack(
+        [decoded(served.oracle.model, norm, seen.values[site, layer]) for layer in layers], 1
+    )
+
+
+def assert_lens(rows: LensRows, asked: Lens, wanted: Tensor) -> float:
+    """Against logits [T, layers, vocabulary]; returns the largest error of a log probability."""
+    mine = wanted[rows.positions]
+    logprobs = mine.log_softmax(-1)
+    assert rows.ids.shape == rows.values.shape == (*mine.shape[:2], asked.top)
+    assert rows.values.dtype == rows.logsumexp.dtype == torch.float32
+    assert rows.ids.dtype == rows.ranks.dtype == torch.int64
+    errors = [torch.zeros(1)]
+    if asked.top:
+        best = logprobs.topk(asked.top)
+        # Those that differ are as likely as the reference's.
+        errors += [rows.logprobs - best.values, rows.logprobs - logprobs.gather(2, rows.ids)]
+        assert float((rows.ids == best.indices).float().mean()) > 0.99
+    if asked.tokens:
+        assert list(rows.tokens) == list(asked.tokens)
+        at = torch.tensor(rows.tokens).expand(*mine.shape[:2], -1)
+        errors.append(rows.token_logprobs - logprobs.gather(2, at))
+        theirs = mine.gather(2, at)[..., None]
+        close = TOLERANCE * (1 + theirs.abs())
+        least = 1 + (mine[:, :, None] > theirs + close).sum(-1)
+        most = 1 + (mine[:, :, None] > theirs - close).sum(-1) - 1
+        assert ((least <= rows.ranks) & (rows.ranks <= most.clamp(min=1))).all()
+    errors.append((rows.logsumexp - mine.logsumexp(-1)) / 4)
+    return max(float(one.abs().max()) for one in errors if one.numel())
+
+
+LENSES = [
+    Lens(top=5, tokens=CHOSEN),
+    Lens([0, -1], top=3, positions=["last_prompt", "generated"], name="few"),
+    Lens(1, 0, [42, 7], positions=slice(2, 5)),
+    Lens(site="resid_mid", top=190, name="mid"),
+    Lens(top=2, site="resid_pre"),
+]
+
+
+def test_every_layer_is_decoded_as_transformers_decodes_it(served: Served) -> None:
+    """Of prompts of several steps, of generated tokens, beside vectors, attention and edits."""
+    steer = At(Steer(torch.linspace(-1, 1, 64), 1))
+    prompts = [LONG, *PROMPTS, PROMPTS[0]]
+    beside: list[Any] = [Capture([1], "resid_post"), None, None, Logits(4), None]
+    if served.name != "gpt2":
+        beside[1] = Attention([1], reduce=TopKeys(3))
+    asked = [[one, other] if other else [one] for one, other in zip(LENSES, beside, strict=True)]
+    edits = [None, [steer.edit], [Bias({7: 90.0})], None, [steer.edit]]
+    outputs = served.ask(prompts, 4, capture=asked, edits=edits)
+    errors = []
+    for nth, (prompt, output, lens) in enumerate(zip(prompts, outputs, LENSES, strict=True)):
+        assert output.receipt.status == "ok", output.receipt
+        ats = [steer] if edits[nth] == [steer.edit] else []
+        seen = served.oracle.run([*prompt, *generated(output)][:-1], ats)
+        (rows,) = output.lens.values()
+        layers = range(3) if lens.layers.indices == "all" else [i % 3 for i in lens.layers.indices]
+        assert rows.layers == tuple(layers)
+        site = lens.sites.names[0]
+        errors.append(assert_lens(rows, lens, expected(served, seen, layers, site)))
+    assert max(errors) <= TOLERANCE, errors
+    assert [len(one.lens[name]) for one, name in zip(outputs[:3], ["logit", "few", "logit"],
+                                                     strict=True)] == [153, 4, 3]  # fmt: skip
+    assert set(outputs[0].activations) == {("resid_post", 1)}
+    assert outputs[2].activations is None
+    counts = {(one.site, one.layer): one.actual for one in outputs[0].receipt.captured}
+    assert counts["lens.logit", 0] == counts["lens.logit", 2] == 153
+
+
+def test_the_last_layer_gives_the_models_own_logits(served: Served) -> None:
+    """Row by row, so that both are products of one shape."""
+    last = {"positions": "last_prompt"}
+    asked = [Lens([-1], top=8, **last), Logits(8, **last)]
+    for prompt in PROMPTS:
+        (output,) = served.ask([prompt], 1, capture=[asked])
+        rows, logits = output.lens["logit"], output.logits
+        assert torch.equal(rows.ids[:, 0], logits.ids)
+        slack = TOLERANCE if HAS_GPU else 0  # a norm without addition is another kernel there
+        assert float((rows.values[:, 0] - logits.values).abs().max()) <= slack
+        assert float((rows.logsumexp[:, 0] - logits.logsumexp).abs().max()) <= slack
+
+
+def maps(*shape: int, seed: int) -> Tensor:
+    return 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_registered_lenses_map_the_stream_by_the_formulas_of_their_papers(served: Served) -> None:
+    weights = {nth: maps(WIDTH, WIDTH, seed=nth) for nth in range(3)}
+    biases = {nth: maps(WIDTH, seed=10 + nth) for nth in range(3)}
+    jacobians = {nth: torch.eye(WIDTH) + maps(WIDTH, WIDTH, seed=20 + nth) for nth in (0, 1)}
+    lenses = served.llm.lenses
+    with pytest.raises(SpecError, match="there is no lens 'tuned'; there is 'logit'; register it"):
+        served.ask([LONG], 1, capture=Lens(kind="tuned"))
+    lenses.register("tuned", TunedLens(weights, biases))
+    lenses.register("jacobian", JacobianLens({0: torch.zeros(WIDTH, WIDTH)}))
+    lenses.register("jacobian", JacobianLens(jacobians))
+    try:
+        assert lenses.names == ("tuned", "jacobian")
+        check_registered(served, weights, biases, jacobians)
+        with pytest.raises(
+            SpecError, match=rf"lens_bytes is {LENS_BYTES}, of which {LENS_BYTES} are"
+        ):
+            lenses.register("more", JacobianLens(jacobians))
+        with pytest.raises(SpecError, match="'jacobian' has no map of the stream after 0 layers"):
+            served.ask([LONG], 1, capture=Lens(kind="jacobian", site="resid_pre"))
+        with pytest.raises(SpecError, match="reads resid_pre or resid_post") as caught:
+            served.ask([LONG], 1, capture=Lens(kind="tuned", site="resid_mid"))
+        assert caught.value.path == "capture.site"
+    finally:
+        for name in lenses.names:
+            lenses.remove(name)
+    with pytest.raises(SpecError, match="there is no lens 'tuned'"):
+        served.ask([LONG], 1, capture=Lens(kind="tuned"))
+
+
+def check_registered(served: Served, weights: Any, biases: Any, jacobians: Any) -> None:
+    """Both, and the plain one, of several requests together."""
+    tuned = Lens(top=4, tokens=CHOSEN, kind="tuned", site="resid_pre")
+    given = [
+        [tuned, Lens(top=3, kind="jacobian", name="j")],
+        [Lens([1, 0], top=2, kind="tuned", positions=slice(1, 4)), Lens(top=2)],
+    ]
+    outputs = served.ask([LONG, PROMPTS[1]], 3, capture=given)
+    model, norm = served.oracle.model, MODULES[served.name][1]
+    wanted: dict[int, dict[str, Tensor]] = {}
+    for nth, prompt in enumerate((LONG, PROMPTS[1])):
+        seen = served.oracle.run([*prompt, *generated(outputs[nth])][:-1])
+        before = [seen.values["resid_pre", layer] for layer in range(3)]
+        after = [seen.values["resid_post", layer] for layer in range(3)]
+        moved = [h + h @ weights[at].T + biases[at] for at, h in enumerate(before)]
+        # After a layer is before the next one.
+        moved_after = [h + h @ weights[at + 1].T + biases[at + 1] for at, h in enumerate(after[:2])]
+        carried = [h @ jacobians[at].T for at, h in enumerate(after[:2])]
+        wanted[nth] = {
+            "tuned": torch.stack([decoded(model, norm, h) for h in (moved, moved_after)[nth]], 1),
+            # At the last layer it is the model's own.
+            "j": torch.stack([decoded(model, norm, h) for h in (*carried, after[2])], 1),
+            "logit": torch.stack([decoded(model, norm, h) for h in after], 1),
+        }
+    errors = []
+    for nth, (output, asked) in enumerate(zip(outputs, given, strict=True)):
+        assert output.receipt.status == "ok", output.receipt
+        for one in asked:
+            errors.append(assert_lens(output.lens[one.name], one, wanted[nth][one.name]))
+    assert max(errors) <= TOLERANCE, errors
+
+
+@ONE
+def test_ranks_are_those_of_the_whole_vocabulary(served: Served) -> None:
+    every = served.llm.llm_engine.vllm_config.model_config.get_vocab_size()
+    chosen = list(range(0, every, 5))
+    (output,) = served.ask([PROMPTS[0]], 2, capture=Lens(top=every, tokens=chosen))
+    rows = output.lens["logit"]
+    places = (rows.ids[..., None] == torch.tensor(chosen)).int().argmax(2)
+    assert torch.equal(rows.ranks, places + 1)
+    assert torch.equal(rows.token_values, rows.values.gather(2, places))
+
+
+@ONE
+def test_a_cached_prompt_and_several_completions_have_their_own_rows(served: Served) -> None:
+    asked = Lens(top=3, tokens=7, positions=["last_prompt", "generated"])
+    prompt = PROMPTS[2] * 4
+    served.ask([prompt], 1, capture=None)
+    params = SamplingParams(n=2, temperature=1.5, seed=3, max_tokens=5, ignore_eos=True,
+                            detokenize=False)  # fmt: skip
+    (output,) = served.ask([prompt], params=params, capture=asked)
+    assert output.num_cached_tokens == 64
+    for one in output.outputs:
+        seen = served.oracle.run([*prompt, *one.token_ids][:-1])
+        wanted = expected(served, seen, range(3))
+        assert assert_lens(one.lens["logit"], asked, wanted) <= TOLERANCE
+        again = LensResults.from_json(one.lens.to_json())["logit"]
+        for name in ("values", "ids", "token_values", "ranks", "logsumexp", "positions"):
+            mine, theirs = getattr(again, name), getattr(one.lens["logit"], name)
+            assert mine.dtype == theirs.dtype
+            assert torch.equal(mine, theirs)
+        assert (again.tokens, again.layers) == ((7,), (0, 1, 2))
+    with pytest.raises(AttributeError, match="lens"):
+        output.lens  # noqa: B018
+
+
+@ONE
+def test_lenses_that_are_asked_for_together_are_each_requests_own(served: Served) -> None:
+    """Requests whose rows have the same form, and are computed together."""
+    asked = [Lens(top=2, tokens=[3 + nth, 90 - nth, 150]) for nth in range(6)]
+    prompts = [PROMPTS[nth % 3] for nth in range(6)]
+    outputs = served.ask(prompts, 3, capture=[[one] for one in asked])
+    for prompt, one, output in zip(prompts, asked, outputs, strict=True):
+        seen = served.oracle.run([*prompt, *generated(output)][:-1])
+        wanted = expected(served, seen, range(3))
+        assert assert_lens(output.lens["logit"], one, wanted) <= TOLERANCE
+
+
+@ONE
+@pytest.mark.parametrize(
+    ("asked", "path", "problem"),
+    [
+        (Lens([0, 3]), "capture.layers[1]", "layer 3 is out of range"),
+        (Lens(tokens=[3, 100_000]), "capture.tokens[1]", "there is no token 100000: the model"),
+        (Lens(top=500), "capture.top", "the model has 199 tokens"),
+        (Lens(tokens=" Paris"), "capture.tokens[0]", "needs a tokenizer"),
+        ([[Lens([0]), Lens([1])]], "capture[0][1].name", "is a lens of this name too"),
+    ],
+)
+def test_a_lens_that_cannot_be_had_is_refused(
+    served: Served, asked: Any, path: str, problem: str
+) -> None:
+    with pytest.raises(SpecError, match=problem) as caught:
+        served.llm.generate([tokens(PROMPTS[0])], greedy(1), capture=asked, use_tqdm=False)
+    assert caught.value.path == path
+
+
+@ONE
+def test_more_rows_than_a_step_has_room_for_are_refused(served: Served) -> None:
+    params = SamplingParams(n=90, max_tokens=1, ignore_eos=True, detokenize=False)
+    with pytest.raises(SpecError, match="may read 17280 rows .* a step has room for 16384"):
+        served.ask([LONG], params=params, capture=Lens())
+
+
+def test_an_engine_need_not_tap_the_final_norm(llm: Any) -> None:
+    """The last layer's first token is the one that is sampled."""
+    asked = Lens(top=1, positions="last_prompt")
+    (output,) = llm.generate([tokens(PROMPTS[0])], greedy(1), capture=asked, use_tqdm=False)
+    rows = output.lens["logit"]
+    assert rows.layers == tuple(range(llm.info.shape.num_layers))
+    assert rows.ids[0, -1].tolist() == generated(output)
+
+
+@pytest.mark.model
+@pytest.mark.nightly
+def test_every_layer_of_smollm2(smollm2: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    text = "The capital of France is the city of Paris, and two and two are four; water boils. " * 4
+    prompt = list(tokenizer(text).input_ids)
+    asked = Lens(top=5, tokens=[" Paris", " London"])
+    oracle = EditOracle(smollm2, PLACES["llama"])
+    with engine(smollm2, **ROOM) as llm:
+        (output,) = llm.generate([tokens(prompt)], greedy(2), capture=asked, use_tqdm=False)
+    seen = oracle.run([*prompt, *generated(output)][:-1])
+    wanted = torch.stack(
+        [decoded(oracle.model, "model.norm", seen.values["resid_post", one]) for one in range(30)],
+        1,
+    )
+    rows = output.lens["logit"]
+    assert [tokenizer.decode([one]) for one in rows.tokens] == [" Paris", " London"]
+    # Its streams are a thousand times as long as those of the tiny models.
+    assert assert_lens(rows, Lens(top=5, tokens=rows.tokens), wanted) <= 2 * TOLERANCE

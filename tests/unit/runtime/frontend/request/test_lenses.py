@@ -1,0 +1,83 @@
+"""What the front end makes of lenses: ids of texts, and the rows that they read in a step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.stored import worker_info
+
+from midstream import Lens, Plan, SpecError
+from midstream.runtime.frontend.request.lenses import lens_rows, with_token_ids
+from midstream.spec import ModelShape, Prompt
+from midstream.spec.resolve.resolve import resolve
+
+TAPS = tuple(("resid_post", layer) for layer in range(4))
+SHAPE = ModelShape(4, 8, TAPS)
+WORDS = {" Paris": [7], " Rome": [8], " Timbuktu": [1, 2]}
+
+
+class Engine:
+    def get_tokenizer(self) -> Any:
+        return SimpleNamespace(encode=lambda text, add_special_tokens: WORDS[text])
+
+
+class Without(Engine):
+    def get_tokenizer(self) -> Any:
+        raise ValueError("skip_tokenizer_init")
+
+
+def config(drafts: int | None = None) -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        lora_config=None,
+        model_config=SimpleNamespace(get_vocab_size=lambda: 40),
+        speculative_config=drafts and SimpleNamespace(num_speculative_tokens=drafts),
+    )
+
+
+def test_texts_of_tokens_become_ids() -> None:
+    plain = Plan.make(capture=Lens(0, tokens=[3]))
+    assert with_token_ids(plain, Without()) is plain
+    assert with_token_ids(None, Without()) is None
+    plan = Plan.make(capture=[Lens(0), Lens(0, tokens=[" Rome", 3, " Paris"], name="a")])
+    found = with_token_ids(plan, Engine())
+    assert found is not None
+    assert [one.tokens for one in found.captures] == [(), (8, 3, 7)]
+    with pytest.raises(SpecError, match="needs a tokenizer") as caught:
+        with_token_ids(plan, Without())
+    assert caught.value.path == "capture[1].tokens[0]"
+    with pytest.raises(SpecError, match=r"' Timbuktu' is 2 tokens, \[1, 2\]"):
+        with_token_ids(Plan.make(capture=Lens(0, tokens=" Timbuktu")), Engine())
+
+
+@pytest.mark.parametrize(
+    ("lens", "rows"),
+    [
+        (Lens(), 4 * 10),
+        (Lens([0, 3], positions=slice(1, 4)), 2 * 3),
+        (Lens(2, positions="last_prompt"), 1),
+        (Lens(phase="generated"), 4),
+        (Lens(2, positions=slice(0, None)), 10),
+    ],
+)
+def test_the_rows_of_a_step_are_positions_times_layers(lens: Lens, rows: int) -> None:
+    plan = resolve(Plan.make(capture=lens), SHAPE, Prompt(10), 5)
+    workers = [worker_info(taps=TAPS, step_tokens=32)]
+    assert lens_rows(plan, config(), workers, False) == rows
+    layers = len(plan.captures[0].taps)
+    assert lens_rows(plan, config(3), workers, False) == max(rows, 4 * layers)
+    assert lens_rows(plan, config(), workers, True) == 32 * layers
+    assert lens_rows(plan, config(), [worker_info(taps=TAPS, step_tokens=8)], False) == min(
+        rows, 8 * layers
+    )
+
+
+def test_layers_of_other_stages_than_the_last_are_refused() -> None:
+    workers = [worker_info(stage=0, taps=TAPS[:2]), worker_info(stage=1, taps=TAPS[2:])]
+    plan = resolve(Plan.make(capture=Lens([2, 3])), SHAPE, Prompt(10), 5)
+    assert lens_rows(plan, config(), workers, False)
+    plan = resolve(Plan.make(capture=Lens([1, 3])), SHAPE, Prompt(10), 5)
+    with pytest.raises(SpecError, match=r"layer 1 is on another .* of the last stage: \[2, 3\]"):
+        lens_rows(plan, config(), workers, False)
