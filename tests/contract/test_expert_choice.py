@@ -48,10 +48,31 @@ def test_routers_of_the_largest_logits_have_no_correction_but_that_of_the_expert
 
 
 @each_release
-def test_logits_fused_with_those_of_shared_experts_are_of_a_gate_that_the_runner_holds() -> None:
-    """Such a model lacks the site: a runner with a gate computes the logits itself."""
+def test_a_runner_that_holds_its_router_calls_it_once_if_its_weights_are_not_fused() -> None:
     runner = text_of("runner/moe_runner.py", "MoERunner")
     assert "self.gate = gate" in runner
     assert "self._fse_fuse_gate = gate is not None and shared_expert_gate is not None" in runner
-    head, _, _ = runner.partition("self._combined_gate_weight, None")
+    assert runner.count("self.gate(") == 1
+    head, _, tail = runner.partition("router_logits, _ = self.gate(hidden_states)")
     assert "if self.gate is not None:\n            if self._fse_fuse_gate:" in head
+    assert "    def _forward_impl(" in head
+    assert "\n    def " not in head.rpartition("    def _forward_impl(")[2]
+    assert "self._apply_quant_method(" in tail
+    assert "router_logits=router_logits" in tail
+
+
+@each_release
+def test_the_op_for_experts_finds_their_runner_by_its_name() -> None:
+    folder = vllm_root() / "model_executor" / "layers" / "fused_moe"
+    text = (folder / "runner" / "moe_runner.py").read_text()
+    op = text.partition("def _moe_forward(")[2].partition("\ndef ")[0]
+    assert "layer = get_layer_from_name(_resolve_layer_name(layer_name))" in op
+    assert "layer._forward_impl(" in op
+    assert "layer = forward_context.no_compile_layers[layer_name]" in text
+    assert "compilation_config.static_forward_context[prefix] = layer" in text
+    assert "self.layer_name = layer_name" in text
+    context = (vllm_root() / "forward_context.py").read_text()
+    assert "no_compile_layers=vllm_config.compilation_config.static_forward_context" in context
+    encode = text.partition("def _encode_layer_name(self)")[2]
+    named = "if _USE_LAYERNAME:\n            return LayerName(self.layer_name)"
+    assert named in encode.partition("\n    def ")[0]

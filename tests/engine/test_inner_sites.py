@@ -34,7 +34,9 @@ from midstream.sites import INNER as EVERY_INNER
 from midstream.store import open_store
 from midstream.tools.capacity import read_model
 
-MODELS = list(INNER)
+EXPERTS = "mixtral", "qwen3_moe"  # of the second, `test_routing` has what is run by default
+MODELS = [*INNER, pytest.param(EXPERTS[1], marks=pytest.mark.nightly)]
+MODELS.remove(EXPERTS[1])
 # The llama has four heads, two of keys, and a width of all heads that is not the model's.
 ONE = pytest.mark.parametrize("served", ["llama"], indirect=True)
 LONG = 90  # two steps, and two whole blocks
@@ -42,7 +44,7 @@ COMPILED = [
     "llama",
     *(
         pytest.param(name, marks=pytest.mark.nightly)
-        for name in ("gpt2", "phi3", "gemma3", "mixtral")
+        for name in ("gpt2", "phi3", "gemma3", *EXPERTS)
     ),
 ]
 # Why each model is without a site.
@@ -60,7 +62,7 @@ REASONS = {
 def served(
     request: pytest.FixtureRequest, tiny_models: Path, tmp_path_factory: Any, pool: Pool
 ) -> Iterator[Served]:
-    if request.param == "mixtral":
+    if request.param in EXPERTS:
         pool.close()  # experts need groups of processes that vLLM makes for such a model only
     path, oracle = reference(request.param, tiny_models)
     with engine(path, **settings(oracle, tmp_path_factory.mktemp("rows"))) as llm:
@@ -101,7 +103,7 @@ def test_rows_of_inner_sites_are_what_the_modules_of_transformers_read_and_retur
 def test_compiled_too(
     name: str, tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Pool
 ) -> None:
-    if name == "mixtral":
+    if name in EXPERTS:
         pool.close()
     path, oracle = reference(name, tiny_models)
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))

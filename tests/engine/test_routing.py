@@ -1,5 +1,6 @@
-"""`Route` and captured logits in a mixture that chooses two of four experts, against hooks in
-transformers; `test_inner_sites` has each of its forms in a mixed batch.
+"""`Route` and captured logits in a mixture that chooses two of four experts and whose experts'
+module calls the router itself, against hooks in transformers. `test_inner_sites` has each of its
+forms in a mixed batch, also of a mixture whose block calls the router.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import HAS_GPU, engine, generated
-from support.inner_served import END, PROMPTS, TOLERANCE, Served, reference, settings
+from safetensors.torch import load_file
+from support import tiny
+from support.engines import HAS_GPU, engine, generated, greedy, tokens
+from support.inner_served import END, PROMPTS, ROOM, TIE, TOLERANCE, Served, reference, settings
 from support.oracle_edits import At, row_error
 from support.pool import Pool
 
-from midstream import Capture, Replace, Route, SpecError, TokenIds
+from midstream import Capture, Replace, Route, SpecError, Steer, TokenIds
 
 
 @pytest.fixture(scope="module")
 def served(tiny_models: Path, tmp_path_factory: Any, pool: Pool) -> Iterator[Served]:
     pool.close()  # experts need groups of processes that vLLM makes for such a model only
-    path, oracle = reference("mixtral", tiny_models)
+    path, oracle = reference("qwen3_moe", tiny_models)
     with engine(path, **settings(oracle, tmp_path_factory.mktemp("rows"))) as llm:
-        yield Served("mixtral", oracle, llm)
+        yield Served("qwen3_moe", oracle, llm)
 
 
 def test_experts_are_chosen_or_not_as_a_route_says(served: Served) -> None:
@@ -87,3 +90,71 @@ def test_routes_that_the_model_cannot_follow_are_refused(served: Served) -> None
     ):
         with pytest.raises(SpecError, match=told):
             served.ask([PROMPTS[0]], 1, edits=[edit])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_a_router_in_an_op_that_compilers_do_not_look_into_is_read_and_edited(
+    eager: bool, tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Pool
+) -> None:
+    """On a GPU the experts are one opaque op; on a CPU vLLM calls its function, unless told to."""
+    from vllm.model_executor.layers.fused_moe import MoERunner
+
+    pool.close()
+    chosen = []
+
+    def choose(runner: Any) -> Any:
+        chosen.append(runner)
+        return torch.ops.vllm.moe_forward
+
+    monkeypatch.setattr(MoERunner, "_select_forward", choose)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    path, oracle = reference("qwen3_moe", tiny_models)
+    with engine(path, enforce_eager=eager, **settings(oracle, tmp_path)) as llm:
+        served = Served("qwen3_moe", oracle, llm)
+        lists = [
+            [At(Route(1, 3, {0: 2.0}, layer="all"))],
+            [],
+            [At(Steer(served.vector(site, 1, False), 1, site=site)) for site in oracle.sites],
+        ]
+        prompts = [PROMPTS[2], PROMPTS[0], PROMPTS[1]]
+        edits = [[at.edit for at in ats] or None for ats in lists]
+        for prompt, ats, output in zip(
+            prompts, lists, served.ask(prompts, 5, edits=edits), strict=True
+        ):
+            served.assert_is(prompt, output, *ats)
+            assert output.receipt.status == "ok"
+        assert len(chosen) == 3
+        # Steps without work run vLLM's own model, whose experts call the same router.
+        (plain,) = llm.generate([tokens(PROMPTS[2])], greedy(5), use_tqdm=False)
+        ids = generated(plain)
+        logits = oracle.run([*PROMPTS[2], *ids][:-1]).logits[len(PROMPTS[2]) - 1 :]
+        for row, token in zip(logits, ids, strict=True):
+            assert float(row.max() - row[token]) <= TIE
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(HAS_GPU, reason="latent attention has no kernel for float32 on a GPU")
+def test_logits_of_deepseek_are_its_routers_product_with_what_the_mlp_reads(
+    tiny_models: Path, pool: Pool
+) -> None:
+    """By its own rows: vLLM's latent attention on a CPU is not transformers'."""
+    pool.close()
+    path = tiny.make("deepseek_v3", tiny_models, tiny.DEEPSEEK_V3)
+    weights = load_file(path / "model.safetensors")
+    taps = Capture([1, 2], ("mlp_in", "router"))
+    bias = Route(bias={0: 3.0, 5: -2.0}, layer=[1, 2], positions=slice(4, None))
+    with engine(path, **ROOM, midstream={"sites": ["mlp_in", "router"]}) as llm:
+        outputs = llm.generate(
+            [tokens(PROMPTS[2])] * 2, greedy(5), use_tqdm=False, capture=taps,
+            edits=[[bias], None],
+        )  # fmt: skip
+        for output, factor in zip(outputs, (1.0, 0.0), strict=True):
+            assert output.receipt.status == "ok"
+            for layer in (1, 2):
+                read = output.activations["mlp_in", layer].float()
+                logits = read @ weights[f"model.layers.{layer}.mlp.gate.weight"].float().T
+                logits[4:, [0, 5]] += factor * torch.tensor([3.0, -2.0])
+                assert row_error(output.activations["router", layer], logits) <= 1e-5
+        with pytest.raises(SpecError, match="chosen in groups; `bias` alone is supported"):
+            llm.generate(tokens(PROMPTS[0]), greedy(1), edits=[Route(1, layer=1)], use_tqdm=False)

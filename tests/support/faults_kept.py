@@ -8,6 +8,21 @@ from support.fault import Fault
 
 KEPT: tuple[Fault, ...] = (
     Fault(
+        "The experts of a step with work call the router of the plain model",
+        "runtime/worker/taps/tapped_model.py",
+        "    name_experts(copies, vllm_config)\n",
+        "",
+        "tests/engine/test_routing.py::test_experts_are_chosen_or_not_as_a_route_says",
+    ),
+    Fault(
+        "The experts of a step without work call the router of the tapped model",
+        "runtime/worker/taps/tapped_model.py",
+        '        experts.layer_name = f"{experts.layer_name}.{_TAG}"\n',
+        "",
+        "tests/unit/runtime/worker/taps/test_tapped_model.py"
+        "::test_the_op_for_experts_calls_the_router_of_the_model_that_runs",
+    ),
+    Fault(
         "The workers drop vectors of a request that still waits",
         "runtime/frontend/request/sent_vectors.py",
         "            elif vector.digest in self._unused:\n",

@@ -24,6 +24,7 @@ HEADS = tiny.Tiny(
         **{**tiny._COMMON, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     )
 )
+SPECS = {**tiny.MODELS, "llama": HEADS, "qwen3_moe": tiny.QWEN3_MOE}
 END = "resid_post"
 
 

@@ -21,7 +21,6 @@ from midstream.runtime.models.decoder import find_layers
 from midstream.runtime.models.inner_sites import InnerPlace, find_inner_sites
 from support import engines, tiny
 
-_MOE = {**tiny._GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _FALCON = {
     "vocab_size": tiny.VOCAB,
     "hidden_size": tiny.HIDDEN,
@@ -31,7 +30,7 @@ _FALCON = {
     "eos_token_id": 2,
 }
 MORE: dict[str, tiny.Tiny] = {
-    "qwen3_moe": tiny.Tiny(lambda: hf.Qwen3MoeConfig(**_MOE)),
+    "qwen3_moe": tiny.QWEN3_MOE,
     "gpt_neox": tiny.Tiny(lambda: hf.GPTNeoXConfig(**tiny._COMMON), layers="gpt_neox.layers"),
     "stablelm": tiny.Tiny(
         lambda: hf.StableLmConfig(

@@ -68,6 +68,7 @@ INNER: dict[str, Inner] = {
     "gemma2": Inner(outer=PLACES["gemma3"]),
     "gemma3": Inner(outer=PLACES["gemma3"]),
     "mixtral": Inner(pre="", linear="", act="", router="mlp.gate"),
+    "qwen3_moe": Inner(pre="", linear="", act="", router="mlp.gate"),
     "gpt2": Inner(
         _C_ATTN, _C_ATTN, _C_ATTN, "attn.c_proj", "mlp.c_fc", "", "mlp.c_proj", rotary=False,
         outer=PLACES["gpt2"],
@@ -146,7 +147,8 @@ class InnerOracle(EditOracle):
             logits = out[0].clone()
             self._reach(tap, logits)
             weights, chosen = logits.float().softmax(dim=-1).topk(module.top_k, dim=-1)
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+            if getattr(module, "norm_topk_prob", True):
+                weights = weights / weights.sum(dim=-1, keepdim=True)
             if torch.equal(logits, out[0]):
                 torch.testing.assert_close((weights, chosen), out[1:])
             return logits, weights.to(out[1].dtype), chosen

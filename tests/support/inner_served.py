@@ -13,7 +13,7 @@ from torch import Tensor
 from midstream import Capture
 from support import tiny
 from support.engines import HAS_GPU, generated, greedy, tokens
-from support.inner_cases import END, HEADS
+from support.inner_cases import END, SPECS
 from support.inner_oracle import INNER, InnerOracle, largest_error, rows_of
 from support.oracle_edits import Seen, row_error
 
@@ -68,7 +68,7 @@ def assert_rows(found: Any, seen: Seen) -> None:
 
 def reference(name: str, folder: Path) -> tuple[Path, InnerOracle]:
     # vLLM changes transformers' own classes for some models: the reference comes first.
-    path = tiny.make(f"{name}-inner", folder, HEADS if name == "llama" else tiny.MODELS[name])
+    path = tiny.make(f"{name}-inner", folder, SPECS[name])
     return path, InnerOracle(path, INNER[name])
 
 

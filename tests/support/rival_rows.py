@@ -37,7 +37,6 @@ LACKING = {
     "spread": "edits by a statistic of the token's own vector, or by chance",
     "backend": "sites inside attention of models that run on the Transformers backend",
     "chosen": "chosen experts and their weights as results: clients compute them from the router's logits",
-    "inside": "the router of models whose experts' module calls it itself (Qwen3-MoE, DeepSeek)",
     "beside": "neurons, and what the MLP reads, where an MLP runs beside experts (Gemma 4's mixture)",
     "exempt": "a request without the edits that all requests have",
 }
@@ -150,7 +149,7 @@ ROWS: tuple[Asked, ...] = (
     Asked(_GRAPH, 1, "soft modes of its router edit run", "lacking: spread"),
     Asked(_GRAPH, 1, "its file of experts by layer is taken", "nothing"),
     Asked(_GRAPH, 1, "captured logits of generated tokens show edits of all requests, one exempt and one with its own instead", "lacking: exempt"),
-    Asked("EasySteer tests/moe/test_qwen3_smoke", 2, "logits are captured and edited where the experts' module calls the router", "lacking: inside"),
+    Asked("EasySteer tests/moe/test_qwen3_smoke", 2, "logits are captured and edited where the experts' module calls the router", _ROUTES),
     Asked(_SMOE, 1, "logits of every layer, a row per token, as wide as there are experts", _READS),
     Asked(_SMOE, 3, "experts forced out are never chosen, were chosen before, and the output changes", _ROUTES),
     Asked(_SMOE, 2, "findings about OLMoE: experts of digits, published rankings", "nothing"),

@@ -105,6 +105,22 @@ MODELS: dict[str, Tiny] = {
     ),
 }
 
+# Its experts' module calls the router itself.
+QWEN3_MOE = Tiny(
+    lambda: hf.Qwen3MoeConfig(
+        **_GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
+    )
+)
+# The same beside shared experts, with a correction bias and groups; its attention is latent.
+DEEPSEEK_V3 = Tiny(
+    lambda: hf.DeepseekV3Config(
+        **_COMMON, num_key_value_heads=2, kv_lora_rank=512, q_lora_rank=None, v_head_dim=16,
+        qk_nope_head_dim=16, qk_rope_head_dim=64, n_routed_experts=8, n_group=2, topk_group=1,
+        topk_method="noaux_tc", num_experts_per_tok=2, first_k_dense_replace=1, n_shared_experts=1,
+        moe_intermediate_size=48,
+    )
+)  # fmt: skip
+
 
 def make(name: str, folder: Path, spec: Tiny | None = None) -> Path:
     """Saves the model `name`, or another one by that name, with weights large enough that every

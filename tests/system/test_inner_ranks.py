@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import tiny
+from support import inner_served, tiny
 from support.end_oracle import EndOracle
 from support.engines import GPU_MEMORY, engine, generated, greedy, tokens
+from support.oracle_edits import At
 from support.ranks import PIPELINE, assert_same, ranks
 
 from midstream import (
@@ -29,6 +30,7 @@ from midstream import (
     Probe,
     Reading,
     Replace,
+    Route,
     Scale,
     SpecError,
     Steer,
@@ -339,3 +341,21 @@ def test_attention_of_every_head_is_that_of_one_rank(alone, several):
             if rows.keys is not None:
                 certain = rows.values - rows.values.roll(-1, -1) > 1e-3
                 assert torch.equal(mine.keys[certain], rows.keys[certain])
+
+
+@pytest.mark.nightly
+def test_ranks_choose_the_same_experts_where_these_call_the_router(tmp_path):
+    path, oracle = inner_served.reference("qwen3_moe", tmp_path)
+    given = inner_served.settings(oracle, tmp_path)
+    with ranks(path, tensor_parallel_size=2, **given) as llm:
+        served = inner_served.Served("qwen3_moe", oracle, llm)
+        lists = [
+            [],
+            [At(Route(1, 3, {0: 2.0}, layer="all"))],
+            [At(Replace([9.0, 0.0, -9.0, 0.0], 1, site="router", dims=[0, 2]))],
+        ]
+        edits = [[at.edit for at in ats] or None for ats in lists]
+        outputs = served.ask([inner_served.PROMPTS[2]] * 3, 5, edits=edits)
+        for ats, output in zip(lists, outputs, strict=True):
+            assert output.receipt.status == "ok"
+            served.assert_is(inner_served.PROMPTS[2], output, *ats)

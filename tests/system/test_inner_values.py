@@ -45,7 +45,7 @@ def test_the_places_hold_what_transformers_has(
     expected = set() if name in BACKEND else attention
     if name not in MIXTURES | {"olmo2"}:
         expected |= {"mlp_pre", "mlp_act"} | (set() if name in UNGATED else {"mlp_pre_linear"})
-    if name == "mixtral":
+    if name in MIXTURES:
         expected.add("router")
     assert expected <= set(errors), found
 

@@ -1,12 +1,24 @@
-"""How a mixture chooses its experts by the router's logits, as vLLM's modules say."""
+"""How a mixture chooses its experts by the router's logits, as vLLM's modules say, and whether the
+module with the experts calls the router in a way that midstream knows.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
+from midstream.runtime.models import forward_source
+
 # Routers that choose the experts with the largest logits, unless the experts say otherwise.
 TOP_K_ROUTERS = frozenset(("FusedTopKRouter", "CPURouter", "AiterSharedRoutedFusedMoERouter"))
 UNKNOWN = "midstream cannot tell how its experts are chosen"
+
+INTERNAL_GATE = "the router runs inside the experts' module"
+BY_ORDER = f"{INTERNAL_GATE}, which vLLM finds by its place among the layers"
+FUSED_GATE = "the router's weights are fused with those of the gate of the shared experts"
+TWICE = "the router is called outside of the experts' module too"
+SPLIT = "its tokens are split over the ranks (sequence-parallel MoE)"
 
 
 def routing_of(runner: Any) -> int | str:
@@ -30,3 +42,40 @@ def routing_of(runner: Any) -> int | str:
     if router not in TOP_K_ROUTERS:
         return f"its experts are chosen by a {router}"
     return int(experts.top_k)
+
+
+def internal_gate_lack(
+    runner: Any, owner: nn.Module, name: str, types: forward_source.Types
+) -> str | None:
+    """Return why a router that the experts' module itself calls cannot be tapped; None if it can.
+
+    vLLM calls `runner._forward_impl`, which calls the router, in an op that finds the runner by its
+    `layer_name`. So the runner of the tapped model needs a name of its own, and a vLLM that finds
+    runners by their order lacks the site.
+
+    Args:
+        runner: the module with the experts, whose attribute `gate` is the router.
+        owner: the module that calls it.
+        name: the runner's name in that.
+        types: classes of vLLM.
+
+    Raises:
+        UnsupportedError: the code of one of them cannot be read.
+    """
+    forward: Any = getattr(type(runner), "_forward_impl", None)
+    encode: Any = getattr(runner, "_encode_layer_name", None)
+    fused = getattr(runner, "_fse_fuse_gate", None)
+    split = forward_source.attribute(runner, "moe_config.is_sequence_parallel")
+    if None in (forward, encode, fused, split) or not forward_source.calls(forward, "gate"):
+        return INTERNAL_GATE
+    if getattr(encode(), "value", None) != forward_source.attribute(runner, "layer_name"):
+        return BY_ORDER
+    if fused or split:
+        return FUSED_GATE if fused else SPLIT
+    gates = [child for child, module in owner.named_children() if module is runner.gate]
+    replaced = vars(owner).get("forward")
+    if replaced is not None:  # as vLLM's Transformers backend does
+        function = getattr(replaced, "__func__", replaced)
+        return TWICE if any(forward_source.calls(function, one) for one in gates) else None
+    flow = forward_source.flow_of(owner, name, types)
+    return TWICE if any(flow.of(one) for one in gates) else None

@@ -130,6 +130,15 @@ def check_called(layer: nn.Module, path: str) -> None:
         parent = getattr(parent, name)
 
 
+def calls(function: Any, name: str) -> bool:
+    """Return whether a method calls the sub-module `name` of its object, under any condition.
+
+    Raises:
+        UnsupportedError: the method's source is not available.
+    """
+    return _calls(tree_of(function), name)
+
+
 def number(owner: object, text: str) -> int | None:
     """Return the value of an expression of the module's attributes, such as `self.q_size`."""
     value = _evaluated(owner, {}, ast.parse(text, mode="eval").body)

@@ -27,7 +27,7 @@ from torch import nn
 from midstream.errors import UnsupportedError
 from midstream.runtime.models import forward_source
 from midstream.runtime.models.convention import Input, Lack, Refusal
-from midstream.runtime.models.expert_choice import routing_of
+from midstream.runtime.models.expert_choice import SPLIT, internal_gate_lack, routing_of
 from midstream.runtime.models.forward_flow import Flow, FlowCall, OutputPart, Trace, Value
 from midstream.runtime.models.registry import lookup
 
@@ -86,7 +86,6 @@ NO_MLP = "this layer has no MLP of a form that midstream knows"
 EXPERTS = "its experts run in one kernel"
 NO_ROPE = "this layer has no rotary embedding; use {}"
 SHARED = "this layer uses the keys and values of an earlier one"
-INTERNAL_GATE = "the router runs inside the experts' module"
 BACKEND = "the Transformers backend calls attention outside of the layer"
 
 # Attention whose q and k are loaded with the channels of each head in another order than the
@@ -442,23 +441,28 @@ def _router_site(
     if not owner_path:
         return {"router": Lack(UNPROVEN)}
     if getattr(module, "gate", None) is not None:
-        return {"router": Lack(INTERNAL_GATE)}
-    forward_source.check_called(layer, owner_path)
-    flow = forward_source.flow_of(owner, name, types)
-    calls = flow.of(name)
-    value = calls[0].argument(1, "router_logits") if len(calls) == 1 else None
-    if value is None or not value.parts:
-        return {"router": Lack(UNPROVEN)}
-    if "sequence_parallel_chunk" in flow.functions:
-        return {"router": Lack("its tokens are split over the ranks (sequence-parallel MoE)")}
-    parts = list(value.parts)
-    gate: Any = forward_source.linear_at(owner, parts[0].path, types)
-    known = len(parts) == 1 and isinstance(gate, types.replicated) and parts[0].index is None
-    if not known or value.through or parts[0].path in flow.bypassed:
-        return {"router": Lack(UNPROVEN)}
-    if _adds_bias_outside(gate):
-        return {"router": Lack(BIAS)}
-    gate_path, routing = _joined(owner_path, parts[0].path), routing_of(module)
+        lack = internal_gate_lack(module, owner, name, types)
+        if lack is not None:
+            return {"router": Lack(lack)}
+        gate_path = f"{path}.gate"
+    else:
+        forward_source.check_called(layer, owner_path)
+        flow = forward_source.flow_of(owner, name, types)
+        calls = flow.of(name)
+        value = calls[0].argument(1, "router_logits") if len(calls) == 1 else None
+        if value is None or len(value.parts) != 1:
+            return {"router": Lack(UNPROVEN)}
+        if "sequence_parallel_chunk" in flow.functions:
+            return {"router": Lack(SPLIT)}
+        (part,) = value.parts
+        if part.index is not None or value.through or part.path in flow.bypassed:
+            return {"router": Lack(UNPROVEN)}
+        gate_path = _joined(owner_path, part.path)
+    gate: Any = forward_source.linear_at(layer, gate_path, types)
+    is_whole = isinstance(gate, types.replicated)
+    if not is_whole or _adds_bias_outside(gate):
+        return {"router": Lack(BIAS if is_whole else UNPROVEN)}
+    routing = routing_of(module)
     place = InnerPlace(gate_path, "output", None, 0, gate.output_size, 0, "whole", 1, routing)
     return {"router": place}
 

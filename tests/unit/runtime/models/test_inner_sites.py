@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from midstream.runtime.models.convention import Lack
-from midstream.runtime.models.expert_choice import UNKNOWN
+from midstream.runtime.models.expert_choice import SPLIT, UNKNOWN
 from midstream.runtime.models.forward_source import Types
 from midstream.runtime.models.inner_sites import (
     BIAS,
     EXPERTS,
-    INTERNAL_GATE,
     MLA,
     NO_ATTENTION,
     SHARED,
@@ -482,10 +481,7 @@ def test_a_mixture_has_a_router_and_no_neurons() -> None:
     assert {reasons(found)[site] for site in ("mlp_pre", "mlp_pre_linear", "mlp_act")} == {EXPERTS}
 
 
-def test_a_router_inside_the_experts_gives_no_place() -> None:
-    mixture = Mixture()
-    mixture.experts.gate = mixture.gate
-    assert reasons(find_inner_sites(Layer(mlp=mixture)))["router"] == INTERNAL_GATE
+def test_a_router_that_the_block_does_not_call_gives_no_place() -> None:
     mixture = Mixture()
     mixture.is_internal_router = True
     assert reasons(find_inner_sites(Layer(mlp=mixture)))["router"] == UNPROVEN
@@ -495,4 +491,4 @@ def test_a_router_of_some_of_the_tokens_gives_no_place() -> None:
     mixture = Mixture()
     mixture.is_sequence_parallel = True
     reason = reasons(find_inner_sites(Layer(mlp=mixture)))["router"]
-    assert reason == "its tokens are split over the ranks (sequence-parallel MoE)"
+    assert reason == SPLIT

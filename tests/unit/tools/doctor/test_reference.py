@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers as hf
 from support import tiny
-from support.inner_cases import HEADS
+from support.inner_cases import SPECS
 from support.inner_oracle import INNER, InnerOracle
 from support.oracle import Branches, HookEdit, Oracle, relative_error
 
@@ -172,7 +172,7 @@ WITHOUT_ROPE = {"gpt2": {"rot_q", "rot_k"}, "opt": {"rot_q", "rot_k"}}
 
 @pytest.mark.parametrize("name", INNER)
 def test_inner_values_and_edits_are_those_of_the_tests_own_oracle(name, tmp_path):
-    path = tiny.make(f"{name}-inner", tmp_path, HEADS if name == "llama" else tiny.MODELS[name])
+    path = tiny.make(f"{name}-inner", tmp_path, SPECS[name])
     oracle, reference = InnerOracle(path, INNER[name]), Reference(path)
     reference.find_sites(TOKENS)
     found = set(reference.inner.places[1].found)

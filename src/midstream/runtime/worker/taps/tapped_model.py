@@ -19,6 +19,7 @@ from torch import nn
 
 from midstream.config.config import KEY, Config
 from midstream.runtime.models.decoder import Decoder
+from midstream.runtime.models.forward_source import Types
 from midstream.runtime.worker.tables.device_buffers import Buffers
 from midstream.runtime.worker.taps.taps import modules_to_tap, tap_layer
 from midstream.sites import Tap
@@ -68,6 +69,8 @@ class TappedCopies:
         self._targets = {id(target) for target in targets}
         self._holds: dict[int, bool] = {}
         self._copies: dict[int, nn.Module] = {}
+        # Copies of modules with a copied child: they have attributes of their own.
+        self._apart: list[nn.Module] = []
         self.replacements: list[Replacement] = []
         self._replace(None, "", model)
 
@@ -80,6 +83,11 @@ class TappedCopies:
         Weight offloaders set it.
         """
         return [copied for copied in self._copies.values() if "forward" in vars(copied)]
+
+    def experts_with_router(self) -> list[Any]:
+        """Return the copied modules with experts whose router, which they call, is copied."""
+        experts = Types.of_vllm().experts
+        return [copied for copied in self._apart if isinstance(copied, experts)]
 
     def _replace(self, owner: nn.Module | None, name: str, module: nn.Module) -> None:
         direct = any(id(child) in self._targets for child in module.children())
@@ -110,6 +118,7 @@ class TappedCopies:
         self._copies[id(module)] = made
         attributes = vars(module)
         if any(self._is_copied(child) for child in module.children()):
+            self._apart.append(made)
             attributes = dict(attributes)
             attributes["_modules"] = {
                 name: self._copy(child) if child is not None and self._is_copied(child) else child
@@ -161,6 +170,7 @@ def add_taps(
         tap_layer(replace(layer, module=copies[layer.module], ends=ends), taps, buffers)
     for one in copies.replacements:
         separate_compilation(one, vllm_config)
+    name_experts(copies, vllm_config)
     return copies.replacements
 
 
@@ -221,6 +231,17 @@ def separate_compilation(replacement: Replacement, vllm_config: Any) -> None:
         TorchCompileWithNoGuardsWrapper.__init__(tapped)
     vars(tapped)["_compile_tag"] = _TAG
     vars(plain)["vllm_config"] = without_midstream(vllm_config)
+
+
+def name_experts(copies: TappedCopies, vllm_config: Any) -> None:
+    """Give copied modules with experts that call a tapped router names of their own.
+
+    The router is called in vLLM's op for experts, which finds the module by its name.
+    """
+    named = vllm_config.compilation_config.static_forward_context
+    for experts in copies.experts_with_router():
+        experts.layer_name = f"{experts.layer_name}.{_TAG}"
+        named[experts.layer_name] = experts
 
 
 def without_midstream(vllm_config: Any) -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from midstream.runtime.worker.model_runner.model_switch import PLAIN, TAPPED, ModelSwitch
 from midstream.runtime.worker.taps import tapped_model
-from midstream.runtime.worker.taps.tapped_model import TappedCopies
+from midstream.runtime.worker.taps.tapped_model import TappedCopies, name_experts
 
 ROWS, WIDTH = 5, 8
 
@@ -181,3 +183,54 @@ def test_a_switch_without_copies_leaves_everything_as_it_is(x):
     switch = ModelSwitch(worker, [], False, False, None)
     switch.use(TAPPED)
     assert worker.model_runner.model is model
+
+
+NAMED: dict[str, nn.Module] = {}
+
+
+class Experts(nn.Module):
+    """Called as vLLM calls its own: by an op that is given a name."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.layer_name = name
+        self.gate = nn.Linear(WIDTH, WIDTH)
+        NAMED[name] = self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return NAMED[self.layer_name].called_by_op(x)
+
+    def called_by_op(self, x: Tensor) -> Tensor:
+        return self.gate(x)
+
+
+@pytest.mark.parametrize("target", ["gate", ""])
+def test_the_op_for_experts_calls_the_router_of_the_model_that_runs(x, target, monkeypatch):
+    """The second: experts that are tapped themselves keep their name, as their router is shared."""
+    types = SimpleNamespace(experts=Experts)
+    monkeypatch.setattr(tapped_model.Types, "of_vllm", staticmethod(lambda: types))
+    NAMED.clear()
+    torch.manual_seed(1)
+    model = Model()
+    for n, layer in enumerate(model.backbone.layers):
+        layer.mlp = Experts(f"layers.{n}.experts")
+    plain = dict(NAMED)
+    expected = model(x)
+    targets = [of(model, f"{name}.{target}".rstrip(".")) for name in MLPS]
+    copies = TappedCopies(model, targets)
+    for one in targets:
+        add_one(copies[one])
+    settings = SimpleNamespace(static_forward_context=NAMED)
+    name_experts(copies, SimpleNamespace(compilation_config=settings))
+    assert {name: NAMED[name] for name in plain} == plain
+    assert len(NAMED) == (6 if target else 3)
+    switch = ModelSwitch(Worker(model), copies.replacements, False, False, None)
+    assert torch.equal(model(x), expected)
+    switch.use(TAPPED)
+    by_hand = model.backbone.embed(x)
+    for n in range(3):
+        layer = of(model, LAYERS[n])
+        by_hand = by_hand + plain[f"layers.{n}.experts"].gate(layer.attention(by_hand)) + 1.0
+    torch.testing.assert_close(model(x), by_hand)
+    switch.use(PLAIN)
+    assert torch.equal(model(x), expected)
