@@ -185,6 +185,14 @@ ATTENTION = (
         "::test_a_lens_stays_while_requests_use_it",
     ),
     Fault(
+        "The largest logits are searched in too few blocks of tokens",
+        "runtime/worker/attention/logits.py",
+        "blocks.amax(-1).topk(count, -1).indices",
+        "blocks.amax(-1).topk(min(count, 3), -1).indices",
+        "tests/unit/runtime/worker/attention/test_logits.py"
+        "::test_the_largest_logits_are_those_of_topk",
+    ),
+    Fault(
         "The rank of a token in a lens counts tokens that are as likely",
         "runtime/worker/attention/logits.py",
         "1 + (logits > chosen",

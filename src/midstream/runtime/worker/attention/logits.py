@@ -21,6 +21,12 @@ from midstream.spec.resolve.resolved import LensMap
 # the whole vocabulary, of each token of a prompt, can take gigabytes.
 MOST_BYTES = 256 << 20
 
+# Device memory that logits take at a time, beside the rows themselves. The head reads its weights
+# once for each part.
+PART_BYTES = 256 << 20
+
+_BLOCK = 128  # tokens of a block, see `largest`
+
 
 class Head:
     """Computes logits of outputs of the final norm, as the model's own `compute_logits` does.
@@ -269,14 +275,38 @@ def _row(logits: Tensor, columns: PatternColumns, tokens: Tensor) -> Tensor:
         return torch.cat((logits, total), -1)
     if columns.kind == "logits_of":
         return torch.cat((logits.gather(1, tokens), total), -1)
-    values, ids = logits.topk(columns.size // 2, -1)
+    values, ids = largest(logits, columns.size // 2)
     return torch.cat((ids.int().view(torch.float32), values, total), -1)
+
+
+def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the largest logits of each row and their tokens, [n, count], descending.
+
+    PyTorch's `topk` goes over a long row many times. The largest logits are in the blocks of tokens
+    with the largest maxima, so only these are searched.
+
+    Args:
+        logits: float32 [n, vocabulary].
+        count: how many, at most `vocabulary`.
+    """
+    size = logits.shape[1]
+    if count > size // _BLOCK // 4:
+        values, ids = logits.topk(count, -1)
+        return values, ids
+    lacking = -size % _BLOCK
+    padded = pad(logits, (0, lacking), value=-torch.inf) if lacking else logits
+    blocks = padded.unflatten(1, (-1, _BLOCK))
+    of = blocks.amax(-1).topk(count, -1).indices
+    rows = torch.arange(len(logits), device=logits.device)[:, None]
+    found = blocks[rows, of].flatten(1)
+    values, at = found.topk(count, -1)
+    return values, of.gather(1, at // _BLOCK) * _BLOCK + at % _BLOCK
 
 
 def _lens_row(logits: Tensor, size: int, tokens: Tensor, total: Tensor) -> Tensor:
     """Return rows of a lens; see `Pattern`."""
     count = tokens.shape[1]
-    values, ids = logits.topk((size - 1) // 2 - count, -1)
+    values, ids = largest(logits, (size - 1) // 2 - count)
     chosen = logits.gather(1, tokens)
     # By column: a product of tokens and vocabulary would take the workspace many times over.
     ranks = [1 + (logits > chosen[:, nth : nth + 1]).sum(-1) for nth in range(count)]

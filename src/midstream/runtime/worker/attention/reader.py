@@ -14,7 +14,7 @@ from midstream.codecs import RowEncoding
 from midstream.runtime.worker.attention import weights as op
 from midstream.runtime.worker.attention.layers import AttentionLayer
 from midstream.runtime.worker.attention.lens import RankLens
-from midstream.runtime.worker.attention.logits import Head, LogitReader, StepLogits
+from midstream.runtime.worker.attention.logits import PART_BYTES, Head, LogitReader, StepLogits
 from midstream.runtime.worker.attention.queries import logits_of
 from midstream.runtime.worker.attention.query_run import QueryRun
 from midstream.runtime.worker.attention.tiles import Tile, Tiles, most_cells
@@ -44,6 +44,7 @@ class PatternReader:
         layers: Callable[[int], AttentionLayer],
         block_table: BlockTable,
         workspace: int = WORKSPACE_BYTES,
+        part: int = PART_BYTES,
         head: Head | None = None,
         lens: RankLens | None = None,
     ) -> None:
@@ -51,13 +52,14 @@ class PatternReader:
         layers: returns the attention that reads the queries of a tap, by the tap's index.
         block_table: returns the blocks of the batch's requests.
         workspace: see `WORKSPACE_BYTES`.
+        part: see `PART_BYTES`.
         head: the model's head; None: no request asks for logits.
         lens: applies maps and the final norm; None: no request asks for a lens.
         """
         self._layers = layers
         self._block_table = block_table
         self._workspace = workspace
-        self._logits = None if head is None else LogitReader(head, workspace, lens)
+        self._logits = None if head is None else LogitReader(head, part, lens)
         # By tap and heads: what attention does for these, their key-value heads, and the heads.
         self._chosen: dict[
             tuple[int, tuple[int, ...]], tuple[op.AttentionForm, Tensor, Tensor]

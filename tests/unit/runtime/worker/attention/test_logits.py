@@ -19,7 +19,7 @@ from torch import Tensor
 
 from midstream.runtime.protocol.segments import RankShare
 from midstream.runtime.worker.attention.head_adapters import HeadAdapters
-from midstream.runtime.worker.attention.logits import Head
+from midstream.runtime.worker.attention.logits import Head, largest
 from midstream.runtime.worker.attention.reader import PatternReader
 from midstream.runtime.worker.session import WorkerSession
 from midstream.spec import ResolvedCapture, ResolvedPlan
@@ -112,7 +112,7 @@ class Rank(FakeEngine):
 
     def __init__(self, rank: int, together: Together, **sizes):
         super().__init__(**sizes)
-        patterns = PatternReader(None, None, 400, Head(self._head, VOCABULARY), torch.tanh)  # type: ignore[arg-type]
+        patterns = PatternReader(None, None, 400, 400, Head(self._head, VOCABULARY), torch.tanh)  # type: ignore[arg-type]
         self.session = WorkerSession(
             self.buffers, TAPS, self.transport, self.arena, 64, RankShare(rank, 2),
             patterns=patterns, agree=lambda mine: together.meet(rank, "agree", mine, all),
@@ -261,3 +261,17 @@ def test_ranks_call_the_head_together_whatever_each_one_drops_or_cannot_run(seed
     assert failed
     assert dropped
     assert compared > 30
+
+
+@pytest.mark.parametrize("vocabulary", [5, 199, 4096, 50257, 128256])
+@pytest.mark.parametrize("count", [0, 1, 5, 32])
+def test_the_largest_logits_are_those_of_topk(vocabulary: int, count: int) -> None:
+    if count > vocabulary:
+        return
+    logits = torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(count))
+    logits[1, -1] = 99.0  # in a block that is not whole
+    logits[2, :7] = -torch.inf
+    values, ids = largest(logits, count)
+    expected = logits.topk(count, -1)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(ids, expected.indices)
